@@ -1,0 +1,48 @@
+# make run   set up and run the embedded job     make run ARGS="run.steps=40 staleness.max_staleness=1"
+# make test  set up, check and test              make proof   the long proofs, ends in a table
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+TORCH := torch==2.13.0+cpu
+# Where the CPU build of torch comes from when the configured package index has none.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test check format proof lock clean
+
+help:
+	@sed -n '1,2p' Makefile
+
+setup: $(STAMP)
+
+$(STAMP): requirements/cpu.lock pyproject.toml scripts/setup.sh
+	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" bash scripts/setup.sh
+	@touch $(STAMP)
+
+run: $(STAMP)
+	@$(BIN)/python -m echo_planes.run $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/unit/test_architecture.py
+
+test: check
+	$(BIN)/python -m pytest tests/unit tests/sim tests/integration $(ARGS)
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proof: $(STAMP)
+	$(BIN)/python -m bench.proof $(ARGS)
+
+# Resolve pyproject.toml again, for all Linux x86-64 machines (needs uv).
+lock:
+	uv pip compile pyproject.toml --extra cpu --extra test --override requirements/overrides.txt \
+	  --generate-hashes --no-emit-package torch --python-version 3.11 \
+	  --python-platform x86_64-manylinux_2_28 --no-header -o requirements/cpu.lock
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

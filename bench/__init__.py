@@ -1,0 +1,1 @@
+"""Benchmarks: one file per hot path. `python -m bench.<name> [--json FILE]`."""

@@ -1,0 +1,101 @@
+"""The books of dissemination: what each publication weighed, how it travelled, and what an update costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from echo_planes.types import BroadcastStats, InstallReport, Manifest
+
+GAMMA = 1.1  # ECHO-2, section 4: T_bcast ends when the fraction 1/gamma of the active workers has installed
+MBIT = 1e6 / 8
+
+
+@dataclass
+class _Publication:
+    manifest: Manifest
+    t_extract_s: float
+    published_s: float
+    installed: set[str] = field(default_factory=set)
+    t_bcast_s: float | None = None
+    pauses_s: list[float] = field(default_factory=list)
+    stats: BroadcastStats | None = None
+
+
+class BroadcastBook:
+    """Everything known of the publications of one run, by version."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Publication] = {}
+
+    def on_published(self, manifest: Manifest, t_extract_s: float, now_s: float) -> None:
+        """A version was committed by its publisher. Published again, its first time counts."""
+        if manifest.version not in self._known:
+            self._known[manifest.version] = _Publication(manifest, t_extract_s, now_s)
+
+    def on_installed(self, report: InstallReport, num_active: int, now_s: float) -> None:
+        """A worker serves a version; `num_active` workers are alive now."""
+        known = self._known.get(report.version)
+        if known is None or not report.ok or report.worker_id in known.installed:
+            return
+        known.installed.add(report.worker_id)
+        known.pauses_s.append(report.pause_s)
+        if known.t_bcast_s is None and len(known.installed) >= math.ceil(num_active / GAMMA):
+            known.t_bcast_s = now_s - known.published_s
+
+    def on_broadcasts(self, stats: Sequence[BroadcastStats]) -> None:
+        """What the tracker of the sender has seen."""
+        for one in stats:
+            if one.version in self._known:
+                self._known[one.version].stats = one
+
+    def newest(self) -> dict[str, Any]:
+        """The numbers of the newest publication that reached its workers, for metrics.jsonl; {} before."""
+        done = [version for version, known in self._known.items() if known.t_bcast_s is not None]
+        return self._row(max(done)) if done else {}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per publication, oldest first."""
+        return [self._row(version) for version in sorted(self._known)]
+
+    def summary(self) -> dict[str, Any]:
+        """What summary.json says of them; patches only where it is about patches."""
+        rows = self.rows()
+        patches = [row for row in rows if row["codec"] != "full"]
+        stats = [known.stats for known in self._known.values() if known.stats]
+        return {
+            "t_bcast_s_median": _median([row["t_bcast_s"] for row in rows]),
+            "t_extract_s_median": _median([row["t_extract_s"] for row in rows]),
+            "install_pause_s_median": _median([row["pause_s"] for row in rows]),
+            "patch_ratio_median": _median([row["patch_ratio"] for row in patches]),
+            "bytes_per_changed_median": _median([row["bytes_per_changed"] for row in patches]),
+            "broadcast_repairs": sum(one.repairs for one in stats),
+        }
+
+    def _row(self, version: int) -> dict[str, Any]:
+        known = self._known[version]
+        manifest, stats = known.manifest, known.stats
+        hops = stats.hop_bytes_per_s if stats else ()
+        return {
+            "published_version": version,
+            "codec": manifest.codec,
+            "payload_bytes": manifest.payload_bytes,
+            "changed_share": manifest.changed_elements / max(1, manifest.total_elements),
+            "bytes_per_changed": (
+                manifest.payload_bytes / manifest.changed_elements if manifest.changed_elements else None
+            ),
+            "patch_ratio": manifest.dense_bytes / max(1, manifest.payload_bytes),
+            "t_extract_s": known.t_extract_s,
+            "t_bcast_s": known.t_bcast_s,
+            "t_network_s": stats.seconds if stats else None,
+            "hop_mbit_min": min(hops) / MBIT if hops else None,
+            "repairs": stats.repairs if stats else 0,
+            "pause_s": _median(known.pauses_s),
+        }
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = sorted(value for value in values if value is not None)
+    return known[len(known) // 2] if known else None

@@ -1,0 +1,120 @@
+"""One checkpoint covers all planes: learner, replay buffer and prompt cursor, as of the same step.
+
+::
+
+    checkpoints/step-000050/
+      meta.json    step, lineage number, worker epoch
+      learner/     weights, fp32 masters, moments, RNG (DeepSpeed)
+      data/        buffered groups (Arrow), prompt cursor, ledger, published digests
+
+A checkpoint is written under another name and renamed when whole, so one that is there is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from echo_planes.errors import ClusterError, ConfigError
+from echo_planes.metrics import METRICS_FILE, read_metrics, write_atomic
+
+LINEAGE_FILE = "lineage"  # in the run folder: number of the newest incarnation
+
+
+class Saver(Protocol):
+    """A plane that can write its part."""
+
+    async def save(self, folder: Path) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointMeta:
+    """What the next incarnation of the run must know."""
+
+    step: int
+    lineage_number: int  # incarnations of the run so far; each has a lineage of its own
+    next_epoch: int  # first worker epoch of the next incarnation
+
+
+async def save_checkpoint(
+    folder: Path, meta: CheckpointMeta, data: Saver, learner: Saver, *, keep: int
+) -> Path:
+    """Write `folder`/step-N and remove all but the `keep` newest.
+
+    Raises:
+        ClusterError: the disk is full or cannot be written.
+    """
+    target = folder / f"step-{meta.step:06d}"
+    partial = folder / f".partial-{meta.step:06d}"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        await learner.save(partial / "learner")
+        await data.save(partial / "data")
+        (partial / "meta.json").write_text(json.dumps(asdict(meta)))
+        _sync(partial)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+        for old in sorted(folder.glob("step-*"), key=_age)[:-keep]:
+            shutil.rmtree(old)
+    except OSError as error:
+        raise ClusterError(
+            f"cannot write the checkpoint {target}: {error.strerror}; free some space or set run.dir"
+        ) from error
+    return target
+
+
+def newest_checkpoint(run_dir: Path) -> tuple[Path, CheckpointMeta]:
+    """The checkpoint to resume from.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = sorted((path.parent for path in (run_dir / "checkpoints").glob("step-*/meta.json")), key=_age)
+    if not found:
+        raise ConfigError(
+            f"run.resume={run_dir}: no checkpoint there; start anew, or give another run's folder"
+        )
+    return found[-1], CheckpointMeta(**json.loads((found[-1] / "meta.json").read_text()))
+
+
+def open_lineage(run_dir: Path, meta: CheckpointMeta) -> CheckpointMeta:
+    """`meta` with a lineage number that no incarnation of this run has had, written down at once.
+
+    The checkpoint alone does not know: a run that died before its next checkpoint had a lineage too.
+    """
+    path = run_dir / LINEAGE_FILE
+    number = meta.lineage_number
+    if path.is_file():
+        number = max(number, int(path.read_text()) + 1)
+    write_atomic(path, f"{number}\n")
+    return replace(meta, lineage_number=number)
+
+
+def rewind_metrics(run_dir: Path, step: int) -> int:
+    """Forget the metrics of steps that the resume does again. Returns how many."""
+    rows = read_metrics(run_dir)
+    kept = [row for row in rows if row["step"] <= step]
+    if len(kept) < len(rows):
+        write_atomic(run_dir / METRICS_FILE, "".join(json.dumps(row) + "\n" for row in kept))
+    return len(rows) - len(kept)
+
+
+def _age(checkpoint: Path) -> tuple[int, str]:
+    """Sorts checkpoints from the oldest: a step may have more digits than names are padded to."""
+    return len(checkpoint.name), checkpoint.name
+
+
+def _sync(folder: Path) -> None:
+    """Bring every file to the disk before the rename makes the checkpoint count."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)

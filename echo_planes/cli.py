@@ -1,0 +1,231 @@
+"""From command-line words to a validated `Config`: YAML groups, `key=value` overrides, errors that help.
+
+Order of precedence: built-in defaults < configs/default.yaml < group files < a resumed run's config.yaml <
+`key=value` words.
+"""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from echo_planes.config import Config, TaskConfig
+from echo_planes.data.registry import adapter_class, adapter_options
+from echo_planes.errors import ConfigError
+
+GROUPS = ("task", "model", "fleet")
+
+
+def config_dir() -> Path:
+    """The folder of YAML files: beside the package in a checkout, inside it in a wheel."""
+    package = Path(__file__).resolve().parent
+    checkout = package.parent / "configs"
+    return checkout if (checkout / "default.yaml").is_file() else package / "configs"
+
+
+def load_config(words: Sequence[str]) -> Config:
+    """The configuration that `words` ask for.
+
+    Args:
+        words: `group=name` or `section.key=value`, as on the command line.
+
+    Raises:
+        ConfigError: names the key's path, the value, what is allowed and the nearest match.
+    """
+    chosen = {"task": "math", "model": "tiny", "fleet": "laptop"}
+    overrides: list[tuple[str, Any]] = []
+    for word in words:
+        key, separator, text = word.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"'{word}' is not of the form key=value; see --help")
+        if key in GROUPS:
+            chosen[key] = text
+        else:
+            overrides.append((key, _parse(key, text)))
+    tree = _read_yaml(config_dir() / "default.yaml")
+    resume = dict(overrides).get("run.resume")
+    if resume is not None:
+        tree = _resumed(Path(str(resume)), tree)
+    named = {word.partition("=")[0] for word in words}
+    for group in GROUPS:
+        if resume is None or group in named:
+            tree[group] = _group(group, chosen[group])
+    for key, value in overrides:
+        _set(tree, key, value)
+    try:
+        config = Config.model_validate(tree)
+        adapter_options(config.task)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, tree)) from error
+    return config
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as YAML."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def describe() -> str:
+    """Every key with its default and meaning, for `--help`."""
+    groups = [f"{group}={'|'.join(_names(group))}" for group in GROUPS]
+    lines = [f"groups: {', '.join(groups)}", ""]
+    for name, field in Config.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            lines += [*_describe_section(name, section), ""]
+    cls, _ = adapter_options(TaskConfig.model_validate(_group("task", "math")))
+    lines += ["options of task=math:", *_describe_section("task", cls.Options)]
+    return "\n".join(lines)
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def _parse(key: str, text: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{key}={text}: not a YAML value ({str(error).splitlines()[0]})") from error
+    if isinstance(value, str):
+        try:
+            return float(value)  # YAML 1.1 reads 1e-5 as text
+        except ValueError:
+            return value
+    return value
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {str(error).splitlines()[0]}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds no settings")
+    return tree
+
+
+def _resumed(folder: Path, default: dict[str, Any]) -> dict[str, Any]:
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(f"run.resume={folder}: no config.yaml there; give the folder of an earlier run")
+    tree = _read_yaml(path)
+    tree["run"] = {**tree.get("run", {}), "dir": str(folder)}
+    return tree
+
+
+def _names(group: str) -> list[str]:
+    return sorted(path.stem for path in (config_dir() / group).glob("*.yaml"))
+
+
+def _group(group: str, name: str) -> dict[str, Any]:
+    path = config_dir() / group / f"{name}.yaml"
+    if path.is_file():
+        return _read_yaml(path)
+    if name.endswith((".yaml", ".yml")):
+        return _read_yaml(Path(name))
+    if group == "task" and ":" in name:
+        return {"name": name.partition(":")[2], "adapter": name}
+    if group == "model" and Path(name).is_dir():
+        return {"path": name}
+    known = _names(group)
+    raise ConfigError(f"{group}={name}: unknown; allowed: {', '.join(known)}{_nearest(name, known)}")
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Put a value at a dotted key; numbers index lists (fleet.workers.0.count=2)."""
+    *path, last = key.split(".")
+    node: Any = tree
+    for part in path:
+        if isinstance(node, list):
+            node = node[_index(key, part, node)]
+        elif isinstance(node, dict):
+            node = node.setdefault(part, {})
+        else:
+            raise ConfigError(f"{key}: '{part}' is a value, not a section")
+    if isinstance(node, list):
+        node[_index(key, last, node)] = value
+    elif isinstance(node, dict):
+        node[last] = value
+    else:
+        raise ConfigError(f"{key}: '{path[-1]}' is a value, not a section")
+
+
+def _index(key: str, part: str, node: list[Any]) -> int:
+    if not part.isdigit() or int(part) >= len(node):
+        raise ConfigError(f"{key}: '{part}' is not an index below {len(node)}")
+    return int(part)
+
+
+# --- explaining ----------------------------------------------------------------------------------
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean '{match[0]}'?" if match else ""
+
+
+def _fields_at(path: Sequence[Any], tree: dict[str, Any]) -> dict[str, FieldInfo]:
+    """The fields allowed in the section at `path`."""
+    model: type[BaseModel] = Config
+    for part in path:
+        field = _fields(model, tree).get(str(part))
+        nested = _section_in(field) if field else None
+        if nested is not None:  # otherwise a list's index, or a key that a task defines itself
+            model = nested
+    return _fields(model, tree)
+
+
+def _fields(model: type[BaseModel], tree: dict[str, Any]) -> dict[str, FieldInfo]:
+    if model is not TaskConfig:
+        return dict(model.model_fields)
+    adapter = TaskConfig.model_validate(tree["task"]).adapter
+    return {**TaskConfig.model_fields, **adapter_class(adapter).Options.model_fields}
+
+
+def _section_in(field: FieldInfo) -> type[BaseModel] | None:
+    """The section that a field is, or is a list of."""
+    kinds = [field.annotation, *typing.get_args(field.annotation)]
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
+
+
+def _explain(error: ValidationError, tree: dict[str, Any]) -> str:
+    """One line for the first thing that is wrong."""
+    first = error.errors()[0]
+    location = list(first["loc"])
+    if error.title not in ("Config",):  # the adapter's options live under task
+        location = ["task", *location]
+    path = ".".join(str(part) for part in location)
+    if first["type"] == "extra_forbidden":
+        allowed = sorted(_fields_at(location[:-1], tree))
+        hint = _nearest(str(location[-1]), allowed)
+        return f"{path}={first['input']}: unknown key{hint or '; allowed: ' + ', '.join(allowed)}"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        return f"{path}: {message}"
+    hint = ""
+    if first["type"] == "literal_error":
+        allowed = [word.strip("' ") for word in str(first.get("ctx", {}).get("expected", "")).split(" or ")]
+        options = [option.strip("' ") for part in allowed for option in part.split(",")]
+        hint = _nearest(str(first["input"]), options)
+    return f"{path}={first['input']!r}: {message[0].lower()}{message[1:]}{hint}"
+
+
+def _describe_section(name: str, section: type[BaseModel]) -> list[str]:
+    rows = []
+    for key, field in section.model_fields.items():
+        nested = _section_in(field)
+        if nested is None:
+            rows.append(f"  {f'{name}.{key}={field.default}':44s} {field.description or ''}".rstrip())
+        else:
+            index = ".0" if isinstance(field.default, list) else ""
+            rows += _describe_section(f"{name}.{key}{index}", nested)
+    return rows

@@ -1,0 +1,284 @@
+"""What a run is made of: typed settings, YAML groups and `key=value` overrides.
+
+Nothing here imports torch, ray, vllm or deepspeed: a mistake is found before anything heavy starts.
+`cli.py` turns command-line words into one of these models.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+BUILTIN_MODELS = {"builtin:tiny-math": Path(__file__).parent / "assets" / "tiny-math"}
+
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A settings section: unknown keys and silent coercions are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
+
+
+class RunConfig(Section):
+    """Where the run lives and how long it is."""
+
+    dir: str | None = Field(None, description="run folder; default runs/<time>-<task>")
+    resume: str | None = Field(None, description="run folder to continue from its newest checkpoint")
+    seed: int = Field(0, description="seeds prompts, learner and selectors")
+    steps: PositiveInt = Field(120, description="learner steps in all, counted from step 0 of the first run")
+    wait_limit_s: PositiveFloat = Field(
+        600.0, description="longest wait for an engine, an install or a batch"
+    )
+    ray_address: str | None = Field(
+        None, description="cluster to join; default: RAY_ADDRESS, else a private local one"
+    )
+    metrics_port: int | None = Field(
+        None, ge=1024, le=65535, description="Prometheus port of a local cluster"
+    )
+
+
+class TaskConfig(BaseModel):
+    """Which adapter, and its own options (validated by the adapter's `Options` model)."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    name: str = Field("math", description="short name: run folder, report")
+    adapter: str = Field(
+        "echo_planes.tasks.math.adapter:MathTask", description="package.module:Class of the TaskAdapter"
+    )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keys that belong to the adapter."""
+        return dict(self.model_extra or {})
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str = Field("builtin:tiny-math", description="Hugging Face model folder, or builtin:tiny-math")
+    max_model_len: PositiveInt = Field(512, description="prompt + response, tokens")
+
+    @property
+    def folder(self) -> Path:
+        return BUILTIN_MODELS.get(self.path, Path(self.path).expanduser())
+
+
+class EngineConfig(Section):
+    """Options of one vLLM engine."""
+
+    max_num_seqs: PositiveInt = Field(256, description="requests decoded together")
+    tensor_parallel_size: Literal[1] = Field(1, description="GPUs per engine; only 1 is supported so far")
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="share of GPU memory (GPU only)")
+    kv_cache_gib: PositiveFloat = Field(0.25, description="KV cache size on CPU, GiB")
+    enforce_eager: bool = Field(False, description="no CUDA graphs (GPU only)")
+    enable_prefix_caching: bool = Field(False, description="reuse the KV of common prefixes")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "bfloat16", description="what the engine holds and computes in; published weights are bfloat16"
+    )
+
+
+class WorkerConfig(Section):
+    """One kind of rollout worker."""
+
+    sku: str = Field("cpu", description="what the hardware is called in reports and prices")
+    usd_per_hour: NonNegativeFloat = Field(0.0, description="price of one worker")
+    count: int = Field(1, ge=0, description="how many")
+    engine: EngineConfig = EngineConfig()
+    max_groups: PositiveInt = Field(16, description="prompts in flight at once")
+    slowdown_s: NonNegativeFloat = Field(
+        0.0, description="pause before each group, seconds: for trying out slow workers"
+    )
+    resources: dict[str, float] = Field({"CPU": 1.0}, description="Ray resources of one worker (GPU: n, ...)")
+    labels: dict[str, str] = Field({}, description="Ray label selector")
+    region: str = Field("", description="where it stands: a chain of workers enters each region once")
+
+
+class FleetConfig(Section):
+    """The rollout workers."""
+
+    workers: list[WorkerConfig] = Field([WorkerConfig()], description="kinds of workers")
+    restarts: int = Field(3, ge=0, description="times a lost worker is started again, each")
+
+    @property
+    def num_workers(self) -> int:
+        return sum(kind.count for kind in self.workers)
+
+
+class SamplingConfig(Section):
+    """How answers are drawn. Log-probabilities are taken after temperature and top-p."""
+
+    prompts_per_step: PositiveInt = Field(32, description="groups in a learner step")
+    samples_per_prompt: int = Field(8, ge=2, description="samples in a group (n)")
+    temperature: PositiveFloat = Field(1.0, description="logits are divided by it")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus: only tokens within this probability mass")
+    max_new_tokens: PositiveInt = Field(64, description="tokens per call of the policy")
+    top_logprobs: int = Field(0, ge=0, le=20, description="top-k log-probabilities kept per token")
+    lease_s: PositiveFloat = Field(60.0, description="lease length; streamed tokens renew it")
+
+    @property
+    def trajectories_per_step(self) -> int:
+        """R of ECHO-2."""
+        return self.prompts_per_step * self.samples_per_prompt
+
+
+class StalenessConfig(Section):
+    """Bounded staleness: a trajectory of version v may be in the batch formed at t only if t - v <= S."""
+
+    max_staleness: int = Field(3, ge=0, description="S; 0 is the strictly synchronous algorithm")
+    publish_every: PositiveInt | None = Field(None, description="kappa; default max(1, S - 1); at most S + 1")
+    policy: Literal["drop", "wait"] = Field(
+        "wait", description="drop what is too old, or hold the learner for leases that would become too old"
+    )
+    queue_batches: float = Field(
+        1.5, ge=1, allow_inf_nan=False, description="leased + buffered groups, in batches, at most"
+    )
+    selector: Literal["fifo", "freshest", "uniform"] = Field(
+        "fifo", description="which admissible groups first"
+    )
+
+    @property
+    def kappa(self) -> int:
+        return self.publish_every if self.publish_every is not None else max(1, self.max_staleness - 1)
+
+    @model_validator(mode="after")
+    def _live(self) -> Self:
+        if self.kappa > self.max_staleness + 1:
+            raise ValueError(
+                f"publish_every={self.kappa} is larger than max_staleness + 1 = {self.max_staleness + 1}: "
+                "the newest snapshot would be too old to train on before the next one comes; lower "
+                "publish_every or raise max_staleness"
+            )
+        return self
+
+
+class WeightsConfig(Section):
+    """How published weights travel from the learner to the workers, and where they are kept."""
+
+    mode: Literal["chain", "direct", "full"] = Field(
+        "chain",
+        description="chain: patches along chains of workers; direct: patches, every worker from the learner; "
+        "full: whole snapshots, every worker from the learner",
+    )
+    codec: Literal["auto", "compact", "fast", "overwrite"] = Field(
+        "auto", description="how patches are written down; auto: the quickest for the slowest link"
+    )
+    digest: Literal["xxh3", "blake3", "sha256"] = Field(
+        "xxh3", description="what proves that a worker's live weights are the learner's"
+    )
+    chunk_kib: int = Field(256, ge=4, le=4096, description="verified and forwarded at once, KiB")
+    streams_per_link: int = Field(2, ge=1, le=16, description="connections from a worker to its parent")
+    uplink_mbit: PositiveFloat | None = Field(
+        None, description="B0: what the learner can send, Mbit/s; default: unknown, which makes one chain"
+    )
+    worker_mbit: PositiveFloat | None = Field(None, description="Bw: what a worker can receive, Mbit/s")
+    anchor_every: PositiveInt = Field(50, description="publications between full snapshots in the store")
+    keep_patches: PositiveInt = Field(100, description="newest patches kept in the store")
+    keep_anchors: PositiveInt = Field(10, description="newest full snapshots kept in the store")
+    store: str | None = Field(None, description="folder or s3:// address; default: weights/ in run.dir")
+    key_file: str | None = Field(
+        None, description="Ed25519 private key (PEM) that signs publications; default: made in run.dir"
+    )
+    host: str = Field("127.0.0.1", description="address that the nodes listen on; 'node': the machine's own")
+    port: int | None = Field(None, ge=1024, le=65535, description="the learner's port; default: a free one")
+    tls_cert: str | None = Field(None, description="certificate (PEM) of every node; default: no TLS")
+    tls_key: str | None = Field(None, description="its private key (PEM)")
+    tls_ca: str | None = Field(None, description="authority (PEM) that nodes must be certified by")
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        given = [self.tls_cert, self.tls_key, self.tls_ca]
+        if any(given) and not all(given):
+            raise ValueError("tls_cert, tls_key and tls_ca belong together: give all three or none")
+        return self
+
+
+class ObjectiveConfig(Section):
+    """The loss. Each name fixes how advantages are normalised and how tokens are averaged."""
+
+    name: Literal["grpo", "dapo", "dr_grpo", "rloo", "gspo"] = Field("grpo", description="see objectives.py")
+    clip_low: NonNegativeFloat = Field(0.2, description="lower clip: ratio >= 1 - clip_low")
+    clip_high: NonNegativeFloat = Field(0.2, description="upper clip: ratio <= 1 + clip_high (DAPO: 0.28)")
+    clip_delta: PositiveFloat | None = Field(
+        4.0, description="second-side clip: ratio <= clip_delta where the advantage is negative; null: none"
+    )
+    tis_level: Literal["token", "sequence", "none"] = Field(
+        "token", description="truncated importance sampling: per token, per sequence, or off"
+    )
+    tis_cap: PositiveFloat = Field(2.0, description="C: importance weights are cut here")
+    kl_beta: NonNegativeFloat = Field(0.0, description="weight of the KL to the frozen reference")
+    skip_zero_advantage: bool = Field(
+        True, description="leave out groups with equal rewards (no gradient when kl_beta = 0)"
+    )
+
+
+class LearnerConfig(Section):
+    """DeepSpeed and the optimizer."""
+
+    num_ranks: PositiveInt = Field(1, description="learner processes (data parallel)")
+    zero_stage: int = Field(
+        1, ge=0, le=3, description="what ZeRO shards: 1 moments, 2 + gradients, 3 + weights"
+    )
+    dtype: Literal["auto", "bf16", "fp32"] = Field(
+        "auto", description="compute type over fp32 masters; auto: bf16 on GPUs, fp32 on CPUs"
+    )
+    lr: NonNegativeFloat = Field(2.5e-4, description="peak learning rate of AdamW")
+    warmup_steps: int = Field(10, ge=0, description="optimizer updates of linear warm-up")
+    decay: float = Field(
+        0.3, ge=0, le=1, description="share of the run, at its end, in which lr falls linearly to 0"
+    )
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW: decay of the first moment")
+    beta2: float = Field(0.98, ge=0, lt=1, description="AdamW: decay of the second moment")
+    eps: PositiveFloat = Field(1e-8, description="AdamW: added to the root of the second moment")
+    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW: decoupled weight decay")
+    grad_clip: PositiveFloat = Field(1.0, description="largest gradient norm")
+    updates_per_step: PositiveInt = Field(1, description="optimizer updates per batch (ECHO-2 makes 2)")
+    micro_batch_tokens: PositiveInt = Field(8192, description="tokens packed into one forward pass")
+    threads: PositiveInt = Field(1, description="CPU threads per rank")
+    usd_per_hour: NonNegativeFloat = Field(0.0, description="price of one rank")
+    resources: dict[str, float] = Field({"CPU": 1.0}, description="Ray resources of one rank")
+    master_port: int | None = Field(
+        None, ge=1024, le=65535, description="torch.distributed port; default: a free one"
+    )
+
+
+class EvalConfig(Section):
+    """The held-out set: evaluated at the start, during and at the end."""
+
+    every: int = Field(40, ge=0, description="steps between evaluations; 0: only first and last")
+    num_prompts: PositiveInt = Field(128, description="held-out prompts")
+    samples_per_prompt: PositiveInt = Field(4, description="k of avg@k")
+
+
+class CheckpointConfig(Section):
+    """What a crash cannot take away."""
+
+    every: int = Field(50, ge=0, description="steps between checkpoints; 0: only at the end and on Ctrl-C")
+    keep: PositiveInt = Field(2, description="newest checkpoints kept")
+
+
+class Config(Section):
+    """A whole run, resolved."""
+
+    run: RunConfig = RunConfig()
+    task: TaskConfig = TaskConfig()
+    model: ModelConfig = ModelConfig()
+    fleet: FleetConfig = FleetConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    weights: WeightsConfig = WeightsConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    learner: LearnerConfig = LearnerConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+
+def cluster_address(config: Config) -> str | None:
+    """The Ray cluster to join, or None for a private one."""
+    return config.run.ray_address or os.environ.get("RAY_ADDRESS")

@@ -1,0 +1,280 @@
+"""The loop, as a pure state machine: events in, actions out. No Ray, no clock, no waiting.
+
+::
+
+          WorkerReady              Installed                    BatchReady            StepDone
+    StartWorker ----> Install(v) ----------> (workers pull) FormBatch ----> Train ----------> t + 1
+         ^                ^                                     ^  |                            |
+         | WorkerLost     | Published(v)                        |  | NotReady("starved")        |
+         |                +---- Publish <-----------------------+--+----- every kappa steps ----+
+         |                                                      |                               |
+      restart, with a new epoch and a growing delay             +---- Checkpoint, Evaluate <----+
+
+`runner.py` carries the actions out against real actors or fakes, and feeds the events back. At most one
+FormBatch, Train, Publish or Checkpoint is in the air at a time (the learner does one thing at a time);
+installs, evaluations and restarts run beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from echo_planes.config import Config
+from echo_planes.events import (
+    Action,
+    BatchNotReady,
+    BatchReady,
+    Checkpoint,
+    Checkpointed,
+    Evaluate,
+    Evaluated,
+    EvaluationLost,
+    Event,
+    Finish,
+    FormBatch,
+    Install,
+    Installed,
+    LearnerReady,
+    Publish,
+    Published,
+    StartWorker,
+    StepDone,
+    StopRequested,
+    StopWorker,
+    Train,
+    WorkerLost,
+    WorkerReady,
+)
+from echo_planes.types import InstallReport, Manifest
+
+STARVED_AGAIN_S = 2.0  # a starved learner publishes again after this long, and the same version ever later
+MOST_STARVED_AGAIN_S = 120.0
+MAX_INSTALL_FAILURES = 3  # then the worker is replaced
+
+
+@dataclass
+class _Worker:
+    epoch: int = 0
+    up: bool = False
+    version: int = -1
+    installing: int = -1  # version on its way, -1: none
+    failures: int = 0  # installs refused in a row
+    restarts: int = 0
+    given_up: bool = False
+
+
+class Controller:
+    """Turns the three planes.
+
+    Args:
+        config: the run's settings.
+        worker_ids: the fleet.
+        first_epoch: incarnation number of the first workers (larger after a resume).
+    """
+
+    def __init__(self, config: Config, worker_ids: list[str], first_epoch: int = 0) -> None:
+        self._config = config
+        self._kappa = config.staleness.kappa
+        self._workers = {worker_id: _Worker(epoch=first_epoch) for worker_id in worker_ids}
+        self._step = -1
+        self._saved_step = -1  # of the newest checkpoint, or of the start
+        self._manifest: Manifest | None = None
+        self._busy = False  # FormBatch, Train, Publish or Checkpoint is in the air
+        self._todo: list[Action] = []  # what the learner does next, in order
+        self._starved_since_s: float | None = None
+        self._starved_again_s = STARVED_AGAIN_S
+        self._waiting_since_s: float | None = None
+        self._evaluations_due: set[int] = set()
+        self._evaluating = False
+        self._stop_reason = ""
+        self._over = False
+        self.digest_mismatches = 0
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """How often each worker was started again."""
+        return {worker_id: worker.restarts for worker_id, worker in self._workers.items()}
+
+    def begin(self) -> list[Action]:
+        """What to do first."""
+        return [StartWorker(worker_id, worker.epoch, 0.0) for worker_id, worker in self._workers.items()]
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        """The next actions, given what happened."""
+        if self._over:
+            return []
+        match event:
+            case LearnerReady(step):
+                self._step = self._saved_step = step
+                self._todo.append(Publish(step))
+                self._evaluations_due.add(step)
+                actions = self._learner_free(now_s)
+            case Published(manifest):
+                actions = self._on_published(manifest, now_s)
+            case WorkerReady():
+                actions = self._on_worker_ready(event)
+            case WorkerLost():
+                actions = self._on_worker_lost(event)
+            case Installed(report, epoch):
+                actions = self._on_installed(report, epoch)
+            case BatchReady(batch):
+                self._starved_since_s = self._waiting_since_s = None
+                self._starved_again_s = STARVED_AGAIN_S
+                actions = [Train(batch)]
+            case BatchNotReady():
+                actions = self._on_not_ready(event, now_s)
+            case StepDone():
+                actions = self._on_step_done(now_s)
+            case Checkpointed(step):
+                self._saved_step = step
+                actions = self._learner_free(now_s)
+            case Evaluated(report):
+                self._evaluating = False
+                self._evaluations_due.discard(report.step)
+                actions = self._evaluate_if_due() + self._finish_if_complete()
+            case EvaluationLost():
+                self._evaluating = False
+                actions = self._evaluate_if_due()
+            case StopRequested(reason):
+                self._stop_reason = reason
+                actions = [] if self._busy else self._finish("stopped", reason)
+        return actions
+
+    # --- learner ---------------------------------------------------------------------------------
+
+    def _learner_free(self, now_s: float) -> list[Action]:
+        """Give the idle learner its next thing to do."""
+        self._busy = False
+        if self._todo:
+            self._busy = True
+            return [self._todo.pop(0)]
+        if self._stop_reason and self._saved_step == self._step:
+            return self._finish("stopped", self._stop_reason)
+        if self._stop_reason:
+            self._busy = True
+            return [Checkpoint(self._step)]
+        if self._step >= self._config.run.steps:
+            return self._finish_if_complete()
+        self._busy = True
+        self._waiting_since_s = self._waiting_since_s if self._waiting_since_s is not None else now_s
+        return [FormBatch(self._step)]
+
+    def _on_step_done(self, now_s: float) -> list[Action]:
+        self._step += 1
+        last = self._step >= self._config.run.steps
+        if self._step % self._kappa == 0 or last:
+            self._todo.append(Publish(self._step))
+        every = self._config.checkpoint.every
+        if last or (every and self._step % every == 0):
+            self._todo.append(Checkpoint(self._step))
+        every = self._config.eval.every
+        if last or (every and self._step % every == 0):
+            self._evaluations_due.add(self._step)
+        return self._learner_free(now_s)
+
+    def _on_published(self, manifest: Manifest, now_s: float) -> list[Action]:
+        self._manifest = manifest
+        installs = [
+            action
+            for worker_id, worker in self._workers.items()
+            if worker.up and worker.installing < 0  # the others get the newest when they are through
+            for action in self._install(worker_id, worker)
+        ]
+        return installs + self._learner_free(now_s)
+
+    def _on_not_ready(self, event: BatchNotReady, now_s: float) -> list[Action]:
+        waited_s = now_s - (self._waiting_since_s if self._waiting_since_s is not None else now_s)
+        if waited_s > self._config.run.wait_limit_s:
+            return self._finish(
+                "failed",
+                f"timed out after {waited_s:.0f} s waiting for the batch of step {self._step} "
+                f"({event.reason}: {event.detail})",
+            )
+        if self._stop_reason:
+            return self._learner_free(now_s)
+        if event.reason != "starved" or not any(worker.up for worker in self._workers.values()):
+            self._starved_since_s = None
+        elif self._starved_since_s is None:
+            self._starved_since_s = now_s
+        elif now_s - self._starved_since_s >= self._starved_again_s:
+            # Either kappa left nothing new enough, or a publication was lost or is still on its way.
+            self._starved_since_s = now_s
+            self._starved_again_s = min(2 * self._starved_again_s, MOST_STARVED_AGAIN_S)
+            for worker in self._workers.values():
+                worker.installing = -1
+            self._todo.append(Publish(self._step))
+        return self._learner_free(now_s)
+
+    # --- workers ---------------------------------------------------------------------------------
+
+    def _on_worker_ready(self, event: WorkerReady) -> list[Action]:
+        worker = self._workers[event.worker_id]
+        if event.epoch != worker.epoch:
+            return []
+        worker.up, worker.version, worker.installing = True, -1, -1
+        return self._install(event.worker_id, worker) if self._manifest else []
+
+    def _on_worker_lost(self, event: WorkerLost) -> list[Action]:
+        worker = self._workers[event.worker_id]
+        if event.epoch != worker.epoch:
+            return []
+        return self._replace(event.worker_id, worker, event.reason)
+
+    def _replace(self, worker_id: str, worker: _Worker, reason: str) -> list[Action]:
+        worker.up, worker.version, worker.installing, worker.failures = False, -1, -1, 0
+        worker.epoch += 1
+        if worker.restarts >= self._config.fleet.restarts:
+            worker.given_up = True
+            if all(w.given_up for w in self._workers.values()):
+                return self._finish("failed", f"no worker is left; the last one, {worker_id}: {reason}")
+            return [StopWorker(worker_id)]
+        worker.restarts += 1
+        return [StartWorker(worker_id, worker.epoch, delay_s=float(2 ** (worker.restarts - 1) - 1))]
+
+    def _install(self, worker_id: str, worker: _Worker) -> list[Action]:
+        if self._manifest is None:
+            return []
+        worker.installing = self._manifest.version
+        return [Install(worker_id, worker.epoch, fresh=worker.failures > 0)]
+
+    def _on_installed(self, report: InstallReport, epoch: int) -> list[Action]:
+        worker = self._workers[report.worker_id]
+        if epoch != worker.epoch or self._manifest is None:
+            return []
+        worker.version, worker.installing = report.version, -1
+        self.digest_mismatches += report.digest_mismatches
+        if report.ok:
+            worker.failures = 0
+            if report.version < self._manifest.version:
+                return self._install(report.worker_id, worker)
+            return self._evaluate_if_due()
+        worker.failures += 1
+        if worker.failures > MAX_INSTALL_FAILURES:
+            return self._replace(report.worker_id, worker, f"install refused: {report.error}")
+        return self._install(report.worker_id, worker)
+
+    # --- evaluation and the end ------------------------------------------------------------------
+
+    def _evaluate_if_due(self) -> list[Action]:
+        """Start the oldest evaluation that is due, once some worker serves its version."""
+        if not self._evaluations_due or self._evaluating:
+            return []
+        step = min(self._evaluations_due)
+        # Between publications the newest snapshot stands for the step.
+        wanted = step - step % self._kappa if step < self._config.run.steps else step
+        serving = tuple(worker_id for worker_id, w in self._workers.items() if w.up and w.version >= wanted)
+        if not serving:
+            return []
+        self._evaluating = True
+        return [Evaluate(step, serving)]
+
+    def _finish_if_complete(self) -> list[Action]:
+        complete = self._step >= self._config.run.steps and not self._busy and not self._todo
+        if complete and not self._evaluations_due:
+            return self._finish("done")
+        return []
+
+    def _finish(self, status: Literal["done", "stopped", "failed"], error: str = "") -> list[Action]:
+        self._over = True
+        return [Finish(status, error)]

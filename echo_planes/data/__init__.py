@@ -1,0 +1,1 @@
+"""The data plane: task adapters, prompts, the versioned replay buffer and its admission rules."""

@@ -1,0 +1,340 @@
+"""The replay buffer's core: versioned groups, strict admission, permits, and a ledger that adds up.
+
+No clock, no I/O, no Ray: `service.py` is its shell. Invariants (kept by property tests):
+
+- a group is in the batch formed at t only if every span of every sample is of version >= t - S;
+- accepted = trained + dropped + buffered, in trajectories, at every moment;
+- a group is trained at most once; a lease ends exactly once;
+- the learner is never left waiting while an admissible worker is alive: permits come in whole groups when
+  a lease is issued, are returned when it ends, and at least one batch is always allowed.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from echo_planes.config import StalenessConfig
+from echo_planes.data.leases import LeaseBook
+from echo_planes.data.limiter import is_admissible, num_permits, num_urgent
+from echo_planes.data.prompts import PromptCursor
+from echo_planes.data.selectors import select
+from echo_planes.errors import LeaseError
+from echo_planes.types import BufferCounts, Group, Lease, Prompt, Receipt, Span
+
+MAX_ATTEMPTS = 3  # a prompt that fails this often is set aside, and counted
+
+
+@dataclass(frozen=True, slots=True)
+class NotReady:
+    """Why no batch can be formed now.
+
+    `starved`: nothing admissible is coming, because no worker serves a snapshot that is new enough.
+    `holding`: forming the batch would make a live lease's work too old (policy `wait`).
+    `filling`: work is on its way.
+    """
+
+    reason: Literal["starved", "holding", "filling"]
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BufferState:
+    """One consistent cut, between two batches: enough to continue without skipping or repeating a prompt."""
+
+    step: int
+    next_index: int
+    returned: tuple[int, ...]
+    issued: int
+    groups: tuple[Group, ...]
+    counts: BufferCounts
+    published: tuple[tuple[str, int, str], ...]  # lineage, version, digest
+
+
+class ReplayBuffer:
+    """Versioned groups between rollout and learning.
+
+    Args:
+        staleness: S, kappa, policy, selector and queue length.
+        groups_per_step: groups in a batch.
+        samples_per_prompt: samples in a group.
+        lease_s: lease length, seconds.
+        lineage: name of this run's line of versions.
+        seed: of the `uniform` selector.
+        state: the cut to continue from.
+    """
+
+    def __init__(
+        self,
+        staleness: StalenessConfig,
+        *,
+        groups_per_step: int,
+        samples_per_prompt: int,
+        lease_s: float,
+        lineage: str,
+        seed: int,
+        state: BufferState | None = None,
+    ) -> None:
+        self._staleness = staleness
+        self._groups_per_step = groups_per_step
+        self._samples = samples_per_prompt
+        self._lineage = lineage
+        self._rng = random.Random(seed)
+        self._leases = LeaseBook(lease_s)
+        self._workers: dict[str, int] = {}  # worker -> version it serves
+        self._attempts: dict[int, int] = {}
+        self._dropped: list[Group] = []
+        self.last_failure = ""
+        self._step = state.step if state else 0
+        self._issued = state.issued if state else 0
+        self._counts = state.counts if state else BufferCounts()
+        self._cursor = PromptCursor(state.next_index, state.returned) if state else PromptCursor()
+        self._published: dict[tuple[str, int], str] = (
+            {(line, version): digest for line, version, digest in state.published} if state else {}
+        )
+        self._groups: dict[str, Group] = {g.group_id: g for g in state.groups} if state else {}
+        # Looked at on every arrival, so worked out once per group.
+        self._versions = {group_id: group.version for group_id, group in self._groups.items()}
+
+    # --- what others may look at -----------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """t: batches formed so far, which is the updates completed when the next one is formed."""
+        return self._step
+
+    @property
+    def counts(self) -> BufferCounts:
+        return replace(
+            self._counts,
+            buffered=len(self._groups) * self._samples,
+            leased=len(self._leases) * self._samples,
+        )
+
+    def state(self) -> BufferState:
+        """The cut to save. Leased prompts count as returned: their work is done again after a resume."""
+        leased = tuple(lease.prompt.index for lease in self._leases.live)
+        return BufferState(
+            step=self._step,
+            next_index=self._cursor.next_index,
+            returned=tuple(sorted(self._cursor.returned + leased)),
+            issued=self._issued,
+            groups=tuple(self._groups.values()),
+            counts=replace(self.counts, leased=0),
+            published=tuple((line, v, d) for (line, v), d in self._published.items()),
+        )
+
+    # --- versions and workers --------------------------------------------------------------------
+
+    def publish(self, version: int, digest: str) -> None:
+        """A version exists from now on: work sampled under it can be accepted."""
+        known = self._published.setdefault((self._lineage, version), digest)
+        if known != digest:
+            raise LeaseError(f"version {version} was published twice with different digests")
+
+    def register(self, worker_id: str, epoch: int) -> None:
+        """A new incarnation of a worker, serving nothing yet."""
+        self._give_back(self._leases.forget(worker_id))
+        self._leases.register(worker_id, epoch)
+        self._workers[worker_id] = -1
+
+    def lose(self, worker_id: str) -> int:
+        """A worker is gone: its leases end, its prompts go to others. Returns how many."""
+        self._workers.pop(worker_id, None)
+        ended = self._leases.forget(worker_id)
+        self._give_back(ended)
+        return len(ended)
+
+    def installed(self, worker_id: str, version: int) -> None:
+        """A worker serves `version` from now on."""
+        if worker_id in self._workers:
+            self._workers[worker_id] = version
+
+    # --- leases ----------------------------------------------------------------------------------
+
+    def pull(self, worker_id: str, epoch: int, room: int, now_s: float) -> list[int]:
+        """Prompt indices that may be leased now; `lease` must follow for each."""
+        if not self._leases.is_current(worker_id, epoch):
+            raise LeaseError(f"worker {worker_id} epoch {epoch} is fenced")
+        self.expire(now_s)
+        permits = num_permits(
+            worker_version=self._workers[worker_id],
+            step=self._step,
+            max_staleness=self._staleness.max_staleness,
+            groups_per_step=self._groups_per_step,
+            outstanding_groups=self._outstanding(),
+            queue_batches=self._staleness.queue_batches,
+        )
+        if self._workers[worker_id] < 0:
+            return []
+        # A worker comes back for more as it finishes; taking all at once, a slow one would hoard.
+        serving = sum(version >= 0 for version in self._workers.values())
+        share = -(-permits // serving)
+        return [self._cursor.take() for _ in range(min(room, share))]
+
+    def lease(self, worker_id: str, epoch: int, prompt: Prompt, now_s: float) -> Lease:
+        """Issue the lease of one pulled prompt."""
+        name = f"{self._lineage}.{self._issued}"
+        self._issued += 1
+        lease = Lease(
+            lease_id=name,
+            group_id=name,
+            epoch=epoch,
+            worker_id=worker_id,
+            prompt=prompt,
+            num_samples=self._samples,
+            version=self._workers[worker_id],
+            expires_s=now_s,
+        )
+        return self._leases.issue(lease, now_s)
+
+    def renew(self, worker_id: str, epoch: int, lease_ids: list[str], now_s: float) -> None:
+        self._leases.renew(worker_id, epoch, lease_ids, now_s)
+
+    def submit(self, worker_id: str, epoch: int, lease_id: str, group: Group, now_s: float) -> Receipt:
+        """Take a finished group, or say why not. Its lease ends either way."""
+        try:
+            lease = self._leases.close(lease_id, worker_id, epoch, now_s)
+        except LeaseError as why:
+            reason = "duplicate" if lease_id in self._groups else str(why)
+            self._count(refused=self._samples)
+            return Receipt(lease_id, accepted=False, reason=reason)
+        refusal = self._refusal(lease, group)
+        if refusal:
+            self._attempt_failed(lease, group, refusal)
+            return Receipt(lease_id, accepted=False, reason=refusal)
+        self._attempts.pop(lease.prompt.index, None)
+        self._count(accepted=self._samples)
+        if is_admissible(group.version, self._step, self._staleness.max_staleness):
+            self._groups[group.group_id] = group
+            self._versions[group.group_id] = group.version
+        else:
+            self._drop(group)
+        return Receipt(lease_id, accepted=True)
+
+    def expire(self, now_s: float) -> int:
+        """End the leases whose time is up; their prompts go to others. Returns how many."""
+        ended = self._leases.expire(now_s)
+        self._count(expired=len(ended))
+        self._give_back(ended)
+        return len(ended)
+
+    # --- batches ---------------------------------------------------------------------------------
+
+    def next_batch(self, step: int, now_s: float) -> list[Group] | NotReady:
+        """Form the batch of update `step` (t), in whole groups, or say what is missing.
+
+        Raises:
+            LeaseError: `step` is not the number of batches formed so far.
+        """
+        if step != self._step:
+            raise LeaseError(f"batch {step} was asked for, but {self._step} batches were formed")
+        self.expire(now_s)
+        budget = self._staleness.max_staleness
+        for group_id in [i for i, v in self._versions.items() if not is_admissible(v, step, budget)]:
+            self._drop(self._take(group_id))
+        if len(self._groups) < self._groups_per_step:
+            return self._what_is_missing()
+        waiting = self._staleness.policy == "wait"
+        urgent = num_urgent(
+            buffered_versions=self._versions.values(),
+            leased_versions=[lease.version for lease in self._admissible_leases()] if waiting else [],
+            step=step,
+            max_staleness=budget,
+            groups_per_step=self._groups_per_step,
+        )
+        if urgent is None:
+            oldest = min(self._admissible_leases(), key=lambda lease: lease.version)
+            return NotReady("holding", f"for version {oldest.version} on worker {oldest.worker_id}")
+        chosen = select(
+            list(self._groups.values()),
+            self._groups_per_step,
+            name=self._staleness.selector,
+            urgent=urgent,
+            rng=self._rng,
+        )
+        for group in chosen:
+            self._take(group.group_id)
+        self._count(trained=len(chosen) * self._samples)
+        self._step += 1
+        return chosen
+
+    def take_dropped(self) -> list[Group]:
+        """Groups dropped as stale since the last call, for the log."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _take(self, group_id: str) -> Group:
+        del self._versions[group_id]
+        return self._groups.pop(group_id)
+
+    def _outstanding(self) -> int:
+        """Groups that may still be trained: buffered ones, and leases that are not too old already."""
+        return len(self._groups) + len(self._admissible_leases())
+
+    def _admissible_leases(self) -> list[Lease]:
+        budget = self._staleness.max_staleness
+        return [lease for lease in self._leases.live if is_admissible(lease.version, self._step, budget)]
+
+    def _what_is_missing(self) -> NotReady:
+        budget = self._staleness.max_staleness
+        have = f"{len(self._groups)} of {self._groups_per_step} groups buffered"
+        serving = any(is_admissible(v, self._step, budget) for v in self._workers.values() if v >= 0)
+        if not serving and self._outstanding() < self._groups_per_step:
+            newest = max(self._workers.values(), default=-1)
+            return NotReady("starved", f"{have}; newest version any worker serves is {newest}")
+        return NotReady("filling", f"{have}; {len(self._leases)} leased to {len(self._workers)} workers")
+
+    def _refusal(self, lease: Lease, group: Group) -> str:
+        """Why a group whose lease is good cannot be accepted; empty if it can. A missing field refuses."""
+        if group.group_id != lease.group_id or len(group.trajectories) != lease.num_samples:
+            return "incomplete"
+        for trajectory in group.trajectories:
+            episode = trajectory.episode
+            if trajectory.status != "ok":
+                return "failed"
+            if trajectory.prompt != lease.prompt or trajectory.worker_id != lease.worker_id:
+                return "mismatched"
+            if not _is_whole(episode.spans, len(episode.response_ids)):
+                return "unspanned"
+            for span in episode.spans:
+                if self._published.get((trajectory.lineage, span.version)) != span.digest:
+                    return "unpublished"
+        return ""
+
+    def _attempt_failed(self, lease: Lease, group: Group, refusal: str) -> None:
+        errors = [t.error for t in group.trajectories if t.error]
+        self.last_failure = errors[0] if errors else refusal
+        self._count(refused=self._samples, failed=self._samples if refusal == "failed" else 0)
+        attempts = self._attempts.get(lease.prompt.index, 0) + 1
+        self._attempts[lease.prompt.index] = attempts
+        if attempts < MAX_ATTEMPTS:
+            self._cursor.give_back(lease.prompt.index)
+
+    def _give_back(self, leases: list[Lease]) -> None:
+        for lease in leases:
+            self._cursor.give_back(lease.prompt.index)
+
+    def _drop(self, group: Group) -> None:
+        """Too old to train. The prompt goes out again, so that slow prompts are not starved."""
+        self._count(dropped_stale=self._samples)
+        self._cursor.give_back(group.trajectories[0].prompt.index)
+        self._dropped.append(group)
+
+    def _count(self, **more: int) -> None:
+        self._counts = replace(
+            self._counts, **{key: getattr(self._counts, key) + value for key, value in more.items()}
+        )
+
+
+def _is_whole(spans: tuple[Span, ...], length: int) -> bool:
+    """Whether spans cover [0, length) exactly, in order."""
+    end = 0
+    for span in spans:
+        if span.start != end or span.stop <= span.start:
+            return False
+        end = span.stop
+    return end == length and length > 0

@@ -1,0 +1,67 @@
+"""Bounded staleness as arithmetic: who may be trained, and how much work may be handed out.
+
+t counts the updates completed when a batch is formed, v the snapshot a trajectory was sampled under,
+S the staleness budget, p the snapshot a worker serves (DESIGN "terms and invariants"; ECHO-2 section 4.1).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+
+def is_admissible(version: int, step: int, max_staleness: int) -> bool:
+    """Whether a trajectory of `version` may be in the batch formed at `step`: t - v <= S."""
+    return step - version <= max_staleness
+
+
+def num_permits(
+    *,
+    worker_version: int,
+    step: int,
+    max_staleness: int,
+    groups_per_step: int,
+    outstanding_groups: int,
+    queue_batches: float,
+) -> int:
+    """How many more groups may be leased to a worker that serves `worker_version`.
+
+    Work of version p can still be trained in the batches formed at t, t + 1, ..., p + S: that is
+    (p + S - t + 1) batches, less what is already leased or buffered. `queue_batches` >= 1 lowers the
+    ceiling further: beyond one batch, more work in the queue only makes it older. At least one whole
+    batch is always allowed to an admissible worker, so the learner can never be left waiting for permits.
+    """
+    batches_left = worker_version + max_staleness - step + 1
+    if batches_left <= 0:
+        return 0
+    ceiling = int(min(float(batches_left), max(queue_batches, 1.0)) * groups_per_step)
+    return max(0, ceiling - outstanding_groups)
+
+
+def num_urgent(
+    *,
+    buffered_versions: Iterable[int],
+    leased_versions: Iterable[int],
+    step: int,
+    max_staleness: int,
+    groups_per_step: int,
+) -> int | None:
+    """How many of the oldest buffered groups must be in the batch formed at `step`; None: hold the learner.
+
+    Work of version v has its last chance at step v + S. After this batch, (v + S - t) batches are left for
+    it, so whatever exceeds them must go now (earliest deadline first). Where some of that is still with a
+    worker, forming the batch would condemn it: hold until the lease ends. `num_permits` keeps the excess
+    of every version within one batch, so under `wait` nothing whose lease lives is ever too old. Under
+    `drop` pass no leased versions: then only what is buffered is protected, and the result is never None.
+    """
+    buffered = Counter(buffered_versions)
+    leased = Counter(leased_versions)
+    have = total = urgent = 0
+    for version in sorted(buffered.keys() | leased.keys()):
+        have += buffered[version]
+        total += buffered[version] + leased[version]
+        excess = total - max(0, version + max_staleness - step) * groups_per_step
+        if min(excess, groups_per_step) > have:
+            return None
+        urgent = max(urgent, min(excess, groups_per_step))
+    return urgent

@@ -1,0 +1,117 @@
+"""Every error this library raises on purpose, drawn as one tree.
+
+::
+
+    EchoPlanesError
+    |-- UserError                 a person's mistake: one line, no traceback, exit status 2
+    |   |-- ConfigError           unknown key, group, value or type; inconsistent settings
+    |   |-- DataError             a data file that is missing, unreadable or not what it should be
+    |   |-- ModelError            a model folder that is missing or cannot be used
+    |   `-- ClusterError          the fleet does not fit, a port is taken, a disk is full
+    |-- RunError                  the run cannot go on: one line, a checkpoint where possible, exit status 1
+    |   |-- DivergedError         a non-finite loss or gradient; the batch was saved
+    |   |-- WaitTimeoutError      a wait reached its limit; names worker, version and phase
+    |   |-- WorkerGoneError       a rollout worker's process or engine died; the run replaces it
+    |   |-- LearnerLostError      a learner rank died; names the checkpoint to resume from
+    |   `-- StoppedError          somebody asked the run to stop (Ctrl-C, SIGTERM)
+    |-- RefusedError              a message that must not be believed; counted, never applied
+    |   |-- LeaseError            unknown, expired or fenced lease
+    |   `-- WeightsError          wrong base, wrong digest, wrong name, wrong size
+    `-- TaskError                 a task adapter broke its contract; names the task and the prompt
+"""
+
+from __future__ import annotations
+
+
+class EchoPlanesError(Exception):
+    """Root of the tree above."""
+
+
+class UserError(EchoPlanesError):
+    """A person's mistake. The message says what, which value, why, and what to do, in one line."""
+
+    exit_status = 2
+
+
+class ConfigError(UserError):
+    """Unknown key, group, value or type, or settings that contradict one another."""
+
+
+class DataError(UserError):
+    """A data file that is missing, unreadable or not what it should be."""
+
+
+class ModelError(UserError):
+    """A model folder that is missing or cannot be used."""
+
+
+class ClusterError(UserError):
+    """The machine or cluster lacks what the configuration asks for."""
+
+
+class RunError(EchoPlanesError):
+    """The run cannot go on."""
+
+    exit_status = 1
+
+
+class DivergedError(RunError):
+    """A non-finite loss or gradient norm. The message names the folder the batch was saved in."""
+
+
+class WaitTimeoutError(RunError):
+    """A wait reached its limit.
+
+    Args:
+        phase: what was being waited for, in a few words ("engine start", "weight install").
+        limit_s: the limit that was reached, seconds.
+        worker: the worker or rank waited for, if any.
+        version: the policy version concerned, if any.
+    """
+
+    def __init__(self, phase: str, limit_s: float, *, worker: str = "-", version: int | None = None) -> None:
+        shown = "-" if version is None else str(version)
+        super().__init__(
+            f"timed out after {limit_s:.0f} s in phase '{phase}' (worker {worker}, version {shown})"
+        )
+        self.phase = phase
+        self.limit_s = limit_s
+        self.worker = worker
+        self.version = version
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_timeout, (self.phase, self.limit_s, self.worker, self.version))
+
+
+def _rebuild_timeout(phase: str, limit_s: float, worker: str, version: int | None) -> WaitTimeoutError:
+    return WaitTimeoutError(phase, limit_s, worker=worker, version=version)
+
+
+class WorkerGoneError(RunError):
+    """A rollout worker's process or engine died."""
+
+
+class LearnerLostError(RunError):
+    """A learner rank died. The message names the checkpoint to resume from."""
+
+
+class StoppedError(RunError):
+    """Somebody asked the run to stop."""
+
+    exit_status = 130
+
+
+class RefusedError(EchoPlanesError):
+    """A message that must not be believed."""
+
+
+class LeaseError(RefusedError):
+    """Unknown, expired or fenced lease."""
+
+
+class WeightsError(RefusedError):
+    """Weights that do not fit: wrong base, digest, name, shape or size."""
+
+
+class TaskError(EchoPlanesError):
+    """A task adapter broke its contract."""

@@ -1,0 +1,174 @@
+"""What the controller is told (events) and what it answers (actions)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from echo_planes.types import EvalReport, InstallReport, Manifest, StepStats, TrainBatch
+
+# --- events --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReady:
+    """An incarnation's engine is built; it serves nothing yet."""
+
+    worker_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """An incarnation died, hung or failed."""
+
+    worker_id: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerReady:
+    """The learner holds its weights; `step` updates are behind it."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """The outcome of an install, good or not."""
+
+    report: InstallReport
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReady:
+    batch: TrainBatch
+
+
+@dataclass(frozen=True, slots=True)
+class BatchNotReady:
+    reason: Literal["starved", "holding", "filling"]
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    stats: StepStats
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpointed:
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    report: EvalReport
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationLost:
+    """A worker was lost while it evaluated; the evaluation is done again."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """Ctrl-C or SIGTERM."""
+
+    reason: str
+
+
+Event = (
+    WorkerReady
+    | WorkerLost
+    | LearnerReady
+    | Published
+    | Installed
+    | BatchReady
+    | BatchNotReady
+    | StepDone
+    | Checkpointed
+    | Evaluated
+    | EvaluationLost
+    | StopRequested
+)
+
+
+# --- actions -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorker:
+    """Start an incarnation after `delay_s`. Its older incarnation, if any, is ended and fenced first."""
+
+    worker_id: str
+    epoch: int
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorker:
+    """End a worker that will not be started again: it must neither cost nor sample any longer."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Publish the learner's weights as `version`."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """Make the newest publication serve at a worker. `fresh`: rewrite every weight, after a refusal."""
+
+    worker_id: str
+    epoch: int
+    fresh: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FormBatch:
+    """Ask the data plane for the batch of update `step`."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    batch: TrainBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    """Evaluate with the weights these workers serve."""
+
+    step: int
+    worker_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The run is over. `error` is empty unless it failed."""
+
+    status: Literal["done", "stopped", "failed"]
+    error: str = ""
+
+
+Action = StartWorker | StopWorker | Publish | Install | FormBatch | Train | Evaluate | Checkpoint | Finish

@@ -1,0 +1,129 @@
+"""One run from its first engine to its report: the runner, the books and the checkpoints put together."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from echo_planes.checkpoint import CheckpointMeta, save_checkpoint
+from echo_planes.clock import Clock
+from echo_planes.config import Config, WorkerConfig
+from echo_planes.data.schema import TrajectoryLog
+from echo_planes.errors import EchoPlanesError
+from echo_planes.journal import Journal
+from echo_planes.metrics import MetricsWriter
+from echo_planes.planes import DataPlane, LearnerPlane, Planes
+from echo_planes.report import write_report
+from echo_planes.runner import Outcome, Runner
+from echo_planes.types import BufferCounts, WorkerInfo
+from echo_planes.view import View
+from echo_planes.weights.run_sparsity import write_sparsity
+
+
+class PlanesFactory(Protocol):
+    """How the planes are made: `launch.RayPlanes`."""
+
+    def __call__(
+        self,
+        config: Config,
+        lineage: str,
+        run_dir: Path,
+        resume_dir: Path | None,
+        start_step: int,
+        kinds: Mapping[str, WorkerConfig],
+    ) -> Planes: ...
+
+
+async def run_job(
+    config: Config,
+    folder: Path,
+    view: View,
+    clock: Clock,
+    *,
+    start_s: float,
+    checkpoint: Path | None,
+    meta: CheckpointMeta,
+    make_planes: PlanesFactory,
+    kinds: Mapping[str, WorkerConfig],
+    export: Callable[[Mapping[str, float]], None],
+) -> Outcome:
+    """One run on the planes that `make_planes` makes; writes summary.json and report.html however it ends.
+
+    Args:
+        config, folder: what to run, and its absolute run folder.
+        view, clock: the terminal, and seconds.
+        start_s: when the run began, on `clock`.
+        checkpoint, meta: what to continue from; None and the first incarnation's numbers otherwise.
+        make_planes: `launch.RayPlanes`, or one that loses messages.
+        kinds: the fleet, one entry per worker.
+        export: called with every step's numbers (Prometheus).
+
+    Raises:
+        EchoPlanesError: the learner or the replay buffer failed.
+    """
+    lineage = f"L{meta.lineage_number}"
+    if checkpoint:
+        TrajectoryLog.quarantine(folder / "trajectories", meta.step)
+    fleet = {w: WorkerInfo(w, kind.sku, kind.usd_per_hour, meta.next_epoch) for w, kind in kinds.items()}
+    journal = Journal(config, MetricsWriter(folder), view, clock, export, start_s)
+    planes = make_planes(config, lineage, folder, checkpoint, meta.step, kinds)
+
+    async def save(step: int, data: DataPlane, learner: LearnerPlane) -> None:
+        next_epoch = meta.next_epoch + sum(runner.controller.restarts.values()) + 1
+        now = CheckpointMeta(step, meta.lineage_number + 1, next_epoch)
+        await save_checkpoint(folder / "checkpoints", now, data, learner, keep=config.checkpoint.keep)
+
+    runner = Runner(
+        config,
+        planes,
+        journal,
+        fleet=fleet,
+        save_checkpoint=save,
+        clock=clock,
+        first_epoch=meta.next_epoch,
+        resume_dir=checkpoint,
+    )
+    outcome = Outcome("failed", "", BufferCounts())
+    with _stop_on_signals(runner, view):
+        try:
+            outcome = await runner.run()
+        except EchoPlanesError as error:
+            outcome = Outcome("failed", str(error), journal.counts)
+            raise
+        except asyncio.CancelledError:  # Ctrl-C before anything ran, or twice
+            outcome = Outcome("stopped", "interrupted", journal.counts)
+            raise
+        finally:
+            summary = journal.summary(
+                status=outcome.status,
+                error=outcome.error,
+                counts=outcome.counts,
+                digest_mismatches=runner.controller.digest_mismatches,
+                restarts=runner.controller.restarts,
+            )
+            write_sparsity(folder, config.weights.store)
+            view.final(summary, write_report(folder))
+    return outcome
+
+
+@contextmanager
+def _stop_on_signals(runner: Runner, view: View) -> Iterator[None]:
+    """Ctrl-C and SIGTERM: finish the step in hand, checkpoint, leave. A second Ctrl-C leaves at once."""
+    loop = asyncio.get_running_loop()
+
+    def stop(name: str) -> None:
+        view.event(f"{name}: finishing this step, then a checkpoint (again to leave at once)")
+        runner.request_stop(name)
+        loop.remove_signal_handler(signal.SIGINT)
+
+    loop.add_signal_handler(signal.SIGINT, stop, "Ctrl-C")
+    loop.add_signal_handler(signal.SIGTERM, stop, "SIGTERM")
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+        loop.remove_signal_handler(signal.SIGTERM)

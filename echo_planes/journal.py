@@ -1,0 +1,300 @@
+"""Keeps a run's books: the step line, metrics.jsonl, events, money, the ledger and summary.json.
+
+It is the `Observer` of a real run; everything it is told comes from `runner.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from echo_planes.broadcasts import BroadcastBook
+from echo_planes.clock import Clock
+from echo_planes.config import Config
+from echo_planes.metrics import MetricsWriter
+from echo_planes.rollout.capacity import needed_capacity
+from echo_planes.types import (
+    BroadcastStats,
+    BufferCounts,
+    EvalReport,
+    InstallReport,
+    Manifest,
+    StepStats,
+    TrainBatch,
+    WorkerInfo,
+    WorkerStats,
+)
+from echo_planes.view import View
+
+SECONDS_PER_HOUR = 3600.0
+RECENT_STEPS = 20  # T_train is the median of so many
+
+
+class CostMeter:
+    """Dollars spent so far: every machine counts from the moment it is asked for until it is gone."""
+
+    def __init__(self) -> None:
+        self._since_s: dict[str, tuple[float, float]] = {}  # machine -> (start, $/h)
+        self._spent: dict[str, float] = {}
+
+    def start(self, machine: str, usd_per_hour: float, now_s: float) -> None:
+        """A machine costs money from now on. Starting it again settles the time before."""
+        self.stop(machine, now_s)
+        self._since_s[machine] = (now_s, usd_per_hour)
+
+    def stop(self, machine: str, now_s: float) -> None:
+        """A machine costs nothing from now on."""
+        if machine in self._since_s:
+            since_s, usd_per_hour = self._since_s.pop(machine)
+            spent = (now_s - since_s) / SECONDS_PER_HOUR * usd_per_hour
+            self._spent[machine] = self._spent.get(machine, 0.0) + spent
+
+    def usd(self, machine: str, now_s: float) -> float:
+        """Spent on one machine."""
+        spent = self._spent.get(machine, 0.0)
+        if machine in self._since_s:
+            since_s, usd_per_hour = self._since_s[machine]
+            spent += (now_s - since_s) / SECONDS_PER_HOUR * usd_per_hour
+        return spent
+
+    def total_usd(self, now_s: float) -> float:
+        """Spent on all machines."""
+        # fsum: with a plain sum the total could fall by a rounding error when a machine is added.
+        return math.fsum(self.usd(machine, now_s) for machine in self._spent.keys() | self._since_s.keys())
+
+
+class Journal:
+    """The books of one run.
+
+    Args:
+        config: the run's settings.
+        writer: its folder's metrics and events.
+        view: its terminal.
+        clock: seconds.
+        export: called with every step's numbers (Prometheus).
+        start_s: when the run began, on `clock`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        writer: MetricsWriter,
+        view: View,
+        clock: Clock,
+        export: Callable[[Mapping[str, float]], None],
+        start_s: float,
+    ) -> None:
+        self._config = config
+        self._writer = writer
+        self._view = view
+        self._clock = clock
+        self._export = export
+        self._meter = CostMeter()
+        self._start_s = start_s
+        self._last_step_s = start_s
+        self._earlier_usd = writer.aggregates.usd_total
+        self._step_usd = 0.0
+        self._infos: dict[str, WorkerInfo] = {}
+        self._serving: set[str] = set()  # workers whose living incarnation has weights
+        self._t_train_s: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._stats: dict[tuple[str, int], WorkerStats] = {}
+        self._evals: list[dict[str, float | int]] = []
+        self._versions: list[int] = []
+        self._install_s: list[float] = []
+        self._mismatches: list[float] = []
+        self._trained_groups: set[str] = set()
+        self._duplicates = 0
+        self.broadcasts = BroadcastBook()
+        self.counts = BufferCounts()  # the ledger, as of the last step
+        for rank in range(config.learner.num_ranks):
+            self._meter.start(f"learner-{rank}", config.learner.usd_per_hour, self._start_s)
+
+    # --- Observer --------------------------------------------------------------------------------
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return self._view.phase(name)
+
+    def on_event(self, kind: str, text: str, *, worker: str = "", version: int | None = None) -> None:
+        self._writer.event(self._elapsed_s(), kind, text, worker=worker or None, version=version)
+        if kind not in ("publication", "eval"):
+            self._view.event(f"{kind}{' ' + worker if worker else ''}: {text}")
+
+    def on_worker(self, info: WorkerInfo, *, alive: bool) -> None:
+        known = self._infos.get(info.worker_id, info)
+        if info.epoch < known.epoch:
+            return  # late news of a machine that its successor has replaced
+        self._infos[info.worker_id] = info
+        self._serving.discard(info.worker_id)
+        if alive:
+            self._meter.start(info.worker_id, info.usd_per_hour, self._clock.now_s())
+        else:
+            self._meter.stop(info.worker_id, self._clock.now_s())
+
+    def on_stats(self, epoch: int, stats: WorkerStats) -> None:
+        self._stats[(stats.worker_id, epoch)] = stats
+
+    def on_published(self, manifest: Manifest, seconds: float) -> None:
+        self._versions.append(manifest.version)
+        self.broadcasts.on_published(manifest, seconds, self._clock.now_s())
+        share = manifest.changed_elements / max(1, manifest.total_elements)
+        self.on_event(
+            "publication",
+            f"{manifest.codec}, {manifest.payload_bytes:,} bytes, {share:.1%} changed, {seconds:.2f} s",
+            version=manifest.version,
+        )
+
+    def on_broadcasts(self, stats: Sequence[BroadcastStats]) -> None:
+        self.broadcasts.on_broadcasts(stats)
+
+    def on_installed(self, report: InstallReport) -> None:
+        if report.caught_up:
+            self.on_event("caught up", report.caught_up, worker=report.worker_id, version=report.version)
+        if report.ok:
+            self._serving.add(report.worker_id)
+            self.broadcasts.on_installed(report, len(self._serving), self._clock.now_s())
+            if not self._install_s:
+                self._last_step_s = self._clock.now_s()  # the first step is measured from here
+            self._install_s.append(report.seconds)
+
+    def on_step(self, batch: TrainBatch, stats: StepStats, idle_s: float, counts: BufferCounts) -> None:
+        now_s = self._clock.now_s()
+        step_s, self._last_step_s = now_s - self._last_step_s, now_s
+        self.counts = counts
+        spent = self._meter.total_usd(now_s)
+        step_usd, self._step_usd = spent - self._step_usd, spent
+        groups = {trajectory_id.rpartition("/")[0] for trajectory_id in batch.trajectory_ids}
+        again = groups & self._trained_groups
+        self._duplicates += sum(t.rpartition("/")[0] in again for t in batch.trajectory_ids)
+        self._trained_groups |= groups
+        staleness = batch.step - batch.versions
+        metrics: dict[str, Any] = {
+            "step": stats.step + 1,
+            "policy_version": stats.step + 1,
+            "reward_mean": float(batch.rewards.mean()),
+            "correct_mean": float(batch.correct.mean()),
+            "loss": stats.loss,
+            "grad_norm": stats.grad_norm,
+            "learning_rate": stats.learning_rate,
+            "staleness_max": int(staleness.max()),
+            "staleness_mean": float(staleness.mean()),
+            "t_train_s": stats.t_train_s,
+            "t_idle_s": idle_s,
+            "t_step_s": step_s,
+            "tokens": stats.tokens,
+            "tokens_per_s": stats.tokens / max(step_s, 1e-9),
+            "usd": step_usd,
+            "mismatch_mean": stats.mismatch_mean,
+            "mismatch_p99": stats.mismatch_p99,
+            "clip_fraction": stats.clip_fraction,
+            "tis_mean": stats.tis_mean,
+            "entropy": stats.entropy,
+            "kl_reference": stats.kl_reference,
+            "groups_skipped": stats.groups_skipped,
+            "num_updates": stats.num_updates,
+            "buffered": counts.buffered,
+            "leased": counts.leased,
+            "accepted": counts.accepted,
+            "trained": counts.trained,
+            "dropped_stale": counts.dropped_stale,
+            "refused": counts.refused,
+            "time_s": self._elapsed_s(),
+            **self.broadcasts.newest(),
+        }
+        self._t_train_s.append(stats.t_train_s)
+        if metrics.get("t_bcast_s") is not None:
+            metrics["mu_min"] = needed_capacity(
+                self._config.staleness.kappa,
+                self._config.sampling.trajectories_per_step,
+                statistics.median(self._t_train_s),
+                metrics["t_bcast_s"],
+            )
+        metrics["bubble_ratio"] = self._writer.aggregates.bubble_ratio_with(stats.t_train_s, idle_s)
+        self._writer.step(metrics)
+        self._export(metrics)
+        self._view.step({**metrics, "usd": self._earlier_usd + spent})
+
+    def on_eval(self, report: EvalReport, mismatch: float | None) -> None:
+        self._evals.append(
+            {
+                "step": report.step,
+                "version": report.version,
+                "accuracy": report.accuracy,
+                "reward_mean": report.reward_mean,
+            }
+        )
+        if mismatch is not None:
+            self._mismatches.append(mismatch)
+        text = (
+            f"held-out accuracy {report.accuracy:.3f} at step {report.step} (avg@{report.samples_per_prompt})"
+        )
+        self.on_event("eval", text, version=report.version)
+        self._view.event(text)
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def summary(
+        self,
+        *,
+        status: str,
+        error: str,
+        counts: BufferCounts,
+        digest_mismatches: int,
+        restarts: Mapping[str, int],
+    ) -> dict[str, Any]:
+        """What summary.json says; written too."""
+        now_s = self._clock.now_s()
+        accuracies = [row["accuracy"] for row in self._evals]
+        summary = {
+            "task": self._config.task.name,
+            "model": self._config.model.path,
+            "status": status,
+            "error": error,
+            "seconds": round(now_s - self._start_s, 3),
+            "seconds_startup": self._view.phase_seconds,
+            **self._writer.aggregates.summary(),
+            "usd_total": self._earlier_usd + self._meter.total_usd(now_s),
+            "eval_first": accuracies[0] if accuracies else None,
+            "eval_last": accuracies[-1] if accuracies else None,
+            "evals": self._evals,
+            "max_staleness": self._config.staleness.max_staleness,
+            "publish_every": self._config.staleness.kappa,
+            "versions_published": len(set(self._versions)),
+            "digest_mismatches": digest_mismatches,
+            "lost_trajectories": counts.lost,
+            "duplicate_trajectories": self._duplicates,
+            "accepted": counts.accepted,
+            "trained": counts.trained,
+            "dropped_stale": counts.dropped_stale,
+            "buffered": counts.buffered,
+            "refused": counts.refused,
+            "mismatch_same_version_mean": float(np.mean(self._mismatches)) if self._mismatches else None,
+            "install_seconds_mean": float(np.mean(self._install_s)) if self._install_s else None,
+            **self.broadcasts.summary(),
+            "publications": self.broadcasts.rows(),
+            "workers": [self._worker_row(info, restarts, now_s) for _, info in sorted(self._infos.items())],
+        }
+        self._writer.write_summary(summary)
+        return summary
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _worker_row(self, info: WorkerInfo, restarts: Mapping[str, int], now_s: float) -> dict[str, Any]:
+        lives = [stats for (worker_id, _), stats in self._stats.items() if worker_id == info.worker_id]
+        return {
+            "id": info.worker_id,
+            "sku": info.sku,
+            "usd_per_hour": info.usd_per_hour,
+            "trajectories": sum(stats.trajectories for stats in lives),
+            "tokens": sum(stats.tokens for stats in lives),
+            "usd": self._meter.usd(info.worker_id, now_s),
+            "restarts": restarts.get(info.worker_id, 0),
+        }
+
+    def _elapsed_s(self) -> float:
+        return self._clock.now_s() - self._start_s

@@ -1,0 +1,400 @@
+"""The only file that knows Ray's options: turns plain classes into actors and Ray's errors into ours."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.metrics import Gauge as RayGauge
+
+from echo_planes.config import Config, WeightsConfig, WorkerConfig, cluster_address
+from echo_planes.data.batch import make_batch, train_everything
+from echo_planes.data.registry import build_adapter, load_tokenizer
+from echo_planes.data.service import DataService
+from echo_planes.data.task import TaskAdapter
+from echo_planes.errors import (
+    ClusterError,
+    EchoPlanesError,
+    LearnerLostError,
+    RunError,
+    WorkerGoneError,
+)
+from echo_planes.learning.actor import LearnerProcess
+from echo_planes.metrics import GAUGES
+from echo_planes.rollout.actor import WorkerProcess
+from echo_planes.types import (
+    BroadcastStats,
+    BufferCounts,
+    Group,
+    InstallReport,
+    Lease,
+    Manifest,
+    Receipt,
+    StepStats,
+    TrainBatch,
+    Trajectory,
+    WorkerStats,
+)
+from echo_planes.weights.link import WeightLink
+from echo_planes.weights.signing import Signer
+
+PRIVATE_STORE_BYTES = 512 * 1024**2
+CLOSE_S = 10.0
+
+
+# --- cluster -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def ray_session(config: Config) -> Iterator[None]:
+    """Join the configured cluster, or start a private one, and leave it again.
+
+    A private one keeps to loopback if `process.keep_ray_private` ran before Ray was imported.
+
+    Raises:
+        ClusterError: no cluster at that address, or it lacks what the fleet needs.
+    """
+    address = cluster_address(config)
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if address:
+        options["address"] = address
+    else:
+        options |= {
+            "address": "local",
+            "include_dashboard": False,
+            "object_store_memory": PRIVATE_STORE_BYTES,
+            "_metrics_export_port": config.run.metrics_port,
+        }
+    try:
+        ray.init(**options)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ClusterError(f"Ray cluster '{address or 'local'}' cannot be reached: {error}") from error
+    try:
+        check_fit(config, ray.cluster_resources(), [node["Labels"] for node in ray.nodes() if node["Alive"]])
+        yield
+    finally:
+        ray.shutdown()
+
+
+def check_fit(config: Config, has: Mapping[str, float], labels: Sequence[Mapping[str, str]]) -> None:
+    """Refuse a fleet that the cluster can never hold.
+
+    Raises:
+        ClusterError: names the resource, what is wanted and what there is.
+    """
+    wanted: dict[str, float] = {}
+    for kind in config.fleet.workers:
+        for resource, amount in kind.resources.items():
+            wanted[resource] = wanted.get(resource, 0.0) + amount * kind.count
+        if kind.labels and not any(kind.labels.items() <= node.items() for node in labels):
+            raise ClusterError(
+                f"fleet: no node of the cluster carries the labels {kind.labels} of SKU '{kind.sku}'; start "
+                "such a node, or change the fleet's labels"
+            )
+    for resource, amount in config.learner.resources.items():
+        wanted[resource] = wanted.get(resource, 0.0) + amount * config.learner.num_ranks
+    for resource, amount in wanted.items():
+        if amount > has.get(resource, 0.0) + 1e-9:
+            raise ClusterError(
+                f"fleet: workers and learner need {amount:g} {resource}, the cluster has "
+                f"{has.get(resource, 0.0):g}; choose a smaller fleet, or lower its 'resources'"
+            )
+
+
+def prometheus() -> Any:
+    """A function that exports a step's numbers through Ray's metrics endpoint."""
+    gauges = {gauge.key: RayGauge(gauge.name, gauge.description) for gauge in GAUGES}
+
+    def export(metrics: Mapping[str, float]) -> None:
+        for key, gauge in gauges.items():
+            value = metrics.get(key)
+            if value is not None:
+                gauge.set(value)
+
+    return export
+
+
+# --- calls ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Actor:
+    """A handle whose calls raise our errors."""
+
+    handle: Any
+    name: str
+    gone: type[RunError]
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        try:
+            return await getattr(self.handle, method).remote(*arguments)
+        except RayTaskError as error:
+            if isinstance(error.cause, EchoPlanesError):
+                raise error.cause from None
+            raise RunError(f"{self.name}: {error.cause!r} in {method}") from error
+        except RayActorError as error:
+            raise self.gone(f"{self.name}: its process is gone") from error
+        except RayError as error:
+            raise RunError(f"{self.name}: {error}") from error
+
+
+class RemoteData:
+    """`DataService` in an actor; also what workers are handed."""
+
+    def __init__(self, handle: Any, run_dir: Path) -> None:
+        self._actor = _Actor(handle, f"replay buffer (resume with run.resume={run_dir})", RunError)
+
+    async def ready(self) -> int:
+        return int(await self._actor.call("ready"))
+
+    async def register(self, worker_id: str, epoch: int) -> None:
+        await self._actor.call("register", worker_id, epoch)
+
+    async def pull(self, worker_id: str, epoch: int, room: int, wait_s: float) -> list[Lease]:
+        leases: list[Lease] = await self._actor.call("pull", worker_id, epoch, room, wait_s)
+        return leases
+
+    async def renew(self, worker_id: str, epoch: int, lease_ids: list[str]) -> None:
+        await self._actor.call("renew", worker_id, epoch, lease_ids)
+
+    async def submit(self, worker_id: str, epoch: int, groups: list[tuple[str, Group]]) -> list[Receipt]:
+        receipts: list[Receipt] = await self._actor.call("submit", worker_id, epoch, groups)
+        return receipts
+
+    async def publish(self, version: int, digest: str) -> None:
+        await self._actor.call("publish", version, digest)
+
+    async def installed(self, worker_id: str, version: int) -> None:
+        await self._actor.call("installed", worker_id, version)
+
+    async def lose(self, worker_id: str) -> int:
+        return int(await self._actor.call("lose", worker_id))
+
+    async def next_batch(self, step: int, wait_s: float) -> Any:
+        return await self._actor.call("next_batch", step, wait_s)
+
+    async def counts(self) -> BufferCounts:
+        counts: BufferCounts = await self._actor.call("counts")
+        return counts
+
+    async def save(self, folder: Path) -> None:
+        await self._actor.call("save", folder)
+
+    async def close(self) -> BufferCounts:
+        counts: BufferCounts = await self._actor.call("close")
+        return counts
+
+
+class RemoteLearner:
+    """All learner ranks, called alike."""
+
+    def __init__(
+        self, config: Config, link: WeightLink, signing_key: bytes, run_dir: Path, start_step: int
+    ) -> None:
+        settings = config.learner
+        port = settings.master_port or _free_port()
+        options = _actor_options(settings.resources, {})
+        remote = ray.remote(LearnerProcess).options(**options)
+        checkpoints = run_dir / "checkpoints"
+        self._start_step = start_step
+        self._ranks = [
+            _Actor(
+                remote.remote(config, rank, settings.num_ranks, port, run_dir / "failures"),
+                f"learner rank {rank} (resume with run.resume={run_dir}, checkpoints in {checkpoints})",
+                LearnerLostError,
+            )
+            for rank in range(settings.num_ranks)
+        ]
+        listening = self._ranks[0].call("listen", link, signing_key)
+        self._sender = asyncio.ensure_future(listening)
+
+    async def _all(self, method: str, *arguments: Any) -> list[Any]:
+        return await asyncio.gather(*(rank.call(method, *arguments) for rank in self._ranks))
+
+    async def start(self, resume_dir: Path | None) -> int:
+        await self._all("start", resume_dir / "learner" if resume_dir else None)
+        return self._start_step
+
+    async def train_step(self, batch: TrainBatch) -> StepStats:
+        stats: StepStats = (await self._all("train_step", batch))[0]
+        return stats
+
+    async def sender(self) -> str:
+        """Address of the node that sends weights."""
+        return str(await asyncio.shield(self._sender))
+
+    async def publish(self, version: int) -> Manifest:
+        manifest: Manifest = (await self._all("publish", version))[0]
+        return manifest
+
+    async def commit(self, version: int) -> None:
+        await self._ranks[0].call("commit")
+
+    async def broadcasts(self) -> list[BroadcastStats]:
+        stats: list[BroadcastStats] = await self._ranks[0].call("broadcasts")
+        return stats
+
+    async def mismatch(self, trajectories: Sequence[Trajectory]) -> float:
+        """Mean |learner logprob - sampler logprob| on sampled tokens, nats."""
+        batch = make_batch(0, [Group("probe", tuple(trajectories))], train_everything)
+        logprobs: np.ndarray = (await self._all("logprobs", batch))[0]
+        return float(np.abs(logprobs - batch.sampler_logprobs)[batch.loss_mask].mean())
+
+    async def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        await self._all("save", folder)
+
+    async def close(self) -> None:
+        self._sender.cancel()
+        with suppress(RunError, TimeoutError):  # it may be gone already, which is what is wanted
+            async with asyncio.timeout(CLOSE_S):  # the node finishes what it was storing
+                await self._ranks[0].call("close")
+        for rank in self._ranks:
+            ray.kill(rank.handle)
+
+
+class RemoteWorker:
+    """One incarnation of a rollout worker in an actor."""
+
+    def __init__(self, handle: Any, name: str, learner: RemoteLearner) -> None:
+        self.handle = handle
+        self._actor = _Actor(handle, name, WorkerGoneError)
+        self._learner = learner
+
+    async def start(self) -> None:
+        await asyncio.gather(self._actor.call("start"), self._join())
+
+    async def _join(self) -> None:
+        await self._actor.call("join", await self._learner.sender())
+
+    async def run(self) -> None:
+        await self._actor.call("run")
+
+    async def install(self, manifest: Manifest, fresh: bool) -> InstallReport:
+        report: InstallReport = await self._actor.call("install", manifest, fresh)
+        return report
+
+    async def evaluate(self, indices: Sequence[int], samples_per_prompt: int) -> list[Trajectory]:
+        answers: list[Trajectory] = await self._actor.call("evaluate", indices, samples_per_prompt)
+        return answers
+
+    async def stats(self) -> WorkerStats:
+        stats: WorkerStats = await self._actor.call("stats")
+        return stats
+
+    async def stop(self) -> None:
+        with suppress(RunError):  # it may be gone already, which is what is wanted
+            await self._actor.call("stop")
+        ray.kill(self.handle)
+
+
+# --- planes --------------------------------------------------------------------------------------
+
+
+class RayPlanes:
+    """The three planes on a Ray cluster.
+
+    Args:
+        config: the run's settings.
+        lineage: this incarnation of the run.
+        run_dir: the run folder, reachable from every node that holds the learner or the buffer.
+        resume_dir: checkpoint to continue from.
+        start_step: updates behind it.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        lineage: str,
+        run_dir: Path,
+        resume_dir: Path | None,
+        start_step: int,
+        kinds: Mapping[str, WorkerConfig],
+    ) -> None:
+        self._config = config
+        self._kinds = kinds
+        self._workers: dict[str, RemoteWorker] = {}
+        service = ray.remote(DataService).options(num_cpus=0)
+        restore = resume_dir / "data" if resume_dir else None
+        self.data = RemoteData(service.remote(config, lineage, run_dir / "trajectories", restore), run_dir)
+        key = config.weights.key_file
+        # Kept, so that what a resumed run publishes continues its store.
+        signer = Signer.from_file(key) if key else Signer.kept_in(run_dir / "signing_key.pem")
+        self._link = WeightLink(
+            lineage=lineage,
+            token=secrets.token_hex(32),
+            public_key=signer.public_bytes().hex(),
+            store=config.weights.store or str(run_dir / "weights"),
+            model_bytes=sum(file.stat().st_size for file in config.model.folder.glob("*.safetensors")),
+            config=_reachable(config.weights),
+        )
+        self.learner = RemoteLearner(config, self._link, signer.private_bytes(), run_dir, start_step)
+
+    async def spawn_worker(self, worker_id: str, epoch: int) -> RemoteWorker:
+        kind = self._kinds[worker_id]
+        options = _actor_options(kind.resources, kind.labels)
+        handle = (
+            ray.remote(WorkerProcess)
+            .options(**options)
+            .remote(self._config, worker_id, epoch, self._link, kind, self.data, _TaskBuilder(self._config))
+        )
+        worker = RemoteWorker(handle, f"worker {worker_id} ({kind.sku})", self.learner)
+        self._workers[worker_id] = worker
+        return worker
+
+    async def kill_worker(self, worker_id: str) -> None:
+        worker = self._workers.pop(worker_id, None)
+        if worker is not None:
+            ray.kill(worker.handle)
+
+
+@dataclass(frozen=True)
+class _TaskBuilder:
+    """Builds the run's task adapter in whichever process calls it."""
+
+    config: Config
+
+    def __call__(self) -> TaskAdapter:
+        config = self.config
+        return build_adapter(config.task, load_tokenizer(config.model.folder), config.run.seed)
+
+
+def worker_kinds(config: Config) -> dict[str, WorkerConfig]:
+    """The fleet, one entry per worker: w0, w1, ... in the order of the settings."""
+    kinds = [kind for kind in config.fleet.workers for _ in range(kind.count)]
+    return {f"w{i}": kind for i, kind in enumerate(kinds)}
+
+
+def _actor_options(resources: Mapping[str, float], labels: Mapping[str, str]) -> dict[str, Any]:
+    others = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
+    options: dict[str, Any] = {
+        "num_cpus": resources.get("CPU", 0.0),
+        "num_gpus": resources.get("GPU", 0.0),
+        "resources": others,
+        "max_restarts": 0,  # the controller restarts workers, with a new epoch
+    }
+    if labels:
+        options["label_selector"] = dict(labels)
+    return options
+
+
+def _reachable(weights: WeightsConfig) -> WeightsConfig:
+    """Nodes on loopback cannot reach one another across machines: there each listens on its own address."""
+    if "host" not in weights.model_fields_set and len([n for n in ray.nodes() if n["Alive"]]) > 1:
+        return weights.model_copy(update={"host": "node"})
+    return weights
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,1 @@
+"""The learning plane: objectives, token packing and the DeepSpeed learner."""

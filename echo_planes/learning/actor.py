@@ -1,0 +1,105 @@
+"""A learner rank's process: the learner, and on rank 0 the publisher of its weights with its node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ray
+
+from echo_planes.clock import MonotonicClock
+from echo_planes.config import Config
+from echo_planes.errors import RunError
+from echo_planes.learning.learner import Learner
+from echo_planes.process import die_with_parent, settle
+from echo_planes.types import BroadcastStats, FloatArray, Manifest, StepStats, TrainBatch
+from echo_planes.weights.choice import CodecChoice
+from echo_planes.weights.digest import BitTensor
+from echo_planes.weights.link import WeightLink
+from echo_planes.weights.node_client import SenderNode
+from echo_planes.weights.publisher import Publisher
+from echo_planes.weights.signing import Signer
+from echo_planes.weights.warm_up import warm_up
+
+
+class LearnerProcess:
+    """One rank. All ranks are called alike, because gathering and saving are collective.
+
+    Args:
+        config: the run's settings.
+        rank, world_size, master_port: its place among the ranks.
+        failure_dir: where a batch that made the loss non-finite is kept.
+    """
+
+    def __init__(
+        self, config: Config, rank: int, world_size: int, master_port: int, failure_dir: Path
+    ) -> None:
+        die_with_parent()
+        self._config = config
+        self._learner = Learner(config, rank, world_size, master_port, failure_dir)
+        self._node: SenderNode | None = None
+        self._publisher: Publisher | None = None
+        self._choice: CodecChoice | None = None
+
+    def listen(self, link: WeightLink, signing_key: bytes) -> str:
+        """Rank 0 only: start the node that sends weights; its address."""
+        host = ray.util.get_node_ip_address() if link.config.host == "node" else link.config.host
+        self._node = SenderNode.spawn(link.sender_settings(host, signing_key))
+        if link.config.mode != "full":
+            self._choice = CodecChoice(link.config.codec, MonotonicClock())
+        self._publisher = Publisher(
+            link.lineage,
+            Signer.from_private_bytes(signing_key),
+            self._node,
+            choice=self._choice,
+            digest=link.config.digest,
+            chunk_bytes=link.config.chunk_kib * 1024,
+        )
+        return self._node.address
+
+    def start(self, checkpoint: Path | None) -> None:
+        """Load the model, and a checkpoint's learner folder over it."""
+        self._learner.start()
+        if self._publisher is not None:
+            warm_up()
+        if checkpoint:
+            self._learner.load(checkpoint)
+        settle()
+
+    def train_step(self, batch: TrainBatch) -> StepStats:
+        return self._learner.train_step(batch)
+
+    def logprobs(self, batch: TrainBatch) -> FloatArray:
+        """Of the trained tokens, under the current weights; shape (T,)."""
+        return self._learner.logprobs(batch)
+
+    def publish(self, version: int) -> Manifest | None:
+        """Send the current weights out as `version`; None on all ranks but the first."""
+        bits = self._learner.state_bits()
+        if self._publisher is None:
+            return None
+        tensors = {name: BitTensor(array, "bfloat16", shape) for name, (array, shape) in bits.items()}
+        return self._publisher.publish(version, self._learner.num_updates, tensors)
+
+    def commit(self) -> None:
+        """Rank 0 only: let the last publication be installed."""
+        if self._publisher is None:
+            raise RunError("only rank 0 publishes")
+        self._publisher.commit()
+
+    def broadcasts(self) -> list[BroadcastStats]:
+        """Rank 0 only: how the newest publications travelled."""
+        if self._node is None:
+            raise RunError("only rank 0 publishes")
+        stats = self._node.stats()
+        rates = [rate for one in stats[-1:] for rate in one.hop_bytes_per_s if rate > 0]
+        if self._choice is not None and rates:
+            self._choice.rate_bytes_per_s = min(rates)
+        return stats
+
+    def save(self, folder: Path) -> None:
+        self._learner.save(folder)
+
+    def close(self) -> None:
+        self._learner.close()
+        if self._node is not None:
+            self._node.close()

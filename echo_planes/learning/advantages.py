@@ -1,0 +1,52 @@
+"""Advantages: what each trajectory's reward is worth next to the rest of its group. numpy only.
+
+====================  ============================================  ==================================
+objective             advantage of trajectory i in a group of n     source
+====================  ============================================  ==================================
+grpo, dapo, gspo      (R_i - mean) / (std + EPS), population std    DeepSeekMath (2402.03300) 4.1.2
+dr_grpo               R_i - mean                                    Dr. GRPO (2503.20783) 3.2
+rloo                  R_i - mean of the other n - 1; 0 for n = 1    RLOO (2402.14740)
+====================  ============================================  ==================================
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from echo_planes.types import BoolArray, FloatArray, IntArray
+
+EPS = 1e-6  # keeps the division finite; rewards that differ by less than this are hardly told apart
+
+
+def compute_advantages(name: str, rewards: FloatArray, groups: IntArray, given: FloatArray) -> FloatArray:
+    """Advantages (N,) of objective `name` for `rewards` (N,), normalised among equal `groups` (N,).
+
+    Where `given` (N,) is not NaN it is the answer, untouched; its reward still counts in its group's mean.
+    A group whose rewards are all equal gets exactly 0.
+    """
+    _, index, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    values = rewards.astype(np.float64)
+    n = sizes[index]
+    mean = (np.bincount(index, values) / sizes)[index]
+    centred = values - mean
+    # A rounded mean of equal rewards can miss them by an ulp, which the division would blow up.
+    low = np.full(len(sizes), np.inf)
+    high = np.full(len(sizes), -np.inf)
+    np.minimum.at(low, index, values)
+    np.maximum.at(high, index, values)
+    centred[(low == high)[index]] = 0.0
+    if name == "dr_grpo":
+        advantages = centred
+    elif name == "rloo":
+        advantages = centred * (n / np.maximum(n - 1, 1))
+    else:
+        std = np.sqrt(np.bincount(index, centred**2) / sizes)[index]
+        advantages = centred / (std + EPS)
+    return np.where(np.isnan(given), advantages, given).astype(np.float32)
+
+
+def zero_groups(advantages: FloatArray, groups: IntArray) -> BoolArray:
+    """True (N,) on the trajectories of groups whose advantages are all 0: they have no policy gradient."""
+    _, index = np.unique(groups, return_inverse=True)
+    empty: BoolArray = np.bincount(index, advantages != 0.0) == 0
+    return empty[index]

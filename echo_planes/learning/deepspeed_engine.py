@@ -1,0 +1,227 @@
+"""DeepSpeed behind a small surface: one model, AdamW with fp32 masters, ZeRO 0 to 3.
+
+Only this file imports deepspeed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from echo_planes.config import LearnerConfig
+from echo_planes.errors import ConfigError, DataError
+from echo_planes.learning.policy_model import PolicyModel
+
+StateBits = dict[str, tuple[npt.NDArray[np.uint16], tuple[int, ...]]]
+TAG = "engine"  # DeepSpeed's files lie in <checkpoint>/engine
+ABOUT = "engine.json"
+
+
+def pick_device(rank: int) -> torch.device:
+    """The GPU of this rank (its only visible one under Ray), else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Compute type for `learner.dtype`; auto: bf16 on GPUs, fp32 on CPUs (which rarely have bf16 units)."""
+    if name == "auto":
+        name = "bf16" if device.type == "cuda" else "fp32"
+    return torch.bfloat16 if name == "bf16" else torch.float32
+
+
+class DeepSpeedEngine:
+    """One data-parallel rank. Every method is collective: all ranks call it, in the same order.
+
+    Args:
+        model: the policy, its parameters in `dtype`.
+        config: `learner` settings.
+        master_port: torch.distributed port on MASTER_ADDR (this host unless the environment says otherwise).
+        timeout_s: longest wait for another rank.
+    """
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        config: LearnerConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        rank: int,
+        world_size: int,
+        master_port: int,
+        timeout_s: float,
+    ) -> None:
+        self.device = device
+        self._config = config
+        self._rank = rank
+        self._world_size = world_size
+        self._dtype = dtype
+        _set_environment(device, rank, world_size, master_port)
+        import deepspeed
+        from deepspeed.ops import __compatible_ops__
+
+        # On CPU the first init would compile a shared-memory collective for a minute; gloo needs none.
+        __compatible_ops__["deepspeed_shm_comm"] = False
+        # ZeRO-3 calls collectives by the names torch is about to drop, and is told so at every step.
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+        # Errors are wanted, the progress report on standard output is not.
+        deepspeed.logger.setLevel("ERROR")
+        deepspeed.init_distributed(
+            "nccl" if device.type == "cuda" else "gloo",
+            auto_mpi_discovery=False,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        self._deepspeed = deepspeed
+        self._masters_apart = dtype == torch.bfloat16 or config.zero_stage > 0
+        # A tied lm_head is one parameter under two names; the first one is the one that is saved.
+        self._names = [name.removeprefix("model.") for name, _ in model.named_parameters()]
+        optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self._engine, self._optimizer, _, _ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=_settings(config, dtype), dist_init_required=False
+        )
+
+    def forward(self, **inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`PolicyModel.forward`."""
+        result: tuple[Tensor, Tensor] = self._engine(**inputs)
+        return result
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradient of `loss` to the update's; ranks are summed. `last`: of this update."""
+        self._engine.set_gradient_accumulation_boundary(last)
+        # DeepSpeed takes the mean over ranks.
+        self._engine.backward(loss * self._world_size, scale_wrt_gas=False)
+
+    def step(self, learning_rate: float) -> float:
+        """Clip the gradient, make one optimizer update and return the norm before clipping.
+
+        Must follow a `backward(..., last=True)`. A non-finite norm means the weights are spoilt.
+        """
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        norm: Any = None
+        if not self._masters_apart:
+            gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
+        self._engine.step()
+        return float(self._engine.get_global_grad_norm() if norm is None else norm)
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """All-reduce in place."""
+        if self._world_size > 1:
+            torch.distributed.all_reduce(values)
+        return values
+
+    def state_bits(self) -> StateBits:
+        """The weights as bf16 bits: {Hugging Face name: (uint16 (elements,), shape)} on rank 0, else {}.
+
+        Names and order are those of `save_pretrained`; a tied lm_head appears once. Weights computed in
+        fp32 are rounded to nearest even.
+        """
+        bits: StateBits = {}
+        parameters = self._engine.module.parameters()
+        for name, parameter in zip(self._names, parameters, strict=True):
+            with self._deepspeed.zero.GatheredParameters([parameter], enabled=self._config.zero_stage == 3):
+                if self._rank == 0:
+                    half = parameter.detach().to(torch.bfloat16).to("cpu", copy=True).contiguous()
+                    array = half.view(torch.int16).flatten().numpy().view(np.uint16)
+                    bits[name] = (array, tuple(parameter.shape))
+        return bits
+
+    def save(self, folder: Path, counters: dict[str, int]) -> None:
+        """Write weights, masters, moments and RNG into an empty folder (made if need be) for `load`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        rng: dict[str, Any] = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            rng["cuda"] = torch.cuda.get_rng_state(self.device)
+        torch.save(rng, folder / f"rng-{self._rank}.pt")
+        self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+        if self._rank == 0:
+            (folder / ABOUT).write_text(json.dumps(self._layout() | counters, indent=2))
+        self._barrier()
+
+    def load(self, folder: Path) -> dict[str, int]:
+        """Continue from `save`, bit for bit, and return its counters.
+
+        Raises:
+            DataError: there is no checkpoint in `folder`.
+            ConfigError: it was made with other ranks, ZeRO stage or compute type.
+        """
+        try:
+            about: dict[str, Any] = json.loads((folder / ABOUT).read_text())
+        except (OSError, ValueError) as error:
+            raise DataError(f"no learner checkpoint in {folder}: {error}") from error
+        for key, now in self._layout().items():
+            if about.pop(key, None) != now:
+                raise ConfigError(f"the checkpoint in {folder} was not made with learner.{key}={now}")
+        path, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
+        if path is None:
+            raise DataError(f"the learner checkpoint in {folder} is incomplete")
+        rng = torch.load(folder / f"rng-{self._rank}.pt", weights_only=True)
+        torch.set_rng_state(rng["cpu"])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(rng["cuda"], self.device)
+        return about
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self._engine.destroy()
+        # DeepSpeed's own call also drops the groups it keeps, so that another engine can start here.
+        self._deepspeed.comm.destroy_process_group()
+
+    def _layout(self) -> dict[str, Any]:
+        dtype = "bf16" if self._dtype == torch.bfloat16 else "fp32"
+        return {"num_ranks": self._world_size, "zero_stage": self._config.zero_stage, "dtype": dtype}
+
+    def _barrier(self) -> None:
+        if self._world_size > 1:
+            torch.distributed.barrier()
+
+
+def _set_environment(device: torch.device, rank: int, world_size: int, master_port: int) -> None:
+    """What torchrun would have set."""
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.update(
+        MASTER_PORT=str(master_port),
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(device.index or 0),
+    )
+    if device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+
+
+def _settings(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        # DeepSpeed insists on a batch size; accumulation is driven by `backward(last=...)` instead.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.grad_clip,
+        "steps_per_print": None,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": config.zero_stage},
+    }
+    if dtype == torch.bfloat16:
+        settings["bf16"] = {"enabled": True}
+        settings["communication_data_type"] = "fp32"
+        # Many micro-batches summed in bf16 would lose the small ones. Stage 0 has no fp32 sums.
+        if config.zero_stage > 0:
+            settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    return settings

@@ -1,0 +1,245 @@
+"""Packing: trajectories into few, full rectangles of tokens. numpy only, deterministic.
+
+    trajectories -> inputs -> units (a shared prompt once) -> layouts (first fit) -> micro-batches (arrays)
+
+A micro-batch is a rectangle `[rows, row_len]` of at most `budget_tokens` tokens, `row_len` being its longest
+unit. A row holds one unit or several; no token sees another unit's.
+
+What is put through the model of a trajectory is its *input*: the tokens before its last trained one. Later
+tokens cannot change a trained token's logprob, so they are left out. The samples of one prompt may share a
+unit: the prompt comes once, then each sample as a branch that sees the prompt and itself, with the position
+numbers it would have alone. For short answers that is half of the work or less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from echo_planes.errors import ConfigError, TaskError
+from echo_planes.types import BoolArray, IntArray, TrainBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which units share a rectangle. No rows: an empty micro-batch, to keep ranks in step."""
+
+    row_len: int
+    rows: tuple[tuple[int, ...], ...]  # unit numbers, left to right
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Where a batch's inputs begin and end. N: trajectories; K: trained tokens."""
+
+    starts: IntArray  # (N,) first token in the batch's (T,) columns
+    lengths: IntArray  # (N,) input tokens; 0: left out
+    prompts: IntArray  # (N,) tokens before the first trained one
+    trained: IntArray  # (K,) trained tokens, ascending, in the batch's (T,) columns
+    bounds: IntArray  # (N + 1,) trajectory i's trained tokens are trained[bounds[i] : bounds[i + 1]]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Trajectories packed together: a common prompt of `prefix` tokens, then the rest of each."""
+
+    prefix: int  # 0 when it is a single trajectory
+    trajectories: tuple[int, ...]
+    length: int  # tokens in all
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One rectangle ready for the model. M: trained tokens in it (0 for an empty one)."""
+
+    token_ids: IntArray  # (rows, row_len)
+    position_ids: IntArray  # (rows, row_len), from 0 in every trajectory; 0 on padding
+    segment_ids: IntArray  # (rows, row_len): number of the unit within its row, -1 on padding
+    branch_ids: IntArray  # (rows, row_len): 0 in a shared prompt or a single trajectory, else 1, 2, ...
+    predictors: IntArray  # (M,) flat position in the rectangle whose hidden state predicts the token
+    targets: IntArray  # (M,) token ids
+    columns: IntArray  # (M,) the token's index in the batch's (T,) columns
+    trajectories: IntArray  # (M,) the token's trajectory, an index in the batch's (N,) columns
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens without padding."""
+        return int((self.segment_ids >= 0).sum())
+
+    def attention_mask(self) -> BoolArray | None:
+        """Causal mask within units and branches (rows, 1, row_len, row_len), True: may look.
+
+        None where each row holds one trajectory: plain causal attention with positions 0, 1, 2, ... is then
+        the same for every real token, because padding comes last.
+        """
+        if self.segment_ids.max(initial=0) <= 0 and self.branch_ids.max(initial=0) == 0:
+            return None
+        same_unit = self.segment_ids[:, :, None] == self.segment_ids[:, None, :]
+        query, key = self.branch_ids[:, :, None], self.branch_ids[:, None, :]
+        causal = np.tri(self.segment_ids.shape[1], dtype=np.bool_)
+        visible: BoolArray = (same_unit & ((key == 0) | (key == query)) & causal)[:, None]
+        return visible
+
+
+def find_inputs(batch: TrainBatch, keep: BoolArray) -> Inputs:
+    """Inputs of the trajectories in `keep` (N,); where nothing is trained there is none.
+
+    Raises TaskError where a trajectory's first token is to be trained: nothing predicts it.
+    """
+    starts = batch.offsets[:-1]
+    trained = np.flatnonzero(batch.loss_mask)
+    bounds = np.searchsorted(trained, batch.offsets)
+    some = bounds[1:] > bounds[:-1]
+    prompts, lengths = np.zeros_like(starts), np.zeros_like(starts)
+    prompts[some] = trained[bounds[:-1][some]] - starts[some]
+    lengths[some] = trained[bounds[1:][some] - 1] - starts[some]
+    if (prompts[some] == 0).any():
+        raise TaskError("a trajectory's first token is marked as trained, but nothing comes before it")
+    lengths[~keep] = 0
+    return Inputs(starts, lengths, prompts, trained, bounds)
+
+
+def make_units(batch: TrainBatch, inputs: Inputs, limit_tokens: int) -> list[Unit]:
+    """Every input in exactly one unit; equal prompts together up to `limit_tokens` tokens a unit."""
+    same_prompt: dict[bytes, list[int]] = {}
+    for i in np.flatnonzero(inputs.lengths).tolist():
+        start = inputs.starts[i]
+        prompt = batch.token_ids[start : start + inputs.prompts[i]].tobytes()
+        same_prompt.setdefault(prompt, []).append(i)
+    units: list[Unit] = []
+    for members in same_prompt.values():
+        prefix = int(inputs.prompts[members[0]])
+        gathered: list[int] = []
+        length = prefix
+        for i in members:
+            extra = int(inputs.lengths[i]) - prefix
+            if gathered and length + extra > limit_tokens:
+                units.append(_unit(prefix, gathered, length))
+                gathered, length = [], prefix
+            gathered.append(i)
+            length += extra
+        units.append(_unit(prefix, gathered, length))
+    return units
+
+
+def _unit(prefix: int, members: list[int], length: int) -> Unit:
+    return Unit(prefix if len(members) > 1 else 0, tuple(members), length)
+
+
+def split_groups(groups: IntArray, parts: int) -> list[IntArray]:
+    """Trajectory indices of at most `parts` mini-batches: whole groups, in order of first appearance.
+
+    Consecutive groups stay together; the parts differ by at most one group. Fewer groups than parts give
+    fewer parts.
+    """
+    _, first, index = np.unique(groups, return_index=True, return_inverse=True)
+    order = np.argsort(np.argsort(first))[index]
+    chunks = np.array_split(np.arange(len(first)), min(parts, len(first)))
+    return [np.flatnonzero((order >= c[0]) & (order <= c[-1])) for c in chunks]
+
+
+def plan(lengths: IntArray, budget_tokens: int, num_shards: int) -> list[list[Layout]]:
+    """Layouts per shard; every unit is in exactly one of them.
+
+    Units are dealt to the shards longest first, back and forth; all shards get the same number of
+    layouts, empty ones last.
+
+    Args:
+        lengths: tokens per unit (n,), positive.
+        budget_tokens: largest rectangle, padding included.
+        num_shards: data-parallel ranks.
+    Raises ConfigError when a unit is longer than the budget.
+    """
+    longest = int(lengths.max(initial=0))
+    if longest > budget_tokens:
+        raise ConfigError(
+            f"learner.micro_batch_tokens={budget_tokens} is less than an input of {longest} tokens; raise it"
+        )
+    order = np.argsort(-lengths, kind="stable")
+    turn = np.arange(len(order)) % (2 * num_shards)
+    shard = np.minimum(turn, 2 * num_shards - 1 - turn)
+    plans = [_pack(order[shard == s].tolist(), lengths.tolist(), budget_tokens) for s in range(num_shards)]
+    most = max(len(p) for p in plans)
+    return [p + [Layout(1, ())] * (most - len(p)) for p in plans]
+
+
+def _pack(numbers: list[int], lengths: list[int], budget_tokens: int) -> list[Layout]:
+    """First-fit decreasing of the units in `numbers` (longest first) into rectangles."""
+    layouts: list[Layout] = []
+    while numbers:
+        row_len, shortest = lengths[numbers[0]], lengths[numbers[-1]]
+        max_rows = budget_tokens // row_len
+        rows: list[list[int]] = []
+        room: dict[int, int] = {}  # tokens left in the rows that can still take something
+        left: list[int] = []
+        for number in numbers:
+            need = lengths[number]
+            row = next((r for r, free in room.items() if free >= need), len(rows))
+            if row == max_rows:
+                left.append(number)
+                continue
+            if row == len(rows):
+                rows.append([])
+                room[row] = row_len
+            rows[row].append(number)
+            room[row] -= need
+            if room[row] < shortest:
+                del room[row]
+        layouts.append(Layout(row_len, tuple(tuple(row) for row in rows)))
+        numbers = left
+    return layouts
+
+
+def build(layout: Layout, units: list[Unit], batch: TrainBatch, inputs: Inputs) -> MicroBatch:
+    """Fill a layout with the batch's tokens. An empty one becomes one token of padding, nothing trained."""
+    # source, destination, length, segment, branch, position
+    runs: list[tuple[int, int, int, int, int, int]] = []
+    members: list[tuple[int, int, int, int]] = []  # trajectory, prefix, unit's and own first destination
+    for row, sequences in enumerate(layout.rows):
+        at = row * layout.row_len
+        for segment, number in enumerate(sequences):
+            unit, first = units[number], at
+            prefix = unit.prefix
+            runs.append((int(inputs.starts[unit.trajectories[0]]), at, prefix, segment, 0, 0))
+            at += prefix
+            for branch, i in enumerate(unit.trajectories, start=1 if prefix else 0):
+                own = int(inputs.lengths[i]) - prefix
+                runs.append((int(inputs.starts[i]) + prefix, at, own, segment, branch, prefix))
+                members.append((i, prefix, first, at))
+                at += own
+    shape = (max(len(layout.rows), 1), layout.row_len)
+    sources, destinations, sizes, segments, branches, positions = np.array(runs, np.int64).reshape(-1, 6).T
+    cells = _ranges(destinations, sizes)
+
+    def rectangle(values: IntArray, padding: int) -> IntArray:
+        flat = np.full(shape[0] * shape[1], padding, np.int64)
+        flat[cells] = values
+        return flat.reshape(shape)
+
+    trajectory, prefixes, unit_at, own_at = np.array(members, np.int64).reshape(-1, 4).T
+    low = inputs.bounds[trajectory]
+    counts = inputs.bounds[trajectory + 1] - low
+    columns = inputs.trained[_ranges(low, counts)]
+    # The predictor's place within its trajectory.
+    before = columns - np.repeat(inputs.starts[trajectory], counts) - 1
+    shared = np.repeat(prefixes, counts)
+    inside = before < shared
+    predictors = before + np.where(inside, np.repeat(unit_at, counts), np.repeat(own_at, counts) - shared)
+    return MicroBatch(
+        rectangle(batch.token_ids[_ranges(sources, sizes)], 0),
+        rectangle(_ranges(positions, sizes), 0),
+        rectangle(np.repeat(segments, sizes), -1),
+        rectangle(np.repeat(branches, sizes), 0),
+        predictors,
+        batch.token_ids[columns],
+        columns,
+        np.repeat(trajectory, counts),
+    )
+
+
+def _ranges(starts: IntArray, lengths: IntArray) -> IntArray:
+    """start, start + 1, ... for `length` numbers, for each pair, joined."""
+    ends = np.cumsum(lengths)
+    result: IntArray = np.arange(int(lengths.sum())) + np.repeat(starts - ends + lengths, lengths)
+    return result

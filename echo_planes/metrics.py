@@ -1,0 +1,356 @@
+"""What a run writes down about itself: metrics.jsonl, events.jsonl and summary.json in its folder.
+
+Standard library only. `GAUGES` says what each number of a learner step is, for Prometheus and for people.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echo_planes.errors import ClusterError, DataError
+
+Record = dict[str, Any]  # one JSON object
+
+METRICS_FILE = "metrics.jsonl"
+EVENTS_FILE = "events.jsonl"
+SUMMARY_FILE = "summary.json"
+SPARSITY_FILE = "sparsity.json"  # share of weights changed, one object per layer
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge:
+    """One number of a learner step: `key` in metrics.jsonl, `name` in Prometheus."""
+
+    key: str
+    description: str
+
+    @property
+    def name(self) -> str:
+        return f"echo_planes_{self.key}"
+
+
+GAUGES: tuple[Gauge, ...] = (
+    Gauge("step", "learner steps completed"),
+    Gauge("policy_version", "newest policy version, made by this step"),
+    Gauge("reward_mean", "mean reward of the step's trajectories"),
+    Gauge("correct_mean", "fraction of the step's trajectories that are exactly right"),
+    Gauge("loss", "objective, mean over trained tokens"),
+    Gauge("grad_norm", "global gradient norm before clipping"),
+    Gauge("learning_rate", "learning rate of the step"),
+    Gauge("staleness_max", "largest staleness in the batch, versions"),
+    Gauge("staleness_mean", "mean staleness in the batch, versions"),
+    Gauge("t_train_s", "time the learner computed, seconds"),
+    Gauge("t_idle_s", "time the learner waited for a batch, seconds"),
+    Gauge("t_step_s", "time from the end of the last step to the end of this one, seconds"),
+    Gauge("tokens", "tokens trained in the step"),
+    Gauge("tokens_per_s", "trained tokens per second of step time"),
+    Gauge("usd", "cost of the step, all machines, US dollars"),
+    Gauge("mismatch_mean", "mean |learner logprob - sampler logprob|, nats"),
+    Gauge("mismatch_p99", "99th percentile of |learner logprob - sampler logprob|, nats"),
+    Gauge("clip_fraction", "fraction of tokens whose ratio was clipped"),
+    Gauge("tis_mean", "mean truncated importance weight"),
+    Gauge("entropy", "mean entropy of the policy, nats per token"),
+    Gauge("kl_reference", "mean KL to the reference policy, nats per token"),
+    Gauge("groups_skipped", "groups of the batch without reward variance"),
+    Gauge("buffered", "accepted trajectories waiting in the buffer"),
+    Gauge("leased", "trajectories out on leases"),
+    Gauge("accepted", "trajectories accepted so far"),
+    Gauge("trained", "trajectories trained so far"),
+    Gauge("dropped_stale", "accepted trajectories dropped as too old so far"),
+    Gauge("refused", "submissions refused so far"),
+    Gauge("bubble_ratio", "idle / (idle + train) of the learner so far"),
+    Gauge("published_version", "newest version that 1/gamma of the workers serve; what follows is of it"),
+    Gauge("changed_share", "share of the weights that the publication changed"),
+    Gauge("bytes_per_changed", "bytes on the wire per changed weight"),
+    Gauge("patch_ratio", "bytes of all weights per byte on the wire"),
+    Gauge("t_extract_s", "time to scan, encode and sign it, seconds"),
+    Gauge("t_bcast_s", "time until 1/gamma of the active workers had installed it, seconds"),
+    Gauge("hop_mbit_min", "receiving rate of the slowest worker, Mbit/s"),
+    Gauge("repairs", "times a worker was given another parent in mid-broadcast"),
+    Gauge("mu_min", "trajectories per second that keep the learner busy, given T_train and T_bcast"),
+    Gauge("pause_s", "time generation stood still for the update, median of the workers, seconds"),
+    Gauge("time_s", "time since the start of the run, seconds"),
+)
+
+
+class MetricsWriter:
+    """Appends to a run folder. One owner per folder; a resumed run opens the same folder again.
+
+    Each line is one write to the file system before the call returns, so a crash loses at most the last
+    line; a torn last line of an earlier run is cut off here.
+
+    Raises:
+        ClusterError: the disk is full.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (METRICS_FILE, EVENTS_FILE):
+            _cut_torn_line(folder / name)
+        self.aggregates = Aggregates(read_metrics(folder))
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Append one learner step to metrics.jsonl. Non-finite numbers become null."""
+        self._append(METRICS_FILE, metrics)
+        self.aggregates.add(metrics)
+
+    def event(
+        self, time_s: float, kind: str, text: str, *, worker: str | None = None, version: int | None = None
+    ) -> None:
+        """Append one event to events.jsonl. `time_s`: seconds since the start of the run."""
+        record: Record = {"time_s": round(time_s, 3), "kind": kind, "text": text}
+        if worker is not None:
+            record["worker"] = worker
+        if version is not None:
+            record["version"] = version
+        self._append(EVENTS_FILE, record)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Replace summary.json as a whole: a reader sees the old one or the new one."""
+        text = json.dumps(finite(dict(summary)), indent=2, allow_nan=False) + "\n"
+        write_atomic(self.folder / SUMMARY_FILE, text)
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        line = json.dumps(finite(dict(record)), separators=(",", ":"), allow_nan=False) + "\n"
+
+        def append() -> None:
+            with open(self.folder / name, "ab") as file:
+                file.write(line.encode())
+
+        _or_full_disk(self.folder / name, append)
+
+
+class Aggregates:
+    """Running totals over the steps of a run, as summary.json wants them. None: no step said."""
+
+    def __init__(self, steps: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._rewards: list[float] = []
+        self._mean_staleness: list[float] = []
+        self._totals: dict[str, float] = {"t_train_s": 0.0, "t_idle_s": 0.0, "tokens": 0.0, "usd": 0.0}
+        self.num_steps = 0
+        self.max_staleness_observed = 0
+        for step in steps:
+            self.add(step)
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Count one step in. Missing and non-finite values are left out."""
+        self.num_steps += 1
+        for key in self._totals:
+            self._totals[key] += number(metrics.get(key)) or 0.0
+        for key, values in (("reward_mean", self._rewards), ("staleness_mean", self._mean_staleness)):
+            value = number(metrics.get(key))
+            if value is not None:
+                values.append(value)
+        self.max_staleness_observed = max(
+            self.max_staleness_observed, int(number(metrics.get("staleness_max")) or 0)
+        )
+
+    @property
+    def reward_first(self) -> float | None:
+        """Mean reward over the first tenth of the steps, at least one."""
+        return _mean(self._rewards[: self._tenth()])
+
+    @property
+    def reward_last(self) -> float | None:
+        """Mean reward over the last tenth of the steps, at least one."""
+        return _mean(self._rewards[-self._tenth() :])
+
+    @property
+    def staleness_mean(self) -> float | None:
+        return _mean(self._mean_staleness)
+
+    @property
+    def bubble_ratio(self) -> float | None:
+        """Learner bubble ratio, T_idle / (T_idle + T_train) (ECHO-2)."""
+        idle_s, train_s = self._totals["t_idle_s"], self._totals["t_train_s"]
+        return idle_s / (idle_s + train_s) if idle_s + train_s > 0 else None
+
+    def bubble_ratio_with(self, t_train_s: float, t_idle_s: float) -> float:
+        """The ratio as it will be once a step with these times is counted in."""
+        idle_s, train_s = self._totals["t_idle_s"] + t_idle_s, self._totals["t_train_s"] + t_train_s
+        return idle_s / max(idle_s + train_s, 1e-9)
+
+    @property
+    def tokens_trained(self) -> int:
+        return int(self._totals["tokens"])
+
+    @property
+    def usd_total(self) -> float:
+        return self._totals["usd"]
+
+    def summary(self) -> Record:
+        """The keys of summary.json that follow from the steps alone."""
+        return {
+            "steps": self.num_steps,
+            "reward_first": self.reward_first,
+            "reward_last": self.reward_last,
+            "staleness_mean": self.staleness_mean,
+            "max_staleness_observed": self.max_staleness_observed,
+            "bubble_ratio": self.bubble_ratio,
+            "tokens_trained": self.tokens_trained,
+            "usd_total": self.usd_total,
+        }
+
+    def _tenth(self) -> int:
+        return max(1, len(self._rewards) // 10)
+
+
+def read_metrics(folder: Path) -> list[Record]:
+    """The steps of a run, in order. Steps that a resume made again replace the abandoned ones.
+
+    Raises:
+        DataError: a line that is not a JSON object (a torn last line is left out instead).
+    """
+    steps: list[Record] = []
+    for record in _read_lines(folder / METRICS_FILE):
+        step = record.get("step")
+        while steps and isinstance(step, int) and steps[-1].get("step", -1) >= step:
+            steps.pop()
+        steps.append(record)
+    return steps
+
+
+def read_events(folder: Path) -> list[Record]:
+    """The events of a run, in the order they were written."""
+    return _read_lines(folder / EVENTS_FILE)
+
+
+def read_summary(folder: Path) -> Record:
+    """summary.json, or an empty dict where the run has not written one yet."""
+    path = folder / SUMMARY_FILE
+    if not path.exists():
+        return {}
+    return _parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def read_rows(path: Path) -> list[Record]:
+    """A file with a JSON list of objects, or an empty list where there is none.
+
+    Raises:
+        DataError: it holds something else.
+    """
+    if not path.exists():
+        return []
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise DataError(f"{path} is not a list of JSON objects")
+    return rows
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace `path` as a whole, through a temporary file beside it.
+
+    Raises:
+        ClusterError: the disk is full; `path` is as it was.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+
+    def replace() -> None:
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    _or_full_disk(path, replace)
+
+
+def number(value: object) -> float | None:
+    """`value` as a finite float, or None."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    return None
+
+
+def finite(value: Any) -> Any:
+    """`value` with every non-finite float in it replaced by None: JSON has no NaN."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return value
+
+
+def step_fields(metrics: Mapping[str, Any], total_steps: int) -> list[str]:
+    """A learner step in words, most important first. A value that is missing shows as `-`."""
+
+    def show(key: str, spec: str, scale: float = 1.0) -> str:
+        value = number(metrics.get(key))
+        return "-" if value is None else format(value * scale, spec)
+
+    width = len(str(total_steps))
+    return [
+        f"step {show('step', '.0f'):>{width}}/{total_steps}",
+        f"v{show('policy_version', '.0f')}",
+        f"reward {show('reward_mean', '.2f')}",
+        f"correct {show('correct_mean', '.2f')}",
+        f"stale {show('staleness_max', '.0f')}/{show('staleness_mean', '.1f')}",
+        f"bubble {show('bubble_ratio', '.0f', 100.0)}%",
+        f"{show('tokens_per_s', ',.0f')} tok/s",
+        f"${show('usd', '.4f')}",
+    ]
+
+
+def step_line(metrics: Mapping[str, Any], total_steps: int) -> str:
+    """A learner step in one line; staleness is shown as max/mean."""
+    return "  ".join(step_fields(metrics, total_steps))
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _or_full_disk(path: Path, action: Callable[[], None]) -> None:
+    try:
+        action()
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ClusterError(
+                f"cannot write {path}: the disk is full; free some space and resume"
+            ) from error
+        raise
+
+
+def _cut_torn_line(path: Path) -> None:
+    if not path.exists():
+        return
+    with open(path, "r+b") as file:
+        content = file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            file.truncate(whole)
+
+
+def _read_lines(path: Path) -> list[Record]:
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    # What follows the last newline is empty, or a line that a crash cut short.
+    return [
+        _parse(line.decode("utf-8", errors="replace"), f"{path}, line {number_}")
+        for number_, line in enumerate(lines[:-1], 1)
+        if line.strip()
+    ]
+
+
+def _parse(text: str, where: str) -> Record:
+    try:
+        record = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where} is not JSON: {error.msg}") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{where} is not a JSON object")
+    return record

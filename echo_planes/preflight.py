@@ -1,0 +1,133 @@
+"""Mistakes found before anything starts: each is one line that says what, which value, why and what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+from echo_planes.config import Config, WeightsConfig
+from echo_planes.errors import ClusterError, ConfigError, ModelError
+from echo_planes.metrics import METRICS_FILE
+from echo_planes.weights.objects import check_store
+from echo_planes.weights.signing import Signer
+
+MIN_FREE_BYTES = 200 * 1024**2
+
+
+def check(config: Config, run_dir: Path) -> None:
+    """All checks that need no cluster.
+
+    Raises:
+        UserError: the first thing that is wrong.
+    """
+    check_model(config.model.folder)
+    check_fleet(config)
+    check_lengths(config)
+    for key, port in (
+        ("run.metrics_port", config.run.metrics_port),
+        ("learner.master_port", config.learner.master_port),
+        ("weights.port", config.weights.port),
+    ):
+        if port is not None:
+            check_port(key, port)
+    if config.run.resume is None:
+        check_new(run_dir)
+    check_disk(run_dir)
+    check_weights(config.weights)
+
+
+def check_weights(weights: WeightsConfig) -> None:
+    """The key, the certificates and the store that were named are there and can be used."""
+    if weights.key_file:
+        Signer.from_file(weights.key_file)
+    for key in ("tls_cert", "tls_key", "tls_ca"):
+        path = getattr(weights, key)
+        if path and not Path(path).is_file():
+            raise ConfigError(f"weights.{key}={path}: no such file; give a PEM file, or leave TLS out")
+    if weights.store:
+        check_store(weights.store, writes=True)
+
+
+def check_model(folder: Path) -> None:
+    """The model folder holds a model, and its tokenizer an end token."""
+    name = f"model.path={folder}"
+    if not folder.is_dir():
+        raise ModelError(f"{name}: no such folder; give a Hugging Face model folder, or builtin:tiny-math")
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{name}: no config.json there; give a Hugging Face model folder")
+    if not any(folder.glob("*.safetensors")):
+        raise ModelError(
+            f"{name}: no *.safetensors there; other weight formats can run code and are not read"
+        )
+    settings = folder / "tokenizer_config.json"
+    if not settings.is_file():
+        raise ModelError(f"{name}: no tokenizer_config.json there; save the model's tokenizer beside it")
+    try:
+        content = json.loads(settings.read_text())
+    except ValueError as error:
+        raise ModelError(f"{settings} is not JSON ({error}); save the tokenizer again") from error
+    if not (isinstance(content, dict) and content.get("eos_token")):
+        raise ModelError(
+            f"{name}: its tokenizer has no end token, so answers would never stop; set 'eos_token' in "
+            "tokenizer_config.json"
+        )
+
+
+def check_fleet(config: Config) -> None:
+    if config.fleet.num_workers == 0:
+        raise ConfigError(
+            "fleet.workers: the fleet has zero workers, so nothing would ever be sampled; set a count of at "
+            "least 1"
+        )
+
+
+def check_lengths(config: Config) -> None:
+    if config.sampling.max_new_tokens >= config.model.max_model_len:
+        raise ConfigError(
+            f"sampling.max_new_tokens={config.sampling.max_new_tokens} leaves no room for a prompt in "
+            f"model.max_model_len={config.model.max_model_len}; lower the one or raise the other"
+        )
+
+
+def check_port(key: str, port: int) -> None:
+    """Nobody listens on a port that the run wants."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ClusterError(
+                f"{key}={port}: the port is in use ({error.strerror}); choose another, or leave it out for a "
+                "free one"
+            ) from error
+
+
+def check_new(run_dir: Path) -> None:
+    """No other run's books are in the folder of a new run."""
+    if (run_dir / METRICS_FILE).exists():
+        raise ConfigError(
+            f"run.dir={run_dir}: another run is in that folder; continue it with run.resume={run_dir}, or "
+            "choose another folder"
+        )
+
+
+def check_disk(run_dir: Path) -> None:
+    """The run folder can be made and written, and has some room. Nothing is left there."""
+    try:
+        nearest = next(parent for parent in (run_dir, *run_dir.parents) if parent.exists())
+        with tempfile.TemporaryDirectory(prefix=".echo_planes-", dir=nearest) as probe:
+            (Path(probe) / "writable").write_bytes(b"\0" * 4096)
+        free_bytes = shutil.disk_usage(nearest).free
+    except OSError as error:
+        raise ClusterError(
+            f"run.dir={run_dir}: cannot be written ({error.strerror}); free some space or choose another "
+            "folder"
+        ) from error
+    if free_bytes < MIN_FREE_BYTES:
+        raise ClusterError(
+            f"run.dir={run_dir}: only {free_bytes // 1024**2} MiB are free on its disk and a run needs "
+            f"{MIN_FREE_BYTES // 1024**2}; free some space or choose another folder"
+        )

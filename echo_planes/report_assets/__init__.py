@@ -1,0 +1,1 @@
+"""The parts report.html is made of: charts, sample rollouts, style."""

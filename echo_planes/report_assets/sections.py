@@ -1,0 +1,245 @@
+"""The chart and table sections of report.html, each a function of the run's records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from echo_planes.metrics import Record, number
+from echo_planes.report_assets.charts import (
+    Chart,
+    Series,
+    bar_chart,
+    line_chart,
+    moving_average,
+    show_percent,
+    show_seconds,
+    show_usd,
+    si,
+    stacked_chart,
+    timeline,
+)
+
+MAX_EVENTS = 500  # newest, in the table
+
+
+def _column(steps: Sequence[Record], key: str) -> list[float | None]:
+    return [number(step.get(key)) for step in steps]
+
+
+def _x(steps: Sequence[Record]) -> list[float]:
+    return [number(step.get("step")) or 0.0 for step in steps]
+
+
+def _section(title: str, cards: Sequence[str]) -> str:
+    return f'<section><h2>{escape(title)}</h2><div class="grid">{"".join(cards)}</div></section>'
+
+
+def learning(steps: Sequence[Record], summary: Record) -> str:
+    """Reward with its evaluations, entropy, gradient norm."""
+    x = _x(steps)
+    reward, correct = _column(steps, "reward_mean"), _column(steps, "correct_mean")
+    window = max(1, min(20, len(steps) // 10))
+    lines = [
+        Series("reward of each step", reward, 1, "faint"),
+        Series(f"reward, mean of {window} steps", moving_average(reward, window), 1),
+    ]
+    if correct != reward:
+        lines.append(Series(f"correct, mean of {window} steps", moving_average(correct, window), 3))
+    marks = [
+        (
+            float(e["step"]),
+            float(e["reward_mean"]),
+            f"step {e['step']}, v{e.get('version', '?')}: "
+            f"held-out reward {e['reward_mean']:.3f}, accuracy {number(e.get('accuracy')) or 0.0:.3f}",
+        )
+        for e in summary.get("evals", [])
+        if number(e.get("step")) is not None and number(e.get("reward_mean")) is not None
+    ]
+    top = 1.0 if all(0 <= (v or 0.0) <= 1 for v in reward) else None
+    chart = Chart(
+        "Reward",
+        "Training batches, and held-out prompts at the training temperature",
+        x,
+        "reward",
+        lambda v: f"{v:.3g}",
+        1140,
+        300,
+        top,
+    )
+    cards = [line_chart(chart, lines, marks=marks, marks_name="held-out evaluation")]
+    for key, name, note, unit in (
+        ("entropy", "Entropy", "How undecided the policy is", "nats per token"),
+        ("grad_norm", "Gradient norm", "Before clipping", "L2 norm"),
+    ):
+        line = Series(name.lower(), _column(steps, key), 1)
+        cards.append(line_chart(Chart(name, note, x, unit, lambda v: f"{v:.3g}"), [line]))
+    return _section("Learning", cards)
+
+
+def asynchrony(steps: Sequence[Record], summary: Record) -> str:
+    """Staleness, mismatch, and what the learner's time went to."""
+    x = _x(steps)
+    bound = number(summary.get("max_staleness"))
+    top = Series("max", _column(steps, "staleness_max"), 2, pool="max")
+    cards = [
+        line_chart(
+            Chart(
+                "Staleness",
+                "Versions between the policy that sampled and the policy that is trained",
+                x,
+                "versions",
+                lambda v: f"{v:.3g}",
+                y_max=None if bound is None else bound + 0.5,
+            ),
+            [top, Series("mean", _column(steps, "staleness_mean"), 1)],
+            references=[] if bound is None else [(bound, f"S = {bound:.0f}")],
+        ),
+        line_chart(
+            Chart(
+                "Sampler-learner mismatch",
+                "|learner log-probability - sampler log-probability|",
+                x,
+                "nats",
+                lambda v: f"{v:.3g}",
+            ),
+            [
+                Series("99th percentile", _column(steps, "mismatch_p99"), 2, pool="max"),
+                Series("mean", _column(steps, "mismatch_mean"), 1),
+            ],
+        ),
+        stacked_chart(
+            Chart("Learner time", "What each step's wall time went to", x, "seconds per step", show_seconds),
+            [
+                Series("training", _column(steps, "t_train_s"), 1),
+                Series("waiting", _column(steps, "t_idle_s"), 2),
+            ],
+        ),
+        line_chart(
+            Chart(
+                "Learner bubble",
+                "Waiting / (waiting + training), since the start",
+                x,
+                "share of time",
+                show_percent,
+                y_max=0.2,
+            ),
+            [Series("bubble ratio", _column(steps, "bubble_ratio"), 1, pool="last")],
+        ),
+    ]
+    return _section("Asynchrony", cards)
+
+
+def cost(steps: Sequence[Record], summary: Record) -> str:
+    """Throughput, cost, workers and start-up."""
+    cards = []
+    if steps:
+        x = _x(steps)
+        spent, total = [], 0.0
+        for usd in _column(steps, "usd"):
+            total += usd or 0.0
+            spent.append(total)
+        cards = [
+            line_chart(
+                Chart("Throughput", "Trained tokens per second of step time", x, "tokens/s", si),
+                [Series("tokens/s", _column(steps, "tokens_per_s"), 1)],
+            ),
+            line_chart(
+                Chart(
+                    "Cumulative cost",
+                    "Learner and workers, at their hourly prices",
+                    x,
+                    "US dollars",
+                    show_usd,
+                ),
+                [Series("spent", spent, 1, pool="last")],
+            ),
+        ]
+    workers = summary.get("workers", [])
+    bars = [(str(w.get("id", "?")), number(w.get("tokens")) or 0.0) for w in workers]
+    if bars:
+        named = [(name, tokens, f"{si(tokens)} tokens") for name, tokens in bars]
+        cards.append(bar_chart("Tokens per worker", "Sampled, in the whole run", named))
+    startup = {name: number(s) or 0.0 for name, s in summary.get("seconds_startup", {}).items()}
+    if startup:
+        cards.append(
+            bar_chart(
+                "Start-up",
+                "Seconds until each part was ready; parts may overlap",
+                [(name, s, f"{s:.1f} s") for name, s in startup.items()],
+            )
+        )
+    if workers:
+        cards.append(_worker_table(workers))
+    return _section("Throughput and cost", cards) if cards else ""
+
+
+def _worker_table(workers: Sequence[Record]) -> str:
+    rows = []
+    for w in workers:
+        usd, tokens = number(w.get("usd")), number(w.get("tokens"))
+        price = show_usd(usd / tokens * 1e6) if usd is not None and tokens else "-"
+        cells = [
+            _cell(w, "trajectories"),
+            _cell(w, "tokens"),
+            _cell(w, "restarts"),
+            "-" if number(w.get("usd_per_hour")) is None else f"${w['usd_per_hour']:.3f}",
+            "-" if usd is None else show_usd(usd),
+            price,
+        ]
+        rows.append(
+            f"<tr><td>{escape(str(w.get('id', '?')))}</td><td>{escape(str(w.get('sku', '-')))}</td>"
+            + "".join(f'<td class="num">{cell}</td>' for cell in cells)
+            + "</tr>"
+        )
+    names = ("Trajectories", "Tokens", "Restarts", "$/hour", "Cost", "$ per M tokens")
+    head = "<th>Worker</th><th>SKU</th>" + "".join(f'<th class="num">{name}</th>' for name in names)
+    return (
+        '<div class="card wide"><h3>Workers</h3><div class="scroll">'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></div>"
+    )
+
+
+def _cell(record: Record, key: str) -> str:
+    value = number(record.get(key))
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def data(steps: Sequence[Record], summary: Record, events: Sequence[Record]) -> str:
+    """The trajectory ledger and the events."""
+    cards = []
+    if steps:
+        equation = (
+            f"{_cell(summary, 'accepted')} accepted = {_cell(summary, 'trained')} trained + "
+            f"{_cell(summary, 'dropped_stale')} dropped + {_cell(summary, 'buffered')} buffered"
+        )
+        parts = [
+            Series("trained", _column(steps, "trained"), 1, pool="last"),
+            Series("buffered", _column(steps, "buffered"), 3, pool="last"),
+            Series("dropped as stale", _column(steps, "dropped_stale"), 2, pool="last"),
+        ]
+        cards.append(
+            stacked_chart(
+                Chart("Ledger", equation, _x(steps), "trajectories so far", si, 1140, 260),
+                parts,
+                outline=Series("accepted", _column(steps, "accepted"), 5, pool="last"),
+            )
+        )
+    shown = [(number(e.get("time_s")) or 0.0, str(e.get("kind", "event")), _event_text(e)) for e in events]
+    end_s = number(summary.get("seconds")) or 0.0
+    if shown:
+        cards.append(timeline("Events", "Point at a dot to read it", shown, end_s))
+        rows = "".join(
+            f'<tr><td class="num">{time_s:,.1f} s</td><td>{escape(kind)}</td><td>{escape(text)}</td></tr>'
+            for time_s, kind, text in shown[-MAX_EVENTS:]
+        )
+        cards.append(
+            f'<details class="card wide"><summary>All events ({len(shown):,})</summary><div class="scroll">'
+            f"<table><tbody>{rows}</tbody></table></div></details>"
+        )
+    return _section("Data and events", cards) if cards else ""
+
+
+def _event_text(event: Record) -> str:
+    where = [f"{name}{event[key]}" for key, name in (("worker", "worker "), ("version", "v")) if key in event]
+    return str(event.get("text", "")) + (f" ({', '.join(where)})" if where else "")

@@ -1,0 +1,1 @@
+"""The rollout plane: workers that pull leases, sample with vLLM and score the answers."""

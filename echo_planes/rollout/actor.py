@@ -1,0 +1,107 @@
+"""A rollout worker's process: builds the engine, the task and the weight node, and passes calls on."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import ray
+
+from echo_planes.config import Config, WorkerConfig
+from echo_planes.errors import RunError
+from echo_planes.process import die_with_parent
+from echo_planes.rollout.vllm_engine import VllmEngine
+from echo_planes.rollout.worker import RolloutWorker, Task, WorkSource
+from echo_planes.types import InstallReport, Manifest, Trajectory, WorkerStats
+from echo_planes.weights.link import NodeSource, WeightLink
+from echo_planes.weights.node_client import WorkerNode
+
+
+class WorkerProcess:
+    """One incarnation.
+
+    Args:
+        config: the run's settings.
+        worker_id, epoch: who it is.
+        link: how weights reach it.
+        kind: its hardware and engine options.
+        source: the data plane.
+        build_task: builds the task adapter in this process.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        worker_id: str,
+        epoch: int,
+        link: WeightLink,
+        kind: WorkerConfig,
+        source: WorkSource,
+        build_task: Callable[[], Task],
+    ) -> None:
+        die_with_parent()
+        self._config = config
+        self._id = worker_id
+        self._epoch = epoch
+        self._link = link
+        self._kind = kind
+        self._source = source
+        self._task = build_task()
+        # Shorter than the limit of the whole install, which would end this worker.
+        self._weights = NodeSource(link.lineage, 0.9 * config.run.wait_limit_s)
+        self._node: WorkerNode | None = None
+        self._started: RolloutWorker | None = None
+
+    async def join(self, sender: str) -> None:
+        """Start the weight node, which begins to receive at once. `sender`: the address of the learner's."""
+        link = replace(self._link, sender=sender)
+        host = ray.util.get_node_ip_address() if link.config.host == "node" else link.config.host
+        settings = link.worker_settings(self._id, self._epoch, host, self._kind.region)
+        self._node = self._weights.node = await WorkerNode.spawn(settings)
+
+    async def start(self) -> None:
+        """Build the engine; `join` may go on meanwhile."""
+        config, kind, link = self._config, self._kind, self._link
+        # Two workers with one seed would sample the same noise.
+        seed = zlib.crc32(f"{config.run.seed}/{self._id}/{self._epoch}".encode())
+        self._started = RolloutWorker(
+            self._id,
+            self._epoch,
+            link.lineage,
+            engine=VllmEngine(
+                kind.engine, config.sampling, config.model.folder, config.model.max_model_len, seed % 2**31
+            ),
+            task=self._task,
+            source=self._source,
+            weights=self._weights,
+            kind=kind,
+            sampling=config.sampling,
+        )
+        await self._started.start()
+
+    @property
+    def _worker(self) -> RolloutWorker:
+        if self._started is None:
+            raise RunError(f"worker {self._id} was called before it was started")
+        return self._started
+
+    async def run(self) -> None:
+        await self._worker.run()
+
+    async def install(self, manifest: Manifest, fresh: bool) -> InstallReport:
+        return await self._worker.install(manifest, fresh)
+
+    async def live_digest(self) -> str:
+        return await self._worker.live_digest()
+
+    async def evaluate(self, indices: Sequence[int], samples_per_prompt: int) -> list[Trajectory]:
+        return await self._worker.evaluate(indices, samples_per_prompt)
+
+    async def stats(self) -> WorkerStats:
+        return await self._worker.stats()
+
+    async def stop(self) -> None:
+        await self._worker.stop()
+        if self._node is not None:
+            await self._node.close()

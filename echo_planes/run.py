@@ -1,0 +1,151 @@
+"""`python -m echo_planes.run task=math key=value ...`: one run, from the command line to the report."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from echo_planes import preflight
+from echo_planes.checkpoint import CheckpointMeta, newest_checkpoint, open_lineage, rewind_metrics
+from echo_planes.cli import describe, dump_config, load_config
+from echo_planes.clock import Clock, MonotonicClock
+from echo_planes.config import Config, cluster_address
+from echo_planes.errors import EchoPlanesError, RunError, StoppedError, UserError
+from echo_planes.metrics import write_atomic
+from echo_planes.process import keep_ray_private
+from echo_planes.view import View
+
+HEAR_S = 0.01  # for the loop to hear of a Ctrl-C that came while something else ran
+
+USAGE = """usage: python -m echo_planes.run [--print] [--help] [group=name] [section.key=value] ...
+
+  python -m echo_planes.run                                     addition on two CPU workers
+  python -m echo_planes.run task.dataset=gsm8k task.data=PATH model.path=FOLDER
+  python -m echo_planes.run task=package.module:Class           your own TaskAdapter
+  python -m echo_planes.run run.resume=runs/FOLDER              continue a run
+
+  --print   show the resolved configuration and exit
+  --help    show this, with every key
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; returns the exit status. A person's mistake is one line on stderr, never a traceback."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if "--help" in words or "-h" in words:
+            return _show(USAGE + "\n" + describe() + "\n")
+        config = load_config([word for word in words if word != "--print"])
+        if "--print" in words:
+            return _show(dump_config(config))
+        return run(config)
+    except (UserError, RunError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print(
+            "error: interrupted; continue from the newest checkpoint with run.resume=FOLDER, if there is one",
+            file=sys.stderr,
+        )
+        return StoppedError.exit_status
+    except EchoPlanesError as error:
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def _show(text: str) -> int:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `--help | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def run(config: Config) -> int:
+    """One run with a resolved configuration; returns the exit status.
+
+    Raises:
+        EchoPlanesError: what ended it, after the summary and the report were written.
+    """
+    folder = run_folder(config)
+    checkpoint: Path | None = None
+    meta = CheckpointMeta(step=0, lineage_number=0, next_epoch=0)
+    if config.run.resume:
+        checkpoint, meta = newest_checkpoint(folder)
+    preflight.check(config, folder)
+    clock = MonotonicClock()
+    view = View(sys.stdout, config.run.steps, sys.stdout.isatty(), clock)
+    view.event(f"run folder {folder}")
+    return asyncio.run(_run(config, folder, checkpoint, meta, view, clock))
+
+
+def run_folder(config: Config) -> Path:
+    """The run's folder, absolute: processes of the run have other working directories."""
+    if config.run.resume:
+        return Path(config.run.resume).expanduser().resolve()
+    if config.run.dir:
+        return Path(config.run.dir).expanduser().resolve()
+    return (Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{config.task.name}").resolve()
+
+
+def _open_folder(
+    config: Config, folder: Path, checkpoint: Path | None, meta: CheckpointMeta
+) -> CheckpointMeta:
+    """Make the run folder, or take a resumed one back to its checkpoint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if checkpoint:
+        rewind_metrics(folder, meta.step)
+    write_atomic(folder / "config.yaml", dump_config(config))
+    return open_lineage(folder, meta)
+
+
+async def _run(
+    config: Config, folder: Path, checkpoint: Path | None, meta: CheckpointMeta, view: View, clock: Clock
+) -> int:
+    start_s = clock.now_s()
+    # Heard by the loop, not by whatever code runs just then: some imports swallow an interruption.
+    task = asyncio.current_task()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: task and task.cancel())
+    if not cluster_address(config):
+        keep_ray_private()
+    with view.phase("imports"):
+        # Only now: a mistake in the settings is told before these take their seconds.
+        from echo_planes import launch
+        from echo_planes.data.registry import probe_task
+        from echo_planes.job import run_job
+
+    await asyncio.sleep(HEAR_S)
+    with view.phase("task"):
+        probe_task(config)
+    with ExitStack() as stack:
+        with view.phase("Ray"):
+            stack.enter_context(launch.ray_session(config))
+        await asyncio.sleep(HEAR_S)
+        # Only now is anything written: a mistake leaves no run folder behind.
+        meta = _open_folder(config, folder, checkpoint, meta)
+        outcome = await run_job(
+            config,
+            folder,
+            view,
+            clock,
+            start_s=start_s,
+            checkpoint=checkpoint,
+            meta=meta,
+            make_planes=launch.RayPlanes,
+            kinds=launch.worker_kinds(config),
+            export=launch.prometheus(),
+        )
+    if outcome.status == "failed":
+        raise RunError(outcome.error)
+    return 0 if outcome.status == "done" else StoppedError.exit_status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

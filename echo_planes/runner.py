@@ -1,0 +1,329 @@
+"""Carries the controller's actions out and feeds it what happened: the same code on Ray and on fakes.
+
+The planes are reached through the small interfaces of `planes.py`. A call to a worker that died or hangs
+raises a `RunError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from echo_planes import events as ev
+from echo_planes.clock import Clock
+from echo_planes.config import Config
+from echo_planes.controller import Controller
+from echo_planes.errors import ClusterError, EchoPlanesError, LeaseError, RunError, WaitTimeoutError
+from echo_planes.planes import DataPlane, LearnerPlane, Observer, Planes, Worker
+from echo_planes.types import (
+    BufferCounts,
+    EvalReport,
+    Manifest,
+    TrainBatch,
+    Trajectory,
+    WorkerInfo,
+)
+
+T = TypeVar("T")
+
+BATCH_WAIT_S = 1.0  # how long one question for a batch waits in the data plane
+STATS_EVERY_STEPS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    status: Literal["done", "stopped", "failed"]
+    error: str
+    counts: BufferCounts
+
+
+class Runner:
+    """One run, from the first engine to the last checkpoint.
+
+    Args:
+        config: the run's settings.
+        planes: where the planes run.
+        observer: who keeps the books.
+        save_checkpoint: writes one checkpoint, given its step and the two planes' savers.
+        clock: seconds.
+        first_epoch: incarnation number of the first workers.
+        resume_dir: checkpoint to continue from.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        planes: Planes,
+        observer: Observer,
+        *,
+        fleet: dict[str, WorkerInfo],
+        save_checkpoint: Callable[[int, DataPlane, LearnerPlane], Awaitable[None]],
+        clock: Clock,
+        first_epoch: int = 0,
+        resume_dir: Path | None = None,
+    ) -> None:
+        self._config = config
+        self._planes = planes
+        self._observer = observer
+        self._fleet = fleet
+        self._save_checkpoint = save_checkpoint
+        self._clock = clock
+        self._resume_dir = resume_dir
+        self.controller = Controller(config, list(fleet), first_epoch)
+        self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
+        self._workers: dict[str, tuple[int, Worker]] = {}
+        self._ended: set[tuple[str, int]] = set()  # incarnations reported lost
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: EchoPlanesError | None = None
+        self._free_since_s = 0.0
+        self._manifest: Manifest | None = None  # of the newest publication
+        self._steps_seen = 0
+        self._serving = False  # some worker serves a published version
+
+    def request_stop(self, reason: str) -> None:
+        """Finish the step in hand, checkpoint, and end. Safe to call from a signal handler of this loop."""
+        self._events.put_nowait(ev.StopRequested(reason))
+
+    async def run(self) -> Outcome:
+        """Run to the end.
+
+        Raises:
+            EchoPlanesError: the learner or the data plane failed; everything is closed first.
+        """
+        finish: ev.Finish | None = None
+        try:
+            self._spawn(self._start_learner())
+            for action in self.controller.begin():
+                self._spawn(self._carry_out(action))
+            while finish is None:
+                event = await self._events.get()
+                if self._failure:
+                    raise self._failure
+                for action in self.controller.handle(event, self._clock.now_s()):
+                    if isinstance(action, ev.Finish):
+                        finish = action
+                    else:
+                        self._spawn(self._carry_out(action))
+            counts = await self._within("closing the replay buffer", 60.0, self._planes.data.close())
+            await self._collect_stats()
+        finally:
+            await self._end()
+        return Outcome(finish.status, finish.error, counts)
+
+    # --- actions ---------------------------------------------------------------------------------
+
+    async def _carry_out(self, action: ev.Action) -> None:
+        match action:
+            case ev.StartWorker(worker_id, epoch, delay_s):
+                await self._start_worker(worker_id, epoch, delay_s)
+            case ev.StopWorker(worker_id):
+                await self._end_worker(worker_id)
+            case ev.Install(worker_id, epoch, fresh):
+                await self._install(worker_id, epoch, fresh)
+            case ev.Publish(version):
+                await self._publish(version)
+            case ev.FormBatch(step):
+                batch = await self._planes.data.next_batch(step, BATCH_WAIT_S)
+                if isinstance(batch, TrainBatch):
+                    self._events.put_nowait(ev.BatchReady(batch))
+                else:
+                    self._events.put_nowait(ev.BatchNotReady(batch.reason, batch.detail))
+            case ev.Train(batch):
+                await self._train(batch)
+            case ev.Evaluate(step, worker_ids):
+                await self._evaluate(step, worker_ids)
+            case ev.Checkpoint(step):
+                await self._save_checkpoint(step, self._planes.data, self._planes.learner)
+                self._observer.on_event("checkpoint", f"step {step} saved")
+                self._free_since_s = self._clock.now_s()
+                self._events.put_nowait(ev.Checkpointed(step))
+
+    async def _start_learner(self) -> None:
+        limit_s = self._config.run.wait_limit_s
+        with self._observer.phase("replay buffer"):
+            await self._within("replay buffer start", limit_s, self._planes.data.ready())
+        with self._observer.phase("learner"):
+            step = await self._within("learner start", limit_s, self._planes.learner.start(self._resume_dir))
+        self._free_since_s = self._clock.now_s()
+        self._events.put_nowait(ev.LearnerReady(step))
+
+    async def _start_worker(self, worker_id: str, epoch: int, delay_s: float) -> None:
+        info = self._fleet[worker_id]
+        await self._end_worker(worker_id)
+        await asyncio.sleep(delay_s)
+        self._observer.on_worker(WorkerInfo(worker_id, info.sku, info.usd_per_hour, epoch), alive=True)
+        limit_s = self._config.run.wait_limit_s
+        try:
+            with self._observer.phase(f"rollout worker {worker_id} ({info.sku})"):
+                worker = await self._planes.spawn_worker(worker_id, epoch)
+                self._workers[worker_id] = (epoch, worker)
+                await self._within("engine start", limit_s, worker.start(), worker=worker_id)
+            await self._planes.data.register(worker_id, epoch)
+            self._events.put_nowait(ev.WorkerReady(worker_id, epoch))
+            await worker.run()
+        except (RunError, LeaseError, ClusterError) as why:  # LeaseError: replaced meanwhile
+            self._lost(worker_id, epoch, str(why))
+
+    async def _end_worker(self, worker_id: str) -> None:
+        """Fence the worker's incarnation, give its prompts back, and end its process."""
+        await self._planes.data.lose(worker_id)
+        if self._workers.pop(worker_id, None):
+            await self._planes.kill_worker(worker_id)
+
+    async def _publish(self, version: int) -> None:
+        begun_s = self._clock.now_s()
+        limit_s = self._config.run.wait_limit_s
+        manifest = await self._within(
+            "publication", limit_s, self._planes.learner.publish(version), version=version
+        )
+        # The data plane must know a version before any worker can have it.
+        await self._planes.data.publish(manifest.version, manifest.digest)
+        await self._within("commit", limit_s, self._planes.learner.commit(version), version=version)
+        self._manifest = manifest
+        self._observer.on_published(manifest, self._clock.now_s() - begun_s)
+        self._free_since_s = self._clock.now_s()
+        self._events.put_nowait(ev.Published(manifest))
+
+    async def _install(self, worker_id: str, epoch: int, fresh: bool) -> None:
+        manifest, current = self._manifest, self._workers.get(worker_id)
+        if manifest is None or current is None or current[0] != epoch:
+            return
+        version = manifest.version
+        try:
+            report = await self._within(
+                "weight install",
+                self._config.run.wait_limit_s,
+                current[1].install(manifest, fresh),
+                worker=worker_id,
+                version=version,
+            )
+        except RunError as why:
+            self._lost(worker_id, epoch, str(why))
+            return
+        await self._planes.data.installed(worker_id, report.version)
+        if report.ok and not self._serving:
+            self._serving = True
+            self._free_since_s = self._clock.now_s()  # start-up is not the learner's idle time
+        self._observer.on_installed(report)
+        if not report.ok:
+            self._observer.on_event("refused", report.error, worker=worker_id, version=version)
+        self._events.put_nowait(ev.Installed(report, epoch))
+
+    async def _train(self, batch: TrainBatch) -> None:
+        idle_s = self._clock.now_s() - self._free_since_s
+        stats = await self._within(
+            "learner step", self._config.run.wait_limit_s, self._planes.learner.train_step(batch)
+        )
+        self._free_since_s = self._clock.now_s()
+        self._events.put_nowait(ev.StepDone(stats))
+        self._observer.on_step(batch, stats, idle_s, await self._planes.data.counts())
+        self._steps_seen += 1
+        if self._steps_seen % STATS_EVERY_STEPS == 0:
+            await self._collect_stats()
+
+    async def _evaluate(self, step: int, worker_ids: tuple[str, ...]) -> None:
+        settings = self._config.eval
+        shares = [list(range(i, settings.num_prompts, len(worker_ids))) for i in range(len(worker_ids))]
+        answers: list[Trajectory] = []
+        for result in await asyncio.gather(
+            *(self._evaluate_on(w, share) for w, share in zip(worker_ids, shares, strict=True))
+        ):
+            if result is None:
+                self._events.put_nowait(ev.EvaluationLost(step))
+                return
+            answers += result
+        failed = [t.error for t in answers if t.status != "ok"]
+        if failed:
+            raise RunError(f"{len(failed)} of {len(answers)} evaluation samples failed: {failed[0]}")
+        report = EvalReport(
+            step=step,
+            version=min(t.version for t in answers),
+            num_prompts=settings.num_prompts,
+            samples_per_prompt=settings.samples_per_prompt,
+            accuracy=sum(t.reward.correct for t in answers) / len(answers),
+            reward_mean=sum(t.reward.value for t in answers) / len(answers),
+            trajectories=tuple(answers[: 8 * settings.samples_per_prompt]),
+        )
+        # Before the first update and after the last, sampler and learner hold the same version.
+        same = {t.version for t in answers} == {step} and step in (0, self._config.run.steps)
+        mismatch = await self._planes.learner.mismatch(answers) if same else None
+        self._observer.on_eval(report, mismatch)
+        self._events.put_nowait(ev.Evaluated(report))
+
+    async def _evaluate_on(self, worker_id: str, share: list[int]) -> list[Trajectory] | None:
+        current = self._workers.get(worker_id)
+        if current is None:
+            return None
+        epoch, worker = current
+        try:
+            return await self._within(
+                "evaluation",
+                self._config.run.wait_limit_s,
+                worker.evaluate(share, self._config.eval.samples_per_prompt),
+                worker=worker_id,
+            )
+        except RunError as why:
+            self._lost(worker_id, epoch, str(why))
+            return None
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _lost(self, worker_id: str, epoch: int, reason: str) -> None:
+        if (worker_id, epoch) in self._ended:
+            return  # several calls were waiting for it
+        self._ended.add((worker_id, epoch))
+        info = self._fleet[worker_id]
+        self._observer.on_worker(WorkerInfo(worker_id, info.sku, info.usd_per_hour, epoch), alive=False)
+        self._observer.on_event("worker lost", reason, worker=worker_id)
+        self._events.put_nowait(ev.WorkerLost(worker_id, epoch, reason))
+
+    async def _collect_stats(self) -> None:
+        for worker_id, (epoch, worker) in list(self._workers.items()):
+            try:
+                stats = await self._within("worker statistics", 10.0, worker.stats(), worker=worker_id)
+            except RunError:
+                continue  # its run() reports the loss
+            self._observer.on_stats(epoch, stats)
+        with suppress(RunError):  # a learner that is gone says so itself
+            # It answers between two steps only, and a step may be long.
+            asked, limit_s = self._planes.learner.broadcasts(), self._config.run.wait_limit_s
+            self._observer.on_broadcasts(await self._within("broadcast statistics", limit_s, asked))
+
+    async def _within(
+        self, phase: str, limit_s: float, wait: Awaitable[T], *, worker: str = "-", version: int | None = None
+    ) -> T:
+        try:
+            async with asyncio.timeout(limit_s):  # wait_for may swallow a cancellation before Python 3.12
+                return await wait
+        except TimeoutError as why:
+            raise WaitTimeoutError(phase, limit_s, worker=worker, version=version) from why
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or task.exception() is None:
+            return
+        error = task.exception()
+        self._failure = self._failure or (
+            error if isinstance(error, EchoPlanesError) else RunError(f"{type(error).__name__}: {error}")
+        )
+        self._failure.__cause__ = self._failure.__cause__ or error
+        self._events.put_nowait(ev.StopRequested("failure"))  # wakes the loop, which raises
+
+    async def _end(self) -> None:
+        """Whatever happened: stop the workers and the learner, and leave no task behind."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        closing = [worker.stop() for _, worker in self._workers.values()] + [self._planes.learner.close()]
+        await asyncio.wait([asyncio.ensure_future(work) for work in closing], timeout=20.0)

@@ -1,0 +1,331 @@
+"""Every message that crosses a process boundary: frozen dataclasses, standard library and numpy only.
+
+Units and shapes stand beside each field. Token positions count from 0 within a trajectory's response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+ByteArray = npt.NDArray[np.uint8]
+
+Status = Literal["ok", "failed"]
+Codec = Literal["compact", "fast", "overwrite", "full"]  # see weights/codec.py
+
+
+# --- prompts and samples -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One question put to the policy."""
+
+    index: int  # position in the task's stream; the stream is a pure function of (seed, index)
+    token_ids: tuple[int, ...]
+    answer: str = ""  # whatever the task's reward needs, as text (JSON where it is more than one thing)
+    text: str = ""  # for people: reports and logs
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of response tokens `[start, stop)` sampled under one published (version, digest)."""
+
+    start: int
+    stop: int
+    version: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What the policy answered to one call of `Policy.generate`."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # of each token, after temperature and top-p
+    spans: tuple[Span, ...]  # cover token_ids exactly, in order
+    finish_reason: Literal["stop", "length", "abort"]
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()  # per token, k pairs (token id, logprob)
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One finished answer: single-turn, or several turns joined with the environment's tokens between.
+
+    `response_mask[i]` is True where token i was sampled by the policy, False where the environment wrote
+    it (its logprob is then 0.0 and it belongs to the span of the token after it).
+    """
+
+    response_ids: tuple[int, ...]
+    response_mask: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[Span, ...]  # cover response_ids exactly, in order
+    finish_reason: str
+    text: str = ""
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    num_turns: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """The scalar that is trained on, whether the answer was exactly right, and the parts it was made of."""
+
+    value: float
+    correct: bool
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """tau = (x, y, r, v, Omega), the record of ECHO-2 section 4.1 and appendix F."""
+
+    trajectory_id: str  # "<group_id>/<sample number>"
+    group_id: str
+    prompt: Prompt
+    episode: Episode
+    reward: Reward
+    worker_id: str
+    lineage: str
+    status: Status = "ok"
+    error: str = ""  # why status is not "ok"
+
+    @property
+    def version(self) -> int:
+        """The oldest version any token was sampled under (the one staleness counts from)."""
+        return min((span.version for span in self.episode.spans), default=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The n samples of one prompt. Trained whole or not at all."""
+
+    group_id: str
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def version(self) -> int:
+        """The oldest version any sample of the group was made under."""
+        return min(t.version for t in self.trajectories)
+
+
+# --- leases --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A worker's time-bounded claim on one prompt (all n samples of it)."""
+
+    lease_id: str
+    group_id: str
+    epoch: int  # the worker's incarnation; results of an older incarnation are refused
+    worker_id: str
+    prompt: Prompt
+    num_samples: int
+    version: int  # the worker's snapshot when the lease was issued
+    expires_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """The data plane's answer to a submitted group."""
+
+    lease_id: str
+    accepted: bool
+    # Why not: of the lease "unknown", "fenced", "expired", "duplicate"; of the group "incomplete", "failed",
+    # "mismatched", "unspanned", "unpublished".
+    reason: str = ""
+
+
+# --- learning ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Omega:
+    """A trajectory's training metadata, made by the task adapter (ECHO-2 appendix F.5)."""
+
+    loss_mask: tuple[bool, ...]  # per response token
+    advantage_group: str  # trajectories with equal tags are normalised together
+    advantage: float | None = None  # set by the task, or None: the objective computes it
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """R trajectories as flat columns, in whole groups. N: trajectories; T: all tokens, prompt + response.
+
+    Trajectory i owns tokens `[offsets[i], offsets[i + 1])`: first its prompt, then its response.
+    """
+
+    step: int  # t: updates completed when the batch was formed
+    trajectory_ids: tuple[str, ...]  # N
+    token_ids: IntArray  # (T,)
+    offsets: IntArray  # (N + 1,)
+    loss_mask: BoolArray  # (T,) True on tokens that are trained
+    sampler_logprobs: FloatArray  # (T,) 0 outside the response
+    rewards: FloatArray  # (N,)
+    advantage_groups: IntArray  # (N,) equal numbers are normalised together
+    advantages: FloatArray  # (N,) NaN where the objective computes it
+    versions: IntArray  # (N,) oldest version per trajectory
+    correct: BoolArray  # (N,)
+
+    @property
+    def num_trajectories(self) -> int:
+        return len(self.trajectory_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are trained."""
+        return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What one learner step measured. All means are over trained tokens unless said."""
+
+    step: int  # t before the step; the step made version t + 1
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    t_train_s: float
+    tokens: int  # trained tokens
+    tokens_forward: int  # tokens put through the model, prompts included, padding excluded
+    mismatch_mean: float  # |learner logprob - sampler logprob|
+    mismatch_p99: float
+    clip_fraction: float
+    tis_mean: float  # mean truncated importance weight
+    entropy: float
+    kl_reference: float  # 0 when beta = 0
+    groups_skipped: int  # groups whose advantages are all zero (no gradient)
+    num_updates: int
+
+
+# --- weights -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, dtype and shape of one tensor of the model, in Hugging Face names."""
+
+    name: str
+    dtype: str  # "bfloat16", "float16", "float32"
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a publication is, and what the receiver must have and must end with."""
+
+    lineage: str
+    version: int
+    num_updates: int  # optimizer updates made so far; differs from version when updates_per_step > 1
+    codec: Codec
+    base_version: int  # -1 for full
+    base_digest: str  # "" for full
+    digest: str  # of the whole state after applying; its prefix names the algorithm
+    payload_digest: str  # BLAKE3 of the payload's bytes, "b3:" + hex
+    payload_bytes: int
+    dense_bytes: int
+    changed_elements: int
+    total_elements: int
+    num_segments: int = 1  # pieces the payload was signed in; their bytes in order are the payload
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A manifest with its payload, shape (payload_bytes,)."""
+
+    manifest: Manifest
+    payload: ByteArray
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastStats:
+    """How a publication travelled, as its sender's tracker saw it."""
+
+    version: int
+    codec: Codec
+    payload_bytes: int
+    num_peers: int  # that take part now
+    num_complete: int  # of them, that have it whole
+    seconds: float | None  # until the fraction 1/gamma of them had it whole; None: not yet
+    repairs: int  # times a peer was given another parent meanwhile
+    hop_bytes_per_s: tuple[float, ...]  # receiving rate of every peer, as last reported
+
+
+@dataclass(frozen=True, slots=True)
+class InstallReport:
+    """What a worker has after an install, from the live tensors of its engine."""
+
+    worker_id: str
+    version: int
+    digest: str  # of the live tensors
+    ok: bool
+    seconds: float
+    digest_mismatches: int = 0  # times this install found the live tensors not to be what they should
+    error: str = ""
+    pause_s: float = 0.0  # how long generation stood still
+    caught_up: str = ""  # the publications that led there, in words, where it was more than one
+
+
+# --- fleet ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """Who a worker is, what it costs and what it has done."""
+
+    worker_id: str
+    sku: str
+    usd_per_hour: float
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """Counters of one incarnation of a worker."""
+
+    worker_id: str
+    version: int
+    digest: str
+    groups_in_flight: int
+    trajectories: int
+    tokens: int  # sampled tokens
+    busy_s: float  # seconds with at least one request in flight
+
+
+@dataclass(frozen=True, slots=True)
+class EvalReport:
+    """Held-out accuracy: avg@k at the training temperature."""
+
+    step: int
+    version: int  # oldest version sampled under
+    num_prompts: int
+    samples_per_prompt: int
+    accuracy: float  # fraction of samples exactly right
+    reward_mean: float
+    trajectories: tuple[Trajectory, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BufferCounts:
+    """The data plane's ledger, in trajectories. accepted = trained + dropped + buffered, at every moment."""
+
+    accepted: int = 0
+    trained: int = 0
+    dropped_stale: int = 0
+    buffered: int = 0
+    leased: int = 0
+    refused: int = 0  # submissions turned away: expired, fenced, duplicate, unpublished, stale
+    failed: int = 0  # groups a task or an engine failed on; their prompts went back to the pool
+    expired: int = 0  # leases that ran out
+
+    @property
+    def lost(self) -> int:
+        """Accepted trajectories that are nowhere. Always 0, or the run stops."""
+        return self.accepted - self.trained - self.dropped_stale - self.buffered

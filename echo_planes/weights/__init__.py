@@ -1,0 +1,1 @@
+"""The wire between learning and rollout: digests, manifests, patches."""

@@ -1,0 +1,8 @@
+"""`python -m echo_planes.weights`: see `cli.py`."""
+
+import sys
+
+from echo_planes.weights.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

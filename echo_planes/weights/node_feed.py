@@ -1,0 +1,361 @@
+"""The serving end of a link: one long answer of frames per stream, and byte ranges of what is verified.
+
+A chunk goes on in the order in which it came in, as soon as it is verified; a child that says what it has is
+sent only the rest. Writing waits for the child's socket, so nothing piles up here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+
+from echo_planes.errors import WeightsError
+from echo_planes.weights.frames import (
+    CancelFrame,
+    ManifestFrame,
+    PingFrame,
+    SegmentFrame,
+    chunk_head,
+    encode_frame,
+)
+from echo_planes.weights.manifest import PublicationKey, parse_key_text
+from echo_planes.weights.node_settings import MAX_STREAMS
+from echo_planes.weights.node_shelf import Holding, Shelf, Wants
+from echo_planes.weights.tracker_events import PING_INTERVAL_S
+from echo_planes.weights.transport import BULK, RESTING, choose_congestion, happens, read_json
+
+BULK_BYTES = 1024**2  # sent without a rest: this is a large publication
+MAX_LAG = 4  # patches that came after the child and wait for it: beyond, it goes on with the newest
+MAX_BEGUN = 2  # whole ones of one child at a time: its quicker streams wait for its slowest
+MAX_RANGE_BYTES = 8 * 1024**2  # of one answer; the asker asks again for more
+_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})?")
+_PING = encode_frame(PingFrame())
+
+
+class Feeds:
+    """All feeds that this node serves. Handlers for `aiohttp.web`.
+
+    Args:
+        shelf: what there is to serve.
+    """
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+        self._children: dict[str, _Child] = {}
+        self._factors: dict[str, float] = {}
+        self.refused: set[str] = set()  # peers that were dropped
+        self.bytes_sent = 0
+
+    def throttle(self, factors: Mapping[str, float]) -> None:
+        """Send to these children, and to no others, at a part of the rate measured so far."""
+        self._factors = dict(factors)
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        """`POST /v1/feed?stream=j&of=k`: see `_Feed`. The body says what the child has."""
+        stream, of = _number(request, "stream", MAX_STREAMS - 1), _number(request, "of", MAX_STREAMS)
+        if stream >= of:
+            raise WeightsError(f"stream {stream} of {of} does not exist")
+        child = request.headers.get("X-Node", "")
+        self.check(child)
+        wants = Wants(await read_json(request))
+        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        response.enable_chunked_encoding()
+        state = self._children.setdefault(child, _Child(self._shelf))
+        feed = _Feed(self, self._shelf, response, child, state, stream, of, wants)
+        if request.transport is not None:
+            feed.socket = request.transport.get_extra_info("socket")
+        state.enter(feed)
+        try:
+            await response.prepare(request)
+            await feed.run()
+        except ConnectionError:
+            pass  # the child went away: it will come back, here or elsewhere
+        finally:
+            state.leave(feed)
+            if not state.feeds and self._children.get(child) is state:
+                del self._children[child]
+        return response
+
+    def unwanted(self, child: str, key: PublicationKey) -> None:
+        """`child` wants no more of `key`."""
+        if state := self._children.get(child):
+            for feed in state.feeds.values():
+                feed.wants.done.add(key)
+
+    def cut(self, child: str) -> None:
+        """End the feeds of a peer that is out."""
+        self.refused.add(child)
+        if state := self._children.get(child):
+            for feed in state.feeds.values():
+                feed.ended = True
+
+    def check(self, child: str) -> None:
+        """Refuse a peer that was dropped.
+
+        Raises:
+            WeightsError: it was.
+        """
+        if child in self.refused:
+            raise WeightsError(f"{child} was dropped from this run: it altered signed bytes")
+
+    def factor(self, child: str) -> float | None:
+        """What part of its rate a child may be sent; None: all."""
+        return self._factors.get(child)
+
+    async def payload(self, request: web.Request) -> web.StreamResponse:
+        """`GET /v1/publications/{key}/payload`: verified bytes, up to the first that is not there yet.
+
+        With `Range: bytes=a-b` 206 and those bytes, or their beginning; 416 where byte a is not there.
+        """
+        self.check(request.headers.get("X-Node", ""))
+        holding = self._shelf.holdings.get(parse_key_text(request.match_info["key"]))
+        if holding is None:
+            raise web.HTTPNotFound(text="this node does not hold that publication\n")
+        asked = request.headers.get("Range")
+        match = _RANGE.fullmatch(asked) if asked is not None else None
+        start = int(match[1]) if match else 0
+        end = holding.transfer.verified_end(start)
+        if match and match[2]:
+            end = min(end, int(match[2]) + 1)
+        manifest = holding.transfer.manifest
+        total = str(manifest.payload_bytes) if manifest else "*"
+        if end <= start:
+            raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{total}"})
+        return await self._stream(request, holding, start, end, total, status=206 if match else 200)
+
+    async def _stream(
+        self, request: web.Request, holding: Holding, start: int, end: int, total: str, status: int
+    ) -> web.StreamResponse:
+        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(end - start)}
+        if status == 206:
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{total}"
+        response = web.StreamResponse(status=status, headers=headers)
+        holding.pins += 1
+        try:
+            await response.prepare(request)
+            while start < end:
+                data = holding.spool.read(start, min(end - start, MAX_RANGE_BYTES))
+                if not data:
+                    raise ConnectionError(f"the payload of {holding.key} ends early, at byte {start}")
+                await response.write(data)
+                start += len(data)
+        finally:
+            holding.unpin()
+        return response
+
+
+class _Child:
+    """What the feeds of one child share, so that all its streams carry parts of the same publications.
+
+    A child that is slower than the publications is not sent them all: once more than `MAX_LAG` patches that
+    came after it wait for it, it goes on with the newest, and fetches what lies between from the store. What
+    it has begun to be sent is kept for it to the end.
+    """
+
+    def __init__(self, shelf: Shelf) -> None:
+        self.feeds: dict[int, _Feed] = {}  # by stream
+        self._shelf = shelf
+        self._there_before = set(shelf.holdings)  # that these are many is no lag
+        self._begun: dict[PublicationKey, Holding] = {}  # kept from being retired
+        self._known: set[PublicationKey] = set()  # begun at some time
+        self._skipped: set[PublicationKey] = set()
+
+    def enter(self, feed: _Feed) -> None:
+        """A stream is open. It takes the place of one that the child has closed unnoticed."""
+        for stream in [stream for stream in self.feeds if stream == feed.stream or stream >= feed.of]:
+            self.feeds.pop(stream).ended = True
+        self.feeds[feed.stream] = feed
+
+    def leave(self, feed: _Feed) -> None:
+        """A stream has ended."""
+        if self.feeds.get(feed.stream) is feed:
+            del self.feeds[feed.stream]
+        self._release()
+
+    def plan(self, wants: Wants) -> None:
+        """Let go what is sent or gone, and skip ahead where the child lags."""
+        held = self._shelf.holdings
+        self._release()
+        for key in [key for key, holding in self._begun.items() if held.get(key) is not holding]:
+            self._let_go(key)
+        for keys in (self._there_before, self._known, self._skipped):
+            keys.intersection_update(held)
+        waiting = [
+            key
+            for key in held
+            if key.codec != "full"
+            and not (key in self._known or key in self._skipped or key in wants.have or wants.skips(key))
+        ]
+        if sum(key not in self._there_before for key in waiting) > MAX_LAG:
+            self._skipped.update(waiting[:-1])
+
+    def takes(self, holding: Holding, wants: Wants) -> bool:
+        """Whether it is, or may be begun to be, sent."""
+        key = holding.key
+        if wants.skips(key):
+            return False
+        if key in self._known or key in wants.have:
+            return True
+        num_begun = sum(begun.completed_s is not None for begun in self._begun.values())
+        return num_begun < MAX_BEGUN and not (key in self._skipped or holding.retired)
+
+    def begin(self, holding: Holding) -> None:
+        """The first frame of it goes out, on one stream or another."""
+        if holding.key in self._known:
+            return
+        self._known.add(holding.key)
+        self._begun[holding.key] = holding
+        holding.senders += 1
+
+    def _release(self) -> None:
+        """What no stream has anything more of to send may be retired."""
+        for key, holding in list(self._begun.items()):
+            if all(feed.is_through(holding) for feed in self.feeds.values()):
+                self._let_go(key)
+
+    def _let_go(self, key: PublicationKey) -> None:
+        self._shelf.sent(self._begun.pop(key))
+
+
+class _Feed:
+    """One stream to one child: signed segments, the chunks n with n mod `of` = `stream`, manifests, pings."""
+
+    def __init__(
+        self,
+        feeds: Feeds,
+        shelf: Shelf,
+        response: web.StreamResponse,
+        child: str,
+        state: _Child,
+        stream: int,
+        of: int,
+        wants: Wants,
+    ) -> None:
+        self.stream = stream
+        self.of = of
+        self.wants = wants
+        self.ended = False
+        self.socket: Any = None  # of the connection
+        self._busy_bytes = 0  # sent since the last rest
+        self._feeds = feeds
+        self._shelf = shelf
+        self._response = response
+        self._child = child
+        self._state = state
+        self._sent: dict[PublicationKey, _Cursor] = {}
+        self._rate_bytes_per_s = 0.0  # while there was something to send
+
+    async def run(self) -> None:
+        while not self.ended:
+            changed = self._shelf.changed  # taken first: a change while sending is then not missed
+            if await self.send_next():
+                continue
+            if not await happens(changed, PING_INTERVAL_S):
+                self._count(None)
+                await self._response.write(_PING)
+
+    async def send_next(self) -> bool:
+        """Send the next frame of the oldest publication that has one: older ones finish first."""
+        for key in self._gone():
+            await self._response.write(encode_frame(CancelFrame(key)))
+        self._state.plan(self.wants)
+        for key, holding in list(self._shelf.holdings.items()):
+            if not self._state.takes(holding, self.wants):
+                continue
+            cursor = self._sent.get(key)
+            if cursor is None or cursor.holding is not holding:
+                cursor = self._sent[key] = _Cursor(holding)
+            if await self._send_of(holding, cursor):
+                return True
+        return False
+
+    def is_through(self, holding: Holding) -> bool:
+        """Whether this stream has sent its part of all of it, or the child does not want it."""
+        cursor = self._sent.get(holding.key)
+        through = cursor is not None and cursor.manifest and cursor.arrivals == len(holding.arrivals)
+        return self.wants.skips(holding.key) or (through and holding.transfer.complete)
+
+    def _gone(self) -> list[PublicationKey]:
+        """What the child has in part, from here or from another parent, and will not get from here."""
+        held = self._shelf.holdings
+        gone = [key for key in self._sent if key not in held]
+        gone = [key for key in gone if not self._sent.pop(key).manifest]
+        newest = {holding.key.lineage: holding.key.version for holding in self._shelf.complete()}
+        for key in [key for key in self.wants.have if key not in held and key not in gone]:
+            if key in self._shelf.unwanted or key.version < newest.get(key.lineage, -1):
+                gone.append(key)
+        for key in gone:
+            self.wants.forget(key)
+        return gone
+
+    async def _send_of(self, holding: Holding, cursor: _Cursor) -> bool:
+        transfer = holding.transfer
+        if cursor.segments < len(transfer.segments):
+            frame = SegmentFrame(transfer.segments[cursor.segments])
+            cursor.segments += 1
+            self._state.begin(holding)
+            await self._write(encode_frame(frame))
+            return True
+        have = self.wants.chunks(transfer)
+        while cursor.arrivals < len(holding.arrivals):
+            number = holding.arrivals[cursor.arrivals]
+            cursor.arrivals += 1
+            if number % self.of == self.stream and number not in have:
+                span = transfer.chunk_span(number)
+                head = chunk_head(holding.key, span.segment_index, span.chunk_index, span.size_bytes)
+                await self._write(head + holding.chunk(number))
+                return True
+        if transfer.signed_manifest is not None and not cursor.manifest:
+            cursor.manifest = True
+            await self._write(encode_frame(ManifestFrame(transfer.signed_manifest)))
+            return True
+        return False
+
+    async def _write(self, data: bytes) -> None:
+        """Send, wait until the child's socket has room, and hold back where the link is throttled."""
+        start_s = time.monotonic()
+        await self._response.write(data)
+        self._feeds.bytes_sent += len(data)
+        self._count(len(data))
+        factor = self._feeds.factor(self._child)
+        seconds = time.monotonic() - start_s
+        if factor is None:
+            if seconds > 0:
+                self._rate_bytes_per_s += 0.05 * (len(data) / seconds - self._rate_bytes_per_s)
+        elif self._rate_bytes_per_s:
+            await asyncio.sleep(max(0.0, len(data) / (factor * self._rate_bytes_per_s) - seconds))
+
+    def _count(self, num_bytes: int | None) -> None:
+        """Choose the congestion control by what is sent at a stretch; None: a rest."""
+        before = self._busy_bytes
+        self._busy_bytes = 0 if num_bytes is None else before + num_bytes
+        if self.socket is None:
+            return
+        if before < BULK_BYTES <= self._busy_bytes:
+            choose_congestion(self.socket, BULK)
+        elif num_bytes is None and before >= BULK_BYTES:
+            choose_congestion(self.socket, RESTING)
+
+
+class _Cursor:
+    """How far a feed has come with one publication."""
+
+    __slots__ = ("arrivals", "holding", "manifest", "segments")
+
+    def __init__(self, holding: Holding) -> None:
+        self.holding = holding
+        self.segments = 0
+        self.arrivals = 0
+        self.manifest = False
+
+
+def _number(request: web.Request, name: str, most: int) -> int:
+    text = request.query.get(name, "")
+    if not (text.isascii() and text.isdigit() and len(text) <= 3 and int(text) <= most):
+        raise WeightsError(f"{name} must be a number of at most {most}")
+    return int(text)

@@ -1,0 +1,97 @@
+"""Safetensors files and model folders as bit tensors: mapped into memory, not read."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from echo_planes.errors import DataError, WeightsError
+from echo_planes.types import ByteArray, TensorSpec
+from echo_planes.weights.digest import BIT_DTYPES, BitTensor
+
+SUFFIX = ".safetensors"
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_LENGTH_BYTES = 8  # the header's length, little-endian, before the header
+_METADATA = "__metadata__"
+
+
+def specs_in(head: ByteArray, total_bytes: int) -> dict[str, TensorSpec]:
+    """What tensors a safetensors file holds, in the order of the file.
+
+    Args:
+        head: its first bytes, the whole header among them, shape (bytes,).
+        total_bytes: size of the whole file.
+
+    Raises:
+        WeightsError: no such header, other dtypes than bf16, fp16 and fp32, or sizes beyond the file's.
+    """
+    return {name: spec for name, (spec, _) in _header(head, total_bytes).items()}
+
+
+def load_tensors(path: Path) -> dict[str, BitTensor]:
+    """The tensors of a safetensors file, or of all such files in a model folder.
+
+    Raises:
+        DataError: no such file or folder, no such files in it, or one that is not what it should be.
+    """
+    files = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
+    if not files:
+        raise DataError(f"{path} has no {SUFFIX} files; give a file, a model folder or a store")
+    tensors: dict[str, BitTensor] = {}
+    for file in files:
+        try:
+            data = np.memmap(file, dtype=np.uint8, mode="r")
+            tensors |= tensors_in(data)
+        except OSError as error:
+            raise DataError(f"{file} cannot be read: {error.strerror}") from error
+        except (ValueError, WeightsError) as error:  # ValueError: an empty file cannot be mapped
+            raise DataError(f"{file} is not a safetensors file: {error}") from error
+    return tensors
+
+
+def tensors_in(data: ByteArray) -> dict[str, BitTensor]:
+    """The tensors of one safetensors byte string: views into it, aligned or not.
+
+    Raises:
+        WeightsError: as `specs_in`.
+    """
+    tensors = {}
+    for name, (spec, start) in _header(data, data.size).items():
+        dtype = BIT_DTYPES[spec.dtype]
+        raw = data[start : start + math.prod(spec.shape) * dtype.itemsize]
+        tensors[name] = BitTensor(raw.view(dtype), spec.dtype, spec.shape)
+    return tensors
+
+
+def _header(head: ByteArray, total_bytes: int) -> dict[str, tuple[TensorSpec, int]]:
+    """Name -> (spec, first byte in the file)."""
+    length = int.from_bytes(head[:_LENGTH_BYTES].tobytes(), "little")
+    first = _LENGTH_BYTES + length
+    if head.size < _LENGTH_BYTES or first > head.size:
+        raise WeightsError(f"its header of {length} bytes is not within the {head.size} bytes at hand")
+    try:
+        fields = json.loads(head[_LENGTH_BYTES:first].tobytes())
+        return {
+            name: _entry(name, entry, first, total_bytes)
+            for name, entry in fields.items()
+            if name != _METADATA
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise WeightsError(f"its header cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _entry(name: str, fields: Mapping[str, Any], first: int, total_bytes: int) -> tuple[TensorSpec, int]:
+    code, shape, (start, stop) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
+    dtype = _DTYPES.get(code)
+    if dtype is None:
+        raise WeightsError(f"tensor {name!r} is {code}; only {', '.join(_DTYPES)} are weights here")
+    if not all(type(n) is int and n >= 0 for n in (*shape, start, stop)):
+        raise WeightsError(f"tensor {name!r} has sizes that are no counts")
+    if stop - start != math.prod(shape) * BIT_DTYPES[dtype].itemsize or first + stop > total_bytes:
+        raise WeightsError(f"tensor {name!r}: {shape} does not fit bytes [{start}, {stop})")
+    return TensorSpec(name, dtype, shape), first + start

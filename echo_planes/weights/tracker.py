@@ -1,0 +1,390 @@
+"""Who pulls from whom while publications travel: the sans-I/O core in the sender's node.
+
+Events come in, actions go out (`tracker_events`); the topology itself is `chain.Topology`. What repairs a
+chain, and when (ECHO-2, section 4.2 and appendix D):
+
+- a peer that no one has heard of for `SILENCE_S` is lost: cut out, and back at a tail when it speaks again;
+- a hop that is silent or closed although both ends report, that is slow, or that keeps damaging bytes, is
+  dissolved: its parent becomes a leaf at a tail and its child goes to the peer before. If the child's next
+  hop is no better, then the child was at fault: it becomes the leaf and its former parent's record is clean;
+- the sender is never cut out: a slow seed is replaced once per broadcast, then the source itself is slow.
+
+The order of the chains is renewed between publications only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from echo_planes.types import BroadcastStats
+from echo_planes.weights.chain import (
+    MAX_CONSECUTIVE_FAILURES,
+    PeerStats,
+    Topology,
+    num_chains,
+    peer_score,
+    plan_chains,
+)
+from echo_planes.weights.manifest import PublicationKey
+from echo_planes.weights.tracker_broadcasts import Broadcasts
+from echo_planes.weights.tracker_events import (
+    SENDER_ID,
+    TICK_INTERVAL_S,
+    Action,
+    Assign,
+    Demote,
+    Drop,
+    Event,
+    ForgeryProven,
+    PeerJoined,
+    PeerLeft,
+    PublicationCommitted,
+    PublicationOpened,
+    Report,
+    SegmentAdded,
+    Throttle,
+    Tick,
+)
+from echo_planes.weights.tracker_hops import (
+    DAMAGE_WINDOW_S,
+    SILENCE_S,
+    WINDOW_S,
+    Broadcast,
+    Peer,
+    due_bytes_per_s,
+    is_slow,
+    patience_s,
+)
+
+CLOSED_S = 1.0  # a child has failed to connect to its parent for so long
+SLOW_REPORTS = 2  # in a row
+MIN_DAMAGED = 3  # chunks in the window, before anything is done
+THROTTLE_SHARE = 0.02  # damaged: the link is throttled
+DISSOLVE_SHARE = 0.05  # still damaged once throttled: the hop is dissolved
+THROTTLE_FACTOR = 0.5
+CLEAN_S = 5.0  # without damage: the throttle is lifted
+STALLED_S = 2 * TICK_INTERVAL_S  # between two events: this process itself stood still
+RERANK_MARGIN = 10.0  # points a score must have changed by, for the order to be renewed
+FORGOTTEN_S = 600.0  # a lost peer
+
+
+@dataclass(frozen=True, slots=True)
+class TrackerSettings:
+    """Rates in bytes/s; None: not known, which means a single chain."""
+
+    uplink_bytes_per_s: float | None = None  # B0, of the sender
+    worker_bytes_per_s: float | None = None  # Bw, of one worker
+    direct: bool = False  # every peer pulls from the sender
+    gamma: float = 1.1  # T_bcast ends when the fraction 1/gamma of the peers has everything
+
+
+class Tracker:
+    """Owns the topology. Not for several threads.
+
+    Args:
+        settings: what is known of the links.
+    """
+
+    def __init__(self, settings: TrackerSettings) -> None:
+        self._settings = settings
+        self._peers: dict[str, Peer] = {}
+        self._regions: dict[str, str] = {}
+        self._dropped: set[str] = set()
+        self._accusers: set[str] = set()
+        self._topology = Topology(self._regions)
+        self._broadcasts = Broadcasts(self._peers, self._topology, settings.gamma)
+        self._actions: list[Action] = []
+        self._now_s: float | None = None
+        self._planned: dict[str, float] = {}  # scores the present order was made with
+        self._reorder = False
+
+    # --- asked by the sender's node ---------------------------------------------------------------
+
+    def assignment(self, peer_id: str) -> Assign | None:
+        """Whom the peer shall pull from now; None: it is not known and must join (or was dropped)."""
+        peer = self._peers.get(peer_id)
+        return self._assign(peer_id, peer.parent_id) if peer and peer.parent_id else None
+
+    def cancelled(self, peer_id: str) -> list[PublicationKey]:
+        """The newest publications that the peer shall no longer ask for, also when nobody else does."""
+        return self._broadcasts.cancelled(peer_id)
+
+    def is_dropped(self, peer_id: str) -> bool:
+        """Whether the peer altered signed bytes: nothing of it is listened to any more."""
+        return peer_id in self._dropped
+
+    def parents(self) -> dict[str, str]:
+        """The parent of every live peer."""
+        return self._topology.parents()
+
+    def chains(self) -> list[list[str]]:
+        """The chains, seeds first, without the leaves."""
+        return self._topology.chains
+
+    def stats(self, key: PublicationKey) -> BroadcastStats | None:
+        """How a publication travels or travelled; None for one that was never opened, or long ago."""
+        return self._broadcasts.stats(key)
+
+    def all_stats(self) -> list[BroadcastStats]:
+        """Of all publications still known, oldest first."""
+        return self._broadcasts.all_stats()
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        """Take in one event; returns what is to be done about it, in order."""
+        self._forgive_standstill(now_s)
+        self._actions = []
+        match event:
+            case PeerJoined():
+                self._join(event, now_s)
+            case PeerLeft(peer_id):
+                self._remove(peer_id)
+            case PublicationOpened():
+                if not self._broadcasts:
+                    self._replan(now_s)
+                self._actions += self._broadcasts.open(event, now_s)
+            case SegmentAdded(key, _, num_bytes):
+                self._broadcasts.grow(key, num_bytes, now_s)
+            case PublicationCommitted(key, payload_bytes, _):
+                self._actions += self._broadcasts.commit(key, payload_bytes, now_s)
+            case Report():
+                self._report(event, now_s)
+            case ForgeryProven():
+                self._forgery(event)
+            case Tick():
+                self._tick(now_s)
+        self._broadcasts.finish(now_s, lambda broadcast: self._book(broadcast, now_s))
+        self._reassign(now_s)
+        return self._actions
+
+    def _forgive_standstill(self, now_s: float) -> None:
+        """When this process stood still, nobody else was silent."""
+        gap = now_s - self._now_s if self._now_s is not None else 0.0
+        self._now_s = now_s
+        if gap > STALLED_S:
+            for peer in self._peers.values():
+                peer.seen_s += gap
+                peer.assigned_s += gap
+                peer.slow_reports = 0
+
+    def _join(self, event: PeerJoined, now_s: float) -> None:
+        if event.peer_id in self._dropped or event.peer_id == SENDER_ID:
+            return
+        known = self._peers.get(event.peer_id)
+        stats = known.stats if known else PeerStats(event.peer_id, event.region, measured_s=now_s)
+        self._remove(event.peer_id)
+        self._regions[event.peer_id] = event.region
+        self._peers[event.peer_id] = Peer(replace(stats, region=event.region), event.address, now_s)
+        self._place(event.peer_id)
+
+    def _place(self, peer_id: str) -> None:
+        """Give a peer that has none a place at a tail."""
+        if self._peers[peer_id].rollout_only:
+            self._topology.hang(peer_id)
+        else:
+            self._topology.append(peer_id, self._count())
+        self._reorder = True
+
+    def _count(self) -> int:
+        if self._settings.direct:
+            return max(1, len(self._peers))
+        return num_chains(self._settings.uplink_bytes_per_s, self._settings.worker_bytes_per_s)
+
+    def _remove(self, peer_id: str) -> None:
+        if self._peers.pop(peer_id, None):
+            self._topology.remove(peer_id)
+            self._regions.pop(peer_id, None)
+            self._broadcasts.forget(peer_id)
+            self._reorder = True
+
+    def _forgery(self, event: ForgeryProven) -> None:
+        if event.peer_id in self._dropped:
+            return  # the same again: the answer to the first was lost
+        if event.by in self._accusers:
+            # Whoever accuses one parent after another alters the bytes itself, or its memory does.
+            self._demote(event.by, "accuses one parent after another of forgery")
+        elif event.peer_id in self._peers and event.by in self._peers:
+            self._accusers.add(event.by)
+            self._dropped.add(event.peer_id)
+            self._remove(event.peer_id)
+            self._actions.append(Drop(event.peer_id, f"altered signed bytes, as {event.by} has shown"))
+
+    def _tick(self, now_s: float) -> None:
+        for peer_id, peer in list(self._peers.items()):
+            if peer.lost and now_s - peer.seen_s >= FORGOTTEN_S:
+                self._remove(peer_id)
+            elif not peer.lost and now_s - peer.seen_s >= patience_s(peer_id, self._peers, now_s):
+                self._lose(peer_id, now_s)
+        if not self._broadcasts:
+            self._replan(now_s)
+
+    # --- reports ----------------------------------------------------------------------------------
+
+    def _report(self, event: Report, now_s: float) -> None:
+        peer = self._peers.get(event.peer_id)
+        if peer is None:
+            return
+        peer.seen_s, peer.installed, peer.idle = now_s, event.installed_version, event.key is None
+        damaged, sound = self._broadcasts.take(event, now_s)
+        if peer.lost:
+            peer.lost = False
+            self._place(event.peer_id)
+            return
+        peer.reported_parent = event.parent_id
+        peer.silent_s, peer.closed = event.parent_silent_s, event.parent_closed
+        if event.parent_id == peer.parent_id and peer.settled(now_s) >= 0:
+            bad, share = peer.on_chunks(now_s, damaged, sound)
+            if not self._check_damage(event.peer_id, peer, bad, share, now_s):
+                self._check_hop(event.peer_id, peer, now_s)
+
+    def _check_hop(self, child_id: str, child: Peer, now_s: float) -> None:
+        if child.silent_s >= (CLOSED_S if child.closed else SILENCE_S):
+            parent = self._peers.get(child.parent_id)
+            if parent is not None and parent.is_stale(now_s):
+                self._lose(child.parent_id, now_s)
+            else:
+                self._dissolve(child_id, "silent", now_s)
+        elif self._is_slow_hop(child_id, child, now_s):
+            child.slow_reports += 1
+            if child.slow_reports >= SLOW_REPORTS:
+                self._dissolve(child_id, "slow", now_s)
+        else:
+            child.slow_reports = 0
+
+    def _is_slow_hop(self, child_id: str, child: Peer, now_s: float) -> bool:
+        # A leaf holds up nobody, and what feeds it has other children to feed first.
+        exempt = self._settings.direct or self._topology.is_leaf(child_id) or child.throttled_s is not None
+        if exempt or child.settled(now_s) < WINDOW_S:
+            return False
+        wanted = [broadcast for broadcast in self._broadcasts if child_id not in broadcast.cancelled]
+        pairs = [(broadcast.of(child.parent_id), broadcast.of(child_id)) for broadcast in wanted]
+        most = self._settings.worker_bytes_per_s or math.inf
+        seeds = [chain[0] for chain in self._topology.chains]
+        due = due_bytes_per_s(wanted, child_id, child.parent_id, seeds, most)
+        return is_slow(child.received, pairs, due, now_s)
+
+    def _check_damage(self, child_id: str, child: Peer, bad: int, share: float, now_s: float) -> bool:
+        """Returns whether the hop was dissolved for it."""
+        if child.throttled_s is None:
+            if bad >= MIN_DAMAGED and share >= THROTTLE_SHARE:
+                child.throttled_s = now_s
+                child.damage.clear()
+                self._actions.append(Throttle(child_id, child.parent_id, THROTTLE_FACTOR))
+        elif bad >= MIN_DAMAGED and share >= DISSOLVE_SHARE and now_s - child.throttled_s >= DAMAGE_WINDOW_S:
+            throttled = sum(peer.throttled_s is not None for peer in self._peers.values())
+            if 2 * throttled <= len(self._peers):  # else the network is bad, not a hop
+                self._dissolve(child_id, "damages bytes", now_s)
+                return True
+        elif bad == 0 and now_s - child.throttled_s >= CLEAN_S:
+            child.throttled_s = None
+            self._actions.append(Throttle(child_id, child.parent_id, 1.0))
+        return False
+
+    # --- repair -----------------------------------------------------------------------------------
+
+    def _lose(self, peer_id: str, now_s: float) -> None:
+        """Cut out a peer that nobody hears."""
+        self._peers[peer_id].lost = True
+        self._strike(peer_id, "falls silent in mid-broadcast", now_s)
+        self._topology.remove(peer_id)
+        self._reorder = True
+
+    def _dissolve(self, child_id: str, fault: str, now_s: float) -> None:
+        """The hop to `child_id` is no good: one of its ends becomes a leaf at a tail."""
+        if self._settings.direct:
+            return
+        child = self._peers[child_id]
+        parent = self._peers.get(child.parent_id)
+        child.slow_reports = 0
+        if self._topology.is_leaf(child_id):
+            self._topology.remove(child_id)
+            self._topology.hang(child_id, avoid=child.parent_id)
+            child.moves += 1
+            child.assigned_s = now_s
+        elif parent is None:
+            if fault == "slow" and not self._broadcasts.may_blame_seed():
+                return
+            self._to_tail(child_id, fault, now_s)
+        elif child.suspect is not None:
+            innocent, record = child.suspect
+            if innocent in self._peers:
+                self._peers[innocent].stats, self._peers[innocent].struck = record, False
+            self._to_tail(child_id, fault, now_s)
+        else:
+            child.suspect = (child.parent_id, parent.stats)
+            self._to_tail(child.parent_id, fault, now_s)
+
+    def _to_tail(self, peer_id: str, fault: str, now_s: float) -> None:
+        self._strike(peer_id, f"{fault}, again and again", now_s)
+        self._topology.remove(peer_id)
+        self._topology.hang(peer_id)
+        self._reorder = True
+
+    def _strike(self, peer_id: str, why: str, now_s: float) -> None:
+        if not self._broadcasts:  # it disturbed nothing
+            return
+        peer = self._peers[peer_id]
+        peer.stats, peer.struck = peer.stats.after_failure(now_s), True
+        if peer.stats.consecutive_failures > MAX_CONSECUTIVE_FAILURES:
+            self._demote(peer_id, why)
+
+    def _demote(self, peer_id: str, why: str) -> None:
+        peer = self._peers.get(peer_id)
+        if peer is None or peer.rollout_only or self._settings.direct:
+            return
+        demoted = sum(other.rollout_only for other in self._peers.values()) + 1
+        if 2 * demoted > len(self._peers):  # somebody has to forward
+            return
+        peer.rollout_only = True
+        if not peer.lost:
+            self._topology.remove(peer_id)
+            self._topology.hang(peer_id)
+        self._actions.append(Demote(peer_id, why))
+
+    # --- order ------------------------------------------------------------------------------------
+
+    def _book(self, broadcast: Broadcast, now_s: float) -> None:
+        """Remember how the peers did: at which rate each was received from, or received where it is last."""
+        fed = {parent: child for child, parent in self.parents().items()}
+        for peer_id in self._broadcasts.taking_part(broadcast):
+            peer, child = self._peers[peer_id], fed.get(peer_id, peer_id)
+            if not peer.struck:
+                measured = peer_id if self._peers[child].moves else child
+                rate = broadcast.of(measured).mean_bytes_per_s()
+                peer.stats = peer.stats.after_success(rate, now_s)
+        for peer in self._peers.values():
+            peer.struck, peer.moves, peer.suspect = False, 0, None
+
+    def _replan(self, now_s: float) -> None:
+        """Order the chains anew, where the fleet or its records have changed; never in mid-broadcast."""
+        live = {peer_id: peer for peer_id, peer in self._peers.items() if not peer.lost}
+        forwarding = [peer.stats for peer in live.values() if not peer.rollout_only]
+        # As of when they were measured: that all records age is no reason to move anybody.
+        scores = {stats.peer_id: peer_score(stats, stats.measured_s) for stats in forwarding}
+        changed = (abs(score - self._planned.get(peer, 0.0)) for peer, score in scores.items())
+        if not self._reorder and max(changed, default=0.0) <= RERANK_MARGIN:
+            return
+        leaves = [peer_id for peer_id, peer in live.items() if peer.rollout_only]
+        self._topology.set_plan(plan_chains(forwarding, self._count(), now_s), leaves)
+        self._planned, self._reorder = scores, False
+        self._reassign(now_s)
+
+    def _reassign(self, now_s: float) -> None:
+        """Tell every peer whose parent is another one than it was told."""
+        for peer_id, parent_id in self.parents().items():
+            peer = self._peers[peer_id]
+            if peer.parent_id == parent_id:
+                continue
+            if peer.parent_id and self._broadcasts:
+                peer.moves += 1
+                for broadcast in self._broadcasts:
+                    broadcast.repairs += 1
+            peer.parent_id, peer.assigned_s = parent_id, now_s
+            peer.judge_anew()
+            self._actions.append(self._assign(peer_id, parent_id))
+
+    def _assign(self, peer_id: str, parent_id: str) -> Assign:
+        address = "" if parent_id == SENDER_ID else self._peers[parent_id].address
+        return Assign(peer_id, parent_id, address)

@@ -1,0 +1,195 @@
+"""HTTP between nodes: who may ask, how large a message may be, TLS, and the sockets' options.
+
+Nothing is decided here about weights or topology.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import socket
+import ssl
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+from aiohttp import web
+
+from echo_planes.errors import ClusterError, ConfigError, EchoPlanesError, WaitTimeoutError, WeightsError
+from echo_planes.weights.node_settings import LOOPBACK, NodeSettings
+from echo_planes.weights.objects import StoreUnreachableError
+
+MAX_JSON_BYTES = 4 * 1024**2  # of one request: ranges of chunks, reports
+CONNECT_S = 3.0
+ANSWER_S = 10.0  # for one small request
+READ_BUFFER_BYTES = 256 * 1024  # per connection, before the peer is made to wait
+# Congestion control, where the kernel offers it and lets this user choose; else the kernel's own choice works
+# too. Between publications BBR: it keeps its window, where others begin anew at a few packets per round trip
+# after half a second of rest. For the bulk of a large one CUBIC: it fills a link without loss, of which BBR's
+# probing leaves 5 to 10 %.
+RESTING, BULK = b"bbr", b"cubic"
+UNSENT_BYTES = 256 * 1024  # what waits here when a child goes elsewhere was sent for nothing
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_STATUS: dict[type[EchoPlanesError], int] = {  # the first that fits
+    StoreUnreachableError: 503,  # before what it is a kind of: asking again may help
+    WeightsError: 422,
+    WaitTimeoutError: 504,
+    ConfigError: 400,
+    ClusterError: 507,
+}
+
+
+def application(token: str) -> web.Application:
+    """An empty server that answers nobody without the token, and errors of ours as JSON objects."""
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode()
+        if not hmac.compare_digest(given, f"Bearer {token}".encode()):
+            return web.json_response(
+                {"error": "Unauthorized", "message": "wrong or missing token"}, status=401
+            )
+        try:
+            return await handler(request)
+        except EchoPlanesError as error:
+            status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
+            return web.json_response({"error": type(error).__name__, "message": str(error)}, status=status)
+
+    return web.Application(middlewares=[guard], client_max_size=MAX_JSON_BYTES)
+
+
+async def read_json(request: web.Request) -> dict[str, Any]:
+    """The request's body, one JSON object of at most `MAX_JSON_BYTES`.
+
+    Raises:
+        WeightsError: it is something else.
+    """
+    try:
+        message = json.loads(await request.read())
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"the request's body is not JSON: {error}") from error
+    if not isinstance(message, dict):
+        raise WeightsError("the request's body is not a JSON object")
+    return message
+
+
+def listen(settings: NodeSettings) -> socket.socket:
+    """The node's listening socket.
+
+    Raises:
+        ClusterError: the port is taken, or the host is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        tune(listener)  # accepted connections inherit it
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        raise ClusterError(
+            f"a weight node cannot listen on {settings.host}:{settings.port} ({error.strerror}): "
+            "set weights.port or weights.host to one that is free and this machine's own"
+        ) from error
+    listener.listen(128)
+    listener.setblocking(False)
+    return listener
+
+
+def tune(connection: socket.socket) -> None:
+    """Options of every connection: little waits unsent in the kernel, and `RESTING` to begin with."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+    choose_congestion(connection, RESTING)
+
+
+def choose_congestion(connection: Any, name: bytes) -> None:
+    """Have a connection (a socket, or a transport's view of it) use `RESTING` or `BULK` from now on."""
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+
+
+def server_tls(settings: NodeSettings) -> ssl.SSLContext | None:
+    """The TLS side of the server, or None where none is configured.
+
+    Raises:
+        ConfigError: a file that is missing or wrong.
+    """
+    if not settings.tls_cert:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(settings.tls_cert, settings.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"TLS certificate {settings.tls_cert} with key {settings.tls_key} cannot be used: {error}"
+        ) from error
+    return context
+
+
+def client_tls(settings: NodeSettings) -> ssl.SSLContext:
+    """The TLS side of the client: nodes must have certificates of `tls_ca`, or of the system's authorities.
+
+    Raises:
+        ConfigError: a file that is missing or wrong.
+    """
+    try:
+        return ssl.create_default_context(cafile=settings.tls_ca or None)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"TLS authority {settings.tls_ca} cannot be used: {error}") from error
+
+
+def client_session(settings: NodeSettings) -> aiohttp.ClientSession:
+    """What a worker's node asks other nodes with. Proxies of the environment are used, except on loopback."""
+
+    def tuned(address: aiohttp.AddrInfoType) -> socket.socket:
+        family, kind, protocol, _, _ = address
+        connection = socket.socket(family, kind, protocol)
+        tune(connection)
+        return connection
+
+    tls = client_tls(settings) if settings.sender.startswith("https://") else True
+    connector = aiohttp.TCPConnector(ssl=tls, limit=0, socket_factory=tuned)
+    return aiohttp.ClientSession(
+        connector=connector,
+        headers={"Authorization": f"Bearer {settings.token}", "X-Node": settings.node_id},
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        read_bufsize=READ_BUFFER_BYTES,
+        trust_env=urlsplit(settings.sender).hostname not in LOOPBACK,
+        auto_decompress=False,
+    )
+
+
+async def happens(event: asyncio.Event, limit_s: float | None) -> bool:
+    """Wait for `event`, at most so long; whether it was set. (`asyncio.wait_for` of Python 3.11 can lose a
+    cancellation that comes together with the event.)"""
+    try:
+        async with asyncio.timeout(limit_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+async def ask(session: aiohttp.ClientSession, url: str, message: dict[str, Any]) -> dict[str, Any]:
+    """POST one JSON object and return the one that comes back.
+
+    Raises:
+        ConnectionError: no answer within `ANSWER_S`, or none that is a JSON object with status 200.
+    """
+    try:
+        async with asyncio.timeout(ANSWER_S), session.post(url, json=message) as response:
+            body = bytearray()
+            async for part in response.content.iter_any():
+                body += part
+                if len(body) > MAX_JSON_BYTES:
+                    raise ConnectionError(f"{url} answered more than {MAX_JSON_BYTES} bytes")
+            answer = json.loads(body)
+            if response.status == 200 and isinstance(answer, dict):
+                return answer
+            raise ConnectionError(f"{url} answered {response.status}: {bytes(body[:200])!r}")
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        raise ConnectionError(f"{url} did not answer: {error!r}") from error

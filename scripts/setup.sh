@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Makes .venv with everything pinned. Run by `make`; safe to run again after a failure.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+fail() { printf 'error: %s\n' "$1" >&2; exit 2; }
+step() { printf '[setup] %s ...\n' "$1"; }
+
+[ "$(uname -s)-$(uname -m)" = Linux-x86_64 ] || fail "the pinned CPU stack is for Linux on x86-64, this is $(uname -s) on $(uname -m); use a Linux machine or container"
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
+  || fail "$PYTHON is $("$PYTHON" --version 2>&1), the lock file is for Python 3.11; run: make PYTHON=/path/to/python3.11"
+command -v g++ >/dev/null || fail "g++ was not found (DeepSpeed compiles a small extension); install it, e.g. apt-get install g++"
+
+quiet() { "$@" >.venv/setup.log 2>&1 || { tail -n 20 .venv/setup.log >&2; fail "'$*' failed; the whole log is .venv/setup.log"; }; }
+
+step "virtual environment .venv"
+"$PYTHON" -m venv .venv
+step "torch (CPU build, 190 MB)"
+.venv/bin/python -m pip install -q --disable-pip-version-check "$TORCH" >.venv/setup.log 2>&1 \
+  || quiet .venv/bin/python -m pip install -q --disable-pip-version-check "$TORCH" --index-url "$TORCH_INDEX"
+step "ray, vllm, deepspeed and their dependencies (pinned by hash, 1-4 minutes)"
+quiet .venv/bin/python -m pip install -q --disable-pip-version-check --no-deps --require-hashes -r requirements/cpu.lock
+step "echo_planes"
+quiet .venv/bin/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+step "codecs (compiled once)"
+quiet .venv/bin/python -m echo_planes.weights.warm_up
+printf '[setup] done\n'

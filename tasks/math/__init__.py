@@ -1,0 +1,1 @@
+"""Math with verifiable answers: generated addition, GSM8K, MATH-500."""

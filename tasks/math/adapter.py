@@ -1,0 +1,122 @@
+"""The math task: `task=math`, with `task.dataset` one of addition, gsm8k, math500."""
+
+from __future__ import annotations
+
+import random
+from functools import cached_property, lru_cache
+from typing import ClassVar, cast
+
+from echo_planes.data.task import TaskAdapter, TaskOptions, Tokenizer
+from echo_planes.errors import DataError, ModelError
+from echo_planes.types import Episode, Prompt, Reward
+
+from .datasets import Problem, held_out_pairs, load_splits, training_pair
+from .grade import AnswerForm, compare_exactly, parse_response
+from .options import MathOptions
+from .verifier import Verdict, Verifier
+
+ADDITION_MAX_NEW_TOKENS = 6  # three digits and the end token, with room to be wrong
+FORMS: dict[AnswerForm, str] = {"boxed": "\\boxed{}", "answer": "<answer></answer>"}
+INSTRUCTION = (
+    "{question}\n\nThink step by step inside <think></think>, then give only the final answer inside {form}."
+)
+
+
+class MathTask(TaskAdapter):
+    """Questions with one right answer.
+
+    Raises:
+        ModelError: template=chat and the tokenizer has no chat template.
+    """
+
+    Options: ClassVar[type[TaskOptions]] = MathOptions
+
+    def __init__(self, options: TaskOptions, tokenizer: Tokenizer, seed: int) -> None:
+        super().__init__(options, tokenizer, seed)
+        self._options = cast(MathOptions, options)
+        self._is_addition = self._options.dataset == "addition"
+        self._uses_chat = (self._options.template or ("plain" if self._is_addition else "chat")) == "chat"
+        if self._is_addition:
+            self.max_new_tokens = ADDITION_MAX_NEW_TOKENS
+        if self._uses_chat and not getattr(tokenizer, "chat_template", None):
+            raise ModelError("the model's tokenizer has no chat template: set task.template=plain")
+        self._verifier = Verifier(self._options.verifier_timeout_s, self._options.max_answer_chars)
+
+    def prompt(self, index: int) -> Prompt:
+        """Addition: an independent draw per index. Files: every row once per epoch, in a new order each."""
+        if self._is_addition:
+            return self._addition_prompt(index, *training_pair(self.seed, index, self._options.max_operand))
+        problems = self._splits[0]
+        epoch, position = divmod(index, len(problems))
+        return self._problem_prompt(index, problems, _order(self.seed, epoch, len(problems)), position)
+
+    def eval_prompt(self, index: int) -> Prompt:
+        """Held-out question `index`, the same whatever the seed; they repeat after the last."""
+        if self._is_addition:
+            pairs = held_out_pairs(self._options.max_operand)
+            return self._addition_prompt(index, *pairs[index % len(pairs)])
+        problems = self._splits[1]
+        return self._problem_prompt(index, problems, range(len(problems)), index % len(problems))
+
+    def reward(self, prompt: Prompt, episode: Episode) -> Reward:
+        """Addition: the text is the sum and nothing else, and the answer ended by itself."""
+        if self._is_addition:
+            correct = episode.finish_reason == "stop" and episode.text.strip() == prompt.answer
+            return Reward(float(correct), correct)
+        parsed = parse_response(episode.text, self._options.answer_form)
+        verdict = self._verdict(prompt.answer, parsed.answer)
+        has_answer = parsed.answer is not None
+        ended = has_answer and not parsed.has_trailing and episode.finish_reason == "stop"
+        shares = {
+            "correct": float(verdict == "correct"),
+            "format": float(has_answer),
+            "thinking": float(parsed.has_thinking),
+            "no_trailing": float(ended),
+        }
+        value = shares["correct"]
+        if self._options.reward == "composite":
+            value = sum(getattr(self._options.weights, name) * share for name, share in shares.items())
+        failures = {name: float(verdict == name) for name in ("timeout", "unparsable")}
+        return Reward(value, verdict == "correct", {**shares, **failures})
+
+    @cached_property
+    def _splits(self) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
+        return load_splits(self._options.dataset, self._options.data, self._options.eval_data)
+
+    def _addition_prompt(self, index: int, a: int, b: int) -> Prompt:
+        text = f"{a}+{b}="
+        return Prompt(index, self._encode(text), str(a + b), text)
+
+    def _problem_prompt(
+        self, index: int, problems: tuple[Problem, ...], order: range | list[int], position: int
+    ) -> Prompt:
+        limit = self._options.max_prompt_tokens
+        for step in range(len(order)):  # a prompt that is too long gives its place to the next that fits
+            problem = problems[order[(position + step) % len(order)]]
+            form = FORMS[self._options.answer_form]
+            token_ids = self._encode(INSTRUCTION.format(question=problem.question, form=form))
+            if limit is None or len(token_ids) <= limit:
+                return Prompt(index, token_ids, problem.answer, problem.question)
+        raise DataError(f"all {len(order)} prompts are longer than task.max_prompt_tokens={limit}: raise it")
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        if not self._uses_chat:
+            return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        message = [{"role": "user", "content": text}]
+        shown = self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        return tuple(self.tokenizer.encode(shown, add_special_tokens=False))
+
+    def _verdict(self, gold: str, answer: str | None) -> Verdict:
+        if not answer or len(answer) > self._options.max_answer_chars:
+            return "unparsable"
+        settled = compare_exactly(gold, answer)
+        if settled is None:
+            return self._verifier.verify(gold, answer)
+        return "correct" if settled else "wrong"
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, length: int) -> list[int]:
+    order = list(range(length))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order

@@ -1,0 +1,139 @@
+"""Where questions come from: generated addition pairs, and JSON-lines files of word problems."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import IO
+
+from echo_planes.errors import DataError
+
+HOLDOUT_STRIDE, HOLDOUT_OFFSET = 20, 7  # 1 in 20 is held out
+DATA_VARIABLE = "ECHO_PLANES_DATA"
+
+
+def stable_hash(*parts: int | str) -> int:
+    """A 64-bit number that depends on nothing but `parts`: the same on every machine and Python version."""
+    text = "/".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def is_held_out(a: int, b: int) -> bool:
+    """True for the 5 % of operand pairs that training never sees."""
+    return (a * 100 + b) % HOLDOUT_STRIDE == HOLDOUT_OFFSET
+
+
+def training_pair(seed: int, index: int, max_operand: int) -> tuple[int, int]:
+    """Operands of training prompt `index`, each in 0 .. max_operand - 1; held-out pairs are drawn again."""
+    draw = 0
+    while True:
+        a, b = divmod(stable_hash("addition", seed, index, draw) % max_operand**2, max_operand)
+        if not is_held_out(a, b):
+            return a, b
+        draw += 1
+
+
+@cache
+def held_out_pairs(max_operand: int) -> tuple[tuple[int, int], ...]:
+    """Every held-out pair, in an order that mixes small and large operands and never changes."""
+    pairs = [(a, b) for a in range(max_operand) for b in range(max_operand) if is_held_out(a, b)]
+    return tuple(sorted(pairs, key=lambda pair: stable_hash("held out", *pair)))
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A word problem and its gold answer."""
+
+    question: str
+    answer: str
+
+
+def _gsm8k(row: dict[str, object]) -> Problem:
+    _working, mark, answer = str(row["answer"]).rpartition("####")
+    if not mark or not answer.strip():
+        raise ValueError("its 'answer' does not end in '#### <number>'")
+    return Problem(str(row["question"]), answer.strip().replace(",", ""))
+
+
+def _math500(row: dict[str, object]) -> Problem:
+    return Problem(str(row["problem"]), str(row["answer"]))
+
+
+PARSERS: dict[str, Callable[[dict[str, object]], Problem]] = {"gsm8k": _gsm8k, "math500": _math500}
+
+
+def _open_text(path: Path) -> IO[str]:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")
+    return path.open(encoding="utf-8")
+
+
+def read_problems(path: Path, dataset: str) -> list[Problem]:
+    """All rows of a .jsonl or .jsonl.gz file, in order.
+
+    Raises:
+        DataError: the file is missing, unreadable, empty, or a row is not what `dataset` should hold.
+    """
+    advice = f"set task.data=PATH to a {dataset} file or folder, or {DATA_VARIABLE} to the folder above it"
+    number = 0
+    problems = []
+    try:
+        with _open_text(path) as lines:
+            for line in lines:
+                number += 1
+                if line.strip():
+                    problems.append(PARSERS[dataset](json.loads(line)))
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        why = f"no field {error}" if isinstance(error, KeyError) else str(error)
+        raise DataError(f"{path}: row {number or 1} is not a {dataset} row: {why}; {advice}") from error
+    except (OSError, EOFError, zlib.error) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise DataError(f"{path}: cannot read after line {number}: {why}; {advice}") from error
+    if not problems:
+        raise DataError(f"{path}: no rows; {advice}")
+    return problems
+
+
+def load_splits(
+    dataset: str, data: str | None, eval_data: str | None
+) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
+    """Training and held-out problems of `dataset`, disjoint by question.
+
+    `data` and `eval_data` name a file, or a folder with train and test files; default
+    `$ECHO_PLANES_DATA/<dataset>`. Where there is only one file, 1 row in 20 of it is held out.
+
+    Raises:
+        DataError: nothing to read, or what was read is not right.
+    """
+    if data is None:
+        root = os.environ.get(DATA_VARIABLE)
+        if not root:
+            raise DataError(f"task.dataset={dataset} needs its files: set task.data=PATH or {DATA_VARIABLE}")
+        data = str(Path(root) / dataset)
+    train = _find(data, "train", "test")
+    held = _find(eval_data, "test") if eval_data else _find(data, "test")
+    rows = read_problems(train, dataset)
+    is_one_file = held == train
+    evaluation = rows[HOLDOUT_OFFSET::HOLDOUT_STRIDE] if is_one_file else read_problems(held, dataset)
+    unseen = {problem.question for problem in evaluation}
+    training = tuple(problem for problem in rows if problem.question not in unseen)
+    if not training or not evaluation:
+        raise DataError(
+            f"{train}: {len(rows)} rows leave {len(training)} to train on and {len(evaluation)} "
+            f"held out; set task.data=PATH to a larger {dataset} file"
+        )
+    return training, tuple(evaluation)
+
+
+def _find(source: str, *splits: str) -> Path:
+    """The file of the first of `splits` that folder `source` has; `source` itself where it has none."""
+    root = Path(source).expanduser()
+    names = [f"{split}{ending}" for split in splits for ending in (".jsonl", ".jsonl.gz")]
+    return next((root / name for name in names if (root / name).is_file()), root)

@@ -1,0 +1,23 @@
+"""Unit and simulation tests must never start Ray: there it raises."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _no_ray(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "integration" not in request.path.parts:
+
+        def refuse(*args: object, **options: object) -> None:
+            raise AssertionError("this test started Ray; only tests/integration may")
+
+        if "ray" in sys.modules:
+            monkeypatch.setattr("ray.init", refuse)
+        else:
+            monkeypatch.setitem(sys.modules, "ray", None)  # `import ray` raises ImportError

@@ -1,0 +1,303 @@
+"""Runs the program the way a person does: a process of its own, its output in files.
+
+`python -m tests.integration.harness lossy WORDS` is the program on a network that loses publications;
+`python -m tests.integration.harness several < CASES` is the program many times in one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import pyarrow.feather as feather
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN_LIMIT_S = 420.0  # a whole run takes a minute on two idle cores; the machine may be busy
+POLL_S = 0.1
+PROGRAM = ("echo_planes.run",)
+LOSSY_PROGRAM = ("tests.integration.harness", "lossy")
+LOST_VERSIONS = (4, 5)  # what the lossy network does not deliver
+
+T = TypeVar("T")
+
+
+def wait_until(condition: Callable[[], T], limit_s: float, what: str) -> T:
+    """The first truthy value of `condition`; fails the test after `limit_s`."""
+    deadline_s = time.monotonic() + limit_s
+    tick = threading.Event()
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"waited {limit_s:.0f} s in vain for {what}")
+        tick.wait(POLL_S)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A run that was started: its process, its run folder, and where its output goes."""
+
+    process: subprocess.Popen[bytes]
+    run_dir: Path
+    work_dir: Path  # its working directory, and nobody else's: it marks every process of the run
+
+    @property
+    def stdout(self) -> str:
+        return (self.work_dir / "stdout").read_text()
+
+    @property
+    def stderr(self) -> str:
+        return (self.work_dir / "stderr").read_text()
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process of the run, orphans too.
+
+        Told by the working directory: all inherit it, while a title overwrites the environment in /proc.
+        """
+        found = []
+        for process in psutil.process_iter():
+            try:
+                is_ours = process.cwd() == str(self.work_dir)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue  # gone meanwhile, or a zombie
+            if is_ours:
+                found.append(process)
+        return found
+
+    def actor(self, title: str) -> psutil.Process:
+        """The first process of the run whose title begins with `title`."""
+        return next(p for p in sorted(self.processes(), key=lambda p: p.pid) if p.name().startswith(title))
+
+    def wait(self, limit_s: float = RUN_LIMIT_S) -> int:
+        """The exit status."""
+        try:
+            return self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"no end within {limit_s:.0f} s:\n{self.tail()}") from None
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until metrics.jsonl holds `step`."""
+
+        def reached() -> bool:
+            if self.process.poll() is not None:
+                raise AssertionError(f"the run ended before step {step}:\n{self.tail()}")
+            steps = metrics(self.run_dir)
+            return bool(steps) and steps[-1]["step"] >= step
+
+        wait_until(reached, RUN_LIMIT_S, f"step {step}")
+
+    def interrupt(self) -> None:
+        """Ctrl-C in a terminal: every process of the foreground group hears it."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def left_behind(self) -> list[str]:
+        """Processes that outlive the run by more than a moment."""
+
+        def ended() -> bool:
+            return not self.processes()
+
+        try:
+            wait_until(ended, 10.0, "the processes of the run to end")
+        except AssertionError:
+            return [f"{p.pid} {p.name()}" for p in self.processes()]
+        return []
+
+    def tail(self) -> str:
+        return f"{self.stdout[-2000:]}\n{self.stderr[-4000:]}"
+
+
+def _environment() -> dict[str, str]:
+    """This one's, less what would change a run, with the checkout importable from any folder."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "ECHO_PLANES_"))}
+    return {**kept, "PYTHONPATH": str(ROOT)}
+
+
+@contextmanager
+def program(
+    work_dir: Path, run_dir: Path, *words: str, command: Sequence[str] = PROGRAM
+) -> Iterator[Program]:
+    """Start the program on `run_dir`; whatever is left of it at the end is killed."""
+    work_dir.mkdir()
+    given = [] if any(word.startswith("run.resume=") for word in words) else [f"run.dir={run_dir}"]
+    with (work_dir / "stdout").open("wb") as out, (work_dir / "stderr").open("wb") as err:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *command, *given, *words],
+            cwd=work_dir,
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,  # a process group of its own, as a shell gives it
+        )
+    running = Program(process, run_dir, work_dir)
+    try:
+        yield running
+    finally:
+        for left in running.processes():
+            try:
+                left.kill()
+            except psutil.NoSuchProcess:
+                continue
+        process.wait()
+
+
+def run_to_end(work_dir: Path, run_dir: Path, *words: str, command: Sequence[str] = PROGRAM) -> Program:
+    """A whole run that must end well and leave no process behind."""
+    with program(work_dir, run_dir, *words, command=command) as finished:
+        status = finished.wait()
+        assert status == 0, finished.tail()
+        assert finished.left_behind() == []
+    return finished
+
+
+# --- what a run wrote ----------------------------------------------------------------------------
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file that may still be written to."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().rpartition("\n")[0].splitlines()]
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    return json_lines(run_dir / "metrics.jsonl")
+
+
+def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in json_lines(run_dir / "events.jsonl") if event["kind"] == kind]
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return read
+
+
+def trajectories(run_dir: Path) -> list[dict[str, Any]]:
+    """Every row of trajectories/*.arrow; what a resume set aside is not among them."""
+    rows: list[dict[str, Any]] = []
+    for path in sorted((run_dir / "trajectories").glob("*.arrow")):
+        rows += feather.read_table(path).to_pylist()
+    return rows
+
+
+def trained(run_dir: Path) -> list[dict[str, Any]]:
+    return [row for row in trajectories(run_dir) if row["fate"] == "trained"]
+
+
+def staleness(row: dict[str, Any]) -> int:
+    """Of a trained trajectory's oldest token."""
+    return int(row["step"] - min(row["span_versions"]))
+
+
+# --- a network that loses publications -----------------------------------------------------------
+
+
+def lossy_run(words: list[str]) -> int:
+    """The program, but each worker's first delivery of each of `LOST_VERSIONS` never arrives."""
+    from echo_planes import launch
+    from echo_planes.checkpoint import CheckpointMeta
+    from echo_planes.cli import load_config
+    from echo_planes.clock import MonotonicClock
+    from echo_planes.job import run_job
+    from echo_planes.types import InstallReport, Manifest
+    from echo_planes.view import View
+
+    class LossyWorker(launch.RemoteWorker):
+        undelivered: set[int]
+
+        async def install(self, manifest: Manifest, fresh: bool) -> InstallReport:
+            version = manifest.version
+            if version in self.undelivered:
+                self.undelivered.discard(version)
+                await asyncio.get_running_loop().create_future()  # nobody will ever answer
+            return await super().install(manifest, fresh)
+
+    class LossyPlanes(launch.RayPlanes):
+        async def spawn_worker(self, worker_id: str, epoch: int) -> LossyWorker:
+            plain = await super().spawn_worker(worker_id, epoch)
+            worker = LossyWorker(plain.handle, f"worker {worker_id}", self.learner)
+            worker.undelivered = set(LOST_VERSIONS)
+            return worker
+
+    config = load_config(words)
+    clock = MonotonicClock()
+    view = View(sys.stdout, config.run.steps, False, clock)
+    with launch.ray_session(config):
+        outcome = asyncio.run(
+            run_job(
+                config,
+                Path(str(config.run.dir)),
+                view,
+                clock,
+                start_s=clock.now_s(),
+                checkpoint=None,
+                meta=CheckpointMeta(step=0, lineage_number=0, next_epoch=0),
+                make_planes=LossyPlanes,
+                kinds=launch.worker_kinds(config),
+                export=lambda numbers: None,
+            )
+        )
+    return 0 if outcome.status == "done" else 1
+
+
+# --- many short runs in one process --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one call of the program gave."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+def several(cases: Mapping[str, Sequence[str]], work_dir: Path) -> dict[str, Answer]:
+    """Every case, in turn, in one process that works in `work_dir`; a traceback fails them all."""
+    work_dir.mkdir()
+    answer = subprocess.run(
+        [sys.executable, "-m", "tests.integration.harness", "several"],
+        cwd=work_dir,
+        env=_environment(),
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        timeout=RUN_LIMIT_S,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stderr == ""
+    return {name: Answer(**fields) for name, fields in json.loads(answer.stdout).items()}
+
+
+def _several() -> None:
+    from echo_planes.run import main
+
+    answers = {}
+    for name, words in json.load(sys.stdin).items():
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err):
+            status = main(words)
+        answers[name] = {"status": status, "stdout": out.getvalue(), "stderr": err.getvalue()}
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "lossy":
+        sys.exit(lossy_run(sys.argv[2:]))
+    _several()

@@ -1,0 +1,99 @@
+"""One learner rank in a process of its own: `python learner_ranks.py SPEC.json RANK`.
+
+SPEC: {"config", "world_size", "port", "first_step", "num_steps", "save_at", "save_to", "load_from", "out"}.
+Writes `<out>-<rank>.npz`: per-step loss and grad_norm, the fp32 weights and the published bits of rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from echo_planes.config import Config
+from echo_planes.types import TrainBatch
+
+VOCABULARY = 48
+
+
+def make_batch(step: int, num_groups: int = 6, samples: int = 4) -> TrainBatch:
+    """Random trajectories of uneven length; every third group has equal rewards, one has two turns."""
+    rng = np.random.default_rng(1000 + step)
+    ids: list[int] = []
+    mask: list[bool] = []
+    offsets = [0]
+    rewards: list[float] = []
+    for group in range(num_groups):
+        prompt = rng.integers(0, VOCABULARY, rng.integers(2, 7)).tolist()
+        for sample in range(samples):
+            length = int(rng.integers(1, 8))
+            ids += prompt + rng.integers(0, VOCABULARY, length).tolist()
+            own = [True] * length
+            if group == 1 and length > 3:
+                own[1:3] = [False, False]
+            mask += [False] * len(prompt) + own
+            offsets.append(len(ids))
+            rewards.append(1.0 if group % 3 == 2 else float(sample % 2 + rng.integers(0, 2)))
+    n = num_groups * samples
+    trained = np.array(mask, np.bool_)
+    return TrainBatch(
+        step=step,
+        trajectory_ids=tuple(str(i) for i in range(n)),
+        token_ids=np.array(ids, np.int64),
+        offsets=np.array(offsets, np.int64),
+        loss_mask=trained,
+        sampler_logprobs=np.where(trained, -3.9 + 0.3 * rng.standard_normal(len(ids)), 0).astype(np.float32),
+        rewards=np.array(rewards, np.float32),
+        advantage_groups=np.repeat(np.arange(num_groups), samples),
+        advantages=np.full(n, np.nan, np.float32),
+        versions=np.full(n, step, np.int64),
+        correct=np.array(rewards) > 0.5,
+    )
+
+
+def main(spec: dict[str, Any], rank: int) -> None:
+    from echo_planes.learning.learner import Learner
+
+    config = Config.model_validate(spec["config"])
+    learner = Learner(config, rank, spec["world_size"], spec["port"], Path(spec["out"]).parent / "failures")
+    learner.start()
+    if spec.get("load_from"):
+        learner.load(Path(spec["load_from"]))
+    stats = []
+    for step in range(spec["first_step"], spec["first_step"] + spec["num_steps"]):
+        if step == spec.get("save_at"):
+            learner.save(Path(spec["save_to"]))
+        stats.append(asdict(learner.train_step(make_batch(step))))
+    probe = learner.logprobs(make_batch(999))
+    bits = learner.state_bits()
+    columns = {name: np.array([s[name] for s in stats]) for name in ("loss", "grad_norm", "num_updates")}
+    weights = {f"bits/{name}": array.reshape(shape) for name, (array, shape) in bits.items()}
+    masters = {f"fp32/{name}": array for name, array in master_weights(learner).items()}
+    np.savez(f"{spec['out']}-{rank}.npz", allow_pickle=False, probe=probe, **columns, **weights, **masters)
+    learner.close()
+
+
+def master_weights(learner: Any) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
+    """The fp32 weights the optimizer keeps, whatever the ZeRO stage."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    result = {}
+    engine = learner._engine._engine
+    masters = {}
+    if hasattr(engine.optimizer, "fp32_groups"):  # bf16 without ZeRO: DeepSpeed's wrapper, two parallel lists
+        groups = zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True)
+        masters = {id(p): m for half, full in groups for p, m in zip(half, full, strict=True)}
+    for name, parameter in engine.module.named_parameters():
+        full = masters.get(id(parameter))
+        full = safe_get_full_fp32_param(parameter) if full is None else full
+        full = parameter if full is None else full
+        result[name.removeprefix("model.")] = full.detach().float().cpu().numpy().reshape(-1)
+    return result
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))

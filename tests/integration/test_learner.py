@@ -1,0 +1,383 @@
+"""The learner with real DeepSpeed processes, against a plain PyTorch loop written here from the formulas."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from echo_planes.config import Config
+from echo_planes.errors import ConfigError, DataError, DivergedError, ModelError
+from echo_planes.learning.learner import Learner
+from echo_planes.learning.policy_model import load_policy, nucleus
+from echo_planes.types import TrainBatch
+from tests.integration.learner_ranks import VOCABULARY, make_batch
+
+pytestmark = pytest.mark.integration
+
+SCRIPT = Path(__file__).with_name("learner_ranks.py")
+STEPS = 5
+LIMIT_S = 240
+LR, WARMUP, BETAS, EPS, CLIP = 1e-3, 3, (0.9, 0.98), 1e-6, 0.05
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer model with a tied lm_head, saved as bf16."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(5)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def settings(folder: Path, zero_stage: int, dtype: str, **changes: Any) -> dict[str, Any]:
+    learner = {
+        "num_ranks": 2,
+        "zero_stage": zero_stage,
+        "dtype": dtype,
+        "lr": LR,
+        "warmup_steps": WARMUP,
+        "beta1": BETAS[0],
+        "beta2": BETAS[1],
+        "eps": EPS,
+        "grad_clip": CLIP,
+        # Small, so that every rank sees several micro-batches, and the two unlike ones.
+        "micro_batch_tokens": 40,
+    }
+    return {
+        "model": {"path": str(folder), "max_model_len": 20},
+        "learner": learner | changes.pop("learner", {}),
+        "sampling": {"temperature": 0.8},
+        **changes,
+    }
+
+
+def run_ranks(tmp_path: Path, name: str, config: dict[str, Any], world_size: int = 2, **spec: Any) -> Arrays:
+    """Run the script once per rank, wait for all, and read what rank 0 found."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    out = tmp_path / name
+    whole = {"config": config, "world_size": world_size, "port": port, "out": str(out)}
+    path = tmp_path / f"{name}.json"
+    path.write_text(json.dumps(whole | {"first_step": 0, "num_steps": STEPS} | spec))
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(path), str(rank)],
+            env=environment,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        outputs = [process.communicate(timeout=LIMIT_S)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    for process, output in zip(ranks, outputs, strict=True):
+        assert process.returncode == 0, output[-4000:]
+    with np.load(f"{out}-0.npz") as arrays:
+        return dict(arrays)
+
+
+def reference_logprobs(model: Any, batch: TrainBatch, i: int) -> torch.Tensor:
+    """Logprobs at temperature 0.8 of trajectory i's tokens 1, 2, ..."""
+    ids = torch.from_numpy(batch.token_ids[batch.offsets[i] : batch.offsets[i + 1]])
+    logits = model(input_ids=ids[None]).logits[0, :-1].float() / 0.8
+    return torch.log_softmax(logits, -1).gather(-1, ids[1:, None]).squeeze(-1)
+
+
+def reference_loss(
+    model: Any,
+    batch: TrainBatch,
+    members: list[int],
+    old: list[torch.Tensor],
+    frozen: list[torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """GRPO, one sequence at a time: 1/N sum_i 1/|o_i| sum_t (0.3 KL - w min(r A, clip(r) A))."""
+    total = torch.zeros(())
+    for i in members:
+        group = batch.rewards[batch.advantage_groups == batch.advantage_groups[i]].astype(np.float64)
+        advantage = float((batch.rewards[i] - group.mean()) / (group.std() + 1e-6))
+        start, stop = batch.offsets[i], batch.offsets[i + 1]
+        logprobs = reference_logprobs(model, batch, i)
+        trained = torch.from_numpy(batch.loss_mask[start + 1 : stop])
+        sampler = torch.from_numpy(batch.sampler_logprobs[start + 1 : stop])
+        weight = torch.exp(old[i] - sampler).clamp(max=2.0)
+        ratio = torch.exp(logprobs - old[i])
+        terms = -weight * torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        if frozen is not None:
+            terms = terms + 0.3 * (torch.exp(frozen[i] - logprobs) - (frozen[i] - logprobs) - 1)
+        total = total + terms[trained].mean()
+    return total / len(members)
+
+
+def reference_run(folder: Path, steps: int, updates_per_step: int = 1, *, kl: bool = False) -> Arrays:
+    """Losses, gradient norms, weights and probe logprobs of the plain loop, in fp32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)
+    losses, norms, updates = [], [], 0
+    frozen_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) if kl else None
+    for step in range(steps):
+        batch = make_batch(step)
+        everyone = range(batch.num_trajectories)
+        with torch.no_grad():
+            old = [reference_logprobs(model, batch, i) for i in everyone]
+            frozen = [reference_logprobs(frozen_model, batch, i) for i in everyone] if kl else None
+        for part in np.split(np.arange(batch.num_trajectories), updates_per_step):
+            loss = reference_loss(model, batch, part.tolist(), old, frozen)
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+            updates += 1
+            optimizer.param_groups[0]["lr"] = LR * min(1.0, updates / WARMUP)
+            optimizer.step()
+            losses.append(loss.item())
+    probe_batch = make_batch(999)
+    probe = np.zeros(len(probe_batch.token_ids), np.float32)
+    with torch.no_grad():
+        for i in range(probe_batch.num_trajectories):
+            start, stop = probe_batch.offsets[i], probe_batch.offsets[i + 1]
+            probe[start + 1 : stop] = reference_logprobs(model, probe_batch, i).numpy()
+    assert min(norms) > CLIP  # clipping is part of what is compared
+    weights = {f"fp32/{n}": p.detach().numpy().reshape(-1) for n, p in model.named_parameters()}
+    return {
+        "loss": np.array(losses).reshape(steps, -1).mean(1),
+        "grad_norm": np.array(norms).reshape(steps, -1).mean(1),
+        "probe": probe * probe_batch.loss_mask,
+        **weights,
+    }
+
+
+@pytest.fixture(scope="module")
+def reference(model_folder: Path) -> Arrays:
+    return reference_run(model_folder, STEPS)
+
+
+def largest_difference(found: Arrays, reference: Arrays) -> float:
+    names = [name for name in reference if name.startswith("fp32/")]
+    assert names
+    return max(float(np.abs(found[name] - reference[name]).max()) for name in names)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_two_ranks_equal_the_plain_loop(
+    tmp_path: Path, model_folder: Path, reference: Arrays, zero_stage: int
+) -> None:
+    found = run_ranks(tmp_path, "fp32", settings(model_folder, zero_stage, "fp32"))
+    np.testing.assert_allclose(found["loss"], reference["loss"], atol=1e-5)
+    np.testing.assert_allclose(found["grad_norm"], reference["grad_norm"], rtol=1e-4)
+    np.testing.assert_allclose(found["probe"], reference["probe"], atol=1e-4)
+    assert largest_difference(found, reference) < 1e-5
+    # What is published: exactly the fp32 weights rounded to bf16, under the names of the model's folder.
+    with safe_open(model_folder / "model.safetensors", framework="np") as saved:
+        assert {n.removeprefix("bits/") for n in found if n.startswith("bits/")} == set(saved.keys())
+        shapes = {name: tuple(saved.get_slice(name).get_shape()) for name in saved.keys()}  # noqa: SIM118
+    for name, shape in shapes.items():
+        assert found[f"bits/{name}"].shape == shape
+        rounded = torch.from_numpy(found[f"fp32/{name}"]).to(torch.bfloat16).view(torch.int16).numpy()
+        assert (found[f"bits/{name}"].reshape(-1).view(np.int16) == rounded).all()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_two_ranks_in_bf16_stay_within_its_rounding(
+    tmp_path: Path, model_folder: Path, reference: Arrays, zero_stage: int
+) -> None:
+    found = run_ranks(tmp_path, "bf16", settings(model_folder, zero_stage, "bf16"))
+    # bf16 keeps 8 bits: 2^-8 of logits of size ~4, averaged; Adam's step bounds how far weights can part.
+    np.testing.assert_allclose(found["loss"], reference["loss"], atol=0.02)
+    np.testing.assert_allclose(found["grad_norm"], reference["grad_norm"], rtol=0.05)
+    assert largest_difference(found, reference) < 2 * LR * STEPS
+    # A gradient whose sign rounding decides moves its weight a whole step the other way: some, not many.
+    close = [np.abs(found[n] - reference[n]) < LR for n in reference if n.startswith("fp32/")]
+    assert np.concatenate(close).mean() > 0.97
+    for name in (n for n in found if n.startswith("bits/")):
+        master = torch.from_numpy(found[name.replace("bits/", "fp32/")])
+        bits = torch.from_numpy(found[name].reshape(-1).view(np.int16))
+        assert (bits == master.bfloat16().view(torch.int16)).all()
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "dtype", "world_size"),
+    [(0, "fp32", 1), (1, "fp32", 2), (1, "bf16", 1), (2, "fp32", 1), (3, "bf16", 2)],
+)
+def test_resume_is_bit_identical(
+    tmp_path: Path, model_folder: Path, zero_stage: int, dtype: str, world_size: int
+) -> None:
+    config = settings(model_folder, zero_stage, dtype)
+    folder = tmp_path / "checkpoint"
+    unbroken = run_ranks(tmp_path, "unbroken", config, world_size, save_at=3, save_to=str(folder))
+    resumed = run_ranks(
+        tmp_path, "resumed", config, world_size, load_from=str(folder), first_step=3, num_steps=STEPS - 3
+    )
+    assert resumed["num_updates"].tolist() == unbroken["num_updates"][3:].tolist() == [4, 5]
+    assert unbroken.keys() == resumed.keys()
+    for name in unbroken.keys() - {"loss", "grad_norm", "num_updates"}:
+        assert unbroken[name].tobytes() == resumed[name].tobytes(), name
+    assert (unbroken["loss"][3:] == resumed["loss"]).all()
+
+
+def test_two_updates_per_step_with_a_reference_equal_the_plain_loop(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    config = settings(model_folder, 1, "fp32", learner={"updates_per_step": 2}, objective={"kl_beta": 0.3})
+    found = run_ranks(tmp_path, "two", config, 1)
+    expected = reference_run(model_folder, STEPS, 2, kl=True)
+    assert found["num_updates"].tolist() == [2, 4, 6, 8, 10]
+    np.testing.assert_allclose(found["loss"], expected["loss"], atol=1e-5)
+    np.testing.assert_allclose(found["grad_norm"], expected["grad_norm"], rtol=1e-4)
+    assert largest_difference(found, expected) < 1e-5
+
+
+@contextmanager
+def learner_here(tmp_path: Path, folder: Path, **changes: Any) -> Iterator[Learner]:
+    """A one-rank learner in this process."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    config = Config.model_validate(settings(folder, 1, "fp32", **changes))
+    learner = Learner(config, 0, 1, port, tmp_path / "failures")
+    learner.start()
+    try:
+        yield learner
+    finally:
+        learner.close()
+
+
+def all_bits(learner: Learner) -> bytes:
+    return b"".join(array.tobytes() for array, _ in learner.state_bits().values())
+
+
+@pytest.mark.parametrize("column", ["rewards", "sampler_logprobs"])
+def test_a_column_that_is_not_finite_is_saved_and_named(
+    tmp_path: Path, model_folder: Path, column: str
+) -> None:
+    batch = make_batch(7)
+    values = getattr(batch, column).copy()
+    values[np.flatnonzero(batch.loss_mask)[0] if column == "sampler_logprobs" else 0] = np.nan
+    with learner_here(tmp_path, model_folder) as learner:
+        with pytest.raises(DivergedError, match=f"step 7 .*{column}.*diverged-step-7"):
+            learner.train_step(replace(batch, **{column: values}))
+        with pytest.raises(DivergedError):
+            learner.save(tmp_path)
+    with np.load(tmp_path / "failures" / "diverged-step-7.npz", allow_pickle=False) as saved:
+        np.testing.assert_array_equal(saved[column], values)
+        np.testing.assert_array_equal(saved["token_ids"], batch.token_ids)
+
+
+def test_a_loss_that_is_not_finite_is_saved_and_named(tmp_path: Path, model_folder: Path) -> None:
+    with learner_here(tmp_path, model_folder, learner={"lr": 1e30}) as learner:
+        learner.train_step(make_batch(0))
+        with pytest.raises(DivergedError, match=r"step 1 .*loss.*diverged-step-1"):
+            learner.train_step(make_batch(1))
+    assert (tmp_path / "failures" / "diverged-step-1.npz").is_file()
+
+
+def test_skipping_zero_groups_changes_nothing_but_the_work(tmp_path: Path, model_folder: Path) -> None:
+    found = []
+    for skip in (True, False):
+        with learner_here(tmp_path, model_folder, objective={"skip_zero_advantage": skip}) as learner:
+            stats = [learner.train_step(make_batch(step)) for step in range(3)]
+            found.append((stats, learner.logprobs(make_batch(999))))
+    (skipped, a), (whole, b) = found
+    assert [s.groups_skipped for s in skipped] == [s.groups_skipped for s in whole]
+    assert skipped[0].groups_skipped >= 2
+    assert all(s.tokens_forward < w.tokens_forward for s, w in zip(skipped, whole, strict=True))
+    assert [s.loss for s in skipped] == pytest.approx([w.loss for w in whole], abs=1e-6)
+    np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_a_batch_without_advantages_is_a_step_without_update(tmp_path: Path, model_folder: Path) -> None:
+    batch = make_batch(0)
+    with learner_here(tmp_path, model_folder) as learner:
+        learner.train_step(batch)
+        before = all_bits(learner)
+        stats = learner.train_step(replace(batch, step=1, rewards=np.ones_like(batch.rewards)))
+        assert all_bits(learner) == before
+    assert (stats.num_updates, stats.grad_norm, stats.tokens_forward) == (1, 0.0, 0)
+    assert stats.groups_skipped == 6
+
+
+def test_a_checkpoint_of_another_layout_is_refused(tmp_path: Path, model_folder: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    with learner_here(tmp_path, model_folder) as learner:
+        learner.save(folder)
+    with learner_here(tmp_path, model_folder, learner={"zero_stage": 2}) as learner:
+        with pytest.raises(ConfigError, match="zero_stage=2"):
+            learner.load(folder)
+        with pytest.raises(DataError):
+            learner.load(tmp_path)
+
+
+def test_nucleus_keeps_the_fewest_tokens_and_the_sampled_one() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.05, 0.15, 0.3, 0.5]]).log()
+    kept = nucleus(logits, torch.tensor([0, 0]), 0.7)
+    assert kept.tolist() == [[True, True, False, False], [True, False, True, True]]
+
+
+def test_logprobs_are_of_the_distribution_sampled_from(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = load_policy(model_folder, torch.float32, 0.7, 0.6)
+    ids = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    at, targets = torch.arange(7), ids[0, 1:]
+    logprobs, entropy = policy(ids, None, None, at, targets)
+    probs = (policy.model(input_ids=ids).logits[0, :-1] / 0.7).softmax(-1).detach()
+    for row, target in enumerate(targets.tolist()):
+        kept: set[int] = set()
+        for token in probs[row].argsort(descending=True).tolist():
+            if sum(float(probs[row, k]) for k in kept) >= 0.6:
+                break
+            kept.add(token)
+        inside = probs[row, sorted(kept | {target})]
+        mass = float(inside.sum())
+        assert logprobs[row].item() == pytest.approx(float(probs[row, target].log()) - np.log(mass), abs=1e-4)
+        expected = -(inside / mass * (inside / mass).log()).sum().item()
+        assert entropy[row].item() == pytest.approx(expected, abs=1e-4)
+    # Scored a few positions at a time, values and gradients are the same.
+    weight = policy.model.get_input_embeddings().weight
+    (whole,) = torch.autograd.grad(logprobs.sum(), weight)
+    monkeypatch.setattr("echo_planes.learning.policy_model.CHUNK_LOGITS", 3 * VOCABULARY)
+    again, _ = policy(ids, None, None, at, targets)
+    (parts,) = torch.autograd.grad(again.sum(), weight)
+    torch.testing.assert_close(again, logprobs)
+    torch.testing.assert_close(parts, whole)
+
+
+def test_a_folder_without_a_model_is_a_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json"):
+        load_policy(tmp_path, torch.float32, 1.0, 1.0)

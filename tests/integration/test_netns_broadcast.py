@@ -1,0 +1,62 @@
+"""Real nodes on shaped links in network namespaces: the chain against the star, and forwarders that fail.
+
+The bars themselves are held by `bench.broadcast` on a quiet machine; here the times only have to be of the
+right kind, since other tests may run beside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+
+import pytest
+from blake3 import blake3
+
+from bench.broadcast import DETECTION_BAR_S, Fault, Fleet, faulted, unfaulted
+from echo_planes.weights.manifest import key_text
+from tests.integration.netns import missing
+from tests.integration.weight_nodes import TOKEN, Signed
+
+SIZE_BYTES = 30_000_000
+SLACK = 4.0  # times the bar: this is no quiet machine, and perhaps a slow one
+B0_MBIT, BW_MBIT = 300.0, 100.0
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(bool(missing()), reason=f"not shown: {missing()}"),
+]
+
+
+def check_bytes(fleet: Fleet, signed: Signed, workers: list[int]) -> None:
+    """Ask each of these workers for the whole payload, over the network, and compare its BLAKE3."""
+    for number in workers:
+        host = number + 1
+        address = fleet.workers[number].address.removeprefix("http://")
+        with fleet.net.inside(host):
+            connection = http.client.HTTPConnection(address, timeout=30)
+            connection.request(
+                "GET",
+                f"/v1/publications/{key_text(signed.key)}/payload",
+                headers={"Authorization": f"Bearer {TOKEN}"},
+            )
+            payload = connection.getresponse().read()
+            connection.close()
+        assert f"b3:{blake3(payload).hexdigest()}" == signed.payload_digest, f"worker {number}"
+
+
+def test_a_chain_beats_the_star_and_comes_near_the_ideal() -> None:
+    [chain] = asyncio.run(unfaulted(8, B0_MBIT, BW_MBIT, "chain", [SIZE_BYTES], check=check_bytes))
+    [star] = asyncio.run(unfaulted(8, B0_MBIT, BW_MBIT, "star", [SIZE_BYTES], check=check_bytes))
+    assert (chain.hops, star.hops) == (3, 1)
+    assert chain.seconds < star.seconds
+    assert chain.seconds <= SLACK * chain.bar_s
+
+
+@pytest.mark.parametrize("fault", ["killed", "slowed", "partitioned"])
+def test_a_forwarder_that_fails_in_mid_broadcast_is_repaired(fault: Fault) -> None:
+    case = asyncio.run(faulted(fault, 8, B0_MBIT, BW_MBIT, SIZE_BYTES, check=check_bytes))
+    if case.detection_s is not None:  # a slow forwarder may have nothing left to forward by then
+        assert case.detection_s <= SLACK * DETECTION_BAR_S
+    else:
+        assert fault == "slowed"
+    assert case.seconds <= SLACK * case.bar_s

@@ -1,0 +1,185 @@
+"""One whole run of the embedded job, looked at from outside: exit status, files, processes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.integration.harness import (
+    Program,
+    events,
+    metrics,
+    run_to_end,
+    staleness,
+    summary,
+    trained,
+    trajectories,
+)
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+STEPS = 14
+MAX_STALENESS = 3
+SUMMARY_KEYS = {
+    "task",
+    "steps",
+    "seconds",
+    "reward_first",
+    "reward_last",
+    "eval_first",
+    "eval_last",
+    "staleness_mean",
+    "max_staleness",
+    "max_staleness_observed",
+    "publish_every",
+    "bubble_ratio",
+    "versions_published",
+    "digest_mismatches",
+    "lost_trajectories",
+    "duplicate_trajectories",
+    "tokens_trained",
+    "usd_total",
+    "workers",
+    "mismatch_same_version_mean",
+}
+STEP_KEYS = {
+    "step",
+    "policy_version",
+    "reward_mean",
+    "loss",
+    "grad_norm",
+    "staleness_max",
+    "staleness_mean",
+    "t_train_s",
+    "t_idle_s",
+    "tokens",
+    "mismatch_mean",
+    "mismatch_p99",
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    """The run that all tests here look at; exit status and processes are checked on the way."""
+    base = tmp_path_factory.mktemp("run")
+    return run_to_end(
+        base / "work",
+        base / "run",
+        "fleet=laptop",
+        f"run.steps={STEPS}",
+        f"staleness.max_staleness={MAX_STALENESS}",
+        "checkpoint.every=7",
+    )
+
+
+@pytest.fixture(scope="module")
+def run_dir(finished: Program) -> Path:
+    return finished.run_dir
+
+
+def test_a_good_run_says_nothing_on_stderr(finished: Program) -> None:
+    assert finished.stderr == ""
+    assert f"step {STEPS}/{STEPS}" in finished.stdout
+    assert str(finished.run_dir / "report.html") in finished.stdout
+
+
+def test_the_summary_adds_up(run_dir: Path) -> None:
+    told = summary(run_dir)
+    assert told.keys() >= SUMMARY_KEYS
+    assert (told["task"], told["steps"], told["status"]) == ("math", STEPS, "done")
+    assert told["max_staleness"] == MAX_STALENESS
+    assert told["publish_every"] == 2
+    assert told["versions_published"] == STEPS // 2 + 1
+    assert told["max_staleness_observed"] <= MAX_STALENESS
+    assert told["digest_mismatches"] == 0
+    assert told["lost_trajectories"] == 0
+    assert told["duplicate_trajectories"] == 0
+    assert told["accepted"] == told["trained"] + told["dropped_stale"] + told["buffered"]
+    assert told["trained"] == STEPS * 32 * 8
+    assert told["tokens_trained"] == sum(step["tokens"] for step in metrics(run_dir))
+    assert 0 < told["bubble_ratio"] < 1
+
+
+def test_the_policy_learns_and_the_sampler_agrees_with_the_learner(run_dir: Path) -> None:
+    told = summary(run_dir)
+    assert told["eval_last"] > told["eval_first"] + 0.05
+    assert told["reward_last"] > told["reward_first"]
+    assert 0 < told["mismatch_same_version_mean"] < 0.02
+
+
+def test_both_workers_worked_the_large_one_more_and_both_cost(run_dir: Path) -> None:
+    told = summary(run_dir)
+    large, small = told["workers"]
+    assert [large["sku"], small["sku"]] == ["cpu-large", "cpu-small"]
+    assert large["trajectories"] > small["trajectories"] > 0
+    assert large["tokens"] > small["tokens"] > 0
+    assert large["trajectories"] + small["trajectories"] == told["accepted"]
+    assert large["restarts"] == small["restarts"] == 0
+    assert told["usd_total"] > 0
+    assert told["usd_total"] == pytest.approx(large["usd"] + small["usd"], rel=0.01)
+    # Both were asked for at the same moment, so their costs are as their prices.
+    assert large["usd"] / small["usd"] == pytest.approx(
+        large["usd_per_hour"] / small["usd_per_hour"], rel=0.05
+    )
+
+
+def test_metrics_have_one_line_per_step(run_dir: Path) -> None:
+    steps = metrics(run_dir)
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    for step in steps:
+        assert step.keys() >= STEP_KEYS
+        assert step["policy_version"] == step["step"]
+        assert step["staleness_mean"] <= step["staleness_max"] <= MAX_STALENESS
+        assert step["t_train_s"] > 0
+        assert step["t_idle_s"] >= 0
+        assert step["accepted"] == step["trained"] + step["dropped_stale"] + step["buffered"]
+        assert np.isfinite([step[key] for key in STEP_KEYS]).all()
+
+
+def test_trajectories_open_as_arrow_and_keep_the_bound_token_by_token(run_dir: Path) -> None:
+    rows = trained(run_dir)
+    told = summary(run_dir)
+    assert len(rows) == told["trained"]
+    assert len({row["trajectory_id"] for row in rows}) == len(rows)
+    assert max(staleness(row) for row in rows) == told["max_staleness_observed"]
+    for row in rows:
+        assert 0 <= staleness(row) <= MAX_STALENESS
+        assert row["version"] == min(row["span_versions"])
+        assert row["span_stops"][-1] == len(row["response_ids"]) == len(row["logprobs"])
+    dropped = sum(row["fate"] == "dropped" for row in trajectories(run_dir))
+    assert dropped == told["dropped_stale"]
+
+
+def test_every_version_has_one_digest(run_dir: Path) -> None:
+    digests: dict[int, set[str]] = {}
+    for row in trained(run_dir):
+        for version, digest in zip(row["span_versions"], row["span_digests"], strict=True):
+            digests.setdefault(version, set()).add(digest)
+    assert all(version % 2 == 0 for version in digests)
+    assert all(len(known) == 1 for known in digests.values())
+    assert len({digest for known in digests.values() for digest in known}) == len(digests)
+
+
+def test_waiting_for_the_engines_is_not_starvation(run_dir: Path) -> None:
+    published = [event["version"] for event in events(run_dir, "publication")]
+    assert set(published) == set(range(0, STEPS + 1, 2))
+    # Republished every two seconds until the first engine is built, it would be ten times and more.
+    assert published.count(0) < 5
+
+
+def test_the_report_is_one_page_that_loads_nothing(run_dir: Path) -> None:
+    page = (run_dir / "report.html").read_text()
+    assert not re.findall(r"https?://(?!www\.w3\.org/)", page)
+    assert not re.findall(r"<(?:link|iframe|img|script)[^>]*(?:src|href)=", page)
+    assert "<h1>math</h1>" in page
+    assert "<svg" in page
+
+
+def test_two_checkpoints_are_there_and_whole(run_dir: Path) -> None:
+    found = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    assert found == ["step-000007", "step-000014"]
+    for name in found:
+        assert (run_dir / "checkpoints" / name / "meta.json").is_file()

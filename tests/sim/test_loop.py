@@ -1,0 +1,147 @@
+"""The whole loop in virtual time: real controller, data plane and workers; fake engines and learner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.feather as feather
+import pytest
+
+from echo_planes.config import Config
+from echo_planes.errors import RunError
+from echo_planes.runner import Outcome
+from echo_planes.testing import Faults, Simulation, Trace, replace_section, tiny_config
+
+
+def run(tmp_path: Path, config: Config, **settings: object) -> tuple[Outcome, Trace]:
+    simulation = Simulation(config, tmp_path, **settings)  # type: ignore[arg-type]
+    outcome, trace = simulation.run()
+    check(config, outcome, trace)
+    return outcome, trace
+
+
+def check(config: Config, outcome: Outcome, trace: Trace) -> None:
+    """What must hold however a run went."""
+    counts = outcome.counts
+    assert counts.lost == 0
+    ids = [i for batch in trace.batches for i in batch.trajectory_ids]
+    assert len(ids) == len(set(ids))
+    for batch in trace.batches:
+        assert int((batch.step - batch.versions).max()) <= config.staleness.max_staleness
+    for seen in trace.counts:
+        assert seen.accepted == seen.trained + seen.dropped_stale + seen.buffered
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 3, 6])
+@pytest.mark.parametrize("policy", ["drop", "wait"])
+def test_bound_holds_with_a_slow_worker(tmp_path: Path, max_staleness: int, policy: str) -> None:
+    for seed in range(5):
+        config = tiny_config(max_staleness=max_staleness, policy=policy)
+        outcome, trace = run(tmp_path, config, seconds_per_token=(0.05, 2.0), seed=seed)
+        assert outcome.status == "done"
+        assert len(trace.batches) == 20
+        assert {v % config.staleness.kappa for v in trace.versions} == {0}
+        if policy == "wait":
+            assert outcome.counts.dropped_stale == 0
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 3, 6])
+def test_a_lost_publication_starves_and_is_published_again(tmp_path: Path, max_staleness: int) -> None:
+    config = tiny_config(max_staleness=max_staleness)
+    lost = {("w0", v) for v in range(4, 9)} | {("w1", v) for v in range(4, 9)}
+    outcome, trace = run(tmp_path, config, faults=Faults(lose_installs=lost))
+    assert outcome.status == "done"
+    assert len(trace.batches) == 20
+
+
+def test_reward_rises_and_evaluations_come_at_the_start_and_the_end(tmp_path: Path) -> None:
+    outcome, trace = run(tmp_path, tiny_config(steps=30))
+    assert outcome.status == "done"
+    assert [report.step for report in trace.evals] == [0, 30]
+    assert trace.evals[-1].accuracy > trace.evals[0].accuracy + 0.3
+
+
+def test_same_seed_same_trace(tmp_path: Path) -> None:
+    faults = {"die_at_s": {("w1", 0): 6.0}}
+    traces = [
+        run(tmp_path / str(i), tiny_config(), seed=3, faults=Faults(**faults))[1].lines for i in range(2)
+    ]
+    assert traces[0] == traces[1]
+
+
+def test_a_fast_worker_does_more(tmp_path: Path) -> None:
+    # Room enough in the queue that speed decides, and no holding of the learner for the slow one.
+    config = tiny_config(steps=60, policy="drop", queue_batches=4.0)
+    _, trace = run(tmp_path, config, seconds_per_token=(0.1, 0.4), t_train_s=0.01, max_groups=4)
+    done = {line.split()[1]: int(line.split()[2]) for line in trace.lines if line.startswith("stats")}
+    assert done["w0.0"] > 2 * done["w1.0"]
+
+
+def test_a_killed_worker_is_replaced_and_its_prompts_go_to_others(tmp_path: Path) -> None:
+    config = tiny_config(max_staleness=1)
+    outcome, trace = run(tmp_path, config, faults=Faults(die_at_s={("w0", 0): 8.0, ("w0", 1): 14.0}))
+    assert outcome.status == "done"
+    assert any("worker w0.1 alive=True" in line for line in trace.lines)
+    assert any("worker w0.2 alive=True" in line for line in trace.lines)
+    prompts = sorted(i for batch in trace.batches for i in batch.trajectory_ids)
+    assert len(prompts) == 20 * 8
+
+
+def test_no_prompt_is_skipped_when_workers_die(tmp_path: Path) -> None:
+    faults = Faults(die_at_s={("w0", 0): 5.0, ("w1", 0): 7.0, ("w1", 1): 13.0})
+    outcome, _ = run(tmp_path, tiny_config(), faults=faults)
+    assert outcome.status == "done"
+    seen: set[int] = set()
+    for path in (tmp_path / "trajectories").glob("*.arrow"):
+        seen |= set(feather.read_table(path)["prompt_index"].to_pylist())
+    buffered = outcome.counts.buffered // 2
+    assert set(range(max(seen) - buffered - 8)) <= seen
+
+
+def test_the_run_ends_with_a_reason_when_no_worker_is_left(tmp_path: Path) -> None:
+    config = tiny_config()
+    config = replace_section(config, fleet={**config.fleet.model_dump(), "restarts": 0})
+    faults = Faults(die_at_s={("w0", 0): 5.0, ("w1", 0): 6.0})
+    outcome, _ = Simulation(config, tmp_path, faults=faults).run()
+    assert outcome.status == "failed"
+    assert "no worker is left" in outcome.error
+
+
+def test_a_worker_that_takes_no_weights_is_ended_and_the_others_go_on(tmp_path: Path) -> None:
+    config = tiny_config()
+    config = replace_section(config, fleet={**config.fleet.model_dump(), "restarts": 1})
+    outcome, trace = run(tmp_path, config, faults=Faults(broken_workers={"w1"}))
+    assert outcome.status == "done"
+    for epoch in (0, 1):
+        assert f"worker w1.{epoch} alive=False" in trace.lines
+    assert "worker w1.2 alive=True" not in trace.lines
+
+
+def test_a_refused_install_is_counted_and_repaired_in_full(tmp_path: Path) -> None:
+    faults = Faults(refuse_installs={("w0", 4)})
+    outcome, trace = run(tmp_path, tiny_config(), faults=faults)
+    assert outcome.status == "done"
+    assert "installed w0 2 False" in trace.lines  # version 2 serves on
+    assert trace.lines.index("installed w0 4 True") > trace.lines.index("installed w0 2 False")
+
+
+def test_a_killed_learner_resumes_without_skipping_or_repeating(tmp_path: Path) -> None:
+    config = tiny_config()
+    config = replace_section(config, checkpoint={"every": 5, "keep": 2})
+    with pytest.raises(RunError, match="killed at step 13"):
+        Simulation(config, tmp_path, faults=Faults(learner_dies_at_step=13)).run()
+    resumed = Simulation(config, tmp_path, seed=1)
+    outcome, trace = resumed.run(resume_dir=tmp_path / "checkpoints" / "step-000010", lineage="sim2")
+    check(config, outcome, trace)
+    assert [batch.step for batch in trace.batches] == list(range(10, 20))
+    assert trace.versions[0] == 10  # a resume publishes at once
+    assert outcome.counts.trained == 20 * 8
+
+
+def test_a_stop_request_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
+    config = tiny_config(steps=1000)
+    simulation = Simulation(config, tmp_path, stop_at_s=12.0)
+    outcome, trace = simulation.run()
+    assert outcome.status == "stopped"
+    saved = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert saved == [f"step-{len(trace.batches):06d}"]

@@ -1,0 +1,113 @@
+"""The picture in the README, kept: who may import whom, and what may be imported where."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "echo_planes"
+LIGHT = (
+    "config",
+    "cli",
+    "types",
+    "errors",
+    "clock",
+    "events",
+    "controller",
+    "planes",
+    "runner",
+    "preflight",
+    "checkpoint",
+)
+PLANES = ("data", "learning", "rollout")
+BASE = {"types", "errors", "clock", "metrics", "config", "process"}
+# What each part may import of the package, besides itself.
+ALLOWED = {
+    "weights": BASE,
+    "data": BASE | {"weights"},
+    "learning": BASE | {"weights"},
+    "rollout": BASE | {"weights"},
+    "events": BASE,
+    "controller": BASE | {"events"},
+    "planes": BASE,
+    "runner": BASE | {"controller", "events", "planes"},
+}
+HEAVY = {
+    "ray": lambda path: path.name in ("launch.py", "actor.py"),
+    "deepspeed": lambda path: path.name == "deepspeed_engine.py",
+    "vllm": lambda path: path.name.startswith("vllm_"),
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names a module imports, wherever in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def part_of(name: str) -> str:
+    """echo_planes.data.buffer -> data"""
+    pieces = name.split(".")
+    return pieces[1] if len(pieces) > 1 else ""
+
+
+def test_direction_of_imports() -> None:
+    wrong = []
+    for path in PACKAGE.rglob("*.py"):
+        part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if part not in ALLOWED:
+            continue
+        for name in imports(path):
+            target = part_of(name)
+            known = (PACKAGE / target).is_dir() or (PACKAGE / f"{target}.py").is_file()
+            if name.startswith("echo_planes.") and known and target not in ALLOWED[part] | {part}:
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not wrong
+
+
+def test_planes_never_import_one_another() -> None:
+    for plane in PLANES:
+        others = {p for p in PLANES if p != plane}
+        for path in (PACKAGE / plane).rglob("*.py"):
+            assert not {part_of(n) for n in imports(path) if n.startswith("echo_planes.")} & others, path
+
+
+def test_heavy_dependencies_stay_in_their_files() -> None:
+    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "tasks").rglob("*.py")]:
+        for package, allowed in HEAVY.items():
+            used = {n for n in imports(path) if n == package or n.startswith(f"{package}.")}
+            assert not used or allowed(path), f"{path.relative_to(ROOT)} imports {sorted(used)}"
+
+
+def test_tasks_import_only_the_public_interface() -> None:
+    public = {"echo_planes.data.task", "echo_planes.types", "echo_planes.errors"}
+    for path in (ROOT / "tasks").rglob("*.py"):
+        for name in imports(path):
+            if name.startswith("echo_planes"):
+                assert any(name == p or name.startswith(f"{p}.") for p in public), f"{path}: {name}"
+
+
+def test_settings_and_cores_import_without_the_heavy_four() -> None:
+    modules = ", ".join(f"echo_planes.{name}" for name in LIGHT)
+    code = f"import sys, {modules}; print(sorted({{'torch', 'ray', 'vllm', 'deepspeed'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_modules_and_functions_stay_small() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        assert text.count("\n") <= 400, f"{path.name} is too long"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                assert length <= 80, f"{path.name}:{node.name} has {length} lines"

@@ -1,0 +1,57 @@
+"""From whole groups to the learner's columns."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from echo_planes.data.batch import make_batch, train_everything
+from echo_planes.errors import TaskError
+from echo_planes.types import Omega
+from tests.unit.test_schema import make_group
+
+
+def test_a_batch_lays_trajectories_end_to_end() -> None:
+    batch = make_batch(9, [make_group("a", 4, 5), make_group("b", 6)], train_everything)
+    assert batch.step == 9
+    assert batch.trajectory_ids == ("a/0", "a/1", "b/0", "b/1")
+    assert batch.offsets.tolist() == [0, 5, 10, 15, 20]
+    assert batch.token_ids[:5].tolist() == [1, 2, 10, 11, 12]
+    assert batch.loss_mask[:5].tolist() == [False, False, True, False, True]
+    assert batch.sampler_logprobs[:5].tolist() == pytest.approx([0, 0, -0.1, 0, -0.3])
+    assert batch.advantage_groups.tolist() == [0, 0, 1, 1]
+    assert batch.versions.tolist() == [4, 4, 6, 6]
+    assert all(math.isnan(advantage) for advantage in batch.advantages)
+    assert (batch.num_trajectories, batch.num_tokens) == (4, 8)
+
+
+def test_a_task_may_set_masks_groups_and_advantages() -> None:
+    def materialize(trajectories: Any) -> list[Omega]:
+        return [Omega((False, False, True), "all", advantage=-1.5) for _ in trajectories]
+
+    batch = make_batch(0, [make_group("a"), make_group("b")], materialize)
+    assert batch.advantage_groups.tolist() == [0, 0, 0, 0]
+    assert batch.advantages.tolist() == [-1.5] * 4
+    assert batch.num_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("mask", "part"),
+    [((True, False), "does not fit"), ((True, True, True), "nobody sampled"), (None, "1 records for 2")],
+)
+def test_a_mask_that_cannot_be_right_is_refused(mask: tuple[bool, ...] | None, part: str) -> None:
+    def materialize(trajectories: Any) -> list[Omega]:
+        return [Omega(mask or (True, False, True), "g")] * (1 if mask is None else 2)
+
+    with pytest.raises(TaskError, match=part) as caught:
+        make_batch(0, [make_group("a")], materialize)
+    assert mask is None or "a/0" in str(caught.value)
+
+
+def test_the_oldest_span_of_the_oldest_sample_is_a_group_s_version() -> None:
+    young, old = make_group("a", 5, 6), make_group("a", 7, 3)
+    mixed = replace(young, trajectories=(young.trajectories[0], old.trajectories[0]))
+    assert (young.version, old.version, mixed.version) == (5, 3, 3)

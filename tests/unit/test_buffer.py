@@ -1,0 +1,275 @@
+"""The replay buffer's core: admission, leases, ledger, cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from echo_planes.config import StalenessConfig
+from echo_planes.data.buffer import NotReady, ReplayBuffer
+from echo_planes.errors import LeaseError
+from echo_planes.types import Episode, Group, Lease, Prompt, Reward, Span, Trajectory
+
+R = 2  # groups per step
+N = 2  # samples per group
+
+
+def make_buffer(max_staleness: int = 3, **settings: Any) -> ReplayBuffer:
+    staleness = StalenessConfig(max_staleness=max_staleness, queue_batches=100.0, **settings)
+    buffer = ReplayBuffer(
+        staleness, groups_per_step=R, samples_per_prompt=N, lease_s=10.0, lineage="L0", seed=0
+    )
+    buffer.publish(0, "d0")
+    buffer.register("w0", 0)
+    buffer.installed("w0", 0)
+    return buffer
+
+
+def lease(buffer: ReplayBuffer, count: int = 1, *, worker: str = "w0", now_s: float = 0.0) -> list[Lease]:
+    indices = buffer.pull(worker, 0, count, now_s)
+    return [buffer.lease(worker, 0, Prompt(i, (i,)), now_s) for i in indices]
+
+
+def answer(lease: Lease, *spans: tuple[int, str], status: str = "ok") -> Group:
+    """A finished group whose samples have one token per span."""
+    spans = spans or ((lease.version, f"d{lease.version}"),)
+    episode = Episode(
+        response_ids=tuple(range(len(spans))),
+        response_mask=(True,) * len(spans),
+        logprobs=(-1.0,) * len(spans),
+        spans=tuple(Span(i, i + 1, v, d) for i, (v, d) in enumerate(spans)),
+        finish_reason="stop",
+    )
+    return Group(
+        lease.group_id,
+        tuple(
+            Trajectory(
+                trajectory_id=f"{lease.group_id}/{i}",
+                group_id=lease.group_id,
+                prompt=lease.prompt,
+                episode=episode,
+                reward=Reward(1.0, True),
+                worker_id=lease.worker_id,
+                lineage="L0",
+                status=status,  # type: ignore[arg-type]
+                error="it broke" if status != "ok" else "",
+            )
+            for i in range(lease.num_samples)
+        ),
+    )
+
+
+def submit(buffer: ReplayBuffer, lease: Lease, group: Group, *, epoch: int = 0, now_s: float = 0.0) -> str:
+    receipt = buffer.submit(lease.worker_id, epoch, lease.lease_id, group, now_s)
+    return "accepted" if receipt.accepted else receipt.reason
+
+
+def form(buffer: ReplayBuffer) -> list[Group]:
+    for one in lease(buffer, R):
+        assert submit(buffer, one, answer(one)) == "accepted"
+    batch = buffer.next_batch(buffer.step, 0.0)
+    assert isinstance(batch, list)
+    return batch
+
+
+def test_a_batch_is_whole_groups_and_moves_t() -> None:
+    buffer = make_buffer()
+    first, second = lease(buffer, 2)
+    assert submit(buffer, first, answer(first)) == "accepted"
+    assert isinstance(buffer.next_batch(0, 0.0), NotReady)
+    assert submit(buffer, second, answer(second)) == "accepted"
+    batch = buffer.next_batch(0, 0.0)
+    assert isinstance(batch, list)
+    assert [g.group_id for g in batch] == [first.group_id, second.group_id]
+    assert buffer.step == 1
+    assert buffer.counts.trained == R * N
+
+
+def test_no_permits_before_the_first_install() -> None:
+    buffer = make_buffer()
+    buffer.register("w1", 0)
+    assert lease(buffer, 5, worker="w1") == []
+
+
+def test_permits_are_whole_groups_and_come_back() -> None:
+    buffer = make_buffer(max_staleness=0)
+    leases = lease(buffer, 10)
+    assert len(leases) == R  # (p + S - t + 1) R with p = t, S = 0
+    assert lease(buffer, 10) == []
+    assert buffer.expire(now_s=11.0) == R
+    again = lease(buffer, 10, now_s=11.0)
+    assert [one.prompt.index for one in again] == [one.prompt.index for one in leases]
+
+
+def test_the_oldest_span_counts() -> None:
+    buffer = make_buffer(max_staleness=1)
+    (old,) = lease(buffer, 1)
+    form(buffer)
+    buffer.publish(1, "d1")
+    buffer.installed("w0", 1)
+    assert submit(buffer, old, answer(old, (0, "d0"), (1, "d1"))) == "accepted"
+    form(buffer)  # t = 1: version 0 is admissible for the last time, so the spanning group went
+    assert buffer.step == 2
+    assert buffer.counts.dropped_stale == 0
+
+
+def test_stale_groups_are_dropped_counted_and_their_prompts_go_out_again() -> None:
+    buffer = make_buffer(max_staleness=0, policy="drop", publish_every=1)
+    (old,) = lease(buffer, 1)
+    buffer.lose("w0")
+    buffer.register("w0", 1)
+    buffer.installed("w0", 0)
+    receipt = buffer.submit("w0", 0, old.lease_id, answer(old), 0.0)
+    assert not receipt.accepted
+    assert receipt.reason == "unknown"  # the lease ended with the worker
+    indices = buffer.pull("w0", 1, 1, 0.0)
+    assert indices == [old.prompt.index]
+
+
+@pytest.mark.parametrize(
+    ("spans", "reason"),
+    [
+        (((0, "forged"),), "unpublished"),
+        (((7, "d7"),), "unpublished"),
+        (((0, "d0"), (1, "d1")), "unpublished"),
+    ],
+)
+def test_every_span_must_be_published(spans: tuple[tuple[int, str], ...], reason: str) -> None:
+    buffer = make_buffer()
+    (one,) = lease(buffer)
+    assert submit(buffer, one, answer(one, *spans)) == reason
+    assert buffer.counts.accepted == 0
+
+
+def test_an_absent_field_is_a_refusal() -> None:
+    buffer = make_buffer()
+    leases = lease(buffer, 3)
+    no_spans = answer(leases[0])
+    bare = replace(no_spans.trajectories[0].episode, spans=())
+    stripped = Group(no_spans.group_id, tuple(replace(t, episode=bare) for t in no_spans.trajectories))
+    assert submit(buffer, leases[0], stripped) == "unspanned"
+    partial = answer(leases[1])
+    assert submit(buffer, leases[1], Group(partial.group_id, partial.trajectories[:1])) == "incomplete"
+    other = replace(answer(leases[2]).trajectories[0], prompt=Prompt(99, (99,)))
+    assert submit(buffer, leases[2], Group(leases[2].group_id, (other, other))) == "mismatched"
+
+
+def test_a_result_is_taken_once_and_only_from_the_current_incarnation() -> None:
+    buffer = make_buffer()
+    first, second = lease(buffer, 2)
+    assert submit(buffer, first, answer(first)) == "accepted"
+    assert submit(buffer, first, answer(first)) == "duplicate"
+    assert submit(buffer, second, answer(second), epoch=1) == "fenced"
+    assert submit(buffer, second, answer(second), now_s=10.0) == "expired"
+    assert buffer.counts.accepted == N
+
+
+def test_streamed_tokens_renew_a_lease() -> None:
+    buffer = make_buffer()
+    (one,) = lease(buffer)
+    buffer.renew("w0", 0, [one.lease_id], now_s=9.0)
+    assert submit(buffer, one, answer(one), now_s=15.0) == "accepted"
+
+
+def test_a_failing_prompt_is_set_aside_after_three_attempts() -> None:
+    buffer = make_buffer()
+    for _ in range(3):
+        (one,) = lease(buffer)
+        assert one.prompt.index == 0
+        assert submit(buffer, one, answer(one, status="failed")) == "failed"
+    (after,) = lease(buffer)
+    assert after.prompt.index == 1
+    assert buffer.counts.failed == 3 * N
+    assert buffer.last_failure == "it broke"
+
+
+def test_wait_holds_for_a_lease_that_would_become_too_old() -> None:
+    buffer = make_buffer(max_staleness=0, policy="wait", publish_every=1)
+    buffer.register("w1", 0)
+    buffer.installed("w1", 0)
+    (slow,) = lease(buffer, 1, worker="w1")
+    (fast,) = lease(buffer, 5)
+    assert submit(buffer, fast, answer(fast)) == "accepted"
+    assert isinstance(buffer.next_batch(0, 0.0), NotReady)
+    assert submit(buffer, slow, answer(slow)) == "accepted"
+    assert isinstance(buffer.next_batch(0, 0.0), list)
+
+
+def test_wait_holds_although_enough_is_buffered_and_the_lease_then_makes_it() -> None:
+    """Three groups of version 0 and two batches left for them at S = 1: the third may not slip."""
+    buffer = make_buffer(max_staleness=1, policy="wait", publish_every=1)
+    leases = lease(buffer, 4)
+    for one in leases[:2]:
+        submit(buffer, one, answer(one))
+    assert isinstance(buffer.next_batch(0, 0.0), list)
+    buffer.publish(1, "d1")
+    buffer.installed("w0", 1)
+    newer = lease(buffer, 2)
+    for one in newer:
+        submit(buffer, one, answer(one))
+    held = buffer.next_batch(1, 0.0)
+    assert isinstance(held, NotReady)
+    assert held.reason == "holding"
+    for one in leases[2:]:
+        submit(buffer, one, answer(one))
+    batch = buffer.next_batch(1, 0.0)
+    assert isinstance(batch, list)
+    assert [g.version for g in batch] == [0, 0]
+    assert buffer.counts.dropped_stale == 0
+
+
+def test_drop_does_not_hold() -> None:
+    buffer = make_buffer(max_staleness=1, policy="drop", publish_every=1)
+    leases = lease(buffer, 4)
+    for one in leases[:2]:
+        submit(buffer, one, answer(one))
+    buffer.next_batch(0, 0.0)
+    buffer.publish(1, "d1")
+    buffer.installed("w0", 1)
+    for one in lease(buffer, 2):
+        submit(buffer, one, answer(one))
+    assert isinstance(buffer.next_batch(1, 0.0), list)
+    assert submit(buffer, leases[2], answer(leases[2])) == "accepted"
+    assert buffer.counts.dropped_stale == N  # t is 2 now: version 0 came too late
+
+
+def test_starved_when_nobody_serves_a_version_that_is_new_enough() -> None:
+    buffer = make_buffer(max_staleness=0, publish_every=1)
+    form(buffer)
+    missing = buffer.next_batch(1, 0.0)
+    assert isinstance(missing, NotReady)
+    assert missing.reason == "starved"
+    buffer.publish(1, "d1")
+    buffer.installed("w0", 1)
+    missing = buffer.next_batch(1, 0.0)
+    assert isinstance(missing, NotReady)
+    assert missing.reason == "filling"
+
+
+def test_a_step_asked_for_out_of_turn_is_refused() -> None:
+    with pytest.raises(LeaseError, match="batch 3"):
+        make_buffer().next_batch(3, 0.0)
+
+
+def test_the_cut_restores_groups_prompts_and_ledger() -> None:
+    buffer = make_buffer()
+    done, _leased = lease(buffer, 2)
+    submit(buffer, done, answer(done))
+    state = buffer.state()
+    restored = ReplayBuffer(
+        StalenessConfig(),
+        groups_per_step=R,
+        samples_per_prompt=N,
+        lease_s=10.0,
+        lineage="L1",
+        seed=0,
+        state=state,
+    )
+    restored.publish(0, "e0")
+    restored.register("w0", 1)
+    restored.installed("w0", 0)
+    assert restored.pull("w0", 1, 2, 0.0) == [1, 2]  # the leased prompt first, none skipped
+    counts = restored.counts
+    assert (counts.accepted, counts.buffered, counts.lost) == (N, N, 0)

@@ -1,0 +1,126 @@
+"""What people read about the settings is what the settings are: --help, configs/ and the README."""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from echo_planes.cli import GROUPS, config_dir, describe, load_config
+from echo_planes.config import Config, FleetConfig, Section
+from echo_planes.run import USAGE, main
+from tasks.math.options import MathOptions
+
+ROOT = Path(__file__).resolve().parents[2]
+GROUP_FILES = sorted(path for group in GROUPS for path in (config_dir() / group).glob("*.yaml"))
+
+
+def keys(name: str, model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
+    """Every settable key below a section, dotted, with its field; list items as number 0."""
+    for key, field in model.model_fields.items():
+        path = f"{name}.{key}" if name else key
+        inner = typing.get_args(field.annotation)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from keys(path, field.annotation)
+        elif inner and isinstance(inner[0], type) and issubclass(inner[0], BaseModel):
+            yield from keys(f"{path}.0", inner[0])
+        else:
+            yield path, field
+
+
+ALL_KEYS = [*keys("", Config), *keys("task", MathOptions)]
+
+
+def test_the_walk_finds_keys_at_every_depth() -> None:
+    found = {path for path, _ in ALL_KEYS}
+    assert {"run.steps", "fleet.workers.0.sku", "fleet.workers.0.engine.max_num_seqs"} <= found
+    assert {"task.adapter", "task.dataset", "task.weights.correct"} <= found
+
+
+def test_help_shows_every_key_with_its_default_and_its_meaning() -> None:
+    rows = {
+        match[1]: (match[2], match[3].strip())
+        for line in describe().splitlines()
+        if (match := re.match(r"  ([a-z_0-9.]+)=(\{.*?\}|\S*)(.*)", line))
+    }
+    assert sorted(rows) == sorted(path for path, _ in ALL_KEYS)
+    for path, field in ALL_KEYS:
+        default, meaning = rows[path]
+        assert default == str(field.default), path
+        assert meaning, f"{path} is not explained"
+
+
+def test_help_names_the_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for path in GROUP_FILES:
+        assert path.stem in text
+    assert "staleness.max_staleness=3" in text
+
+
+def test_the_commands_that_help_shows_can_be_given() -> None:
+    lines = [line for line in USAGE.splitlines() if line.startswith("  python -m echo_planes.run ")]
+    assert len(lines) >= 3
+    for line in lines:
+        words = re.findall(r"\b[a-z_.]+=\S+", line)
+        if any("package.module" in word or word.startswith("run.resume") for word in words):
+            continue  # placeholders that must exist
+        assert load_config(words).task.name == "math"
+
+
+def test_print_shows_the_resolved_settings_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--print", "run.steps=7", "fleet=single"]) == 0
+    text = capsys.readouterr().out
+    assert "steps: 7" in text
+    assert "sku: cpu-large" in text
+
+
+def test_a_mistake_is_one_line_and_exit_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run.step=7"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "error: run.step=7: unknown key; did you mean 'steps'?\n"
+
+
+@pytest.mark.parametrize("path", GROUP_FILES, ids=lambda path: f"{path.parent.name}={path.stem}")
+def test_every_group_file_validates(path: Path) -> None:
+    config = load_config([f"{path.parent.name}={path.stem}"])
+    assert isinstance(config, Config)
+    if path.parent.name == "fleet":
+        assert config.fleet.num_workers > 0
+
+
+def test_the_default_files_set_only_keys_that_exist_and_the_package_defaults_agree() -> None:
+    """A run from code, `Config()`, and a run without words differ only in the fleet."""
+    default, built_in = load_config([]), Config()
+    assert default.model_copy(update={"fleet": FleetConfig(), "task": built_in.task}) == built_in
+
+
+def test_every_section_refuses_unknown_keys() -> None:
+    sections = [field.annotation for name, field in Config.model_fields.items() if name != "task"]
+    assert len(sections) == 10
+    for section in sections:
+        assert isinstance(section, type)
+        assert issubclass(section, Section)
+        assert section.model_config["extra"] == "forbid"
+
+
+def test_the_readme_names_only_settings_that_exist() -> None:
+    readme = ROOT / "README.md"
+    if not readme.is_file():
+        pytest.skip("no README in this tree")
+    text = readme.read_text()
+    groups = {f"{path.parent.name}={path.stem}" for path in GROUP_FILES}
+    for group, name in re.findall(rf"\b({'|'.join(GROUPS)})=([a-z0-9_]+)\b(?![.:/])", text):
+        assert f"{group}={name}" in groups, f"README: {group}={name}"
+    sections = "|".join(Config.model_fields)
+    known = {re.sub(r"\.\d+\.", ".0.", path) for path, _ in ALL_KEYS}
+    for path in re.findall(rf"\b((?:{sections})\.[a-z_0-9.]+)=", text):
+        assert re.sub(r"\.\d+\.", ".0.", path) in known, f"README: {path}"
+    for path in re.findall(r"configs/[a-z_/0-9]+\.yaml", text):
+        assert (ROOT / path).is_file(), f"README: {path}"

@@ -1,0 +1,396 @@
+"""The loop as a state machine: what follows from each event, and that it always ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from echo_planes import events as ev
+from echo_planes.config import Config
+from echo_planes.controller import MAX_INSTALL_FAILURES, STARVED_AGAIN_S, Controller
+from echo_planes.testing import replace_section, tiny_config
+from echo_planes.types import EvalReport, InstallReport, Manifest, StepStats, TrainBatch
+
+STATS = StepStats(0, 0.0, 0.0, 0.0, 1.0, 0, 0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0, 0)
+
+
+def settings(
+    *,
+    steps: int = 6,
+    s: int = 3,
+    checkpoint_every: int = 0,
+    eval_every: int = 0,
+    restarts: int = 3,
+    wait_limit_s: float = 300.0,
+) -> Config:
+    config = tiny_config(steps=steps, max_staleness=s)
+    return replace_section(  # type: ignore[no-any-return]
+        config,
+        run={**config.run.model_dump(), "wait_limit_s": wait_limit_s},
+        checkpoint={"every": checkpoint_every},
+        eval={**config.eval.model_dump(), "every": eval_every},
+        fleet={**config.fleet.model_dump(), "restarts": restarts},
+    )
+
+
+def manifest(version: int, base: int = -1) -> Manifest:
+    codec: Any = "full" if base < 0 else "overwrite"
+    return Manifest("L0", version, version, codec, base, f"d{base}", f"d{version}", "", 0, 0, 0, 0)
+
+
+def batch(step: int) -> TrainBatch:
+    ints, floats, bools = np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.bool_)
+    return TrainBatch(step, (), ints, ints, bools, floats, floats, ints, floats, ints, bools)
+
+
+def report(step: int) -> EvalReport:
+    return EvalReport(step, step, 1, 1, 0.5, 0.5)
+
+
+class Loop:
+    """A controller with its clock, and what it has asked for."""
+
+    def __init__(self, config: Config, workers: tuple[str, ...] = ("w0",), first_epoch: int = 0) -> None:
+        self.controller = Controller(config, list(workers), first_epoch)
+        self.now_s = 0.0
+        self.actions: list[ev.Action] = self.controller.begin()
+
+    def tell(self, event: ev.Event) -> list[ev.Action]:
+        actions = self.controller.handle(event, self.now_s)
+        self.actions += actions
+        return actions
+
+    def installed(
+        self, version: int, worker: str = "w0", epoch: int = 0, error: str = "", mismatches: int = 0
+    ) -> list[ev.Action]:
+        outcome = InstallReport(worker, version, f"d{version}", not error, 0.1, mismatches, error)
+        return self.tell(ev.Installed(outcome, epoch))
+
+    def start(self, step: int = 0) -> None:
+        """Learner and workers are up and serve the first publication."""
+        assert self.tell(ev.LearnerReady(step)) == [ev.Publish(step)]
+        self.tell(ev.Published(manifest(step)))
+        for action in list(self.actions):
+            if isinstance(action, ev.StartWorker):
+                self.tell(ev.WorkerReady(action.worker_id, action.epoch))
+                self.installed(step, action.worker_id, action.epoch)
+
+    def train(self, step: int) -> list[ev.Action]:
+        """The batch of `step` comes and is trained; returns what follows."""
+        (train,) = self.tell(ev.BatchReady(batch(step)))
+        assert isinstance(train, ev.Train)
+        assert train.batch.step == step
+        return self.tell(ev.StepDone(STATS))
+
+
+# --- the course of a run -------------------------------------------------------------------------
+
+
+def test_it_begins_with_the_workers_and_publishes_before_anything_is_sampled() -> None:
+    loop = Loop(settings(), ("w0", "w1"), first_epoch=4)
+    assert loop.actions == [ev.StartWorker("w0", 4, 0.0), ev.StartWorker("w1", 4, 0.0)]
+    assert loop.tell(ev.WorkerReady("w0", 4)) == []  # there is nothing to install yet
+    assert loop.tell(ev.LearnerReady(0)) == [ev.Publish(0)]
+    assert loop.tell(ev.Published(manifest(0))) == [ev.Install("w0", 4, fresh=False), ev.FormBatch(0)]
+    assert loop.tell(ev.WorkerReady("w1", 4)) == [ev.Install("w1", 4, fresh=False)]
+
+
+@pytest.mark.parametrize(("s", "kappa"), [(0, 1), (3, 2), (4, 3)])
+def test_it_publishes_every_kappa_steps_and_after_the_last(s: int, kappa: int) -> None:
+    loop = Loop(settings(steps=7, s=s))
+    loop.start()
+    published = []
+    for step in range(7):
+        (after,) = loop.train(step)
+        if isinstance(after, ev.Publish):
+            published.append(after.version)
+            after = loop.tell(ev.Published(manifest(after.version, base=0)))[-1]
+        assert isinstance(after, ev.FormBatch if step < 6 else ev.Checkpoint)
+    assert published == [v for v in range(1, 8) if v % kappa == 0 or v == 7]
+
+
+def test_checkpoints_and_evaluations_come_as_often_as_said() -> None:
+    loop = Loop(settings(steps=6, s=0, checkpoint_every=2, eval_every=3))
+    saved, evaluated = [], []
+    pending: list[ev.Action] = [*loop.actions, *loop.tell(ev.LearnerReady(0))]
+    while pending:
+        action = pending.pop(0)
+        match action:
+            case ev.StartWorker(worker_id, epoch):
+                pending += loop.tell(ev.WorkerReady(worker_id, epoch))
+            case ev.Publish(version):
+                pending += loop.tell(ev.Published(manifest(version)))
+                pending += loop.installed(version)
+            case ev.FormBatch(step):
+                pending += loop.tell(ev.BatchReady(batch(step)))
+            case ev.Train():
+                pending += loop.tell(ev.StepDone(STATS))
+            case ev.Checkpoint(step):
+                saved.append(step)
+                pending += loop.tell(ev.Checkpointed(step))
+            case ev.Evaluate(step):
+                evaluated.append(step)
+                pending += loop.tell(ev.Evaluated(report(step)))
+            case _:
+                assert isinstance(action, (ev.Install, ev.Finish))
+    assert saved == [2, 4, 6]
+    assert evaluated == [0, 3, 6]
+    assert loop.actions[-1] == ev.Finish("done")
+
+
+def finish_last_step(loop: Loop) -> list[ev.Action]:
+    """From the last batch until only the evaluation is open."""
+    assert loop.train(0) == [ev.Publish(1)]
+    loop.tell(ev.Published(manifest(1)))
+    return loop.tell(ev.Checkpointed(1))
+
+
+def test_it_is_done_only_when_the_last_version_was_evaluated() -> None:
+    loop = Loop(settings(steps=1))
+    loop.start()
+    loop.tell(ev.Evaluated(report(0)))
+    assert finish_last_step(loop) == []
+    assert loop.installed(1) == [ev.Evaluate(1, ("w0",))]
+    assert loop.tell(ev.Evaluated(report(1))) == [ev.Finish("done")]
+    assert loop.tell(ev.WorkerReady("w0", 0)) == []  # nothing follows the end
+
+
+def test_an_evaluation_uses_only_workers_that_serve_its_version_and_one_runs_at_a_time() -> None:
+    loop = Loop(settings(steps=1), ("w0", "w1"))
+    loop.start()
+    assert [a for a in loop.actions if isinstance(a, ev.Evaluate)] == [ev.Evaluate(0, ("w0",))]
+    finish_last_step(loop)
+    assert loop.installed(1, "w0") == []  # the first evaluation still runs
+    assert loop.tell(ev.Evaluated(report(0))) == [ev.Evaluate(1, ("w0",))]
+
+
+def test_a_lost_evaluation_is_done_again() -> None:
+    loop = Loop(settings(steps=1))
+    loop.start()
+    assert loop.tell(ev.EvaluationLost(0)) == [ev.Evaluate(0, ("w0",))]
+
+
+# --- installs ------------------------------------------------------------------------------------
+
+
+def test_a_patch_goes_to_whom_has_its_base_and_everything_to_the_others() -> None:
+    loop = Loop(settings(), ("w0", "w1"))
+    loop.start()
+    loop.tell(ev.WorkerLost("w1", 0, "died"))
+    loop.train(0)
+    loop.train(1)
+    installs = loop.tell(ev.Published(manifest(2, base=0)))[:-1]
+    assert installs == [ev.Install("w0", 0, fresh=False)]
+    assert loop.tell(ev.WorkerReady("w1", 1)) == [ev.Install("w1", 1, fresh=False)]
+
+
+def test_a_worker_that_installs_is_left_alone_and_gets_the_newest_afterwards() -> None:
+    loop = Loop(settings(s=0))
+    loop.start()
+    loop.train(0)
+    assert loop.tell(ev.Published(manifest(1, base=0)))[0] == ev.Install("w0", 0, fresh=False)
+    loop.train(1)
+    assert loop.tell(ev.Published(manifest(2, base=1))) == [ev.FormBatch(2)]
+    assert loop.installed(1) == [ev.Install("w0", 0, fresh=False)]
+
+
+def test_a_refused_install_is_repaired_in_full_and_a_stubborn_worker_replaced() -> None:
+    loop = Loop(settings())
+    loop.start()
+    loop.train(0)
+    loop.train(1)
+    loop.tell(ev.Published(manifest(2, base=0)))
+    refused: dict[str, Any] = {"error": "the live weights are wrong", "mismatches": 1}
+    for _ in range(MAX_INSTALL_FAILURES):
+        assert loop.installed(0, **refused) == [ev.Install("w0", 0, fresh=True)]
+    assert loop.installed(0, **refused) == [ev.StartWorker("w0", 1, 0.0)]
+    assert loop.controller.digest_mismatches == MAX_INSTALL_FAILURES + 1
+    assert loop.controller.restarts == {"w0": 1}
+
+
+def test_a_good_install_forgives_earlier_refusals() -> None:
+    loop = Loop(settings())
+    loop.start()
+    loop.train(0)
+    loop.train(1)
+    loop.tell(ev.Published(manifest(2, base=0)))
+    for _ in range(3 * MAX_INSTALL_FAILURES):
+        assert loop.installed(0, error="wrong base") == [ev.Install("w0", 0, fresh=True)]
+        loop.installed(2)
+    assert loop.controller.digest_mismatches == 0  # the base was wrong, not the digest
+
+
+def test_damage_that_a_full_publication_repaired_is_counted_all_the_same() -> None:
+    loop = Loop(settings())
+    loop.start()
+    loop.installed(0, mismatches=1)
+    assert loop.controller.digest_mismatches == 1
+
+
+# --- losses --------------------------------------------------------------------------------------
+
+
+def test_a_lost_worker_comes_back_with_a_new_epoch_and_a_growing_delay() -> None:
+    loop = Loop(settings(restarts=3), ("w0", "w1"))
+    loop.start()
+    delays = []
+    for epoch in range(3):
+        (again,) = loop.tell(ev.WorkerLost("w0", epoch, "died"))
+        assert isinstance(again, ev.StartWorker)
+        assert (again.worker_id, again.epoch) == ("w0", epoch + 1)
+        delays.append(again.delay_s)
+    assert delays == sorted(set(delays))
+    assert loop.tell(ev.WorkerLost("w0", 3, "died")) == [ev.StopWorker("w0")]  # given up; w1 goes on
+    assert loop.controller.restarts == {"w0": 3, "w1": 0}
+
+
+def test_news_of_an_older_incarnation_changes_nothing() -> None:
+    loop = Loop(settings())
+    loop.start()
+    loop.tell(ev.WorkerLost("w0", 0, "died"))
+    assert loop.tell(ev.WorkerLost("w0", 0, "died")) == []
+    assert loop.tell(ev.WorkerReady("w0", 0)) == []
+    assert loop.installed(0, epoch=0) == []
+    assert loop.tell(ev.WorkerReady("w0", 1)) == [ev.Install("w0", 1, fresh=False)]
+
+
+def test_the_run_fails_with_the_reason_when_the_last_worker_is_gone() -> None:
+    loop = Loop(settings(restarts=0), ("w0", "w1"))
+    loop.start()
+    assert loop.tell(ev.WorkerLost("w0", 0, "out of memory")) == [ev.StopWorker("w0")]
+    (end,) = loop.tell(ev.WorkerLost("w1", 0, "engine died"))
+    assert isinstance(end, ev.Finish)
+    assert end.status == "failed"
+    assert "w1" in end.error
+    assert "engine died" in end.error
+
+
+def test_a_worker_that_is_still_starting_is_not_given_up() -> None:
+    loop = Loop(settings(restarts=0), ("w0", "w1"))
+    assert loop.tell(ev.WorkerLost("w1", 0, "no GPU")) == [ev.StopWorker("w1")]
+    loop = Loop(settings(restarts=1), ("w0", "w1"))
+    loop.start()
+    loop.tell(ev.WorkerLost("w0", 0, "died"))  # starts for the last time
+    loop.tell(ev.WorkerLost("w1", 0, "died"))
+    assert loop.tell(ev.WorkerLost("w1", 1, "died")) == [ev.StopWorker("w1")]
+    assert loop.tell(ev.WorkerReady("w0", 1)) == [ev.Install("w0", 1, fresh=False)]
+
+
+# --- waiting -------------------------------------------------------------------------------------
+
+
+def starve(loop: Loop) -> list[ev.Action]:
+    return loop.tell(ev.BatchNotReady("starved", "nothing admissible"))
+
+
+def test_a_starved_learner_publishes_again_and_again() -> None:
+    loop = Loop(settings())
+    loop.start()
+    loop.train(0)
+    assert starve(loop) == [ev.FormBatch(1)]
+    for times in (1, 2, 4):  # ever later, because it may only be slow on its way
+        loop.now_s += times * STARVED_AGAIN_S / 2
+        assert starve(loop) == [ev.FormBatch(1)]
+        loop.now_s += times * STARVED_AGAIN_S / 2
+        assert starve(loop) == [ev.Publish(1)]
+        # Also where an earlier install never came back: that one is given up.
+        assert loop.tell(ev.Published(manifest(1))) == [ev.Install("w0", 0, fresh=False), ev.FormBatch(1)]
+
+
+@pytest.mark.parametrize("reason", ["holding", "filling"])
+def test_work_on_its_way_ends_starvation(reason: Any) -> None:
+    loop = Loop(settings())
+    loop.start()
+    starve(loop)
+    loop.now_s += 2 * STARVED_AGAIN_S
+    assert loop.tell(ev.BatchNotReady(reason, "")) == [ev.FormBatch(0)]
+    assert starve(loop) == [ev.FormBatch(0)]
+
+
+def test_waiting_for_a_batch_has_an_end_that_says_what_was_missing() -> None:
+    loop = Loop(settings(wait_limit_s=100.0))
+    loop.start()
+    loop.now_s = 100.0
+    assert loop.tell(ev.BatchNotReady("filling", "3 of 4 groups buffered")) == [ev.FormBatch(0)]
+    loop.now_s = 100.5
+    (end,) = loop.tell(ev.BatchNotReady("filling", "3 of 4 groups buffered"))
+    assert isinstance(end, ev.Finish)
+    assert end.status == "failed"
+    for part in ("100 s", "step 0", "filling", "3 of 4 groups buffered"):
+        assert part in end.error
+
+
+def test_the_wait_is_counted_anew_for_every_batch() -> None:
+    loop = Loop(settings(wait_limit_s=100.0))
+    loop.start()
+    for step in range(4):
+        loop.now_s += 90.0
+        loop.tell(ev.BatchNotReady("filling", ""))
+        for action in loop.train(step):
+            if isinstance(action, ev.Publish):
+                loop.tell(ev.Published(manifest(action.version)))
+    assert not any(isinstance(a, ev.Finish) for a in loop.actions)
+
+
+# --- stopping ------------------------------------------------------------------------------------
+
+
+def stop(loop: Loop) -> list[ev.Action]:
+    return loop.tell(ev.StopRequested("Ctrl-C"))
+
+
+def test_a_stop_before_the_learner_is_there_ends_at_once() -> None:
+    assert stop(Loop(settings())) == [ev.Finish("stopped", "Ctrl-C")]
+
+
+def test_a_stop_finishes_the_step_in_hand_then_saves() -> None:
+    loop = Loop(settings())
+    loop.start()
+    loop.tell(ev.BatchReady(batch(0)))
+    assert stop(loop) == []
+    assert loop.tell(ev.StepDone(STATS)) == [ev.Checkpoint(1)]
+    assert loop.tell(ev.Checkpointed(1)) == [ev.Finish("stopped", "Ctrl-C")]
+
+
+def test_a_stop_while_no_batch_comes_saves_and_ends() -> None:
+    loop = Loop(settings())
+    loop.start()
+    loop.train(0)
+    assert stop(loop) == []
+    assert loop.tell(ev.BatchNotReady("filling", "")) == [ev.Checkpoint(1)]
+    assert loop.tell(ev.Checkpointed(1)) == [ev.Finish("stopped", "Ctrl-C")]
+
+
+def test_a_stop_during_a_publication_saves_before_it_ends() -> None:
+    loop = Loop(settings())
+    loop.start()
+    loop.train(0)
+    assert loop.train(1) == [ev.Publish(2)]
+    assert stop(loop) == []
+    assert loop.tell(ev.Published(manifest(2, base=0)))[-1] == ev.Checkpoint(2)
+    assert loop.tell(ev.Checkpointed(2)) == [ev.Finish("stopped", "Ctrl-C")]
+
+
+def test_a_stop_during_a_checkpoint_does_not_save_twice() -> None:
+    loop = Loop(settings(checkpoint_every=1))
+    loop.start()
+    assert loop.train(0) == [ev.Checkpoint(1)]
+    assert stop(loop) == []
+    assert loop.tell(ev.Checkpointed(1)) == [ev.Finish("stopped", "Ctrl-C")]
+
+
+def test_a_stop_does_not_wait_for_the_last_evaluation() -> None:
+    loop = Loop(settings(steps=1))
+    loop.start()
+    finish_last_step(loop)
+    assert stop(loop) == [ev.Finish("stopped", "Ctrl-C")]
+
+
+def test_a_resume_starts_where_it_was_and_publishes_at_once() -> None:
+    loop = Loop(settings(), first_epoch=2)
+    assert loop.tell(ev.LearnerReady(5)) == [ev.Publish(5)]
+    assert loop.tell(ev.Published(manifest(5))) == [ev.FormBatch(5)]
+    assert loop.tell(ev.WorkerReady("w0", 2)) == [ev.Install("w0", 2, fresh=False)]
+    assert loop.installed(5, epoch=2) == [ev.Evaluate(5, ("w0",))]

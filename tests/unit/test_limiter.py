@@ -1,0 +1,330 @@
+"""Staleness arithmetic, selection, leases and the prompt stream, each against its definition."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echo_planes.data.leases import LeaseBook
+from echo_planes.data.limiter import is_admissible, num_permits, num_urgent
+from echo_planes.data.prompts import PromptCursor
+from echo_planes.data.selectors import select
+from echo_planes.errors import LeaseError
+from echo_planes.types import Episode, Group, Lease, Prompt, Reward, Span, Trajectory
+
+quick = settings(max_examples=150, deadline=None)
+
+# --- admission -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "step", "s", "admissible"),
+    [(4, 4, 0, True), (3, 4, 0, False), (1, 4, 3, True), (0, 4, 3, False), (5, 4, 0, True)],
+)
+def test_a_trajectory_may_be_at_most_s_versions_old(
+    version: int, step: int, s: int, admissible: bool
+) -> None:
+    assert is_admissible(version, step, s) is admissible
+
+
+# --- permits -------------------------------------------------------------------------------------
+
+
+def permits(*, p: int, t: int, s: int, r: int = 4, outstanding: int = 0, queue: float = 1e9) -> int:
+    return num_permits(
+        worker_version=p,
+        step=t,
+        max_staleness=s,
+        groups_per_step=r,
+        outstanding_groups=outstanding,
+        queue_batches=queue,
+    )
+
+
+@pytest.mark.parametrize(
+    ("p", "t", "s", "batches"),
+    [(5, 5, 0, 1), (4, 5, 0, 0), (5, 5, 3, 4), (2, 5, 3, 1), (1, 5, 3, 0), (0, 9, 3, 0)],
+)
+def test_permits_are_the_batches_left_times_r(p: int, t: int, s: int, batches: int) -> None:
+    assert permits(p=p, t=t, s=s) == batches * 4
+    assert permits(p=p, t=t, s=s, outstanding=1) == max(0, batches * 4 - 1)
+
+
+@pytest.mark.parametrize(("queue", "expected"), [(1.0, 4), (1.5, 6), (2.0, 8), (100.0, 16), (0.1, 4)])
+def test_the_queue_lowers_the_ceiling_but_never_below_one_batch(queue: float, expected: int) -> None:
+    assert permits(p=5, t=5, s=3, queue=queue) == expected
+
+
+@quick
+@given(
+    p=st.integers(0, 9),
+    t=st.integers(0, 9),
+    s=st.integers(0, 6),
+    r=st.integers(1, 9),
+    outstanding=st.integers(0, 60),
+    queue=st.floats(1.0, 10.0),
+)
+def test_permits_never_promise_more_than_can_be_trained(
+    p: int, t: int, s: int, r: int, outstanding: int, queue: float
+) -> None:
+    granted = permits(p=p, t=t, s=s, r=r, outstanding=outstanding, queue=queue)
+    trainable = sum(is_admissible(p, step, s) for step in range(t, t + 20)) * r
+    assert 0 <= granted <= max(0, trainable - outstanding)
+    if is_admissible(p, t, s):
+        assert granted >= r - outstanding
+
+
+# --- urgency -------------------------------------------------------------------------------------
+
+
+def survives(versions: Sequence[int], step: int, s: int, r: int) -> bool:
+    """Whether work of these versions can all be trained in the batches formed from `step` on, r at a time."""
+    left = sorted(versions)
+    while left:
+        if left[0] + s < step:
+            return False
+        left = left[r:]
+        step += 1
+    return True
+
+
+@quick
+@given(
+    buffered=st.lists(st.integers(0, 6), max_size=12),
+    leased=st.lists(st.integers(0, 6), max_size=8),
+    step=st.integers(0, 8),
+    s=st.integers(0, 5),
+    r=st.integers(1, 4),
+)
+def test_urgent_is_the_fewest_that_must_go_now_and_none_where_some_of_it_is_still_out(
+    buffered: list[int], leased: list[int], step: int, s: int, r: int
+) -> None:
+    buffered = sorted(v for v in buffered if is_admissible(v, step, s))
+    leased = [v for v in leased if is_admissible(v, step, s)]
+    if not survives(buffered + leased, step, s, r):
+        return  # more was handed out than can be trained: permits prevent it
+    enough = [u for u in range(min(r, len(buffered)) + 1) if survives(buffered[u:] + leased, step + 1, s, r)]
+    urgent = num_urgent(
+        buffered_versions=buffered, leased_versions=leased, step=step, max_staleness=s, groups_per_step=r
+    )
+    assert urgent == (min(enough) if enough else None)
+
+
+@quick
+@given(
+    buffered=st.lists(st.integers(0, 6), max_size=20),
+    step=st.integers(0, 9),
+    s=st.integers(0, 5),
+    r=st.integers(1, 4),
+)
+def test_without_leases_the_learner_is_never_held(buffered: list[int], step: int, s: int, r: int) -> None:
+    urgent = num_urgent(
+        buffered_versions=buffered, leased_versions=[], step=step, max_staleness=s, groups_per_step=r
+    )
+    assert urgent is not None
+    assert 0 <= urgent <= min(r, len(buffered))
+
+
+# --- selection -----------------------------------------------------------------------------------
+
+
+def group(name: str, *versions: int) -> Group:
+    def sample(i: int, version: int) -> Trajectory:
+        episode = Episode((1,), (True,), (-1.0,), (Span(0, 1, version, f"d{version}"),), "stop")
+        return Trajectory(f"{name}/{i}", name, Prompt(0, (1,)), episode, Reward(0.0, False), "w0", "L0")
+
+    return Group(name, tuple(sample(i, version) for i, version in enumerate(versions)))
+
+
+ARRIVED = [group("a", 3), group("b", 1), group("c", 3, 2), group("d", 3), group("e", 1)]
+
+
+def chosen(name: str, count: int, urgent: int = 0, seed: int = 0) -> str:
+    picked = select(ARRIVED, count, name=name, urgent=urgent, rng=random.Random(seed))  # type: ignore[arg-type]
+    return "".join(g.group_id for g in picked)
+
+
+def test_fifo_takes_the_oldest_arrivals() -> None:
+    assert chosen("fifo", 3) == "abc"
+
+
+def test_freshest_takes_the_newest_versions_and_of_equal_ones_the_newest_arrivals() -> None:
+    assert chosen("freshest", 5) == "dacEb".lower()
+
+
+def test_a_group_is_as_old_as_its_oldest_sample() -> None:
+    assert chosen("freshest", 3) == "dac"
+    assert ARRIVED[2].version == 2
+
+
+@pytest.mark.parametrize("name", ["fifo", "freshest", "uniform"])
+def test_urgent_groups_go_first_whatever_the_selector(name: str) -> None:
+    for seed in range(10):
+        assert chosen(name, 2, urgent=2, seed=seed) == "be"
+        assert set("be") < set(chosen(name, 4, urgent=2, seed=seed))
+
+
+def test_fifo_goes_on_with_the_oldest_arrivals_after_the_urgent() -> None:
+    assert chosen("fifo", 3, urgent=1) == "bac"
+
+
+def test_uniform_draws_each_group_equally_often_without_replacement() -> None:
+    counts = dict.fromkeys("abcde", 0)
+    for seed in range(1000):
+        drawn = chosen("uniform", 2, seed=seed)
+        assert len(set(drawn)) == 2
+        for name in drawn:
+            counts[name] += 1
+    assert all(330 < count < 470 for count in counts.values())  # 400 expected, sigma 15
+    assert chosen("uniform", 5, seed=3) == chosen("uniform", 5, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "urgent", "part"),
+    [("fifo", 6, 0, "6 of 5"), ("fifo", 2, 3, "3 urgent"), ("lifo", 2, 0, "'lifo'")],
+)
+def test_what_cannot_be_selected_is_refused(name: str, count: int, urgent: int, part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        chosen(name, count, urgent)
+
+
+# --- leases --------------------------------------------------------------------------------------
+
+LEASE_S = 10.0
+
+
+def book(epoch: int = 0) -> LeaseBook:
+    leases = LeaseBook(LEASE_S)
+    leases.register("w0", epoch)
+    return leases
+
+
+def issue(
+    leases: LeaseBook, name: str = "l0", worker: str = "w0", epoch: int = 0, now_s: float = 0.0
+) -> Lease:
+    return leases.issue(Lease(name, name, epoch, worker, Prompt(0, (1,)), 2, 0, 0.0), now_s)
+
+
+def close(leases: LeaseBook, worker: str = "w0", epoch: int = 0, now_s: float = 0.0, name: str = "l0") -> str:
+    try:
+        leases.close(name, worker, epoch, now_s)
+    except LeaseError as why:
+        return str(why)
+    return "closed"
+
+
+def test_a_lease_runs_from_its_issue_and_ends_at_its_expiry() -> None:
+    leases = book()
+    assert issue(leases, now_s=5.0).expires_s == 15.0
+    assert leases.expire(14.999) == []
+    assert close(leases, now_s=14.999) == "closed"
+    issue(leases, now_s=5.0)
+    assert close(leases, now_s=15.0) == "expired"
+    assert [lease.lease_id for lease in leases.expire(15.0)] == ["l0"]
+    assert len(leases) == 0
+
+
+def test_a_lease_ends_once() -> None:
+    leases = book()
+    issue(leases)
+    assert close(leases) == "closed"
+    assert close(leases) == "unknown"
+    assert leases.expire(100.0) == []
+    issue(leases)
+    with pytest.raises(LeaseError, match="l0 was issued twice"):
+        issue(leases)
+
+
+@pytest.mark.parametrize(("worker", "epoch"), [("w1", 0), ("w0", 1), ("w1", 1)])
+def test_only_the_holder_closes_a_lease(worker: str, epoch: int) -> None:
+    leases = book()
+    leases.register("w1", 0)
+    issue(leases)
+    assert close(leases, worker, epoch) == "fenced"
+    assert close(leases) == "closed"  # the attempt changed nothing
+
+
+def test_a_new_incarnation_fences_the_old_one() -> None:
+    leases = book()
+    issue(leases)
+    leases.register("w0", 1)
+    assert leases.is_current("w0", 1)
+    assert not leases.is_current("w0", 0)
+    assert close(leases, epoch=0) == "fenced"
+    assert close(leases, epoch=1) == "fenced"  # it does not inherit the lease either
+
+
+def test_an_old_incarnation_cannot_come_back() -> None:
+    leases = book(epoch=3)
+    with pytest.raises(LeaseError, match="w0 registered epoch 2 after 3"):
+        leases.register("w0", 2)
+    leases.forget("w0")
+    assert not leases.is_current("w0", 3)
+    with pytest.raises(LeaseError, match="w0 registered epoch 2 after 3"):
+        leases.register("w0", 2)
+    leases.register("w0", 4)
+    assert leases.is_current("w0", 4)
+
+
+def test_forgetting_a_worker_ends_its_leases_and_no_others() -> None:
+    leases = book()
+    leases.register("w1", 0)
+    issue(leases, "l0")
+    issue(leases, "l1", "w1")
+    assert [lease.lease_id for lease in leases.forget("w0")] == ["l0"]
+    assert [lease.lease_id for lease in leases.live] == ["l1"]
+    assert close(leases, name="l0") == "unknown"
+    assert leases.forget("w0") == []
+
+
+def test_renewal_counts_from_now() -> None:
+    leases = book()
+    issue(leases)
+    leases.renew("w0", 0, ["l0", "no such lease"], 9.0)
+    assert close(leases, now_s=18.9) == "closed"
+
+
+@pytest.mark.parametrize(("worker", "epoch", "now_s"), [("w1", 0, 9.0), ("w0", 1, 9.0), ("w0", 0, 10.0)])
+def test_a_renewal_by_somebody_else_or_too_late_does_nothing(worker: str, epoch: int, now_s: float) -> None:
+    leases = book()
+    issue(leases)
+    leases.renew(worker, epoch, ["l0"], now_s)
+    assert close(leases, now_s=10.0) == "expired"
+
+
+# --- prompts -------------------------------------------------------------------------------------
+
+
+def test_prompts_are_handed_out_in_order_and_returned_ones_first() -> None:
+    cursor = PromptCursor()
+    assert [cursor.take() for _ in range(4)] == [0, 1, 2, 3]
+    cursor.give_back(2)
+    cursor.give_back(0)
+    assert cursor.returned == (0, 2)
+    assert cursor.next_index == 4
+    assert [cursor.take() for _ in range(3)] == [0, 2, 4]
+
+
+@quick
+@given(moves=st.lists(st.integers(0, 3), max_size=60), seed=st.integers(0, 99))
+def test_no_prompt_is_skipped_or_out_twice_across_any_resume(moves: list[int], seed: int) -> None:
+    rng = random.Random(seed)
+    cursor = PromptCursor()
+    out: list[int] = []
+    done: set[int] = set()
+    for move in moves:
+        if move <= 1:
+            index = cursor.take()
+            assert index not in out
+            assert index not in done
+            out.append(index)
+        elif out and move == 2:
+            done.add(out.pop(rng.randrange(len(out))))
+        elif out:
+            cursor.give_back(out.pop(rng.randrange(len(out))))
+        cursor = PromptCursor(cursor.next_index, cursor.returned)
+        assert sorted([*out, *done, *cursor.returned]) == list(range(cursor.next_index))

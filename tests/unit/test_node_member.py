@@ -1,0 +1,163 @@
+"""A worker's node and the sender's: what they believe of each other, without a network."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import pytest
+
+from echo_planes.errors import ClusterError
+from echo_planes.weights.frames import ChunkFrame
+from echo_planes.weights.node_dispatch import Dispatch
+from echo_planes.weights.node_feed import Feeds
+from echo_planes.weights.node_link import Parent, ParentLink
+from echo_planes.weights.node_member import Member
+from echo_planes.weights.node_settings import NodeSettings
+from echo_planes.weights.node_shelf import Shelf
+from echo_planes.weights.signing import Verifier
+from echo_planes.weights.tracker import FORGOTTEN_S, Tracker, TrackerSettings
+from echo_planes.weights.tracker_events import (
+    Assign,
+    CancelBroadcast,
+    PeerJoined,
+    Report,
+    Tick,
+    action_to_json,
+    event_to_json,
+)
+from tests.unit.wire import LIMITS, PATCH, SIGNER, signed
+
+VERIFIER = Verifier(SIGNER.public_bytes())
+
+
+class Request:
+    """Stands for a request of node w0 with a JSON body."""
+
+    def __init__(self, *events: Any) -> None:
+        self.headers = {"X-Node": "w0"}
+        self._body = json.dumps({"events": [event_to_json(event) for event in events]})
+
+    async def read(self) -> bytes:
+        return self._body.encode()
+
+
+def member(shelf: Shelf, session: Any, sender: str) -> Member:
+    options = NodeSettings("worker", "w0", "token", SIGNER.public_bytes().hex(), sender)
+    feeds = Feeds(shelf)
+    return Member(options, session, shelf, feeds, "https://w0", lambda: None, lambda lineage: -1)
+
+
+def test_a_peer_that_the_tracker_has_forgotten_is_asked_to_join_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def story() -> None:
+        now_s = 0.0
+        clock = SimpleNamespace(monotonic=lambda: now_s)
+        monkeypatch.setattr("echo_planes.weights.node_dispatch.time", clock)
+        tracker = Tracker(TrackerSettings())
+        dispatch = Dispatch(tracker, Feeds(Shelf(VERIFIER, LIMITS, tmp_path)), lambda line: None)
+        report = Report("w0", "", None, 0, 0, 0.0, 0, 0.0, False, False, -1)
+
+        async def answer_to(handler: Any, *events: Any) -> dict[str, Any]:
+            response = await handler(Request(*events))
+            parsed: dict[str, Any] = json.loads(response.text)
+            return parsed
+
+        assert await answer_to(dispatch.report, report) == {"join": True}
+        assert (await answer_to(dispatch.join, PeerJoined("w0", "http://w0", "")))["orders"]
+        assert (await answer_to(dispatch.report, report))["orders"]
+        while now_s < FORGOTTEN_S + 10:
+            now_s += 0.5
+            dispatch.handle(Tick())
+        assert await answer_to(dispatch.report, report) == {"join": True}
+        assert (await answer_to(dispatch.join, PeerJoined("w0", "http://w0", "")))["orders"]
+
+    asyncio.run(story())
+
+
+class Unreachable:
+    """Stands for a session: whoever is asked never answers."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def post(self, url: str, json: object) -> Unreachable:
+        self.asked.append(url)
+        return self
+
+    async def __aenter__(self) -> aiohttp.ClientResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def __aexit__(self, *why: object) -> None:
+        pass
+
+
+def test_the_token_does_not_go_out_in_plain_text_where_the_sender_speaks_tls(tmp_path: Path) -> None:
+    async def story() -> None:
+        session = Unreachable()
+        one = member(Shelf(VERIFIER, LIMITS, tmp_path), session, "https://sender")
+        plain, safe = (Assign("w0", "w1", f"{kind}://w1") for kind in ("http", "https"))
+        await one._follow({"orders": [action_to_json(plain)]})
+        assert one.link is None
+        assert "TLS" in one.trouble
+        await one._follow({"orders": [action_to_json(safe)]})
+        assert one.link is not None
+        assert one.trouble == ""
+        await one._follow({"orders": [action_to_json(plain)]})
+        assert one.link.parent.address == "https://w1"  # the present one is kept
+        await one.leave()
+
+    asyncio.run(story())
+
+
+def test_a_cancelled_publication_is_refused_without_waiting_for_the_parent(tmp_path: Path) -> None:
+    async def story() -> None:
+        session = Unreachable()
+        shelf = Shelf(VERIFIER, LIMITS, tmp_path)
+        one = member(shelf, session, "http://sender")
+        await one._follow({"orders": [action_to_json(Assign("w0", "w1", "http://w1"))]})
+        shelf.add_segment(signed(bytes(100), key=PATCH).segments[0])
+        order = {"orders": [action_to_json(CancelBroadcast(PATCH, ("w0",)))]}
+        await asyncio.wait_for(one._follow(order), 5.0)
+        await asyncio.sleep(0)
+        assert session.asked[-1] == "http://w1/v1/unwanted"
+        await one.leave()
+
+    asyncio.run(story())
+
+
+def test_a_stream_goes_on_after_there_was_no_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("echo_planes.weights.node_link.RETRY_S", (0.0, 0.0))
+
+    async def story() -> None:
+        shelf = Shelf(VERIFIER, LIMITS, tmp_path)
+        num_tries = 0
+        tried_again = asyncio.Event()
+
+        async def pull(link: ParentLink, number: int) -> None:
+            nonlocal num_tries
+            num_tries += 1
+            if num_tries == 1:
+                raise ClusterError("no room for weights")
+            assert link.trouble == "no room for weights"
+            one = signed(bytes(100), key=PATCH)
+            shelf.add_segment(one.segments[0])
+            link._take_chunk(ChunkFrame(PATCH, 0, 0, one.chunk(0, 0)))
+            tried_again.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(ParentLink, "_pull", pull)
+        session: Any = Unreachable()
+        link = ParentLink(session, shelf, Parent("w1", "http://w1"), 1, lambda: None)
+        await asyncio.wait_for(tried_again.wait(), 5.0)
+        assert link.trouble == ""
+        await link.close()
+        shelf.close()
+
+    asyncio.run(story())

@@ -1,0 +1,178 @@
+"""Each objective against a small case worked out in plain arithmetic."""
+
+from __future__ import annotations
+
+from math import exp
+from typing import Any, Literal, get_args
+
+import numpy as np
+import pytest
+import torch
+
+from echo_planes.config import ObjectiveConfig
+from echo_planes.learning.objectives import Loss, Tokens, policy_loss, token_weights
+
+Name = Literal["grpo", "dapo", "dr_grpo", "rloo", "gspo"]
+NAMES: tuple[Name, ...] = get_args(Name)
+# Two trajectories, of one and of three trained tokens.
+COUNTS = np.array([1, 3])
+MAX_TOKENS = 10
+NEW = [-1.0, -0.5, -2.0, -0.7]
+OLD = [-1.1, -0.6, -1.8, -0.7]
+SAMPLER = [-1.0, -0.9, -1.8, -2.7]
+ADVANTAGE = [1.5, -0.5, -0.5, -0.5]
+
+
+def make(config: ObjectiveConfig, new: list[float] = NEW, **changes: Any) -> tuple[torch.Tensor, Tokens]:
+    logprobs = torch.tensor(new, requires_grad=True)
+    trajectory = torch.tensor([0, 1, 1, 1])
+    weights = torch.from_numpy(token_weights(config.name, COUNTS, MAX_TOKENS))[trajectory]
+    columns: dict[str, Any] = {
+        "old_logprobs": torch.tensor(OLD),
+        "sampler_logprobs": torch.tensor(SAMPLER),
+        "advantages": torch.tensor(ADVANTAGE),
+        "weights": weights,
+        "trajectory": trajectory,
+        "num_trajectories": 2,
+    }
+    return logprobs, Tokens(logprobs=logprobs, **(columns | changes))
+
+
+def loss_of(config: ObjectiveConfig, **changes: Any) -> Loss:
+    return policy_loss(make(config, **changes)[1], config)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "others"),
+    [
+        ("grpo", 1 / 2, 1 / 6),
+        ("gspo", 1 / 2, 1 / 6),
+        ("dapo", 1 / 4, 1 / 4),
+        ("rloo", 1 / 4, 1 / 4),
+        ("dr_grpo", 1 / 20, 1 / 20),
+    ],
+)
+def test_token_weights(name: str, first: float, others: float) -> None:
+    assert token_weights(name, COUNTS, MAX_TOKENS) == pytest.approx([first, others])
+
+
+def test_trajectories_without_trained_tokens_do_not_count() -> None:
+    assert token_weights("grpo", np.array([2, 0]), MAX_TOKENS)[0] == pytest.approx(1 / 2)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "rloo", "dr_grpo"])
+def test_per_token_loss_by_hand(name: Name) -> None:
+    config = ObjectiveConfig(name=name, clip_low=0.1, clip_high=0.08)
+    # Ratios e^0.1, e^0.1, e^-0.2, 1. The first is clipped to 1.08 (A > 0); the second is not (A < 0, above);
+    # the third is clipped to 0.9 (A < 0, below). Importance weights: e^-0.1, e^0.3, 1, and e^2 cut to 2.
+    tokens = [
+        -exp(-0.1) * 1.08 * 1.5,
+        -exp(0.3) * exp(0.1) * -0.5,
+        -1.0 * 0.9 * -0.5,
+        -2.0 * 1.0 * -0.5,
+    ]
+    per_token = token_weights(name, COUNTS, MAX_TOKENS)[[0, 1, 1, 1]]
+    result = loss_of(config)
+    assert result.loss.item() == pytest.approx(float(np.dot(per_token, tokens)), abs=1e-6)
+    assert result.clipped.tolist() == [True, False, True, False]
+    assert result.tis.tolist() == pytest.approx([exp(-0.1), exp(0.3), 1.0, 2.0])
+
+
+def test_gspo_uses_one_ratio_per_trajectory() -> None:
+    config = ObjectiveConfig(name="gspo", clip_low=0.02, clip_high=0.02, tis_level="none")
+    # Trajectory 0: e^0.1, clipped to 1.02. Trajectory 1: e^((0.1 - 0.2 + 0) / 3) = 0.967, clipped to 0.98.
+    expected = -(1 / 2) * 1.02 * 1.5 - (1 / 2) * 0.98 * -0.5
+    assert loss_of(config).loss.item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_gspo_gradient_is_shared_by_the_trajectory() -> None:
+    config = ObjectiveConfig(name="gspo", clip_low=1.0, clip_high=1.0, tis_level="none")
+    logprobs, tokens = make(config)
+    torch.autograd.backward(policy_loss(tokens, config).loss)
+    # d/dlogp of -(1/2) s A with s = exp(mean of three log ratios) is -(1/2) s A / 3 for every token.
+    expected = -(1 / 2) * exp(-0.1 / 3) * -0.5 / 3
+    assert logprobs.grad is not None
+    assert logprobs.grad[1:].tolist() == pytest.approx([expected] * 3)
+
+
+def test_second_side_clip_only_where_the_advantage_is_negative() -> None:
+    config = ObjectiveConfig(name="dapo", clip_high=9.0, clip_delta=1.05, tis_level="none")
+    new = [OLD[0] + 1.0, OLD[1] + 1.0, OLD[2], OLD[3]]
+    result = loss_of(config, new=new)
+    expected = [-exp(1.0) * 1.5, 1.05 * 0.5, 0.5, 0.5]
+    assert result.loss.item() == pytest.approx(sum(expected) / 4)
+    assert result.clipped.tolist() == [False, True, False, False]
+    unbounded = loss_of(config.model_copy(update={"clip_delta": None}), new=new)
+    assert unbounded.loss.item() == pytest.approx((-exp(1.0) * 1.5 + exp(1.0) * 0.5 + 1.0) / 4)
+
+
+def test_sequence_level_importance_weight_is_the_truncated_product() -> None:
+    result = loss_of(ObjectiveConfig(tis_level="sequence", tis_cap=9.0))
+    # Differences old - sampler: -0.1 | 0.3, 0, 2.
+    assert result.tis.tolist() == pytest.approx([exp(-0.1)] + [9.0] * 3)
+    untruncated = loss_of(ObjectiveConfig(tis_level="sequence", tis_cap=99.0))
+    assert untruncated.tis.tolist() == pytest.approx([exp(-0.1)] + [exp(2.3)] * 3, rel=1e-5)
+
+
+def test_kl_to_the_reference_by_hand() -> None:
+    reference = torch.tensor([-1.0, -0.2, -2.0, -0.7])
+    config = ObjectiveConfig(name="dapo", kl_beta=0.4)
+    with_kl = loss_of(config, reference_logprobs=reference)
+    without = loss_of(ObjectiveConfig(name="dapo"))
+    assert with_kl.kl.tolist() == pytest.approx([0.0, exp(0.3) - 0.3 - 1.0, 0.0, 0.0], abs=1e-6)
+    difference = with_kl.loss.item() - without.loss.item()
+    assert difference == pytest.approx(0.4 * (exp(0.3) - 1.3) / 4, abs=1e-6)
+
+
+def test_on_policy_gradient_is_the_weighted_advantage() -> None:
+    config = ObjectiveConfig(name="dapo", tis_level="none")
+    logprobs, tokens = make(config)
+    own = Tokens(
+        logprobs=logprobs,
+        old_logprobs=logprobs.detach(),
+        sampler_logprobs=tokens.sampler_logprobs,
+        advantages=tokens.advantages,
+        weights=tokens.weights,
+        trajectory=tokens.trajectory,
+        num_trajectories=2,
+    )
+    torch.autograd.backward(policy_loss(own, config).loss)
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-a / 4 for a in ADVANTAGE])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_splitting_the_batch_does_not_change_the_gradient(
+    name: Name, level: Literal["token", "sequence"]
+) -> None:
+    config = ObjectiveConfig(name=name, tis_level=level, kl_beta=0.1)
+    generator = torch.Generator().manual_seed(3)
+    counts = torch.tensor([3, 1, 5, 2, 4])
+    trajectory = torch.arange(5).repeat_interleave(counts)
+    size = int(counts.sum())
+    new, old, sampler, reference = (-torch.rand(4, size, generator=generator)).unbind()
+    advantages = torch.randn(5, generator=generator)[trajectory]
+    weights = torch.from_numpy(token_weights(name, counts.numpy(), MAX_TOKENS))[trajectory]
+
+    def gradient(parts: list[list[int]]) -> torch.Tensor:
+        leaf = new.clone().requires_grad_()
+        for part in parts:
+            at = torch.isin(trajectory, torch.tensor(part)).nonzero().squeeze(1)
+            tokens = Tokens(
+                logprobs=leaf[at],
+                old_logprobs=old[at],
+                sampler_logprobs=sampler[at],
+                advantages=advantages[at],
+                weights=weights[at],
+                trajectory=trajectory[at],
+                num_trajectories=5,
+                reference_logprobs=reference[at],
+            )
+            torch.autograd.backward(policy_loss(tokens, config).loss)
+        assert leaf.grad is not None
+        return leaf.grad
+
+    whole = gradient([[0, 1, 2, 3, 4]])
+    assert whole.abs().max() > 0
+    torch.testing.assert_close(gradient([[0, 3], [1], [2, 4]]), whole)

@@ -1,0 +1,158 @@
+"""Packing: nothing lost, nothing doubled, nothing sees what it must not, budgets kept."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echo_planes.errors import ConfigError, TaskError
+from echo_planes.learning.packing import (
+    Inputs,
+    MicroBatch,
+    build,
+    find_inputs,
+    make_units,
+    plan,
+    split_groups,
+)
+from echo_planes.types import TrainBatch
+
+
+def make_batch(sequences: list[tuple[list[int], list[int], list[bool]]]) -> TrainBatch:
+    """From (prompt ids, response ids, response mask) per trajectory."""
+    ids = [t for prompt, response, _ in sequences for t in prompt + response]
+    mask = [m for prompt, _, trained in sequences for m in [False] * len(prompt) + trained]
+    n = len(sequences)
+    return TrainBatch(
+        step=0,
+        trajectory_ids=tuple(map(str, range(n))),
+        token_ids=np.array(ids, np.int64),
+        offsets=np.cumsum([0] + [len(p) + len(r) for p, r, _ in sequences]),
+        loss_mask=np.array(mask, np.bool_),
+        sampler_logprobs=np.zeros(len(ids), np.float32),
+        rewards=np.zeros(n, np.float32),
+        advantage_groups=np.zeros(n, np.int64),
+        advantages=np.zeros(n, np.float32),
+        versions=np.zeros(n, np.int64),
+        correct=np.zeros(n, np.bool_),
+    )
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> TrainBatch:
+    """Few prompts, several answers each, environment tokens between, some with nothing to train."""
+    prompts = draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=4))
+    sequences = []
+    for prompt in prompts:
+        for _ in range(draw(st.integers(1, 4))):
+            mask = draw(st.lists(st.booleans(), max_size=8))
+            response = draw(st.lists(st.integers(0, 9), min_size=len(mask), max_size=len(mask)))
+            sequences.append((prompt, response, mask))
+    return make_batch(sequences)
+
+
+def pack(batch: TrainBatch, budget: int, shards: int, share: int) -> tuple[Inputs, list[list[MicroBatch]]]:
+    inputs = find_inputs(batch, np.ones(batch.num_trajectories, np.bool_))
+    units = make_units(batch, inputs, share)
+    layouts = plan(np.array([u.length for u in units], np.int64), budget, shards)
+    return inputs, [[build(layout, units, batch, inputs) for layout in shard] for shard in layouts]
+
+
+def visible(micro: MicroBatch, flat: int) -> list[tuple[int, int]]:
+    """(position, token id) of everything the token at `flat` may look at, itself included, in order."""
+    row_len = micro.token_ids.shape[1]
+    row, column = divmod(flat, row_len)
+    mask = micro.attention_mask()
+    seen = np.arange(row_len) <= column if mask is None else mask[row, 0, column]
+    # Without a mask the model counts positions itself, from 0 in every row.
+    positions = np.arange(row_len) if mask is None else micro.position_ids[row]
+    return list(zip(positions[seen].tolist(), micro.token_ids[row][seen].tolist(), strict=True))
+
+
+@settings(max_examples=150, deadline=None)
+@given(batch=batches(), budget=st.integers(14, 60), shards=st.integers(1, 3), share=st.sampled_from([0, 14]))
+def test_every_trained_token_is_predicted_once_from_exactly_its_own_past(
+    batch: TrainBatch, budget: int, shards: int, share: int
+) -> None:
+    inputs, packed = pack(batch, budget, shards, share)
+    assert len({len(shard) for shard in packed}) == 1
+    micros = [micro for shard in packed for micro in shard]
+    columns = np.concatenate([m.columns for m in micros]) if micros else np.zeros(0, np.int64)
+    assert sorted(columns.tolist()) == np.flatnonzero(batch.loss_mask).tolist()
+    for micro in micros:
+        assert micro.token_ids.size <= budget
+        for at, target, column, owner in zip(
+            micro.predictors, micro.targets, micro.columns, micro.trajectories, strict=True
+        ):
+            start, stop = batch.offsets[owner], batch.offsets[owner + 1]
+            assert start < column < stop
+            assert target == batch.token_ids[column]
+            past = batch.token_ids[start:column].tolist()
+            assert visible(micro, int(at)) == list(enumerate(past))
+    if share == 0:
+        # Nothing shared: every input token is in exactly one place.
+        assert sum(m.num_inputs for m in micros) == inputs.lengths.sum()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), max_size=40), budget=st.integers(40, 200), shards=st.integers(1, 4)
+)
+def test_plan_places_every_unit_once_within_the_budget(lengths: list[int], budget: int, shards: int) -> None:
+    layouts = plan(np.array(lengths, np.int64), budget, shards)
+    placed = [unit for shard in layouts for layout in shard for row in layout.rows for unit in row]
+    assert sorted(placed) == list(range(len(lengths)))
+    for layout in (layout for shard in layouts for layout in shard if layout.rows):
+        totals = [sum(lengths[unit] for unit in row) for row in layout.rows]
+        assert max(totals) <= layout.row_len == max(lengths[u] for row in layout.rows for u in row)
+        assert layout.row_len * len(layout.rows) <= budget
+    assert plan(np.array(lengths, np.int64), budget, shards) == layouts
+
+
+def test_short_sequences_stay_one_cheap_rectangle() -> None:
+    batch = make_batch([([i % 7, i // 7], [5] * 4, [True] * 4) for i in range(256)])
+    _, [[micro]] = pack(batch, 8192, 1, share=0)
+    assert micro.token_ids.shape == (256, 5)  # 2 + 4 tokens, the last of which predicts nothing
+    assert micro.attention_mask() is None
+
+
+def test_samples_of_a_prompt_carry_it_once() -> None:
+    batch = make_batch([([1, 2, 3], [4, 5 + i, 6], [True] * 3) for i in range(4)])
+    _, [[micro]] = pack(batch, 64, 1, share=64)
+    assert micro.num_inputs == 3 + 4 * 2
+    # The four first tokens are predicted from the very same place.
+    assert len(set(micro.predictors[np.isin(micro.columns, batch.offsets[:-1] + 3)].tolist())) == 1
+
+
+def test_empty_micro_batches_keep_the_ranks_in_step() -> None:
+    batch = make_batch([([1], [2, 3], [True, True])])
+    _, packed = pack(batch, 8, 2, share=0)
+    assert [len(shard) for shard in packed] == [1, 1]
+    assert len(packed[0][0].columns) == 2
+    assert len(packed[1][0].columns) == 0
+    assert packed[1][0].token_ids.shape == (1, 1)
+
+
+def test_left_out_trajectories_are_not_packed() -> None:
+    batch = make_batch([([1], [2, 3], [True, True]), ([1], [4, 5], [True, True])])
+    inputs = find_inputs(batch, np.array([False, True]))
+    assert inputs.lengths.tolist() == [0, 2]
+    assert [u.trajectories for u in make_units(batch, inputs, 64)] == [(1,)]
+
+
+def test_a_unit_longer_than_the_budget_is_refused() -> None:
+    with pytest.raises(ConfigError, match="micro_batch_tokens=8"):
+        plan(np.array([9]), 8, 1)
+
+
+def test_a_trained_first_token_is_refused() -> None:
+    with pytest.raises(TaskError, match="first token"):
+        pack(make_batch([([], [1, 2], [True, True])]), 8, 1, share=0)
+
+
+def test_split_keeps_groups_whole_and_in_order() -> None:
+    groups = np.array([5, 5, 9, 2, 2, 9])
+    assert [p.tolist() for p in split_groups(groups, 2)] == [[0, 1, 2, 5], [3, 4]]
+    assert [p.tolist() for p in split_groups(groups, 8)] == [[0, 1], [2, 5], [3, 4]]

@@ -1,0 +1,194 @@
+"""Mistakes found before anything starts: each message says what, which value, why and what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo_planes import preflight
+from echo_planes.config import Config
+from echo_planes.errors import ClusterError, ConfigError, ModelError, UserError
+from echo_planes.testing import replace_section
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder that passes; the contents are not looked at."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    return folder
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    base = Config()
+    changed = {name: {**getattr(base, name).model_dump(), **values} for name, values in sections.items()}
+    return replace_section(base, **changed)  # type: ignore[no-any-return]
+
+
+def refusal(kind: type[UserError], settings: Config, run_dir: Path) -> str:
+    with pytest.raises(kind) as caught:
+        preflight.check(settings, run_dir)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_the_default_run_passes_and_the_check_leaves_nothing_behind(tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "new"
+    preflight.check(Config(), run_dir)
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_a_model_folder_passes(model: Path, tmp_path: Path) -> None:
+    preflight.check(config(model={"path": str(model)}), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("missing", "parts"),
+    [
+        ("config.json", ["no config.json"]),
+        ("model.safetensors", ["no *.safetensors", "can run code"]),
+        ("tokenizer_config.json", ["no tokenizer_config.json", "save the model's tokenizer"]),
+    ],
+)
+def test_a_model_folder_that_lacks_a_part(
+    model: Path, tmp_path: Path, missing: str, parts: list[str]
+) -> None:
+    (model / missing).unlink()
+    message = refusal(ModelError, config(model={"path": str(model)}), tmp_path / "run")
+    for part in [f"model.path={model}", *parts]:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ('{"eos_token": null}', "no end token"),
+        ("{}", "no end token"),
+        ('{"eos_token": ', "not JSON"),
+        ("[]", "tokenizer_config.json"),
+        ("\xff\xfe", "not JSON"),
+    ],
+)
+def test_a_tokenizer_without_an_end_would_never_stop(
+    model: Path, tmp_path: Path, content: str, part: str
+) -> None:
+    (model / "tokenizer_config.json").write_bytes(content.encode("latin-1"))
+    message = refusal(ModelError, config(model={"path": str(model)}), tmp_path / "run")
+    assert part in message
+    assert str(model) in message
+
+
+def test_an_end_token_may_be_described_by_an_object(model: Path, tmp_path: Path) -> None:
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
+    preflight.check(config(model={"path": str(model)}), tmp_path / "run")
+
+
+def test_no_model_folder_at_all(tmp_path: Path) -> None:
+    message = refusal(ModelError, config(model={"path": "no/such/model"}), tmp_path / "run")
+    for part in ("model.path=no/such/model", "no such folder", "builtin:tiny-math"):
+        assert part in message
+
+
+def test_a_fleet_of_nobody(tmp_path: Path) -> None:
+    message = refusal(ConfigError, config(fleet={"workers": [{"count": 0}, {"count": 0}]}), tmp_path / "run")
+    assert "fleet.workers" in message
+    assert "zero workers" in message
+    preflight.check(config(fleet={"workers": [{"count": 0}, {"count": 1}]}), tmp_path / "run")
+
+
+@pytest.mark.parametrize(("tokens", "fits"), [(511, True), (512, False), (600, False)])
+def test_answers_must_leave_room_for_a_prompt(tmp_path: Path, tokens: int, fits: bool) -> None:
+    settings = config(sampling={"max_new_tokens": tokens}, model={"max_model_len": 512})
+    if fits:
+        preflight.check(settings, tmp_path / "run")
+        return
+    message = refusal(ConfigError, settings, tmp_path / "run")
+    for part in (f"sampling.max_new_tokens={tokens}", "model.max_model_len=512", "lower"):
+        assert part in message
+
+
+@pytest.mark.parametrize("key", ["run.metrics_port", "learner.master_port", "weights.port"])
+def test_a_port_somebody_listens_on(tmp_path: Path, taken_port: int, key: str) -> None:
+    section, _, name = key.partition(".")
+    message = refusal(ClusterError, config(**{section: {name: taken_port}}), tmp_path / "run")
+    for part in (f"{key}={taken_port}", "in use", "choose another"):
+        assert part in message
+    preflight.check(config(**{section: {name: free_port()}}), tmp_path / "run")
+
+
+def test_a_folder_that_another_run_has_is_refused_unless_it_is_resumed(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    message = refusal(ConfigError, Config(), tmp_path)
+    assert f"run.dir={tmp_path}" in message
+    assert f"run.resume={tmp_path}" in message
+    preflight.check(config(run={"resume": str(tmp_path)}), tmp_path)
+
+
+def test_a_run_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    message = refusal(ClusterError, Config(), tmp_path / "file" / "run")
+    assert f"run.dir={tmp_path / 'file' / 'run'}" in message
+    assert "cannot be written" in message
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_run_folder_without_permission(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert "Permission denied" in refusal(ClusterError, Config(), tmp_path / "run")
+
+
+def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "MIN_FREE_BYTES", 2**62)
+    message = refusal(ClusterError, Config(), tmp_path / "run")
+    for part in (f"run.dir={tmp_path / 'run'}", "MiB are free", str(2**42), "free some space"):
+        assert part in message
+
+
+def test_a_signing_key_that_is_none(tmp_path: Path) -> None:
+    key = tmp_path / "key.pem"
+    assert f"{key} cannot be read" in refusal(
+        ConfigError, config(weights={"key_file": str(key)}), tmp_path / "r"
+    )
+    key.write_text("no key")
+    key.chmod(0o600)
+    message = refusal(ConfigError, config(weights={"key_file": str(key)}), tmp_path / "r")
+    assert "openssl genpkey" in message
+
+
+def test_certificates_that_are_not_there(tmp_path: Path) -> None:
+    given = {"tls_cert": "cert.pem", "tls_key": "key.pem", "tls_ca": "ca.pem"}
+    message = refusal(ConfigError, config(weights=given), tmp_path / "run")
+    assert "weights.tls_cert=cert.pem: no such file" in message
+    with pytest.raises(ValueError, match="belong together"):
+        config(weights={"tls_cert": "cert.pem"})
+
+
+def test_a_store_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    message = refusal(ConfigError, config(weights={"store": str(tmp_path / "file")}), tmp_path / "run")
+    assert f"weights.store={tmp_path / 'file'} is a file" in message
+    preflight.check(config(weights={"store": str(tmp_path / "store")}), tmp_path / "run")

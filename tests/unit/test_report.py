@@ -1,0 +1,366 @@
+"""report.html: complete, self-contained, safe, and there even when little of the run is."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from echo_planes.errors import DataError
+from echo_planes.metrics import MetricsWriter
+from echo_planes.report import main, render, write_report
+from echo_planes.report_assets.charts import MAX_POINTS, Chart, Series, line_chart, moving_average, si, ticks
+from echo_planes.report_assets.rollouts import heat_class, read_rollouts, rollout_card, token_texts
+
+EVIL = "<script>alert('x')</script><img src=x onerror=alert(1)>\"'&"
+VOID = {"meta", "img"}
+
+
+class Outline(HTMLParser):
+    """Checks that tags nest, and collects what a page could load or run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open[-1:] == [tag], f"</{tag}> closes nothing"
+        self.open.pop()
+
+
+def outline(page: str) -> Outline:
+    parser = Outline()
+    parser.feed(page)
+    assert parser.open == []
+    return parser
+
+
+def a_row(step: int, name: str, *, correct: bool = True, text: str = "42", **values: Any) -> dict[str, Any]:
+    tokens = len(text) + 1
+    return {
+        "trajectory_id": f"{name}/0",
+        "group_id": name,
+        "step": step,
+        "prompt_text": f"prompt of {name}",
+        "response_text": text,
+        "response_ids": list(range(tokens)),
+        "logprobs": [-0.1] * tokens,
+        "reward": float(correct),
+        "correct": correct,
+        "version": max(0, step - 1),
+        "worker_id": "w0",
+        "lineage": "L",
+        "span_stops": [1, tokens],
+        "span_versions": [3, 4],
+        **values,
+    }
+
+
+def write_arrow(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    table = pa.Table.from_pylist(rows)
+    with pa.ipc.new_file(str(path), table.schema) as file:
+        file.write_table(table, max_chunksize=2)
+
+
+def a_run(folder: Path, steps: int = 20) -> Path:
+    writer = MetricsWriter(folder)
+    for step in range(1, steps + 1):
+        writer.step(
+            {
+                "step": step,
+                "reward_mean": step / steps,
+                "correct_mean": step / steps,
+                "staleness_max": 2,
+                "staleness_mean": 1.25,
+                "t_train_s": 0.5,
+                "t_idle_s": 0.1,
+                "tokens": 100,
+                "tokens_per_s": 166.0,
+                "usd": 0.25,
+                "mismatch_mean": 0.01,
+                "mismatch_p99": float("nan") if step == 3 else 0.1,
+                "bubble_ratio": 1 / 6,
+                "accepted": step * 10,
+                "trained": step * 8,
+                "dropped_stale": step,
+                "buffered": step,
+                "entropy": 0.4,
+                "grad_norm": 0.3,
+                "time_s": 30.0 + step,
+            }
+        )
+    writer.event(3.0, "worker lost", EVIL, worker="w1")
+    writer.write_summary(
+        {
+            **writer.aggregates.summary(),
+            "task": "math",
+            "model": EVIL,
+            "status": "done",
+            "seconds": 60.0,
+            "eval_first": 0.25,
+            "eval_last": 0.875,
+            "evals": [{"step": 10, "version": 9, "accuracy": 0.5, "reward_mean": 0.5}],
+            "max_staleness": 3,
+            "digest_mismatches": 0,
+            "lost_trajectories": 0,
+            "duplicate_trajectories": 0,
+            "workers": [{"id": EVIL, "sku": "cpu", "usd_per_hour": 0.1, "tokens": 5000, "usd": 0.5}],
+            "seconds_startup": {"Ray": 5.0},
+        }
+    )
+    (folder / "config.yaml").write_text(f"task:\n  name: math\nnote: {json.dumps(EVIL)}\n")
+    rows = [a_row(0, "g0"), a_row(0, "g1", correct=False), a_row(19, "g2", text=EVIL, prompt_text=EVIL)]
+    write_arrow(folder / "trajectories" / "part-0.arrow", rows)
+    return folder
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_shows_its_key_figures(tmp_path: Path) -> None:
+    path = write_report(a_run(tmp_path))
+    page = path.read_text(encoding="utf-8")
+    outline(page)
+    assert path == tmp_path / "report.html"
+    for expected in ("0.075 → </span>0.975", "0.250 → </span>0.875", "$5.00", "2 of 3", "16.7 %", "S = 3"):
+        assert expected in page
+    learning = ["Reward", "Entropy", "Gradient norm"]
+    asynchrony = ["Staleness", "Sampler-learner mismatch", "Learner time", "Learner bubble"]
+    cost = ["Throughput", "Cumulative cost", "Tokens per worker", "Start-up", "Workers"]
+    for title in [*learning, *asynchrony, *cost, "Ledger", "Events"]:
+        assert f"<h3>{title}</h3>" in page
+
+
+def test_nothing_from_the_run_becomes_markup_and_nothing_is_loaded(tmp_path: Path) -> None:
+    page = render(a_run(tmp_path))
+    parsed = outline(page)
+    assert parsed.seen.count("script") == 1
+    assert "img" not in parsed.seen
+    assert not [name for name, _ in parsed.attributes if name.startswith("on") or name in ("src", "href")]
+    assert "url(" not in page
+    assert "@import" not in page
+    assert "&lt;script&gt;alert" in page
+
+
+def test_the_content_policy_allows_exactly_this_pages_script(tmp_path: Path) -> None:
+    page = render(a_run(tmp_path))
+    parsed = outline(page)
+    [policy] = [v for name, v in parsed.attributes if name == "content" and "default-src" in v]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    [script] = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    expected = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{expected}'" in policy
+    assert not [name for name, _ in parsed.attributes if name == "style"]  # the policy would drop them
+
+
+@pytest.mark.parametrize("missing", ["config.yaml", "metrics.jsonl", "summary.json", "events.jsonl"])
+def test_any_one_file_may_be_missing(tmp_path: Path, missing: str) -> None:
+    (a_run(tmp_path) / missing).unlink()
+    outline(render(tmp_path))
+
+
+def test_an_empty_folder_still_makes_a_page(tmp_path: Path) -> None:
+    page = render(tmp_path)
+    outline(page)
+    assert "unfinished" in page
+    assert "0 learner steps" in page
+
+
+def test_a_run_that_failed_at_step_0_shows_its_error(tmp_path: Path) -> None:
+    MetricsWriter(tmp_path).write_summary(
+        {"task": "math", "model": "m", "status": "failed", "steps": 0, "error": "ClusterError: <no GPU>"}
+    )
+    page = render(tmp_path)
+    outline(page)
+    assert "ClusterError: &lt;no GPU&gt;" in page
+    assert '<span class="pill failed">failed</span>' in page
+    assert "data-hover" not in page.split("<script>")[0]
+
+
+def test_a_violation_is_shown_in_red(tmp_path: Path) -> None:
+    MetricsWriter(tmp_path).write_summary({"max_staleness": 3, "max_staleness_observed": 4})
+    assert '<div class="value bad">4 of 3</div>' in render(tmp_path)
+
+
+def test_an_interrupted_run_is_summed_up_from_its_steps(tmp_path: Path) -> None:
+    (a_run(tmp_path) / "summary.json").unlink()
+    page = render(tmp_path)
+    assert "unfinished" in page
+    assert "0.975" in page
+    assert "$5.00" in page
+    assert "200 accepted = 160 trained + 20 dropped + 20 buffered" in page
+
+
+def test_a_long_run_makes_a_page_of_bounded_size(tmp_path: Path) -> None:
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        for step in range(20_000):
+            file.write(json.dumps({"step": step, "reward_mean": 0.5, "staleness_max": step % 4}) + "\n")
+    page = render(tmp_path)
+    assert len(page) < 500_000
+    assert page.count("<path") > 0
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+    assert main([str(tmp_path / "nowhere")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+    assert main([]) == 2
+
+
+# --- charts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 1, [0, 0.25, 0.5, 0.75, 1]),
+        (0, 120, [0, 50, 100, 150]),
+        (-1, 1, [-1, -0.5, 0, 0.5, 1]),
+        (5, 5, None),
+    ],
+)
+def test_ticks_cover_the_range_with_round_numbers(
+    low: float, high: float, expected: list[float] | None
+) -> None:
+    found = ticks(low, high, 4)
+    assert found[0] <= low
+    assert found[-1] >= high
+    if expected is not None:
+        assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (0.1234, "0.123"), (1234, "1,234"), (61_000, "61k"), (2.5e6, "2.5M")]
+)
+def test_si(value: float, text: str) -> None:
+    assert si(value) == text
+
+
+def test_moving_average_leaves_gaps_out() -> None:
+    assert moving_average([1.0, None, 3.0, 5.0], 2) == [1.0, 1.0, 3.0, 4.0]
+    assert moving_average([None, 2.0], 1) == [None, 2.0]
+
+
+def hover(svg: str) -> dict[str, Any]:
+    [data] = [value for name, value in outline(svg).attributes if name == "data-hover"]
+    return json.loads(data)  # type: ignore[no-any-return]
+
+
+def test_a_gap_breaks_the_line_and_shows_as_missing() -> None:
+    chart = Chart("t", "n", [1, 2, 3, 4], "u", si)
+    svg = line_chart(chart, [Series("s", [1.0, None, 3.0, 4.0], 1)])
+    [path] = re.findall(r' d="([^"]*)"', svg)
+    assert path.count("M") == 2
+    assert hover(svg)["rows"][0]["v"] == ["1", "-", "3", "4"]
+
+
+def test_thinning_keeps_the_peaks_of_a_maximum() -> None:
+    size = MAX_POINTS * 10
+    values: list[float | None] = [0.0] * size
+    values[1234] = 7.0
+    chart = Chart("t", "n", list(range(size)), "u", si)
+    svg = line_chart(chart, [Series("m", values, 1, pool="max"), Series("a", values, 2)])
+    top, mean = hover(svg)["rows"]
+    assert len(top["v"]) == MAX_POINTS
+    assert "7" in top["v"]
+    assert "0.7" in mean["v"]
+
+
+def test_a_constant_and_a_single_step_can_be_drawn() -> None:
+    outline(line_chart(Chart("t", "n", [5], "u", si), [Series("s", [0.0], 1)]))
+    outline(line_chart(Chart("t", "n", [1, 2], "u", si), [Series("s", [-3.0, -3.0], 1)]))
+
+
+# --- rollouts ------------------------------------------------------------------------------------
+
+
+def test_first_and_last_trained_steps_are_picked_right_and_wrong(tmp_path: Path) -> None:
+    write_arrow(
+        tmp_path / "b.arrow", [a_row(7, "late", correct=False), a_row(-1, "never"), a_row(7, "late2")]
+    )
+    write_arrow(
+        tmp_path / "a.arrow", [a_row(0, "x"), a_row(0, "x"), a_row(0, "y"), a_row(0, "z", correct=False)]
+    )
+    write_arrow(tmp_path / "c.arrow", [a_row(3, "middle")])
+    found = read_rollouts(tmp_path)
+    assert [row["group_id"] for row in found.first] == ["x", "z", "y"]
+    assert [row["group_id"] for row in found.last] == ["late2", "late"]
+    assert found.unreadable == 0
+
+
+def test_files_a_crash_left_behind_are_counted_and_skipped(tmp_path: Path) -> None:
+    write_arrow(tmp_path / "a.arrow", [a_row(0, "x")])
+    whole = (tmp_path / "a.arrow").read_bytes()
+    (tmp_path / "b.arrow").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "c.arrow").write_bytes(b"")
+    found = read_rollouts(tmp_path)
+    assert [row["group_id"] for row in found.first] == ["x"]
+    assert found.unreadable == 2
+
+
+def test_untrained_rollouts_are_shown_when_there_are_no_others(tmp_path: Path) -> None:
+    write_arrow(tmp_path / "a.arrow", [a_row(-1, "x")])
+    found = read_rollouts(tmp_path)
+    assert [row["group_id"] for row in found.first] == ["x"]
+    assert "not trained" in rollout_card(found.first[0], None)
+
+
+def test_a_token_carries_its_logprob_and_version_and_the_turn_is_marked() -> None:
+    card = rollout_card(a_row(0, "x", logprobs=[-0.01, -3.0, 0.0]), None)
+    assert '<span class="tok h0" title="token 0, logprob -0.010, v3">4</span>' in card
+    assert '<span class="tok h9 turn" title="token 1, logprob -3.000, v4">2</span>' in card
+    assert "v3 [0, 1), v4 [1, 3)" in card
+
+
+def test_without_a_tokenizer_the_text_stands_whole_above_its_tokens() -> None:
+    card = rollout_card(
+        a_row(0, "x", text="a longer answer", response_ids=[5, 6], logprobs=[-1.0, -2.0]), None
+    )
+    assert "a longer answer\n" in card
+    assert card.count(" cell") == 2
+
+
+class WordTokenizer:
+    """Token i is the i-th word; the first word of a text loses its leading space."""
+
+    words = ("one", " two", " three")
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(self.words[i] for i in ids).lstrip()
+
+
+def test_token_texts_keep_the_spaces() -> None:
+    assert token_texts([0, 1, 2], "one two three", WordTokenizer()) == ["one", " two", " three"]
+    assert token_texts([0, 1, 2], "something else", WordTokenizer()) is None
+
+
+def test_heat_goes_from_certain_to_impossible() -> None:
+    assert [heat_class(v) for v in (0.0, -0.7, -9.0, None)] == ["h0", "h5", "h9", "h0"]
+
+
+def test_a_damaged_config_is_the_persons_to_know(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("a: [1\n")
+    with pytest.raises(DataError, match=r"config\.yaml"):
+        render(tmp_path)

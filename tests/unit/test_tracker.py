@@ -1,0 +1,579 @@
+"""The tracker's decisions, one at a time: who is cut out, moved, demoted, dropped, and who is left alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo_planes.errors import WeightsError
+from echo_planes.weights.manifest import PublicationKey
+from echo_planes.weights.tracker import Tracker, TrackerSettings
+from echo_planes.weights.tracker_events import (
+    SENDER_ID,
+    Action,
+    Assign,
+    CancelBroadcast,
+    Demote,
+    Drop,
+    Event,
+    ForgeryProven,
+    PeerJoined,
+    PeerLeft,
+    PublicationCommitted,
+    PublicationOpened,
+    Report,
+    SegmentAdded,
+    Throttle,
+    Tick,
+    action_from_json,
+    action_to_json,
+    event_from_json,
+    event_to_json,
+    stats_from_json,
+    stats_to_json,
+)
+
+RATE = 1000  # bytes/s, of every healthy hop
+STEP_S = 0.25
+
+
+def key(version: int, codec: str = "full", base: int = -1) -> PublicationKey:
+    return PublicationKey("run", version, codec, base)  # type: ignore[arg-type]
+
+
+class Fleet:
+    """Peers that report every 0.25 s; each hop adds RATE x its factor, of what the parent has."""
+
+    def __init__(self, names: str, *, chains: int = 1, direct: bool = False, regions: str = "") -> None:
+        self.tracker = Tracker(TrackerSettings(chains * 2000.0, 2000.0, direct))
+        self.now_s = 0.0
+        self.have: dict[str, dict[PublicationKey, int]] = {}
+        self.size: dict[PublicationKey, int] = {}
+        self.ready: dict[PublicationKey, int] = {}
+        self.factor: dict[str, float] = {}  # of the hop that ends at the peer
+        self.parent: dict[str, str] = {}
+        self.extra: dict[str, dict[str, object]] = {}  # fields of a peer's reports that are set by the test
+        self.mute: set[str] = set()  # partitioned from everybody
+        self.silent_s: dict[str, float] = {}
+        self.actions: list[Action] = []
+        for place, name in enumerate(names):
+            self.join(name, regions[place : place + 1])
+
+    def send(self, event: Event) -> list[Action]:
+        actions = self.tracker.handle(event, self.now_s)
+        self.actions += actions
+        return actions
+
+    def join(self, name: str, region: str = "") -> None:
+        self.have[name] = {}
+        self.send(PeerJoined(name, f"http://{name}", region))
+        self.parent[name] = self.tracker.parents()[name]
+
+    def publish(self, version: int, size: int, ready: int | None = None, **more: object) -> PublicationKey:
+        one = key(version, **more)  # type: ignore[arg-type]
+        self.size[one], self.ready[one] = size, size if ready is None else ready
+        self.send(PublicationOpened(one, size))
+        self.send(SegmentAdded(one, self.ready[one], self.ready[one]))
+        if ready is None:
+            self.send(PublicationCommitted(one, size, size))
+        return one
+
+    def report(self, name: str) -> None:
+        open_now = [one for one in self.size if self.have[name].get(one, 0) < self.size[one]]
+        for one in list(self.size) or [None]:
+            have = self.have[name].get(one, 0) if one else 0
+            whole = one is not None and have == self.size[one]
+            report = Report(
+                peer_id=name,
+                parent_id=self.parent[name],
+                key=one if open_now else None,
+                chunks_have=have,
+                bytes_received=have,
+                rate_bytes_per_s=RATE,
+                damaged_chunks=0,
+                parent_silent_s=self.silent_s.get(name, 0.0),
+                parent_closed=False,
+                complete=whole,
+                installed_version=one.version if one and whole else -1,
+            )
+            self.send(replace(report, **self.extra.get(name, {})))  # type: ignore[arg-type]
+        self.parent[name] = getattr(self.tracker.assignment(name), "parent_id", "")
+
+    def run(self, seconds: float) -> list[Action]:
+        """Everybody receives and reports; returns the actions of that time."""
+        begin = len(self.actions)
+        for _ in range(round(seconds / STEP_S)):
+            self.now_s += STEP_S
+            before = {name: dict(have) for name, have in self.have.items()}
+            for name, have in self.have.items():
+                room = RATE * STEP_S * self.factor.get(name, 1.0)
+                for one in self.size:
+                    cut_off = self.mute & {name, self.parent[name]}
+                    above = {} if cut_off else before.get(self.parent[name], self.ready)
+                    gain = min(room, max(0, above.get(one, 0) - have.get(one, 0)))
+                    have[one] = int(have.get(one, 0) + gain)
+                    room -= gain
+            for name in self.have:
+                muted = self.parent.get(name) in self.mute
+                self.silent_s[name] = self.silent_s.get(name, 0.0) + STEP_S if muted else 0.0
+                if name not in self.mute and name in self.parent:
+                    self.report(name)
+            self.send(Tick())
+        return self.actions[begin:]
+
+    def assigned(self, actions: list[Action]) -> dict[str, str]:
+        return {a.peer_id: a.parent_id for a in actions if isinstance(a, Assign)}
+
+
+# --- joining and leaving -------------------------------------------------------------------------
+
+
+def test_a_chain_of_one() -> None:
+    fleet = Fleet("a")
+    assert fleet.actions == [Assign("a", SENDER_ID, "")]
+    one = fleet.publish(0, 2000)
+    assert fleet.run(4.0) == []
+    stats = fleet.tracker.stats(one)
+    assert stats is not None
+    assert (stats.num_peers, stats.num_complete, stats.repairs, stats.seconds) == (1, 1, 0, 2.0)
+
+
+def test_joiners_form_chains_and_know_their_parents_addresses() -> None:
+    fleet = Fleet("abcd", chains=2)
+    assert fleet.tracker.parents() == {"a": SENDER_ID, "b": SENDER_ID, "c": "a", "d": "b"}
+    assert fleet.tracker.assignment("c") == Assign("c", "a", "http://a")
+    assert fleet.tracker.assignment("z") is None
+
+
+def test_direct_is_a_star_without_repairs() -> None:
+    fleet = Fleet("abc", direct=True)
+    assert set(fleet.tracker.parents().values()) == {SENDER_ID}
+    fleet.publish(0, 50_000)
+    fleet.factor["b"] = 0.2
+    fleet.extra["c"] = {"parent_silent_s": 9.0, "parent_closed": True}
+    assert fleet.run(6.0) == []
+
+
+def test_a_peer_that_leaves_or_restarts_is_replaced_by_the_one_before_it() -> None:
+    fleet = Fleet("abc")
+    assert fleet.assigned(fleet.send(PeerLeft("b"))) == {"c": "a"}
+    assert fleet.assigned(fleet.send(PeerJoined("a", "http://a2", ""))) == {"c": SENDER_ID, "a": "c"}
+    assert fleet.send(PeerLeft("nobody")) == []
+
+
+def test_nobody_may_call_itself_sender() -> None:
+    assert Fleet("a").send(PeerJoined(SENDER_ID, "http://evil", "")) == []
+
+
+def test_a_worker_joins_in_mid_broadcast() -> None:
+    fleet = Fleet("ab")
+    one = fleet.publish(0, 6000)
+    fleet.run(3.0)
+    fleet.join("x")
+    assert fleet.tracker.parents()["x"] == "b"
+    assert fleet.run(12.0) == []
+    stats = fleet.tracker.stats(one)
+    assert stats is not None
+    assert (stats.num_complete, stats.repairs) == (3, 0)
+
+
+# --- trouble -------------------------------------------------------------------------------------
+
+
+def running(names: str = "abcd", **more: object) -> Fleet:
+    """Two seconds into a long broadcast."""
+    fleet = Fleet(names, **more)  # type: ignore[arg-type]
+    fleet.publish(0, 50_000)
+    assert fleet.run(4.0) == []
+    return fleet
+
+
+def test_a_silent_peer_is_cut_out_and_back_at_a_tail_when_it_speaks() -> None:
+    fleet = running()
+    fleet.mute.add("b")
+    actions = fleet.run(1.75)
+    assert fleet.assigned(actions) == {"c": "a"}
+    assert fleet.run(2.0) == []
+    fleet.mute.clear()
+    assert fleet.assigned(fleet.run(STEP_S)) == {"b": "d"}
+
+
+def test_a_mute_peer_is_lost_within_three_seconds_even_without_children() -> None:
+    fleet = running()
+    fleet.mute.add("d")
+    fleet.run(1.75)
+    assert "d" not in fleet.tracker.parents()
+
+
+def test_a_peer_that_its_child_still_receives_from_is_not_lost_so_soon() -> None:
+    fleet = running()
+    fleet.mute.add("b")
+    fleet.extra["c"] = {"parent_silent_s": 0.1}
+    assert fleet.assigned(fleet.run(3.0)) == {}
+    assert fleet.assigned(fleet.run(4.0)) == {"c": "a"}
+
+
+def test_when_nobody_is_heard_nobody_is_lost() -> None:
+    fleet = running()
+    before = fleet.tracker.parents()
+    fleet.mute.update("abcd")
+    assert fleet.run(4.0) == []
+    assert fleet.tracker.parents() == before
+
+
+def test_a_standstill_of_the_senders_own_process_blames_nobody() -> None:
+    fleet = running()
+    before = fleet.tracker.parents()
+    fleet.now_s += 30.0
+    assert fleet.send(Tick()) == []
+    assert fleet.tracker.parents() == before
+    assert fleet.run(3.0) == []
+
+
+def test_a_closed_connection_between_living_peers_dissolves_the_hop() -> None:
+    fleet = running()
+    fleet.extra["c"] = {"parent_silent_s": 1.1, "parent_closed": True}
+    assert fleet.assigned(fleet.run(STEP_S)) == {"c": "a", "b": "d"}
+
+
+def test_a_peer_that_reaches_nobody_is_moved_ever_more_rarely() -> None:
+    fleet = running()
+    fleet.extra["c"] = {"parent_silent_s": 1.1, "parent_closed": True}
+    moves = [a for a in fleet.run(30.0) if isinstance(a, Assign) and a.peer_id == "c"]
+    assert 3 <= len(moves) <= 9
+
+
+def test_a_slow_relay_becomes_a_leaf_at_the_tail() -> None:
+    fleet = running()
+    fleet.factor["c"] = 0.5
+    for _ in range(12):
+        if moved := fleet.assigned(fleet.run(STEP_S)):
+            break
+    assert fleet.now_s - 4.0 <= 3.0
+    assert moved == {"c": "a", "b": "d"}
+    fleet.factor.clear()
+    assert fleet.run(6.0) == []
+
+
+def test_a_child_that_stays_slow_was_at_fault_itself() -> None:
+    fleet = running("abcde")
+    fleet.factor["c"] = 0.5
+    actions = fleet.run(10.0)
+    moved = [(a.peer_id, a.parent_id) for a in actions if isinstance(a, Assign)]
+    assert moved[:2] == [("c", "a"), ("b", "e")]
+    assert ("d", "a") in moved
+    assert fleet.tracker.parents()["c"] == "e"
+    assert all(parent != "c" for parent in fleet.tracker.parents().values())
+
+
+def test_a_slow_source_is_nobodys_fault() -> None:
+    fleet = Fleet("abcd", chains=2)
+    one = fleet.publish(0, 50_000, ready=500)
+    for _ in range(40):
+        fleet.ready[one] += 60  # a quarter of what a hop carries
+        fleet.send(SegmentAdded(one, fleet.ready[one], fleet.ready[one]))
+        assert fleet.run(STEP_S) == []
+
+
+def test_a_slow_uplink_of_the_sender_costs_one_replacement_at_most() -> None:
+    fleet = running("abcd")
+    fleet.factor = dict.fromkeys("abcd", 1.0) | {"a": 0.4, "b": 0.4, "c": 0.4, "d": 0.4}
+    actions = fleet.run(20.0)
+    assert len(fleet.assigned(actions)) <= 2
+    assert not any(isinstance(a, Demote) for a in actions)
+
+
+def test_the_end_of_a_chain_waits_without_blame() -> None:
+    fleet = Fleet("abcdefgh")
+    fleet.publish(0, 9000)
+    assert fleet.run(20.0) == []
+
+
+def test_damage_throttles_the_link_and_then_dissolves_the_hop() -> None:
+    fleet = running()
+
+    def damage(total: int) -> list[Action]:
+        fleet.extra["c"] = {"damaged_chunks": total}
+        return fleet.run(STEP_S)  # 250 sound chunks
+
+    assert damage(30) == []
+    assert damage(60) == [Throttle("c", "b", 0.5)]
+    for total in range(80, 220, 20):  # two seconds, in which other hops may turn out to be no better
+        assert damage(total) == []
+    assert fleet.assigned(damage(240)) == {"c": "a", "b": "d"}
+
+
+def test_a_throttle_is_lifted_when_the_link_is_clean() -> None:
+    fleet = running()
+    fleet.extra["c"] = {"damaged_chunks": 60}
+    assert fleet.run(STEP_S) == [Throttle("c", "b", 0.5)]
+    assert fleet.run(6.0) == [Throttle("c", "b", 1.0)]
+
+
+def test_damage_everywhere_throttles_but_moves_nobody() -> None:
+    fleet = running()
+    for step in range(1, 30):
+        for name in "abcd":
+            fleet.extra[name] = {"damaged_chunks": 100 * step}
+        assert not fleet.assigned(fleet.run(STEP_S))
+
+
+def test_forgery_drops_and_the_second_accusation_falls_back() -> None:
+    fleet = running()
+    actions = fleet.send(ForgeryProven("b", by="c"))
+    assert [type(a) for a in actions] == [Drop, Assign]
+    assert fleet.tracker.is_dropped("b")
+    assert "b" not in fleet.tracker.parents()
+    assert fleet.send(PeerJoined("b", "http://b", "")) == []
+    assert fleet.send(ForgeryProven("b", by="c")) == []  # its answer was lost, and it says so again
+    again = fleet.send(ForgeryProven("a", by="c"))
+    assert [type(a) for a in again][:1] == [Demote]
+    assert not fleet.tracker.is_dropped("a")
+
+
+def test_a_version_of_another_lineage_completes_nothing() -> None:
+    fleet = Fleet("a")
+    new = fleet.publish(8, 2000)
+    of_old = {"key": PublicationKey("before", 10, "full", -1), "installed_version": 10, "bytes_received": 0}
+    fleet.extra["a"] = {**of_old, "complete": True}
+    fleet.report("a")
+    stats = fleet.tracker.stats(new)
+    assert stats is not None
+    assert stats.num_complete == 0
+    fleet.extra["a"] = {"key": None, "installed_version": 8}
+    fleet.report("a")
+    stats = fleet.tracker.stats(new)
+    assert stats is not None
+    assert stats.num_complete == 1
+
+
+def test_repeated_trouble_makes_a_peer_rollout_only() -> None:
+    fleet = Fleet("abcd")
+    for version in range(4):
+        fleet.publish(version, 4000)
+        fleet.mute.add("b")
+        fleet.run(3.0)
+        fleet.mute.clear()
+        actions = fleet.run(12.0)
+    assert [a.peer_id for a in fleet.actions if isinstance(a, Demote)] == ["b"]
+    assert not [a for a in actions if isinstance(a, Demote)]  # at once, when it fell silent
+    fleet.join("x")
+    fleet.run(1.0)
+    assert "b" in fleet.tracker.parents()
+    assert "b" not in fleet.tracker.parents().values()
+
+
+def test_trouble_between_publications_is_repaired_and_forgotten() -> None:
+    fleet = Fleet("abcd")
+    for _ in range(6):
+        fleet.mute.add("b")
+        fleet.run(4.0)
+        assert "b" not in fleet.tracker.parents()
+        fleet.mute.clear()
+        fleet.run(4.0)
+    assert not [a for a in fleet.actions if isinstance(a, Demote)]
+
+
+def test_success_in_between_forgives() -> None:
+    fleet = Fleet("abcd")
+    for version in range(8):
+        fleet.publish(version, 4000)
+        fleet.mute.update("b" if version % 2 else "")
+        fleet.run(3.0)
+        fleet.mute.clear()
+        fleet.run(12.0)
+    assert not [a for a in fleet.actions if isinstance(a, Demote)]
+
+
+def test_somebody_always_forwards() -> None:
+    fleet = Fleet("abc")
+    for version in range(6):
+        fleet.publish(version, 4000)
+        fleet.mute.update("bc")
+        fleet.run(3.0)
+        fleet.mute.clear()
+        fleet.run(12.0)
+    assert len([a for a in fleet.actions if isinstance(a, Demote)]) == 1
+
+
+def test_order_changes_between_publications_only() -> None:
+    fleet = running("abcd")
+    fleet.factor["c"] = 0.5
+    fleet.run(3.0)
+    assert fleet.tracker.parents()["b"] == "d"
+    fleet.factor.clear()
+    settled = fleet.tracker.parents()
+    while fleet.tracker.stats(key(0)).num_complete < 4:  # type: ignore[union-attr]
+        assert fleet.tracker.parents() == settled
+        fleet.run(STEP_S)
+    fleet.run(1.0)
+    assert fleet.tracker.chains()[0][-1] == "b"  # a relay again, as the last in rank
+
+
+def test_small_differences_move_nobody() -> None:
+    fleet = Fleet("abc", chains=2)
+    fleet.publish(0, 4000)
+    fleet.run(6.0)
+    before = fleet.tracker.parents()
+    fleet.factor["a"] = 0.8  # b is now the better seed, by two points or so
+    for version in range(1, 4):
+        fleet.publish(version, 4000)
+        fleet.run(10.0)
+    assert fleet.tracker.parents() == before
+
+
+# --- publications --------------------------------------------------------------------------------
+
+
+def test_time_ends_when_the_fraction_has_it() -> None:
+    fleet = Fleet("abcdefghijkl", direct=True)
+    fleet.factor["l"] = 0.25
+    one = fleet.publish(0, 1000)
+    fleet.run(2.0)
+    stats = fleet.tracker.stats(one)
+    assert stats is not None
+    assert (stats.num_complete, stats.seconds) == (11, 1.0)  # ceil(12 / 1.1) = 11
+
+
+def test_a_newer_full_cancels_an_older_one_where_it_is_sooner() -> None:
+    fleet = Fleet("abc")
+    old = fleet.publish(0, 8000)
+    fleet.run(3.0)
+    fleet.publish(1, 7200)
+    # a lacks 5,000 of 8,000 and goes on; nobody behind it has less left than 7,200 either, until they do.
+    cancelled = [a for a in fleet.actions if isinstance(a, CancelBroadcast)]
+    assert cancelled == []
+    fleet.publish(2, 5400)
+    [action] = [a for a in fleet.actions if isinstance(a, CancelBroadcast) and a.key == old]
+    assert action.peer_ids == ("c",)
+    assert fleet.tracker.cancelled("c") == [old, key(1)]
+    assert fleet.tracker.cancelled("a") == [key(1)]
+
+
+def test_the_base_of_a_newer_patch_is_never_cancelled() -> None:
+    fleet = Fleet("ab")
+    fleet.publish(0, 100_000)
+    fleet.run(1.0)
+    fleet.publish(1, 10, codec="fast", base=0)
+    assert not [a for a in fleet.actions if isinstance(a, CancelBroadcast)]
+
+
+def test_the_base_of_a_patch_on_its_way_outlives_a_smaller_full_one() -> None:
+    fleet = Fleet("ab")
+    fleet.publish(0, 100_000)
+    fleet.run(1.0)
+    fleet.publish(1, 3000, codec="fast", base=0)
+    fleet.publish(2, 4000)
+    assert not [a for a in fleet.actions if isinstance(a, CancelBroadcast)]
+
+
+def test_a_stuck_peer_does_not_keep_broadcasts_open_for_ever() -> None:
+    fleet = Fleet("ab")
+    fleet.factor["b"] = 0.0
+    for version in range(40):
+        fleet.publish(version, 100)
+        fleet.run(0.5)
+    assert len(fleet.tracker.all_stats()) == 40
+    assert sum(s.num_complete == 1 for s in fleet.tracker.all_stats()) >= 38
+
+
+def test_a_report_cannot_claim_more_than_there_is() -> None:
+    fleet = Fleet("ab")
+    one = fleet.publish(0, 50_000, ready=1000)
+    for claimed in range(1000, 17_000, 1000):
+        fleet.extra["a"] = {"bytes_received": claimed, "complete": True}
+        fleet.run(STEP_S)
+    stats = fleet.tracker.stats(one)
+    assert stats is not None
+    assert stats.num_complete == 0
+    assert fleet.tracker.parents() == {"a": SENDER_ID, "b": "a"}
+
+
+# --- JSON ----------------------------------------------------------------------------------------
+
+names = st.text(max_size=20)
+numbers = st.integers(-1, 2**62)
+rates = st.floats(0, 1e12)
+keys = st.builds(
+    PublicationKey, names, numbers, st.sampled_from(["compact", "fast", "overwrite", "full"]), numbers
+)
+events = st.one_of(
+    st.builds(PeerJoined, names, names, names),
+    st.builds(PeerLeft, names),
+    st.builds(PublicationOpened, keys, numbers),
+    st.builds(SegmentAdded, keys, numbers, numbers),
+    st.builds(PublicationCommitted, keys, numbers, numbers),
+    st.builds(
+        Report,
+        names,
+        names,
+        st.none() | keys,
+        numbers,
+        numbers,
+        rates,
+        numbers,
+        rates,
+        st.booleans(),
+        st.booleans(),
+        numbers,
+    ),
+    st.builds(ForgeryProven, names, names),
+    st.just(Tick()),
+)
+actions = st.one_of(
+    st.builds(Assign, names, names, names),
+    st.builds(Drop, names, names),
+    st.builds(Demote, names, names),
+    st.builds(Throttle, names, names, rates),
+    st.builds(CancelBroadcast, keys, st.lists(names).map(tuple)),
+)
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | names,
+    lambda inner: st.lists(inner) | st.dictionaries(names, inner),
+    max_leaves=8,
+)
+
+
+@given(events)
+def test_events_survive_json(event: Event) -> None:
+    assert event_from_json(json.loads(json.dumps(event_to_json(event)))) == event
+
+
+@given(actions)
+def test_actions_survive_json(action: Action) -> None:
+    assert action_from_json(json.loads(json.dumps(action_to_json(action)))) == action
+
+
+@given(events, st.data())
+def test_anything_else_is_refused(event: Event, data: st.DataObject) -> None:
+    record = event_to_json(event)
+    field = data.draw(st.sampled_from(sorted(record)))
+    record[field] = data.draw(junk)
+    try:
+        event_from_json(record)
+    except WeightsError:
+        return
+    json.dumps(record, allow_nan=False)
+
+
+@pytest.mark.parametrize("record", [None, [], {}, {"kind": "Tick", "more": 1}, {"kind": "Assign"}])
+def test_malformed_events_are_refused(record: object) -> None:
+    with pytest.raises(WeightsError):
+        event_from_json(record)
+
+
+def test_figures_survive_json() -> None:
+    fleet = Fleet("ab")
+    fleet.publish(0, 3000)
+    fleet.run(1.0)
+    [running_now] = fleet.tracker.all_stats()
+    fleet.run(5.0)
+    [done] = fleet.tracker.all_stats()
+    for stats in (running_now, done):
+        assert stats_from_json(json.loads(json.dumps(stats_to_json(stats)))) == stats
+    assert running_now.seconds is None
+    assert done.hop_bytes_per_s
