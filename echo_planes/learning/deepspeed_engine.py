@@ -5,6 +5,7 @@ Only this file imports deepspeed.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import warnings
@@ -181,10 +182,22 @@ class DeepSpeedEngine:
         return about
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Leave the process group. The engine cannot be used afterwards.
+
+        Gloo's threads end with the last reference to their group. A thread that is alive when the interpreter
+        ends, and lets go of a tensor then, aborts the process; hence no reference is left. ZeRO-3's hooks
+        keep their objects alive for good, so those are emptied.
+        """
         self._engine.destroy()
         # DeepSpeed's own call also drops the groups it keeps, so that another engine can start here.
         self._deepspeed.comm.destroy_process_group()
+        if self._config.zero_stage == 3:
+            optimizer = self._engine.optimizer
+            owners = [optimizer.parameter_offload, optimizer, self._engine]
+            for owner in [*self._engine.module.parameters(), *owners]:
+                vars(owner).clear()
+        del self._engine, self._optimizer
+        gc.collect()
 
     def _layout(self) -> dict[str, Any]:
         dtype = "bf16" if self._dtype == torch.bfloat16 else "fp32"

@@ -166,8 +166,9 @@ class Learner:
         self._num_updates = self._engine.load(folder)["num_updates"]
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Leave the process group. Nothing can be called afterwards."""
         self._engine.close()
+        self._engine_or_none = None
 
     @property
     def _engine(self) -> DeepSpeedEngine:

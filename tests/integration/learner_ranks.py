@@ -75,6 +75,9 @@ def main(spec: dict[str, Any], rank: int) -> None:
     masters = {f"fp32/{name}": array for name, array in master_weights(learner).items()}
     np.savez(f"{spec['out']}-{rank}.npz", allow_pickle=False, probe=probe, **columns, **weights, **masters)
     learner.close()
+    left = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    if any("gloo" in name for name in left):
+        raise RuntimeError(f"close() left threads of gloo: {left}")
 
 
 def master_weights(learner: Any) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
