@@ -185,16 +185,16 @@ class DeepSpeedEngine:
         """Leave the process group. The engine cannot be used afterwards.
 
         Gloo's threads end with the last reference to their group. A thread that is alive when the interpreter
-        ends, and lets go of a tensor then, aborts the process; hence no reference is left. ZeRO-3's hooks
+        ends, and lets go of a tensor then, aborts the process; hence no reference is left. DeepSpeed's hooks
         keep their objects alive for good, so those are emptied.
         """
         self._engine.destroy()
         # DeepSpeed's own call also drops the groups it keeps, so that another engine can start here.
         self._deepspeed.comm.destroy_process_group()
-        if self._config.zero_stage == 3:
-            optimizer = self._engine.optimizer
-            owners = [optimizer.parameter_offload, optimizer, self._engine]
-            for owner in [*self._engine.module.parameters(), *owners]:
+        optimizer = self._engine.optimizer
+        owners = [getattr(optimizer, "parameter_offload", None), optimizer, self._engine]
+        for owner in [*self._engine.module.parameters(), *owners]:
+            if owner is not None:
                 vars(owner).clear()
         del self._engine, self._optimizer
         gc.collect()
