@@ -17,6 +17,7 @@ import sys
 import threading
 from pathlib import Path
 
+import uvloop
 from aiohttp import web
 
 from echo_planes.errors import ConfigError, EchoPlanesError
@@ -125,7 +126,7 @@ def main() -> int:
             raise ConfigError("a node needs a folder of its own")
         folder = Path(settings.folder)
         lock = hold_folder(folder)
-        asyncio.run(_until_stdin_ends(settings))
+        uvloop.run(_until_stdin_ends(settings))
         os.close(lock)
     except EchoPlanesError as error:
         print(json.dumps({"error": type(error).__name__, "message": str(error)}), flush=True)

@@ -10,7 +10,6 @@ import asyncio
 import re
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from aiohttp import web
 
@@ -27,9 +26,8 @@ from echo_planes.weights.manifest import PublicationKey, parse_key_text
 from echo_planes.weights.node_settings import MAX_STREAMS
 from echo_planes.weights.node_shelf import Holding, Shelf, Wants
 from echo_planes.weights.tracker_events import PING_INTERVAL_S
-from echo_planes.weights.transport import BULK, RESTING, choose_congestion, happens, read_json
+from echo_planes.weights.transport import happens, read_json
 
-BULK_BYTES = 1024**2  # sent without a rest: this is a large publication
 MAX_LAG = 4  # patches that came after the child and wait for it: beyond, it goes on with the newest
 MAX_BEGUN = 2  # whole ones of one child at a time: its quicker streams wait for its slowest
 MAX_RANGE_BYTES = 8 * 1024**2  # of one answer; the asker asks again for more
@@ -67,8 +65,6 @@ class Feeds:
         response.enable_chunked_encoding()
         state = self._children.setdefault(child, _Child(self._shelf))
         feed = _Feed(self, self._shelf, response, child, state, stream, of, wants)
-        if request.transport is not None:
-            feed.socket = request.transport.get_extra_info("socket")
         state.enter(feed)
         try:
             await response.prepare(request)
@@ -152,6 +148,9 @@ class Feeds:
 class _Child:
     """What the feeds of one child share, so that all its streams carry parts of the same publications.
 
+    A chunk goes on whichever stream has room first: a connection that hesitates holds up nothing but what it
+    was handed. That is handed out anew if the connection ends.
+
     A child that is slower than the publications is not sent them all: once more than `MAX_LAG` patches that
     came after it wait for it, it goes on with the newest, and fetches what lies between from the store. What
     it has begun to be sent is kept for it to the end.
@@ -164,18 +163,26 @@ class _Child:
         self._begun: dict[PublicationKey, Holding] = {}  # kept from being retired
         self._known: set[PublicationKey] = set()  # begun at some time
         self._skipped: set[PublicationKey] = set()
+        self._shares: dict[PublicationKey, _Share] = {}
 
     def enter(self, feed: _Feed) -> None:
         """A stream is open. It takes the place of one that the child has closed unnoticed."""
         for stream in [stream for stream in self.feeds if stream == feed.stream or stream >= feed.of]:
-            self.feeds.pop(stream).ended = True
+            self._end(stream)
         self.feeds[feed.stream] = feed
 
     def leave(self, feed: _Feed) -> None:
         """A stream has ended."""
         if self.feeds.get(feed.stream) is feed:
-            del self.feeds[feed.stream]
+            self._end(feed.stream)
         self._release()
+
+    def share(self, holding: Holding) -> _Share:
+        """How far all streams together have come with a publication."""
+        share = self._shares.get(holding.key)
+        if share is None or share.holding is not holding:
+            share = self._shares[holding.key] = _Share(holding)
+        return share
 
     def plan(self, wants: Wants) -> None:
         """Let go what is sent or gone, and skip ahead where the child lags."""
@@ -185,6 +192,8 @@ class _Child:
             self._let_go(key)
         for keys in (self._there_before, self._known, self._skipped):
             keys.intersection_update(held)
+        for key in [key for key in self._shares if key not in held]:
+            del self._shares[key]
         waiting = [
             key
             for key in held
@@ -212,6 +221,14 @@ class _Child:
         self._begun[holding.key] = holding
         holding.senders += 1
 
+    def _end(self, stream: int) -> None:
+        feed = self.feeds.pop(stream)
+        feed.ended = True
+        for key, cursor in feed.sent.items():
+            share = self._shares.get(key)
+            if share is not None and share.holding is cursor.holding:
+                share.again += cursor.handed
+
     def _release(self) -> None:
         """What no stream has anything more of to send may be retired."""
         for key, holding in list(self._begun.items()):
@@ -223,7 +240,7 @@ class _Child:
 
 
 class _Feed:
-    """One stream to one child: signed segments, the chunks n with n mod `of` = `stream`, manifests, pings."""
+    """One stream to one child: signed segments, its share of the chunks, manifests, pings."""
 
     def __init__(
         self,
@@ -240,23 +257,21 @@ class _Feed:
         self.of = of
         self.wants = wants
         self.ended = False
-        self.socket: Any = None  # of the connection
-        self._busy_bytes = 0  # sent since the last rest
+        self.sent: dict[PublicationKey, _Cursor] = {}
         self._feeds = feeds
         self._shelf = shelf
         self._response = response
         self._child = child
         self._state = state
-        self._sent: dict[PublicationKey, _Cursor] = {}
         self._rate_bytes_per_s = 0.0  # while there was something to send
 
     async def run(self) -> None:
         while not self.ended:
             changed = self._shelf.changed  # taken first: a change while sending is then not missed
             if await self.send_next():
+                await asyncio.sleep(0)  # the next chunk goes to a stream that waited longer
                 continue
             if not await happens(changed, PING_INTERVAL_S):
-                self._count(None)
                 await self._response.write(_PING)
 
     async def send_next(self) -> bool:
@@ -267,24 +282,24 @@ class _Feed:
         for key, holding in list(self._shelf.holdings.items()):
             if not self._state.takes(holding, self.wants):
                 continue
-            cursor = self._sent.get(key)
+            cursor = self.sent.get(key)
             if cursor is None or cursor.holding is not holding:
-                cursor = self._sent[key] = _Cursor(holding)
-            if await self._send_of(holding, cursor):
+                cursor = self.sent[key] = _Cursor(holding)
+            if await self._send_of(holding, cursor, self._state.share(holding)):
                 return True
         return False
 
     def is_through(self, holding: Holding) -> bool:
         """Whether this stream has sent its part of all of it, or the child does not want it."""
-        cursor = self._sent.get(holding.key)
-        through = cursor is not None and cursor.manifest and cursor.arrivals == len(holding.arrivals)
+        cursor = self.sent.get(holding.key)
+        through = cursor is not None and cursor.manifest and self._state.share(holding).through
         return self.wants.skips(holding.key) or (through and holding.transfer.complete)
 
     def _gone(self) -> list[PublicationKey]:
         """What the child has in part, from here or from another parent, and will not get from here."""
         held = self._shelf.holdings
-        gone = [key for key in self._sent if key not in held]
-        gone = [key for key in gone if not self._sent.pop(key).manifest]
+        gone = [key for key in self.sent if key not in held]
+        gone = [key for key in gone if not self.sent.pop(key).manifest]
         newest = {holding.key.lineage: holding.key.version for holding in self._shelf.complete()}
         for key in [key for key in self.wants.have if key not in held and key not in gone]:
             if key in self._shelf.unwanted or key.version < newest.get(key.lineage, -1):
@@ -293,7 +308,7 @@ class _Feed:
             self.wants.forget(key)
         return gone
 
-    async def _send_of(self, holding: Holding, cursor: _Cursor) -> bool:
+    async def _send_of(self, holding: Holding, cursor: _Cursor, share: _Share) -> bool:
         transfer = holding.transfer
         if cursor.segments < len(transfer.segments):
             frame = SegmentFrame(transfer.segments[cursor.segments])
@@ -302,10 +317,9 @@ class _Feed:
             await self._write(encode_frame(frame))
             return True
         have = self.wants.chunks(transfer)
-        while cursor.arrivals < len(holding.arrivals):
-            number = holding.arrivals[cursor.arrivals]
-            cursor.arrivals += 1
-            if number % self.of == self.stream and number not in have:
+        while (number := share.take()) is not None:
+            if number not in have:
+                cursor.handed.append(number)
                 span = transfer.chunk_span(number)
                 head = chunk_head(holding.key, span.segment_index, span.chunk_index, span.size_bytes)
                 await self._write(head + holding.chunk(number))
@@ -321,7 +335,6 @@ class _Feed:
         start_s = time.monotonic()
         await self._response.write(data)
         self._feeds.bytes_sent += len(data)
-        self._count(len(data))
         factor = self._feeds.factor(self._child)
         seconds = time.monotonic() - start_s
         if factor is None:
@@ -330,28 +343,42 @@ class _Feed:
         elif self._rate_bytes_per_s:
             await asyncio.sleep(max(0.0, len(data) / (factor * self._rate_bytes_per_s) - seconds))
 
-    def _count(self, num_bytes: int | None) -> None:
-        """Choose the congestion control by what is sent at a stretch; None: a rest."""
-        before = self._busy_bytes
-        self._busy_bytes = 0 if num_bytes is None else before + num_bytes
-        if self.socket is None:
-            return
-        if before < BULK_BYTES <= self._busy_bytes:
-            choose_congestion(self.socket, BULK)
-        elif num_bytes is None and before >= BULK_BYTES:
-            choose_congestion(self.socket, RESTING)
-
 
 class _Cursor:
     """How far a feed has come with one publication."""
 
-    __slots__ = ("arrivals", "holding", "manifest", "segments")
+    __slots__ = ("handed", "holding", "manifest", "segments")
 
     def __init__(self, holding: Holding) -> None:
         self.holding = holding
         self.segments = 0
-        self.arrivals = 0
+        self.handed: list[int] = []  # chunks, by number
         self.manifest = False
+
+
+class _Share:
+    """How far all feeds of a child have come with the chunks of one publication."""
+
+    __slots__ = ("again", "arrivals", "holding")
+
+    def __init__(self, holding: Holding) -> None:
+        self.holding = holding
+        self.arrivals = 0
+        self.again: list[int] = []  # handed to a stream that ended
+
+    @property
+    def through(self) -> bool:
+        """Whether every chunk that is here was handed to a stream."""
+        return not self.again and self.arrivals == len(self.holding.arrivals)
+
+    def take(self) -> int | None:
+        """The number of the next chunk to send; None: there is none as yet."""
+        if self.again:
+            return self.again.pop()
+        if self.arrivals == len(self.holding.arrivals):
+            return None
+        self.arrivals += 1
+        return self.holding.arrivals[self.arrivals - 1]
 
 
 def _number(request: web.Request, name: str, most: int) -> int:

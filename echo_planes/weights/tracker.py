@@ -14,6 +14,7 @@ The order of the chains is renewed between publications only.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -65,7 +66,7 @@ DISSOLVE_SHARE = 0.05  # still damaged once throttled: the hop is dissolved
 THROTTLE_FACTOR = 0.5
 CLEAN_S = 5.0  # without damage: the throttle is lifted
 STALLED_S = 2 * TICK_INTERVAL_S  # between two events: this process itself stood still
-RERANK_MARGIN = 10.0  # points a score must have changed by, for the order to be renewed
+RERANK_MARGIN = 10.0  # points by which a peer must beat one nearer to the sender to renew the order
 FORGOTTEN_S = 600.0  # a lost peer
 
 
@@ -96,7 +97,6 @@ class Tracker:
         self._broadcasts = Broadcasts(self._peers, self._topology, settings.gamma)
         self._actions: list[Action] = []
         self._now_s: float | None = None
-        self._planned: dict[str, float] = {}  # scores the present order was made with
         self._reorder = False
 
     # --- asked by the sender's node ---------------------------------------------------------------
@@ -361,15 +361,24 @@ class Tracker:
         """Order the chains anew, where the fleet or its records have changed; never in mid-broadcast."""
         live = {peer_id: peer for peer_id, peer in self._peers.items() if not peer.lost}
         forwarding = [peer.stats for peer in live.values() if not peer.rollout_only]
-        # As of when they were measured: that all records age is no reason to move anybody.
-        scores = {stats.peer_id: peer_score(stats, stats.measured_s) for stats in forwarding}
-        changed = (abs(score - self._planned.get(peer, 0.0)) for peer, score in scores.items())
-        if not self._reorder and max(changed, default=0.0) <= RERANK_MARGIN:
+        if not self._reorder and not self._misplaced(forwarding):
             return
         leaves = [peer_id for peer_id, peer in live.items() if peer.rollout_only]
         self._topology.set_plan(plan_chains(forwarding, self._count(), now_s), leaves)
-        self._planned, self._reorder = scores, False
+        self._reorder = False
         self._reassign(now_s)
+
+    def _misplaced(self, forwarding: list[PeerStats]) -> bool:
+        """Whether a peer is much better than one nearer to the sender. New places cost cold connections, so
+        that all have become better is no reason, nor is that all records age."""
+        scores = {stats.peer_id: peer_score(stats, stats.measured_s) for stats in forwarding}
+        worst = math.inf  # of those nearer to the sender
+        for row in itertools.zip_longest(*self._topology.chains):
+            here = [scores[peer_id] for peer_id in row if peer_id in scores]
+            if max(here, default=-math.inf) > worst + RERANK_MARGIN:
+                return True
+            worst = min([worst, *here])
+        return False
 
     def _reassign(self, now_s: float) -> None:
         """Tell every peer whose parent is another one than it was told."""

@@ -26,11 +26,10 @@ MAX_JSON_BYTES = 4 * 1024**2  # of one request: ranges of chunks, reports
 CONNECT_S = 3.0
 ANSWER_S = 10.0  # for one small request
 READ_BUFFER_BYTES = 256 * 1024  # per connection, before the peer is made to wait
-# Congestion control, where the kernel offers it and lets this user choose; else the kernel's own choice works
-# too. Between publications BBR: it keeps its window, where others begin anew at a few packets per round trip
-# after half a second of rest. For the bulk of a large one CUBIC: it fills a link without loss, of which BBR's
-# probing leaves 5 to 10 %.
-RESTING, BULK = b"bbr", b"cubic"
+# Congestion control, where the kernel has it and lets this user choose; else the kernel's own choice works
+# too. BBR keeps its window between publications, where others begin anew at a few packets per round trip
+# after half a second of rest. Changing to CUBIC for the bulk of a large one made patches after it late.
+CONGESTION = b"bbr"
 UNSENT_BYTES = 256 * 1024  # what waits here when a child goes elsewhere was sent for nothing
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -101,15 +100,10 @@ def listen(settings: NodeSettings) -> socket.socket:
 
 
 def tune(connection: socket.socket) -> None:
-    """Options of every connection: little waits unsent in the kernel, and `RESTING` to begin with."""
+    """Options of every connection: little waits unsent in the kernel, and `CONGESTION`."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
-    choose_congestion(connection, RESTING)
-
-
-def choose_congestion(connection: Any, name: bytes) -> None:
-    """Have a connection (a socket, or a transport's view of it) use `RESTING` or `BULK` from now on."""
     with contextlib.suppress(OSError):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION)
 
 
 def server_tls(settings: NodeSettings) -> ssl.SSLContext | None:
