@@ -7,6 +7,7 @@ nobody has two parents, there is no cycle, and only a tail has more than one chi
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -95,6 +96,21 @@ def plan_chains(peers: Iterable[PeerStats], count: int, now_s: float) -> list[li
     ranked = sorted(peers, key=lambda peer: (-peer_score(peer, now_s), peer.peer_id))
     chains = [ranked[start::count] for start in range(min(count, len(ranked)))]
     return [[peer.peer_id for peer in _by_region(chain)] for chain in chains]
+
+
+def is_misplaced(chains: list[list[str]], scores: Mapping[str, float], margin: float) -> bool:
+    """Whether a peer's score beats by more than `margin` that of one nearer to the sender.
+
+    A new place costs a cold connection: that all have become better alike is no reason for one. Peers without
+    a score, which do not forward, have no say.
+    """
+    worst = math.inf  # of those nearer to the sender
+    for row in itertools.zip_longest(*chains):
+        here = [scores[peer_id] for peer_id in row if peer_id in scores]
+        if max(here, default=-math.inf) > worst + margin:
+            return True
+        worst = min([worst, *here])
+    return False
 
 
 def _by_region(chain: list[PeerStats]) -> list[PeerStats]:

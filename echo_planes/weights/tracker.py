@@ -14,7 +14,6 @@ The order of the chains is renewed between publications only.
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -23,6 +22,7 @@ from echo_planes.weights.chain import (
     MAX_CONSECUTIVE_FAILURES,
     PeerStats,
     Topology,
+    is_misplaced,
     num_chains,
     peer_score,
     plan_chains,
@@ -361,24 +361,14 @@ class Tracker:
         """Order the chains anew, where the fleet or its records have changed; never in mid-broadcast."""
         live = {peer_id: peer for peer_id, peer in self._peers.items() if not peer.lost}
         forwarding = [peer.stats for peer in live.values() if not peer.rollout_only]
-        if not self._reorder and not self._misplaced(forwarding):
+        # As of when they were measured: that all records age is no reason to move anybody.
+        scores = {stats.peer_id: peer_score(stats, stats.measured_s) for stats in forwarding}
+        if not self._reorder and not is_misplaced(self._topology.chains, scores, RERANK_MARGIN):
             return
         leaves = [peer_id for peer_id, peer in live.items() if peer.rollout_only]
         self._topology.set_plan(plan_chains(forwarding, self._count(), now_s), leaves)
         self._reorder = False
         self._reassign(now_s)
-
-    def _misplaced(self, forwarding: list[PeerStats]) -> bool:
-        """Whether a peer is much better than one nearer to the sender. New places cost cold connections, so
-        that all have become better is no reason, nor is that all records age."""
-        scores = {stats.peer_id: peer_score(stats, stats.measured_s) for stats in forwarding}
-        worst = math.inf  # of those nearer to the sender
-        for row in itertools.zip_longest(*self._topology.chains):
-            here = [scores[peer_id] for peer_id in row if peer_id in scores]
-            if max(here, default=-math.inf) > worst + RERANK_MARGIN:
-                return True
-            worst = min([worst, *here])
-        return False
 
     def _reassign(self, now_s: float) -> None:
         """Tell every peer whose parent is another one than it was told."""

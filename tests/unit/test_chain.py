@@ -9,6 +9,7 @@ from echo_planes.weights.chain import (
     Topology,
     cancels,
     ideal_broadcast_s,
+    is_misplaced,
     num_chains,
     peer_score,
     plan_chains,
@@ -68,6 +69,14 @@ def test_best_are_seeds_and_the_rest_follow_in_rank_order() -> None:
     assert plan_chains(peers, 3, 0.0) == [["w6", "w3", "w0"], ["w5", "w2"], ["w4", "w1"]]
     assert plan_chains(peers[:2], 3, 0.0) == [["w1"], ["w0"]]
     assert plan_chains([], 3, 0.0) == []
+
+
+def test_only_a_much_better_peer_behind_a_worse_one_is_misplaced() -> None:
+    chains = [["a", "c", "leaf"], ["b"]]
+    assert not is_misplaced(chains, {"a": 50, "b": 60, "c": 60}, 10)
+    assert is_misplaced(chains, {"a": 50, "b": 60, "c": 61}, 10)
+    assert not is_misplaced(chains, {"a": 50, "b": 90, "c": 55}, 10)  # equally near
+    assert not is_misplaced([], {}, 10)
 
 
 def test_each_chain_enters_a_region_once() -> None:

@@ -71,17 +71,27 @@ class Link:
     """Streams from one shelf into another, one frame at a time."""
 
     def __init__(self, source: Shelf, target: Shelf, streams: int = 1) -> None:
+        self.source = source
         self.target = target
         self.cancelled: list[PublicationKey] = []
         self.state = _Child(source)
         self.wires = [Wire() for _ in range(streams)]
-        self.feeds = []
-        for number, wire in enumerate(self.wires):
-            wants = Wants(wants_message(target, None))
-            response: Any = wire
-            feed = _Feed(Feeds(source), source, response, "child", self.state, number, streams, wants)
-            self.state.enter(feed)
-            self.feeds.append(feed)
+        self.feeds: list[_Feed] = []
+        for stream in range(streams):
+            self.feeds.append(self._open(stream))
+
+    def reopen(self, stream: int) -> None:
+        """The stream breaks, and the child opens it anew."""
+        self.wires[stream] = Wire()
+        self.feeds[stream] = self._open(stream)
+
+    def _open(self, stream: int) -> _Feed:
+        wants = Wants(wants_message(self.target, None))
+        response: Any = self.wires[stream]
+        feeds, of = Feeds(self.source), len(self.wires)
+        feed = _Feed(feeds, self.source, response, "child", self.state, stream, of, wants)
+        self.state.enter(feed)
+        return feed
 
     async def step(self, stream: int = 0) -> bool:
         """Carry what one stream sends next."""
@@ -191,6 +201,58 @@ def test_a_stream_that_a_child_opens_again_holds_nothing_back() -> None:
         assert link.feeds[0].ended
         link.state.leave(again)
         assert source.holdings[key_of(patch(1))].senders == 0
+
+    on_shelves(story)
+
+
+# --- several streams -----------------------------------------------------------------------------
+
+
+def test_a_stream_that_stands_still_holds_up_only_what_it_was_handed() -> None:
+    async def story(source: Shelf, target: Shelf) -> None:
+        publication = patch(1, size=4096)
+        put(source, publication)
+        link = Link(source, target, 2)
+        for _ in publication.segments:
+            await link.step(1)
+        assert await link.feeds[1].send_next()  # a chunk that stays on its way
+        while await link.step(0):
+            pass
+        holding = target.holdings[key_of(publication)]
+        assert len(holding.transfer.have) == len(publication.chunks) - 1
+
+        link.state.leave(link.feeds[1])
+        await link.step(0)
+        assert holding.transfer.complete
+        assert not await link.step(0)
+
+    on_shelves(story)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["step", "lose", "break"])), max_size=80))
+def test_streams_that_break_at_any_moment_lose_nothing(events: list[tuple[int, str]]) -> None:
+    """`lose`: a frame goes out and is under way when the stream next breaks."""
+
+    async def story(source: Shelf, target: Shelf) -> None:
+        for version in (1, 2):
+            put(source, patch(version, size=2048))
+        link = Link(source, target, 3)
+        lossy: set[int] = set()
+        for stream, event in events:
+            if event == "break":
+                link.reopen(stream)
+                lossy.discard(stream)
+            elif event == "lose" or stream in lossy:  # a stream keeps its order
+                lossy.add(stream)
+                await link.feeds[stream].send_next()
+                link.wires[stream].frames.clear()
+            else:
+                await link.step(stream)
+        for stream in lossy:
+            link.reopen(stream)
+        await link.drain()
+        assert versions(target) == [1, 2]
 
     on_shelves(story)
 
