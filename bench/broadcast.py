@@ -290,20 +290,28 @@ def _show(case: Case) -> None:
     )
 
 
-async def run(quick: bool) -> list[Case]:
+async def run(quick: bool) -> AsyncIterator[Case]:
     """All cases, or with `quick` a few small ones."""
-    cases: list[Case] = []
     sizes = [20_000_000, 1_000_000] if quick else [SNAPSHOT_BYTES, *PATCH_BYTES]
     for b0_mbit in (400.0,) if quick else (300.0, 800.0):
         for n in (1, 4) if quick else (1, 4, 8, 16):
-            for topology in ("chain", "star"):
-                cases += await unfaulted(
-                    n, b0_mbit, 100.0, topology, sizes if topology == "chain" else sizes[:1]
-                )
+            topologies: tuple[Topology, ...] = ("chain", "star")
+            for topology in topologies:
+                wanted = sizes if topology == "chain" else sizes[:1]
+                for case in await unfaulted(n, b0_mbit, 100.0, topology, wanted):
+                    yield case
     faults: tuple[Fault, ...] = ("killed",) if quick else ("killed", "slowed", "partitioned")
     for fault in faults:
-        cases.append(await faulted(fault, 8, 300.0, 100.0, 40_000_000 if quick else SNAPSHOT_BYTES))
-    return cases
+        yield await faulted(fault, 8, 300.0, 100.0, 40_000_000 if quick else SNAPSHOT_BYTES)
+
+
+async def record(quick: bool, path: Path | None) -> None:
+    """Write the cases so far after each: a long run that is stopped leaves what it has."""
+    records = []
+    async for case in run(quick):
+        records.append({**dataclasses.asdict(case), "bar_s": case.bar_s})
+        if path:
+            path.write_text(json.dumps(records, indent=1) + "\n")
 
 
 def main() -> None:
@@ -314,10 +322,7 @@ def main() -> None:
     options = parser.parse_args()
     if why := missing():
         raise SystemExit(f"bench.broadcast cannot run here: {why}")
-    cases = asyncio.run(run(options.quick))
-    if options.json:
-        records = [{**dataclasses.asdict(case), "bar_s": case.bar_s} for case in cases]
-        options.json.write_text(json.dumps(records, indent=1) + "\n")
+    asyncio.run(record(options.quick, options.json))
 
 
 if __name__ == "__main__":

@@ -307,7 +307,9 @@ def main() -> int:
         for name in arguments.only:
             section: Callable[[], Iterator[Claim]] = getattr(proof, name)
             try:
-                claims += section()
+                for claim in section():
+                    claims.append(claim)
+                    print(f"[proof] {claim.name}: {claim.figure} ({claim.bar})", flush=True)
             except (AssertionError, subprocess.CalledProcessError, OSError) as failure:
                 print(failure, file=sys.stderr)
                 claims.append(Claim(name, str(failure).splitlines()[0][:80], "runs to its end", False))
