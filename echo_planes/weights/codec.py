@@ -157,7 +157,9 @@ def decode(
     if codec == "overwrite":
         return decode_overwrite(segment, specs)
     parsed = _Parsed(codec, segment, Layout(specs))
-    return [applied.change for applied in parsed.place(read, None, write=False)]
+    found: list[Applied] = []
+    parsed.place(read, None, found, write=False)
+    return [applied.change for applied in found]
 
 
 class Patcher:
@@ -189,22 +191,17 @@ class Patcher:
             WeightsError: as `decode` does, or a segment that does not follow the last one; the state is as
                 before, and of this patcher only `undo` may be called.
         """
-        if self._codec in ("compact", "fast"):
-            parsed = _Parsed(self._codec, segment, self._layout)
-            self._covered = self._after(parsed.run)
-            applied = parsed.place(lambda name: self._state[name].bits, self._hasher, write=True)
-        else:
-            applied = []
-            changes = decode(self._codec, segment, self._payload_bytes, self._specs, self._no_base)
-            for change in changes:
-                bits = self._state[change.name].bits
-                where = change.indices
-                if where is None:
-                    old = bits[change.start : change.start + change.values.size].copy()
-                else:
-                    old = bits[where]
-                apply(change, bits)
-                applied.append(Applied(change, old))
+        applied: list[Applied] = []
+        try:
+            if self._codec in ("compact", "fast"):
+                parsed = _Parsed(self._codec, segment, self._layout)
+                self._covered = self._after(parsed.run)
+                parsed.place(lambda name: self._state[name].bits, self._hasher, applied, write=True)
+            else:
+                self._write(segment, applied)
+        except BaseException:  # what this segment has written must go, also where memory ran out
+            self._take_back(applied)
+            raise
         self._payload_bytes += segment.size
         self.applied += applied
         return applied
@@ -228,8 +225,21 @@ class Patcher:
 
     def undo(self) -> None:
         """Put back every bit that was replaced."""
-        while self.applied:
-            last = self.applied.pop()
+        self._take_back(self.applied)
+
+    def _write(self, segment: ByteArray, applied: list[Applied]) -> None:
+        for change in decode(self._codec, segment, self._payload_bytes, self._specs, self._no_base):
+            bits = self._state[change.name].bits
+            if not bits.flags.writeable:
+                raise WeightsError(f"the bits of tensor {change.name!r} cannot be written to")
+            run = slice(change.start, change.start + change.values.size)
+            old = bits[run].copy() if change.indices is None else bits[change.indices]
+            apply(change, bits)
+            applied.append(Applied(change, old))
+
+    def _take_back(self, applied: list[Applied]) -> None:
+        while applied:
+            last = applied.pop()
             undo(last, self._state[last.change.name].bits)
 
     def _after(self, run: Sequence[Section]) -> tuple[int, int] | None:
@@ -273,20 +283,27 @@ class _Parsed:
         where, steps = read_steps(reader, _elements(sections), dtype)
         first = 0
         for section, part, shift in shares(where, sections):
-            self._steps[section.spec.name] = (part, steps[first : first + part.size], shift)
+            if part.size:
+                self._steps[section.spec.name] = (part, steps[first : first + part.size], shift)
             first += part.size
 
     def place(
-        self, read: Callable[[str], BitArray], hasher: StateHasher | None, *, write: bool
-    ) -> list[Applied]:
+        self,
+        read: Callable[[str], BitArray],
+        hasher: StateHasher | None,
+        placed: list[Applied],
+        *,
+        write: bool,
+    ) -> None:
         """What the segment does to the bits that `read` gives; written to them if asked to.
 
+        Args:
+            placed: is given each tensor's changes as they are made, so also what was written before an error.
+
         Raises:
-            WeightsError: the base has fewer elements of a class than the segment counts; nothing is left
-                written.
+            WeightsError: the base has fewer elements of a class than the segment counts.
         """
         out = _Room(self._classes.count if self._classes else 0)
-        placed: list[Applied] = []
         for section in self.run:
             spec, bits = section.spec, read(section.spec.name)
             if BitTensor(bits, spec.dtype, spec.shape).bits.flags.writeable < write:
@@ -294,22 +311,14 @@ class _Parsed:
             if hasher is not None and section.start == 0:
                 hasher.begin(spec.name, spec.dtype, spec.shape)
             if self._classes is not None and section.itemsize == _NARROW.itemsize:
-                applied = self._place_classes(self._classes, section, bits, out, hasher, write)
-            else:
-                applied = self._place_steps(section, bits, write)
-                if hasher is not None:
-                    hasher.update(bits[section.start : section.stop])
-            if applied.old.size:
-                placed.append(applied)
-        try:
-            if self._classes is not None:
-                self._classes.end()
-        except WeightsError:
-            if write:
-                for applied in reversed(placed):
-                    undo(applied, read(applied.change.name))
-            raise
-        return placed
+                self._place_classes(self._classes, section, bits, out, hasher, placed, write)
+                continue
+            if section.spec.name in self._steps:
+                placed.append(self._place_steps(section, bits, write))
+            if hasher is not None:
+                hasher.update(bits[section.start : section.stop])
+        if self._classes is not None:
+            self._classes.end()
 
     def _place_classes(
         self,
@@ -318,23 +327,25 @@ class _Parsed:
         bits: BitArray,
         out: _Room,
         hasher: StateHasher | None,
+        placed: list[Applied],
         write: bool,
-    ) -> Applied:
-        before = count = out.count
+    ) -> None:
+        before = out.count
         indices = out.indices_for(bits.size)
-        # Slice by slice, so that what was just changed is digested from the cache.
-        for start, stop in _slices(section):
-            count = classes.place(bits, start, stop, indices, out.olds, out.news, count, write)
-            if hasher is not None:
-                hasher.update(bits[start:stop])
-        out.count = count
-        part = slice(before, count)
-        return Applied(
-            Change(section.spec.name, section.start, indices[part], out.news[part]), out.olds[part]
-        )
+        try:
+            # Slice by slice, so that what was just changed is digested from the cache.
+            for start, stop in _slices(section):
+                out.count = classes.place(bits, start, stop, indices, out.olds, out.news, out.count, write)
+                if hasher is not None:
+                    hasher.update(bits[start:stop])
+        finally:
+            if out.count > before:
+                part = slice(before, out.count)
+                change = Change(section.spec.name, section.start, indices[part], out.news[part])
+                placed.append(Applied(change, out.olds[part]))
 
     def _place_steps(self, section: Section, bits: BitArray, write: bool) -> Applied:
-        where, steps, shift = self._steps.get(section.spec.name, _NOTHING)
+        where, steps, shift = self._steps[section.spec.name]
         indices = np.empty(where.size, index_dtype(bits.size))
         olds, news = np.empty(where.size, bits.dtype), np.empty(where.size, bits.dtype)
         writes.step_at(bits, where, steps, shift, indices, olds, news, write)
@@ -355,9 +366,6 @@ class _Room:
         if dtype not in self._indices:
             self._indices[dtype] = np.empty(self._num, dtype)
         return self._indices[dtype]
-
-
-_NOTHING: tuple[Any, BitArray, int] = (np.empty(0, np.uint32), np.empty(0, _NARROW), 0)
 
 
 def _by_width(run: Sequence[Section]) -> tuple[list[Section], list[Section]]:

@@ -272,11 +272,10 @@ class BroadcastSim:
         for action in self.tracker.handle(event, self.now_s):
             self.actions.append((self.now_s, action))
             match action:
-                case Throttle(child_id, _, factor):
+                case Throttle(child_id, _, bytes_per_s):
                     link = self.nodes[child_id].parent
                     if link is not None:
-                        spacing_s = self.settings.chunk_bytes / self.settings.worker_bytes_per_s / factor
-                        link.spacing_s = spacing_s if factor < 1 else 0.0
+                        link.spacing_s = self.settings.chunk_bytes / bytes_per_s if bytes_per_s else 0.0
                 case CancelBroadcast(key, peer_ids):
                     number = next(one.number for one in self.published if one.key == key)
                     for peer_id in peer_ids:

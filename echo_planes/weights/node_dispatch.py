@@ -146,11 +146,11 @@ class Dispatch:
                 self._notify(f"{peer_id} was dropped: {reason}")
             case Demote(peer_id, reason):
                 self._notify(f"{peer_id} is rollout-only from now on: {reason}")
-            case Throttle(child_id, _, factor):
+            case Throttle(child_id, _, bytes_per_s):
                 self._throttles.pop(child_id, None)
-                if factor < 1:
+                if bytes_per_s:
                     self._throttles[child_id] = action
             case CancelBroadcast():
                 pass  # `Tracker.cancelled` repeats it
         own = [order for order in self._throttles.values() if order.parent_id == SENDER_ID]
-        self._feeds.throttle({order.child_id: order.factor for order in own})
+        self._feeds.throttle({order.child_id: order.bytes_per_s for order in own})

@@ -45,13 +45,13 @@ class Feeds:
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
         self._children: dict[str, _Child] = {}
-        self._factors: dict[str, float] = {}
+        self._limits_bytes_per_s: dict[str, float] = {}
         self.refused: set[str] = set()  # peers that were dropped
         self.bytes_sent = 0
 
-    def throttle(self, factors: Mapping[str, float]) -> None:
-        """Send to these children, and to no others, at a part of the rate measured so far."""
-        self._factors = dict(factors)
+    def throttle(self, limits_bytes_per_s: Mapping[str, float]) -> None:
+        """Send to these children, and to no others, no faster than this."""
+        self._limits_bytes_per_s = dict(limits_bytes_per_s)
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/feed?stream=j&of=k`: see `_Feed`. The body says what the child has."""
@@ -99,9 +99,9 @@ class Feeds:
         if child in self.refused:
             raise WeightsError(f"{child} was dropped from this run: it altered signed bytes")
 
-    def factor(self, child: str) -> float | None:
-        """What part of its rate a child may be sent; None: all."""
-        return self._factors.get(child)
+    def limit_bytes_per_s(self, child: str) -> float | None:
+        """How fast a child may be sent anything; None: as fast as it can take it."""
+        return self._limits_bytes_per_s.get(child)
 
     async def payload(self, request: web.Request) -> web.StreamResponse:
         """`GET /v1/publications/{key}/payload`: verified bytes, up to the first that is not there yet.
@@ -164,12 +164,19 @@ class _Child:
         self._known: set[PublicationKey] = set()  # begun at some time
         self._skipped: set[PublicationKey] = set()
         self._shares: dict[PublicationKey, _Share] = {}
+        self.free_s = 0.0  # when the link has room for more, while it is throttled
 
     def enter(self, feed: _Feed) -> None:
         """A stream is open. It takes the place of one that the child has closed unnoticed."""
         for stream in [stream for stream in self.feeds if stream == feed.stream or stream >= feed.of]:
             self._end(stream)
         self.feeds[feed.stream] = feed
+        # It has just said what the child has: what was lost can go out again, and nothing else does.
+        for other in self.feeds.values():
+            other.wants = feed.wants
+        for share in self._shares.values():
+            share.again += share.lost
+            share.lost = []
 
     def leave(self, feed: _Feed) -> None:
         """A stream has ended."""
@@ -227,7 +234,7 @@ class _Child:
         for key, cursor in feed.sent.items():
             share = self._shares.get(key)
             if share is not None and share.holding is cursor.holding:
-                share.again += cursor.handed
+                share.lost += cursor.handed
 
     def _release(self) -> None:
         """What no stream has anything more of to send may be retired."""
@@ -263,7 +270,6 @@ class _Feed:
         self._response = response
         self._child = child
         self._state = state
-        self._rate_bytes_per_s = 0.0  # while there was something to send
 
     async def run(self) -> None:
         while not self.ended:
@@ -332,16 +338,14 @@ class _Feed:
 
     async def _write(self, data: bytes) -> None:
         """Send, wait until the child's socket has room, and hold back where the link is throttled."""
-        start_s = time.monotonic()
+        limit = self._feeds.limit_bytes_per_s(self._child)
+        if limit is not None:
+            now_s = time.monotonic()
+            start_s = max(now_s, self._state.free_s)
+            self._state.free_s = start_s + len(data) / limit
+            await asyncio.sleep(start_s - now_s)
         await self._response.write(data)
         self._feeds.bytes_sent += len(data)
-        factor = self._feeds.factor(self._child)
-        seconds = time.monotonic() - start_s
-        if factor is None:
-            if seconds > 0:
-                self._rate_bytes_per_s += 0.05 * (len(data) / seconds - self._rate_bytes_per_s)
-        elif self._rate_bytes_per_s:
-            await asyncio.sleep(max(0.0, len(data) / (factor * self._rate_bytes_per_s) - seconds))
 
 
 class _Cursor:
@@ -359,17 +363,18 @@ class _Cursor:
 class _Share:
     """How far all feeds of a child have come with the chunks of one publication."""
 
-    __slots__ = ("again", "arrivals", "holding")
+    __slots__ = ("again", "arrivals", "holding", "lost")
 
     def __init__(self, holding: Holding) -> None:
         self.holding = holding
         self.arrivals = 0
-        self.again: list[int] = []  # handed to a stream that ended
+        self.again: list[int] = []  # to be handed out once more
+        self.lost: list[int] = []  # handed to streams that ended; the child has some of them
 
     @property
     def through(self) -> bool:
         """Whether every chunk that is here was handed to a stream."""
-        return not self.again and self.arrivals == len(self.holding.arrivals)
+        return not self.again and not self.lost and self.arrivals == len(self.holding.arrivals)
 
     def take(self) -> int | None:
         """The number of the next chunk to send; None: there is none as yet."""

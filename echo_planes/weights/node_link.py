@@ -25,10 +25,13 @@ from echo_planes.weights.frames import (
 )
 from echo_planes.weights.manifest import PublicationKey, key_text
 from echo_planes.weights.node_shelf import Shelf, wants_message
+from echo_planes.weights.tracker_events import PING_INTERVAL_S
 from echo_planes.weights.transport import ANSWER_S, ask
 
 FORGERY_TRIES = 3  # so often one chunk must come altered over TLS from one parent to prove that it lies
 STALL_PINGS = 4  # a parent with so little to say while chunks are missing: attach again, saying what is here
+STALL_S = STALL_PINGS * PING_INTERVAL_S
+DEAD_STREAM_S = STALL_S - PING_INTERVAL_S  # a stream as silent as this while another pings has broken
 RETRY_S = (0.05, 1.0)  # between attempts to connect: first, largest
 RATE_WINDOW_S = 1.0
 
@@ -63,6 +66,8 @@ class ParentLink:
         self.connected: set[int] = set()
         self.forger = False  # it was proven to alter signed bytes
         self.trouble = ""  # why what arrives cannot be kept here
+        self._heard: dict[int, tuple[float, asyncio.Timeout]] = {}  # by open stream: last byte, what ends it
+        self._mended_s = -STALL_S  # when a dead stream was last ended
         self._session = session
         self._shelf = shelf
         self._num_streams = streams
@@ -114,13 +119,15 @@ class ParentLink:
                 await self._pull(number)
             except (aiohttp.ClientError, TimeoutError, OSError):
                 pass  # the tracker hears of it in the next report
-            except WeightsError:
+            except WeightsError as error:
+                self.trouble = f"{self.parent.peer_id} sent what is not sound: {error}"
                 self._damaged_stream()
             except EchoPlanesError as error:  # this machine's own, such as no room: it may pass
                 self.trouble = str(error)
                 before_s = self.heard_s
             finally:
                 self.connected.discard(number)
+                self._heard.pop(number, None)
             pause_s = RETRY_S[0] if self.heard_s > before_s else min(2 * pause_s, RETRY_S[1])
             await asyncio.sleep(pause_s)
 
@@ -129,20 +136,39 @@ class ParentLink:
         parser = FrameParser(self._shelf.limits)
         message = wants_message(self._shelf, self._newest())
         num_pings = 0  # since anything else came
-        async with self._session.post(url, json=message) as response:
+        async with asyncio.timeout(None) as limit, self._session.post(url, json=message) as response:
             if response.status != 200:
                 return
             self.connected.add(number)
-            self.heard_s = time.monotonic()
+            last_s = time.monotonic()
+            self._heard[number] = last_s, limit
             async for data in response.content.iter_any():
-                self.heard_s = time.monotonic()
+                now_s = time.monotonic()
+                rested_s, last_s = now_s - last_s, now_s
+                self._heard[number] = now_s, limit
                 frames = parser.feed(data)
                 for frame in frames:
                     self._take(frame)
+                self.heard_s = now_s  # only now: whoever sends nothing sound is as good as silent
                 is_ping = bool(frames) and all(isinstance(frame, PingFrame) for frame in frames)
                 num_pings = num_pings + 1 if is_ping else 0
-                if num_pings >= STALL_PINGS and self._has_holes():
+                # Where this one has rested too, it is the machine or the path, and the others come next.
+                if is_ping and rested_s < DEAD_STREAM_S:
+                    self._end_dead_streams(now_s)
+                if num_pings >= STALL_PINGS and self._has_holes() and last_s - self._mended_s > STALL_S:
                     return
+
+    def _end_dead_streams(self, now_s: float) -> None:
+        """Open anew what is silent while another stream pings; what it was to bring comes on the others.
+
+        A ping says that the parent has had nothing to send for a while: then each of its streams pings.
+        Chunks on another stream say nothing of this one, which may only have come too late for them.
+        """
+        dead = [number for number, (s, _) in self._heard.items() if now_s - s > DEAD_STREAM_S]
+        for number in dead:
+            _, limit = self._heard.pop(number)
+            limit.reschedule(asyncio.get_running_loop().time())
+            self._mended_s = now_s
 
     def _take(self, frame: Frame) -> None:
         match frame:
@@ -172,7 +198,10 @@ class ParentLink:
         """Ask for one chunk until it is here undamaged; after `FORGERY_TRIES` leave it to a new stream."""
         for _ in range(FORGERY_TRIES):
             holding = self._shelf.holdings.get(key)
-            if holding is None or chunk_index >= holding.transfer.segments[segment_index].header.num_chunks:
+            segments = holding.transfer.segments if holding else []
+            if holding is None or segment_index >= len(segments):
+                return
+            if chunk_index >= segments[segment_index].header.num_chunks:
                 return
             span = holding.transfer.span(segment_index, chunk_index)
             data = await self._range(key, span.offset_bytes, span.size_bytes)

@@ -5,7 +5,7 @@ The tracker in the sender's node decides; while the sender cannot be reached, th
 
 from __future__ import annotations
 
-import contextlib
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -58,6 +58,7 @@ class Member:
         self.dropped = ""  # why the tracker wants nothing more of this node
         self.repairs = 0  # parents changed while something was arriving
         self._refused = ""  # the tracker's last order that was not followed, and why
+        self._unheard = ""  # why the sender could not be asked, the last time
         self._settings = settings
         self._session = session
         self._shelf = shelf
@@ -66,19 +67,25 @@ class Member:
         self._position = position
         self._installed = installed
         self._joined = False
+        self._forgers: set[str] = set()  # proven, and the tracker has not heard of it; also former parents
         self._told: set[PublicationKey] = set()  # complete ones that the tracker has heard of
 
     @property
     def trouble(self) -> str:
         """Why nothing arrives, for people; "" where all is well."""
-        return self._refused or (self.link.trouble if self.link else "")
+        return self._refused or self._unheard or (self.link.trouble if self.link else "")
 
     async def run(self) -> None:
         """Report for ever."""
         next_s = time.monotonic()
         while not self.dropped:
-            with contextlib.suppress(ConnectionError):  # it will be there again; meanwhile the parent is kept
+            try:
                 await self._speak()
+                self._unheard = ""
+            except ConnectionError as error:  # it will be there again; meanwhile the parent is kept
+                if not self._unheard:
+                    print(f"weights: {self._settings.node_id}: {error}", file=sys.stderr, flush=True)
+                self._unheard = str(error)
             busy = bool(self._shelf.incomplete()) or not self._joined
             next_s = max(next_s, time.monotonic() - REPORT_INTERVAL_S)
             next_s += REPORT_INTERVAL_S if busy else IDLE_REPORT_INTERVAL_S
@@ -115,9 +122,12 @@ class Member:
         news = [holding for holding in self._shelf.complete() if holding.key not in self._told]
         about: list[Holding | None] = [*self._shelf.incomplete(), *news]
         reports = [event_to_json(self._report(holding)) for holding in about or [None]]
-        if self.link is not None and self.link.forger:
-            reports.append(event_to_json(ForgeryProven(self.link.parent.peer_id, self._settings.node_id)))
+        self._note_forgery()
+        accused = sorted(self._forgers)
+        reports += [event_to_json(ForgeryProven(forger, self._settings.node_id)) for forger in accused]
         answer = await self._tell("report", reports)
+        if not answer.get("join"):
+            self._forgers.difference_update(accused)
         self._told = {holding.key for holding in self._shelf.complete()} & (
             self._told | {holding.key for holding in news}
         )
@@ -153,7 +163,7 @@ class Member:
         orders = answer.get("orders")
         if not isinstance(orders, list):
             raise ConnectionError("the sender's answer has no orders")
-        factors: dict[str, float] = {}
+        limits: dict[str, float] = {}
         try:
             actions = [action_from_json(order) for order in orders]
         except WeightsError as error:
@@ -167,11 +177,11 @@ class Member:
                     self._shelf.cancel(key)
                     if self.link is not None:
                         self.link.refuse(key)
-                case Throttle(child_id, _, factor):
-                    factors[child_id] = factor
+                case Throttle(child_id, _, bytes_per_s):
+                    limits[child_id] = bytes_per_s
                 case Drop(_, reason):
                     self.dropped = reason
-        self._feeds.throttle(factors)
+        self._feeds.throttle(limits)
 
     async def _assigned(self, parent: Parent) -> None:
         """Go to a parent, unless the fleet's token would go out in plain text for it."""
@@ -184,11 +194,16 @@ class Member:
         self._refused = ""
         await self._attach(parent)
 
+    def _note_forgery(self) -> None:
+        if self.link is not None and self.link.forger:
+            self._forgers.add(self.link.parent.peer_id)
+
     async def _attach(self, parent: Parent | None) -> None:
         if self.link is not None:
             if self.link.parent == parent:
                 return
             self.repairs += bool(self._shelf.incomplete())
+            self._note_forgery()
             link, self.link = self.link, None
             await link.close()
         if parent is not None:

@@ -13,7 +13,14 @@ from aiohttp import web
 
 from echo_planes.errors import WeightsError
 from echo_planes.weights.frames import ChunkFrame, FrameParser, ManifestFrame, SegmentFrame
-from echo_planes.weights.manifest import SignedSegment, key_text, parse_key_text
+from echo_planes.weights.manifest import (
+    PublicationKey,
+    SegmentHeader,
+    SignedSegment,
+    key_of,
+    key_text,
+    parse_key_text,
+)
 from echo_planes.weights.node_catch_up import RemoteObjects, Rescue
 from echo_planes.weights.node_dispatch import Dispatch
 from echo_planes.weights.node_feed import Feeds
@@ -92,7 +99,8 @@ class SenderRole(_Role):
             direct=settings.direct,
         )
         self.dispatch = Dispatch(Tracker(rates), self.feeds, _tell)
-        self.shadow = Shadow(settings, _tell) if settings.signing_key else None
+        self._refusal: tuple[PublicationKey, str] | None = None  # the last publication refused, and why
+        self.shadow = Shadow(settings, shelf, _tell) if settings.signing_key else None
         self.store: StoreKeeper | None = None
         if settings.store:
             self.store = StoreKeeper(settings, shelf, Verifier(settings.public_bytes), self.shadow, _tell)
@@ -131,9 +139,13 @@ class SenderRole(_Role):
         if len(frames) != 1 or not isinstance(frames[0], SegmentFrame):
             raise WeightsError("a segment begins with one segment frame")
         signed: SignedSegment = frames[0].signed
-        holding = self.shelf.add_segment(signed)
-        if holding is None:
-            raise WeightsError(f"segment {signed.header.index} of {signed.header.key} came out of order")
+        try:
+            holding = self.shelf.add_segment(signed)
+            if holding is None:
+                raise WeightsError(self._why_refused(signed.header))
+        except WeightsError as error:
+            self._refusal = (signed.header.key, str(error))
+            raise
         self.dispatch.segment_added(holding, self.shelf.limits.max_payload_bytes(holding.key.codec))
         header = signed.header
         for index in range(header.num_chunks):
@@ -149,6 +161,9 @@ class SenderRole(_Role):
             raise WeightsError("a commit is one manifest frame")
         holding = self.shelf.commit(frames[0].signed)
         if holding is None or holding.completed_s is None:
+            key, why = self._refusal or (None, "")
+            if key == key_of(frames[0].signed.manifest):
+                raise WeightsError(why)
             raise WeightsError(f"version {frames[0].signed.manifest.version} is committed before it is whole")
         self.dispatch.committed(holding)
         if self.shadow is not None:
@@ -156,6 +171,16 @@ class SenderRole(_Role):
         if self.store is not None:
             self.store.published(holding)
         return web.json_response({})
+
+    def _why_refused(self, header: SegmentHeader) -> str:
+        """Why the shelf has not taken a segment: the learner's people read nothing else of it."""
+        if header.key in self.shelf.unwanted:
+            self.shelf.admission.check(header.key, header.base_digest)
+            return f"{key_text(header.key)} was complete here before, and later versions have replaced it"
+        key, why = self._refusal or (None, "")
+        if header.key == key:
+            return why  # of the segment before this one
+        return f"segment {header.index} of {key_text(header.key)} came out of order"
 
     async def _stats(self, request: web.Request) -> web.Response:
         return web.json_response(

@@ -18,6 +18,7 @@ from blake3 import blake3
 
 from echo_planes.errors import ClusterError, WeightsError
 from echo_planes.types import ByteArray, Publication
+from echo_planes.weights.archivist import FIRST_RETRY_S, MAX_RETRY_S
 from echo_planes.weights.manifest import (
     SEGMENT_BYTES,
     PublicationKey,
@@ -26,18 +27,22 @@ from echo_planes.weights.manifest import (
     SignedSegment,
     key_of,
 )
+from echo_planes.weights.node_catch_up import Rescue
 from echo_planes.weights.node_settings import NodeSettings
-from echo_planes.weights.node_shelf import Holding
+from echo_planes.weights.node_shelf import Holding, Shelf
 from echo_planes.weights.node_store import answer_list, answer_object
-from echo_planes.weights.signing import Signer
+from echo_planes.weights.objects import open_objects
+from echo_planes.weights.signing import Signer, Verifier
 from echo_planes.weights.store import folder_name, object_name
 from echo_planes.weights.store_writer import entry_files
+from echo_planes.weights.transport import happens
 
 if TYPE_CHECKING:
     from echo_planes.weights.stager import Stager
 
 CHUNK_BYTES = 256 * 1024
 WAITING_COPIES = 2  # of the model: more bytes are not held for a shadow that is slower than the learner
+SNAPSHOT_KEPT_S = 600.0  # after the last request: in less a worker gets its next part on any link that serves
 REMEMBERED_KEYS = 64  # a learner that lost an answer hands the same publication over again
 
 
@@ -55,29 +60,40 @@ class Shadow:
 
     Args:
         settings: with `signing_key`.
+        shelf: where the publications are.
         notify: is called with one line for people when it cannot follow, and when it can again.
     """
 
-    def __init__(self, settings: NodeSettings, notify: Callable[[str], None]) -> None:
+    def __init__(self, settings: NodeSettings, shelf: Shelf, notify: Callable[[str], None]) -> None:
         from echo_planes.weights.stager import Stager  # loads numba: only where snapshots are made
 
         specs = {spec.name: spec for spec in settings.specs} or None
         self._stager: Stager = Stager(specs, Path(settings.folder) / "shadow", settings.digest)
+        store = open_objects(settings.store) if settings.store else _Nothing()
+        self._shelf = shelf
+        self._rescue = Rescue(
+            lambda path: store if path == "store" else _Nothing(),
+            Verifier(settings.public_bytes),
+            shelf,
+            self._stager,
+            Path(settings.folder),
+        )
         self._signer = Signer.from_private_bytes(bytes.fromhex(settings.signing_key))
         self._notify = notify
         self._told: deque[PublicationKey] = deque(maxlen=REMEMBERED_KEYS)
         self._waiting: deque[Holding] = deque()  # pinned
         self._staging = False
-        self._lost = False  # patches were passed over: nothing can follow before the next full publication
+        self._lost = False  # patches were passed over: nothing can follow before `_recover`, or a full one
         self._works = True
         self._woken = asyncio.Event()
         self._offered: _Offered | None = None
         self._renewing: asyncio.Task[_Offered] | None = None
+        self._unused: asyncio.TimerHandle | None = None
 
     @property
     def behind(self) -> bool:
         """Whether publications wait to be taken in."""
-        return self._staging or bool(self._waiting)
+        return self._staging or self._lost or bool(self._waiting)
 
     def add_routes(self, public: web.Application) -> None:
         """A snapshot of at least a version, read like a store that holds nothing else."""
@@ -102,16 +118,22 @@ class Shadow:
         if len(self._waiting) > 1 and waiting_bytes > WAITING_COPIES * manifest.dense_bytes:
             self._forget_waiting()
             self._lost = True
-            self._say("it is slower than the learner, and waits for the next full publication")
+            self._say("it is slower than the learner, and begins anew from the newest version")
         self._woken.set()
 
     async def run(self) -> None:
         """Follow for ever."""
+        pause_s = FIRST_RETRY_S
         while True:
             self._woken.clear()
             while self._waiting:
                 await self._follow(self._waiting.popleft())
-            await self._woken.wait()
+            if not self._lost:
+                pause_s = FIRST_RETRY_S
+                await self._woken.wait()
+            elif not await self._recover():
+                await happens(self._woken, pause_s)
+                pause_s = min(2 * pause_s, MAX_RETRY_S)
 
     def make(self) -> Snapshot:
         """The newest state in full, signed. Blocking; a dense copy.
@@ -126,10 +148,40 @@ class Shadow:
     async def _follow(self, holding: Holding) -> None:
         self._staging = True
         try:
-            self._say(await asyncio.to_thread(self._stage, holding))
+            error = await asyncio.to_thread(self._stage, holding)
+            self._say(error)
+            if error and not (self._waiting and self._waiting[0].key.codec == "full"):
+                self._forget_waiting()  # they patch what could not be taken in
+                self._lost = True
+                await asyncio.to_thread(self._stager.reset)
         finally:
             self._staging = False
             holding.unpin()
+
+    async def _recover(self) -> bool:
+        """Go to the newest version as a late worker does, by the shelf and the store; whether it came closer.
+
+        The learner need not know: it may publish patches only, for ever.
+        """
+        complete = self._shelf.complete()
+        if not complete:
+            return False
+        self._staging = True
+        try:
+            await self._rescue.catch_up(complete[-1])
+        except (WeightsError, ClusterError) as error:  # what is needed may be there a little later
+            self._say(str(error))
+            return False
+        finally:
+            self._staging = False
+        reached = self._stager.manifest
+        if reached is not None:
+            await asyncio.to_thread(self._stager.settled, reached.version, True)
+        # Publications that were complete in the meantime were passed over.
+        if self._shelf.complete()[-1].transfer.manifest == complete[-1].transfer.manifest:
+            self._lost = False
+            self._say("")
+        return True
 
     def _stage(self, holding: Holding) -> str:
         """In a thread. The shadow has no engine: each version counts as settled, so its file is small."""
@@ -163,11 +215,13 @@ class Shadow:
         offered = self._offered
         if offered is None or not offered.reaches(lineage, version):
             offered = await self._renewed()
+        self._in_use()
         return await answer_list(offered, request)
 
     async def _read(self, request: web.Request) -> web.Response:
         if self._offered is None:
-            raise WeightsError("there is no snapshot yet: list it first")
+            raise WeightsError("there is no snapshot: list it first")
+        self._in_use()
         return await answer_object(self._offered, request)
 
     async def _renewed(self) -> _Offered:
@@ -180,7 +234,37 @@ class Shadow:
         newest = self._stager.manifest
         if self._offered is None or newest is None or self._offered.digest != newest.digest:
             self._offered = _Offered(await asyncio.to_thread(self.make))
+        self._in_use()
         return self._offered
+
+    def _in_use(self) -> None:
+        """Keep the snapshot for a while; then it goes.
+
+        An answer that is under way has its bytes. Whoever asks for more after all is refused as if there had
+        never been one, lists anew, and so has a new one made.
+        """
+        if self._unused is not None:
+            self._unused.cancel()
+        self._unused = asyncio.get_running_loop().call_later(SNAPSHOT_KEPT_S, self._let_go)
+
+    def _let_go(self) -> None:
+        self._offered = self._renewing = None  # the task, being done, holds its result
+
+
+class _Nothing:
+    """An `ObjectReader` that has nothing: the shadow is the one who would make a snapshot."""
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """See `ObjectReader`."""
+        raise WeightsError(f"there is no {name}")
+
+    def read_range(self, name: str, offset_bytes: int, size_bytes: int) -> bytes:
+        """See `ObjectReader`."""
+        raise WeightsError(f"there is no {name}")
+
+    def list(self, prefix: str) -> list[str]:
+        """See `ObjectReader`."""
+        return []
 
 
 class _Offered:

@@ -236,6 +236,7 @@ class Tracker:
         peer.silent_s, peer.closed = event.parent_silent_s, event.parent_closed
         if event.parent_id == peer.parent_id and peer.settled(now_s) >= 0:
             bad, share = peer.on_chunks(now_s, damaged, sound)
+            peer.best_bytes_per_s = max(peer.best_bytes_per_s, event.rate_bytes_per_s)
             if not self._check_damage(event.peer_id, peer, bad, share, now_s):
                 self._check_hop(event.peer_id, peer, now_s)
 
@@ -271,7 +272,8 @@ class Tracker:
             if bad >= MIN_DAMAGED and share >= THROTTLE_SHARE:
                 child.throttled_s = now_s
                 child.damage.clear()
-                self._actions.append(Throttle(child_id, child.parent_id, THROTTLE_FACTOR))
+                limit = THROTTLE_FACTOR * child.best_bytes_per_s
+                self._actions.append(Throttle(child_id, child.parent_id, limit))
         elif bad >= MIN_DAMAGED and share >= DISSOLVE_SHARE and now_s - child.throttled_s >= DAMAGE_WINDOW_S:
             throttled = sum(peer.throttled_s is not None for peer in self._peers.values())
             if 2 * throttled <= len(self._peers):  # else the network is bad, not a hop
@@ -279,7 +281,7 @@ class Tracker:
                 return True
         elif bad == 0 and now_s - child.throttled_s >= CLEAN_S:
             child.throttled_s = None
-            self._actions.append(Throttle(child_id, child.parent_id, 1.0))
+            self._actions.append(Throttle(child_id, child.parent_id, 0.0))
         return False
 
     # --- repair -----------------------------------------------------------------------------------

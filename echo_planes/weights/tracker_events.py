@@ -152,11 +152,11 @@ class Demote:
 
 @dataclass(frozen=True, slots=True)
 class Throttle:
-    """The link from `parent_id` to `child_id` damages bytes: send at `factor` times its measured rate."""
+    """The link from `parent_id` to `child_id` damages bytes: send no faster; 0: as fast as it can."""
 
     child_id: str
     parent_id: str
-    factor: float
+    bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True)

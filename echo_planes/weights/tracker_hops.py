@@ -114,6 +114,7 @@ class Peer:
     suspect: tuple[str, PeerStats] | None = None  # the former parent blamed for this hop, and its old record
     damage: deque[tuple[float, int, int]] = field(default_factory=deque)  # (when, damaged, sound) chunks
     throttled_s: float | None = None
+    best_bytes_per_s: float = 0.0  # that it received in a second from this parent, as it reports
 
     def on_chunks(self, now_s: float, damaged: int, sound: int) -> tuple[int, float]:
         """Chunks since the last report. Returns how many of the last seconds were damaged, and the share."""
@@ -136,6 +137,7 @@ class Peer:
     def judge_anew(self) -> None:
         """Forget what was held against its hop: it has another parent now, or another broadcast began."""
         self.slow_reports, self.closed, self.silent_s, self.throttled_s = 0, False, 0.0, None
+        self.best_bytes_per_s = 0.0
         self.damage.clear()
 
 

@@ -13,10 +13,11 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from aiohttp import web
+from yarl import URL
 
 from echo_planes.errors import ClusterError, ConfigError, EchoPlanesError, WaitTimeoutError, WeightsError
 from echo_planes.weights.node_settings import LOOPBACK, NodeSettings
@@ -137,7 +138,10 @@ def client_tls(settings: NodeSettings) -> ssl.SSLContext:
 
 
 def client_session(settings: NodeSettings) -> aiohttp.ClientSession:
-    """What a worker's node asks other nodes with. Proxies of the environment are used, except on loopback."""
+    """What a worker's node asks other nodes with, through the environment's proxies, except on loopback.
+
+    A peer that takes a connection and says nothing is given up after `ANSWER_S`; feeds ping more often.
+    """
 
     def tuned(address: aiohttp.AddrInfoType) -> socket.socket:
         family, kind, protocol, _, _ = address
@@ -150,11 +154,25 @@ def client_session(settings: NodeSettings) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=connector,
         headers={"Authorization": f"Bearer {settings.token}", "X-Node": settings.node_id},
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=ANSWER_S),
         read_bufsize=READ_BUFFER_BYTES,
-        trust_env=urlsplit(settings.sender).hostname not in LOOPBACK,
+        middlewares=(_through_proxy,),
         auto_decompress=False,
     )
+
+
+async def _through_proxy(
+    request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+) -> aiohttp.ClientResponse:
+    """Send by the proxy that the environment names for this address, if any; `no_proxy` is obeyed.
+
+    Not `trust_env`: that would proxy loopback too, and fail where ~/.netrc has a login for everybody.
+    """
+    host = request.url.host or ""
+    proxy = getproxies().get(request.url.scheme)
+    if proxy and host not in LOOPBACK and not proxy_bypass(host):
+        request.update_proxy(URL(proxy if "://" in proxy else f"http://{proxy}"), None, None)
+    return await handler(request)
 
 
 async def happens(event: asyncio.Event, limit_s: float | None) -> bool:
@@ -184,6 +202,12 @@ async def ask(session: aiohttp.ClientSession, url: str, message: dict[str, Any])
             answer = json.loads(body)
             if response.status == 200 and isinstance(answer, dict):
                 return answer
-            raise ConnectionError(f"{url} answered {response.status}: {bytes(body[:200])!r}")
+            said = answer.get("message") if isinstance(answer, dict) else None
+            raise ConnectionError(f"{url} answered {response.status}: {str(said or bytes(body))[:200]}")
+    except aiohttp.ClientConnectorCertificateError as error:
+        raise ConnectionError(
+            f"{url} has a certificate that is not trusted here ({error.certificate_error}): "
+            "set weights.tls_ca to the authority that signed it"
+        ) from error
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise ConnectionError(f"{url} did not answer: {error!r}") from error

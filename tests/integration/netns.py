@@ -1,7 +1,7 @@
 """A network of hosts on one machine: a network namespace each, shaped uplinks, and a delay between any two.
 
 Each namespace has one TUN device, behind a token bucket (tc tbf) of the host's uplink rate. A process of its
-own (`python -m tests.integration.netns switch`) carries packets between them: it holds each back by half a
+own (`tests/integration/netns_switch.py`) carries packets between them: it holds each back by half a
 round trip, shapes every host's downlink, drops what would wait longer than `QUEUE_S` there, and cuts hosts
 off when told to. It exists because this kernel may lack netem. Needs root and /dev/net/tun.
 
@@ -23,22 +23,18 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 NETWORK = "10.77.0"  # host i has address NETWORK.(i + 1)
 QUEUE_S = 0.1  # a shaped link holds so much at most
-TICK_S = 0.004  # packets are delivered together so often, as network cards do: it spares wake-ups
+READY_S = 60.0  # the switch may have to be compiled, and on busy cores
 CLONE_NEWNET = 0x40000000
 TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 TUN_F_CSUM, TUN_F_TSO4 = 0x01, 0x02
-VNET_HEADER_BYTES = 10
-MAX_PACKET_BYTES = 65536 + VNET_HEADER_BYTES
 
 
 def missing() -> str:
@@ -78,14 +74,7 @@ class ShapedNetwork:
         try:
             for host, mbit in enumerate(self._uplinks_mbit):
                 descriptors.append(self._make_host(host, mbit))
-            plan = {"tuns": descriptors, "downlinks_mbit": self._downlinks_mbit, "delay_s": self.rtt_s / 2}
-            self._switch = subprocess.Popen(
-                [sys.executable, "-m", "tests.integration.netns", "switch", json.dumps(plan)],
-                stdin=subprocess.PIPE,
-                text=True,
-                pass_fds=descriptors,
-                cwd=ROOT,
-            )
+            self._start_switch(descriptors)
         except BaseException:
             self.__exit__()
             raise
@@ -97,7 +86,7 @@ class ShapedNetwork:
     def __exit__(self, *why: object) -> None:
         if self._switch is not None:
             self._switch.kill()
-            self._switch.wait()
+            self._switch.communicate()
         for host in range(len(self._uplinks_mbit)):
             subprocess.run(["ip", "netns", "delete", self.namespace(host)], capture_output=True)
 
@@ -145,6 +134,23 @@ class ShapedNetwork:
         source.wait()
         return float(out)
 
+    def _start_switch(self, tuns: list[int]) -> None:
+        rates, delay_s = self._downlinks_mbit, self.rtt_s / 2
+        plan = {"tuns": tuns, "downlinks_mbit": rates, "delay_s": delay_s, "queue_s": QUEUE_S}
+        self._switch = subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.netns", "switch", json.dumps(plan)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=tuns,
+            cwd=ROOT,
+        )
+        assert self._switch.stdout is not None
+        if not select.select([self._switch.stdout], [], [], READY_S)[0]:
+            raise RuntimeError(f"the switch was not ready within {READY_S:.0f} s")
+        if self._switch.stdout.readline() != "ready\n":
+            raise RuntimeError("the switch ended before it was ready")
+
     def _make_host(self, host: int, mbit: float) -> int:
         name, device = self.namespace(host), f"ep{self._tag}{host}"
         descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
@@ -171,67 +177,6 @@ class ShapedNetwork:
             raise RuntimeError("the network is not up")
         self._switch.stdin.write(json.dumps(order) + "\n")
         self._switch.stdin.flush()
-
-
-class Switch:
-    """Carries packets between TUN devices: delay, downlink shaping, cuts."""
-
-    def __init__(self, tuns: Sequence[int], downlinks_mbit: Sequence[float], delay_s: float) -> None:
-        self._tuns = list(tuns)
-        self._seconds_per_byte = [8e-6 / mbit for mbit in downlinks_mbit]
-        self._delay_s = delay_s - TICK_S  # what a packet waits on its way in and out, on average
-        self._free_s = [0.0] * len(self._tuns)  # when each downlink has sent all that it was given
-        self._waiting: list[deque[tuple[float, bytes]]] = [deque() for _ in self._tuns]
-        self._cut: set[int] = set()
-
-    def obey(self) -> None:
-        """Follow orders on stdin; ends the process with it."""
-        for line in sys.stdin:
-            order = json.loads(line)
-            if "cut" in order:
-                self._cut.add(order["cut"])
-            else:
-                self._cut.discard(order["heal"])
-        os._exit(0)
-
-    def run(self) -> None:
-        """For ever."""
-        poll = select.epoll()
-        hosts = {tun: host for host, tun in enumerate(self._tuns)}
-        for tun in self._tuns:
-            poll.register(tun, select.EPOLLIN)
-        next_s = 0.0
-        while True:
-            for tun, _ in poll.poll(TICK_S if any(self._waiting) else 0.05):
-                self._take(tun, hosts[tun])
-            now_s = time.monotonic()
-            if now_s >= next_s:
-                self._deliver(now_s)
-                next_s = now_s + TICK_S
-            time.sleep(max(0.0, next_s - time.monotonic()))
-
-    def _take(self, tun: int, host: int) -> None:
-        for _ in range(64):  # then others have their turn
-            try:
-                packet = os.read(tun, MAX_PACKET_BYTES)
-            except BlockingIOError:
-                return
-            target = packet[VNET_HEADER_BYTES + 19] - 1  # last byte of the destination's IPv4 address
-            if packet[VNET_HEADER_BYTES] >> 4 != 4 or not 0 <= target < len(self._tuns):
-                continue
-            if host in self._cut or target in self._cut:
-                continue
-            arrival_s = time.monotonic() + self._delay_s
-            done_s = max(arrival_s, self._free_s[target]) + len(packet) * self._seconds_per_byte[target]
-            if done_s - arrival_s <= QUEUE_S:
-                self._free_s[target] = done_s
-                self._waiting[target].append((done_s, packet))
-
-    def _deliver(self, now_s: float) -> None:
-        for target, queue in enumerate(self._waiting):
-            while queue and queue[0][0] <= now_s:
-                with contextlib.suppress(BlockingIOError):
-                    os.write(self._tuns[target], queue.popleft()[1])
 
 
 def _run(*command: str) -> None:
@@ -286,10 +231,10 @@ def main(role: str, *rest: str) -> None:
     elif role == "source":
         _source(rest[0], float(rest[1]), rest[2])
     else:
-        plan = json.loads(rest[0])
-        switch = Switch(plan["tuns"], plan["downlinks_mbit"], plan["delay_s"])
-        threading.Thread(target=switch.obey, daemon=True).start()
-        switch.run()
+        # Loads numba, which the other roles need not wait for.
+        from tests.integration.netns_switch import run
+
+        run(rest[0])
 
 
 if __name__ == "__main__":

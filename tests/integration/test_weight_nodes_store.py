@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import time
+import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +18,8 @@ import pytest
 from echo_planes.errors import ClusterError, ConfigError, WeightsError
 from echo_planes.types import ByteArray, Codec
 from echo_planes.weights.archivist import AnchorWork
-from echo_planes.weights.digest import BitTensor
+from echo_planes.weights.digest import BitTensor, state_digest
+from echo_planes.weights.frames import ChunkFrame
 from echo_planes.weights.limits import relay_limits
 from echo_planes.weights.manifest import SignedManifest, SignedSegment
 from echo_planes.weights.node import Node
@@ -82,6 +86,17 @@ def holding_of(shelf: Shelf, signed: Signed) -> Holding:
     holding = shelf.commit(signed.manifest)
     assert holding
     return holding
+
+
+def put(shelf: Shelf, signed: Signed) -> None:
+    """All of it, its bytes too."""
+    for segment, payload in signed.segments:
+        shelf.add_segment(segment)
+        header = segment.header
+        for index in range(header.num_chunks):
+            data = payload.tobytes()[index * header.chunk_bytes :][: header.chunk_bytes]
+            shelf.add_chunk(ChunkFrame(header.key, header.index, index, data))
+    shelf.commit(signed.manifest)
 
 
 # --- the sender ----------------------------------------------------------------------------------
@@ -168,7 +183,7 @@ def test_a_slow_shadow_holds_no_more_than_two_copies_of_the_model(tmp_path: Path
         signer = Signer.generate()
         shelf = Shelf(Verifier(signer.public_bytes()), relay_limits(10**6), tmp_path)
         told: list[str] = []
-        shadow = Shadow(sender_settings(signer, folder=str(tmp_path)), told.append)
+        shadow = Shadow(sender_settings(signer, folder=str(tmp_path)), shelf, told.append)
         pinned: list[Holding] = []
 
         def publish(version: int, codec: Codec) -> int:
@@ -182,6 +197,111 @@ def test_a_slow_shadow_holds_no_more_than_two_copies_of_the_model(tmp_path: Path
         assert [publish(v, "fast") for v in (3, 4, 5)] == [2, 0, 0]
         assert len(told) == 1
         assert publish(6, "full") == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("way", ["shelf", "store"])
+def test_a_shadow_that_was_damaged_recovers_by_patches_alone(tmp_path: Path, way: str) -> None:
+    async def run() -> None:
+        signer = Signer.generate()
+        place = str(tmp_path) if way == "store" else ""
+        async with running(sender_settings(signer, store=place)) as sender:
+            shadow = sender_of(sender).shadow
+            assert shadow
+            learner = Learner(signer)
+            last = 13 if way == "store" else 3  # the node itself keeps fewer
+            for version in range(last):
+                await hand_over(sender, learner.publish(version))
+                await until(lambda: not shadow.behind, LIMIT_S, "the shadow")
+            if place:
+                stored = cast(StoreKeeper, sender_of(sender).store)
+                await until(lambda: not stored.status()["waiting"], LIMIT_S, "the store")
+            shadow._stager.bits()["w"].bits[7] ^= 1
+            for version in (last, last + 1):
+                await hand_over(sender, learner.publish(version))
+                await until(lambda: not shadow.behind, LIMIT_S, "the shadow to recover")
+                made = await asyncio.to_thread(shadow.make)
+                assert made.signed.manifest.digest == learner.signed.manifest.manifest.digest
+                assert state_digest(shadow._stager.bits()) == made.signed.manifest.digest
+
+    asyncio.run(run())
+
+
+def test_a_shadow_that_was_too_slow_goes_on_without_a_full_publication(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("echo_planes.weights.node_shadow.WAITING_COPIES", 0)
+
+    async def run() -> None:
+        signer = Signer.generate()
+        shelf = Shelf(Verifier(signer.public_bytes()), relay_limits(10**6), tmp_path)
+        told: list[str] = []
+        shadow = Shadow(sender_settings(signer, folder=str(tmp_path)), shelf, told.append)
+        learner = Learner(signer)
+        for version in range(4):  # two wait already when it begins
+            put(shelf, learner.publish(version))
+            shadow.published(shelf.complete()[-1])
+        assert [("slower" in line) for line in told] == [True]
+        task = asyncio.create_task(shadow.run())
+        await until(lambda: not shadow.behind, LIMIT_S, "the shadow")
+        assert shadow.make().signed.manifest.digest == learner.signed.manifest.manifest.digest
+        assert told[1:] == ["snapshots can be made again"]
+        assert all(holding.pins == 0 for holding in shelf.complete())
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_a_snapshot_that_nobody_reads_any_more_is_freed_and_made_again_when_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("echo_planes.weights.node_shadow.SNAPSHOT_KEPT_S", 0.7)
+
+    async def run() -> None:
+        signer = Signer.generate()
+        async with (
+            running(sender_settings(signer)) as sender,
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session,
+        ):
+            shadow = sender_of(sender).shadow
+            assert shadow
+            await hand_over(sender, Learner(signer).publish(0))
+            await until(lambda: not shadow.behind, LIMIT_S, "the shadow")
+            place = f"{sender.address}/v1/snapshot/run/0"
+            for _ in range(2):
+                async with session.get(f"{place}/list/objects") as response:
+                    (name,) = await response.json()
+                offered = weakref.ref(cast(Any, shadow._offered))
+                until_s = time.monotonic() + 1.0
+                while time.monotonic() < until_s:  # for longer than it is kept without being read
+                    async with session.get(f"{place}/objects/{name}?part=0-100") as response:
+                        assert (response.status, len(await response.read())) == (200, 100)
+                await until(lambda seen=offered: seen() is None, LIMIT_S, "the snapshot to go")  # type: ignore[misc]
+                async with session.get(f"{place}/objects/{name}?part=0-100") as response:
+                    assert response.status == 422
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("segment_bytes", [1_000_000, 32 * 1024**2])
+def test_the_learner_hears_why_a_publication_is_refused(segment_bytes: int) -> None:
+    """By whichever segment it finds out: one that is too large itself, or the first one beyond the model."""
+
+    async def run() -> None:
+        signer = Signer.generate()
+        async with running(sender_settings(signer, max_payload_bytes=3_000_000)) as sender:
+            large = publication(signer, 0, 40_000_000, segment_bytes=segment_bytes)
+            for num_segments in (1, 2):
+                with pytest.raises(WeightsError, match="the model needs at most 3000000"):
+                    await hand_over(sender, replace(large, segments=large.segments[num_segments - 1 :]))
+            with pytest.raises(WeightsError, match="the model needs at most 3000000"):
+                await hand_over(sender, replace(large, segments=[]))
+            for version in (1, 2):
+                await hand_over(sender, publication(signer, version, 1000))
+            with pytest.raises(WeightsError, match="later versions have replaced it"):
+                await hand_over(sender, publication(signer, 1, 1000))
 
     asyncio.run(run())
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import ssl
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +20,18 @@ from blake3 import blake3
 from echo_planes.errors import WeightsError
 from echo_planes.types import ByteArray, Codec, Manifest
 from echo_planes.weights.frames import ManifestFrame, SegmentFrame, encode_frame
-from echo_planes.weights.manifest import PublicationKey, SegmentHeader, SignedManifest, SignedSegment
+from echo_planes.weights.manifest import (
+    PublicationKey,
+    SegmentHeader,
+    SignedManifest,
+    SignedSegment,
+    key_text,
+)
 from echo_planes.weights.node import Node
-from echo_planes.weights.node_client import CONTROL_SOCKET
+from echo_planes.weights.node_client import CONTROL_SOCKET, SenderNode, WorkerNode
 from echo_planes.weights.node_settings import NodeSettings
 from echo_planes.weights.signing import Signer
+from echo_planes.weights.tracker_events import TICK_INTERVAL_S
 
 TOKEN = "a token for tests"
 
@@ -227,3 +236,103 @@ async def _read(source: asyncio.StreamReader) -> bytes:
         return await source.read(16 * 1024)
     except ConnectionError:
         return b""
+
+
+class Fleet:
+    """Node processes: a sender and workers. Ends them all.
+
+    Args:
+        sender_options: settings of the sender beyond those of a node that only relays.
+    """
+
+    def __init__(self, **sender_options: Any) -> None:
+        self.signer = Signer.generate()
+        self.workers: dict[str, WorkerNode] = {}
+        self._sender_options = sender_options
+
+    async def __aenter__(self) -> Fleet:
+        self.sender = SenderNode.spawn(settings(self.signer, "sender", **self._sender_options))
+        self.address = self.sender.address
+        return self
+
+    async def __aexit__(self, *why: object) -> None:
+        await asyncio.gather(*(worker.close() for worker in self.workers.values()))
+        await asyncio.to_thread(self.sender.close)
+
+    async def add(self, name: str, **options: Any) -> WorkerNode:
+        """Start a worker; it joins by itself."""
+        options = {"sender": self.address, **options}
+        worker = self.workers[name] = await WorkerNode.spawn(settings(self.signer, name, **options))
+        return worker
+
+    async def publish(self, signed: Signed, *, num_segments: int | None = None, commit: bool = True) -> None:
+        """Hand a publication over, as a learner does."""
+        for segment, payload in signed.segments[:num_segments]:
+            await asyncio.to_thread(self.sender.add_segment, segment, payload)
+        if commit:
+            await asyncio.to_thread(self.sender.commit, signed.manifest)
+
+    async def status(self) -> dict[str, Any]:
+        """Of the sender."""
+        return await asyncio.to_thread(self.sender.status)
+
+    async def until_obeyed(self, num_workers: int, limit_s: float) -> dict[str, str]:
+        """Wait until so many workers pull from whom the tracker says, and it has come to rest: it ranks anew
+        at its next tick. Returns the parent of each."""
+        peers: dict[str, str] = {}
+        since_s = time.monotonic()
+
+        async def obeyed() -> bool:
+            nonlocal peers, since_s
+            before, peers = peers, (await self.status())["peers"]
+            states = {name: await worker.status() for name, worker in self.workers.items() if name in peers}
+            follow = all(
+                state["connected"] and state["parent"] == peers[name] for name, state in states.items()
+            )
+            if len(peers) != num_workers or peers != before or not follow:
+                since_s = time.monotonic()
+            return time.monotonic() - since_s > 3 * TICK_INTERVAL_S
+
+        await until_true(obeyed, limit_s, "the workers to follow the tracker")
+        return peers
+
+    async def until_complete(self, name: str, signed: Signed, limit_s: float) -> dict[str, Any]:
+        """Wait until a worker has a publication whole; returns what it says of it."""
+        found: dict[str, Any] = {}
+
+        async def complete() -> bool:
+            nonlocal found
+            listed = (await self.workers[name].status())["publications"]
+            found = next((one for one in listed if one["key"] == key_text(signed.key)), {})
+            return bool(found.get("complete"))
+
+        await until_true(complete, limit_s, f"version {signed.key.version} at {name}")
+        return found
+
+
+async def until_true(condition: Callable[[], Awaitable[bool]], limit_s: float, what: str) -> None:
+    """Wait for a condition that has to be asked for; fails after `limit_s`."""
+    deadline_s = time.monotonic() + limit_s
+    while not await condition():
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"waited {limit_s:.0f} s in vain for {what}")
+        await asyncio.sleep(0.05)
+
+
+async def payload_at(
+    address: str, signed: Signed, tls: ssl.SSLContext | None = None, token: str = TOKEN
+) -> bytes:
+    """What a node serves of a publication."""
+    url = f"{address}/v1/publications/{key_text(signed.key)}/payload"
+    async with (
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"}) as session,
+        session.get(url, ssl=tls or True, timeout=aiohttp.ClientTimeout(10)) as response,
+    ):
+        return await response.read()
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on at present."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port

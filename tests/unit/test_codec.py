@@ -185,6 +185,37 @@ def test_a_patcher_takes_segments_in_order(codec: Codec) -> None:
         assert same_bits(state, old)
 
 
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_segment_that_cannot_be_written_to_its_end_leaves_the_state_as_it_was(codec: Codec) -> None:
+    old, new = model_state(), updated(model_state(), 5)
+    state = copied(old)
+    state["e"].bits.flags.writeable = False  # the last that is written
+    patcher = Patcher(codec, state)
+    with pytest.raises(WeightsError, match="tensor 'e' cannot be written to"):
+        patcher.apply(next(encode(codec, old, new)).payload)
+    assert same_bits(state, old)
+
+
+@pytest.mark.parametrize("codec", CODED)
+@pytest.mark.parametrize("slices", [0, 1, 2])
+def test_a_segment_breaks_off_between_writing_and_digesting(codec: Codec, slices: int) -> None:
+    class Full(StateHasher):
+        num = 0
+
+        def update(self, bits: BitArray) -> None:
+            self.num += 1
+            if self.num > slices:
+                raise MemoryError
+            super().update(bits)
+
+    old, new = model_state(), updated(model_state(), 5)
+    state = copied(old)
+    patcher = Patcher(codec, state, Full())
+    with pytest.raises(MemoryError):
+        patcher.apply(next(encode(codec, old, new)).payload)
+    assert same_bits(state, old)
+
+
 def test_a_patch_whose_classes_the_base_lacks_leaves_nothing_behind() -> None:
     """Small weights all changed, large ones hardly: two classes. A base of large ones has one of them."""
     old = np.repeat(np.array([0x2000, 0x3C00], np.uint16), 1000)

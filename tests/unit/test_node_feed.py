@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,8 @@ def test_a_stream_that_stands_still_holds_up_only_what_it_was_handed() -> None:
         assert len(holding.transfer.have) == len(publication.chunks) - 1
 
         link.state.leave(link.feeds[1])
+        assert not await link.step(0)  # how much of it arrived, the child will say
+        link.reopen(1)
         await link.step(0)
         assert holding.transfer.complete
         assert not await link.step(0)
@@ -253,6 +256,28 @@ def test_streams_that_break_at_any_moment_lose_nothing(events: list[tuple[int, s
             link.reopen(stream)
         await link.drain()
         assert versions(target) == [1, 2]
+
+    on_shelves(story)
+
+
+def test_a_throttled_child_is_sent_no_more_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits_s: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits_s.append(seconds)
+
+    async def story(source: Shelf, target: Shelf) -> None:
+        publication = patch(1, size=4096)
+        put(source, publication)
+        link = Link(source, target, 2)
+        link.state.free_s = time.monotonic() + 1.0  # the link is busy
+        for feed in link.feeds:
+            feed._feeds.throttle({"child": 1000.0, "other": 1.0})
+        monkeypatch.setattr(asyncio, "sleep", sleep)
+        await link.drain()
+        assert target.holdings[key_of(publication)].transfer.complete
+        assert waits_s[0] == pytest.approx(1.0, abs=0.2)
+        assert waits_s[-1] > 1.0 + 4.096 / 2
 
     on_shelves(story)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +14,17 @@ import aiohttp
 import pytest
 
 from echo_planes.errors import ClusterError
-from echo_planes.weights.frames import ChunkFrame
+from echo_planes.weights.frames import ChunkFrame, PingFrame, encode_frame
 from echo_planes.weights.node_dispatch import Dispatch
 from echo_planes.weights.node_feed import Feeds
-from echo_planes.weights.node_link import Parent, ParentLink
+from echo_planes.weights.node_link import DEAD_STREAM_S, Parent, ParentLink
 from echo_planes.weights.node_member import Member
 from echo_planes.weights.node_settings import NodeSettings
 from echo_planes.weights.node_shelf import Shelf
 from echo_planes.weights.signing import Verifier
 from echo_planes.weights.tracker import FORGOTTEN_S, Tracker, TrackerSettings
 from echo_planes.weights.tracker_events import (
+    PING_INTERVAL_S,
     Assign,
     CancelBroadcast,
     PeerJoined,
@@ -157,6 +160,78 @@ def test_a_stream_goes_on_after_there_was_no_room(monkeypatch: pytest.MonkeyPatc
         link = ParentLink(session, shelf, Parent("w1", "http://w1"), 1, lambda: None)
         await asyncio.wait_for(tried_again.wait(), 5.0)
         assert link.trouble == ""
+        await link.close()
+        shelf.close()
+
+    asyncio.run(story())
+
+
+class _Pipe:
+    """Stands for a session to a parent: a stream brings what the test puts into its queue."""
+
+    def __init__(self) -> None:
+        self.opened: list[asyncio.Queue[bytes]] = []  # in the order of opening
+        self.numbers: list[int] = []
+        self.closed: list[int] = []
+
+    @contextlib.asynccontextmanager
+    async def post(self, url: str, json: object) -> AsyncIterator[Any]:
+        queue: asyncio.Queue[bytes] = asyncio.Queue()
+        self.opened.append(queue)
+        self.numbers.append(int(url.partition("stream=")[2].partition("&")[0]))
+
+        async def arriving() -> AsyncIterator[bytes]:
+            while True:
+                yield await queue.get()
+                queue.task_done()
+
+        try:
+            yield SimpleNamespace(status=200, content=SimpleNamespace(iter_any=arriving))
+        finally:
+            self.closed.append(self.numbers[self.opened.index(queue)])
+
+
+async def _happens(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5.0):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("others", ["ping", "bring chunks", "are silent too"])
+def test_a_stream_that_is_silent_while_others_ping_is_opened_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, others: str
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("echo_planes.weights.node_link.time", SimpleNamespace(monotonic=lambda: now_s))
+    one = signed(bytes(100), key=PATCH)
+    brought = {
+        "ping": encode_frame(PingFrame()),
+        "bring chunks": encode_frame(ChunkFrame(PATCH, 0, 0, one.chunk(0, 0))),
+        "are silent too": b"",
+    }[others]
+
+    async def story() -> None:
+        nonlocal now_s
+        pipe: Any = _Pipe()
+        shelf = Shelf(VERIFIER, LIMITS, tmp_path)
+        link = ParentLink(pipe, shelf, Parent("w1", "http://w1"), 3, lambda: None)
+        await _happens(lambda: link.connected == {0, 1, 2})
+        while now_s <= DEAD_STREAM_S:
+            assert pipe.closed == []
+            now_s += PING_INTERVAL_S
+            for stream in (0, 2) if brought else ():
+                pipe.opened[stream].put_nowait(brought)
+                await pipe.opened[stream].join()
+        if others == "ping":
+            await _happens(lambda: len(pipe.opened) == 4 and len(link.connected) == 3)
+            assert (pipe.closed, pipe.numbers[3]) == ([1], 1)
+            pipe.opened[0].put_nowait(brought)  # the new one has its own time
+            await pipe.opened[0].join()
+        now_s += 10 * DEAD_STREAM_S  # no stream was read for so long: none is to blame
+        pipe.opened[2].put_nowait(encode_frame(PingFrame()))
+        await pipe.opened[2].join()
+        await asyncio.sleep(0.02)
+        assert pipe.closed == ([1] if others == "ping" else [])
         await link.close()
         shelf.close()
 

@@ -301,7 +301,7 @@ def test_damage_throttles_the_link_and_then_dissolves_the_hop() -> None:
         return fleet.run(STEP_S)  # 250 sound chunks
 
     assert damage(30) == []
-    assert damage(60) == [Throttle("c", "b", 0.5)]
+    assert damage(60) == [Throttle("c", "b", 0.5 * RATE)]
     for total in range(80, 220, 20):  # two seconds, in which other hops may turn out to be no better
         assert damage(total) == []
     assert fleet.assigned(damage(240)) == {"c": "a", "b": "d"}
@@ -310,8 +310,8 @@ def test_damage_throttles_the_link_and_then_dissolves_the_hop() -> None:
 def test_a_throttle_is_lifted_when_the_link_is_clean() -> None:
     fleet = running()
     fleet.extra["c"] = {"damaged_chunks": 60}
-    assert fleet.run(STEP_S) == [Throttle("c", "b", 0.5)]
-    assert fleet.run(6.0) == [Throttle("c", "b", 1.0)]
+    assert fleet.run(STEP_S) == [Throttle("c", "b", 0.5 * RATE)]
+    assert fleet.run(6.0) == [Throttle("c", "b", 0.0)]
 
 
 def test_damage_everywhere_throttles_but_moves_nobody() -> None:
