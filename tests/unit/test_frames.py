@@ -108,7 +108,9 @@ def test_a_chunk_in_pieces_stays_as_it_was() -> None:
         b"EP\2\5\0\0\0\0",  # a later format
         b"EP\1\0\0\0\0\0",
         b"EP\1\6\0\0\0\0",
-        b"EP\1\5\1\0\0\0",  # a ping with a body
+        b"EP\1\5\0\0\0\0",  # a ping without its padding, and two with another
+        b"EP\1\5\1\0\0\0x",
+        b"EP\1\5\1\x08\0\0",
         b"EP\1\1\0\0\0\0",  # an empty header, chunk, manifest, cancel
         b"EP\1\2\0\0\0\0",
         b"EP\1\3\0\0\0\0",
