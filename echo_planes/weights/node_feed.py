@@ -50,8 +50,8 @@ class Feeds:
         self.bytes_sent = 0
 
     def throttle(self, limits_bytes_per_s: Mapping[str, float]) -> None:
-        """Send to these children, and to no others, no faster than this."""
-        self._limits_bytes_per_s = dict(limits_bytes_per_s)
+        """Send to these children, and to no others, no faster than this; 0: as fast as they can take it."""
+        self._limits_bytes_per_s = {child: limit for child, limit in limits_bytes_per_s.items() if limit > 0}
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/feed?stream=j&of=k`: see `_Feed`. The body says what the child has."""

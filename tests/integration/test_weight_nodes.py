@@ -25,6 +25,7 @@ from echo_planes.weights.publisher import Publisher
 from echo_planes.weights.signing import Signer
 from echo_planes.weights.transport import happens
 from tests.integration.weight_nodes import (
+    LIMIT_S,
     TOKEN,
     Signed,
     Uplink,
@@ -37,7 +38,6 @@ from tests.integration.weight_nodes import (
 )
 
 CHUNK_BYTES = 32 * 1024
-LIMIT_S = 20.0  # for any one thing to come about; the machine may be busy
 
 
 class Chain:

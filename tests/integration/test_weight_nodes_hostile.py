@@ -7,7 +7,7 @@ import contextlib
 import http.client
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import aiohttp
@@ -17,6 +17,7 @@ from blake3 import blake3
 from echo_planes.weights.manifest import key_text
 from echo_planes.weights.transport import MAX_JSON_BYTES
 from tests.integration.weight_nodes import (
+    LIMIT_S,
     TOKEN,
     Fleet,
     Signed,
@@ -24,20 +25,11 @@ from tests.integration.weight_nodes import (
     free_port,
     payload_at,
     publication,
+    run,
     until_true,
 )
 
 CHUNK_BYTES = 32 * 1024
-LIMIT_S = 20.0  # for any one thing to come about; the machine may be busy
-
-
-def run(story: Callable[[], Awaitable[None]]) -> None:
-    """Run a test's coroutine; it has a limit as a whole too."""
-
-    async def limited() -> None:
-        await asyncio.wait_for(story(), 60)
-
-    asyncio.run(limited())
 
 
 def payload_of(signed: Signed) -> bytes:

@@ -7,7 +7,6 @@ import contextlib
 import datetime
 import ipaddress
 import ssl
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,26 +23,18 @@ from cryptography.x509.oid import NameOID
 from echo_planes.weights.frames import ChunkFrame, ManifestFrame, PingFrame, SegmentFrame, encode_frame
 from echo_planes.weights.tracker_events import PeerJoined, Report, event_to_json
 from tests.integration.weight_nodes import (
+    LIMIT_S,
     TOKEN,
     Fleet,
     Signed,
     free_port,
     payload_at,
     publication,
+    run,
     until_true,
 )
 
 CHUNK_BYTES = 32 * 1024
-LIMIT_S = 20.0  # for any one thing to come about; the machine may be busy
-
-
-def run(story: Callable[[], Awaitable[None]]) -> None:
-    """Run a test's coroutine; it has a limit as a whole too."""
-
-    async def limited() -> None:
-        await asyncio.wait_for(story(), 60)
-
-    asyncio.run(limited())
 
 
 @pytest.fixture(scope="module")

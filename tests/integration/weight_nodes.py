@@ -34,6 +34,7 @@ from echo_planes.weights.signing import Signer
 from echo_planes.weights.tracker_events import TICK_INTERVAL_S
 
 TOKEN = "a token for tests"
+LIMIT_S = 20.0  # for any one thing to come about; the machine may be busy
 
 
 @dataclass(frozen=True)
@@ -236,6 +237,15 @@ async def _read(source: asyncio.StreamReader) -> bytes:
         return await source.read(16 * 1024)
     except ConnectionError:
         return b""
+
+
+def run(story: Callable[[], Awaitable[None]]) -> None:
+    """Run a test's coroutine; it has a limit as a whole too."""
+
+    async def limited() -> None:
+        await asyncio.wait_for(story(), 60)
+
+    asyncio.run(limited())
 
 
 class Fleet:

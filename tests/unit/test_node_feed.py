@@ -278,6 +278,13 @@ def test_a_throttled_child_is_sent_no_more_than_its_limit(monkeypatch: pytest.Mo
         assert target.holdings[key_of(publication)].transfer.complete
         assert waits_s[0] == pytest.approx(1.0, abs=0.2)
         assert waits_s[-1] > 1.0 + 4.096 / 2
+        waits_s.clear()
+        for feed in link.feeds:
+            feed._feeds.throttle({"child": 0.0})
+        put(source, patch(2))
+        await link.drain()
+        assert versions(target) == [1, 2]
+        assert not waits_s
 
     on_shelves(story)
 
