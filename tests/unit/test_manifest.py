@@ -39,7 +39,7 @@ keys = st.one_of(
     st.builds(
         lambda lineage, base, step, codec: PublicationKey(lineage, base + step, codec, base),
         st.from_regex(r"[0-9A-Za-z][0-9A-Za-z._-]{0,63}", fullmatch=True),
-        st.integers(0, 2**62),
+        st.integers(0, 2**62 - 1),
         st.integers(1, 2**62),
         st.sampled_from(["compact", "fast", "overwrite"]),
     ),
