@@ -11,7 +11,7 @@ from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# The same examples every time, so that a change is judged by itself; HYPOTHESIS_PROFILE=explore seeks new ones.
+# The same examples every time, so that a change is judged alone; HYPOTHESIS_PROFILE=explore seeks new ones.
 settings.register_profile("repeatable", derandomize=True)
 settings.register_profile("explore", derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
