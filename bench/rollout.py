@@ -26,7 +26,8 @@ from pathlib import Path
 import psutil
 from transformers import AutoTokenizer
 
-from echo_planes.config import ModelConfig, SamplingConfig, WorkerConfig
+from echo_planes.builders import ScorerBuilder
+from echo_planes.config import Config, ModelConfig, SamplingConfig, WorkerConfig
 from echo_planes.fakes import FakeWeights
 from echo_planes.rollout.vllm_engine import VllmEngine
 from echo_planes.rollout.worker import RolloutWorker
@@ -138,6 +139,8 @@ async def run(arguments: argparse.Namespace) -> dict[str, float]:
     kind = WorkerConfig(max_groups=arguments.max_groups)
     task = MathTask(MathOptions(), AutoTokenizer.from_pretrained(model.folder), seed=0)
     engine = VllmEngine(kind.engine, sampling, model.folder, model.max_model_len, seed=0)
+    scorer = ScorerBuilder(Config())(task.reward_limit_s)
+    await scorer.start()
     source = ListedWork(sampling.samples_per_prompt)
     worker = RolloutWorker(
         "w0",
@@ -145,6 +148,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, float]:
         "bench",
         engine=engine,
         task=task,
+        scorer=scorer,
         source=source,
         weights=FakeWeights(),
         kind=kind,

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from echo_planes.data.reward_child import score_one
 from echo_planes.data.task import TaskAdapter
 from echo_planes.errors import RunError, WeightsError, WorkerGoneError
 from echo_planes.types import (
@@ -20,6 +21,7 @@ from echo_planes.types import (
     Prompt,
     Publication,
     Reward,
+    RewardFailure,
     Sample,
     Span,
     StepStats,
@@ -55,6 +57,19 @@ class FakeTask(TaskAdapter):
     def reward(self, prompt: Prompt, episode: Episode) -> Reward:
         correct = episode.text == prompt.answer
         return Reward(float(correct), correct)
+
+
+class InlineScorer:
+    """Rewards computed where they are asked for: for tasks that are trusted not to hang."""
+
+    def __init__(self, task: TaskAdapter) -> None:
+        self._task = task
+
+    async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Reward | RewardFailure]:
+        return [score_one(self._task, prompt, episode) for episode in episodes]
+
+    async def close(self) -> None:
+        """Nothing was started."""
 
 
 def fake_digest(version: int) -> str:

@@ -203,6 +203,7 @@ class Journal:
             "trained": counts.trained,
             "dropped_stale": counts.dropped_stale,
             "refused": counts.refused,
+            **_reward_failures(counts),
             "time_s": self._elapsed_s(),
             **self.broadcasts.newest(),
         }
@@ -233,6 +234,8 @@ class Journal:
         text = (
             f"held-out accuracy {report.accuracy:.3f} at step {report.step} (avg@{report.samples_per_prompt})"
         )
+        if report.num_unscored:
+            text += f"; {report.num_unscored} answers have no reward and are left out"
         self.on_event("eval", text, version=report.version)
         self._view.event(text)
 
@@ -273,6 +276,7 @@ class Journal:
             "dropped_stale": counts.dropped_stale,
             "buffered": counts.buffered,
             "refused": counts.refused,
+            **_reward_failures(counts),
             "mismatch_same_version_mean": float(np.mean(self._mismatches)) if self._mismatches else None,
             "install_seconds_mean": float(np.mean(self._install_s)) if self._install_s else None,
             **self.broadcasts.summary(),
@@ -298,3 +302,11 @@ class Journal:
 
     def _elapsed_s(self) -> float:
         return self._clock.now_s() - self._start_s
+
+
+def _reward_failures(counts: BufferCounts) -> dict[str, int]:
+    return {
+        "reward_timeout": counts.reward_timeout,
+        "reward_error": counts.reward_error,
+        "reward_invalid": counts.reward_invalid,
+    }

@@ -16,11 +16,10 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.metrics import Gauge as RayGauge
 
+from echo_planes.builders import ScorerBuilder, TaskBuilder
 from echo_planes.config import Config, WeightsConfig, WorkerConfig, cluster_address
 from echo_planes.data.batch import make_batch, train_everything
-from echo_planes.data.registry import build_adapter, load_tokenizer
 from echo_planes.data.service import DataService
-from echo_planes.data.task import TaskAdapter
 from echo_planes.errors import (
     ClusterError,
     EchoPlanesError,
@@ -345,7 +344,16 @@ class RayPlanes:
         handle = (
             ray.remote(WorkerProcess)
             .options(**options)
-            .remote(self._config, worker_id, epoch, self._link, kind, self.data, _TaskBuilder(self._config))
+            .remote(
+                self._config,
+                worker_id,
+                epoch,
+                self._link,
+                kind,
+                self.data,
+                TaskBuilder(self._config),
+                ScorerBuilder(self._config),
+            )
         )
         worker = RemoteWorker(handle, f"worker {worker_id} ({kind.sku})", self.learner)
         self._workers[worker_id] = worker
@@ -355,17 +363,6 @@ class RayPlanes:
         worker = self._workers.pop(worker_id, None)
         if worker is not None:
             ray.kill(worker.handle)
-
-
-@dataclass(frozen=True)
-class _TaskBuilder:
-    """Builds the run's task adapter in whichever process calls it."""
-
-    config: Config
-
-    def __call__(self) -> TaskAdapter:
-        config = self.config
-        return build_adapter(config.task, load_tokenizer(config.model.folder), config.run.seed)
 
 
 def worker_kinds(config: Config) -> dict[str, WorkerConfig]:

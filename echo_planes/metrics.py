@@ -65,6 +65,9 @@ GAUGES: tuple[Gauge, ...] = (
     Gauge("trained", "trajectories trained so far"),
     Gauge("dropped_stale", "accepted trajectories dropped as too old so far"),
     Gauge("refused", "submissions refused so far"),
+    Gauge("reward_timeout", "answers whose reward took too long, so far; their groups were not trained"),
+    Gauge("reward_error", "answers whose reward raised, so far"),
+    Gauge("reward_invalid", "answers whose reward was none: not finite, or of another type; so far"),
     Gauge("bubble_ratio", "idle / (idle + train) of the learner so far"),
     Gauge("published_version", "newest version that 1/gamma of the workers serve; what follows is of it"),
     Gauge("changed_share", "share of the weights that the publication changed"),
@@ -307,6 +310,13 @@ def step_fields(metrics: Mapping[str, Any], total_steps: int) -> list[str]:
 def step_line(metrics: Mapping[str, Any], total_steps: int) -> str:
     """A learner step in one line; staleness is shown as max/mean."""
     return "  ".join(step_fields(metrics, total_steps))
+
+
+def reward_failures(metrics: Mapping[str, Any]) -> str:
+    """How many answers had no reward so far, by reason; empty if all had one."""
+    words = {"reward_timeout": "timed out", "reward_error": "raised", "reward_invalid": "invalid"}
+    counts = {word: int(number(metrics.get(key)) or 0) for key, word in words.items()}
+    return ", ".join(f"{count:,} {word}" for word, count in counts.items() if count)
 
 
 def _mean(values: Sequence[float]) -> float | None:

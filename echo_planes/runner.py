@@ -238,16 +238,21 @@ class Runner:
                 self._events.put_nowait(ev.EvaluationLost(step))
                 return
             answers += result
-        failed = [t.error for t in answers if t.status != "ok"]
+        failed = [t.error for t in answers if t.status == "failed" and not t.episode.response_ids]
         if failed:
             raise RunError(f"{len(failed)} of {len(answers)} evaluation samples failed: {failed[0]}")
+        unscored = [t.error for t in answers if t.status != "ok"]
+        scored = [t for t in answers if t.status == "ok"]
+        if not scored:
+            raise RunError(f"not one of {len(answers)} evaluation samples has a reward: {unscored[0]}")
         report = EvalReport(
             step=step,
             version=min(t.version for t in answers),
             num_prompts=settings.num_prompts,
             samples_per_prompt=settings.samples_per_prompt,
-            accuracy=sum(t.reward.correct for t in answers) / len(answers),
-            reward_mean=sum(t.reward.value for t in answers) / len(answers),
+            accuracy=sum(t.reward.correct for t in scored) / len(scored),
+            reward_mean=sum(t.reward.value for t in scored) / len(scored),
+            num_unscored=len(unscored),
             trajectories=tuple(answers[: 8 * settings.samples_per_prompt]),
         )
         # Before the first update and after the last, sampler and learner hold the same version.

@@ -18,7 +18,15 @@ from echo_planes.checkpoint import CheckpointMeta, save_checkpoint
 from echo_planes.config import Config, WorkerConfig
 from echo_planes.data.service import DataService
 from echo_planes.data.task import TaskAdapter, TaskOptions
-from echo_planes.fakes import FakeEngine, FakeLearner, FakeTask, FakeTokenizer, FakeWeights, Faults
+from echo_planes.fakes import (
+    FakeEngine,
+    FakeLearner,
+    FakeTask,
+    FakeTokenizer,
+    FakeWeights,
+    Faults,
+    InlineScorer,
+)
 from echo_planes.rollout.worker import RolloutWorker
 from echo_planes.runner import Outcome, Runner
 from echo_planes.types import (
@@ -121,6 +129,7 @@ class _LocalPlanes:
                 worker_id, epoch, simulation.seconds_per_token[index], simulation.faults, simulation.seed
             ),
             task=simulation.task,
+            scorer=InlineScorer(simulation.task),
             source=self.data,
             weights=FakeWeights(),
             kind=WorkerConfig(max_groups=simulation.max_groups),

@@ -17,7 +17,9 @@ FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 ByteArray = npt.NDArray[np.uint8]
 
-Status = Literal["ok", "failed"]
+# Of a trajectory. failed: its rollout, or its group, came to nothing; the others: of its reward, which took
+# too long, raised, or was no reward.
+Status = Literal["ok", "failed", "reward_timeout", "reward_error", "reward_invalid"]
 Codec = Literal["compact", "fast", "overwrite", "full"]  # see weights/codec.py
 
 
@@ -80,6 +82,14 @@ class Reward:
     value: float
     correct: bool
     parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFailure:
+    """What stands in a reward's place when there is none. Never trained, always counted."""
+
+    status: Literal["failed", "reward_timeout", "reward_error", "reward_invalid"]
+    error: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +252,7 @@ class Publication:
 
     manifest: Manifest
     payload: ByteArray
+    replaced_digest: str = ""  # of the base's bits that an `overwrite` payload replaces; "": nobody says
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,8 +318,9 @@ class EvalReport:
     version: int  # oldest version sampled under
     num_prompts: int
     samples_per_prompt: int
-    accuracy: float  # fraction of samples exactly right
-    reward_mean: float
+    accuracy: float  # fraction of the scored samples that are exactly right
+    reward_mean: float  # of the scored samples
+    num_unscored: int = 0  # samples whose reward failed
     trajectories: tuple[Trajectory, ...] = ()
 
 
@@ -323,6 +335,9 @@ class BufferCounts:
     leased: int = 0
     refused: int = 0  # submissions turned away: expired, fenced, duplicate, unpublished, stale
     failed: int = 0  # groups a task or an engine failed on; their prompts went back to the pool
+    reward_timeout: int = 0  # of the failed: answers whose reward took too long
+    reward_error: int = 0  # raised
+    reward_invalid: int = 0  # was no reward: another type, not finite
     expired: int = 0  # leases that ran out
 
     @property

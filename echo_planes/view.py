@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from echo_planes.clock import Clock, MonotonicClock
-from echo_planes.metrics import number, step_fields, step_line
+from echo_planes.metrics import number, reward_failures, step_fields, step_line
 
 BAR_CELLS = 16
 ERASE_LINE = "\r\x1b[2K"
@@ -136,6 +136,8 @@ def closing_lines(summary: Mapping[str, Any], report: Path | None) -> list[str]:
         f"dropped + {show('buffered')} buffered; {show('lost_trajectories')} lost, "
         f"{show('duplicate_trajectories')} duplicates",
     ]
+    if failures := reward_failures(summary):
+        lines.append(f"  rewards    {failures}; their groups were not trained")
     if report is not None:
         lines.append(f"  report     {report}")
     return lines

@@ -309,6 +309,9 @@ class ReplayBuffer:
         errors = [t.error for t in group.trajectories if t.error]
         self.last_failure = errors[0] if errors else refusal
         self._count(refused=self._samples, failed=self._samples if refusal == "failed" else 0)
+        for trajectory in group.trajectories:
+            if trajectory.status not in ("ok", "failed"):
+                self._count(**{trajectory.status: 1})
         attempts = self._attempts.get(lease.prompt.index, 0) + 1
         self._attempts[lease.prompt.index] = attempts
         if attempts < MAX_ATTEMPTS:

@@ -54,6 +54,7 @@ class TaskAdapter(ABC):
 
     Options: ClassVar[type[TaskOptions]] = TaskOptions
     max_new_tokens: int | None = None  # a task that knows its answers' length says so; else sampling's
+    reward_limit_s: float = 10.0  # deadline of the reward of one answer, seconds
 
     def __init__(self, options: TaskOptions, tokenizer: Tokenizer, seed: int) -> None:
         self.options = options
@@ -70,7 +71,11 @@ class TaskAdapter(ABC):
 
     @abstractmethod
     def reward(self, prompt: Prompt, episode: Episode) -> Reward:
-        """Score a finished answer. Runs in the rollout plane, in a thread of its own with a deadline."""
+        """Score a finished answer. Runs beside a worker in a process of its own, one answer at a time.
+
+        One that raises, takes longer than `reward_limit_s`, or returns anything but a `Reward` of finite
+        numbers, makes its trajectory a counted failure: its group is not trained, the run goes on.
+        """
 
     async def rollout(self, prompt: Prompt, policy: Policy) -> Episode:
         """Drive the policy through one episode. Single-turn by default; override for several turns."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from echo_planes.metrics import Record, number
+from echo_planes.metrics import Record, number, reward_failures
 from echo_planes.report_assets.charts import (
     Chart,
     Series,
@@ -213,6 +213,8 @@ def data(steps: Sequence[Record], summary: Record, events: Sequence[Record]) -> 
             f"{_cell(summary, 'accepted')} accepted = {_cell(summary, 'trained')} trained + "
             f"{_cell(summary, 'dropped_stale')} dropped + {_cell(summary, 'buffered')} buffered"
         )
+        if failures := reward_failures(summary):
+            equation += f"; rewards that failed, so that their groups were not trained: {failures}"
         parts = [
             Series("trained", _column(steps, "trained"), 1, pool="last"),
             Series("buffered", _column(steps, "buffered"), 3, pool="last"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ import ray
 from echo_planes.config import Config, WorkerConfig
 from echo_planes.errors import RunError
 from echo_planes.process import die_with_parent
+from echo_planes.rollout.scoring import ProcessScorer
 from echo_planes.rollout.vllm_engine import VllmEngine
 from echo_planes.rollout.worker import RolloutWorker, Task, WorkSource
 from echo_planes.types import InstallReport, Manifest, Trajectory, WorkerStats
@@ -28,6 +30,7 @@ class WorkerProcess:
         kind: its hardware and engine options.
         source: the data plane.
         build_task: builds the task adapter in this process.
+        build_scorer: makes the processes of its rewards, given their deadline in seconds.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class WorkerProcess:
         kind: WorkerConfig,
         source: WorkSource,
         build_task: Callable[[], Task],
+        build_scorer: Callable[[float], ProcessScorer],
     ) -> None:
         die_with_parent()
         self._config = config
@@ -48,6 +52,7 @@ class WorkerProcess:
         self._kind = kind
         self._source = source
         self._task = build_task()
+        self._scorer = build_scorer(self._task.reward_limit_s)
         # Shorter than the limit of the whole install, which would end this worker.
         self._weights = NodeSource(link.lineage, 0.9 * config.run.wait_limit_s)
         self._node: WorkerNode | None = None
@@ -73,12 +78,13 @@ class WorkerProcess:
                 kind.engine, config.sampling, config.model.folder, config.model.max_model_len, seed % 2**31
             ),
             task=self._task,
+            scorer=self._scorer,
             source=self._source,
             weights=self._weights,
             kind=kind,
             sampling=config.sampling,
         )
-        await self._started.start()
+        await asyncio.gather(self._started.start(), self._scorer.start())
 
     @property
     def _worker(self) -> RolloutWorker:

@@ -5,7 +5,7 @@ A plain asyncio class over two small interfaces, the engine below it and the dat
 
 ::
 
-    pull leases -> per lease: n episodes (adapter.rollout) -> rewards (a thread, with a deadline) -> submit
+    pull leases -> per lease: n episodes (adapter.rollout) -> rewards (other processes, deadlines) -> submit
                       tokens renew the lease ^                install(publication) at any time, between tokens
 """
 
@@ -18,9 +18,10 @@ from typing import Protocol
 
 from echo_planes.clock import Clock, MonotonicClock
 from echo_planes.config import SamplingConfig, WorkerConfig
-from echo_planes.errors import ClusterError, RunError, TaskError, WeightsError
+from echo_planes.errors import ClusterError, RunError, WeightsError
 from echo_planes.rollout.generate import Engine
 from echo_planes.rollout.group_policy import GroupPolicy
+from echo_planes.rollout.scoring import Scorer
 from echo_planes.types import (
     Episode,
     Group,
@@ -31,13 +32,13 @@ from echo_planes.types import (
     Publication,
     Receipt,
     Reward,
+    RewardFailure,
     Sample,
     Trajectory,
     WorkerStats,
 )
 
 PULL_WAIT_S = 5.0
-REWARD_LIMIT_S = 30.0
 
 
 class WorkSource(Protocol):
@@ -80,10 +81,9 @@ class Task(Protocol):
     """The part of a task adapter that runs in the rollout plane (`echo_planes.data.task.TaskAdapter`)."""
 
     max_new_tokens: int | None
+    reward_limit_s: float
 
     def eval_prompt(self, index: int) -> Prompt: ...
-
-    def reward(self, prompt: Prompt, episode: Episode) -> Reward: ...
 
     async def rollout(self, prompt: Prompt, policy: Policy) -> Episode: ...
 
@@ -106,6 +106,7 @@ class RolloutWorker:
         lineage: the run's line of versions.
         engine: the inference engine.
         task: the task adapter.
+        scorer: the task's rewards.
         source: the data plane.
         weights: where published weights come from.
         kind: how many groups at once, and how slow.
@@ -121,6 +122,7 @@ class RolloutWorker:
         *,
         engine: Engine,
         task: Task,
+        scorer: Scorer,
         source: WorkSource,
         weights: WeightSource,
         kind: WorkerConfig,
@@ -132,6 +134,7 @@ class RolloutWorker:
         self._lineage = lineage
         self._engine = engine
         self._task = task
+        self._scorer = scorer
         self._source = source
         self._weights = weights
         self._kind = kind
@@ -182,6 +185,7 @@ class RolloutWorker:
     async def stop(self) -> None:
         """No new leases; end the engine."""
         self._stopping = True
+        await self._scorer.close()
         await self._engine.close()
 
     # --- weights and measurements ----------------------------------------------------------------
@@ -302,15 +306,16 @@ class RolloutWorker:
         on_tokens: Callable[[int], None],
         on_sampled: Callable[[], None],
     ) -> Group:
-        """All samples of one prompt, scored. A failure is a status on every sample of the group."""
+        """All samples of one prompt, scored. A failed rollout is a status on every sample of the group, a
+        failed reward on its own."""
         policy = GroupPolicy(self._engine, self._max_new_tokens, on_tokens)
         error = ""
-        scored: list[tuple[Episode, Reward]] = []
+        scored: list[tuple[Episode, Reward | RewardFailure]] = []
         plays = [asyncio.ensure_future(self._task.rollout(prompt, policy)) for _ in range(num_samples)]
         try:
             episodes = await asyncio.gather(*plays)
             on_sampled()
-            scored = list(zip(episodes, await self._score(prompt, episodes), strict=True))
+            scored = list(zip(episodes, await self._scorer.score(prompt, episodes), strict=True))
         except RunError:
             raise  # the engine hangs or died: this worker must be replaced
         except asyncio.CancelledError:
@@ -326,42 +331,36 @@ class RolloutWorker:
             policy.close()
         if error:
             nothing = Episode((), (), (), (), "abort")
-            scored = [(nothing, Reward(0.0, False))] * num_samples
-        return Group(
-            group_id,
-            tuple(
-                Trajectory(
-                    trajectory_id=f"{group_id}/{i}",
-                    group_id=group_id,
-                    prompt=prompt,
-                    episode=episode,
-                    reward=reward,
-                    worker_id=self._id,
-                    lineage=self._lineage,
-                    status="failed" if error else "ok",
-                    error=error,
-                )
-                for i, (episode, reward) in enumerate(scored)
-            ),
-        )
+            scored = [(nothing, RewardFailure("failed", error))] * num_samples
+        members = [
+            self._trajectory(f"{group_id}/{i}", group_id, prompt, episode, outcome)
+            for i, (episode, outcome) in enumerate(scored)
+        ]
+        return Group(group_id, tuple(members))
 
-    async def _score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Reward]:
-        """Rewards from a thread, so that the engine's loop goes on.
-
-        Raises:
-            TaskError: it took longer than `REWARD_LIMIT_S`.
-        """
-        scoring = asyncio.ensure_future(
-            asyncio.to_thread(lambda: [self._task.reward(prompt, episode) for episode in episodes])
+    def _trajectory(
+        self,
+        trajectory_id: str,
+        group_id: str,
+        prompt: Prompt,
+        episode: Episode,
+        outcome: Reward | RewardFailure,
+    ) -> Trajectory:
+        failure = outcome if isinstance(outcome, RewardFailure) else None
+        error = failure.error if failure else ""
+        if failure and failure.status != "failed":
+            error = f"the reward of prompt {prompt.index}: {error}"
+        return Trajectory(
+            trajectory_id=trajectory_id,
+            group_id=group_id,
+            prompt=prompt,
+            episode=episode,
+            reward=Reward(0.0, False) if isinstance(outcome, RewardFailure) else outcome,
+            worker_id=self._id,
+            lineage=self._lineage,
+            status=failure.status if failure else "ok",
+            error=error,
         )
-        try:
-            # Not wait_for: its TimeoutError could not be told from one that the reward raised.
-            await asyncio.wait([scoring], timeout=REWARD_LIMIT_S)
-            if not scoring.done():
-                raise TaskError(f"the reward took longer than {REWARD_LIMIT_S:.0f} s")
-            return scoring.result()
-        finally:
-            scoring.cancel()
 
     async def _submit_finished(self) -> None:
         """Hand in what is finished; whatever finishes meanwhile goes with the next call."""

@@ -13,7 +13,7 @@ import pytest
 from echo_planes.config import SamplingConfig, WorkerConfig
 from echo_planes.data.task import EpisodeBuilder, Policy, TaskAdapter, TaskOptions
 from echo_planes.errors import ClusterError, WeightsError
-from echo_planes.fakes import FakeTask, FakeTokenizer, FakeWeights
+from echo_planes.fakes import FakeTask, FakeTokenizer, FakeWeights, InlineScorer
 from echo_planes.rollout.worker import RolloutWorker
 from echo_planes.types import (
     Episode,
@@ -148,12 +148,14 @@ def make(
     max_groups: int = 4,
     **kind: Any,
 ) -> RolloutWorker:
+    task = task or fake_task()
     return RolloutWorker(
         "w0",
         5,
         "L0",
         engine=engine,
-        task=task or fake_task(),
+        task=task,
+        scorer=InlineScorer(task),
         source=source,
         weights=weights or FakeWeights(),
         kind=WorkerConfig(max_groups=max_groups, **kind),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from echo_planes.config import SamplingConfig, WorkerConfig
 from echo_planes.data.service import DataService
 from echo_planes.data.task import EpisodeBuilder, Policy, TaskOptions
 from echo_planes.errors import LeaseError, RunError, TaskError, WorkerGoneError
-from echo_planes.fakes import FakeTask, FakeTokenizer, FakeWeights
-from echo_planes.rollout import worker as worker_module
+from echo_planes.fakes import FakeTask, FakeTokenizer, FakeWeights, InlineScorer
 from echo_planes.rollout.worker import RolloutWorker
 from echo_planes.testing import tiny_config
 from echo_planes.types import Episode, Lease, Prompt, Reward, Sample, Span, TrainBatch
@@ -66,9 +64,27 @@ class WrongLogic(FakeTask):
     ("task", "parts"),
     [
         (RewardFails, ["ZeroDivisionError", "prompt 0", "no samples to divide by"]),
+        (WrongLogic, ["TaskError", "prompt 0", "the gold answer is empty"]),
+    ],
+)
+def test_a_failing_reward_is_a_status_on_its_answer_and_the_worker_goes_on(
+    task: type[FakeTask], parts: list[str]
+) -> None:
+    source = Source(2)
+    work(make(Engine(), source, fake_task(task)), 10.0)
+    assert sorted(source.submitted) == ["l0", "l1"]
+    for trajectory in source.submitted["l0"].trajectories:
+        assert trajectory.status == "reward_error"
+        assert all(part in trajectory.error for part in parts)
+        assert trajectory.episode.response_ids
+        assert trajectory.reward == Reward(0.0, False)
+
+
+@pytest.mark.parametrize(
+    ("task", "parts"),
+    [
         (RolloutFails, ["KeyError", "prompt 0", "environment"]),
         (RolloutTimesOut, ["prompt 0", "the sandbox did not answer"]),
-        (WrongLogic, ["TaskError", "prompt 0", "the gold answer is empty"]),
         (Cancels, ["prompt 0", "ancel"]),
     ],
 )
@@ -115,29 +131,6 @@ def test_the_other_samples_of_a_failed_group_end_with_it() -> None:
     assert (task.begun, task.ended) == (3, 2)
     assert len(engine.requests) <= 1
     assert engine.open == 0
-
-
-def test_a_reward_that_hangs_is_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In real time: a thread hangs, so the clock cannot be virtual."""
-    monkeypatch.setattr(worker_module, "REWARD_LIMIT_S", 0.05)
-    release = threading.Event()
-
-    class RewardHangs(FakeTask):
-        def reward(self, prompt: Prompt, episode: Episode) -> Reward:
-            release.wait(20.0)
-            return Reward(1.0, True)
-
-    async def main() -> list[Any]:
-        try:
-            return await make(Engine(seconds=0.0), Source(0), fake_task(RewardHangs)).evaluate([3], 2)
-        finally:
-            release.set()
-
-    trajectories = asyncio.run(main())
-    assert [t.status for t in trajectories] == ["failed", "failed"]
-    assert "reward" in trajectories[0].error
-    assert "prompt 1000003" in trajectories[0].error
-    assert trajectories[0].reward == Reward(0.0, False)
 
 
 @pytest.mark.parametrize("error", [WorkerGoneError("the engine died"), RunError("the engine hangs")])
@@ -302,6 +295,7 @@ def test_leases_that_stream_are_kept_and_their_work_is_trained(tmp_path: Path) -
             "L0",
             engine=Engine(seconds=slow_s),
             task=fake_task(),
+            scorer=InlineScorer(fake_task()),
             source=data,
             weights=FakeWeights(),
             kind=WorkerConfig(max_groups=4),
@@ -329,6 +323,7 @@ def test_a_task_of_which_every_group_fails_ends_the_run_with_its_reason(tmp_path
             "L0",
             engine=Engine(),
             task=fake_task(RewardFails),
+            scorer=InlineScorer(fake_task(RewardFails)),
             source=data,
             weights=FakeWeights(),
             kind=WorkerConfig(max_groups=4),

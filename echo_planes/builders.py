@@ -1,0 +1,41 @@
+"""What a worker's process builds for itself of the data plane: the task adapter, and its rewards' processes.
+
+Sent to the process, so plain data.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from echo_planes.config import Config
+from echo_planes.data.registry import build_adapter, load_tokenizer
+from echo_planes.data.task import TaskAdapter
+from echo_planes.rollout.scoring import ProcessScorer
+
+
+@dataclass(frozen=True, slots=True)
+class TaskBuilder:
+    """Builds the run's task adapter in whichever process calls it."""
+
+    config: Config
+
+    def __call__(self) -> TaskAdapter:
+        config = self.config
+        return build_adapter(config.task, load_tokenizer(config.model.folder), config.run.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerBuilder:
+    """Makes the processes that compute the run's rewards, each answer within `limit_s` seconds."""
+
+    config: Config
+
+    def __call__(self, limit_s: float) -> ProcessScorer:
+        config = self.config
+        setup = {
+            "task": config.task.model_dump(mode="json"),
+            "model_folder": str(config.model.folder.absolute()),
+            "seed": config.run.seed,
+        }
+        return ProcessScorer("echo_planes.data.reward_child", json.dumps(setup), limit_s)

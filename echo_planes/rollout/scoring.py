@@ -1,0 +1,205 @@
+"""Rewards from processes of their own, so that a slow, hanging or crashing one never stalls an engine.
+
+A child process holds the task adapter and answers one group at a time (`echo_planes.data.reward_child`). A
+reward that raises, returns nonsense, or takes too long is a `RewardFailure`, never a silent zero. A child
+that missed a deadline is killed; another takes its place when there is work for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from echo_planes.errors import RunError, WaitTimeoutError
+from echo_planes.types import Episode, Prompt, Reward, RewardFailure
+
+MAX_CHILDREN = 4
+GROW_AFTER_S = 1.0  # a group has waited so long for a child to become free: one more is started
+START_LIMIT_S = 120.0  # importing the user's module, on a busy machine
+_MAX_REPLY_BYTES = 1 << 20
+
+
+class Scorer(Protocol):
+    """Scores the answers to one prompt."""
+
+    async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Reward | RewardFailure]:
+        """One outcome for each episode, in order."""
+        ...
+
+    async def close(self) -> None:
+        """End what it has started."""
+        ...
+
+
+class ProcessScorer:
+    """A few child processes, started as they are needed.
+
+    Args:
+        module: run with `python -m`; see `echo_planes.data.reward_child` for what it is told and answers.
+        setup: JSON that tells the child which adapter to build.
+        limit_s: deadline of one answer's reward, seconds.
+    """
+
+    def __init__(self, module: str, setup: str, limit_s: float) -> None:
+        self._module = module
+        self._setup = setup
+        self._limit_s = limit_s
+        self._idle: list[_Child] = []
+        self._children: set[_Child] = set()
+        self._starting = 0
+        self._freed = asyncio.Event()
+
+    async def start(self) -> None:
+        """Start the first child, so that no group waits for its imports.
+
+        Raises:
+            RunError: it does not come up.
+        """
+        self._idle.append(await self._start())
+
+    async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Reward | RewardFailure]:
+        """One outcome for each episode; those after a deadline or a crash are not scored, their group is lost.
+
+        Raises:
+            RunError: no child process can be started.
+        """
+        child = await self._take()
+        outcomes: list[Reward | RewardFailure] = []
+        try:
+            child.send([prompt, list(episodes)])
+            for _ in episodes:
+                outcomes.append(_outcome(await child.reply(self._limit_s)))
+        except TimeoutError:
+            outcomes.append(RewardFailure("reward_timeout", f"took longer than {self._limit_s:g} s"))
+        except (EOFError, OSError):
+            outcomes.append(RewardFailure("reward_error", f"its process ended ({await child.ended()})"))
+        finally:
+            # Cancelled in between, it would still answer for the old group.
+            if len(outcomes) == len(episodes) and child.is_alive:
+                self._idle.append(child)
+            else:
+                await self._end(child)
+            self._freed.set()
+        missing = RewardFailure("failed", "not scored: the reward of another answer to the prompt failed")
+        return outcomes + [missing] * (len(episodes) - len(outcomes))
+
+    async def close(self) -> None:
+        """Kill all children."""
+        for child in list(self._children):
+            await self._end(child)
+        self._idle.clear()
+
+    async def _take(self) -> _Child:
+        while not self._idle:
+            self._freed.clear()
+            num = len(self._children) + self._starting
+            try:
+                async with asyncio.timeout(GROW_AFTER_S if num else 0):
+                    await self._freed.wait()
+            except TimeoutError:
+                if len(self._children) + self._starting < MAX_CHILDREN:
+                    return await self._start()
+        return self._idle.pop()
+
+    async def _start(self) -> _Child:
+        self._starting += 1
+        try:
+            child = await _Child.start(self._module, self._setup)
+        finally:
+            self._starting -= 1
+        self._children.add(child)
+        return child
+
+    async def _end(self, child: _Child) -> None:
+        self._children.discard(child)
+        await child.kill()
+
+
+class _Child:
+    """One process; messages are JSON after their length in four bytes, both ways."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, module: str, setup: str) -> _Child:
+        # The user's own task is found by the paths that this process finds it by.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", module),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=environment,
+        )
+        child = cls(process)
+        try:
+            child.send(json.loads(setup))
+            ready = await child.reply(START_LIMIT_S)
+        except TimeoutError:
+            await child.kill()
+            raise WaitTimeoutError("reward process start", START_LIMIT_S) from None
+        except (EOFError, OSError):
+            raise RunError(f"the reward's process does not start ({await child.ended()})") from None
+        except BaseException:
+            await child.kill()
+            raise
+        if "error" in ready:
+            await child.kill()
+            raise RunError(f"the reward's process does not start: {ready['error']}")
+        return child
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.returncode is None
+
+    def send(self, message: Any) -> None:
+        """Raises OSError if the child is gone."""
+        stdin = self._process.stdin
+        if stdin is None or stdin.is_closing():
+            raise BrokenPipeError
+        data = json.dumps(message, default=_fields).encode()
+        stdin.write(len(data).to_bytes(4, "big") + data)
+
+    async def reply(self, limit_s: float) -> dict[str, Any]:
+        """Raises TimeoutError, and EOFError if the child is gone."""
+        stdout = self._process.stdout
+        if stdout is None:
+            raise EOFError
+        async with asyncio.timeout(limit_s):
+            size = int.from_bytes(await stdout.readexactly(4), "big")
+            if size > _MAX_REPLY_BYTES:
+                raise EOFError
+            answer: dict[str, Any] = json.loads(await stdout.readexactly(size))
+        return answer
+
+    async def ended(self) -> str:
+        """How it ended, in words."""
+        await self.kill()
+        code = self._process.returncode
+        return f"signal {-code}" if code is not None and code < 0 else f"exit status {code}"
+
+    async def kill(self) -> None:
+        """End it, and wait until it is gone."""
+        with suppress(ProcessLookupError):
+            if self.is_alive:
+                self._process.kill()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        await self._process.wait()
+
+
+def _fields(message: Any) -> dict[str, Any]:
+    """A dataclass as JSON takes it; `dataclasses.asdict` would copy every single token."""
+    return {field.name: getattr(message, field.name) for field in dataclasses.fields(message)}
+
+
+def _outcome(answer: dict[str, Any]) -> Reward | RewardFailure:
+    if "status" in answer:
+        return RewardFailure(answer["status"], answer["error"])
+    return Reward(answer["value"], answer["correct"], answer["parts"])
