@@ -37,7 +37,7 @@ from echo_planes.weights.manifest import (
 )
 
 _MAGIC = b"EP"
-_VERSION = 1
+_VERSION = 2  # to be raised with every change of what goes over the wire, the padding included
 _HEAD = struct.Struct("<2sBBI")
 _CHUNK = struct.Struct("<II")  # segment index, chunk index
 # A ping is longer than a packet: it is acknowledged at once then, and BBR takes the round trip from it. BBR
@@ -191,7 +191,10 @@ class FrameParser:
         if magic != _MAGIC:
             raise WeightsError(f"{bytes(magic)!r} begins no frame")
         if version != _VERSION:
-            raise WeightsError(f"frames of version {version}; this node speaks version {_VERSION}")
+            raise WeightsError(
+                f"frames of version {version}; this node speaks version {_VERSION}: "
+                "run the same version of echo_planes on both"
+            )
         if kind not in self._most:
             raise WeightsError(f"unknown kind of frame {kind}")
         if length > self._most[kind]:

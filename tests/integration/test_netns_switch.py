@@ -11,7 +11,15 @@ from collections.abc import Iterator
 import pytest
 
 from tests.integration.netns import ShapedNetwork, missing
-from tests.integration.netns_switch import SHORTEST_BYTES, VNET_HEADER_BYTES, Switch
+from tests.integration.netns_switch import (
+    SHORTEST_BYTES,
+    VNET_HEADER_BYTES,
+    State,
+    Switch,
+    _deliver,
+    _record_words,
+    _take,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -28,34 +36,45 @@ def packet(target: int, number: int, size: int) -> bytes:
 
 
 @contextlib.contextmanager
-def hosts(
+def resting_hosts(
     count: int, mbit: float, delay_s: float, queue_s: float
 ) -> Iterator[tuple[Switch, list[socket.socket]]]:
-    """A switch at work, and its hosts' ends."""
+    """A switch, and its hosts' ends."""
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(count)]
     for inner, outer in pairs:
         inner.setblocking(False)
         outer.settimeout(LIMIT_S)
         for end in (inner, outer):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-    switch = Switch([inner.fileno() for inner, _ in pairs], [mbit] * count, delay_s, queue_s)
-    switch.carry(0.0)
-    ended = threading.Event()
-
-    def work() -> None:
-        while not ended.is_set():
-            switch.carry(0.05)
-
-    worker = threading.Thread(target=work)
-    worker.start()
     try:
+        switch = Switch([inner.fileno() for inner, _ in pairs], [mbit] * count, delay_s, queue_s)
         yield switch, [outer for _, outer in pairs]
     finally:
-        ended.set()
-        worker.join(LIMIT_S)
         for pair in pairs:
             for end in pair:
                 end.close()
+
+
+@contextlib.contextmanager
+def hosts(
+    count: int, mbit: float, delay_s: float, queue_s: float
+) -> Iterator[tuple[Switch, list[socket.socket]]]:
+    """A switch at work, and its hosts' ends."""
+    with resting_hosts(count, mbit, delay_s, queue_s) as (switch, ends):
+        switch.carry(0.0)
+        ended = threading.Event()
+
+        def work() -> None:
+            while not ended.is_set():
+                switch.carry(0.05)
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        try:
+            yield switch, ends
+        finally:
+            ended.set()
+            worker.join(LIMIT_S)
 
 
 def test_packets_come_whole_and_in_order_many_times_round_the_ring() -> None:
@@ -125,6 +144,64 @@ def test_a_host_that_takes_nothing_does_not_hold_up_the_others() -> None:
             first.send(packet(2, number, 50))
             assert third.recv(1 << 17) == packet(2, number, 50)
         assert second.recv(1 << 17) == packet(1, 0, 65_534)
+
+
+def is_taken(state: State, sender: socket.socket, one: bytes, target: int) -> bool:
+    """Whether what host 0 sends gets into the target's ring."""
+    before = state.waiting[target]
+    sender.send(one)
+    assert _take(state, 0) == 0
+    return bool(state.waiting[target] == before + 1)
+
+
+def delivered(state: State, receiver: socket.socket, target: int) -> bytes:
+    """The next packet for a host, at the time that it is due."""
+    assert _deliver(state, state.times[state.heads[target]]) == 0
+    return receiver.recv(1 << 17)
+
+
+def test_a_ring_that_is_full_drops_what_comes_and_keeps_what_it_has() -> None:
+    sizes = [34, 1510, 40_002, 50, 20_002]
+    with resting_hosts(3, mbit=8, delay_s=0.002, queue_s=0.05) as (switch, (first, second, third)):
+        state = switch._state._replace(queue_s=1e6)  # no packet waits too long: only the ring is in the way
+        ring_words = state.ends[1] - state.starts[1]
+        held: list[bytes] = []
+        number = 0
+        for turn in range(60):  # with nothing delivered meanwhile, as while the switch has no processor
+            while number < 10_000:
+                number += 1
+                one = packet(1, number, sizes[number % len(sizes)])
+                free_s = state.free_s[1]
+                if not is_taken(state, first, one, 1):
+                    break
+                held.append(one)
+            else:
+                raise AssertionError("the ring is never full")
+            assert state.free_s[1] == free_s  # what is dropped takes no time of the downlink
+            words = [_record_words(len(each)) for each in (*held, one)]
+            assert sum(words[:-1]) <= ring_words + max(words)  # one may run into the margin
+            assert sum(words) > ring_words  # there was no room
+            if turn == 0:
+                assert is_taken(state, first, packet(2, 1, 50), 2)  # the others' rings have room
+            for _ in range(1 + turn % 5):
+                assert delivered(state, second, 1) == held.pop(0)
+        while held:
+            assert delivered(state, second, 1) == held.pop(0)
+        assert _deliver(state, state.free_s.max()) == 0
+        assert third.recv(1 << 17) == packet(2, 1, 50)
+
+
+@pytest.mark.parametrize("target", [2, -1])
+def test_a_packet_to_an_address_that_no_host_has_goes_into_no_ring(target: int) -> None:
+    with resting_hosts(3, mbit=800, delay_s=0.002, queue_s=0.1) as (switch, (first, _, _)):
+        whole = switch._state
+        state = whole._replace(polls=whole.polls[:2])  # the third's memory, but not the third
+        before = whole.tails.copy()
+        assert not is_taken(state, first, packet(target, 1, 50), target)
+        assert whole.waiting.tolist() == [0, 0, 0]
+        assert whole.tails.tolist() == before.tolist()
+        assert whole.free_s.tolist() == [0, 0, 0]
+        assert is_taken(state, first, packet(1, 2, 50), 1)
 
 
 def test_a_device_that_fails_ends_it() -> None:

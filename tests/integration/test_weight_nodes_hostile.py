@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -14,18 +15,22 @@ import aiohttp
 import pytest
 from blake3 import blake3
 
+from echo_planes.weights.frames import PingFrame, encode_frame
 from echo_planes.weights.manifest import key_text
 from echo_planes.weights.transport import MAX_JSON_BYTES
 from tests.integration.weight_nodes import (
     LIMIT_S,
     TOKEN,
     Fleet,
+    Proxy,
     Signed,
     Uplink,
     free_port,
     payload_at,
+    port_of,
     publication,
     run,
+    until,
     until_true,
 )
 
@@ -157,37 +162,18 @@ def test_nothing_that_was_altered_on_the_way_is_kept_or_goes_on() -> None:
     run(story)
 
 
-class Router:
+class Router(Proxy):
     """Between a worker and its sender: it can forget its connections, and tells neither end."""
 
-    def __init__(self, port: int) -> None:
-        self._port = port
+    def __init__(self, target: int) -> None:
+        super().__init__(target)
         self._epoch = 0
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def __aenter__(self) -> Router:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.address = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *why: object) -> None:
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def forget(self) -> None:
         """Nothing passes any more on the connections that there are; new ones can be made."""
         self._epoch += 1
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, out = await asyncio.open_connection("127.0.0.1", self._port)
-        for pump in (self._pump(reader, out), self._pump(there, writer)):
-            task = asyncio.create_task(pump)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, up: bool) -> None:
         epoch = self._epoch
         with contextlib.suppress(ConnectionError):
             while data := await source.read(64 * 1024):
@@ -199,13 +185,46 @@ class Router:
 
 def test_connections_that_died_unnoticed_are_made_anew() -> None:
     async def story() -> None:
-        async with Fleet() as fleet, Router(int(fleet.address.rpartition(":")[2])) as router:
-            await fleet.add("w0", sender=router.address)
+        async with Fleet() as fleet, Router(port_of(fleet.address)) as router:
+            await fleet.add("w0", sender=f"http://{router.place}")
             await fleet.until_obeyed(1, LIMIT_S)
             router.forget()
             signed = publication(fleet.signer, 1, 100_000)
             await fleet.publish(signed)
             await fleet.until_complete("w0", signed, LIMIT_S)
+
+    run(story)
+
+
+class Older(Proxy):
+    """Between a worker and its sender: makes the sender one that speaks an older version of frames."""
+
+    num_changed = 0  # pieces of a stream
+
+    def _changed(self, data: bytes, up: bool) -> bytes:
+        ours = encode_frame(PingFrame())[:3]  # the magic and the version
+        if not up or ours not in data:
+            return data
+        self.num_changed += 1
+        return data.replace(ours, ours[:2] + bytes([ours[2] - 1]))
+
+
+def test_a_worker_whose_parent_speaks_another_version_of_frames_says_so_and_takes_nothing() -> None:
+    async def story() -> None:
+        async with Fleet() as fleet, Older(port_of(fleet.address)) as older:
+            worker = await fleet.add("w0", sender=f"http://{older.place}")
+
+            async def troubled() -> bool:
+                return bool((await worker.status())["trouble"])
+
+            await until_true(troubled, LIMIT_S, "trouble")
+            await fleet.publish(publication(fleet.signer, 1, 100_000))
+            before = older.num_changed
+            await until(lambda: older.num_changed > before + 2, LIMIT_S, "the worker to ask again")
+            status = await worker.status()
+            told = r"sender sent what is not sound: frames of version \d+; this node speaks version \d+: .*"
+            assert re.fullmatch(told, status["trouble"])
+            assert status["publications"] == []
 
     run(story)
 

@@ -26,9 +26,11 @@ from tests.integration.weight_nodes import (
     LIMIT_S,
     TOKEN,
     Fleet,
+    Proxy,
     Signed,
     free_port,
     payload_at,
+    port_of,
     publication,
     run,
     until_true,
@@ -176,23 +178,12 @@ class LyingParent:
         return bytes([data[0] ^ 1]) + data[1:]
 
 
-class ForwardProxy:
+class ForwardProxy(Proxy):
     """An HTTP proxy that alone knows where `learner.test` is: here. CONNECT, and requests by absolute URL."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.asked: list[str] = []  # the first line of each connection
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def __aenter__(self) -> ForwardProxy:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.address = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *why: object) -> None:
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -208,18 +199,7 @@ class ForwardProxy:
             writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
         else:
             out.write(head)
-        for pump in (_pass_on(reader, out), _pass_on(there, writer)):
-            task = asyncio.create_task(pump)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-
-async def _pass_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(ConnectionError):
-        while data := await source.read(64 * 1024):
-            sink.write(data)
-            await sink.drain()
-    sink.close()
+        self._join(reader, writer, there, out)
 
 
 def digest_of(payload: bytes) -> str:
@@ -330,8 +310,8 @@ def test_nodes_reach_their_sender_through_the_proxy_of_the_environment(
     async def story() -> None:
         tls = certificates if scheme == "https" else {}
         async with ForwardProxy() as proxy, Fleet(**tls) as fleet:
-            monkeypatch.setenv(f"{scheme}_proxy", proxy.address)
-            port = fleet.address.rpartition(":")[2]
+            monkeypatch.setenv(f"{scheme}_proxy", f"http://{proxy.place}")
+            port = port_of(fleet.address)
             for name in ("w0", "w1"):
                 await fleet.add(name, sender=f"{scheme}://learner.test:{port}", **tls)
             parents = await fleet.until_obeyed(2, LIMIT_S)
@@ -352,7 +332,7 @@ def test_nodes_reach_their_sender_through_the_proxy_of_the_environment(
 def test_what_needs_no_proxy_is_reached_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
         async with ForwardProxy() as proxy, Fleet() as fleet:
-            monkeypatch.setenv("http_proxy", proxy.address)
+            monkeypatch.setenv("http_proxy", f"http://{proxy.place}")
             await fleet.add("w0")  # its sender is on loopback
             await fleet.until_obeyed(1, LIMIT_S)
             monkeypatch.setenv("no_proxy", ".test")

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 import numpy as np
@@ -156,25 +156,18 @@ def held(node: Node, signed: Signed) -> bytes | None:
     return b"".join(part.tobytes() for _, part in holding.segments())
 
 
-class Uplink:
-    """A TCP proxy before one node: what the node sends is slowed, delayed and damaged here.
+class Proxy:
+    """A TCP proxy before one node, at `place`; ends its connections. Subclasses say what happens on the way.
 
     Args:
-        rate_bytes_per_s: of all connections together.
-        delay_s: added to every byte, both ways.
+        target: port of the node, on loopback.
     """
 
-    def __init__(self, rate_bytes_per_s: float = 4e6, delay_s: float = 0.02) -> None:
-        self.rate_bytes_per_s = rate_bytes_per_s
-        self.target = 0  # port of the node
-        self.num_flips = 0
-        self._delay_s = delay_s
-        self.flip_every = 0  # about one byte in so many is altered on its way out; 0: none
-        self._random = np.random.default_rng(7)
-        self._free_s = 0.0
+    def __init__(self, target: int = 0) -> None:
+        self.target = target
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def __aenter__(self) -> Uplink:
+    async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=2**18)
         self.place = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
@@ -195,10 +188,50 @@ class Uplink:
         except OSError:
             writer.close()
             return
+        self._join(reader, writer, there, out)
+
+    def _join(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        there: asyncio.StreamReader,
+        out: asyncio.StreamWriter,
+    ) -> None:
+        """Pass on what comes from the client (`reader`) and from the node (`there`)."""
         for pump in (self._pump(reader, out, False), self._pump(there, writer, True)):
             task = asyncio.create_task(pump)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, up: bool) -> None:
+        """`up`: from the node."""
+        with contextlib.suppress(ConnectionError):
+            while data := await source.read(64 * 1024):
+                sink.write(self._changed(data, up))
+                await sink.drain()
+        sink.close()
+
+    def _changed(self, data: bytes, up: bool) -> bytes:
+        """What becomes of `data` on the way."""
+        return data
+
+
+class Uplink(Proxy):
+    """What the node sends is slowed, delayed and damaged here.
+
+    Args:
+        rate_bytes_per_s: of all connections together.
+        delay_s: added to every byte, both ways.
+    """
+
+    def __init__(self, rate_bytes_per_s: float = 4e6, delay_s: float = 0.02) -> None:
+        super().__init__()
+        self.rate_bytes_per_s = rate_bytes_per_s
+        self.num_flips = 0
+        self._delay_s = delay_s
+        self.flip_every = 0  # about one byte in so many is altered on its way out; 0: none
+        self._random = np.random.default_rng(7)
+        self._free_s = 0.0
 
     async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, up: bool) -> None:
         waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(8)
@@ -346,3 +379,8 @@ def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
+
+
+def port_of(address: str) -> int:
+    """The port of a node's base URL."""
+    return int(address.rpartition(":")[2])
