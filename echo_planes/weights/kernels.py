@@ -234,37 +234,34 @@ def count_changes(old: BitArray, new: BitArray, start: int, stop: int) -> Any:
 
 @kernel
 def _emit_changes(
-    mask: Any, old: BitArray, new: BitArray, at: Any, masks: Any, passed: Any, following: Any, gaps: Any,
-    steps: Any, counts: Any,
+    mask: Any, old: BitArray, new: BitArray, at: Any, kinds: Any, members: Any, before: Any, following: Any,
+    gaps: Any, steps: Any, counts: Any,
 ) -> None:  # fmt: skip
-    """Append the changes of a block, given the masks of its keys and what was passed before it."""
+    """Append the changes of a block, given which of its elements each class has and how many came before."""
     while mask:
         bit = lowest(mask)
         mask &= mask - _ONE
-        below = (_ONE << bit) - _ONE
-        kind = _ZERO
-        for k in range(1, NUM_CLASSES):
-            kind += (masks[k] >> bit) & _ONE
-        rank = passed[kind] + popcount(masks[kind] & below)
-        rank -= passed[kind + _ONE] + popcount(masks[kind + _ONE] & below)
+        position = at + np.int64(bit)
+        was = old[position]
+        # Not min(): numba compares it as float.
+        kind = kinds[(was & np.uint16(MAGNITUDE)) >> np.uint16(KEY_SHIFT)]
+        rank = before[kind] + popcount(members[kind] & ((_ONE << bit) - _ONE))
         i = counts[kind]
         gaps[kind, i] = rank - following[kind]
-        position = at + np.int64(bit)
-        steps[kind, i] = new[position] - old[position]
+        steps[kind, i] = new[position] - was
         following[kind] = rank + _ONE
         counts[kind] = i + 1
 
 
 @kernel
 def _scan_blocks(
-    old: BitArray, new: BitArray, start: int, stop: int, thresholds: Any, passed: Any, following: Any,
-    gaps: Any, steps: Any, counts: Any,
+    old: BitArray, new: BitArray, start: int, stop: int, thresholds: Any, kinds: Any, passed: Any,
+    following: Any, gaps: Any, steps: Any, counts: Any,
 ) -> None:  # fmt: skip
     """`scan_classes` of whole blocks. No array is bound anew in the loop: numba would count references."""
     t1, t2, t3, t4, t5 = thresholds[0], thresholds[1], thresholds[2], thresholds[3], thresholds[4]
     p0, p1, p2, p3, p4, p5 = passed[0], passed[1], passed[2], passed[3], passed[4], passed[5]
-    masks = np.zeros(NUM_CLASSES + 1, np.uint64)
-    masks[0] = ~_ZERO
+    members, before = np.zeros(NUM_CLASSES, np.uint64), np.zeros(NUM_CLASSES, np.uint64)
     for at in range(start, stop, BLOCK):
         prefetch_block(old, at + _FAR)
         prefetch_block(new, at + _FAR)
@@ -272,15 +269,14 @@ def _scan_blocks(
         m4, m5 = key_mask(old, at, t4), key_mask(old, at, t5)
         mask = changed_mask(old, new, at)
         if mask:
-            masks[1], masks[2], masks[3], masks[4], masks[5] = m1, m2, m3, m4, m5
-            passed[0], passed[1], passed[2], passed[3], passed[4], passed[5] = p0, p1, p2, p3, p4, p5
-            _emit_changes(mask, old, new, at, masks, passed, following, gaps, steps, counts)
+            members[0], members[1], members[2] = ~m1, m1 & ~m2, m2 & ~m3
+            members[3], members[4], members[5] = m3 & ~m4, m4 & ~m5, m5
+            before[0], before[1], before[2] = p0 - p1, p1 - p2, p2 - p3
+            before[3], before[4], before[5] = p3 - p4, p4 - p5, p5
+            _emit_changes(mask, old, new, at, kinds, members, before, following, gaps, steps, counts)
         p0 += np.uint64(BLOCK)
-        p1 += popcount(m1)
-        p2 += popcount(m2)
-        p3 += popcount(m3)
-        p4 += popcount(m4)
-        p5 += popcount(m5)
+        p1, p2, p3 = p1 + popcount(m1), p2 + popcount(m2), p3 + popcount(m3)
+        p4, p5 = p4 + popcount(m4), p5 + popcount(m5)
     passed[0], passed[1], passed[2], passed[3], passed[4], passed[5] = p0, p1, p2, p3, p4, p5
 
 
@@ -302,12 +298,16 @@ def scan_classes(
         counts: shape (NUM_CLASSES,) int64, how many of each there are.
     """
     whole = (stop - start) // BLOCK * BLOCK + start
-    _scan_blocks(old, new, start, whole, thresholds, passed, following, gaps, steps, counts)
+    kinds = np.zeros((MAGNITUDE >> KEY_SHIFT) + 1, np.uint8)  # class by magnitude in half octaves
+    for threshold in thresholds:
+        if threshold < NO_THRESHOLD:
+            kinds[np.int64(threshold) + 1 :] += np.uint8(1)
+    _scan_blocks(old, new, start, whole, thresholds, kinds, passed, following, gaps, steps, counts)
     if whole < stop:
         # Padding is zero, so it never changed; its keys are above no threshold.
         last_old, last_new = np.zeros(BLOCK, np.uint16), np.zeros(BLOCK, np.uint16)
         last_old[: stop - whole], last_new[: stop - whole] = old[whole:stop], new[whole:stop]
-        _scan_blocks(last_old, last_new, 0, BLOCK, thresholds, passed, following, gaps, steps, counts)
+        _scan_blocks(last_old, last_new, 0, BLOCK, thresholds, kinds, passed, following, gaps, steps, counts)
         passed[0] -= np.uint64(BLOCK - (stop - whole))
 
 
