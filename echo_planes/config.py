@@ -175,9 +175,11 @@ class WeightsConfig(Section):
     chunk_kib: int = Field(256, ge=4, le=4096, description="verified and forwarded at once, KiB")
     streams_per_link: int = Field(2, ge=1, le=16, description="connections from a worker to its parent")
     uplink_mbit: PositiveFloat | None = Field(
-        None, description="B0: what the learner can send, Mbit/s; default: unknown, which makes one chain"
+        None, description="B0: what the learner can send, Mbit/s; default: learnt from the broadcasts"
     )
-    worker_mbit: PositiveFloat | None = Field(None, description="Bw: what a worker can receive, Mbit/s")
+    worker_mbit: PositiveFloat | None = Field(
+        None, description="Bw: what a worker can receive, Mbit/s; default: learnt from the broadcasts"
+    )
     anchor_every: PositiveInt = Field(50, description="publications between full snapshots in the store")
     keep_patches: PositiveInt = Field(100, description="newest patches kept in the store")
     keep_anchors: PositiveInt = Field(10, description="newest full snapshots kept in the store")

@@ -71,12 +71,9 @@ def peer_score(peer: PeerStats, now_s: float) -> float:
     return decay * (0.5 * speed + 0.35 * success + 0.15 * stability)
 
 
-def num_chains(uplink_bytes_per_s: float | None, worker_bytes_per_s: float | None) -> int:
-    """N_ch = floor(B0 / Bw), at least 1 (ECHO-2, section 4.2). Also 1 while one of them is not known: a
-    single chain runs at the full rate whatever the uplink is, and only its length costs."""
-    if not uplink_bytes_per_s or not worker_bytes_per_s:
-        return 1
-    # A uplink of 300 Mbit/s holds three workers of 100, whatever the units' rounding did to the quotient.
+def num_chains(uplink_bytes_per_s: float, worker_bytes_per_s: float) -> int:
+    """N_ch = floor(B0 / Bw), at least 1 (ECHO-2, section 4.2). Both above 0."""
+    # An uplink of 300 Mbit/s holds three workers of 100, whatever the units' rounding did to the quotient.
     return max(1, math.floor(uplink_bytes_per_s / worker_bytes_per_s + 1e-9))
 
 

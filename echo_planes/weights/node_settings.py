@@ -43,7 +43,7 @@ class NodeSettings:
     digest: str = "xxh3"  # of whole states: xxh3, blake3 or sha256
     staging: bool = True  # False: the node only relays
     streams_per_link: int = 2
-    uplink_mbit: float | None = None  # sender: what it can send, Mbit/s; None: learnt from the links
+    uplink_mbit: float | None = None  # sender: what it can send, Mbit/s; None: learnt from broadcasts
     worker_mbit: float | None = None  # sender: what one worker can take, Mbit/s; None: learnt
     direct: bool = False  # sender: every worker pulls from the sender itself (a star, not chains)
     store: str = ""  # sender: a path or s3://bucket/prefix to keep publications in; "": none

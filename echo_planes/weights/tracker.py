@@ -23,10 +23,10 @@ from echo_planes.weights.chain import (
     PeerStats,
     Topology,
     is_misplaced,
-    num_chains,
     peer_score,
     plan_chains,
 )
+from echo_planes.weights.chain_rates import ChainRates
 from echo_planes.weights.manifest import PublicationKey
 from echo_planes.weights.tracker_broadcasts import Broadcasts
 from echo_planes.weights.tracker_events import (
@@ -48,23 +48,20 @@ from echo_planes.weights.tracker_events import (
     Tick,
 )
 from echo_planes.weights.tracker_hops import (
-    DAMAGE_WINDOW_S,
     SILENCE_S,
+    THROTTLE_FACTOR,
     WINDOW_S,
     Broadcast,
     Peer,
     due_bytes_per_s,
     is_slow,
+    known_bytes_per_s,
     patience_s,
+    steady_rates,
 )
 
 CLOSED_S = 1.0  # a child has failed to connect to its parent for so long
 SLOW_REPORTS = 2  # in a row
-MIN_DAMAGED = 3  # chunks in the window, before anything is done
-THROTTLE_SHARE = 0.02  # damaged: the link is throttled
-DISSOLVE_SHARE = 0.05  # still damaged once throttled: the hop is dissolved
-THROTTLE_FACTOR = 0.5
-CLEAN_S = 5.0  # without damage: the throttle is lifted
 STALLED_S = 2 * TICK_INTERVAL_S  # between two events: this process itself stood still
 RERANK_MARGIN = 10.0  # points by which a peer must beat one nearer to the sender to renew the order
 FORGOTTEN_S = 600.0  # a lost peer
@@ -72,7 +69,7 @@ FORGOTTEN_S = 600.0  # a lost peer
 
 @dataclass(frozen=True, slots=True)
 class TrackerSettings:
-    """Rates in bytes/s; None: not known, which means a single chain."""
+    """Rates in bytes/s; None: learnt from finished broadcasts (`chain_rates`)."""
 
     uplink_bytes_per_s: float | None = None  # B0, of the sender
     worker_bytes_per_s: float | None = None  # Bw, of one worker
@@ -95,6 +92,7 @@ class Tracker:
         self._accusers: set[str] = set()
         self._topology = Topology(self._regions)
         self._broadcasts = Broadcasts(self._peers, self._topology, settings.gamma)
+        self._rates = ChainRates(settings.uplink_bytes_per_s, settings.worker_bytes_per_s)
         self._actions: list[Action] = []
         self._now_s: float | None = None
         self._reorder = False
@@ -165,9 +163,7 @@ class Tracker:
         self._now_s = now_s
         if gap > STALLED_S:
             for peer in self._peers.values():
-                peer.seen_s += gap
-                peer.assigned_s += gap
-                peer.slow_reports = 0
+                peer.forgive(gap)
 
     def _join(self, event: PeerJoined, now_s: float) -> None:
         if event.peer_id in self._dropped or event.peer_id == SENDER_ID:
@@ -188,9 +184,7 @@ class Tracker:
         self._reorder = True
 
     def _count(self) -> int:
-        if self._settings.direct:
-            return max(1, len(self._peers))
-        return num_chains(self._settings.uplink_bytes_per_s, self._settings.worker_bytes_per_s)
+        return max(1, len(self._peers)) if self._settings.direct else self._rates.count
 
     def _remove(self, peer_id: str) -> None:
         if self._peers.pop(peer_id, None):
@@ -235,9 +229,8 @@ class Tracker:
         peer.reported_parent = event.parent_id
         peer.silent_s, peer.closed = event.parent_silent_s, event.parent_closed
         if event.parent_id == peer.parent_id and peer.settled(now_s) >= 0:
-            bad, share = peer.on_chunks(now_s, damaged, sound)
             peer.best_bytes_per_s = max(peer.best_bytes_per_s, event.rate_bytes_per_s)
-            if not self._check_damage(event.peer_id, peer, bad, share, now_s):
+            if not self._check_damage(event.peer_id, peer, damaged, sound, now_s):
                 self._check_hop(event.peer_id, peer, now_s)
 
     def _check_hop(self, child_id: str, child: Peer, now_s: float) -> None:
@@ -256,7 +249,7 @@ class Tracker:
 
     def _is_slow_hop(self, child_id: str, child: Peer, now_s: float) -> bool:
         # A leaf holds up nobody, and what feeds it has other children to feed first.
-        exempt = self._settings.direct or self._topology.is_leaf(child_id) or child.throttled_s is not None
+        exempt = self._settings.direct or self._topology.is_leaf(child_id) or child.throttled
         if exempt or child.settled(now_s) < WINDOW_S:
             return False
         wanted = [broadcast for broadcast in self._broadcasts if child_id not in broadcast.cancelled]
@@ -266,23 +259,27 @@ class Tracker:
         due = due_bytes_per_s(wanted, child_id, child.parent_id, seeds, most)
         return is_slow(child.received, pairs, due, now_s)
 
-    def _check_damage(self, child_id: str, child: Peer, bad: int, share: float, now_s: float) -> bool:
+    def _check_damage(self, child_id: str, child: Peer, damaged: int, sound: int, now_s: float) -> bool:
         """Returns whether the hop was dissolved for it."""
-        if child.throttled_s is None:
-            if bad >= MIN_DAMAGED and share >= THROTTLE_SHARE:
-                child.throttled_s = now_s
-                child.damage.clear()
-                limit = THROTTLE_FACTOR * child.best_bytes_per_s
-                self._actions.append(Throttle(child_id, child.parent_id, limit))
-        elif bad >= MIN_DAMAGED and share >= DISSOLVE_SHARE and now_s - child.throttled_s >= DAMAGE_WINDOW_S:
-            throttled = sum(peer.throttled_s is not None for peer in self._peers.values())
-            if 2 * throttled <= len(self._peers):  # else the network is bad, not a hop
+        hop = child.on_chunks(now_s, damaged, sound)
+        if hop == "hopeless":
+            damaging = sum(peer.damaging_s is not None for peer in self._peers.values())
+            if 2 * damaging <= len(self._peers):  # else the network is bad, not a hop
                 self._dissolve(child_id, "damages bytes", now_s)
                 return True
-        elif bad == 0 and now_s - child.throttled_s >= CLEAN_S:
-            child.throttled_s = None
-            self._actions.append(Throttle(child_id, child.parent_id, 0.0))
+        if hop == "clean" and child.throttled:
+            self._throttle(child_id, child, 0.0)
+        elif hop != "clean" and not child.throttled:
+            known = known_bytes_per_s(child_id, child, self._broadcasts) or self._settings.worker_bytes_per_s
+            if known:  # a throttle of 0 would limit nothing
+                self._throttle(child_id, child, THROTTLE_FACTOR * known)
         return False
+
+    def _throttle(self, child_id: str, child: Peer, bytes_per_s: float) -> None:
+        child.throttled = bytes_per_s > 0
+        for broadcast in self._broadcasts:
+            broadcast.throttled = True
+        self._actions.append(Throttle(child_id, child.parent_id, bytes_per_s))
 
     # --- repair -----------------------------------------------------------------------------------
 
@@ -358,6 +355,18 @@ class Tracker:
                 peer.stats = peer.stats.after_success(rate, now_s)
         for peer in self._peers.values():
             peer.struck, peer.moves, peer.suspect = False, 0, None
+        self._learn(broadcast)
+
+    def _learn(self, broadcast: Broadcast) -> None:
+        """How many chains the next plan shall have; nothing where the fleet changed on the way."""
+        if self._settings.direct or self._reorder or any(peer.throttled for peer in self._peers.values()):
+            return
+        seeds = [peer_id for peer_id, parent_id in self.parents().items() if parent_id == SENDER_ID]
+        if rates := steady_rates(broadcast, self._broadcasts.taking_part(broadcast), seeds):
+            before = self._count()
+            forwarding = sum(not peer.rollout_only for peer in self._peers.values())
+            self._rates.take(seeds, rates, forwarding)
+            self._reorder = self._count() != before
 
     def _replan(self, now_s: float) -> None:
         """Order the chains anew, where the fleet or its records have changed; never in mid-broadcast."""

@@ -47,7 +47,9 @@ class Broadcasts:
         while len(self._open) >= MAX_OPEN:
             self._close(next(iter(self._open.values())))
         self._closed.pop(event.key, None)
-        self._open[event.key] = Broadcast(event.key, now_s, event.est_bytes)
+        for other in self._open.values():
+            other.alone = False
+        self._open[event.key] = Broadcast(event.key, now_s, event.est_bytes, alone=not self._open)
         return self._cancel_older(self._open[event.key])
 
     def grow(self, key: PublicationKey, num_bytes: int, now_s: float) -> None:

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from echo_planes.weights.chain import PeerStats
 from echo_planes.weights.manifest import PublicationKey
@@ -17,7 +18,15 @@ SLOW_SHARE = 0.7  # of what could have crossed: less is slow
 MIN_BUSY_SHARE = 0.5  # of the window at full rate must have been there to send, else nothing is concluded
 KEPT_S = WINDOW_S + SLACK_S + 4 * REPORT_INTERVAL_S
 MIN_MEASURED_S = 0.5  # of receiving, before a mean rate means anything
+MIN_STEADY_S = 2.0  # of receiving, before a mean rate says what a link carries: eight reports
+MIN_STEADY_CHUNKS = 32  # the same: only whole chunks are counted
+SOURCE_AHEAD = 1.25  # times faster than its links a publication must be made, or the maker sets the pace
 DAMAGE_WINDOW_S = 2.0
+MIN_DAMAGED = 3  # chunks in the window, before anything is done
+THROTTLE_SHARE = 0.02  # damaged: the link is throttled
+DISSOLVE_SHARE = 0.05  # still damaged so long afterwards: the hop is dissolved
+THROTTLE_FACTOR = 0.5
+CLEAN_S = 5.0  # without damage: the throttle is lifted
 SILENCE_S = 1.5  # without a report from a busy peer, or a byte from a parent
 IDLE_SILENCE_S = 2.5  # without a report from a peer that had nothing to receive
 PATIENCE = 4.0  # times longer, where its children still receive from it or nobody at all is heard
@@ -31,7 +40,8 @@ class Progress:
     def __init__(self) -> None:
         self._samples: deque[tuple[float, int]] = deque()
         self._first = (0.0, 0)  # when its first bytes were seen, and how many they were
-        self._last_s = 0.0  # when it grew last
+        self._last = (0.0, 0)  # the same when it grew last
+        self._before = (0.0, 0)  # and the time before that
         self.have = 0  # bytes
         self.chunks = 0
         self.damaged = 0  # chunks
@@ -42,7 +52,7 @@ class Progress:
         if num_bytes > self.have:
             if not self.have:
                 self._first = (now_s, num_bytes)
-            self._last_s = now_s
+            self._before, self._last = self._last, (now_s, num_bytes)
         self.have = max(self.have, num_bytes)
         self._samples.append((now_s, self.have))
         while len(self._samples) > 1 and self._samples[1][0] < now_s - KEPT_S:
@@ -59,8 +69,17 @@ class Progress:
 
     def mean_bytes_per_s(self) -> float:
         """From its first bytes to its newest; 0 while that is too short to tell."""
-        seconds = self._last_s - self._first[0]
+        seconds = self._last[0] - self._first[0]
         return (self.have - self._first[1]) / seconds if seconds >= MIN_MEASURED_S else 0.0
+
+    def steady_bytes_per_s(self) -> float:
+        """From its first bytes to its newest but one; 0 while that is too little to say what a link carries.
+
+        The newest come when everything is there, somewhere between two reports.
+        """
+        seconds = self._before[0] - self._first[0]
+        enough = seconds >= MIN_STEADY_S and self.chunks >= MIN_STEADY_CHUNKS
+        return (self._before[1] - self._first[1]) / seconds if enough else 0.0
 
 
 def is_slow(
@@ -113,16 +132,27 @@ class Peer:
     slow_reports: int = 0
     suspect: tuple[str, PeerStats] | None = None  # the former parent blamed for this hop, and its old record
     damage: deque[tuple[float, int, int]] = field(default_factory=deque)  # (when, damaged, sound) chunks
-    throttled_s: float | None = None
+    damaging_s: float | None = None  # since when its hop has damaged too many; None: it does not
+    throttled: bool = False  # for it
     best_bytes_per_s: float = 0.0  # that it received in a second from this parent, as it reports
 
-    def on_chunks(self, now_s: float, damaged: int, sound: int) -> tuple[int, float]:
-        """Chunks since the last report. Returns how many of the last seconds were damaged, and the share."""
+    def on_chunks(self, now_s: float, damaged: int, sound: int) -> Literal["clean", "damages", "hopeless"]:
+        """Chunks since the last report. Says what its hop is like: `damages` is to be throttled, `hopeless`
+        damages many though it was given time to become better."""
         self.damage.append((now_s, damaged, sound))
         while self.damage[0][0] < now_s - DAMAGE_WINDOW_S:
             self.damage.popleft()
         bad = sum(entry[1] for entry in self.damage)
-        return bad, bad / max(1, bad + sum(entry[2] for entry in self.damage))
+        share = bad / max(1, bad + sum(entry[2] for entry in self.damage))
+        if self.damaging_s is None:
+            if bad >= MIN_DAMAGED and share >= THROTTLE_SHARE:
+                self.damaging_s = now_s
+                self.damage.clear()
+        elif bad >= MIN_DAMAGED and share >= DISSOLVE_SHARE and now_s - self.damaging_s >= DAMAGE_WINDOW_S:
+            return "hopeless"
+        elif bad == 0 and now_s - self.damaging_s >= CLEAN_S:
+            self.damaging_s = None
+        return "clean" if self.damaging_s is None else "damages"
 
     def is_stale(self, now_s: float) -> bool:
         """Whether reports are overdue: should its children hear nothing of it either, it is lost."""
@@ -134,10 +164,16 @@ class Peer:
         moved, the more time it gets."""
         return now_s - self.assigned_s - SETTLE_S * float(2 ** min(max(self.moves - 1, 0), 4))
 
+    def forgive(self, gap_s: float) -> None:
+        """Nobody listened for so long."""
+        self.seen_s += gap_s
+        self.assigned_s += gap_s
+        self.slow_reports = 0
+
     def judge_anew(self) -> None:
         """Forget what was held against its hop: it has another parent now, or another broadcast began."""
-        self.slow_reports, self.closed, self.silent_s, self.throttled_s = 0, False, 0.0, None
-        self.best_bytes_per_s = 0.0
+        self.slow_reports, self.closed, self.silent_s = 0, False, 0.0
+        self.damaging_s, self.throttled, self.best_bytes_per_s = None, False, 0.0
         self.damage.clear()
 
 
@@ -154,6 +190,8 @@ class Broadcast:
     committed: bool = False
     seed_blamed: bool = False  # a slow seed was replaced: if the next is slow too, it is the source
     repairs: int = 0
+    alone: bool = True  # on its way, from its first to its last byte
+    throttled: bool = False  # a link was, at some time
     seconds: float | None = None
 
     def of(self, peer_id: str) -> Progress:
@@ -183,6 +221,26 @@ def due_bytes_per_s(
         return min(most, mean(parent_id))
     means = sorted(map(mean, seeds))
     return min(most, max(mean(child_id), means[(len(means) - 1) // 2] if means else 0.0))
+
+
+def known_bytes_per_s(child_id: str, child: Peer, broadcasts: Iterable[Broadcast]) -> float:
+    """The best that is known of how fast a peer receives: now, on average of a broadcast on its way, or,
+    where nothing has come yet, in former ones; 0: nothing is known."""
+    means = (broadcast.of(child_id).mean_bytes_per_s() for broadcast in broadcasts)
+    return max(child.best_bytes_per_s, *means, 0.0) or child.stats.rate_bytes_per_s
+
+
+def steady_rates(broadcast: Broadcast, peer_ids: Iterable[str], seeds: Iterable[str]) -> dict[str, float]:
+    """What the peers' links carried, bytes/s; {} where a broadcast does not tell: it was too small, was
+    disturbed, or went no faster than it was made. Peers with too little to measure are left out."""
+    if not broadcast.alone or broadcast.repairs or broadcast.throttled:
+        return {}
+    means = ((peer_id, broadcast.of(peer_id).steady_bytes_per_s()) for peer_id in peer_ids)
+    rates = {peer_id: mean for peer_id, mean in means if mean > 0}
+    fastest = max((rates.get(seed, 0.0) for seed in seeds), default=0.0)
+    made = broadcast.source.mean_bytes_per_s()  # 0: all at once
+    measured = all(seed in rates for seed in seeds) and not 0 < made < SOURCE_AHEAD * fastest
+    return rates if measured else {}
 
 
 def patience_s(peer_id: str, peers: Mapping[str, Peer], now_s: float) -> float:

@@ -13,6 +13,7 @@ from echo_planes.weights.chain import ideal_broadcast_s
 from echo_planes.weights.link_sim import MBIT, BroadcastSim
 from echo_planes.weights.link_sim_nodes import SimSettings
 from echo_planes.weights.manifest import PublicationKey
+from echo_planes.weights.tracker import Tracker, TrackerSettings
 from echo_planes.weights.tracker_events import SENDER_ID, Assign, CancelBroadcast, Demote, Throttle
 
 CHUNK = 512 * 1024
@@ -81,6 +82,55 @@ def test_time_is_ideal_and_flat(num_workers: int, uplink_mbit: float) -> None:
     assert 0.98 * ideal_s <= sim.seconds() <= 1.02 * ideal_s
     assert sim.num_sent == num_workers * CHUNKS
     assert not moved_after(sim, START_S)
+
+
+def one_after_another(
+    num_workers: int, uplink_mbit: float, known: TrackerSettings, slow: dict[str, float], num: int
+) -> list[tuple[int, float]]:
+    """(chains, seconds) of each broadcast; `slow` workers carry so many Mbit/s less than the others' 100."""
+    sim = BroadcastSim(SimSettings(uplink_mbit * MBIT, 100 * MBIT, chunk_bytes=CHUNK))
+    sim.tracker = Tracker(known)
+    for number in range(num_workers):
+        sim.join(f"w{number}")
+    for name, less_mbit in slow.items():
+        sim.nodes[name].up_bytes_per_s -= less_mbit * MBIT
+        sim.nodes[name].down_bytes_per_s -= less_mbit * MBIT
+    found = []
+    for version in range(num):
+        key = PublicationKey("run", version, "full", -1)
+        sim.at(sim.now_s + 3.0, lambda key=key: sim.publish(key, 80))  # type: ignore[misc]
+        while len(sim.published) <= version:
+            sim.step()
+        count = len(sim.tracker.chains())
+        sim.run(sim.now_s + 90.0)
+        found.append((count, sim.seconds(version)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("uplink_mbit", "num_workers", "expected", "is_set", "slow"),
+    [
+        (300, 8, 3, "nothing", {}),
+        (300, 8, 3, "uplink", {}),
+        (300, 8, 3, "worker", {}),
+        (300, 8, 3, "nothing", {"w1": 20, "w4": 25, "w6": 15}),
+        (800, 8, 8, "nothing", {}),
+        (800, 16, 8, "nothing", {}),
+        (800, 4, 4, "nothing", {}),
+        (100, 8, 1, "nothing", {}),
+        (50, 8, 1, "nothing", {}),
+    ],
+)
+def test_the_number_of_chains_is_learnt_and_stays(
+    uplink_mbit: float, num_workers: int, expected: int, is_set: str, slow: dict[str, float]
+) -> None:
+    uplink, worker = uplink_mbit * MBIT, 100 * MBIT
+    known = TrackerSettings(uplink if is_set == "uplink" else None, worker if is_set == "worker" else None)
+    found = one_after_another(num_workers, uplink_mbit, known, slow, num=12)
+    told = one_after_another(num_workers, uplink_mbit, TrackerSettings(uplink, worker), slow, num=1)
+    assert [count for count, _ in found[8:]] == [expected] * 4
+    assert told[0][0] == expected
+    assert all(seconds <= 1.03 * told[0][1] for _, seconds in found[8:])
 
 
 def test_a_star_takes_as_long_as_the_uplink_needs() -> None:

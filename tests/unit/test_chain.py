@@ -58,9 +58,9 @@ def test_records_follow_what_happens() -> None:
 
 @pytest.mark.parametrize(
     ("uplink", "worker", "expected"),
-    [(300, 100, 3), (799, 100, 7), (50, 100, 1), (0.3, 0.1, 3), (None, 100, 1), (300, None, 1)],
+    [(300, 100, 3), (799, 100, 7), (50, 100, 1), (0.3, 0.1, 3)],
 )
-def test_number_of_chains(uplink: float | None, worker: float | None, expected: int) -> None:
+def test_number_of_chains(uplink: float, worker: float, expected: int) -> None:
     assert num_chains(uplink, worker) == expected
 
 

@@ -36,6 +36,7 @@ from echo_planes.weights.tracker_events import (
     stats_from_json,
     stats_to_json,
 )
+from echo_planes.weights.tracker_hops import Broadcast, steady_rates
 
 RATE = 1000  # bytes/s, of every healthy hop
 STEP_S = 0.25
@@ -48,8 +49,11 @@ def key(version: int, codec: str = "full", base: int = -1) -> PublicationKey:
 class Fleet:
     """Peers that report every 0.25 s; each hop adds RATE x its factor, of what the parent has."""
 
-    def __init__(self, names: str, *, chains: int = 1, direct: bool = False, regions: str = "") -> None:
-        self.tracker = Tracker(TrackerSettings(chains * 2000.0, 2000.0, direct))
+    def __init__(
+        self, names: str, *, chains: int | None = 1, direct: bool = False, regions: str = ""
+    ) -> None:
+        known = TrackerSettings(chains * 2000.0, 2000.0, direct) if chains else TrackerSettings(direct=direct)
+        self.tracker = Tracker(known)
         self.now_s = 0.0
         self.have: dict[str, dict[PublicationKey, int]] = {}
         self.size: dict[PublicationKey, int] = {}
@@ -314,6 +318,41 @@ def test_a_throttle_is_lifted_when_the_link_is_clean() -> None:
     assert fleet.run(6.0) == [Throttle("c", "b", 0.0)]
 
 
+@pytest.mark.parametrize("seconds", [0.0, 4.0])
+def test_a_throttle_always_limits(seconds: float) -> None:
+    fleet = Fleet("abcd")
+    fleet.publish(0, 50_000)
+    fleet.extra["c"] = {"rate_bytes_per_s": 0.0}
+    assert fleet.run(2.0 + seconds) == []
+    fleet.extra["c"] |= {"damaged_chunks": 200}
+    [throttle] = fleet.run(STEP_S)
+    assert throttle == Throttle("c", "b", pytest.approx(0.5 * RATE))  # half of its mean rate so far
+
+
+def test_a_link_of_which_nothing_is_known_is_throttled_once_something_is() -> None:
+    fleet = Fleet("ab", chains=None)
+    fleet.factor["a"], fleet.extra["a"] = 0.0, {"rate_bytes_per_s": 0.0}
+    fleet.publish(0, 50_000)
+    fleet.run(1.0)
+    fleet.extra["a"] = {"damaged_chunks": 60, "rate_bytes_per_s": 0.0}
+    assert fleet.run(STEP_S) == []
+    fleet.extra["a"] = {"damaged_chunks": 61, "rate_bytes_per_s": 300.0}
+    assert fleet.run(STEP_S) == [Throttle("a", SENDER_ID, 150.0)]
+
+
+def test_a_link_that_only_damages_is_left_though_its_rate_is_not_known() -> None:
+    fleet = Fleet("abc", chains=None)
+    fleet.factor["a"], fleet.extra["a"] = 0.0, {"rate_bytes_per_s": 0.0}
+    fleet.publish(0, 50_000)
+    fleet.run(1.0)
+    actions: list[Action] = []
+    for total in range(60, 360, 20):
+        fleet.extra["a"] = {"damaged_chunks": total, "rate_bytes_per_s": 0.0}
+        actions += fleet.run(STEP_S)
+    assert not [a for a in actions if isinstance(a, Throttle)]
+    assert fleet.tracker.parents()["b"] == SENDER_ID
+
+
 def test_damage_everywhere_throttles_but_moves_nobody() -> None:
     fleet = running()
     for step in range(1, 30):
@@ -424,6 +463,104 @@ def test_small_differences_move_nobody() -> None:
         fleet.publish(version, 4000)
         fleet.run(10.0)
     assert fleet.tracker.parents() == before
+
+
+# --- the number of chains ------------------------------------------------------------------------
+
+
+def broadcast(fleet: Fleet, version: int, size: int = 5000, seconds: float = 12.0) -> int:
+    """Returns how many chains it went along."""
+    one = fleet.publish(version, size)
+    count = len(fleet.tracker.chains())
+    fleet.run(seconds)
+    stats = fleet.tracker.stats(one)
+    assert stats is not None
+    assert stats.num_complete == stats.num_peers
+    return count
+
+
+def test_an_uplink_with_room_gets_more_chains_between_broadcasts() -> None:
+    fleet = Fleet("abcdef", chains=None)
+    assert [broadcast(fleet, version) for version in range(6)] == [1, 2, 3, 6, 6, 6]
+    stats = fleet.tracker.all_stats()
+    assert [one.repairs for one in stats] == [0] * 6
+
+
+def test_a_star_learns_nothing() -> None:
+    fleet = Fleet("abc", direct=True, chains=None)
+    assert [broadcast(fleet, version) for version in range(3)] == [3, 3, 3]
+
+
+def test_what_is_too_small_to_measure_changes_nothing() -> None:
+    fleet = Fleet("abcd", chains=None)
+    assert {broadcast(fleet, version, size=2000) for version in range(5)} == {1}
+    assert [broadcast(fleet, version) for version in range(5, 8)] == [1, 2, 4]
+    assert {broadcast(fleet, version, size=2000) for version in range(8, 12)} == {4}
+
+
+def test_a_few_large_chunks_are_too_little_to_measure() -> None:
+    fleet = Fleet("abcd", chains=None)
+    fleet.extra = {name: {"chunks_have": 31} for name in "abcd"}
+    assert {broadcast(fleet, version) for version in range(3)} == {1}
+
+
+def test_a_slow_source_says_nothing_of_links() -> None:
+    fleet = Fleet("abcd", chains=None)
+    for version in range(3):
+        one = fleet.publish(version, 5000, ready=200)
+        assert len(fleet.tracker.chains()) == 1
+        while fleet.ready[one] < 5000:
+            fleet.ready[one] += 200  # of 250 that a hop carries
+            fleet.send(SegmentAdded(one, fleet.ready[one], fleet.ready[one]))
+            fleet.run(STEP_S)
+        fleet.send(PublicationCommitted(one, 5000, 5000))
+        fleet.run(4.0)
+        assert fleet.tracker.stats(one).num_complete == 4  # type: ignore[union-attr]
+    fleet.run(1.0)
+    assert len(fleet.tracker.chains()) == 1
+
+
+def test_broadcasts_side_by_side_say_nothing_of_links() -> None:
+    fleet = Fleet("abcd", chains=None)
+    for version in range(0, 6, 2):
+        fleet.publish(version, 5000)
+        fleet.run(1.0)
+        assert broadcast(fleet, version + 1, seconds=14.0) == 1
+    fleet.run(1.0)
+    assert len(fleet.tracker.chains()) == 1
+
+
+@pytest.mark.parametrize("trouble", ["repair", "throttle", "join", "leave"])
+def test_a_disturbed_broadcast_says_nothing_of_links(trouble: str) -> None:
+    fleet = Fleet("abcd", chains=None)
+    fleet.publish(0, 8000)
+    fleet.run(3.0)
+    if trouble == "repair":
+        fleet.extra["c"] = {"parent_silent_s": 1.1, "parent_closed": True}
+    elif trouble == "throttle":
+        fleet.extra["c"] = {"damaged_chunks": 60}
+    elif trouble == "join":
+        fleet.join("x")
+    else:
+        del fleet.have["d"]
+        fleet.send(PeerLeft("d"))
+    fleet.run(STEP_S)
+    fleet.extra.clear()
+    fleet.run(16.0)
+    assert all(one.num_complete == one.num_peers for one in fleet.tracker.all_stats())
+    assert broadcast(fleet, 1) == 1
+    assert broadcast(fleet, 2) == 2
+
+
+def test_a_repair_anywhere_makes_rates_unsteady() -> None:
+    one = Broadcast(key(0), 0.0, 5000)
+    for step in range(13):
+        one.of("a").add(step * STEP_S, 250 * (step + 1))
+    one.of("a").chunks = 100
+    assert steady_rates(one, ["a"], ["a"]) == {"a": RATE}
+    assert steady_rates(one, ["a"], ["a", "b"]) == {}  # a seed of which nothing is known
+    one.repairs = 1
+    assert steady_rates(one, ["a"], ["a"]) == {}
 
 
 # --- publications --------------------------------------------------------------------------------
