@@ -73,6 +73,8 @@ class Episode:
     text: str = ""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     num_turns: int = 1
+    turn_rewards: tuple[float, ...] = ()  # of each turn, where the task tells them apart
+    notes: str = ""  # what an environment found, as text (JSON): for the task's reward, and for people
 
 
 @dataclass(frozen=True, slots=True)

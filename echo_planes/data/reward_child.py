@@ -108,7 +108,7 @@ def _prompt(fields: dict[str, Any]) -> Prompt:
 def _episode(fields: dict[str, Any]) -> Episode:
     tops = tuple(tuple((i, p) for i, p in pairs) for pairs in fields["top_logprobs"])
     spans = tuple(Span(**span) for span in fields["spans"])
-    lists = ("response_ids", "response_mask", "logprobs")
+    lists = ("response_ids", "response_mask", "logprobs", "turn_rewards")
     flat: dict[str, Any] = {name: tuple(fields[name]) for name in lists}
     return Episode(**{**fields, **flat, "spans": spans, "top_logprobs": tops})
 

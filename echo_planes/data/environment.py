@@ -1,0 +1,127 @@
+"""Tasks of several turns: an environment that is driven by `step`, and the adapter that drives it.
+
+    observation -> policy.generate -> action -> Environment.step -> observation, reward ... until done
+
+The policy's tokens keep the very ids it sampled; what the environment says stands between them, and is never
+trained.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, Protocol
+
+from pydantic import Field
+
+from echo_planes.data.chat import Chat
+from echo_planes.data.task import EpisodeBuilder, Policy, TaskAdapter, TaskOptions, Tokenizer
+from echo_planes.types import Episode, Prompt, Reward
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What an environment answers to an action."""
+
+    observation: str  # what the policy reads next; of no use after the last turn
+    reward: float = 0.0  # for this action
+    done: bool = False
+    info: Mapping[str, Any] = field(default_factory=dict)  # for people, as JSON takes it
+
+
+class Environment(Protocol):
+    """One episode. Made anew for each sample; the same prompt makes the same environment."""
+
+    async def step(self, action: str) -> Turn:
+        """The policy's answer to the last observation, special tokens left out. Any text must be answered."""
+        ...
+
+    def result(self) -> Reward:
+        """What the whole episode is worth; asked once it is over, or was cut off."""
+        ...
+
+
+class EpisodeOptions(TaskOptions):
+    """Settings that every task of several turns has."""
+
+    template: Literal["plain", "chat"] = Field(
+        default="plain", description="how observations become tokens: as they are, or as chat messages"
+    )
+    max_turns: int = Field(default=16, ge=1, le=1024, description="then the episode is cut off")
+    max_episode_tokens: int = Field(
+        default=384, ge=8, description="prompt and response; an episode that has no room left is cut off"
+    )
+
+
+class EpisodeTask(TaskAdapter):
+    """Base of tasks whose environment answers the policy: subclasses say how an episode begins.
+
+    `Episode.turn_rewards` holds the reward of every turn, `Episode.notes` the result and what the environment
+    told of its turns.
+    """
+
+    Options: ClassVar[type[TaskOptions]] = EpisodeOptions
+
+    def __init__(self, options: TaskOptions, tokenizer: Tokenizer, seed: int) -> None:
+        super().__init__(options, tokenizer, seed)
+        if not isinstance(options, EpisodeOptions):
+            raise TypeError(f"Options of {type(self).__name__} must be a subclass of EpisodeOptions")
+        self._settings = options
+        self._chat = Chat(tokenizer) if options.template == "chat" else None
+
+    @abstractmethod
+    def environment(self, prompt: Prompt) -> Environment:
+        """The episode that belongs to a prompt, at its beginning; `prompt.text` is its first observation."""
+
+    def opening(self, index: int, text: str, answer: str = "") -> Prompt:
+        """A prompt out of the first observation."""
+        if self._chat:
+            ids = self._chat.prompt([{"role": "user", "content": text}])
+        else:
+            ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        return Prompt(index, ids, answer, text)
+
+    async def rollout(self, prompt: Prompt, policy: Policy) -> Episode:
+        """Play one episode. It ends when the environment says so, or turns or tokens run out."""
+        environment = self.environment(prompt)
+        builder = EpisodeBuilder()
+        rewards: list[float] = []
+        infos: list[dict[str, Any]] = []
+        end = self.tokenizer.eos_token_id
+        cut_off = True
+        while len(rewards) < self._settings.max_turns and self._has_room(prompt, builder):
+            sample = await policy.generate(prompt.token_ids + builder.response_ids)
+            builder.add_sample(sample)
+            action = self.tokenizer.decode(list(sample.token_ids), skip_special_tokens=True)
+            turn = await environment.step(action)
+            rewards.append(turn.reward)
+            infos.append({"action": action, **turn.info})
+            if turn.done:
+                cut_off = False
+                break
+            builder.add_environment(self._reply(turn.observation, ended=sample.token_ids[-1:] == (end,)))
+        result = environment.result()
+        notes = {
+            "value": result.value,
+            "correct": result.correct,
+            "parts": dict(result.parts) | {"cut_off": float(cut_off)},
+            "turns": infos,
+        }
+        episode = builder.build(self.tokenizer)
+        return replace(episode, turn_rewards=tuple(rewards), notes=json.dumps(notes))
+
+    def reward(self, prompt: Prompt, episode: Episode) -> Reward:
+        """What the environment said at the end."""
+        notes = json.loads(episode.notes)
+        return Reward(notes["value"], notes["correct"], notes["parts"])
+
+    def _has_room(self, prompt: Prompt, builder: EpisodeBuilder) -> bool:
+        used = len(prompt.token_ids) + len(builder.response_ids)
+        return used + (self.max_new_tokens or 1) <= self._settings.max_episode_tokens
+
+    def _reply(self, observation: str, *, ended: bool) -> tuple[int, ...]:
+        if self._chat:
+            return self._chat.reply({"role": "user", "content": observation}, ended=ended)
+        return tuple(self.tokenizer.encode(observation, add_special_tokens=False))

@@ -1,0 +1,1 @@
+"""Higher or lower: find a number in as few guesses as possible."""
