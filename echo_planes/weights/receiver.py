@@ -6,19 +6,22 @@ goes wrong ends with the old bits back in place, or with a `standing` that says 
 
 Generation stands still meanwhile, so a patch costs one dense digest: what the tensors were before is known
 from the install before. Damage done to them since then shows after the patch, as a digest that neither the
-new version nor, once the old bits are back, the old version has. A full publication would write over such
-damage unseen; therefore the bits that it replaces are digested too. Once found, only a full publication
-is taken.
+new version nor, once the old bits are back, the old version has; from then on only a full publication is
+taken. Where the new bits cover all of the damage, the new version is sound: then the bits that were replaced
+tell of it, by their digest behind the patch, and it is only counted. Before a full publication, which covers
+everything, all live tensors are digested too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
+import xxhash
 
 from echo_planes.errors import RunError, WeightsError
 from echo_planes.types import Manifest, Publication, TensorSpec
@@ -26,6 +29,8 @@ from echo_planes.weights.codec import Applied, Change, decode
 from echo_planes.weights.digest import BitArray, BitTensor, bytes_digest, state_digest
 
 _ALGORITHMS = {"xxh3": "xxh3", "b3": "blake3", "sha256": "sha256"}  # by the prefix of their digests
+_REPLACED = re.compile(r"xxh3:[0-9a-f]{32}", re.ASCII)  # what `digest_of_replaced` makes
+_REPLACED_BYTES, _TRAILER_BYTES = 37, 104  # of such a digest as text; and with its check
 INSTALLABLE = ("overwrite", "full")  # idempotent, and cheap to write
 # sound: the live tensors are what the last install proved, as far as anybody looked. damaged: they are
 # something else, and must not compute until a full publication mended them. broken: an install could not be
@@ -127,13 +132,14 @@ class Receiver:
         """Make the target's tensors exactly those of the publication, or leave them as they are.
 
         The payload itself is not hashed here: `check_payload` does that while generation goes on, and what
-        slips through ends in a live digest other than the manifest's.
+        slips through ends in a live digest other than the manifest's. Damage that the new bits cover wholly
+        is no error: `digest_mismatches` rises, if the publication says what it replaces.
 
         Raises:
-            WeightsError: a codec that must be staged first, older version, retired lineage, wrong base,
-                tensors that do not fit the model, live tensors that were damaged since the last install, or
-                a live digest other than the manifest's; or the probe's. `standing` is then "sound" (the
-                live tensors are as they were before) or "damaged".
+            WeightsError: a codec that must be staged first, a malformed `replaced_digest`, older version,
+                retired lineage, wrong base, tensors that do not fit the model, live tensors that were damaged
+                since the last install, or a live digest other than the manifest's; or the probe's. `standing`
+                is then "sound" (the live tensors are as they were before) or "damaged".
             RunError: the old weights could not be put back, now or before; `standing` is "broken".
         """
         manifest = publication.manifest
@@ -144,6 +150,7 @@ class Receiver:
                 f"version {manifest.version} is written as {manifest.codec}: it must be staged before an "
                 "engine can take it"
             )
+        _check_replaced(publication)
         self._line.check(manifest)
         before = self._digest_before(manifest)
         if manifest.codec == "overwrite" and manifest.base_digest != before:
@@ -156,7 +163,10 @@ class Receiver:
                 f"version {manifest.version} patches weights that were damaged: a full publication mends them"
             )
         changes = decode(manifest.codec, publication.payload, 0, self._target.specs(), self._bits)
-        self._replace(manifest, changes, before)
+        done = self._replace(manifest, changes, before)
+        expected = publication.replaced_digest
+        if expected and digest_of_replaced(applied.old for applied in done) != expected:
+            self.digest_mismatches += 1
         return self._line.advance(manifest)
 
     def _bits(self, name: str) -> BitArray:
@@ -174,7 +184,7 @@ class Receiver:
             self._standing = "damaged"
         return before
 
-    def _replace(self, manifest: Manifest, changes: Sequence[Change], before: str) -> None:
+    def _replace(self, manifest: Manifest, changes: Sequence[Change], before: str) -> list[Applied]:
         done: list[Applied] = []
         standing: Standing = self._standing
         self._standing = "broken"  # until either the new weights or the old ones are proven to be in place
@@ -207,6 +217,7 @@ class Receiver:
                 ) from error
             raise
         self._standing = "sound"
+        return done
 
     def _restore(self, done: Sequence[Applied]) -> None:
         for applied in reversed(done):
@@ -234,18 +245,55 @@ def open_staged(manifest: Manifest, path: Path) -> Publication:
     """A payload that is a file, mapped and not read: pages come as they are needed.
 
     Raises:
-        WeightsError: no such file, or not of the size in the manifest.
+        WeightsError: no such file, not of the size in the manifest (a patch may have its `trailer` behind
+            it), or a damaged trailer.
     """
     try:
-        payload = np.memmap(path, dtype=np.uint8, mode="c")  # torch warns of arrays that cannot be written to
+        mapped = np.memmap(path, dtype=np.uint8, mode="c")  # torch warns of arrays that cannot be written to
     except (OSError, ValueError) as error:  # ValueError: an empty file
         raise WeightsError(f"cannot open the staged version {manifest.version}: {error}") from error
-    if payload.size != manifest.payload_bytes:
+    num_behind = mapped.size - manifest.payload_bytes
+    if num_behind != 0 and (num_behind != _TRAILER_BYTES or manifest.codec != "overwrite"):
         raise WeightsError(
-            f"the staged version {manifest.version} has {payload.size} bytes, its manifest says "
+            f"the staged version {manifest.version} has {mapped.size} bytes, its manifest says "
             f"{manifest.payload_bytes}"
         )
-    return Publication(manifest, payload)
+    payload, behind = mapped[: manifest.payload_bytes], mapped[manifest.payload_bytes :].tobytes()
+    replaced = behind[:_REPLACED_BYTES].decode("ascii", "replace")
+    if behind and behind != trailer(replaced):
+        raise WeightsError(
+            f"what the staged version {manifest.version} says it replaces was damaged: stage it again"
+        )
+    return Publication(manifest, payload, replaced)
+
+
+def digest_of_replaced(old: Iterable[BitArray]) -> str:
+    """Digest of the bits that a patch replaces, in the order in which `decode` gives its changes.
+
+    It finds damage, as the xxh3 digest of a state does, whatever algorithm the run's digests have.
+    """
+    hashed = xxhash.xxh3_128()
+    for bits in old:
+        hashed.update(np.ascontiguousarray(bits).view(np.uint8).data)
+    return f"xxh3:{hashed.hexdigest()}"
+
+
+def trailer(replaced_digest: str) -> bytes:
+    """What a staged file of a patch ends with: `Publication.replaced_digest`, and a check of it.
+
+    The check keeps damage to the file from passing for damage to live weights.
+    """
+    text = replaced_digest.encode()
+    return text + bytes_digest(np.frombuffer(text, np.uint8)).encode()
+
+
+def _check_replaced(publication: Publication) -> None:
+    manifest, replaced = publication.manifest, publication.replaced_digest
+    if replaced and (manifest.codec != "overwrite" or not _REPLACED.fullmatch(replaced)):
+        raise WeightsError(
+            f"version {manifest.version} ({manifest.codec}) says that it replaces {replaced[:80]!r}; a patch "
+            "names the xxh3 digest of the bits, a full publication nothing"
+        )
 
 
 def algorithm_of(digest: str) -> str:

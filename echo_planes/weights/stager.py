@@ -4,11 +4,12 @@ The stager keeps a shadow, the whole state as it last staged it, in host memory.
 against the shadow and applied to it, and the shadow's digest must then be the manifest's, else it is put
 back bit for bit: all of that while generation goes on. What the engine gets is a file of new bits (codec
 `overwrite`, or `full`), relative to the version that the engine last reported, however many publications
-were staged since.
+were staged since. A patch ends with a digest of the bits that it replaces, as they were in that version: by
+it the engine finds damage to them, though the new bits cover it.
 
-Memory: one dense copy, and the positions changed since the engine's version: at most another one. Beside
-that, what a publication replaced while it is taken in, or the positions merged for a file while it is
-written: at most one more; and some segments.
+Memory: one dense copy, and the positions changed since the engine's version with their old bits: at most
+another one. Beside that, what a publication replaced while it is taken in, or the positions and old bits
+merged for a file while it is written: at most one more; and some segments.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,16 +26,7 @@ from blake3 import blake3
 
 from echo_planes.errors import ClusterError, WeightsError
 from echo_planes.types import ByteArray, Manifest, Publication, TensorSpec
-from echo_planes.weights.codec import (
-    Change,
-    IndexArray,
-    Patcher,
-    apply,
-    decode,
-    encode,
-    full_payload,
-    index_dtype,
-)
+from echo_planes.weights.codec import Change, Patcher, apply, decode, encode, full_payload
 from echo_planes.weights.digest import (
     BIT_DTYPES,
     BitArray,
@@ -43,23 +35,26 @@ from echo_planes.weights.digest import (
     bytes_digest,
     state_digest,
 )
-from echo_planes.weights.receiver import Installed, Line, algorithm_of, open_staged
-from echo_planes.weights.staging_checks import (
-    check_digest,
-    check_model,
-    learnt,
-    overwrite_pieces,
-    union,
-    whole,
+from echo_planes.weights.receiver import (
+    Installed,
+    Line,
+    algorithm_of,
+    digest_of_replaced,
+    open_staged,
+    trailer,
 )
+from echo_planes.weights.staging_checks import check_digest, check_model, learnt, overwrite_pieces, whole
+from echo_planes.weights.staging_steps import Step, Touched, putting_back, touched_since, undo_all, write_run
 
-_RUN_ELEMENTS = 1 << 17  # compared at once
 _KEPT_FILES = 2  # the engine may be reading the one before the newest
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A version ready for an engine: `path` holds the payload that `manifest` describes."""
+    """A version ready for an engine: `path` holds the payload that `manifest` describes.
+
+    Behind a patch's payload follows `receiver.trailer`, which the manifest does not count.
+    """
 
     manifest: Manifest
     path: Path
@@ -71,30 +66,6 @@ class Staged:
             WeightsError: the file is gone, or of another size.
         """
         return open_staged(self.manifest, self.path)
-
-
-@dataclass(slots=True)
-class _Step:
-    """One publication applied to the shadow since the engine's version."""
-
-    reached: Installed
-    dense_bytes: int  # new bits of this size or more are no use: a full file is smaller
-    touched: dict[str, list[IndexArray]] = field(default_factory=dict)  # flat positions, by tensor
-    nbytes: int = 0  # of the positions
-    forgotten: bool = False  # what it changed: the version is a base for later ones only
-    _file_bytes: int = 0
-
-    def add(self, name: str, indices: IndexArray, itemsize: int) -> None:
-        self._file_bytes += indices.size * (indices.itemsize + itemsize)
-        if self._file_bytes >= self.dense_bytes:
-            self.forget()
-        if indices.size and not self.forgotten:
-            self.touched.setdefault(name, []).append(indices)
-            self.nbytes += indices.nbytes
-
-    def forget(self) -> None:
-        self.touched.clear()
-        self.nbytes, self.forgotten = 0, True
 
 
 class Stager:
@@ -118,7 +89,7 @@ class Stager:
         self._line = Line()
         self._manifest: Manifest | None = None
         self._engine: Installed | None = None  # what the engine last reported; None: unknown
-        self._steps: list[_Step] = []  # since then
+        self._steps: list[Step] = []  # since then
         self._files: list[Staged] = []  # oldest first
         self._num_files = 0
 
@@ -142,7 +113,7 @@ class Stager:
             self._check(manifest)
             checked = whole(manifest, segments)
             reached = Installed(manifest.lineage, manifest.version, manifest.digest)
-            step = _Step(reached, sum(tensor.nbytes for tensor in self._shadow.values()))
+            step = Step(reached, sum(tensor.nbytes for tensor in self._shadow.values()))
             if manifest.codec == "full":
                 self._fill(manifest, checked, step)
             else:
@@ -238,7 +209,7 @@ class Stager:
                     f"({manifest.base_digest}), but staged is {have}"
                 )
 
-    def _patch(self, manifest: Manifest, segments: Iterable[tuple[int, ByteArray]], step: _Step) -> None:
+    def _patch(self, manifest: Manifest, segments: Iterable[tuple[int, ByteArray]], step: Step) -> None:
         patcher = Patcher(manifest.codec, self._shadow, StateHasher(self._algorithm))
         replaced: list[Change] = []
         try:
@@ -250,16 +221,16 @@ class Stager:
                         raise WeightsError(f"a patch of tensor {name!r} came without positions")
                     if manifest.codec == "overwrite":  # a view, which would keep the whole segment
                         where = where.copy()
-                    replaced.append(_replaced(name, where, applied.old, bits))
-                    step.add(name, where, bits.itemsize)
+                    replaced.append(putting_back(name, where, applied.old, bits))
+                    step.add(name, Touched(where, applied.old))
                 patcher.applied.clear()  # in `replaced` they are smaller
             check_digest(manifest, patcher.digest(self._algorithm))
         except BaseException:
             patcher.undo()
-            _undo(replaced, self._shadow)
+            undo_all(replaced, self._shadow)
             raise
 
-    def _fill(self, manifest: Manifest, segments: Iterable[tuple[int, ByteArray]], step: _Step) -> None:
+    def _fill(self, manifest: Manifest, segments: Iterable[tuple[int, ByteArray]], step: Step) -> None:
         shadow, replaced = self._shadow, list[Change]()
         try:
             for offset_bytes, segment in segments:
@@ -269,16 +240,16 @@ class Stager:
                     shadow = shadow or {name: _zeros(spec) for name, spec in specs.items()}
                 for change in decode("full", segment, offset_bytes, specs, self.read):
                     if self._shadow:
-                        _write_run(shadow[change.name].bits, change, replaced, step)
+                        write_run(shadow[change.name].bits, change, replaced, step)
                     else:  # the first state of all replaces nothing
                         apply(change, shadow[change.name].bits)
             check_digest(manifest, state_digest(shadow, self._algorithm))
         except BaseException:
-            _undo(replaced, shadow)
+            undo_all(replaced, shadow)
             raise
         self._shadow = shadow
 
-    def _remember(self, step: _Step) -> None:
+    def _remember(self, step: Step) -> None:
         """Keep what the step changed for the engine's next file, unless a full file is cheaper by now."""
         self._steps.append(step)
         while sum(kept.nbytes for kept in self._steps) > step.dense_bytes:
@@ -318,34 +289,22 @@ class Stager:
         return self._files[-1]
 
     def _write_file(self, path: Path, manifest: Manifest, base: Installed | None) -> Manifest:
-        positions = self._positions_since(base)
+        touched = touched_since(self._steps, self._shadow) if base else None
         pieces: Iterator[ByteArray]
-        if positions is None:
+        if touched is None:
             pieces = (segment.payload for segment in encode("full", None, self._shadow))
         else:
-            pieces = overwrite_pieces(positions, self._shadow)
+            pieces = overwrite_pieces({name: t.indices for name, t in touched.items()}, self._shadow)
         size_bytes, hashed = 0, blake3()
         with path.open("wb") as file:
             for piece in pieces:
                 file.write(piece.data)
                 hashed.update(piece.data)
                 size_bytes += piece.size
-        base = None if positions is None else base
+            if touched is not None:
+                file.write(trailer(digest_of_replaced(t.old for t in touched.values())))
+        base = None if touched is None else base
         return _restated(manifest, size_bytes, f"b3:{hashed.hexdigest()}", base)
-
-    def _positions_since(self, base: Installed | None) -> dict[str, IndexArray] | None:
-        """What changed since the engine's version; None: all is to be written, being smaller or safer."""
-        if base is None:
-            return None
-        positions: dict[str, IndexArray] = {}
-        size_bytes, dense_bytes = 0, sum(tensor.nbytes for tensor in self._shadow.values())
-        for name in sorted({name for step in self._steps for name in step.touched}):
-            indices = union([part for step in self._steps for part in step.touched.get(name, ())])
-            size_bytes += indices.size * (self._shadow[name].bits.itemsize + indices.itemsize)
-            if size_bytes >= dense_bytes:
-                return None
-            positions[name] = indices
-        return positions
 
     def _drop_files(self, superseded: Callable[[Staged], bool]) -> None:
         for staged in [staged for staged in self._files if superseded(staged)]:
@@ -364,34 +323,6 @@ def _restated(manifest: Manifest, size_bytes: int, payload_digest: str, base: In
         payload_bytes=size_bytes,
         num_segments=1,
     )
-
-
-def _replaced(name: str, where: IndexArray, old: BitArray, bits: BitArray) -> Change:
-    """What puts old bits back: as positions or as a run, whichever is smaller."""
-    if not where.size:
-        return Change(name, 0, where, old)
-    first, stop = int(where[0]), int(where[-1]) + 1
-    if old.nbytes + where.nbytes <= (stop - first) * bits.itemsize:
-        return Change(name, first, where, old)
-    run = bits[first:stop].copy()
-    run[where - first] = old
-    return Change(name, first, None, run)
-
-
-def _write_run(bits: BitArray, run: Change, replaced: list[Change], step: _Step) -> None:
-    """Write a run of elements; those that stay as they were need no undo, and the engine no word."""
-    for low in range(0, run.values.size, _RUN_ELEMENTS):
-        new = run.values[low : low + _RUN_ELEMENTS]
-        start = run.start + low
-        where = (np.flatnonzero(bits[start : start + new.size] != new) + start).astype(index_dtype(bits.size))
-        replaced.append(_replaced(run.name, where, bits[where], bits))
-        apply(Change(run.name, start, None, new), bits)
-        step.add(run.name, where, bits.itemsize)
-
-
-def _undo(replaced: Sequence[Change], state: Mapping[str, BitTensor]) -> None:
-    for change in reversed(replaced):
-        apply(change, state[change.name].bits)
 
 
 def _zeros(spec: TensorSpec) -> BitTensor:

@@ -3,12 +3,10 @@ the engine's file is written without holding it in memory."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import operator
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,7 @@ from echo_planes.weights.digest import BIT_DTYPES, BitTensor
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # of the safetensors format
 _CODES: dict[str, str] = {dtype: code for code, dtype in _DTYPES.items()}
 _LENGTH_BYTES = 8
-_BLOCK = 1 << 16  # positions are merged and written in blocks of so many elements
+_BLOCK = 1 << 16  # elements written at once
 
 
 def whole(manifest: Manifest, segments: Iterable[tuple[int, ByteArray]]) -> Iterator[tuple[int, ByteArray]]:
@@ -97,33 +95,6 @@ def learnt(segment: ByteArray, payload_bytes: int) -> dict[str, TensorSpec]:
     if not sound:
         raise WeightsError(f"the tensors of a full publication do not fit its {payload_bytes} bytes")
     return specs
-
-
-def union(parts: Sequence[IndexArray]) -> IndexArray:
-    """All positions, each once, in order. `parts`: at least one, none empty, each in order.
-
-    Takes as much memory as the parts have together, and a block.
-    """
-    if len(parts) == 1:
-        return parts[0]
-    if all(a[-1] < b[0] for a, b in itertools.pairwise(parts)):
-        return np.concatenate(parts)
-    merged = np.empty(sum(part.size for part in parts), parts[0].dtype)
-    waiting = deque(sorted(parts, key=lambda part: int(part[0])))
-    begun: list[IndexArray] = []
-    count = 0
-    while waiting or begun:
-        low = min(int(part[0]) for part in (begun or [waiting[0]]))
-        # Of the positions' own type, else a search would convert all of them.
-        stop = merged.dtype.type(min(low + _BLOCK, np.iinfo(merged.dtype).max))
-        while waiting and waiting[0][0] < stop:
-            begun.append(waiting.popleft())
-        cuts = [int(np.searchsorted(part, stop)) for part in begun]
-        block = np.unique(np.concatenate([part[:cut] for part, cut in zip(begun, cuts, strict=True)]))
-        merged[count : count + block.size] = block
-        count += block.size
-        begun = [part[cut:] for part, cut in zip(begun, cuts, strict=True) if cut < part.size]
-    return merged[:count]
 
 
 def overwrite_pieces(

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from echo_planes.errors import RunError, WeightsError
 from echo_planes.types import Codec, Manifest, Publication, TensorSpec
-from echo_planes.weights.codec import Applied, Change, encode, full_payload, overwrite_payload
+from echo_planes.weights.codec import Applied, Change, decode, encode, full_payload, overwrite_payload
 from echo_planes.weights.digest import BIT_DTYPES, BitTensor, bytes_digest, state_digest
 from echo_planes.weights.exchange import exchange
-from echo_planes.weights.receiver import Receiver, check_payload, open_staged
+from echo_planes.weights.receiver import Receiver, check_payload, digest_of_replaced, open_staged, trailer
 
 State = dict[str, BitTensor]
 # Sign, exponent and mantissa of special values, as the upper or only half of an element.
@@ -118,6 +118,13 @@ def with_manifest(publication: Publication, **fields: Any) -> Publication:
     return dataclasses.replace(publication, manifest=dataclasses.replace(publication.manifest, **fields))
 
 
+def replacing(patch: Publication, base: Mapping[str, BitTensor]) -> Publication:
+    """The same patch, which says what it replaces."""
+    changes = decode("overwrite", patch.payload, 0, specs_of(base), lambda name: base[name].bits)
+    replaced = digest_of_replaced(base[change.name].bits[change.indices] for change in changes)
+    return dataclasses.replace(patch, replaced_digest=replaced)
+
+
 @st.composite
 def successive_states(draw: st.DrawFn) -> tuple[State, State]:
     """A state and the one after an update that changed some of its elements."""
@@ -146,7 +153,7 @@ def test_an_install_ends_with_the_published_bits(pair: tuple[State, State], algo
     receiver = Receiver(target)
     receiver.install(publication(0, old, algorithm=algorithm))
     assert same_bits(target.state, old)
-    installed = receiver.install(publication(1, new, old, algorithm=algorithm))
+    installed = receiver.install(replacing(publication(1, new, old, algorithm=algorithm), old))
     assert same_bits(target.state, new)
     assert installed.digest == state_digest(new, algorithm) == receiver.live_digest()
     assert (installed.lineage, installed.version) == ("run-1", 1)
@@ -234,6 +241,67 @@ def test_a_flipped_live_bit_is_found_by_a_patch_and_mended_by_a_full_publication
     assert receiver.digest_mismatches == 2  # it was still there, and is gone now
     receiver.install(publication(2, bumped(v1, {"a": 1}), v1))
     assert receiver.digest_mismatches == 2
+
+
+def test_flips_that_a_patch_covers_are_counted_and_no_error() -> None:
+    target, receiver = serving()
+    v1, v2 = bumped(model_state(), {"a": 5, "b": 1}), bumped(model_state(), {"a": 7})
+    target.state["a"].bits[5] ^= 0x0100
+    target.state["b"].bits[1] ^= 0x0200
+    names, target.reads = len(target.state), 0
+    receiver.install(replacing(publication(1, v1, model_state()), model_state()))
+    assert target.reads == names  # no second pass over the live tensors
+    assert same_bits(target.state, v1)
+    assert (receiver.standing, receiver.digest_mismatches) == ("sound", 1)
+    receiver.install(replacing(publication(2, v2, v1), v1))
+    assert receiver.digest_mismatches == 1
+
+
+def test_a_flip_elsewhere_refuses_the_patch_and_is_counted_once() -> None:
+    """Also beside one that the patch covers."""
+    for covered in (False, True):
+        target, receiver = serving()
+        target.state["b"].bits[2] ^= 0x0100
+        target.state["a"].bits[5] ^= 0x0100 * covered
+        patch = replacing(publication(1, bumped(model_state(), {"a": 5}), model_state()), model_state())
+        refused(receiver, target, patch, "live weights were damaged")
+        assert (receiver.standing, receiver.digest_mismatches) == ("damaged", 1)
+
+
+def test_a_patch_need_not_say_what_it_replaces() -> None:
+    target, receiver = serving()
+    target.state["a"].bits[5] ^= 0x0100
+    v1 = bumped(model_state(), {"a": 5})
+    receiver.install(publication(1, v1, model_state()))
+    assert same_bits(target.state, v1)
+    assert receiver.digest_mismatches == 0
+
+
+@pytest.mark.parametrize("digest", ["xxh3:", "xxh3:" + "g" * 32, "b3:" + "0" * 64, "xxh3:" + "0" * 33])
+def test_a_malformed_digest_of_what_is_replaced_is_refused(digest: str) -> None:
+    target, receiver = serving()
+    patch = publication(1, bumped(model_state(), {"a": 5}), model_state())
+    refused(receiver, target, dataclasses.replace(patch, replaced_digest=digest), "says that it replaces")
+    full = dataclasses.replace(publication(1, model_state()), replaced_digest="xxh3:" + "0" * 32)
+    refused(receiver, target, full, "says that it replaces")
+    assert (receiver.standing, receiver.digest_mismatches) == ("sound", 0)
+
+
+def test_a_covered_flip_under_an_install_that_is_undone_is_told_as_damage() -> None:
+    serves = True
+
+    def probe() -> None:
+        if not serves:
+            raise WeightsError("not finite")
+
+    target = MemoryTarget(model_state(seed=9))
+    receiver = Receiver(target, probe)
+    receiver.install(publication(0, model_state()))
+    target.state["a"].bits[5] ^= 0x0100
+    serves = False
+    patch = replacing(publication(1, bumped(model_state(), {"a": 5}), model_state()), model_state())
+    refused(receiver, target, patch, "live weights were damaged")
+    assert (receiver.standing, receiver.digest_mismatches) == ("damaged", 0)
 
 
 def test_versions_do_not_go_back_but_may_come_again() -> None:
@@ -401,3 +469,35 @@ def test_a_staged_file_is_mapped_and_checked(tmp_path: Path) -> None:
     path.write_bytes(b"")
     with pytest.raises(WeightsError, match="cannot open"):
         open_staged(update.manifest, path)
+
+
+def test_what_a_staged_file_replaces_stands_behind_its_payload(tmp_path: Path) -> None:
+    v1 = bumped(model_state(), {"a": 5})
+    update = replacing(publication(1, v1, model_state()), model_state())
+    path = tmp_path / "v1.safetensors"
+    payload, behind = update.payload.tobytes(), trailer(update.replaced_digest)
+    path.write_bytes(payload + behind)
+    staged = open_staged(update.manifest, path)
+    check_payload(staged)
+    assert staged.replaced_digest == update.replaced_digest
+    assert isinstance(staged.payload, np.memmap)
+    target, receiver = serving()
+    target.state["a"].bits[5] ^= 0x0100
+    receiver.install(staged)
+    assert same_bits(target.state, v1)
+    assert receiver.digest_mismatches == 1
+
+    for position in range(len(behind)):
+        damaged = bytearray(behind)
+        damaged[position] ^= 1
+        path.write_bytes(payload + damaged)
+        with pytest.raises(WeightsError, match="stage it again"):
+            open_staged(update.manifest, path)
+    for wrong in (behind[:-1], behind + b"0", behind + behind, b"0"):
+        path.write_bytes(payload + wrong)
+        with pytest.raises(WeightsError, match="its manifest says"):
+            open_staged(update.manifest, path)
+    full = publication(1, v1)
+    path.write_bytes(full.payload.tobytes() + behind)
+    with pytest.raises(WeightsError, match="its manifest says"):
+        open_staged(full.manifest, path)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import tracemalloc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo_planes.errors import ClusterError, WeightsError
-from echo_planes.types import ByteArray, Codec, Manifest
-from echo_planes.weights.codec import Change, encode, overwrite_payload
+from echo_planes.types import ByteArray, Codec, Manifest, TensorSpec
+from echo_planes.weights.codec import Change, decode, encode, overwrite_payload
 from echo_planes.weights.digest import BitTensor, bytes_digest, state_digest
 from echo_planes.weights.receiver import Receiver, check_payload
 from echo_planes.weights.stager import Staged, Stager
-from echo_planes.weights.staging_checks import union
+from echo_planes.weights.staging_steps import Touched, merge
 from tests.unit.test_receiver import MemoryTarget, State, bumped, copied, model_state, same_bits, specs_of
 
 Segments = list[tuple[int, ByteArray]]
@@ -149,7 +150,7 @@ def test_the_file_says_what_it_is(worker: Worker, learner: Learner) -> None:
     assert (staged.manifest.codec, staged.manifest.base_version) == ("overwrite", 0)
     assert staged.manifest.base_digest == base
     assert staged.manifest.num_segments == 1
-    assert staged.manifest.payload_bytes == staged.path.stat().st_size
+    assert staged.publication().payload.size == staged.manifest.payload_bytes
     kept = {"lineage", "version", "num_updates", "digest", "dense_bytes", "changed_elements"}
     assert all(getattr(staged.manifest, name) == getattr(manifest, name) for name in kept)
 
@@ -202,6 +203,165 @@ def test_an_engine_that_refuses_what_it_has_gets_a_full_file(worker: Worker, lea
     assert staged.manifest.codec == "full"
 
 
+def wide_and_narrow(seed: int = 0) -> State:
+    """`model_state` and tensors of float32."""
+    rng = np.random.default_rng(seed)
+    wide = {"ab": (40, 4), "d": (3,)}
+    return model_state(seed) | {
+        name: BitTensor(rng.integers(0, 2**32, math.prod(shape), dtype=np.uint32), "float32", shape)
+        for name, shape in wide.items()
+    }
+
+
+Place = tuple[str, int]  # tensor and flat position
+
+
+def overwritten(staged: Staged, specs: Mapping[str, TensorSpec]) -> set[Place]:
+    """The elements that a staged file writes to."""
+    payload = staged.publication().payload
+    changes = decode(staged.manifest.codec, payload, 0, specs, lambda name: np.zeros(0, np.uint16))
+    if staged.manifest.codec == "full":
+        return {(change.name, i) for change in changes for i in range(change.values.size)}
+    return {(c.name, int(i)) for c in changes if c.indices is not None for i in c.indices}
+
+
+def flip(worker: Worker, places: Iterable[Place], rng: np.random.Generator) -> None:
+    for name, position in places:
+        bits = worker.target.state[name].bits
+        bits[position] ^= bits.dtype.type(1 << int(rng.integers(8 * bits.itemsize)))
+
+
+@pytest.mark.parametrize("place", [("a", 5), ("ab", 3)])  # bfloat16, float32
+@pytest.mark.parametrize("codec", ["compact", "fast", "overwrite", "full"])
+def test_a_flip_that_the_next_patch_covers_is_counted_once(
+    tmp_path: Path, codec: Codec, place: Place
+) -> None:
+    learner = Learner(wide_and_narrow())
+    worker = Worker(tmp_path / "staged", learner.state)
+    worker.install(worker.stager.stage(*learner.publish("full")))
+    flip(worker, [place], np.random.default_rng(0))
+    staged = worker.stager.stage(*learner.publish(codec, bumped(learner.state, dict([place, ("c", 0)]))))
+    assert staged.manifest.codec == "overwrite"
+    worker.install(staged)
+    assert same_bits(worker.target.state, learner.state)
+    assert (worker.receiver.standing, worker.receiver.digest_mismatches) == ("sound", 1)
+    worker.install(worker.stager.stage(*learner.publish(codec, bumped(learner.state, dict([place])))))
+    assert worker.receiver.digest_mismatches == 1
+
+
+@pytest.mark.parametrize("position", [4, 5, 6])  # changed by the second, by all, by the third
+def test_a_flip_that_several_versions_cover_is_counted(
+    worker: Worker, learner: Learner, position: int
+) -> None:
+    """What must have been there is what the engine's version had, not what a version between had."""
+    for step in ([5], [5, 4], [6, 5]):
+        new = copied(learner.state)
+        new["a"].bits[step] += 1
+        staged = worker.stager.stage(*learner.publish("compact", new))
+    worker.target.state["a"].bits[position] ^= 0x0100
+    worker.install(staged)
+    assert same_bits(worker.target.state, learner.state)
+    assert worker.receiver.digest_mismatches == 1
+
+
+def test_several_versions_without_a_flip_raise_no_alarm(worker: Worker, learner: Learner) -> None:
+    """Also where an element went back to what it was."""
+    for positions in ({"a": 5}, {"a": 4, "b": 1}, {"a": 5}):
+        staged = worker.stager.stage(*learner.publish("fast", bumped(learner.state, positions)))
+    assert ("a", 5) in overwritten(staged, specs_of(learner.state))
+    worker.install(staged)
+    assert worker.receiver.digest_mismatches == 0
+
+
+def test_a_full_file_after_a_patch_that_covered_a_flip(worker: Worker, learner: Learner) -> None:
+    worker.target.state["a"].bits[5] ^= 0x0100
+    worker.install(worker.stager.stage(*learner.publish("compact", bumped(learner.state, {"a": 5}))))
+    assert worker.receiver.digest_mismatches == 1
+    worker.install(worker.stager.current(fresh=True))
+    assert worker.receiver.digest_mismatches == 1  # it is gone
+    worker.target.state["a"].bits[5] ^= 0x0100
+    worker.stager.stage(*learner.publish("compact", bumped(learner.state, {"a": 5})))
+    worker.install(worker.stager.current(fresh=True))
+    assert worker.receiver.digest_mismatches == 2
+    assert same_bits(worker.target.state, learner.state)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    rounds=st.lists(
+        st.tuples(
+            st.lists(
+                st.tuples(
+                    st.sampled_from(["compact", "fast", "overwrite", "full"]),
+                    st.sampled_from([0.0, 0.01, 0.1, 0.15, 0.9]),
+                ),
+                min_size=1,
+                max_size=3,
+            ),
+            st.sampled_from([0, 0, 0, 1, 3]),  # flips among what the next file writes to
+            st.sampled_from([0, 0, 0, 2]),  # flips elsewhere
+            st.booleans(),  # the engine takes the file before the newest, where there is one
+        ),
+        min_size=5,
+        max_size=10,
+    ),
+)
+def test_no_false_alarm_and_every_damage_counted_once(
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+    rounds: list[tuple[list[tuple[Codec, float]], int, int, bool]],
+) -> None:
+    """Several publications, flips, an install; again and again, in every codec."""
+    rng = np.random.default_rng(seed)
+    learner = Learner(wide_and_narrow(seed % 97))
+    specs = specs_of(learner.state)
+    everything = {(name, i) for name, t in learner.state.items() for i in range(t.bits.size)}
+    worker = Worker(tmp_path_factory.mktemp("staged"), learner.state)
+    worker.install(worker.stager.stage(*learner.publish("full")))
+    counted = 0
+    for steps, num_covered, num_elsewhere, is_late in rounds:
+        files = [
+            (worker.stager.stage(*learner.publish(codec, learner.step(rng, share))), copied(learner.state))
+            for codec, share in steps
+        ]
+        staged, state = files[-2:][0 if is_late else -1]
+        covered = overwritten(staged, specs)
+        flipped = [
+            places[i]
+            for places, num in (
+                (sorted(covered), num_covered),
+                (sorted(everything - covered), num_elsewhere),
+            )
+            for i in rng.choice(len(places), min(num, len(places)), replace=False)
+        ]
+        flip(worker, flipped, rng)
+        counted += bool(flipped)
+        if set(flipped) <= covered:
+            worker.install(staged)
+        else:
+            with pytest.raises(WeightsError, match="damaged since their last install"):
+                worker.install(staged)
+            assert worker.receiver.digest_mismatches == counted
+            worker.stager.settled(staged.manifest.version, ok=False)
+            worker.install(worker.stager.current())
+            counted, state = counted + 1, learner.state  # it was still there, and is gone now
+        assert same_bits(worker.target.state, state)
+        assert (worker.receiver.standing, worker.receiver.digest_mismatches) == ("sound", counted)
+
+
+def test_a_damaged_trailer_is_no_damage_to_live_weights(worker: Worker, learner: Learner) -> None:
+    staged = worker.stager.stage(*learner.publish("compact", bumped(learner.state, {"a": 5})))
+    damage(staged.path, "flipped")
+    with pytest.raises(WeightsError, match="stage it again"):
+        worker.install(staged)
+    assert worker.receiver.digest_mismatches == 0
+    worker.stager.settled(1, ok=False)
+    worker.install(worker.stager.current())
+    assert same_bits(worker.target.state, learner.state)
+    assert worker.receiver.digest_mismatches == 0
+
+
 def test_a_full_file_when_asked(worker: Worker, learner: Learner) -> None:
     patch = worker.stager.stage(*learner.publish("compact", bumped(learner.state, {"a": 5})))
     fresh = worker.stager.current(fresh=True)
@@ -230,12 +390,25 @@ def test_memory_for_an_engine_that_never_settles_is_bounded(worker: Worker, lear
     assert same_bits(worker.target.state, learner.state)
 
 
-@given(st.lists(st.sets(st.integers(0, 10**6), min_size=1), min_size=1, max_size=6))
-def test_merged_positions_are_those_of_a_set(sets: list[set[int]]) -> None:
+@given(
+    st.lists(st.dictionaries(st.integers(0, 10**6), st.integers(0, 9), min_size=1), min_size=1, max_size=6)
+)
+def test_merged_positions_are_those_of_a_set_with_the_oldest_bits(oldest_first: list[dict[int, int]]) -> None:
     """Some lie in one block, some do not."""
-    merged = union([np.array(sorted(positions), np.int32) for positions in sets])
-    assert merged.tolist() == sorted(set().union(*sets))
-    assert merged.dtype == np.int32
+    parts = [
+        Touched(
+            np.array(sorted(old), np.int32), np.array([old[position] for position in sorted(old)], np.uint16)
+        )
+        for old in oldest_first
+    ]
+    merged = merge(parts)
+    expected: dict[int, int] = {}
+    for old in reversed(oldest_first):
+        expected.update(old)
+    assert merged.indices.tolist() == sorted(expected)
+    assert merged.old.tolist() == [expected[position] for position in sorted(expected)]
+    assert merged.indices.dtype == np.int32
+    assert merged.old.dtype == np.uint16
 
 
 def large_state() -> State:
@@ -305,7 +478,10 @@ def test_a_patch_file_is_the_codecs_payload(tmp_path: Path) -> None:
         Change(name, 0, np.array([position]), learner.state[name].bits[[position]])
         for name, position in {"a": 5, "ab": 3, "c": 0}.items()
     ]
-    assert staged.path.read_bytes() == overwrite_payload(changes, specs_of(learner.state)).tobytes()
+    assert (
+        staged.publication().payload.tobytes()
+        == overwrite_payload(changes, specs_of(learner.state)).tobytes()
+    )
     worker.install(staged)
     assert same_bits(worker.target.state, learner.state)
 
