@@ -13,16 +13,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from echo_planes.config import LearnerConfig
 from echo_planes.errors import ConfigError, DataError
 from echo_planes.learning.policy_model import PolicyModel
+from echo_planes.weights.device_scan import DeviceMirror, host_copy, leaves_room
+from echo_planes.weights.digest import BitArray
 
-StateBits = dict[str, tuple[npt.NDArray[np.uint16], tuple[int, ...]]]
+StateBits = dict[str, tuple[BitArray, tuple[int, ...]]]
 TAG = "engine"  # DeepSpeed's files lie in <checkpoint>/engine
 ABOUT = "engine.json"
 
@@ -83,6 +83,8 @@ class DeepSpeedEngine:
             auto_mpi_discovery=False,
             timeout=timedelta(seconds=timeout_s),
         )
+        self._mirror: DeviceMirror | None = None
+        self._trained = False  # whether an update was made here, so that training's peak of memory is known
         self._deepspeed = deepspeed
         self._masters_apart = dtype == torch.bfloat16 or config.zero_stage > 0
         # A tied lm_head is one parameter under two names; the first one is the one that is saved.
@@ -122,6 +124,7 @@ class DeepSpeedEngine:
             gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
             norm = torch.nn.utils.get_total_norm(gradients)
         self._engine.step()
+        self._trained = True
         return float(self._engine.get_global_grad_norm() if norm is None else norm)
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
@@ -134,17 +137,34 @@ class DeepSpeedEngine:
         """The weights as bf16 bits: {Hugging Face name: (uint16 (elements,), shape)} on rank 0, else {}.
 
         Names and order are those of `save_pretrained`; a tied lm_head appears once. Weights computed in
-        fp32 are rounded to nearest even.
+        fp32 are rounded to nearest even. The arrays may be written to by the next call: copy them to keep
+        them. From a GPU with room for a `DeviceMirror` only changed bits are copied.
         """
         bits: StateBits = {}
+        mirror = self._mirror_if_room()
         parameters = self._engine.module.parameters()
         for name, parameter in zip(self._names, parameters, strict=True):
             with self._deepspeed.zero.GatheredParameters([parameter], enabled=self._config.zero_stage == 3):
                 if self._rank == 0:
-                    half = parameter.detach().to(torch.bfloat16).to("cpu", copy=True).contiguous()
-                    array = half.view(torch.int16).flatten().numpy().view(np.uint16)
-                    bits[name] = (array, tuple(parameter.shape))
+                    half = parameter.detach().to(torch.bfloat16)
+                    host = host_copy(half) if mirror is None else mirror.bits(name, half)
+                    bits[name] = (host.bits, host.shape)
         return bits
+
+    def _mirror_if_room(self) -> DeviceMirror | None:
+        """Rank 0's mirror, made at its first publication after an update; None where there is none.
+
+        ZeRO-3 has none: it is chosen where a whole copy of the weights does not fit one device.
+        """
+        whole = self._rank == 0 and self._config.zero_stage < 3
+        if self._mirror is None and whole and self._trained and self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            reserved = torch.cuda.memory_reserved(self.device)
+            peak = torch.cuda.max_memory_allocated(self.device)
+            num_weights = sum(p.numel() for p in self._engine.module.parameters())
+            if leaves_room(free, total, reserved, peak, num_weights * torch.bfloat16.itemsize):
+                self._mirror = DeviceMirror()
+        return self._mirror
 
     def save(self, folder: Path, counters: dict[str, int]) -> None:
         """Write weights, masters, moments and RNG into an empty folder (made if need be) for `load`."""

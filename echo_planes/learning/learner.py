@@ -152,7 +152,10 @@ class Learner:
         return values.cpu().numpy()
 
     def state_bits(self) -> StateBits:
-        """`DeepSpeedEngine.state_bits`: bf16 bits under Hugging Face names on rank 0, {} elsewhere."""
+        """`DeepSpeedEngine.state_bits`: bf16 bits under Hugging Face names on rank 0, {} elsewhere.
+
+        The next call may write to the same arrays.
+        """
         self._refuse_if_diverged()
         return self._engine.state_bits()
 

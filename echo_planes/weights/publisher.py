@@ -69,7 +69,8 @@ class Publisher:
 
         Args:
             num_updates: optimizer updates made so far.
-            tensors: the whole state by Hugging Face name, tied tensors once.
+            tensors: the whole state by Hugging Face name, tied tensors once. Nothing reads them any more once
+                this has returned or raised.
 
         Raises:
             WeightsError: a version below the last one, other weights under the last version, or a state

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
+import torch
 from blake3 import blake3
 
 from echo_planes.clock import ManualClock
@@ -13,6 +14,7 @@ from echo_planes.errors import WeightsError
 from echo_planes.types import ByteArray
 from echo_planes.weights.choice import CodecChoice
 from echo_planes.weights.codec import Patcher
+from echo_planes.weights.device_scan import DeviceMirror
 from echo_planes.weights.digest import BIT_DTYPES, BitTensor, state_digest
 from echo_planes.weights.manifest import SignedManifest, SignedSegment
 from echo_planes.weights.publisher import Publisher
@@ -29,8 +31,11 @@ class Wire:
     def __init__(self) -> None:
         self.sent: list[SignedSegment | SignedManifest] = []
         self.payloads: list[ByteArray] = []
+        self.broken = False
 
     def add_segment(self, signed: SignedSegment, payload: ByteArray) -> None:
+        if self.broken:
+            raise WeightsError("the node is gone")
         self.sent.append(signed)
         self.payloads.append(payload.copy())
 
@@ -151,6 +156,29 @@ def test_what_was_published_is_kept_by_itself() -> None:
     sender.publish(0, 0, live)
     live["norm.weight"].bits[3] += 1  # the optimizer goes on in the same memory
     assert sender.publish(1, 1, live).changed_elements == 1
+
+
+def test_bits_patched_in_place_are_published_like_whole_copies() -> None:
+    """Also after a publication that failed, whose bits the mirror has and no receiver."""
+    wires = Wire(), Wire()
+    copied, patched = publisher(wires[0]), publisher(wires[1])
+    mirror, new = DeviceMirror(), state()
+    live = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
+    for version in range(5):
+        for name, tensor in new.items():
+            live[name].view(torch.int16).copy_(torch.from_numpy(tensor.bits.view("i2")).view(tensor.shape))
+        bits = {name: mirror.bits(name, tensor) for name, tensor in live.items()}
+        if version == 2:
+            for wire, sender, tensors in ((wires[0], copied, new), (wires[1], patched, bits)):
+                wire.broken = True
+                with pytest.raises(WeightsError, match="the node is gone"):
+                    sender.publish(version, version, tensors)
+                wire.broken = False
+        else:
+            assert patched.publish(version, version, bits) == copied.publish(version, version, new)
+        new = moved(new, version, 7, 31)
+    payloads = [[payload.tobytes() for payload in wire.payloads] for wire in wires]
+    assert payloads[0] == payloads[1]
 
 
 def test_nothing_can_be_committed_before_it_was_published() -> None:
