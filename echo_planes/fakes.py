@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from echo_planes.data.reward_child import score_one
+from echo_planes.data.reward_child import outcomes
 from echo_planes.data.task import TaskAdapter
 from echo_planes.errors import RunError, WeightsError, WorkerGoneError
 from echo_planes.types import (
@@ -66,7 +66,7 @@ class InlineScorer:
         self._task = task
 
     async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Reward | RewardFailure]:
-        return [score_one(self._task, prompt, episode) for episode in episodes]
+        return list(outcomes(self._task, prompt, episodes))
 
     async def close(self) -> None:
         """Nothing was started."""

@@ -72,8 +72,13 @@ class EpisodeTask(TaskAdapter):
         self._chat = Chat(tokenizer) if options.template == "chat" else None
 
     @abstractmethod
-    def environment(self, prompt: Prompt) -> Environment:
-        """The episode that belongs to a prompt, at its beginning; `prompt.text` is its first observation."""
+    def environment(self, prompt: Prompt, policy: Policy) -> Environment:
+        """The episode that belongs to a prompt, at its beginning; `prompt.text` is its first observation.
+
+        Args:
+            policy: for environments in which the policy also plays another part (self-play). What it answers
+                there is not trained.
+        """
 
     def opening(self, index: int, text: str, answer: str = "") -> Prompt:
         """A prompt out of the first observation."""
@@ -85,7 +90,7 @@ class EpisodeTask(TaskAdapter):
 
     async def rollout(self, prompt: Prompt, policy: Policy) -> Episode:
         """Play one episode. It ends when the environment says so, or turns or tokens run out."""
-        environment = self.environment(prompt)
+        environment = self.environment(prompt, policy)
         builder = EpisodeBuilder()
         rewards: list[float] = []
         infos: list[dict[str, Any]] = []

@@ -12,7 +12,7 @@ import math
 import numbers
 import os
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
@@ -28,21 +28,37 @@ from echo_planes.types import Episode, Prompt, Reward, RewardFailure, Span
 class Rewarding(Protocol):
     """The part of a task adapter that is used here."""
 
+    def prepare(self, prompt: Prompt, episodes: Sequence[Episode]) -> None: ...
+
     def reward(self, prompt: Prompt, episode: Episode) -> Reward: ...
 
 
-def score_one(task: Rewarding, prompt: Prompt, episode: Episode) -> Reward | RewardFailure:
-    """The reward of one answer, checked; whatever goes wrong with it is a failure with a reason."""
+def outcomes(
+    task: Rewarding, prompt: Prompt, episodes: Sequence[Episode]
+) -> Iterator[Reward | RewardFailure]:
+    """The rewards of one group's answers, checked; whatever goes wrong is a failure with a reason."""
     try:
-        reward = task.reward(prompt, episode)
-    except Exception as why:  # noqa: BLE001  a user's reward may raise anything; it becomes a counted status
-        frame = traceback.extract_tb(why.__traceback__)[-1]
-        place = f"{Path(frame.filename).name}:{frame.lineno}"
-        return RewardFailure("reward_error", f"{type(why).__name__} at {place}: {why}")
-    try:
-        return checked(reward)
-    except (TypeError, ValueError) as why:
-        return RewardFailure("reward_invalid", str(why))
+        task.prepare(prompt, episodes)
+    except Exception as why:  # noqa: BLE001  as below
+        for _ in episodes:
+            yield _raised(why)
+        return
+    for episode in episodes:
+        try:
+            reward = task.reward(prompt, episode)
+        except Exception as why:  # noqa: BLE001  a user's code may raise anything; it becomes a counted status
+            yield _raised(why)
+            continue
+        try:
+            yield checked(reward)
+        except (TypeError, ValueError) as why:
+            yield RewardFailure("reward_invalid", str(why))
+
+
+def _raised(why: Exception) -> RewardFailure:
+    frame = traceback.extract_tb(why.__traceback__)[-1]
+    place = f"{Path(frame.filename).name}:{frame.lineno}"
+    return RewardFailure("reward_error", f"{type(why).__name__} at {place}: {why}")
 
 
 def checked(reward: object) -> Reward:
@@ -136,8 +152,8 @@ def main() -> None:
     _send(replies, {})
     while (request := _receive(requests)) is not None:
         prompt, episodes = _prompt(request[0]), [_episode(fields) for fields in request[1]]
-        for episode in episodes:
-            _send(replies, _answer(score_one(task, prompt, episode)))
+        for outcome in outcomes(task, prompt, episodes):
+            _send(replies, _answer(outcome))
 
 
 if __name__ == "__main__":

@@ -61,6 +61,9 @@ class TaskAdapter(ABC):
         self.tokenizer = tokenizer
         self.seed = seed
 
+    def preflight(self) -> None:  # noqa: B027  optional
+        """Called once, before anything heavy starts: raise `ClusterError` if this machine lacks something."""
+
     @abstractmethod
     def prompt(self, index: int) -> Prompt:
         """Training prompt number `index` (0, 1, 2, ...): a pure function of (seed, options, index)."""
@@ -68,6 +71,12 @@ class TaskAdapter(ABC):
     @abstractmethod
     def eval_prompt(self, index: int) -> Prompt:
         """Held-out prompt number `index`: never among the training prompts, the same in every run."""
+
+    def prepare(self, prompt: Prompt, episodes: Sequence[Episode]) -> None:  # noqa: B027  optional
+        """Called before the rewards of a group: what is better done for all its answers at once.
+
+        Its time counts towards the first answer's deadline. One that raises fails every answer of the group.
+        """
 
     @abstractmethod
     def reward(self, prompt: Prompt, episode: Episode) -> Reward:

@@ -8,7 +8,7 @@ from typing import ClassVar, cast
 from pydantic import Field
 
 from echo_planes.data.environment import Environment, EpisodeOptions, EpisodeTask, Turn
-from echo_planes.data.task import TaskOptions, Tokenizer
+from echo_planes.data.task import Policy, TaskOptions, Tokenizer
 from echo_planes.types import Prompt, Reward
 
 
@@ -62,7 +62,7 @@ class GuessTask(EpisodeTask):
         # There are few secrets, so none can be held out: what is held out is the sequence of them.
         return self._game(index, f"held out/{index}")
 
-    def environment(self, prompt: Prompt) -> Environment:
+    def environment(self, prompt: Prompt, policy: Policy) -> Environment:
         return Game(int(prompt.answer), self._guess_options.max_turns)
 
     def _game(self, index: int, seed: str) -> Prompt:

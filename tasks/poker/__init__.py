@@ -1,0 +1,1 @@
+"""No-limit Texas hold'em: the table, its text, rule-based opponents, histories and evaluation."""

@@ -1,0 +1,71 @@
+"""The poker task: `task=poker`, one hand of no-limit hold'em an episode.
+
+Prompt `index` fixes the deal, the learner's seat and the opponents' luck, so all samples of a group begin in
+the same state and are normalised together (ECHO-2, appendix F.4). The return is the learner's net chips, in
+big blinds; every turn's reward is the change of its stack.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import ClassVar, cast
+
+from echo_planes.data.environment import Environment, EpisodeTask
+from echo_planes.data.task import Policy, TaskOptions, Tokenizer
+from echo_planes.types import Prompt
+
+from .game import Game
+from .opponents import all_opponents
+from .options import PokerOptions
+from .table import Hand, TableRules, shuffled_deck
+from .text import SYSTEM_PROMPT
+
+COMPACT_MAX_NEW_TOKENS = 6  # "r1000" and the end token
+
+
+class PokerTask(EpisodeTask):
+    """Win chips at a table of rule-based opponents, or of itself."""
+
+    Options: ClassVar[type[TaskOptions]] = PokerOptions
+
+    def __init__(self, options: TaskOptions, tokenizer: Tokenizer, seed: int) -> None:
+        super().__init__(options, tokenizer, seed)
+        self._options = cast(PokerOptions, options)
+        if self._options.style == "compact":
+            self.max_new_tokens = COMPACT_MAX_NEW_TOKENS
+        stack = self._options.stack_bb * self._options.big_blind
+        big = self._options.big_blind
+        self._rules = TableRules((stack,) * self._options.seats, big // 2, big)
+        self._opponents = {opponent.name: opponent for opponent in all_opponents()}
+
+    def prompt(self, index: int) -> Prompt:
+        return self._deal(index, f"{self.seed}/{index}")
+
+    def eval_prompt(self, index: int) -> Prompt:
+        """Held-out deals: each is played once from every seat before the next comes (duplicate deals)."""
+        return self._deal(index, f"held out/{index // self._options.seats}")
+
+    def environment(self, prompt: Prompt, policy: Policy) -> Environment:
+        seat, key = prompt.answer.split("/", 1)
+        game = self._game(int(seat), key)
+        if self._options.opponent == "self":
+            game.others = policy
+        return game
+
+    def _deal(self, index: int, key: str) -> Prompt:
+        """The first deal of a key in which the learner has a decision at all: blinds may end a hand."""
+        seat, draw = index % self._options.seats, 0
+        while (text := self._game(seat, f"{key}/{draw}").opening) is None:
+            draw += 1
+        if self._options.style == "plain":
+            text = f"{SYSTEM_PROMPT}\n\n{text}\n"
+        return self.opening(index, text, f"{seat}/{key}/{draw}")
+
+    def _game(self, seat: int, key: str) -> Game:
+        """The game of a key, up to the learner's first decision. Until then everybody else acts by rules, so
+        that all samples begin in the same state."""
+        name = self._options.opponent
+        names = sorted(self._opponents) if name in ("mixed", "self") else [name]
+        rules = [self._opponents[names[i % len(names)]] for i in range(self._options.seats)]
+        hand = Hand(self._rules, shuffled_deck(random.Random(f"deal/{key}")))
+        return Game(hand, seat, rules, random.Random(f"opponents/{key}"), self.tokenizer, self._options.style)

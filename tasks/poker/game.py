@@ -1,0 +1,117 @@
+"""One hand as an episode: the learner's seat is driven by text, the others act by themselves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from echo_planes.data.environment import Turn
+from echo_planes.data.task import Policy, Tokenizer
+from echo_planes.types import Reward
+
+from .opponents import Opponent
+from .table import Hand, turn_chips
+from .text import Answer, Style, action_text, read_answer, state_text
+from .view import View
+
+
+class Game:
+    """A hand from one seat's view.
+
+    Args:
+        hand: dealt, nothing played.
+        seat: of the learner.
+        rules: by seat, who acts there; the learner's is not used.
+        rng: luck of the rule-based players.
+        tokenizer, style: how states become text, and text tokens.
+    """
+
+    def __init__(
+        self,
+        hand: Hand,
+        seat: int,
+        rules: Sequence[Opponent],
+        rng: random.Random,
+        tokenizer: Tokenizer,
+        style: Style,
+    ) -> None:
+        self._hand = hand
+        self._seat = seat
+        self._rules = rules
+        self._rng = rng
+        self._tokenizer = tokenizer
+        self._style = style
+        self._stacks: list[int] = []  # of the learner at each of its decisions
+        self._illegal = 0
+        self._said: list[str] = []  # what the others did since the learner's last decision
+        self.others: Policy | None = None  # plays the other seats from the first decision on; None: by rules
+        while self._hand.actor not in (None, seat):
+            self._act_by_rules(self._hand.view())
+
+    @property
+    def opening(self) -> str | None:
+        """The state at the learner's first decision; None if it never has one."""
+        return None if self._hand.actor is None else state_text(self._hand.view(), self._style)
+
+    async def step(self, action: str) -> Turn:
+        """The learner acts; then everybody else, up to its next decision or the end of the hand."""
+        view = self._hand.view()
+        answer = read_answer(action, view.legal, self._style)
+        self._illegal += not answer.is_legal
+        self._stacks.append(view.stacks[self._seat])
+        before, self._said = self._said, []
+        self._hand.apply(answer.action)
+        while self._hand.actor not in (None, self._seat):
+            await self._act(self._hand.view())
+        info = self._info(view, answer, before)
+        if self._hand.actor is None:
+            return Turn("", self._reward(), done=True, info=info)
+        return Turn(f"\n{state_text(self._hand.view(), self._style)}", self._reward(), info=info)
+
+    def result(self) -> Reward:
+        """Net big blinds; a hand that was cut off is lost as far as its chips are in the pot."""
+        net = self._net_chips() / self._hand.rules.big_blind
+        parts = {"net_bb": net, "illegal": self._illegal / max(len(self._stacks), 1)}
+        return Reward(net, net > 0, parts)
+
+    def _net_chips(self) -> int:
+        if self._hand.actor is None:
+            return self._hand.net_chips[self._seat]
+        return self._hand.view().stacks[self._seat] - self._hand.rules.stacks[self._seat]
+
+    def _reward(self) -> float:
+        """Change of the learner's stack since the decision before this one, in big blinds (eq. 14)."""
+        start = self._hand.rules.stacks[self._seat]
+        now = self._hand.view().stacks[self._seat] if self._hand.actor is not None else None
+        net = self._net_chips() if now is None else now - start
+        return turn_chips(self._stacks, net, start)[-1] / self._hand.rules.big_blind
+
+    async def _act(self, view: View) -> None:
+        if self.others is None:
+            self._act_by_rules(view)
+            return
+        text = state_text(view, self._style)
+        sample = await self.others.generate(self._tokenizer.encode(text, add_special_tokens=False))
+        said = self._tokenizer.decode(list(sample.token_ids), skip_special_tokens=True)
+        self._apply(view, read_answer(said, view.legal, self._style))
+
+    def _act_by_rules(self, view: View) -> None:
+        self._apply(view, Answer(self._rules[view.seat].act(view, self._rng)))
+
+    def _apply(self, view: View, answer: Answer) -> None:
+        self._said.append(f"seat {view.seat + 1} {action_text(answer.action, 'plain')}")
+        self._hand.apply(answer.action)
+
+    def _info(self, view: View, answer: Answer, before: Sequence[str]) -> dict[str, Any]:
+        """For people who read the hand."""
+        return {
+            "seat": view.seat + 1,
+            "hole": list(view.hole),
+            "board": list(view.board),
+            "pot": view.pot_chips,
+            "before": list(before),
+            "did": action_text(answer.action, "plain"),
+            "fault": answer.fault,
+            "after": list(self._said),
+        }

@@ -1,0 +1,32 @@
+"""The `task.*` settings of the poker task."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from echo_planes.data.environment import EpisodeOptions
+
+from .table import MAX_SEATS
+from .text import Style
+
+
+class PokerOptions(EpisodeOptions):
+    """`task.*` settings of the poker task."""
+
+    seats: int = Field(default=2, ge=2, le=MAX_SEATS, description="players at the table")
+    stack_bb: int = Field(default=5, ge=2, le=1000, description="chips of each player, in big blinds")
+    big_blind: int = Field(default=2, ge=2, le=1000, description="in chips; the small blind is half of it")
+    opponent: Literal["calling-station", "tight-aggressive", "maniac", "mixed", "self"] = Field(
+        default="calling-station",
+        description="in the other seats; mixed: the three by turns; self: the policy itself as it is now",
+    )
+    style: Style = Field(default="compact", description="how a state is written: one line of signs, or words")
+    max_turns: int = Field(default=16, ge=1, le=256, description="decisions of one hand; then it is cut off")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.big_blind % 2:
+            raise ValueError(f"big_blind={self.big_blind} must be even: the small blind is half of it")
+        return self
