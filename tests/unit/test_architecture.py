@@ -90,6 +90,7 @@ def test_heavy_dependencies_stay_in_their_files() -> None:
 
 def test_tasks_import_only_the_public_interface() -> None:
     public = {
+        "echo_planes.data.chat",
         "echo_planes.data.datasets",
         "echo_planes.data.environment",
         "echo_planes.data.sandbox",

@@ -1,0 +1,282 @@
+"""`SandboxPool`: programs in, outcomes out, a fixed number at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from echo_planes.data.sandbox import probe, wire
+from echo_planes.data.sandbox.model import (
+    Limits,
+    Outcome,
+    Program,
+    SandboxError,
+    Tier,
+    oversize,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+# -I -S: the warden starts in milliseconds and imports nothing but this package.
+BOOT = (
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); "
+    "from echo_planes.data.sandbox.warden import main; main(sys.argv[1:])"
+)
+TIERS: tuple[Tier, ...] = ("namespaces", "landlock")
+START_LIMIT_S = 60.0  # an interpreter on a busy machine
+GRACE_S = 30.0  # after a program's wall time, for a busy machine to clear up
+CLOSE_LIMIT_S = 20.0
+CURE = (
+    "install bubblewrap and allow user namespaces (in Docker: --security-opt seccomp=unconfined "
+    "--security-opt apparmor=unconfined), or use Linux 6.2 or newer with Landlock"
+)
+
+
+class Slot:
+    """A warden and the pipe to it. One program at a time."""
+
+    def __init__(self, tier: Tier, limits: Limits, name: str) -> None:
+        self._tier = tier
+        self._limits = limits
+        self._name = name
+        self._process: asyncio.subprocess.Process | None = None
+        self.facts: dict[str, Any] = {}
+
+    @property
+    def pid(self) -> int:
+        """The warden's process id; 0 when there is none."""
+        return self._process.pid if self._process else 0
+
+    async def start(self) -> None:
+        """Start the warden.
+
+        Raises:
+            SandboxError: this tier cannot be built here, or the warden did not answer.
+        """
+        bwrap = shutil.which("bwrap") or ""
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", "-c", BOOT, str(ROOT)),
+            *(self._tier, json.dumps(asdict(self._limits)), bwrap, self._name, str(os.getpid())),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        self.facts = await self._reply(START_LIMIT_S)
+
+    async def run(self, program: Program) -> Outcome:
+        """Run a program; a warden that died is replaced first."""
+        if self._process is None:
+            await self.start()
+        self._send({"source": program.source, "stdin": program.stdin, "files": dict(program.files)})
+        return Outcome(**await self._reply(self._limits.wall_s + GRACE_S))
+
+    def cancel(self) -> None:
+        """End the program that runs; its outcome still comes."""
+        self._send({"cancel": True})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.write(wire.encode(message))
+
+    async def _reply(self, limit_s: float) -> dict[str, Any]:
+        """The next frame. Whatever goes wrong with the warden, it is gone afterwards."""
+        try:
+            async with asyncio.timeout(limit_s):
+                reply = await self._frame()
+        except (TimeoutError, asyncio.IncompleteReadError, SandboxError) as error:
+            await self.kill()
+            raise SandboxError(
+                f"the sandbox's warden {self._name} failed ({type(error).__name__}: {error}); it is replaced"
+            ) from error
+        if "error" in reply:
+            raise SandboxError(str(reply["error"]))
+        return reply
+
+    async def _frame(self) -> dict[str, Any]:
+        if self._process is None or self._process.stdout is None:
+            raise SandboxError("it was closed")
+        (size,) = wire.LENGTH.unpack(await self._process.stdout.readexactly(wire.LENGTH.size))
+        if size > wire.max_reply_bytes(self._limits):
+            raise SandboxError(f"a reply of {size} bytes")
+        reply: dict[str, Any] = json.loads(await self._process.stdout.readexactly(size))
+        return reply
+
+    async def close(self) -> None:
+        """End the warden; it ends and clears up what it started."""
+        if self._process is None or self._process.stdin is None:
+            return
+        self._process.stdin.close()
+        try:
+            async with asyncio.timeout(CLOSE_LIMIT_S):
+                await self._process.wait()
+        except TimeoutError:
+            await self.kill()
+        self._process = None
+        await self._clear()
+
+    async def kill(self) -> None:
+        """End a warden that does not answer, and clear up in its place."""
+        if self._process is None:
+            return
+        if self._process.returncode is None:
+            # Not Process.kill(): it collects a process that has just died, and asyncio then waits in vain.
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
+        self._process = None
+        await self._clear()
+
+    async def _clear(self) -> None:
+        """Remove what a warden that is gone may have left."""
+        for folder in map(Path, self.facts.get("folders", [])):
+            await _empty(folder)
+        if self.facts.get("scratch"):
+            shutil.rmtree(self.facts["scratch"], ignore_errors=True)
+
+
+async def _empty(group: Path) -> None:
+    """Kill what is left in a control group, and remove it."""
+    for _ in range(1000):
+        try:
+            for pid in (group / "cgroup.procs").read_text().split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            group.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError:  # not empty yet
+            await asyncio.sleep(0.01)
+        else:
+            return
+    raise SandboxError(f"the control group {group} does not become empty: remove it by hand")
+
+
+class SandboxPool:
+    """Runs model-written Python programs behind walls that were tried first.
+
+    Starts at the first use, or by `start()`, or as an async context manager. Belongs to one event loop.
+
+    Args:
+        num_slots: programs that run at the same time; others wait for a slot.
+        limits: what each program may use.
+
+    Raises (at start):
+        SandboxError: no protection can be had on this machine; the message says why and what to do.
+    """
+
+    def __init__(self, num_slots: int, limits: Limits | None = None) -> None:
+        if num_slots < 1:
+            raise SandboxError(f"num_slots={num_slots}: a sandbox needs at least one slot")
+        self.limits = limits or Limits()
+        self._num_slots = num_slots
+        self._slots: list[Slot] = []
+        self._free: asyncio.Queue[Slot] = asyncio.Queue()
+        self._starting = asyncio.Lock()
+        self._ending: set[asyncio.Task[Outcome]] = set()
+        self._protection = ""
+        self._closed = False
+
+    @property
+    def protection(self) -> str:
+        """What protects this machine, in words; "" before the start."""
+        return self._protection
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Find a tier whose walls stand, and open all slots in it. Does nothing the second time."""
+        async with self._starting:
+            if self._closed:
+                raise SandboxError("this sandbox pool was closed: make another")
+            if self._slots:
+                return
+            reasons = []
+            for tier in TIERS:
+                try:
+                    await self._open(tier)
+                except SandboxError as error:
+                    reasons.append(f"{tier}: {error}")
+                else:
+                    return
+            raise SandboxError(f"no sandbox for model-written programs here: {'; '.join(reasons)}. {CURE}")
+
+    async def _open(self, tier: Tier) -> None:
+        name = f"echo-planes-sandbox-{os.getpid()}-{id(self):x}"
+        slots = [Slot(tier, self.limits, f"{name}-{number}") for number in range(self._num_slots)]
+        try:
+            await slots[0].start()
+            await self._probe(slots[0])
+            await asyncio.gather(*(slot.start() for slot in slots[1:]))
+        except BaseException:
+            await asyncio.gather(*(slot.close() for slot in slots))
+            raise
+        for slot in slots:
+            self._free.put_nowait(slot)
+        self._protection = str(slots[0].facts["protection"])
+        self._slots = slots
+
+    async def _probe(self, slot: Slot) -> None:
+        """Raises SandboxError if the walls around this slot do not stand."""
+        with probe.Canary() as canary:
+            found = probe.holes(await slot.run(canary.program(self.limits, slot.pid)), canary.nonce)
+            if found or not canary.untouched():
+                raise SandboxError(found or "a program changed a file outside")
+        found = probe.memory_hole(await slot.run(Program(probe.MEMORY_HOG)))
+        if found:
+            raise SandboxError(found)
+
+    async def run(self, program: Program) -> Outcome:
+        """Run one program when a slot is free. Cancelling ends the program.
+
+        Raises:
+            SandboxError: no protection, or what protects broke. It is not the program's fault.
+        """
+        await self.start()
+        reason = oversize(program, self.limits)
+        if reason:
+            return Outcome("failed", None, "", reason, 0.0)
+        slot = await self._free.get()
+        if self._closed:
+            self._free.put_nowait(slot)  # for the next who waits
+            raise SandboxError("this sandbox pool was closed while programs waited for a slot")
+        # A task of its own: a slot comes back when nothing of the program is left, not when nobody waits.
+        task = asyncio.create_task(slot.run(program))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        task.add_done_callback(lambda _: self._free.put_nowait(slot))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            slot.cancel()
+            task.add_done_callback(_retrieve)
+            raise
+
+    async def close(self) -> None:
+        """End what runs, wait until nothing of it is left, and give back uids, groups and folders."""
+        async with self._starting:
+            self._closed = True
+            for slot in self._slots:
+                slot.cancel()
+            await asyncio.gather(*self._ending, return_exceptions=True)
+            await asyncio.gather(*(slot.close() for slot in self._slots))
+            self._slots = []
+
+
+def _retrieve(task: asyncio.Task[Outcome]) -> None:
+    """Nobody waits for this program any more; an error of its warden concerns nobody."""
+    if not task.cancelled():
+        task.exception()

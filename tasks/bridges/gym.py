@@ -1,0 +1,90 @@
+"""An environment class in the style of skyrl-gym: `task=gym task.env=module:Class task.data=FILE`.
+
+::
+
+    class MyEnv:
+        def __init__(self, row): ...
+        def init(self, messages): ...  # optional: told the prompt
+        def step(self, action): ...    # -> {"observations": [message, ...], "reward": 0.5, "done": False}
+        def close(self): ...           # optional
+
+`step` may also return an object with these attributes. It runs in the rollout plane, a turn in a thread of
+its own; the sum of its rewards is the episode's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
+
+from pydantic import Field
+
+from echo_planes.data.environment import Environment, EpisodeOptions, EpisodeTask, Turn
+from echo_planes.data.task import Policy, TaskOptions, Tokenizer
+from echo_planes.errors import TaskError
+from echo_planes.types import Prompt, Reward
+
+from .rows import RowOptions, Rows, named
+
+
+class GymOptions(EpisodeOptions, RowOptions):
+    """`task.*` settings of an environment with `step`."""
+
+    env: str = Field(description="package.module:Class of the environment, built from a row")
+
+
+class GymTask(EpisodeTask):
+    """Episodes of somebody else's environment.
+
+    Raises:
+        ConfigError: there is no such class.
+    """
+
+    Options: ClassVar[type[TaskOptions]] = GymOptions
+
+    def __init__(self, options: TaskOptions, tokenizer: Tokenizer, seed: int) -> None:
+        super().__init__(options, tokenizer, seed)
+        settings = cast(GymOptions, options)
+        self._make = named(settings.env, "task.env")
+        self._rows = Rows(settings, seed)
+
+    def prompt(self, index: int) -> Prompt:
+        return self._begin(index, self._rows.training(index))
+
+    def eval_prompt(self, index: int) -> Prompt:
+        return self._begin(index, self._rows.held_out(index))
+
+    def environment(self, prompt: Prompt, policy: Policy) -> Environment:
+        env = self._make(json.loads(prompt.answer))
+        if hasattr(env, "init"):
+            env.init([{"role": "user", "content": prompt.text}])
+        return _Stepped(env)
+
+    def _begin(self, index: int, row: dict[str, Any]) -> Prompt:
+        return self.opening(index, self._rows.text(row), json.dumps(row))
+
+
+class _Stepped:
+    """The environment behind our interface."""
+
+    def __init__(self, env: Any) -> None:
+        self._env = env
+        self._total = 0.0
+
+    async def step(self, action: str) -> Turn:
+        out = await asyncio.to_thread(self._env.step, action)
+        said = out if isinstance(out, Mapping) else vars(out)
+        missing = {"observations", "reward", "done"} - set(said)
+        if missing:
+            raise TaskError(f"step of {type(self._env).__name__} returned no {', '.join(sorted(missing))}")
+        reward, done = float(said["reward"]), bool(said["done"])
+        self._total += reward
+        text = "\n".join(str(message["content"]) for message in said["observations"] or ())
+        if done and hasattr(self._env, "close"):
+            await asyncio.to_thread(self._env.close)
+        return Turn(text, reward, done, {"observed": text})
+
+    def result(self) -> Reward:
+        return Reward(self._total, self._total >= 1)

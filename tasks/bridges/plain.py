@@ -1,0 +1,65 @@
+"""A plain function `reward(prompt, response, row) -> float` with a file of prompts: `task=function`.
+
+    task=function task.reward=my_module:my_reward task.data=prompts.jsonl
+
+The function is called with the prompt as it stands in the file, the answer's text, and the row. It returns a
+number; 1 or more counts as correct.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar, Literal, cast
+
+from pydantic import Field
+
+from echo_planes.data.chat import Chat
+from echo_planes.data.task import TaskAdapter, TaskOptions, Tokenizer
+from echo_planes.types import Episode, Prompt, Reward
+
+from .rows import RowOptions, Rows, named
+
+
+class FunctionOptions(RowOptions):
+    """`task.*` settings of a plain reward function."""
+
+    reward: str = Field(description="package.module:function, called with prompt, response and row")
+    template: Literal["plain", "chat"] = Field(default="chat", description="how a prompt becomes tokens")
+
+
+class FunctionTask(TaskAdapter):
+    """Prompts from a file, rewards from a function.
+
+    Raises:
+        ConfigError: there is no such function.
+        ModelError: template=chat and the tokenizer has no chat template.
+    """
+
+    Options: ClassVar[type[TaskOptions]] = FunctionOptions
+
+    def __init__(self, options: TaskOptions, tokenizer: Tokenizer, seed: int) -> None:
+        super().__init__(options, tokenizer, seed)
+        self._options = cast(FunctionOptions, options)
+        self._function = named(self._options.reward, "task.reward")
+        self._rows = Rows(self._options, seed)
+        self._chat = Chat(tokenizer) if self._options.template == "chat" else None
+
+    def prompt(self, index: int) -> Prompt:
+        return self._prompt(index, self._rows.training(index))
+
+    def eval_prompt(self, index: int) -> Prompt:
+        return self._prompt(index, self._rows.held_out(index))
+
+    def reward(self, prompt: Prompt, episode: Episode) -> Reward:
+        row = json.loads(prompt.answer)
+        value = self._function(row[self._options.prompt_field], episode.text, row)
+        # Whatever it is: what is no number is told as an invalid reward, not as an error in here.
+        return Reward(value, bool(isinstance(value, int | float) and value >= 1))
+
+    def _prompt(self, index: int, row: dict[str, Any]) -> Prompt:
+        text = self._rows.text(row)
+        if self._chat:
+            ids = self._chat.prompt(self._rows.messages(row))
+        else:
+            ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        return Prompt(index, ids, json.dumps(row), text)

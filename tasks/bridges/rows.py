@@ -1,0 +1,84 @@
+"""Prompts from a file of the user's, for both bridges."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from echo_planes.data.datasets import FieldType, load_rows
+from echo_planes.data.task import TaskOptions
+from echo_planes.errors import ConfigError, DataError
+
+_ANYTHING: FieldType = (str, int, float, bool, list, dict)
+
+
+class RowOptions(TaskOptions):
+    """`task.*` settings of tasks whose prompts are in a file."""
+
+    data: str = Field(description="JSONL, Parquet or Arrow file, or a folder of them")
+    prompt_field: str = Field(
+        default="prompt", description='field that holds the prompt: text, or {"role":, "content":} messages'
+    )
+    row_fields: list[str] = Field(default=["answer"], description="further fields that rows must have")
+    holdout: int = Field(default=20, ge=2, description="1 row in so many is held out")
+
+
+class Rows:
+    """The rows, split: every training row once per epoch, in a new order each."""
+
+    def __init__(self, options: RowOptions, seed: int) -> None:
+        self._options = options
+        self._seed = seed
+
+    def training(self, index: int) -> dict[str, Any]:
+        rows = [row for i, row in enumerate(self._rows) if i % self._options.holdout]
+        epoch, position = divmod(index, len(rows))
+        return random.Random(f"{self._seed}/{epoch}").sample(rows, len(rows))[position]
+
+    def held_out(self, index: int) -> dict[str, Any]:
+        """The same whatever the seed; they repeat after the last."""
+        rows = self._rows[:: self._options.holdout]
+        return rows[index % len(rows)]
+
+    def messages(self, row: dict[str, Any]) -> list[dict[str, str]]:
+        """The prompt as messages."""
+        said = row[self._options.prompt_field]
+        return [{"role": "user", "content": said}] if isinstance(said, str) else said
+
+    def text(self, row: dict[str, Any]) -> str:
+        """The prompt as text: what its last message says."""
+        return str(self.messages(row)[-1]["content"])
+
+    @cached_property
+    def _rows(self) -> tuple[dict[str, Any], ...]:
+        path = Path(self._options.data).expanduser()
+        fields: dict[str, FieldType] = dict.fromkeys(self._options.row_fields, _ANYTHING)
+        rows = load_rows(path, {**fields, self._options.prompt_field: (str, list)}, what="prompt")
+        if len(rows) < self._options.holdout:
+            raise DataError(
+                f"{path}: {len(rows)} rows are too few to hold 1 out in task.holdout="
+                f"{self._options.holdout}; lower it or give more rows"
+            )
+        return rows
+
+
+def named(path: str, key: str) -> Any:
+    """What `package.module:name` stands for, if it can be called.
+
+    Raises:
+        ConfigError: there is no such thing; `key` is the setting that says so.
+    """
+    module_name, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), name, None)
+    except (ModuleNotFoundError, ValueError) as error:
+        why = f"no module named '{module_name}'"
+        raise ConfigError(f"{key}='{path}': {why}; check the spelling") from error
+    if not callable(found):
+        raise ConfigError(f"{key}='{path}': there is nothing called '{name}' in {module_name}")
+    return found

@@ -1,0 +1,1 @@
+"""Programs judged by tests: generated one-line functions, HumanEval, MBPP."""

@@ -1,0 +1,133 @@
+"""The code task: `task=code`, with `task.dataset` one of functions, humaneval, mbpp."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cached_property
+from typing import ClassVar, cast
+
+from echo_planes.data.sandbox.model import Limits
+from echo_planes.data.task import TaskAdapter, TaskOptions, Tokenizer
+from echo_planes.errors import ModelError
+from echo_planes.types import Episode, Prompt, Reward
+
+from .functions import HEAD, formula
+from .judging import Answer, Verdict, parse_answer
+from .options import CodeOptions
+from .problems import Problem, load_problems, split
+from .runner import ProgramRunner
+
+FUNCTION_MAX_NEW_TOKENS = 10  # five signs, the end token, and room to be wrong
+INSTRUCTION = (
+    "{question}\n\nThink inside <think></think>, then give the whole program in one ```python block."
+)
+
+
+class CodeTask(TaskAdapter):
+    """Write a program; hidden tests judge it in a sandbox.
+
+    Raises:
+        ModelError: template=chat and the tokenizer has no chat template.
+    """
+
+    Options: ClassVar[type[TaskOptions]] = CodeOptions
+
+    def __init__(self, options: TaskOptions, tokenizer: Tokenizer, seed: int) -> None:
+        super().__init__(options, tokenizer, seed)
+        self._options = cast(CodeOptions, options)
+        self._is_generated = self._options.dataset == "functions"
+        self._uses_chat = (self._options.template or ("plain" if self._is_generated else "chat")) == "chat"
+        if self._is_generated:
+            self.max_new_tokens = FUNCTION_MAX_NEW_TOKENS
+        self.reward_limit_s = 60.0 + 2 * self._options.program_s
+        if self._uses_chat and not getattr(tokenizer, "chat_template", None):
+            raise ModelError("the model's tokenizer has no chat template: set task.template=plain")
+        self.protection = ""  # what stands around programs, in words, once `preflight` has looked
+        self._judged: dict[str, Verdict] = {}  # of the group being scored, by program
+
+    def preflight(self) -> None:
+        """Raises SandboxError where programs cannot be run safely."""
+        try:
+            self.protection = self._runner.protection
+        finally:
+            self._runner.close()
+
+    def prompt(self, index: int) -> Prompt:
+        """Functions: an independent draw per index. Files: every row once per epoch, in a new order each."""
+        if self._is_generated:
+            return self._generated(index, f"{self.seed}/{index}", held_out=False)
+        problems = self._splits[0]
+        epoch, position = divmod(index, len(problems))
+        order = random.Random(f"{self.seed}/{epoch}").sample(range(len(problems)), len(problems))
+        return self._from_file(index, 0, order[position])
+
+    def eval_prompt(self, index: int) -> Prompt:
+        """Held-out problem `index`, the same whatever the seed; files repeat after the last."""
+        if self._is_generated:
+            return self._generated(index, f"held out/{index}", held_out=True)
+        return self._from_file(index, 1, index % len(self._splits[1]))
+
+    def prepare(self, prompt: Prompt, episodes: Sequence[Episode]) -> None:
+        """Run all programs of a group side by side; equal ones once."""
+        tests = self._problem(prompt).tests
+        answers = [self._parse(prompt, episode) for episode in episodes]
+        codes = {answer.code for answer in answers if answer.code and answer.is_python}
+        self._judged = self._runner.judge(sorted(codes), tests)
+
+    def reward(self, prompt: Prompt, episode: Episode) -> Reward:
+        """The share of hidden tests passed, or 1 for all of them; parts say the rest."""
+        answer = self._parse(prompt, episode)
+        if answer.code is None or not answer.is_python:
+            found = Verdict(0, 1, "empty" if answer.code is None else "syntax")
+        else:
+            if answer.code not in self._judged:
+                self.prepare(prompt, [episode])
+            found = self._judged[answer.code]
+        correct = found.passed == found.total
+        parts = {
+            "passed": found.share,
+            "syntax": float(answer.is_python),
+            "format": float(answer.code is not None),
+            "thinking": float(answer.has_thinking),
+        }
+        value = float(correct)
+        if self._options.reward == "composite":
+            value = sum(getattr(self._options.weights, name) * share for name, share in parts.items())
+        return Reward(value, correct, {**parts, f"is_{found.status}": 1.0})
+
+    @cached_property
+    def _splits(self) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
+        return split(load_problems(self._options.dataset, self._options.data))
+
+    @cached_property
+    def _runner(self) -> ProgramRunner:
+        limits = Limits(
+            wall_s=self._options.program_s,
+            cpu_s=self._options.program_s,
+            memory_bytes=self._options.memory_mib << 20,
+        )
+        return ProgramRunner(self._options.slots, limits)
+
+    def _generated(self, index: int, seed: str, *, held_out: bool) -> Prompt:
+        found = formula(seed, held_out=held_out)
+        ids = self.tokenizer.encode(found.prompt, add_special_tokens=False)
+        return Prompt(index, tuple(ids), found.tests(), found.prompt)
+
+    def _from_file(self, index: int, part: int, row: int) -> Prompt:
+        question = INSTRUCTION.format(question=self._splits[part][row].question)
+        if self._uses_chat:
+            messages = [{"role": "user", "content": question}]
+            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        else:
+            ids = self.tokenizer.encode(question + "\n", add_special_tokens=False)
+        return Prompt(index, tuple(ids), f"{part}/{row}", question)
+
+    def _problem(self, prompt: Prompt) -> Problem:
+        if self._is_generated:
+            return Problem(prompt.text, HEAD, prompt.answer, "")
+        part, row = map(int, prompt.answer.split("/"))
+        return self._splits[part][row]
+
+    def _parse(self, prompt: Prompt, episode: Episode) -> Answer:
+        return parse_answer(episode.text, self._problem(prompt).head, fenced=not self._is_generated)

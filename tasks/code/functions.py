@@ -1,0 +1,54 @@
+"""Generated one-line functions: small enough to learn without data, and judged by running them.
+
+A problem says a formula of x and y in words, `x plus 3 times y`, and asks for the body of a lambda. As in the
+answer, times comes before plus and minus.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass
+
+SIGNS = {"plus": "+", "minus": "-", "times": "*"}
+TERMS = ("x", "y", *(str(digit) for digit in range(2, 10)))
+HEAD = "f=lambda x,y:"
+_INPUTS = ((0, 0), (1, 0), (0, 1), (3, 2), (2, 5), (7, -3), (-4, 6), (11, 13))
+_HOLDOUT = 20  # 1 in 20 is held out
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """A formula in words and in Python."""
+
+    words: str  # "x plus 3 times y"
+    code: str  # "x+3*y"
+
+    @property
+    def prompt(self) -> str:
+        """What the policy continues."""
+        return f"# {self.words}\n{HEAD}"
+
+    def tests(self) -> str:
+        """What a right function passes, as assertions about `f`."""
+        # The formula is our own: three terms from TERMS and two SIGNS.
+        results = [eval(self.code, {"__builtins__": {}}, {"x": x, "y": y}) for x, y in _INPUTS]
+        lines = [f"assert f({x}, {y}) == {result}" for (x, y), result in zip(_INPUTS, results, strict=True)]
+        return "\n".join(lines)
+
+
+def is_held_out(formula: Formula) -> bool:
+    """True for 5 % of the formulas, the same on every machine; training never sees them."""
+    return hashlib.blake2b(formula.words.encode(), digest_size=1).digest()[0] % _HOLDOUT == 0
+
+
+def formula(seed: str, *, held_out: bool) -> Formula:
+    """The formula of a seed: a pure function of it."""
+    rng = random.Random(seed)
+    while True:
+        words = [rng.choice(TERMS)]
+        for _ in range(2):
+            words += [rng.choice(tuple(SIGNS)), rng.choice(TERMS)]
+        found = Formula(" ".join(words), "".join(SIGNS.get(word, word) for word in words))
+        if is_held_out(found) == held_out and {"x", "y"} & set(words):
+            return found

@@ -1,0 +1,72 @@
+"""Problems from files: rows of HumanEval and MBPP, as their authors distribute them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from echo_planes.data.datasets import load_rows
+from echo_planes.errors import DataError
+
+Dataset = Literal["functions", "humaneval", "mbpp"]
+DATA_VARIABLE = "ECHO_PLANES_DATA"
+_HOLDOUT = 5  # where a file has no splits of its own, 1 row in 5 is held out
+_FIELDS: dict[str, dict[str, Any]] = {
+    "humaneval": {"prompt": str, "canonical_solution": str, "test": str, "entry_point": str},
+    "mbpp": {"text": str, "code": str, "test_list": list, "test_setup_code": str},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is asked, and how an answer is judged."""
+
+    question: str
+    head: str  # Python that the answer may continue; "" where it must be whole
+    tests: str  # Python with assertions about what the answer defines
+    solution: str  # of the authors, with the head
+
+
+def load_problems(dataset: Dataset, data: str | None) -> tuple[Problem, ...]:
+    """All rows of a dataset, in order.
+
+    Args:
+        data: file or folder; default `$ECHO_PLANES_DATA/<dataset>`.
+
+    Raises:
+        DataError: nothing to read, or a row is not what the dataset should hold.
+    """
+    if data is None:
+        root = os.environ.get(DATA_VARIABLE)
+        if not root:
+            raise DataError(f"task.dataset={dataset} needs its file: set task.data=PATH or {DATA_VARIABLE}")
+        data = str(Path(root) / dataset)
+    rows = load_rows(Path(data).expanduser(), _FIELDS[dataset], what=dataset)
+    return tuple(_humaneval(row) if dataset == "humaneval" else _mbpp(row) for row in rows)
+
+
+def split(problems: tuple[Problem, ...]) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
+    """Training and held-out problems.
+
+    Raises:
+        DataError: too few for both.
+    """
+    held_out = problems[_HOLDOUT - 1 :: _HOLDOUT]
+    if not held_out:
+        raise DataError(f"{len(problems)} problems leave none held out; at least {_HOLDOUT} are needed")
+    return tuple(problem for problem in problems if problem not in held_out), held_out
+
+
+def _humaneval(row: dict[str, Any]) -> Problem:
+    question = f"Complete this Python function:\n\n```python\n{row['prompt']}\n```"
+    tests = f"{row['test']}\n\ncheck({row['entry_point']})\n"
+    return Problem(question, row["prompt"], tests, row["prompt"] + row["canonical_solution"])
+
+
+def _mbpp(row: dict[str, Any]) -> Problem:
+    tests = "\n".join(str(test) for test in row["test_list"])
+    # The first test shows the name and the arguments, which the text alone does not.
+    question = f"{row['text']}\nThe function must pass this test:\n\n{row['test_list'][0]}"
+    return Problem(question, "", f"{row['test_setup_code']}\n{tests}\n", row["code"])

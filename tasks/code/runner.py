@@ -1,0 +1,72 @@
+"""The sandbox of a process that is not asynchronous: several programs side by side, from plain calls."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from echo_planes.data.sandbox.model import Limits
+from echo_planes.data.sandbox.pool import SandboxPool
+
+from .judging import Verdict, program, verdict
+
+T = TypeVar("T")
+
+
+class ProgramRunner:
+    """A pool with an event loop in a thread of its own, started at the first use.
+
+    Args:
+        num_slots: programs at once.
+        limits: of each program.
+    """
+
+    def __init__(self, num_slots: int, limits: Limits) -> None:
+        self._num_slots = num_slots
+        self._limits = limits
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pool: SandboxPool | None = None
+
+    def judge(self, codes: Sequence[str], tests: str) -> dict[str, Verdict]:
+        """How each program does in the tests.
+
+        Raises:
+            SandboxError: this machine offers no protection; nothing ran.
+        """
+        return self._call(self._judge(codes, tests))
+
+    @property
+    def protection(self) -> str:
+        """What stands around the programs, in words. Raises as `judge` does."""
+        return self._call(self._started()).protection
+
+    def close(self) -> None:
+        """End the pool. The next `judge` starts another."""
+        if self._pool is not None:
+            self._call(self._pool.close())
+            self._pool = None
+
+    async def _started(self) -> SandboxPool:
+        if self._pool is None:
+            pool = SandboxPool(self._num_slots, self._limits)
+            await pool.start()
+            self._pool = pool
+        return self._pool
+
+    async def _judge(self, codes: Sequence[str], tests: str) -> dict[str, Verdict]:
+        pool = await self._started()
+
+        async def one(code: str) -> Verdict:
+            made, word = program(code, tests)
+            return verdict(await pool.run(made), word, tests)
+
+        return dict(zip(codes, await asyncio.gather(*map(one, codes)), strict=True))
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            # The process may end at any time; the wardens see that and clear up.
+            threading.Thread(target=self._loop.run_forever, name="sandbox", daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()

@@ -1,0 +1,191 @@
+"""The code task without a sandbox: what is asked, what counts as an answer, what a run says."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo_planes.data.sandbox.model import Outcome
+from echo_planes.errors import DataError
+from echo_planes.fakes import FakeTokenizer
+from echo_planes.tasks.code.adapter import CodeTask
+from echo_planes.tasks.code.functions import formula, is_held_out
+from echo_planes.tasks.code.judging import Verdict, counted, parse_answer, program, verdict
+from echo_planes.tasks.code.options import CodeOptions
+from echo_planes.tasks.code.problems import load_problems, split
+from echo_planes.types import Episode, Reward
+
+
+def task(seed: int = 0, **options: object) -> CodeTask:
+    return CodeTask(CodeOptions.model_validate(options), FakeTokenizer(), seed)
+
+
+def said(text: str) -> Episode:
+    return Episode((1,), (True,), (-1.0,), (), "stop", text)
+
+
+# --- generated functions -------------------------------------------------------------------------
+
+
+@given(st.text("0123456789", min_size=1, max_size=5))
+def test_a_formula_means_in_python_what_its_words_say(seed: str) -> None:
+    for held_out in (False, True):
+        found = formula(seed, held_out=held_out)
+        assert is_held_out(found) == held_out
+        assert found.code == found.words.replace(" plus ", "+").replace(" minus ", "-").replace(
+            " times ", "*"
+        )
+        space: dict[str, object] = {}
+        exec(f"f=lambda x,y:{found.code}\n{found.tests()}", space)
+        with pytest.raises(AssertionError):
+            exec(f"f=lambda x,y:{found.code}+1\n{found.tests()}", space)
+
+
+def test_prompts_are_pure_functions_and_held_out_formulas_are_never_trained() -> None:
+    trained = [task(seed).prompt(i) for seed in (0, 1) for i in range(300)]
+    assert trained[:300] == [task(0).prompt(i) for i in range(300)]
+    held_out = [task(1).eval_prompt(i) for i in range(100)]
+    assert held_out == [task(2).eval_prompt(i) for i in range(100)]
+    assert not {p.text for p in trained} & {p.text for p in held_out}
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+HEAD = "def add(a, b):\n"
+
+
+def test_an_answer_is_the_last_block_after_the_thinking() -> None:
+    block = "```python\ndef add(a, b):\n    return a + b\n```"
+    text = f"<think>first\n```python\nx = 1\n```\n</think>\nso\n{block}\n"
+    found = parse_answer(text, HEAD, fenced=True)
+    assert found.code == "def add(a, b):\n    return a + b\n"
+    assert found.is_python
+    assert found.has_thinking
+    continued = parse_answer("```python\n    return a + b\n```", HEAD, fenced=True)
+    assert continued.code == "def add(a, b):\n    return a + b\n"
+    assert parse_answer("return a + b", HEAD, fenced=True).code is None
+    assert not parse_answer("```python\nreturn (\n```", HEAD, fenced=True).is_python
+    assert parse_answer("x+1", "f=lambda x,y:", fenced=False).code == "f=lambda x,y:x+1"
+
+
+@given(st.text(max_size=60), st.booleans())
+def test_no_answer_raises(text: str, fenced: bool) -> None:
+    parse_answer(text, HEAD, fenced=fenced)
+    parse_answer(text + "\0" + "(" * 5000, HEAD, fenced=fenced)
+
+
+# --- judging -------------------------------------------------------------------------------------
+
+
+def judged(tests: str, **space: object) -> tuple[int, int]:
+    counts = [0, 0]
+
+    def case(check: object) -> None:
+        counts[1] += 1
+        with contextlib.suppress(Exception):
+            counts[0] += bool(check())  # type: ignore[operator]
+
+    exec(counted(tests), {"_case": case, **space})
+    return counts[0], counts[1]
+
+
+def test_every_assertion_is_counted_by_itself() -> None:
+    tests = """
+def check(candidate):
+    assert candidate(1) == 2, "one"
+    assert candidate(2) == 0
+    for i in range(3):
+        assert candidate(i) == i + 1
+    assert missing(1)
+check(add)
+"""
+    assert judged(tests, add=lambda x: x + 1) == (4, 6)
+
+
+def run(code: str, tests: str = "assert f(1) == 2\nassert f(2) == 3") -> Verdict:
+    """The program as the sandbox would run it, but here: only for answers written in this file."""
+    made, word = program(code, tests)
+    out = io.StringIO()
+    source = made.source.replace('os.fdopen(os.dup(1), "w")', "told_out").replace("os._exit(0)", "return")
+    with contextlib.redirect_stderr(io.StringIO()):
+        exec(
+            source.replace("json.loads(sys.stdin.readline())", "told_in"),
+            {"told_out": out, "told_in": json.loads(made.stdin)},
+        )
+    return verdict(Outcome("ok", 0, out.getvalue(), "", 0.1), word, tests)
+
+
+def test_the_verdict_of_a_run() -> None:
+    assert run("def f(x): return x + 1") == Verdict(2, 2, "ok")
+    assert run("def f(x): return 2") == Verdict(1, 2, "ok")
+    assert run("def g(x): return 2") == Verdict(0, 2, "ok")
+    assert run("raise SystemExit") == Verdict(0, 1, "ok")
+    assert run("def f(x): return x + 1", "assert f(1) == 2\nraise ValueError\nassert f(2) == 3") == Verdict(
+        1, 2, "ok"
+    )
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status"),
+    [
+        (Outcome("timeout", None, "", "", 5.0), "timeout"),
+        (Outcome("ok", 0, "", "", 0.1), "failed"),
+        (Outcome("ok", 0, '\n["00", 2, 2]', "", 0.1), "failed"),  # counts, but not with the word
+        (Outcome("ok", 0, "\n[", "", 0.1), "failed"),
+        (Outcome("memory", None, '\n["word", 2, 2]', "", 0.1), "memory"),
+    ],
+)
+def test_who_ends_early_or_forges_counts_has_passed_nothing(outcome: Outcome, status: str) -> None:
+    assert verdict(outcome, "word", "assert f(1) == 2\nassert f(2) == 3") == Verdict(0, 2, status)
+
+
+def test_rewards_of_answers_that_need_no_run() -> None:
+    plain, chat = task(), task(dataset="functions", reward="composite")
+    prompt = plain.prompt(0)
+    assert plain.reward(prompt, said("x +* y")) == Reward(
+        0.0, False, {"passed": 0.0, "syntax": 0.0, "format": 1.0, "thinking": 0.0, "is_syntax": 1.0}
+    )
+    assert chat.reward(prompt, said("x +* y")).value == pytest.approx(0.1)
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def rows(path: Path, *lines: object) -> str:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+MBPP = {
+    "text": "Add one.",
+    "code": "def f(x): return x + 1",
+    "test_list": ["assert f(1) == 2"],
+    "test_setup_code": "",
+}
+
+
+def test_problems_from_files(tmp_path: Path) -> None:
+    found = load_problems(
+        "mbpp", rows(tmp_path / "mbpp.jsonl", *([MBPP] * 3), {**MBPP, "text": "Add 1."}, MBPP)
+    )
+    assert found[0].tests.strip() == "assert f(1) == 2"
+    assert found[0].question.endswith("assert f(1) == 2")
+    assert [problem.question[:7] for problem in found] == ["Add one"] * 3 + ["Add 1.\n", "Add one"]
+    with pytest.raises(DataError, match="held out"):
+        split(found[:2])
+    with pytest.raises(DataError, match=r"row 2.*test_list"):
+        load_problems(
+            "mbpp", rows(tmp_path / "bad.jsonl", MBPP, {"text": "x", "code": "y", "test_setup_code": ""})
+        )
+
+
+def test_a_missing_file_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ECHO_PLANES_DATA", raising=False)
+    with pytest.raises(DataError, match=r"set task\.data=PATH"):
+        load_problems("humaneval", None)
