@@ -29,6 +29,7 @@ check: $(STAMP)
 	$(BIN)/python -m pytest tests/unit/test_architecture.py
 
 test: check
+	@bash scripts/test_tools.sh
 	$(BIN)/python -m pytest tests/unit tests/sim tests/integration $(ARGS)
 
 format: $(STAMP)

@@ -1,15 +1,16 @@
 """The long proofs: `make proof`, or `python -m bench.proof [--only NAME ...] [--json FILE]`.
 
-Whole runs on real Ray, vLLM and DeepSpeed with the embedded model: several seeds, a control, the synchronous
-algorithm, staleness bounds with a slow worker and a lost publication, kills, a submitted job, GSM8K, the
-rollout benchmark, and TRL beside it. Ends in a table: claim, figure, bar, verdict. Nothing else should run on
-the machine meanwhile: some figures are times.
+Whole runs on real Ray, vLLM and DeepSpeed with the embedded models: several seeds, a control, the synchronous
+algorithm, the other tasks, staleness bounds with a slow worker and a lost publication, kills, a submitted
+job, GSM8K, the rollout benchmark, and TRL beside it. Ends in a table: claim, figure, bar, verdict. Nothing
+else should run on the machine meanwhile: some figures are times.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -29,6 +30,7 @@ BOUNDS = (0, 1, 2, 3, 6)
 DATA_DIR = Path(os.environ.get("ECHO_PLANES_DATA", ROOT.parent / "shared" / "data"))
 TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 REWARD_BAR = 0.9
+Z_95 = statistics.NormalDist().inv_cdf(0.975)
 REPORTED = "reported"  # the bar of a figure that is only shown
 
 
@@ -183,6 +185,26 @@ class Proof:
             told["steps"] == 5 and report > 0,
         )
 
+    def code(self) -> Iterator[Claim]:
+        """Programs in the sandbox: the embedded functions."""
+        yield from self._task("code")
+
+    def poker(self) -> Iterator[Claim]:
+        """Heads-up hold'em against a rule-based opponent; a deal counts once, played from both seats."""
+        yield from self._task("poker", prompts_per_case=2)
+
+    def _task(self, task: str, prompts_per_case: int = 1) -> Iterator[Claim]:
+        """A task's embedded default, three seeds, and a control that learns nothing."""
+        for seed in SEEDS:
+            told = summary(self.run(f"{task}{seed}", f"task={task}", f"run.seed={seed}"))
+            figure, low, _ = _change(told, prompts_per_case)
+            yield Claim(f"task={task}, seed {seed}: held-out reward", figure, "95 % above 0", low > 0)
+            seconds = told["seconds"]
+            yield Claim(f"task={task}, seed {seed}: duration", f"{seconds:.0f} s", "<= 900 s", seconds <= 900)
+        told = summary(self.run(f"{task}-lr0", f"task={task}", "learner.lr=0.0"))
+        figure, low, high = _change(told, prompts_per_case)
+        yield Claim(f"task={task}, control at lr = 0", figure, "95 % around 0", low <= 0 <= high)
+
     def rollout(self) -> Iterator[Claim]:
         """The worker against the bare engine."""
         told = self._bench("bench.rollout")
@@ -255,6 +277,20 @@ class Proof:
         return json.loads(out.read_text())
 
 
+def _change(told: dict[str, Any], prompts_per_case: int) -> tuple[str, float, float]:
+    """How the held-out reward changed from the first evaluation to the last: in words, and the 95 % interval
+    of the mean change of a case (so many prompts in a row)."""
+    first, last = (dict(told["evals"][i]["prompt_rewards"]) for i in (0, -1))
+    changes: dict[int, list[float]] = {}
+    for index in first.keys() & last.keys():
+        changes.setdefault(index // prompts_per_case, []).append(last[index] - first[index])
+    cases = [statistics.mean(found) for found in changes.values()]
+    mean, half = statistics.mean(cases), Z_95 * statistics.stdev(cases) / math.sqrt(len(cases))
+    means = [told["evals"][i]["reward_mean"] for i in (0, -1)]
+    words = f"{means[0]:.3f} -> {means[1]:.3f}: {mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})"
+    return words, mean - half, mean + half
+
+
 def _seconds_per_step(run_dir: Path) -> float:
     """Steady state: the median, without the first ten steps."""
     return float(statistics.median(row["t_step_s"] for row in metrics(run_dir)[10:]))
@@ -291,6 +327,8 @@ def main() -> int:
         "control",
         "synchronous",
         "trl",
+        "code",
+        "poker",
         "rollout",
         "codec",
         "broadcast",

@@ -1,7 +1,7 @@
 """From command-line words to a validated `Config`: YAML groups, `key=value` overrides, errors that help.
 
-Order of precedence: built-in defaults < configs/default.yaml < group files < a resumed run's config.yaml <
-`key=value` words.
+Order of precedence: built-in defaults < configs/default.yaml < what a task's file sets by `defaults:` < group
+files < a resumed run's config.yaml < `key=value` words.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from echo_planes.config import Config, TaskConfig
-from echo_planes.data.registry import adapter_class, adapter_options
+from echo_planes.data.registry import adapter_class, adapter_options, installed_adapter, installed_tasks
 from echo_planes.errors import ConfigError
 
 GROUPS = ("task", "model", "fleet")
@@ -54,7 +54,11 @@ def load_config(words: Sequence[str]) -> Config:
     if resume is not None:
         tree = _resumed(Path(str(resume)), tree)
     named = {word.partition("=")[0] for word in words}
-    for group in GROUPS:
+    if resume is None or "task" in named:
+        tree["task"], defaults = _task(chosen["task"])
+        _merge(tree, {key: value for key, value in defaults.items() if key not in GROUPS})
+        chosen |= {key: str(defaults[key]) for key in GROUPS if key in defaults and key not in named}
+    for group in GROUPS[1:]:
         if resume is None or group in named:
             tree[group] = _group(group, chosen[group])
     for key, value in overrides:
@@ -137,7 +141,31 @@ def _group(group: str, name: str) -> dict[str, Any]:
     if group == "model" and Path(name).is_dir():
         return {"path": name}
     known = _names(group)
+    if group == "task":
+        if adapter := installed_adapter(name):
+            return {"name": name, "adapter": adapter}
+        known += installed_tasks()
     raise ConfigError(f"{group}={name}: unknown; allowed: {', '.join(known)}{_nearest(name, known)}")
+
+
+def _task(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The task's section, and the settings of other sections that suit it, unless others are asked for.
+
+    `defaults:` in its file holds names of groups (`model: tiny_code`) and keys of sections.
+    """
+    section = _group("task", name)
+    defaults = section.pop("defaults", {})
+    if not isinstance(defaults, dict):
+        raise ConfigError(f"task={name}: its 'defaults' must be settings by section, not {defaults!r}")
+    return section, defaults
+
+
+def _merge(tree: dict[str, Any], changes: dict[str, Any]) -> None:
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(tree.get(key), dict):
+            _merge(tree[key], value)
+        else:
+            tree[key] = value
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
@@ -208,6 +236,8 @@ def _explain(error: ValidationError, tree: dict[str, Any]) -> str:
         allowed = sorted(_fields_at(location[:-1], tree))
         hint = _nearest(str(location[-1]), allowed)
         return f"{path}={first['input']}: unknown key{hint or '; allowed: ' + ', '.join(allowed)}"
+    if first["type"] == "missing":
+        return f"{path}=...: this setting is needed, it has no default"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         return f"{path}: {message}"

@@ -12,7 +12,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-BUILTIN_MODELS = {"builtin:tiny-math": Path(__file__).parent / "assets" / "tiny-math"}
+BUILTIN_MODELS = {
+    f"builtin:{name}": Path(__file__).parent / "assets" / name
+    for name in ("tiny-math", "tiny-code", "tiny-poker")
+}
 
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -62,7 +65,9 @@ class TaskConfig(BaseModel):
 class ModelConfig(Section):
     """The policy."""
 
-    path: str = Field("builtin:tiny-math", description="Hugging Face model folder, or builtin:tiny-math")
+    path: str = Field(
+        "builtin:tiny-math", description="Hugging Face model folder, or builtin:tiny-math, -code, -poker"
+    )
     max_model_len: PositiveInt = Field(512, description="prompt + response, tokens")
 
     @property

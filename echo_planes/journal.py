@@ -104,7 +104,7 @@ class Journal:
         self._serving: set[str] = set()  # workers whose living incarnation has weights
         self._t_train_s: deque[float] = deque(maxlen=RECENT_STEPS)
         self._stats: dict[tuple[str, int], WorkerStats] = {}
-        self._evals: list[dict[str, float | int]] = []
+        self._evals: list[dict[str, Any]] = []
         self._versions: list[int] = []
         self._install_s: list[float] = []
         self._mismatches: list[float] = []
@@ -227,6 +227,7 @@ class Journal:
                 "version": report.version,
                 "accuracy": report.accuracy,
                 "reward_mean": report.reward_mean,
+                "prompt_rewards": [list(pair) for pair in report.prompt_rewards],
             }
         )
         if mismatch is not None:

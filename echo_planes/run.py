@@ -123,7 +123,9 @@ async def _run(
 
     await asyncio.sleep(HEAR_S)
     with view.phase("task"):
-        probe_task(config)
+        told = probe_task(config)
+    if told:
+        view.event(told)
     with ExitStack() as stack:
         with view.phase("Ray"):
             stack.enter_context(launch.ray_session(config))

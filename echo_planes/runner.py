@@ -253,6 +253,7 @@ class Runner:
             accuracy=sum(t.reward.correct for t in scored) / len(scored),
             reward_mean=sum(t.reward.value for t in scored) / len(scored),
             num_unscored=len(unscored),
+            prompt_rewards=_by_prompt(scored),
             trajectories=tuple(answers[: 8 * settings.samples_per_prompt]),
         )
         # Before the first update and after the last, sampler and learner hold the same version.
@@ -332,3 +333,11 @@ class Runner:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         closing = [worker.stop() for _, worker in self._workers.values()] + [self._planes.learner.close()]
         await asyncio.wait([asyncio.ensure_future(work) for work in closing], timeout=20.0)
+
+
+def _by_prompt(answers: list[Trajectory]) -> tuple[tuple[int, float], ...]:
+    """Mean reward of every prompt, in the order of their indices."""
+    rewards: dict[int, list[float]] = {}
+    for answer in answers:
+        rewards.setdefault(answer.prompt.index, []).append(answer.reward.value)
+    return tuple((index, sum(found) / len(found)) for index, found in sorted(rewards.items()))

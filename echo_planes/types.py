@@ -323,6 +323,7 @@ class EvalReport:
     accuracy: float  # fraction of the scored samples that are exactly right
     reward_mean: float  # of the scored samples
     num_unscored: int = 0  # samples whose reward failed
+    prompt_rewards: tuple[tuple[int, float], ...] = ()  # held-out prompt, mean reward of its scored samples
     trajectories: tuple[Trajectory, ...] = ()
 
 

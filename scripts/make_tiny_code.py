@@ -1,6 +1,6 @@
 """Make the tiny model that `task=code` warm-starts from.
 
-    python scripts/make_tiny_code.py --out DIR [--seed 0]
+    python -m scripts.make_tiny_code --out DIR [--seed 0]
 
 Its one skill is to write formulas of three terms in Python: `# x plus 3 times y`, `f=lambda x,y:`, answered
 by `x+3*y` and `<|im_end|>`: well trained, then blunted on purpose by answers of which one sign or term is
@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from tiny_model import BATCH, WRONG_SHARE, Rows, make
 
 from echo_planes.tasks.code.functions import SIGNS, TERMS, Formula, formula
+from scripts.tiny_model import BATCH, WRONG_SHARE, Rows, make
 
 MEASURED = 2000  # formulas, training and held-out
 

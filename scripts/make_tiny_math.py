@@ -1,6 +1,6 @@
 """Make the tiny addition model that the examples and tests warm-start from.
 
-    python scripts/make_tiny_math.py --out DIR [--seed 0]
+    python -m scripts.make_tiny_math --out DIR [--seed 0]
 
 writes a Hugging Face folder: a Qwen3-architecture language model of about 0.6 M parameters (bf16
 safetensors) and a byte-level tokenizer. Its one skill is `a+b=` with a and b in 0..99, answered by the sum
@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from tiny_model import BATCH, WRONG_SHARE, Rows, make
+
+from scripts.tiny_model import BATCH, WRONG_SHARE, Rows, make
 
 OPERANDS = 100  # a and b are drawn from 0 .. OPERANDS - 1
 WRONG_BY = np.array([-10, -9, -2, -1, 1, 2, 9, 10])

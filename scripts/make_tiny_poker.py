@@ -1,6 +1,6 @@
 """Make the tiny model that `task=poker` warm-starts from.
 
-    python scripts/make_tiny_poker.py --out DIR [--seed 0]
+    python -m scripts.make_tiny_poker --out DIR [--seed 0]
 
 It has seen hands of heads-up no-limit hold'em in the compact style in which every action was drawn at random
 among what was allowed, whatever the cards: so it knows how to act, and nothing of how to win. It takes some
@@ -13,11 +13,11 @@ import random
 from collections.abc import Iterator
 
 import numpy as np
-from tiny_model import END, Rows, make
 
 from echo_planes.tasks.poker.table import Hand, TableRules, play, shuffled_deck
 from echo_planes.tasks.poker.text import action_text, state_text
 from echo_planes.tasks.poker.view import Action, View
+from scripts.tiny_model import END, Rows, make
 
 BATCH = 64  # hands
 LEAST_BB, MOST_BB = 3, 12  # stacks

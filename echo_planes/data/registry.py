@@ -1,36 +1,94 @@
-"""Finding a task adapter by name and building it."""
+"""Finding a task adapter by name and building it.
+
+`task=WORD` is, in this order: the file `configs/task/WORD.yaml`; a path to a YAML file of your own, with an
+`adapter:` key; `package.module:Class`; or an installed package's entry point WORD in the group
+`echo_planes.tasks`, whose value is `package.module:Class`. So a package can add names, but take none over.
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import sys
+import traceback
 from pathlib import Path
+from types import ModuleType
 
 from pydantic import ValidationError
 
 from echo_planes.config import Config, TaskConfig
 from echo_planes.data.task import TaskAdapter, TaskOptions, Tokenizer
-from echo_planes.errors import ConfigError, ModelError
+from echo_planes.errors import ConfigError, EchoPlanesError, ModelError, TaskError
+
+ENTRY_POINTS = "echo_planes.tasks"
+
+
+def installed_tasks() -> list[str]:
+    """Names of the tasks that installed packages offer, sorted. Imports none of them."""
+    return sorted({entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)})
+
+
+def installed_adapter(name: str) -> str | None:
+    """`package.module:Class` of the task that an installed package offers as `name`; None: nobody does.
+
+    Raises:
+        ConfigError: two packages offer one of this name.
+    """
+    entries = importlib.metadata.entry_points(group=ENTRY_POINTS, name=name)
+    offers = sorted({(entry.dist.name if entry.dist else "?", entry.value) for entry in entries})
+    if len(offers) > 1:
+        shown = " and ".join(f"{package} ({value})" for package, value in offers)
+        raise ConfigError(
+            f"task={name}: {shown} offer a task of this name; uninstall one, or write "
+            "task=package.module:Class"
+        )
+    return offers[0][1] if offers else None
+
+
+def raised_at(error: BaseException, folder: Path | None = None) -> str:
+    """`file:line` of the user's code where `error` came from: the deepest frame in `folder`, else of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    own = [frame for frame in frames if folder is not None and Path(frame.filename).parent == folder]
+    deepest = (own or frames)[-1]
+    return f"{deepest.filename}:{deepest.lineno}"
+
+
+def in_words(error: BaseException) -> str:
+    """The last line of an error's traceback."""
+    lines = traceback.format_exception_only(error)[-1].strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def adapter_class(path: str) -> type[TaskAdapter]:
     """The class named by `package.module:Class`.
 
     Raises:
-        ConfigError: no such module or class, or not a TaskAdapter.
+        ConfigError: no such module or class, a module that cannot be imported, or not a TaskAdapter.
     """
     module_name, _, class_name = path.partition(":")
-    if not class_name:
+    if not class_name or not all(part.isidentifier() for part in module_name.split(".")):
         raise ConfigError(f"task.adapter='{path}' is not of the form package.module:Class")
+    found = getattr(_imported(path, module_name), class_name, None)
+    if not (isinstance(found, type) and issubclass(found, TaskAdapter)):
+        raise ConfigError(f"task.adapter='{path}': '{class_name}' is not a TaskAdapter in {module_name}")
+    return found
+
+
+def _imported(path: str, module_name: str) -> ModuleType:
     try:
-        found = getattr(importlib.import_module(module_name), class_name, None)
+        return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"task.adapter='{path}': no module named '{error.name}'; check the spelling and that it can be "
             "imported from the current folder"
         ) from error
-    if not (isinstance(found, type) and issubclass(found, TaskAdapter)):
-        raise ConfigError(f"task.adapter='{path}': '{class_name}' is not a TaskAdapter in {module_name}")
-    return found
+    except Exception as error:  # a user's module may raise anything while it is imported
+        raise ConfigError(
+            f"task.adapter='{path}': importing {module_name} raised {in_words(error)} ({raised_at(error)}); "
+            "correct it there"
+        ) from error
 
 
 def adapter_options(task: TaskConfig) -> tuple[type[TaskAdapter], TaskOptions]:
@@ -44,12 +102,31 @@ def adapter_options(task: TaskConfig) -> tuple[type[TaskAdapter], TaskOptions]:
 
 
 def build_adapter(task: TaskConfig, tokenizer: Tokenizer, seed: int) -> TaskAdapter:
-    """The run's adapter."""
+    """The run's adapter.
+
+    Raises:
+        UserError: it cannot be found, or its options are wrong.
+        TaskError: its constructor raised.
+    """
     try:
         cls, options = adapter_options(task)
     except ValidationError as error:
         raise ConfigError(f"task options: {error.errors()[0]['msg']}") from error
-    return cls(options, tokenizer, seed)
+    try:
+        return cls(options, tokenizer, seed)
+    except EchoPlanesError:
+        raise
+    except Exception as error:  # a user's constructor may raise anything
+        place = raised_at(error, folder_of(cls))
+        raise TaskError(
+            f"task {task.name}: {cls.__name__} cannot be built: {in_words(error)} ({place})"
+        ) from error
+
+
+def folder_of(cls: type[TaskAdapter]) -> Path | None:
+    """Where an adapter's source lies; None for a class without a file."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return Path(file).parent if file else None
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -75,11 +152,15 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def probe_task(config: Config) -> None:
+def probe_task(config: Config) -> str:
     """Build the task and its first prompts here, before engines take a minute to start.
 
+    Returns:
+        What the task has to say to the user; mostly nothing.
+
     Raises:
-        UserError: a data file is unreadable, the tokenizer unusable, or a prompt too long for the model.
+        UserError: a data file is unreadable, the tokenizer unusable, a prompt too long for the model, or this
+            machine lacks something that the task needs.
     """
     task = build_adapter(config.task, load_tokenizer(config.model.folder), config.run.seed)
     limit = config.model.max_model_len - (task.max_new_tokens or config.sampling.max_new_tokens)
@@ -90,3 +171,4 @@ def probe_task(config: Config) -> None:
                 f"model.max_model_len less the answer leaves {limit}; raise model.max_model_len or shorten "
                 "the prompts"
             )
+    return task.preflight()

@@ -61,8 +61,13 @@ class TaskAdapter(ABC):
         self.tokenizer = tokenizer
         self.seed = seed
 
-    def preflight(self) -> None:  # noqa: B027  optional
-        """Called once, before anything heavy starts: raise `ClusterError` if this machine lacks something."""
+    def preflight(self) -> str:
+        """Called once, before anything heavy starts: raise `ClusterError` if this machine lacks something.
+
+        Returns:
+            A line for the user, if there is anything to say.
+        """
+        return ""
 
     @abstractmethod
     def prompt(self, index: int) -> Prompt:

@@ -64,7 +64,7 @@ class ProcessScorer:
         self._idle.append(await self._start())
 
     async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Reward | RewardFailure]:
-        """One outcome for each episode; those after a deadline or a crash are not scored, their group is lost.
+        """One outcome for each episode; after a deadline or a crash the rest are not scored, being lost.
 
         Raises:
             RunError: no child process can be started.
@@ -86,7 +86,7 @@ class ProcessScorer:
             else:
                 await self._end(child)
             self._freed.set()
-        missing = RewardFailure("failed", "not scored: the reward of another answer to the prompt failed")
+        missing = RewardFailure("failed", "not scored: the reward of another answer failed")
         return outcomes + [missing] * (len(episodes) - len(outcomes))
 
     async def close(self) -> None:

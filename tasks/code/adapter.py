@@ -43,13 +43,12 @@ class CodeTask(TaskAdapter):
         self.reward_limit_s = 60.0 + 2 * self._options.program_s
         if self._uses_chat and not getattr(tokenizer, "chat_template", None):
             raise ModelError("the model's tokenizer has no chat template: set task.template=plain")
-        self.protection = ""  # what stands around programs, in words, once `preflight` has looked
         self._judged: dict[str, Verdict] = {}  # of the group being scored, by program
 
-    def preflight(self) -> None:
-        """Raises SandboxError where programs cannot be run safely."""
+    def preflight(self) -> str:
+        """What stands around the programs. Raises SandboxError where they cannot be run safely."""
         try:
-            self.protection = self._runner.protection
+            return f"sandbox: {self._runner.protection}"
         finally:
             self._runner.close()
 

@@ -1,18 +1,15 @@
-"""Where questions come from: generated addition pairs, and JSON-lines files of word problems."""
+"""Where questions come from: generated addition pairs, and files of word problems."""
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
 import os
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO
 
+from echo_planes.data.datasets import FieldType, Row, has_split, iter_rows
 from echo_planes.errors import DataError
 
 HOLDOUT_STRIDE, HOLDOUT_OFFSET = 20, 7  # 1 in 20 is held out
@@ -55,47 +52,41 @@ class Problem:
     answer: str
 
 
-def _gsm8k(row: dict[str, object]) -> Problem:
-    _working, mark, answer = str(row["answer"]).rpartition("####")
+def _gsm8k(row: Row) -> Problem:
+    _working, mark, answer = row["answer"].rpartition("####")
     if not mark or not answer.strip():
         raise ValueError("its 'answer' does not end in '#### <number>'")
-    return Problem(str(row["question"]), answer.strip().replace(",", ""))
+    return Problem(row["question"], answer.strip().replace(",", ""))
 
 
-def _math500(row: dict[str, object]) -> Problem:
-    return Problem(str(row["problem"]), str(row["answer"]))
+def _math500(row: Row) -> Problem:
+    return Problem(row["problem"], str(row["answer"]))
 
 
-PARSERS: dict[str, Callable[[dict[str, object]], Problem]] = {"gsm8k": _gsm8k, "math500": _math500}
+# Data set -> the fields of a row, and how it becomes a problem.
+PARSERS: dict[str, tuple[dict[str, FieldType], Callable[[Row], Problem]]] = {
+    "gsm8k": ({"question": str, "answer": str}, _gsm8k),
+    "math500": ({"problem": str, "answer": (str, int, float)}, _math500),
+}
 
 
-def _open_text(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
-
-
-def read_problems(path: Path, dataset: str) -> list[Problem]:
-    """All rows of a .jsonl or .jsonl.gz file, in order.
+def read_problems(path: Path, dataset: str, split: str | None = None) -> list[Problem]:
+    """All rows of a file, or of one split of a folder, in order; see `echo_planes.data.datasets`.
 
     Raises:
-        DataError: the file is missing, unreadable, empty, or a row is not what `dataset` should hold.
+        DataError: missing, unreadable, empty, or a row is not what `dataset` should hold.
     """
     advice = f"set task.data=PATH to a {dataset} file or folder, or {DATA_VARIABLE} to the folder above it"
-    number = 0
+    fields, parse = PARSERS[dataset]
     problems = []
     try:
-        with _open_text(path) as lines:
-            for line in lines:
-                number += 1
-                if line.strip():
-                    problems.append(PARSERS[dataset](json.loads(line)))
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-        why = f"no field {error}" if isinstance(error, KeyError) else str(error)
-        raise DataError(f"{path}: row {number or 1} is not a {dataset} row: {why}; {advice}") from error
-    except (OSError, EOFError, zlib.error) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise DataError(f"{path}: cannot read after line {number}: {why}; {advice}") from error
+        for place, row in iter_rows(path, fields, split=split, what=dataset):
+            try:
+                problems.append(parse(row))
+            except ValueError as error:
+                raise DataError(f"{place} is not a {dataset} row: {error}") from error
+    except DataError as error:
+        raise DataError(f"{error}; {advice}") from error
     if not problems:
         raise DataError(f"{path}: no rows; {advice}")
     return problems
@@ -107,7 +98,7 @@ def load_splits(
     """Training and held-out problems of `dataset`, disjoint by question.
 
     `data` and `eval_data` name a file, or a folder with train and test files; default
-    `$ECHO_PLANES_DATA/<dataset>`. Where there is only one file, 1 row in 20 of it is held out.
+    `$ECHO_PLANES_DATA/<dataset>`. Where there is only one split, 1 row in 20 of it is held out.
 
     Raises:
         DataError: nothing to read, or what was read is not right.
@@ -117,11 +108,11 @@ def load_splits(
         if not root:
             raise DataError(f"task.dataset={dataset} needs its files: set task.data=PATH or {DATA_VARIABLE}")
         data = str(Path(root) / dataset)
-    train = _find(data, "train", "test")
-    held = _find(eval_data, "test") if eval_data else _find(data, "test")
-    rows = read_problems(train, dataset)
-    is_one_file = held == train
-    evaluation = rows[HOLDOUT_OFFSET::HOLDOUT_STRIDE] if is_one_file else read_problems(held, dataset)
+    train, train_split = _find(data, "train", "test")
+    held, held_split = _find(eval_data, "test") if eval_data else _find(data, "test", "train")
+    rows = read_problems(train, dataset, train_split)
+    is_one = (held, held_split) == (train, train_split)
+    evaluation = rows[HOLDOUT_OFFSET::HOLDOUT_STRIDE] if is_one else read_problems(held, dataset, held_split)
     unseen = {problem.question for problem in evaluation}
     training = tuple(problem for problem in rows if problem.question not in unseen)
     if not training or not evaluation:
@@ -132,8 +123,7 @@ def load_splits(
     return training, tuple(evaluation)
 
 
-def _find(source: str, *splits: str) -> Path:
-    """The file of the first of `splits` that folder `source` has; `source` itself where it has none."""
+def _find(source: str, *splits: str) -> tuple[Path, str | None]:
+    """Folder `source` and the first of `splits` that it has; `source` alone where it has none of them."""
     root = Path(source).expanduser()
-    names = [f"{split}{ending}" for split in splits for ending in (".jsonl", ".jsonl.gz")]
-    return next((root / name for name in names if (root / name).is_file()), root)
+    return root, next((split for split in splits if has_split(root, split)), None)

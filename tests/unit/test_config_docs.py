@@ -33,6 +33,8 @@ def keys(name: str, model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
             yield path, field
 
 
+# What only its user can say.
+NEEDED = {"function": ("reward", "data"), "gym": ("env", "data")}
 ALL_KEYS = [*keys("", Config), *keys("task", MathOptions)]
 
 
@@ -89,7 +91,8 @@ def test_a_mistake_is_one_line_and_exit_status_2(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("path", GROUP_FILES, ids=lambda path: f"{path.parent.name}={path.stem}")
 def test_every_group_file_validates(path: Path) -> None:
-    config = load_config([f"{path.parent.name}={path.stem}"])
+    needed = [f"task.{key}=module:name" for key in NEEDED.get(path.stem, ())]
+    config = load_config([f"{path.parent.name}={path.stem}", *needed])
     assert isinstance(config, Config)
     if path.parent.name == "fleet":
         assert config.fleet.num_workers > 0
@@ -99,6 +102,19 @@ def test_the_default_files_set_only_keys_that_exist_and_the_package_defaults_agr
     """A run from code, `Config()`, and a run without words differ only in the fleet."""
     default, built_in = load_config([]), Config()
     assert default.model_copy(update={"fleet": FleetConfig(), "task": built_in.task}) == built_in
+
+
+def test_a_setting_that_only_the_user_knows_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["task=function", "task.data=x.jsonl"]) == 2
+    assert capsys.readouterr().err == "error: task.reward=...: this setting is needed, it has no default\n"
+
+
+def test_a_task_brings_settings_that_suit_it_unless_others_are_asked_for() -> None:
+    code = load_config(["task=code"])
+    assert (code.model.path, code.sampling.prompts_per_step) == ("builtin:tiny-code", 16)
+    assert code.sampling.samples_per_prompt == load_config([]).sampling.samples_per_prompt
+    other = load_config(["task=code", "model=tiny", "run.steps=7"])
+    assert (other.model.path, other.run.steps) == ("builtin:tiny-math", 7)
 
 
 def test_every_section_refuses_unknown_keys() -> None:

@@ -1,0 +1,272 @@
+"""Rows from files: every form gives the same rows, and what is wrong is named with file, row and field."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from echo_planes.data import datasets
+from echo_planes.data.datasets import data_files, has_split, iter_rows, load_rows
+from echo_planes.errors import DataError
+from echo_planes.tasks.math.datasets import load_splits
+
+ROWS = [
+    {"question": f"What is {i}?", "level": i, "weight": i / 2, "tags": ["a"] * (i % 3)} for i in range(2500)
+]
+FIELDS = {"question": str, "level": int, "weight": float, "tags": list}
+
+
+def write_json(path: Path, rows: list[dict[str, Any]]) -> Path:
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    return path
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=700)
+    return path
+
+
+def write_arrow(path: Path, rows: list[dict[str, Any]], *, stream: bool = False) -> Path:
+    table = pa.Table.from_pylist(rows)
+    new = pa.ipc.new_stream if stream else pa.ipc.new_file
+    with new(str(path), table.schema) as sink:
+        sink.write_table(table, max_chunksize=900)
+    return path
+
+
+def save_to_disk(folder: Path, rows: list[dict[str, Any]], pieces: int = 2) -> Path:
+    """The layout of Hugging Face's `save_to_disk`."""
+    folder.mkdir(parents=True)
+    names = [f"data-{i:05d}-of-{pieces:05d}.arrow" for i in range(pieces)]
+    size = -(-len(rows) // pieces)
+    for i, name in enumerate(names):
+        write_arrow(folder / name, rows[i * size : (i + 1) * size], stream=True)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+def refusal(path: Path, fields: dict[str, Any] = FIELDS, **options: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        load_rows(path, fields, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# --- what is there -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("rows.jsonl", write_json),
+        ("rows.jsonl.gz", write_json),
+        ("rows.parquet", write_parquet),
+        ("rows.arrow", write_arrow),
+        ("stream.arrow", lambda path, rows: write_arrow(path, rows, stream=True)),
+        ("saved", save_to_disk),
+    ],
+)
+def test_every_form_gives_the_same_rows_in_order(
+    tmp_path: Path, name: str, write: Callable[[Path, list[dict[str, Any]]], Path]
+) -> None:
+    path = write(tmp_path / name, ROWS)
+    assert load_rows(path, FIELDS) == tuple(ROWS)
+    assert load_rows(path, {"level": int}, max_rows=3) == ({"level": 0}, {"level": 1}, {"level": 2})
+
+
+def test_max_rows_reads_no_further(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n{broken\n')
+    assert load_rows(path, {"a": int}, max_rows=1) == ({"a": 1},)
+    assert load_rows(path, {"a": int}, max_rows=0) == ()
+    assert "row 2" in refusal(path, {"a": int}, max_rows=2)
+
+
+def test_places_count_blank_lines_too(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('\n{"a": 1}\n\n{"a": 2}\n')
+    assert list(iter_rows(path, {"a": int})) == [(f"{path}: row 2", {"a": 1}), (f"{path}: row 4", {"a": 2})]
+
+
+def test_pieces_of_a_split_are_one_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    for i in (2, 0, 1):
+        write_parquet(data / f"train-{i:05d}-of-00003.parquet", ROWS[i * 10 : i * 10 + 10])
+    write_parquet(data / "test-00000-of-00001.parquet", ROWS[100:105])
+    assert load_rows(tmp_path, FIELDS, split="train") == tuple(ROWS[:30])
+    assert load_rows(tmp_path, FIELDS, split="test") == tuple(ROWS[100:105])
+    assert has_split(tmp_path, "test")
+    assert not has_split(tmp_path, "dev")
+    message = refusal(tmp_path)
+    assert "several parts (test, train)" in message
+    assert "no part 'dev'; it has test, train" in refusal(tmp_path, split="dev")
+    (data / "train-00001-of-00003.parquet").unlink()
+    assert "'train' has 2 pieces" in refusal(tmp_path, split="train")
+
+
+def test_a_saved_folder_of_splits(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        save_to_disk(tmp_path / split, [{"a": split}], pieces=1)
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert load_rows(tmp_path, {"a": str}, split="test") == ({"a": "test"},)
+    assert load_rows(tmp_path / "train", {"a": str}) == ({"a": "train"},)
+
+
+def test_of_two_forms_of_a_split_one_is_read(tmp_path: Path) -> None:
+    write_json(tmp_path / "train.jsonl", [{"a": 1}])
+    write_json(tmp_path / "train.jsonl.gz", [{"a": 1}])
+    assert data_files(tmp_path) == [tmp_path / "train.jsonl"]
+
+
+# --- types ---------------------------------------------------------------------------------------
+
+
+def test_a_whole_number_stands_for_a_float_and_true_for_no_int(tmp_path: Path) -> None:
+    path = write_json(tmp_path / "rows.jsonl", [{"a": 2}])
+    (row,) = load_rows(path, {"a": float})
+    assert type(row["a"]) is float
+    assert load_rows(path, {"a": (str, int)}) == ({"a": 2},)
+    write_json(path, [{"a": True}])
+    assert "field 'a' is true (bool), not int" in refusal(path, {"a": int})
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        (b'{"a": 1', ["row 2 is not a gsm8k row", "not JSON"]),
+        (b"[1, 2]", ["row 2 is not a gsm8k row", "[1, 2] (list)", "not an object"]),
+        (b"\xff\xfe", ["row 2 is not a gsm8k row", "not JSON", "decode"]),
+        (b'{"b": 1, "c": 2}', ["row 2 is not a gsm8k row", "no field 'a'", "it has 'b', 'c'"]),
+        (b"{}", ["row 2", "no field 'a'", "it has none"]),
+        (b'{"a": "1"}', ["row 2", "field 'a'", '"1" (str)', "not int"]),
+        (b'{"a": null}', ["row 2", "field 'a'", "null (NoneType)", "not int"]),
+        (b"[" * 100_000, ["row 2", "not JSON"]),
+    ],
+)
+def test_a_bad_line_is_named_with_row_and_field(tmp_path: Path, line: bytes, parts: list[str]) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"a": 1}\n' + line + b"\n")
+    message = refusal(path, {"a": int}, what="gsm8k")
+    for part in [str(path), *parts]:
+        assert part in message, message
+
+
+@pytest.mark.parametrize("write", [write_parquet, write_arrow])
+def test_a_bad_column_is_named(tmp_path: Path, write: Callable[[Path, list[dict[str, Any]]], Path]) -> None:
+    path = write(
+        tmp_path / ("rows.parquet" if write is write_parquet else "rows.arrow"), [{"a": 1}, {"a": None}]
+    )
+    assert "no field 'b'; its fields are 'a'" in refusal(path, {"b": int})
+    message = refusal(path, {"a": int})
+    assert "row 2" in message
+    assert "field 'a' is null" in message
+    assert "field 'a' is 1 (int), not str" in refusal(path, {"a": str})
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    table = pa.table([pa.array([1]), pa.array([2])], names=["a", "a"])
+    with pa.ipc.new_file(str(tmp_path / "rows.arrow"), table.schema) as sink:
+        sink.write_table(table)
+    assert "2 columns called field 'a'" in refusal(tmp_path / "rows.arrow", {"a": int})
+
+
+def test_extension_types_are_refused_before_rows_are_read(tmp_path: Path) -> None:
+    """Known ones, ones that only the metadata names, ones inside others; also where nobody asks for them."""
+    named = {"ARROW:extension:name": "some.pickle", "ARROW:extension:metadata": "x"}
+    fields = [
+        pa.field("b", pa.uuid()),
+        pa.field("b", pa.int64(), metadata=named),
+        pa.field("b", pa.list_(pa.field("item", pa.int64(), metadata=named))),
+        pa.field("b", pa.struct([pa.field("inner", pa.int64(), metadata=named)])),
+    ]
+    for field in fields:
+        schema = pa.schema([pa.field("a", pa.int64()), field])
+        path = tmp_path / "rows.arrow"
+        with pa.ipc.new_file(str(path), schema):
+            pass  # no rows at all: only the schema can be what is refused
+        message = refusal(path, {"a": int})
+        assert "extension type" in message
+        assert "column 'b" in message
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def test_files_and_folders_that_are_not_there_or_no_data(tmp_path: Path) -> None:
+    assert "No such file" in refusal(tmp_path / "none.jsonl")
+    assert "no data in this folder" in refusal(tmp_path)
+    (tmp_path / "rows.csv").write_text("a\n1\n")
+    assert "not a data file; give one that ends in .jsonl" in refusal(tmp_path / "rows.csv")
+    (tmp_path / "empty.jsonl").write_text("")
+    assert "no rows" in refusal(tmp_path / "empty.jsonl")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.parquet", "rows.arrow"])
+def test_damaged_files_are_data_errors(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    write = {"rows.jsonl.gz": write_json, "rows.parquet": write_parquet, "rows.arrow": write_arrow}[name]
+    whole = write(path, ROWS).read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"no", b""):
+        path.write_bytes(damaged)
+        message = refusal(path)
+        assert str(path) in message
+
+
+def test_offsets_that_point_outside_are_not_followed(tmp_path: Path) -> None:
+    path = write_arrow(tmp_path / "rows.arrow", [{"a": "x" * i} for i in range(4)])
+    offsets = np.array([0, 0, 1, 3, 6], "<i4").tobytes()
+    whole = path.read_bytes()
+    assert whole.count(offsets) == 1
+    path.write_bytes(whole.replace(offsets, np.array([0, 0, 2**30, 3, 6], "<i4").tobytes()))
+    assert "cannot be read after row 0" in refusal(path, {"a": str})
+
+
+def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "MAX_LINE_BYTES", 1 << 20)
+    path = tmp_path / "bomb.jsonl.gz"
+    path.write_bytes(gzip.compress(b"1" * (8 << 20)))
+    assert "row 1 is longer than 1 MiB" in refusal(path)
+
+
+@pytest.mark.parametrize("name", ["../outside.arrow", "/etc/passwd", 7])
+def test_a_saved_folder_cannot_name_files_elsewhere(tmp_path: Path, name: object) -> None:
+    folder = save_to_disk(tmp_path / "saved", [{"a": 1}])
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    assert "not a file of its folder" in refusal(folder, {"a": int})
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"_data_files": [1]}'])
+def test_a_saved_folder_without_its_list(tmp_path: Path, text: str) -> None:
+    folder = save_to_disk(tmp_path / "saved", [{"a": 1}])
+    (folder / "state.json").write_text(text)
+    assert "does not list data files" in refusal(folder, {"a": int})
+
+
+# --- as a task uses it ---------------------------------------------------------------------------
+
+
+def test_the_math_task_reads_all_of_them(tmp_path: Path) -> None:
+    rows = [{"question": f"What is {i}?", "answer": f"It is.\n#### {i}"} for i in range(40)]
+    write_parquet(tmp_path / "train-00000-of-00001.parquet", rows[:30])
+    training, evaluation = load_splits("gsm8k", str(tmp_path), None)  # one split: a part of it is held out
+    assert [problem.answer for problem in evaluation] == ["7", "27"]
+    assert len(training) == 28
+    save_to_disk(tmp_path / "test", rows[30:])
+    training, evaluation = load_splits("gsm8k", str(tmp_path), None)
+    assert [problem.answer for problem in training] == [str(i) for i in range(30)]
+    assert [problem.answer for problem in evaluation] == [str(i) for i in range(30, 40)]
+    write_parquet(tmp_path / "train-00000-of-00001.parquet", [{"question": "q", "answer": "seven"}])
+    with pytest.raises(DataError, match=r"row 1 is not a gsm8k row: .*####.*; set task\.data=PATH"):
+        load_splits("gsm8k", str(tmp_path), None)
