@@ -1,0 +1,1 @@
+"""The durable replay store; `store.py` is where to begin."""

@@ -1,0 +1,88 @@
+"""Buffered groups by version, so that choosing never looks at all of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from echo_planes.types import BoolArray, IntArray
+
+
+class Bucket:
+    """Sequence numbers of one version's groups in order of arrival, some of which may have left."""
+
+    __slots__ = ("_sequences", "size")
+
+    def __init__(self) -> None:
+        self._sequences: IntArray = np.empty(16, np.int64)
+        self.size = 0
+
+    @property
+    def sequences(self) -> IntArray:
+        """Shape (size,)."""
+        return self._sequences[: self.size]
+
+    def __getitem__(self, place: int) -> int:
+        return self._sequences.item(place)
+
+    def add(self, sequences: IntArray) -> None:
+        end = self.size + len(sequences)
+        if end > len(self._sequences):
+            larger: IntArray = np.empty(max(end, 2 * len(self._sequences)), np.int64)
+            larger[: self.size] = self.sequences
+            self._sequences = larger
+        self._sequences[self.size : end] = sequences
+        self.size = end
+
+    def keep(self, buffered: BoolArray) -> None:
+        """Forget groups that left. `buffered`: shape (size,)."""
+        kept = self.sequences[buffered]
+        self._sequences[: len(kept)] = kept
+        self.size = len(kept)
+
+
+class Buckets:
+    """One bucket for each version that has buffered groups; at least half of every bucket is buffered.
+
+    Row i of `versions`, `firsts`, `sizes`, `live` (shape (V,)) and `members` is one version; the versions are
+    sorted.
+    """
+
+    def __init__(self) -> None:
+        self.versions: IntArray = np.empty(0, np.int64)
+        self.firsts: IntArray = np.empty(0, np.int64)  # sequence number that starts each bucket
+        self.sizes: IntArray = np.empty(0, np.int64)
+        self.live: IntArray = np.empty(0, np.int64)  # of them, how many are buffered
+        self.members: list[Bucket] = []
+
+    def first_of(self, min_version: int) -> int:
+        """The first row of at least this version."""
+        return int(self.versions.searchsorted(min_version))
+
+    def add(self, version: int, sequences: IntArray) -> None:
+        """Groups that became buffered, in order of arrival."""
+        row = self.first_of(version)
+        if row == len(self.members) or self.versions.item(row) != version:
+            self.versions = np.insert(self.versions, row, version)
+            self.firsts = np.insert(self.firsts, row, sequences[0])
+            self.sizes = np.insert(self.sizes, row, 0)
+            self.live = np.insert(self.live, row, 0)
+            self.members.insert(row, Bucket())
+        self.members[row].add(sequences)
+        self.sizes[row] += len(sequences)
+        self.live[row] += len(sequences)
+
+    def leave(self, version: int, count: int, is_buffered: npt.NDArray[np.bool_]) -> None:
+        """`count` groups of a version are buffered no longer. `is_buffered`: by sequence number."""
+        row = self.first_of(version)
+        self.live[row] -= count
+        if self.live[row] == 0:
+            self.versions, self.firsts, self.sizes, self.live = (
+                np.delete(column, row) for column in (self.versions, self.firsts, self.sizes, self.live)
+            )
+            del self.members[row]
+        elif 2 * self.live[row] < self.sizes[row]:
+            bucket = self.members[row]
+            bucket.keep(is_buffered[bucket.sequences])
+            self.sizes[row] = bucket.size
+            self.firsts[row] = bucket[0]

@@ -1,0 +1,119 @@
+"""Rewriting a sealed segment without the rows that were let go.
+
+The new file takes the old one's name in one step, with the next generation number in its header, so that an
+old sidecar beside it is known to be outdated. The groups whose rows went keep their entries: their ids stay
+taken, and the ledger still adds up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from echo_planes.data.schema import SCHEMA
+from echo_planes.data.store.files import Files, Piece, on_disk, stage, write_whole
+from echo_planes.data.store.index import GroupIndex, MessageState
+from echo_planes.data.store.message import Entries, Kind, Place, encode, size_of
+from echo_planes.data.store.reader import RowReader
+from echo_planes.data.store.recovery import Segment, segment_index, sidecar_path
+from echo_planes.data.store.segment import encode_header, segment_path
+from echo_planes.data.store.sidecar import encode_sidecar
+
+_EMPTY = pa.RecordBatch.from_pylist([], schema=SCHEMA)
+
+
+class Compactor:
+    """Rewrites segments of one store.
+
+    Args:
+        folder: of the segments.
+        files: the disk.
+        store_id: of the store.
+        index: of the store; changed as soon as a new file is in place.
+        reader: of the store.
+    """
+
+    def __init__(
+        self, folder: Path, files: Files, store_id: bytes, index: GroupIndex, reader: RowReader
+    ) -> None:
+        self._folder = folder
+        self._files = files
+        self._store_id = store_id
+        self._index = index
+        self._reader = reader
+        self._entries: list[Entries] = []
+        self._places: list[tuple[int, int]] = []  # offset and size of each message
+
+    def rewrite(self, segment: Segment) -> int:
+        """Rewrite a sealed segment; returns how many bytes that freed.
+
+        Raises:
+            DataError: a message that is still needed is damaged; the segment stays as it is.
+            ClusterError: the disk is full or cannot be written; nothing was lost.
+        """
+        path = segment_path(self._folder, segment.number)
+        rows = np.flatnonzero(self._index.messages["segment"] == segment.number)
+        self._entries, self._places = [], []
+        partial = stage(path, self._files, self._messages(segment, rows.tolist()))
+        with on_disk(path):
+            self._files.replace(partial, path)
+        # From here on the new file is what readers find, whatever happens below.
+        freed = segment.size_bytes - sum(self._places[-1])
+        segment.generation += 1
+        segment.size_bytes = sum(self._places[-1])
+        table = self._index.messages
+        table["offset"][rows], table["size_bytes"][rows] = np.array(self._places).T
+        table["state"][rows] = MessageState.UNREAD
+        for row, entries in zip(rows.tolist(), self._entries, strict=True):
+            first = int(table["sequence"][row])
+            self._index.groups["entry"][first : first + len(entries)] = entries
+        self._reader.forget(segment.number)
+        with on_disk(path):
+            self._files.sync_folder(path.parent)
+        sidecar = encode_sidecar(segment_index(self._index, segment), self._store_id, segment.number)
+        write_whole(sidecar_path(path), self._files, [sidecar])
+        return freed
+
+    def _messages(self, segment: Segment, rows: list[int]) -> Iterator[list[Piece]]:
+        """The new file's messages, one at a time: a segment need not fit into memory."""
+        generation = segment.generation + 1
+        first = int(self._index.messages["sequence"][rows[0]])
+        header = encode_header(
+            SCHEMA, Place(self._store_id, Kind.HEADER, segment.number, generation, 0), first
+        )
+        yield header
+        offset = size_of(header)
+        for row in rows:
+            sequence = int(self._index.messages["sequence"][row])
+            end = sequence + int(self._index.messages["num_groups"][row])
+            batch, entries = self._kept(row, slice(sequence, end))
+            arrow = batch.serialize()
+            if batch.num_rows:
+                share = arrow.size * entries["num_rows"].astype(np.int64) // batch.num_rows
+                entries["num_bytes"] = np.where(entries["row_start"] < 0, 0, share)
+            place = Place(self._store_id, Kind.ROWS, segment.number, generation, offset)
+            texts = "".join(self._index.ids[sequence:end]).encode()
+            pieces = encode(arrow, place, sequence=sequence, entries=entries, texts=texts)
+            self._entries.append(entries)
+            self._places.append((offset, size_of(pieces)))
+            yield pieces
+            offset += size_of(pieces)
+
+    def _kept(self, message: int, groups: slice) -> tuple[pa.RecordBatch, Entries]:
+        """What is left of a message, and the entries that say so."""
+        entries = self._index.groups["entry"][groups].copy()
+        erased = self._index.groups["erased"][groups]
+        parts = []
+        start = 0
+        for place in range(len(entries)):
+            count, old_start = int(entries["num_rows"][place]), int(entries["row_start"][place])
+            if erased[place]:
+                entries["row_start"][place], entries["num_bytes"][place] = -1, 0
+                continue
+            parts.append(self._reader.batch(message).slice(old_start, count))
+            entries["row_start"][place] = start
+            start += count
+        return pa.concat_batches(parts) if parts else _EMPTY, entries

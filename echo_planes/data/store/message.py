@@ -1,0 +1,217 @@
+"""One message of a store file: a stock Arrow IPC message that proves itself.
+
+A file is a pure Arrow IPC *stream*, so pyarrow, pandas, polars and DuckDB (through pyarrow) read it while it
+grows; in the middle of an append they find the last message incomplete, and can take the batches before it.
+Arrow lets a message's metadata be longer than its flatbuffer; there our entries and the foot lie::
+
+    continuation, metadata length     8 bytes, as Arrow wants them
+    flatbuffer                        as Arrow made it            |
+    entries                           fixed-size numpy records    | metadata
+    texts                             UTF-8, padded to 8 bytes    |
+    foot                              96 bytes, below             |
+    body                              the columns, as Arrow laid them out
+
+The foot says which store, file and offset the message belongs to, so that bytes inside a row never pass for
+a message, and ends with xxh3-128 over everything else. It finds damage; it is no defence against somebody
+who forges a store on purpose, so read only stores that you trust.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
+
+from echo_planes.data.store.files import Piece
+
+FORMAT = 1  # of segments, sidecars and the fate log; a higher one is refused
+MAGIC = b"EPstore\n"
+STORE_ID_BYTES = 16
+HASH_BYTES = 16
+_CONTINUATION = 0xFFFFFFFF
+_HEAD = struct.Struct("<II")
+_FOOT = struct.Struct("<8s16sHHIIIIIIQQQ")  # `_Foot`; the hash follows
+FOOT_BYTES = _FOOT.size + HASH_BYTES
+_START = struct.Struct("<8s16sH")  # the fields of a foot that no format may move
+_OFFSET_AT = struct.calcsize("<8s16sHHIIIIII")
+_ALIGNMENT = 8
+
+Entries = npt.NDArray[np.void]
+
+
+class _Foot(NamedTuple):
+    magic: bytes
+    store_id: bytes
+    format: int
+    kind: int
+    file: int
+    generation: int
+    num_entries: int
+    text_bytes: int
+    flatbuffer_bytes: int
+    reserved: int
+    offset: int
+    sequence: int
+    body_bytes: int
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    HEADER = 0  # the schema, at the beginning of a file
+    ROWS = 1
+    FATES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a message belongs. `generation` counts how often the file was rewritten."""
+
+    store_id: bytes
+    kind: Kind
+    file: int
+    generation: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message that was found whole."""
+
+    offset: int
+    size_bytes: int
+    sequence: int  # of its first entry; entries are numbered one after another
+    generation: int
+    entries: bytes
+    texts: bytes
+    num_entries: int
+    flatbuffer: bytes
+
+
+def encode(arrow: pa.Buffer, place: Place, *, sequence: int, entries: Entries, texts: bytes) -> list[Piece]:
+    """The pieces of one message, to be written one after another at `place.offset`.
+
+    Args:
+        arrow: an encapsulated Arrow message (`RecordBatch.serialize()`, `Schema.serialize()`).
+        place: where it will lie.
+        sequence: number of its first entry.
+        entries: structured array, shape (n,), item size a multiple of 8.
+        texts: whatever belongs to the entries.
+    """
+    whole = memoryview(arrow)
+    flatbuffer_bytes = _HEAD.unpack(whole[: _HEAD.size])[1]
+    body = whole[_HEAD.size + flatbuffer_bytes :]
+    padding = -len(texts) % _ALIGNMENT
+    metadata_bytes = flatbuffer_bytes + entries.nbytes + len(texts) + padding + FOOT_BYTES
+    foot = _Foot(
+        magic=MAGIC,
+        store_id=place.store_id,
+        format=FORMAT,
+        kind=place.kind,
+        file=place.file,
+        generation=place.generation,
+        num_entries=len(entries),
+        text_bytes=len(texts),
+        flatbuffer_bytes=flatbuffer_bytes,
+        reserved=0,
+        offset=place.offset,
+        sequence=sequence,
+        body_bytes=len(body),
+    )
+    head = b"".join(
+        (
+            _HEAD.pack(_CONTINUATION, metadata_bytes),
+            whole[_HEAD.size : _HEAD.size + flatbuffer_bytes],
+            entries.tobytes(),
+            texts,
+            bytes(padding),
+            _FOOT.pack(*foot),
+        )
+    )
+    digest = xxhash.xxh3_128(head)
+    digest.update(body)
+    return [head + digest.digest(), body]
+
+
+def size_of(pieces: list[Piece]) -> int:
+    """Bytes of an encoded message."""
+    return sum(len(piece) for piece in pieces)
+
+
+def decode(data: memoryview, place: Place, entry_bytes: int) -> Message | None:
+    """The message at `place.offset`, or None where there is no whole message that belongs there.
+
+    Nothing of it is given to Arrow, and every length is checked against the file's before it is used.
+
+    Args:
+        data: the file.
+        place: of the message; its generation is not compared.
+        entry_bytes: item size of its entries.
+    """
+    start = place.offset
+    if start < 0 or start + _HEAD.size > len(data):
+        return None
+    continuation, metadata_bytes = _HEAD.unpack(data[start : start + _HEAD.size])
+    foot_end = start + _HEAD.size + metadata_bytes
+    if continuation != _CONTINUATION or metadata_bytes < FOOT_BYTES or foot_end > len(data):
+        return None
+    hash_at = foot_end - HASH_BYTES
+    foot = _Foot._make(_FOOT.unpack(data[hash_at - _FOOT.size : hash_at]))
+    if (foot.magic, foot.store_id, foot.format) != (MAGIC, place.store_id, FORMAT):
+        return None
+    if (foot.kind, foot.file, foot.offset) != (place.kind, place.file, start):
+        return None
+    entries_bytes = foot.num_entries * entry_bytes
+    padded_bytes = foot.text_bytes + -foot.text_bytes % _ALIGNMENT
+    if foot.flatbuffer_bytes + entries_bytes + padded_bytes + FOOT_BYTES != metadata_bytes:
+        return None
+    end = foot_end + foot.body_bytes
+    if end > len(data):
+        return None
+    digest = xxhash.xxh3_128(data[start:hash_at])
+    digest.update(data[foot_end:end])
+    if digest.digest() != data[hash_at:foot_end]:
+        return None
+    entries_at = start + _HEAD.size + foot.flatbuffer_bytes
+    texts_at = entries_at + entries_bytes
+    return Message(
+        offset=start,
+        size_bytes=end - start,
+        sequence=foot.sequence,
+        generation=foot.generation,
+        entries=bytes(data[entries_at:texts_at]),
+        texts=bytes(data[texts_at : texts_at + foot.text_bytes]),
+        num_entries=foot.num_entries,
+        flatbuffer=bytes(data[start + _HEAD.size : entries_at]),
+    )
+
+
+def written_format(data: memoryview) -> int | None:
+    """The format number that the first message of a file names, if it looks like one of ours at all."""
+    if len(data) < _HEAD.size:
+        return None
+    continuation, metadata_bytes = _HEAD.unpack(data[: _HEAD.size])
+    foot_at = _HEAD.size + metadata_bytes - FOOT_BYTES
+    if continuation != _CONTINUATION or foot_at < _HEAD.size or foot_at + FOOT_BYTES > len(data):
+        return None
+    magic, _, version = _START.unpack(data[foot_at : foot_at + _START.size])
+    return int(version) if magic == MAGIC else None
+
+
+def candidates(data: memoryview, start: int, store_id: bytes) -> Iterator[int]:
+    """Offsets behind `start` where messages of this store may begin, by the feet found there, in order."""
+    searchable: Any = data.obj  # an mmap or bytes
+    mark = MAGIC + store_id
+    at = searchable.find(mark, start)
+    while at >= 0:
+        (offset,) = struct.unpack("<Q", bytes(data[at + _OFFSET_AT : at + _OFFSET_AT + 8]).ljust(8, b"\0"))
+        if start < offset < at:
+            yield offset
+        at = searchable.find(mark, at + 1)

@@ -1,0 +1,99 @@
+"""Reading rows through memory maps. A message's bytes are proved before Arrow sees them, once per process."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+from echo_planes.data.schema import SCHEMA
+from echo_planes.data.store.files import map_file
+from echo_planes.data.store.index import GroupIndex, MessageState
+from echo_planes.data.store.message import Kind, Place, decode
+from echo_planes.data.store.segment import GROUP_ENTRY, segment_path
+from echo_planes.errors import DataError
+
+
+class RowReader:
+    """Record batches of a store's messages, without copying them.
+
+    Args:
+        folder: of the segments.
+        store_id: of the store.
+        index: where the messages lie; messages found damaged are marked there.
+        max_maps: segments kept mapped; a batch that is still in use keeps its own.
+    """
+
+    def __init__(self, folder: Path, store_id: bytes, index: GroupIndex, max_maps: int) -> None:
+        self._folder = folder
+        self._store_id = store_id
+        self._index = index
+        self._max_maps = max_maps
+        self._maps: OrderedDict[int, memoryview] = OrderedDict()
+
+    def batch(self, message: int) -> pa.RecordBatch:
+        """The rows of one message of the index.
+
+        Raises:
+            DataError: its bytes are not what was written, or are gone; names file and offset.
+        """
+        index = self._index
+        segment = int(index.messages["segment"][message])
+        offset = int(index.messages["offset"][message])
+        size_bytes = int(index.messages["size_bytes"][message])
+        state = int(index.messages["state"][message])
+        data = self._map(segment, offset + size_bytes)
+        place = Place(self._store_id, Kind.ROWS, segment, 0, offset)
+        if state == MessageState.UNREAD:
+            found = decode(data, place, GROUP_ENTRY.itemsize)
+            expected = (size_bytes, int(index.messages["sequence"][message]))
+            if found is not None and (found.size_bytes, found.sequence) == expected:
+                return self._first_read(message, data[offset : offset + size_bytes])
+            self._index.mark_damaged(message)
+        elif state == MessageState.VERIFIED:
+            return pa.ipc.read_record_batch(pa.py_buffer(data[offset : offset + size_bytes]), SCHEMA)
+        raise self._damaged(message)
+
+    def forget(self, segment: int) -> None:
+        """A segment was rewritten: map it anew."""
+        self._maps.pop(segment, None)
+
+    def close(self) -> None:
+        self._maps.clear()
+
+    def _first_read(self, message: int, data: memoryview) -> pa.RecordBatch:
+        """Our hash is no signature: let Arrow check its own structure too, which could crash the process."""
+        try:
+            batch = pa.ipc.read_record_batch(pa.py_buffer(data), SCHEMA)
+            batch.validate(full=True)
+        except (OSError, pa.ArrowException) as error:
+            self._index.mark_damaged(message)
+            raise self._damaged(message) from error
+        self._index.messages["state"][message] = MessageState.VERIFIED
+        return batch
+
+    def _damaged(self, message: int) -> DataError:
+        segment, offset, size_bytes, sequence, num_groups = (
+            int(self._index.messages[name][message])
+            for name in ("segment", "offset", "size_bytes", "sequence", "num_groups")
+        )
+        ids: Sequence[str] = self._index.ids[sequence : sequence + num_groups]
+        return DataError(
+            f"{segment_path(self._folder, segment)} is damaged at offset {offset} ({size_bytes} bytes, "
+            f"groups {', '.join(ids)}); they are not served, restore the file from a copy or go on without"
+        )
+
+    def _map(self, segment: int, need_bytes: int) -> memoryview:
+        """A map of a segment that reaches to `need_bytes`, or as far as the file does."""
+        data = self._maps.pop(segment, None)
+        if data is None or len(data) < need_bytes:
+            try:
+                data = map_file(segment_path(self._folder, segment))
+            except FileNotFoundError:
+                data = memoryview(b"")  # gone: every message of it is damaged
+        self._maps[segment] = data
+        while len(self._maps) > self._max_maps:
+            self._maps.popitem(last=False)
+        return data

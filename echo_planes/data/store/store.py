@@ -1,0 +1,372 @@
+"""The durable replay store: trajectory groups on disk, acknowledged when they are safe there.
+
+::
+
+    store.json               format and id of the store
+    LOCK                     who writes
+    segments/00000000.arrows Arrow IPC streams of `schema.SCHEMA`, one message per batch of whole groups
+    segments/00000000.index  what is known of a sealed segment without its rows
+    fates.arrows             what became of the groups: trained, dropped, quarantined, removed
+
+A group has a sequence number in order of acceptance. Rows on disk say "buffered" for ever; their fate is in
+the fate log, so accepted = trained + dropped + quarantined + removed + lost + buffered can be counted from
+the files at any time. Not safe for use by several threads at once; `service.py` is its owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from echo_planes.data.schema import SCHEMA, to_row
+from echo_planes.data.store.choose import Selector, choose
+from echo_planes.data.store.compaction import Compactor
+from echo_planes.data.store.drafts import make_draft
+from echo_planes.data.store.fates import FATE_ENTRY, FateLog
+from echo_planes.data.store.files import Files, Lock, LogFile, Piece, on_disk, write_whole
+from echo_planes.data.store.index import Fate, GroupIndex, MessageState, StoreCounts
+from echo_planes.data.store.message import Kind, Place, encode, size_of
+from echo_planes.data.store.reader import RowReader
+from echo_planes.data.store.recovery import (
+    SEGMENTS_NAME,
+    Loader,
+    Recovery,
+    Segment,
+    open_store_id,
+    segment_index,
+    sidecar_path,
+)
+from echo_planes.data.store.retention import Retention, live_share, outdated
+from echo_planes.data.store.segment import encode_header, segment_path
+from echo_planes.data.store.sidecar import MESSAGE_ENTRY, encode_sidecar
+from echo_planes.errors import DataError, RefusedError
+from echo_planes.types import Group, IntArray
+
+SEGMENT_BYTES = 128 * 2**20
+MAX_MAPS = 16
+_NEVER_WRITTEN = (Fate.BUFFERED, Fate.LOST, Fate.ERASED)
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """The store's receipt: the accepted groups are durable."""
+
+    sequences: IntArray  # of the accepted groups, in order
+    duplicates: tuple[str, ...]  # ids that were there already; nothing was written for them
+
+
+class ReplayStore:
+    """One store, open for writing.
+
+    Args:
+        folder: of the store; made if it is not there.
+        holder: name of the run, for whoever finds the store locked.
+        segment_bytes: a segment is sealed once it is at least this long.
+        max_maps: segments kept mapped for reading.
+        files: the disk.
+
+    Raises:
+        ClusterError: another process has the store open, or the disk is full or cannot be written.
+        DataError: the folder is no replay store, of a newer format, or of another schema.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        holder: str,
+        segment_bytes: int = SEGMENT_BYTES,
+        max_maps: int = MAX_MAPS,
+        files: Files | None = None,
+    ) -> None:
+        self._files = files or Files()
+        self._segment_bytes = segment_bytes
+        with on_disk(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._lock = Lock(folder / "LOCK", holder)
+        try:
+            self._store_id = open_store_id(folder, self._files)
+            self._folder = folder / SEGMENTS_NAME
+            self.index = GroupIndex()
+            loader = Loader(self._folder, self._files, self._store_id, self.index)
+            loader.load()
+            self._fates = FateLog(folder, self._files, self._store_id)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._segments = loader.segments
+        loaded = self._fates.loaded
+        entries = loaded.entries
+        self.index.load_fates(entries["sequence"], entries["fate"], entries["step"])
+        self.index.open_buckets()
+        self.recovery = Recovery(
+            (*loader.damage, *loaded.damage), loaded.lost, rebuilt_sidecars=loader.rebuilt_sidecars
+        )
+        self._reader = RowReader(self._folder, self._store_id, self.index, max_maps)
+        self._tail: LogFile | None = None
+        self._closed = False
+
+    # --- writing ---------------------------------------------------------------------------------
+
+    def append(self, *batches: pa.RecordBatch, created_s: float) -> Appended:
+        """Accept whole groups, except those that are there already; they are durable when this returns.
+
+        Args:
+            batches: rows of `schema.SCHEMA`, each group's rows together; one sync for all of them.
+            created_s: time of acceptance, seconds, for retention by age.
+
+        Raises:
+            DataError: a batch has another schema, a null where there must be none, or a group in two places.
+            ClusterError: the disk is full or cannot be written; nothing was accepted, and the store goes on.
+        """
+        duplicates: list[str] = []
+        taken: set[str] = set()
+        drafts = [
+            draft
+            for batch in batches
+            if (draft := make_draft(batch, created_s, self._is_known, taken, duplicates)) is not None
+        ]
+        if not drafts:
+            return Appended(np.empty(0, np.int64), tuple(duplicates))
+        segment, tail = self._writable()
+        messages: list[list[Piece]] = []
+        table = []
+        offset, sequence = tail.size_bytes, self.index.groups.length
+        for draft in drafts:
+            arrow = draft.batch.serialize()
+            rows = draft.entries["num_rows"].astype(np.int64)
+            draft.entries["num_bytes"] = arrow.size * rows // draft.batch.num_rows
+            place = Place(self._store_id, Kind.ROWS, segment.number, segment.generation, offset)
+            texts = "".join(draft.ids).encode()
+            pieces = encode(arrow, place, sequence=sequence, entries=draft.entries, texts=texts)
+            messages.append(pieces)
+            table.append((offset, size_of(pieces), sequence, len(draft.ids)))
+            offset += size_of(pieces)
+            sequence += len(draft.ids)
+        tail.append(messages)
+        segment.size_bytes = tail.size_bytes
+        entries = drafts[0].entries if len(drafts) == 1 else np.concatenate([d.entries for d in drafts])
+        ids = [group_id for draft in drafts for group_id in draft.ids]
+        added = self.index.add_new(segment.number, np.array(table, MESSAGE_ENTRY), entries, ids)
+        return Appended(added, tuple(duplicates))
+
+    def append_groups(self, groups: Iterable[Group], *, created_s: float) -> Appended:
+        """The same for groups; see `append`."""
+        rows = [to_row(t, step=-1, fate="buffered") for group in groups for t in group.trajectories]
+        return self.append(pa.RecordBatch.from_pylist(rows, schema=SCHEMA), created_s=created_s)
+
+    def settle(self, sequences: IntArray, fate: Fate, *, step: int = -1) -> None:
+        """Give groups their fate; durable when this returns. Saying the same again changes nothing.
+
+        Args:
+            sequences: shape (n,), each once.
+            fate: `TRAINED`, `DROPPED` or `REMOVED` for buffered groups, `QUARANTINED` for those and for
+                trained or dropped ones.
+            step: t of the batch they were trained in.
+
+        Raises:
+            RefusedError: a group is unknown, or has another fate already.
+            ClusterError: the disk is full or cannot be written; nothing was changed.
+        """
+        if fate in _NEVER_WRITTEN:
+            raise ValueError(f"{fate.name} is not given to groups")
+        if len(sequences) and not 0 <= sequences.min() <= sequences.max() < self.index.groups.length:
+            raise RefusedError(f"groups {sequences.tolist()} are not all in the store; nothing was settled")
+        fates = self.index.groups["fate"][sequences]
+        same = (fates == fate) & (self.index.groups["step"][sequences] == step)
+        allowed = fates == Fate.BUFFERED
+        if fate == Fate.QUARANTINED:
+            allowed |= (fates == Fate.TRAINED) | (fates == Fate.DROPPED)
+        if not (same | allowed).all():
+            wrong = int(sequences[~(same | allowed)][0])
+            is_now = Fate(int(self.index.groups["fate"][wrong])).name.lower()
+            raise RefusedError(
+                f"group {self.index.ids[wrong]} cannot become {fate.name.lower()}: it is {is_now} already"
+            )
+        changing = sequences[~same]
+        if len(changing):
+            self._fates.append(changing, self.ids(changing), fate, step)
+            self.index.settle(changing, fate, step)
+
+    def quarantine_from(self, step: int) -> int:
+        """After a crash: set aside what was trained at or after `step`, or sampled under a later version.
+
+        Returns how many groups. Their ids stay taken.
+
+        Raises:
+            ClusterError: the disk is full or cannot be written; nothing was changed.
+        """
+        groups = self.index.groups
+        trained, buffered = (groups["fate"] == fate for fate in (Fate.TRAINED, Fate.BUFFERED))
+        later = groups["version"] > step
+        beyond: IntArray = np.flatnonzero(trained & (groups["step"] >= step) | (trained | buffered) & later)
+        self.settle(beyond, Fate.QUARANTINED, step=step)
+        return len(beyond)
+
+    def retain(self, retention: Retention, *, now_s: float) -> int:
+        """Let go of the rows that `retention` does not keep; returns how many groups.
+
+        A group that could still be trained becomes `REMOVED` by that, and is counted so; the others keep
+        their fate. The rows are refused from now on; `compact` gives their space back.
+
+        Raises:
+            ClusterError: the disk is full or cannot be written; what was not let go is still there.
+        """
+        going = outdated(self.index, retention, now_s)
+        buffered = self.index.groups["fate"][going] == Fate.BUFFERED
+        self.settle(going[buffered], Fate.REMOVED)
+        settled = going[~buffered]
+        if len(settled):
+            self._fates.append(settled, self.ids(settled), Fate.ERASED, -1)
+            self.index.groups["erased"][settled] = True
+        return len(going)
+
+    def compact(self, max_live_share: float = 0.5) -> int:
+        """Rewrite sealed segments of which at most this share is left, and the fate log; returns bytes freed.
+
+        Segments with damage are left alone, so that somebody can still look at them.
+
+        Raises:
+            ClusterError: the disk is full or cannot be written; nothing was lost.
+        """
+        compactor = Compactor(self._folder, self._files, self._store_id, self.index, self._reader)
+        freed = 0
+        for segment in self._segments.values():
+            if (
+                not segment.sealed
+                or segment.damaged
+                or live_share(self.index, segment.number) > max_live_share
+            ):
+                continue
+            try:
+                freed += compactor.rewrite(segment)
+            except DataError:
+                segment.damaged = True  # counted by the reader
+        return freed + self._shorten_fates()
+
+    def _shorten_fates(self) -> int:
+        groups = self.index.groups
+        known = np.flatnonzero(~np.isin(groups["fate"], (Fate.BUFFERED, Fate.LOST)))
+        # Where the rows have gone for good, the group's entry says so.
+        erased = np.flatnonzero(
+            groups["erased"] & (groups["row_start"] >= 0) & (groups["fate"] != Fate.REMOVED)
+        )
+        entries = np.empty(len(known) + len(erased), FATE_ENTRY)
+        entries["sequence"] = np.concatenate([known, erased])
+        entries["step"] = groups["step"][entries["sequence"]]
+        entries["fate"][: len(known)] = groups["fate"][known]
+        entries["fate"][len(known) :] = Fate.ERASED
+        return self._fates.rewrite(entries, self.ids(entries["sequence"]))
+
+    # --- reading ---------------------------------------------------------------------------------
+
+    def choose(
+        self,
+        count: int,
+        *,
+        selector: Selector,
+        min_version: int,
+        rng: np.random.Generator,
+        urgent: int = 0,
+    ) -> IntArray:
+        """Choose buffered groups; see `choose.choose`. They stay buffered until they are settled."""
+        return choose(self.index, count, selector=selector, min_version=min_version, rng=rng, urgent=urgent)
+
+    def gather(self, sequences: IntArray) -> pa.Table:
+        """The rows of groups, in order, without copying: the table refers to the mapped files.
+
+        Raises:
+            DataError: a group's rows were removed, or are damaged (names file and offset; its message's
+                groups are then lost, and no longer chosen).
+        """
+        groups = self.index.groups
+        messages = groups["message"][sequences].tolist()
+        starts = np.where(groups["erased"][sequences], -1, groups["row_start"][sequences]).tolist()
+        counts = groups["num_rows"][sequences].tolist()
+        batches: dict[int, pa.RecordBatch] = {}
+        slices = []
+        for sequence, message, start, count in zip(sequences.tolist(), messages, starts, counts, strict=True):
+            if message < 0 or start < 0:
+                raise DataError(f"the rows of group {sequence} ({self.index.ids[sequence]}) are gone")
+            if message not in batches:
+                batches[message] = self._reader.batch(message)
+            slices.append(batches[message].slice(start, count))
+        groups["reuse_count"][sequences] += 1
+        return pa.Table.from_batches(slices, SCHEMA)
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """All rows that are there, in order of acceptance; damaged messages are left out."""
+        for message in range(self.index.messages.length):
+            try:
+                yield self._reader.batch(message)
+            except DataError:
+                if self.index.messages["state"][message] != MessageState.DAMAGED:
+                    raise
+
+    def ids(self, sequences: IntArray) -> list[str]:
+        """Group ids."""
+        return [self.index.ids[sequence] for sequence in sequences.tolist()]
+
+    def counts(self) -> StoreCounts:
+        """The ledger, in groups."""
+        return self.index.counts()
+
+    def trajectory_counts(self) -> StoreCounts:
+        """The ledger, in trajectories; of a lost group whose entry is damaged too they are not known."""
+        return self.index.counts(self.index.groups["num_rows"])
+
+    @property
+    def num_damaged(self) -> int:
+        """Messages found damaged by reading them."""
+        return int((self.index.messages["state"] == MessageState.DAMAGED).sum())
+
+    def close(self) -> None:
+        """Release the files and the lock. Everything acknowledged is on disk already."""
+        if self._closed:
+            return
+        self._closed = True
+        self._reader.close()
+        self._fates.close()
+        if self._tail is not None:
+            self._tail.close()
+        self._lock.release()
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _is_known(self, group_id: str) -> bool:
+        """Whether a group is there already; what was lost may come again."""
+        known = self.index.by_id.get(group_id)
+        return known is not None and self.index.groups["fate"][known] != Fate.LOST
+
+    def _writable(self) -> tuple[Segment, LogFile]:
+        """The segment that takes the next message; seals one that is full."""
+        number = max(self._segments, default=-1)
+        segment = self._segments.get(number)
+        if segment is not None and not segment.sealed and segment.size_bytes >= self._segment_bytes:
+            self._seal(segment)
+        if segment is None or segment.sealed:
+            segment = self._create(number + 1)
+        if self._tail is None:
+            path = segment_path(self._folder, segment.number)
+            self._tail = LogFile(path, self._files, segment.size_bytes)
+        return segment, self._tail
+
+    def _seal(self, segment: Segment) -> None:
+        path = sidecar_path(segment_path(self._folder, segment.number))
+        index = segment_index(self.index, segment)
+        write_whole(path, self._files, [encode_sidecar(index, self._store_id, segment.number)])
+        segment.sealed = True
+        if self._tail is not None:
+            self._tail.close()
+            self._tail = None
+
+    def _create(self, number: int) -> Segment:
+        place = Place(self._store_id, Kind.HEADER, number, 0, 0)
+        header = encode_header(SCHEMA, place, self.index.groups.length)
+        write_whole(segment_path(self._folder, number), self._files, [header])
+        self._segments[number] = Segment(number, 0, size_of(header), sealed=False)
+        return self._segments[number]
