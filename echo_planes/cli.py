@@ -56,8 +56,9 @@ def load_config(words: Sequence[str]) -> Config:
     named = {word.partition("=")[0] for word in words}
     if resume is None or "task" in named:
         tree["task"], defaults = _task(chosen["task"])
-        _merge(tree, {key: value for key, value in defaults.items() if key not in GROUPS})
-        chosen |= {key: str(defaults[key]) for key in GROUPS if key in defaults and key not in named}
+        if resume is None:  # else they would come before what the run had
+            _merge(tree, {key: value for key, value in defaults.items() if key not in GROUPS})
+            chosen |= {key: str(defaults[key]) for key in GROUPS if key in defaults and key not in named}
     for group in GROUPS[1:]:
         if resume is None or group in named:
             tree[group] = _group(group, chosen[group])
@@ -110,7 +111,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         tree = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {str(error).splitlines()[0]}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no settings")
@@ -122,7 +123,7 @@ def _resumed(folder: Path, default: dict[str, Any]) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"run.resume={folder}: no config.yaml there; give the folder of an earlier run")
     tree = _read_yaml(path)
-    tree["run"] = {**tree.get("run", {}), "dir": str(folder)}
+    _merge(tree, {"run": {"dir": str(folder)}})
     return tree
 
 
@@ -138,7 +139,7 @@ def _group(group: str, name: str) -> dict[str, Any]:
         return _read_yaml(Path(name))
     if group == "task" and ":" in name:
         return {"name": name.partition(":")[2], "adapter": name}
-    if group == "model" and Path(name).is_dir():
+    if group == "model" and name and Path(name).is_dir():
         return {"path": name}
     known = _names(group)
     if group == "task":
@@ -155,8 +156,8 @@ def _task(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     section = _group("task", name)
     defaults = section.pop("defaults", {})
-    if not isinstance(defaults, dict):
-        raise ConfigError(f"task={name}: its 'defaults' must be settings by section, not {defaults!r}")
+    if not isinstance(defaults, dict) or "task" in defaults:
+        raise ConfigError(f"task={name}: 'defaults' must be settings of other sections, not {defaults!r}")
     return section, defaults
 
 

@@ -8,9 +8,9 @@ command -v ip >/dev/null || missing+=(iproute2)
 [ ${#missing[@]} -gt 0 ] || exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   printf '[test] installing %s ...\n' "${missing[*]}"
+  log=$(mktemp)
   { apt-get install -y -qq "${missing[@]}" || { apt-get update -qq && apt-get install -y -qq "${missing[@]}"; }; } \
-    >/tmp/echo-planes-test-tools.log 2>&1 \
-    || printf '[test] %s could not be installed; their tests are skipped\n' "${missing[*]}"
+    >"$log" 2>&1 || printf '[test] %s could not be installed (%s); their tests are skipped\n' "${missing[*]}" "$log"
 else
   printf '[test] not found: %s; their tests are skipped\n' "${missing[*]}"
 fi

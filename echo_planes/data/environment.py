@@ -8,9 +8,10 @@ trained.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -18,6 +19,7 @@ from pydantic import Field
 
 from echo_planes.data.chat import Chat
 from echo_planes.data.task import EpisodeBuilder, Policy, TaskAdapter, TaskOptions, Tokenizer
+from echo_planes.errors import TaskError
 from echo_planes.types import Episode, Prompt, Reward
 
 
@@ -42,6 +44,10 @@ class Environment(Protocol):
         """What the whole episode is worth; asked once it is over, or was cut off."""
         ...
 
+    def close(self) -> None:
+        """Let go of what it holds; called however the episode ended."""
+        ...
+
 
 class EpisodeOptions(TaskOptions):
     """Settings that every task of several turns has."""
@@ -63,6 +69,7 @@ class EpisodeTask(TaskAdapter):
     """
 
     Options: ClassVar[type[TaskOptions]] = EpisodeOptions
+    turn_limit_s: float = 120.0  # for the environment's answer to one action, other players' included
 
     def __init__(self, options: TaskOptions, tokenizer: Tokenizer, seed: int) -> None:
         super().__init__(options, tokenizer, seed)
@@ -80,18 +87,37 @@ class EpisodeTask(TaskAdapter):
                 there is not trained.
         """
 
-    def opening(self, index: int, text: str, answer: str = "") -> Prompt:
-        """A prompt out of the first observation."""
+    def opening(
+        self, index: int, text: str, answer: str = "", messages: Sequence[dict[str, str]] = ()
+    ) -> Prompt:
+        """A prompt out of the first observation; as a chat, `messages` stand for it where it was several."""
         if self._chat:
-            ids = self._chat.prompt([{"role": "user", "content": text}])
+            ids = self._chat.prompt(messages or [{"role": "user", "content": text}])
         else:
             ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
         return Prompt(index, ids, answer, text)
 
     async def rollout(self, prompt: Prompt, policy: Policy) -> Episode:
-        """Play one episode. It ends when the environment says so, or turns or tokens run out."""
-        environment = self.environment(prompt, policy)
+        """Play one episode. It ends when the environment says so, or turns or tokens run out.
+
+        Raises:
+            TaskError: there is no room for a single answer, or the environment took too long.
+        """
         builder = EpisodeBuilder()
+        if not self._has_room(prompt, builder):
+            raise TaskError(
+                f"prompt {prompt.index} has {len(prompt.token_ids)} tokens, which leaves no room for an "
+                f"answer in task.max_episode_tokens={self._settings.max_episode_tokens}; raise it"
+            )
+        environment = self.environment(prompt, policy)
+        try:
+            return await self._play(prompt, policy, environment, builder)
+        finally:
+            environment.close()
+
+    async def _play(
+        self, prompt: Prompt, policy: Policy, environment: Environment, builder: EpisodeBuilder
+    ) -> Episode:
         rewards: list[float] = []
         infos: list[dict[str, Any]] = []
         end = self.tokenizer.eos_token_id
@@ -100,7 +126,7 @@ class EpisodeTask(TaskAdapter):
             sample = await policy.generate(prompt.token_ids + builder.response_ids)
             builder.add_sample(sample)
             action = self.tokenizer.decode(list(sample.token_ids), skip_special_tokens=True)
-            turn = await environment.step(action)
+            turn = await self._step(environment, action, prompt)
             rewards.append(turn.reward)
             infos.append({"action": action, **turn.info})
             if turn.done:
@@ -116,6 +142,19 @@ class EpisodeTask(TaskAdapter):
         }
         episode = builder.build(self.tokenizer)
         return replace(episode, turn_rewards=tuple(rewards), notes=json.dumps(notes))
+
+    async def _step(self, environment: Environment, action: str, prompt: Prompt) -> Turn:
+        stepping = asyncio.ensure_future(environment.step(action))
+        try:
+            # Not wait_for: its TimeoutError could not be told from one that the environment raised.
+            await asyncio.wait([stepping], timeout=self.turn_limit_s)
+            if not stepping.done():
+                raise TaskError(
+                    f"prompt {prompt.index}: the environment's step took longer than {self.turn_limit_s:g} s"
+                )
+            return stepping.result()
+        finally:
+            stepping.cancel()
 
     def reward(self, prompt: Prompt, episode: Episode) -> Reward:
         """What the environment said at the end."""

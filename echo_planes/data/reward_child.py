@@ -139,6 +139,8 @@ def main() -> None:
     """Answer until the worker closes the pipe."""
     die_with_parent()
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    # Processes that a reward forks must not keep the pipes open: the worker would wait for them.
+    os.register_at_fork(after_in_child=lambda: os.closerange(requests.fileno(), replies.fileno() + 1))
     # What a reward prints is no answer, and it has nothing to read.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)

@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -53,6 +54,7 @@ class ProcessScorer:
         self._idle: list[_Child] = []
         self._children: set[_Child] = set()
         self._starting = 0
+        self._closed = False
         self._freed = asyncio.Event()
 
     async def start(self) -> None:
@@ -71,17 +73,18 @@ class ProcessScorer:
         """
         child = await self._take()
         outcomes: list[Reward | RewardFailure] = []
+        is_done = False  # all answers came: else one may still come, and be taken for the next group's
         try:
             child.send([prompt, list(episodes)])
             for _ in episodes:
                 outcomes.append(_outcome(await child.reply(self._limit_s)))
+            is_done = True
         except TimeoutError:
             outcomes.append(RewardFailure("reward_timeout", f"took longer than {self._limit_s:g} s"))
         except (EOFError, OSError):
             outcomes.append(RewardFailure("reward_error", f"its process ended ({await child.ended()})"))
         finally:
-            # Cancelled in between, it would still answer for the old group.
-            if len(outcomes) == len(episodes) and child.is_alive:
+            if is_done and not self._closed:
                 self._idle.append(child)
             else:
                 await self._end(child)
@@ -90,13 +93,19 @@ class ProcessScorer:
         return outcomes + [missing] * (len(episodes) - len(outcomes))
 
     async def close(self) -> None:
-        """Kill all children."""
+        """Kill all children; no more are started."""
+        self._closed = True
         for child in list(self._children):
             await self._end(child)
         self._idle.clear()
 
     async def _take(self) -> _Child:
-        while not self._idle:
+        while True:
+            while self._idle:
+                child = self._idle.pop()
+                if child.is_alive:
+                    return child
+                await self._end(child)  # it died meanwhile: killed for want of memory, say
             self._freed.clear()
             num = len(self._children) + self._starting
             try:
@@ -105,15 +114,18 @@ class ProcessScorer:
             except TimeoutError:
                 if len(self._children) + self._starting < MAX_CHILDREN:
                     return await self._start()
-        return self._idle.pop()
 
     async def _start(self) -> _Child:
+        if self._closed:
+            raise RunError("rewards were asked for after the worker was stopped")
         self._starting += 1
         try:
             child = await _Child.start(self._module, self._setup)
         finally:
             self._starting -= 1
         self._children.add(child)
+        if self._closed:
+            await self._end(child)
         return child
 
     async def _end(self, child: _Child) -> None:
@@ -136,6 +148,7 @@ class _Child:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=environment,
+            start_new_session=True,  # a group of its own, so that what it starts ends with it
         )
         child = cls(process)
         try:
@@ -185,10 +198,9 @@ class _Child:
         return f"signal {-code}" if code is not None and code < 0 else f"exit status {code}"
 
     async def kill(self) -> None:
-        """End it, and wait until it is gone."""
+        """End it and its process group, and wait until it is gone."""
         with suppress(ProcessLookupError):
-            if self.is_alive:
-                self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
         if self._process.stdin is not None:
             self._process.stdin.close()
         await self._process.wait()

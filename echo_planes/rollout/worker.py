@@ -375,10 +375,13 @@ class RolloutWorker:
                     self._tokens += sum(sum(t.episode.response_mask) for t in group.trajectories)
 
     async def _renew_leases(self) -> None:
-        """Tell the data plane, a few times per lease, which leases received tokens."""
+        """Tell the data plane, a few times per lease, which leases received tokens, or are being scored.
+
+        Scoring has deadlines of its own.
+        """
         while True:
             await asyncio.sleep(self._sampling.lease_s / 4)
-            active = [w for w in self._work.values() if w.tokens_since_renewal]
+            active = [w for w in self._work.values() if w.tokens_since_renewal or not w.sampling]
             for work in active:
                 work.tokens_since_renewal = 0
             if active:

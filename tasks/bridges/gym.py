@@ -8,8 +8,8 @@
         def step(self, action): ...    # -> {"observations": [message, ...], "reward": 0.5, "done": False}
         def close(self): ...           # optional
 
-`step` may also return an object with these attributes. It runs in the rollout plane, a turn in a thread of
-its own; the sum of its rewards is the episode's.
+`step` may also return an object with these attributes. It runs in the rollout plane, each turn in a thread;
+the sum of its rewards is the episode's.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class GymTask(EpisodeTask):
     def environment(self, prompt: Prompt, policy: Policy) -> Environment:
         env = self._make(json.loads(prompt.answer))
         if hasattr(env, "init"):
-            env.init([{"role": "user", "content": prompt.text}])
+            env.init(self._rows.messages(json.loads(prompt.answer)))
         return _Stepped(env)
 
     def _begin(self, index: int, row: dict[str, Any]) -> Prompt:
-        return self.opening(index, self._rows.text(row), json.dumps(row))
+        return self.opening(index, self._rows.text(row), json.dumps(row), self._rows.messages(row))
 
 
 class _Stepped:
@@ -75,16 +75,21 @@ class _Stepped:
 
     async def step(self, action: str) -> Turn:
         out = await asyncio.to_thread(self._env.step, action)
-        said = out if isinstance(out, Mapping) else vars(out)
-        missing = {"observations", "reward", "done"} - set(said)
+        keys = ("done", "observations", "reward")
+        said = (
+            out if isinstance(out, Mapping) else {key: getattr(out, key) for key in keys if hasattr(out, key)}
+        )
+        missing = [key for key in keys if key not in said]
         if missing:
-            raise TaskError(f"step of {type(self._env).__name__} returned no {', '.join(sorted(missing))}")
+            raise TaskError(f"step of {type(self._env).__name__} returned no {', '.join(missing)}")
         reward, done = float(said["reward"]), bool(said["done"])
         self._total += reward
         text = "\n".join(str(message["content"]) for message in said["observations"] or ())
-        if done and hasattr(self._env, "close"):
-            await asyncio.to_thread(self._env.close)
         return Turn(text, reward, done, {"observed": text})
 
     def result(self) -> Reward:
         return Reward(self._total, self._total >= 1)
+
+    def close(self) -> None:
+        if hasattr(self._env, "close"):
+            self._env.close()

@@ -9,6 +9,7 @@ number; 1 or more counts as correct.
 from __future__ import annotations
 
 import json
+import numbers
 from typing import Any, ClassVar, Literal, cast
 
 from pydantic import Field
@@ -54,7 +55,7 @@ class FunctionTask(TaskAdapter):
         row = json.loads(prompt.answer)
         value = self._function(row[self._options.prompt_field], episode.text, row)
         # Whatever it is: what is no number is told as an invalid reward, not as an error in here.
-        return Reward(value, bool(isinstance(value, int | float) and value >= 1))
+        return Reward(value, isinstance(value, numbers.Real) and float(value) >= 1)
 
     def _prompt(self, index: int, row: dict[str, Any]) -> Prompt:
         text = self._rows.text(row)

@@ -34,11 +34,15 @@ class Rows:
     def __init__(self, options: RowOptions, seed: int) -> None:
         self._options = options
         self._seed = seed
+        self._orders: dict[int, list[int]] = {}  # of the epoch that was asked for last
 
     def training(self, index: int) -> dict[str, Any]:
-        rows = [row for i, row in enumerate(self._rows) if i % self._options.holdout]
-        epoch, position = divmod(index, len(rows))
-        return random.Random(f"{self._seed}/{epoch}").sample(rows, len(rows))[position]
+        num = len(self._rows) - len(self._rows[:: self._options.holdout])
+        epoch, position = divmod(index, num)
+        if epoch not in self._orders:  # drawn once: prompts come in order
+            numbers = [i for i in range(len(self._rows)) if i % self._options.holdout]
+            self._orders = {epoch: random.Random(f"{self._seed}/{epoch}").sample(numbers, num)}
+        return self._rows[self._orders[epoch][position]]
 
     def held_out(self, index: int) -> dict[str, Any]:
         """The same whatever the seed; they repeat after the last."""
@@ -46,13 +50,24 @@ class Rows:
         return rows[index % len(rows)]
 
     def messages(self, row: dict[str, Any]) -> list[dict[str, str]]:
-        """The prompt as messages."""
+        """The prompt as messages.
+
+        Raises:
+            DataError: it is none.
+        """
         said = row[self._options.prompt_field]
-        return [{"role": "user", "content": said}] if isinstance(said, str) else said
+        messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+        for message in messages or [None]:
+            if not isinstance(message, dict) or not {"role", "content"} <= set(message):
+                raise DataError(
+                    f"{self._options.data}: field '{self._options.prompt_field}' holds {message!r:.60}; it "
+                    'must be text, or messages with "role" and "content"'
+                )
+        return messages
 
     def text(self, row: dict[str, Any]) -> str:
-        """The prompt as text: what its last message says."""
-        return str(self.messages(row)[-1]["content"])
+        """The prompt as text: what its messages say."""
+        return "\n\n".join(str(message["content"]) for message in self.messages(row))
 
     @cached_property
     def _rows(self) -> tuple[dict[str, Any], ...]:
@@ -77,8 +92,8 @@ def named(path: str, key: str) -> Any:
     try:
         found = getattr(importlib.import_module(module_name), name, None)
     except (ModuleNotFoundError, ValueError) as error:
-        why = f"no module named '{module_name}'"
-        raise ConfigError(f"{key}='{path}': {why}; check the spelling") from error
+        missing = getattr(error, "name", None) or module_name
+        raise ConfigError(f"{key}='{path}': no module named '{missing}'; check the spelling") from error
     if not callable(found):
         raise ConfigError(f"{key}='{path}': there is nothing called '{name}' in {module_name}")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from functools import cached_property
@@ -18,6 +19,7 @@ from .options import CodeOptions
 from .problems import Problem, load_problems, split
 from .runner import ProgramRunner
 
+MOST_SAMPLES = 16  # of a group, whose programs may all run until their limit
 FUNCTION_MAX_NEW_TOKENS = 10  # five signs, the end token, and room to be wrong
 INSTRUCTION = (
     "{question}\n\nThink inside <think></think>, then give the whole program in one ```python block."
@@ -40,10 +42,12 @@ class CodeTask(TaskAdapter):
         self._uses_chat = (self._options.template or ("plain" if self._is_generated else "chat")) == "chat"
         if self._is_generated:
             self.max_new_tokens = FUNCTION_MAX_NEW_TOKENS
-        self.reward_limit_s = 60.0 + 2 * self._options.program_s
+        # The first answer waits for all of its group, and for the sandbox to start.
+        self.reward_limit_s = 60.0 + math.ceil(MOST_SAMPLES / self._options.slots) * self._options.program_s
         if self._uses_chat and not getattr(tokenizer, "chat_template", None):
             raise ModelError("the model's tokenizer has no chat template: set task.template=plain")
         self._judged: dict[str, Verdict] = {}  # of the group being scored, by program
+        self._judged_prompt: Prompt | None = None
 
     def preflight(self) -> str:
         """What stands around the programs. Raises SandboxError where they cannot be run safely."""
@@ -69,10 +73,11 @@ class CodeTask(TaskAdapter):
 
     def prepare(self, prompt: Prompt, episodes: Sequence[Episode]) -> None:
         """Run all programs of a group side by side; equal ones once."""
-        tests = self._problem(prompt).tests
+        problem = self._problem(prompt)
         answers = [self._parse(prompt, episode) for episode in episodes]
         codes = {answer.code for answer in answers if answer.code and answer.is_python}
-        self._judged = self._runner.judge(sorted(codes), tests)
+        self._judged = self._runner.judge(sorted(codes), problem.tests, problem.solution)
+        self._judged_prompt = prompt
 
     def reward(self, prompt: Prompt, episode: Episode) -> Reward:
         """The share of hidden tests passed, or 1 for all of them; parts say the rest."""
@@ -80,7 +85,7 @@ class CodeTask(TaskAdapter):
         if answer.code is None or not answer.is_python:
             found = Verdict(0, 1, "empty" if answer.code is None else "syntax")
         else:
-            if answer.code not in self._judged:
+            if prompt != self._judged_prompt or answer.code not in self._judged:
                 self.prepare(prompt, [episode])
             found = self._judged[answer.code]
         correct = found.passed == found.total

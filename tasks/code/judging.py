@@ -16,29 +16,39 @@ from dataclasses import dataclass
 
 from echo_planes.data.sandbox.model import Outcome, Program
 
-_FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_FENCE = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+_PYTHON = ("", "python", "python3", "py")
+# Everything that the judging needs is bound before the answer runs, and the tests see the builtins as they
+# were; of the answer's names that hide a builtin, they see those that the authors' solution defines too.
 _HARNESS = """
-import json, os, sys
+import builtins, json, os, sys
 def judge():
     told = json.loads(sys.stdin.readline())
     out = os.fdopen(os.dup(1), "w")
-    counts = [0, 0]
+    write, flush, leave, true, clean = out.write, out.flush, os._exit, bool, dict(vars(builtins))
+    word, own, run, build = told["word"], told["own"], exec, compile
+    counts = [0, 0, 0]
     def case(check):
         counts[1] += 1
         try:
-            counts[0] += bool(check())
+            if true(check()):
+                counts[0] += 1
         except Exception:
             pass
-    space = {"__name__": "answer"}
+    space = {"__name__": "answer", "__builtins__": dict(clean)}
     try:
-        exec(compile(told["answer"], "answer", "exec"), space)
-        exec(compile(told["tests"], "tests", "exec"), dict(space, _case=case))
+        run(build(told["answer"], "answer", "exec"), space)
+        seen = {name: value for name, value in space.items() if name not in clean or name in own}
+        run(build(told["tests"], "tests", "exec"), {**seen, "__builtins__": clean, "_case": case})
     except BaseException as error:
-        counts[1] += 1
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-    out.write("\\n" + json.dumps([told["word"], *counts]))
-    out.flush()
-    os._exit(0)
+        counts[2] = 1
+        try:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        except Exception:
+            pass
+    write("\\n%s %d %d %d" % (word, *counts))
+    flush()
+    leave(0)
 judge()
 """
 
@@ -73,39 +83,46 @@ def parse_answer(text: str, head: str, *, fenced: bool) -> Answer:
         head: Python that the answer continues, unless it says it again itself.
         fenced: whether the answer must stand in a block.
     """
+    text = text.replace("\r\n", "\n")
     before, closed, rest = text.rpartition("</think>")
     has_thinking = bool(closed and before.replace("<think>", "").strip())
     code: str | None = rest
     if fenced:
-        blocks = _FENCE.findall(rest)
+        blocks = [block for kind, block in _FENCE.findall(rest) if kind.strip().lower() in _PYTHON]
         code = blocks[-1] if blocks else None
     if code is None:
         return Answer(None, False, has_thinking)
-    definition = head.rstrip().rpartition("\ndef ")[2] if "def " in head else head
-    name = definition.removeprefix("def ").partition("(")[0].strip()
-    if not (fenced and f"def {name}" in code):
-        code = head + code
+    start = max(head.rfind("\ndef ") + 1, 0)
+    name = head[start:].removeprefix("def ").partition("(")[0].strip()
+    # What stands before the function, imports and helpers, is part of the question.
+    code = (head[:start] if fenced and f"def {name}(" in code else head) + code
     return Answer(code, _is_python(code), has_thinking)
 
 
-def program(code: str, tests: str) -> tuple[Program, str]:
-    """What the sandbox runs, and the word its verdict begins with."""
+def program(code: str, tests: str, solution: str) -> tuple[Program, str]:
+    """What the sandbox runs, and the word its verdict begins with.
+
+    Args:
+        code: the answer.
+        tests: see `counted`.
+        solution: the authors' own; what it defines, the answer may define.
+    """
     word = secrets.token_hex(16)
-    told = json.dumps({"word": word, "answer": code, "tests": counted(tests)})
-    return Program(_HARNESS, stdin=told + "\n"), word
+    told = {"word": word, "answer": code, "tests": counted(tests), "own": _defined(solution)}
+    return Program(_HARNESS, stdin=json.dumps(told) + "\n"), word
 
 
 def verdict(outcome: Outcome, word: str, tests: str) -> Verdict:
     """What a run says of the answer."""
-    least = max(tests.count("assert "), 1)
+    least = max(sum(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(tests))), 1)
     detail = outcome.stderr.strip()[-200:]
-    try:
-        said = json.loads(outcome.stdout.rpartition("\n")[2])
-    except ValueError:
-        said = None
-    if outcome.status != "ok" or not isinstance(said, list) or said[:1] != [word]:
+    said = outcome.stdout.rpartition("\n")[2].split(" ")
+    if outcome.status != "ok" or said[0] != word or len(said) != 4 or not all(n.isdigit() for n in said[1:]):
         return Verdict(0, least, "failed" if outcome.status == "ok" else outcome.status, detail)
-    return Verdict(int(said[1]), max(int(said[2]), 1), "ok", detail)
+    passed, total, is_cut = map(int, said[1:])
+    # A program that broke off has failed at least one, and all that it did not come to.
+    total = max(total + is_cut, least if is_cut else 1)
+    return Verdict(min(passed, total), total, "ok", detail)
 
 
 def counted(tests: str) -> str:
@@ -126,3 +143,8 @@ def _is_python(code: str) -> bool:
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
         return False
     return True
+
+
+def _defined(solution: str) -> list[str]:
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return [node.name for node in ast.parse(solution).body if isinstance(node, kinds)]

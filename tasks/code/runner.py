@@ -29,13 +29,13 @@ class ProgramRunner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pool: SandboxPool | None = None
 
-    def judge(self, codes: Sequence[str], tests: str) -> dict[str, Verdict]:
-        """How each program does in the tests.
+    def judge(self, codes: Sequence[str], tests: str, solution: str) -> dict[str, Verdict]:
+        """How each program does in the tests of a problem, whose authors' own solution is given.
 
         Raises:
             SandboxError: this machine offers no protection; nothing ran.
         """
-        return self._call(self._judge(codes, tests))
+        return self._call(self._judge(codes, tests, solution))
 
     @property
     def protection(self) -> str:
@@ -55,11 +55,11 @@ class ProgramRunner:
             self._pool = pool
         return self._pool
 
-    async def _judge(self, codes: Sequence[str], tests: str) -> dict[str, Verdict]:
+    async def _judge(self, codes: Sequence[str], tests: str, solution: str) -> dict[str, Verdict]:
         pool = await self._started()
 
         async def one(code: str) -> Verdict:
-            made, word = program(code, tests)
+            made, word = program(code, tests, solution)
             return verdict(await pool.run(made), word, tests)
 
         return dict(zip(codes, await asyncio.gather(*map(one, codes)), strict=True))

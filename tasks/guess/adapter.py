@@ -44,6 +44,9 @@ class Game:
         value = (self._max_turns - self._guesses + 1) / self._max_turns if self._found else 0.0
         return Reward(value, self._found, {"guesses": float(self._guesses)})
 
+    def close(self) -> None:
+        """It holds nothing."""
+
 
 class GuessTask(EpisodeTask):
     """Find a secret number by asking."""

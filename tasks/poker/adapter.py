@@ -53,10 +53,13 @@ class PokerTask(EpisodeTask):
         return game
 
     def _deal(self, index: int, key: str) -> Prompt:
-        """The first deal of a key in which the learner has a decision at all: blinds may end a hand."""
-        seat, draw = index % self._options.seats, 0
-        while (text := self._game(seat, f"{key}/{draw}").opening) is None:
+        """The first deal of a key in which every seat has a decision, were it the learner's: a hand may be
+        over before, and all seats shall see the same deals."""
+        seats, draw = range(self._options.seats), 0
+        while None in (openings := [self._game(seat, f"{key}/{draw}").opening for seat in seats]):
             draw += 1
+        seat = index % len(seats)
+        text = openings[seat] or ""
         if self._options.style == "plain":
             text = f"{SYSTEM_PROMPT}\n\n{text}\n"
         return self.opening(index, text, f"{seat}/{key}/{draw}")
@@ -66,6 +69,7 @@ class PokerTask(EpisodeTask):
         that all samples begin in the same state."""
         name = self._options.opponent
         names = sorted(self._opponents) if name in ("mixed", "self") else [name]
-        rules = [self._opponents[names[i % len(names)]] for i in range(self._options.seats)]
+        drawn = random.Random(f"players/{key}")
+        rules = [self._opponents[drawn.choice(names)] for _ in range(self._options.seats)]
         hand = Hand(self._rules, shuffled_deck(random.Random(f"deal/{key}")))
         return Game(hand, seat, rules, random.Random(f"opponents/{key}"), self.tokenizer, self._options.style)

@@ -75,6 +75,9 @@ class Game:
         parts = {"net_bb": net, "illegal": self._illegal / max(len(self._stacks), 1)}
         return Reward(net, net > 0, parts)
 
+    def close(self) -> None:
+        """It holds nothing."""
+
     def _net_chips(self) -> int:
         if self._hand.actor is None:
             return self._hand.net_chips[self._seat]

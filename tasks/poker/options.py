@@ -20,7 +20,7 @@ class PokerOptions(EpisodeOptions):
     big_blind: int = Field(default=2, ge=2, le=1000, description="in chips; the small blind is half of it")
     opponent: Literal["calling-station", "tight-aggressive", "maniac", "mixed", "self"] = Field(
         default="calling-station",
-        description="in the other seats; mixed: the three by turns; self: the policy itself as it is now",
+        description="in the other seats; mixed: any of the three; self: the policy itself as it is now",
     )
     style: Style = Field(default="compact", description="how a state is written: one line of signs, or words")
     max_turns: int = Field(default=16, ge=1, le=256, description="decisions of one hand; then it is cut off")

@@ -22,7 +22,7 @@ FOUND: dict[str, Any] = {
     "correct": Reward(1.0, cast(bool, "yes")),
     "parts": Reward(1.0, True, {"length": math.nan}),
     "none": None,
-    "number": 0.5,
+    "half": 0.5,
     "numpy": Reward(
         cast(float, np.float32(0.5)), cast(bool, np.bool_(True)), {"half": cast(float, np.int64(2))}
     ),
@@ -51,6 +51,13 @@ class BadlyRewarded(TaskAdapter):
                 time.sleep(3600)
             case "raise":
                 raise ZeroDivisionError("no samples to divide by")
+            case "linger":
+                if os.fork() == 0:
+                    time.sleep(3600)
+                    os._exit(0)
+                time.sleep(3600)
+            case "number":
+                return Reward(float(episode.response_ids[0]), True)
             case "exit":
                 os._exit(7)
             case "print":

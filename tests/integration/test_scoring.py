@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from echo_planes.errors import RunError
@@ -61,7 +64,7 @@ def test_every_answer_gets_its_own_outcome() -> None:
             "correct",
             "parts",
             "none",
-            "number",
+            "half",
         ]
     )
     assert isinstance(raised, RewardFailure)
@@ -91,6 +94,64 @@ def test_a_hanging_reward_meets_its_deadline_and_the_next_group_is_scored() -> N
     assert isinstance(hung[2], RewardFailure)
     assert hung[2].status == "failed"
     assert after == [FINE]
+
+
+def numbered(*numbers: int) -> list[Episode]:
+    return [replace(answer("number"), response_ids=(number, 6)) for number in numbers]
+
+
+def test_an_answer_that_comes_too_late_is_nobody_elses() -> None:
+    """The last answer of a group meets its deadline; the next group gets its own rewards."""
+
+    async def main() -> list[list[Reward | RewardFailure]]:
+        async with started(limit_s=2.0) as pool:
+            groups = [[*numbered(10, 20), answer("hang")], numbered(100, 200), [answer("hang")], numbered(7)]
+            return [await pool.score(PROMPT, group) for group in groups]
+
+    first, second, third, fourth = asyncio.run(main())
+    assert [r.value for r in first[:2] if isinstance(r, Reward)] == [10.0, 20.0]
+    assert isinstance(first[2], RewardFailure)
+    assert second == [Reward(100.0, True), Reward(200.0, True)]
+    assert isinstance(third[0], RewardFailure)
+    assert fourth == [Reward(7.0, True)]
+
+
+def test_what_a_reward_started_ends_with_it() -> None:
+    """A forked process that lives on holds up nobody, and does not live on."""
+
+    async def main() -> list[Reward | RewardFailure]:
+        async with started(limit_s=2.0) as pool:
+            outcomes = await pool.score(PROMPT, [answer("linger")])
+            deadline_s = asyncio.get_running_loop().time() + 30.0
+            while children() and asyncio.get_running_loop().time() < deadline_s:
+                await asyncio.sleep(0.05)
+            return outcomes
+
+    assert asyncio.run(main()) == [RewardFailure("reward_timeout", "took longer than 2 s")]
+    assert not children()
+
+
+def children() -> list[int]:
+    """Living processes of the rewards."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if "echo_planes.data.reward_child" in process.cmdline() and process.status() != "zombie":
+                found.append(process.pid)
+    return found
+
+
+def test_nothing_is_started_after_the_end() -> None:
+    async def main() -> list[object]:
+        async with started() as pool:
+            scoring = [asyncio.ensure_future(pool.score(PROMPT, [answer("hang")])) for _ in range(7)]
+            while not pool._children:
+                await asyncio.sleep(0.01)
+        return list(await asyncio.gather(*scoring, return_exceptions=True))
+
+    results = asyncio.run(main())
+    assert not children()
+    assert sum(isinstance(result, RunError) for result in results) >= 3  # those that had no child yet
 
 
 def test_a_hanging_reward_does_not_hold_up_other_groups() -> None:

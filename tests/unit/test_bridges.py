@@ -93,7 +93,7 @@ def test_a_function_with_a_file_is_a_task(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "why"),
     [
-        ({"reward": "nowhere.at_all:f"}, ConfigError, "no module named 'nowhere.at_all'"),
+        ({"reward": "nowhere.at_all:f"}, ConfigError, "no module named 'nowhere'"),
         ({"reward": f"{HERE}:missing"}, ConfigError, "nothing called 'missing'"),
         ({"holdout": 11}, DataError, "10 rows are too few"),
         ({"row_fields": ["gold"]}, DataError, r"row 1.*no field 'gold'"),

@@ -74,6 +74,21 @@ def test_an_answer_is_the_last_block_after_the_thinking() -> None:
     assert parse_answer("x+1", "f=lambda x,y:", fenced=False).code == "f=lambda x,y:x+1"
 
 
+@pytest.mark.parametrize("kind", ["python", "Python", "python3", "py", "", "python "])
+def test_blocks_are_paired_and_told_apart(kind: str) -> None:
+    text = f"```bash\npip install x\n```\nThen:\n```{kind}\n    return 1\n```\nand\n```text\n1\n```\n"
+    for written in (text, text.replace("\n", "\r\n")):
+        assert parse_answer(written, HEAD, fenced=True).code == HEAD + "    return 1\n"
+
+
+def test_what_stands_before_the_function_stays() -> None:
+    head = 'import math\n\ndef helper(): return 1\n\n\ndef add(a, b):\n    """Adds."""\n'
+    found = parse_answer("```python\ndef add(a, b):\n    return a + helper()\n```", head, fenced=True)
+    assert (
+        found.code == "import math\n\ndef helper(): return 1\n\n\ndef add(a, b):\n    return a + helper()\n"
+    )
+
+
 @given(st.text(max_size=60), st.booleans())
 def test_no_answer_raises(text: str, fenced: bool) -> None:
     parse_answer(text, HEAD, fenced=fenced)
@@ -110,14 +125,12 @@ check(add)
 
 def run(code: str, tests: str = "assert f(1) == 2\nassert f(2) == 3") -> Verdict:
     """The program as the sandbox would run it, but here: only for answers written in this file."""
-    made, word = program(code, tests)
+    made, word = program(code, tests, "")
     out = io.StringIO()
-    source = made.source.replace('os.fdopen(os.dup(1), "w")', "told_out").replace("os._exit(0)", "return")
+    source = made.source.replace('os.fdopen(os.dup(1), "w")', "told_out").replace("leave(0)", "return")
+    source = source.replace("json.loads(sys.stdin.readline())", "told_in")
     with contextlib.redirect_stderr(io.StringIO()):
-        exec(
-            source.replace("json.loads(sys.stdin.readline())", "told_in"),
-            {"told_out": out, "told_in": json.loads(made.stdin)},
-        )
+        exec(source, {"told_out": out, "told_in": json.loads(made.stdin)})
     return verdict(Outcome("ok", 0, out.getvalue(), "", 0.1), word, tests)
 
 
@@ -125,10 +138,34 @@ def test_the_verdict_of_a_run() -> None:
     assert run("def f(x): return x + 1") == Verdict(2, 2, "ok")
     assert run("def f(x): return 2") == Verdict(1, 2, "ok")
     assert run("def g(x): return 2") == Verdict(0, 2, "ok")
-    assert run("raise SystemExit") == Verdict(0, 1, "ok")
-    assert run("def f(x): return x + 1", "assert f(1) == 2\nraise ValueError\nassert f(2) == 3") == Verdict(
-        1, 2, "ok"
+    assert run("raise SystemExit") == Verdict(0, 2, "ok")
+    many = "\n".join(["assert f(1) == 2"] * 10)
+    assert run("def f(x): return x + 1", f"assert f(1) == 2\nraise ValueError\n{many}") == Verdict(
+        1, 11, "ok"
     )
+    ends = "calls = []\ndef f(x):\n    calls.append(x)\n    if len(calls) > 3: raise SystemExit\n    return 2"
+    assert run(ends, many) == Verdict(3, 10, "ok")
+
+
+@pytest.mark.parametrize(
+    "trick",
+    [
+        "def bool(x): return 2\ndef f(x): return 0",
+        "import builtins\nbuiltins.bool = lambda x: True\ndef f(x): return 0",
+        "import json\njson.dumps = lambda x: '[]'\ndef f(x): return 0",
+        "def abs(x): return 0\ndef f(x): return 5",
+        "import builtins\nbuiltins.abs = lambda x: 0\ndef f(x): return 5",
+        "def _case(x): pass\ndef f(x): return 0",
+    ],
+)
+def test_an_answer_that_redefines_what_tests_use_has_passed_nothing(trick: str) -> None:
+    import builtins
+
+    kept = builtins.bool, builtins.abs, json.dumps
+    try:
+        assert run(trick, "assert abs(f(1) - 2) < 1\nassert f(1) == 2") == Verdict(0, 2, "ok")
+    finally:
+        builtins.bool, builtins.abs, json.dumps = kept  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -136,9 +173,10 @@ def test_the_verdict_of_a_run() -> None:
     [
         (Outcome("timeout", None, "", "", 5.0), "timeout"),
         (Outcome("ok", 0, "", "", 0.1), "failed"),
-        (Outcome("ok", 0, '\n["00", 2, 2]', "", 0.1), "failed"),  # counts, but not with the word
-        (Outcome("ok", 0, "\n[", "", 0.1), "failed"),
-        (Outcome("memory", None, '\n["word", 2, 2]', "", 0.1), "memory"),
+        (Outcome("ok", 0, "\n00 2 2 0", "", 0.1), "failed"),  # counts, but not with the word
+        (Outcome("ok", 0, "\nword 2 -2 0", "", 0.1), "failed"),
+        (Outcome("ok", 0, "\nword 2", "", 0.1), "failed"),
+        (Outcome("memory", None, "\nword 2 2 0", "", 0.1), "memory"),
     ],
 )
 def test_who_ends_early_or_forges_counts_has_passed_nothing(outcome: Outcome, status: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,6 +24,8 @@ from echo_planes.types import (
     Prompt,
     Publication,
     Receipt,
+    Reward,
+    RewardFailure,
     Sample,
     Span,
 )
@@ -144,6 +147,7 @@ def make(
     source: Source,
     task: TaskAdapter | None = None,
     *,
+    scorer: Any = None,
     weights: Any = None,
     max_groups: int = 4,
     **kind: Any,
@@ -155,7 +159,7 @@ def make(
         "L0",
         engine=engine,
         task=task,
-        scorer=InlineScorer(task),
+        scorer=scorer or InlineScorer(task),
         source=source,
         weights=weights or FakeWeights(),
         kind=WorkerConfig(max_groups=max_groups, **kind),
@@ -253,6 +257,23 @@ def test_a_slow_worker_pauses_before_each_group() -> None:
     source = Source(1)
     work(make(Engine(), source, slowdown_s=10.0), 11.5)
     assert source.submitted
+
+
+class SlowScorer(InlineScorer):
+    """Takes a virtual while."""
+
+    async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Reward | RewardFailure]:
+        await asyncio.sleep(3 * LEASE_S)
+        return await super().score(prompt, episodes)
+
+
+def test_a_lease_is_kept_while_its_answers_are_scored() -> None:
+    """Scoring has deadlines of its own; the prompt must not go out again meanwhile."""
+    source = Source(1)
+    work(make(Engine(seconds=0.0), source, scorer=SlowScorer(fake_task())), 4 * LEASE_S)
+    assert "l0" in source.submitted
+    times = [0.0, *(at_s for at_s, leases in source.renewed if leases == ("l0",)), 3 * LEASE_S]
+    assert max(later - earlier for earlier, later in pairwise(times)) < LEASE_S
 
 
 def test_streamed_tokens_renew_a_lease_and_silence_does_not() -> None:
