@@ -30,7 +30,8 @@ check: $(STAMP)
 
 test: check
 	@bash scripts/test_tools.sh
-	$(BIN)/python -m pytest tests/unit tests/sim tests/integration $(ARGS)
+	$(BIN)/python -m pytest tests/unit tests/sim -n 2 $(ARGS)
+	$(BIN)/python -m pytest tests/integration $(ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -58,7 +58,7 @@ MISTAKES = {
     "no data named": Mistake(("task.dataset=gsm8k",), ("task.dataset=gsm8k", "set task.data=PATH")),
     "corrupt data": Mistake(
         ("task.dataset=gsm8k", "task.data=@corrupt.jsonl.gz"),
-        ("@corrupt.jsonl.gz", "cannot read", "set task.data=PATH"),
+        ("@corrupt.jsonl.gz", "cannot be read", "set task.data=PATH"),
     ),
     "other data": Mistake(
         ("task.dataset=gsm8k", "task.data=@other.jsonl"),
