@@ -1,7 +1,9 @@
 """The durable replay store: `python -m bench.store [--json FILE] [--folder FOLDER] [--rounds N] [--small]`.
 
-Append: against plain writes of the very same bytes, in turn, in one run; once with no sync on either side
-(what our work costs beside the copy into the page cache) and once with one sync per batch on both sides.
+Append: against plain writes of as many bytes (one of our messages), one write per batch, in turn with ours in
+one run; once with no sync on either side (what our work costs beside the copy into the page cache) and once
+with one sync per batch on both sides. Ratios are of wall time and, as `cpu`, of the thread's own time, user
+and system.
 Choose and open: a store of 1,000,000 short rows (62,500 groups of 16, one message each, about 0.4 GB; rows
 of 512 tokens would be 10 GB, and neither reads rows), its files in the page cache. Gather: 512 rows of 512
 response tokens, 32 groups from as many messages, at first touch (hashes and structure checked) and again.
@@ -35,6 +37,7 @@ TOKENS = 512
 SAMPLES = 16
 GROUPS_CHOSEN = 32
 GROUPS_PER_VERSION = 64
+BLOCK = 4  # batches appended before as many are written plainly
 STALENESS = 8  # versions that are admissible in the narrow case
 SELECTORS: tuple[Selector, ...] = ("fifo", "freshest", "uniform", "staleness", "reward")
 BARS = {
@@ -95,13 +98,12 @@ def renamed(batch: pa.RecordBatch, first: int, *, version: int = 0, reward: floa
     """The same rows as other groups, of one version."""
     count = batch.num_rows
     names = pa.array([f"lineage.{first + row // SAMPLES}" for row in range(count)])
-    for name, column in (
-        ("group_id", names),
-        ("version", pa.array(np.full(count, version))),
-        ("reward", pa.array(np.full(count, reward))),
-    ):
-        batch = batch.set_column(SCHEMA.get_field_index(name), SCHEMA.field(name), column)
-    return batch
+    columns = dict(zip(SCHEMA.names, batch.columns, strict=True))
+    columns["group_id"] = names
+    columns["version"] = pa.array(np.full(count, version))
+    columns["reward"] = pa.array(np.full(count, reward))
+    # With the very schema object, as `schema.to_batch` does.
+    return pa.RecordBatch.from_arrays(list(columns.values()), schema=SCHEMA)
 
 
 def timed(action: Callable[[], object]) -> float:
@@ -110,52 +112,71 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - start_s
 
 
-def write_plain(path: Path, data: bytes, sizes: list[int], sync: Callable[[int], None]) -> float:
-    """Seconds to write `data` in pieces of these sizes, each synced."""
-    view = memoryview(data)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+class Stopwatch:
+    """Wall seconds, and seconds of this thread in user and system mode, of one block after another."""
+
+    def __init__(self) -> None:
+        self.blocks: list[tuple[float, float]] = []
+
+    def time(self, action: Callable[[], object]) -> None:
+        wall_s, cpu_s = time.perf_counter(), time.thread_time()
+        action()
+        self.blocks.append((time.perf_counter() - wall_s, time.thread_time() - cpu_s))
+
+    def medians(self) -> tuple[float, float]:
+        """Of a block, the first left out: it is a warm-up."""
+        wall_s, cpu_s = zip(*self.blocks[1:], strict=True)
+        return statistics.median(wall_s), statistics.median(cpu_s)
+
+
+def append_round(here: Path, batches: list[pa.RecordBatch], files: Files) -> tuple[Stopwatch, Stopwatch]:
+    """Append `batches` and write the bytes of one plainly, in turn, `BLOCK` at a time."""
+    here.mkdir()
+    store = ReplayStore(here / "store", holder="bench", files=files, segment_bytes=1 << 40)
+    store.append(batches[0], created_s=0.0)  # the segment is made
+    size_bytes = int(store.index.messages["size_bytes"][0])
+    data = (here / "store" / "segments" / "00000000.arrows").read_bytes()[-size_bytes:]
+    fd = os.open(here / "plain", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    ours, plain = Stopwatch(), Stopwatch()
+
+    def append(block: list[pa.RecordBatch]) -> None:
+        for batch in block:
+            store.append(batch, created_s=0.0)
 
     def write() -> None:
-        at = 0
-        for size in sizes:
-            os.write(fd, view[at : at + size])
-            sync(fd)
-            at += size
+        for _ in range(BLOCK):
+            os.write(fd, data)
+            files.sync(fd)
 
-    seconds = timed(write)
+    # The page cache of what went before is not to be written back during this.
+    os.sync()
+    for first in range(1, len(batches), BLOCK):
+        block = batches[first : first + BLOCK]
+        ours.time(lambda b=block: append(b))  # type: ignore[misc]
+        plain.time(write)
     os.close(fd)
-    return seconds
+    store.close()
+    shutil.rmtree(here)
+    return ours, plain
 
 
-def measure_append(folder: Path, batch: pa.RecordBatch, count: int, rounds: int, files: Files) -> list[float]:
-    """Plain seconds over ours, for `count` appends of `batch`, one ratio per round."""
+def measure_append(folder: Path, batch: pa.RecordBatch, count: int, rounds: int, name: str) -> dict[str, Any]:
+    """Plain time over ours per batch, for `count` appends of `batch` in each round."""
     groups = batch.num_rows // SAMPLES
-    batches = [renamed(batch, number * groups) for number in range(count)]
-    ratios = []
-    for number in range(rounds):
-        here = folder / "append"
-        store = ReplayStore(here, holder="bench", files=files, segment_bytes=1 << 40)
-        store.append(renamed(batch, count * groups), created_s=0.0)  # the segment is made
-
-        def append_all(store: ReplayStore = store) -> None:
-            for one in batches:
-                store.append(one, created_s=0.0)
-
-        def plain(store: ReplayStore = store, here: Path = here) -> float:
-            sizes = store.index.messages["size_bytes"].tolist()
-            data = (here / "segments" / "00000000.arrows").read_bytes()[-sum(sizes) :]
-            return write_plain(here / "plain", data, sizes, files.sync)
-
-        # The page cache of the one is not to be written back during the other.
-        os.sync()
-        ours_s = timed(append_all)
-        os.sync()
-        plain_s = plain() * count / (count + 1)
-        store.close()
-        shutil.rmtree(here)
-        if number:  # the first is a warm-up
-            ratios.append(plain_s / ours_s)
-    return ratios
+    files: Files = Files() if name == "append_durable" else Unsynced()
+    batches = [renamed(batch, number * groups) for number in range(count + 1)]
+    found = [append_round(folder / "append", batches, files) for _ in range(rounds)]
+    ours = np.median([ours.medians() for ours, _ in found], axis=0)
+    plain = np.median([plain.medians() for _, plain in found], axis=0)
+    ratios = [plain.medians()[0] / ours.medians()[0] for ours, plain in found]
+    rows = batch.num_rows
+    return {
+        f"{name}_ratio_{rows}": float(plain[0] / ours[0]),
+        f"{name}_cpu_ratio_{rows}": float(plain[1] / ours[1]),
+        f"{name}_ratio_{rows}_rounds": ratios,
+        f"{name}_us_{rows}": (1e6 * ours / BLOCK).tolist(),
+        f"{name}_plain_us_{rows}": (1e6 * plain / BLOCK).tolist(),
+    }
 
 
 def fill(folder: Path, groups: int) -> float:
@@ -251,10 +272,8 @@ def measure(folder: Path, rounds: int, *, small: bool) -> dict[str, Any]:
     count = 64 if small else 256
     for groups in (1, 8):
         batch = renamed(pa.Table.from_batches([group] * groups).combine_chunks().to_batches()[0], 0)
-        for name, files in (("append_ratio", Unsynced()), ("append_durable_ratio", Files())):
-            ratios = measure_append(folder, batch, count // groups, rounds + 1, files)
-            told[f"{name}_{batch.num_rows}"] = statistics.median(ratios)
-            told[f"{name}_{batch.num_rows}_rounds"] = ratios
+        for name in ("append", "append_durable"):
+            told |= measure_append(folder, batch, count // groups, rounds, name)
     told["peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return told
 

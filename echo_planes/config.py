@@ -144,8 +144,13 @@ class StalenessConfig(Section):
     queue_batches: float = Field(
         1.5, ge=1, allow_inf_nan=False, description="leased + buffered groups, in batches, at most"
     )
-    selector: Literal["fifo", "freshest", "uniform"] = Field(
-        "fifo", description="which admissible groups first"
+    selector: Literal["fifo", "freshest", "uniform", "staleness", "reward"] = Field(
+        "fifo",
+        description="which admissible groups first: oldest arrivals; newest versions; drawn at random, "
+        "alike, or newer versions, or higher rewards, more often",
+    )
+    reuse: PositiveInt = Field(
+        1, description="times a group may be trained, where too few new ones are there; at most S + 1"
     )
 
     @property
@@ -159,6 +164,12 @@ class StalenessConfig(Section):
                 f"publish_every={self.kappa} is larger than max_staleness + 1 = {self.max_staleness + 1}: "
                 "the newest snapshot would be too old to train on before the next one comes; lower "
                 "publish_every or raise max_staleness"
+            )
+        if self.reuse > self.max_staleness + 1:
+            raise ValueError(
+                f"reuse={self.reuse} is larger than max_staleness + 1 = {self.max_staleness + 1}: a group is "
+                "too old after that many batches, and the learner would wait for groups to use again that "
+                "never come; lower reuse or raise max_staleness"
             )
         return self
 
@@ -263,6 +274,17 @@ class EvalConfig(Section):
     samples_per_prompt: PositiveInt = Field(4, description="k of avg@k")
 
 
+class ReplayConfig(Section):
+    """How long the rows of accepted trajectories are kept on disk (RUN/replay)."""
+
+    max_gib: PositiveFloat = Field(8.0, description="of all rows; the oldest go, trained ones first")
+    max_age_h: PositiveFloat | None = Field(None, description="since acceptance, hours; default: no limit")
+    max_versions: PositiveInt | None = Field(
+        None, description="newest policy versions whose rows are kept; default: all"
+    )
+    trim_every: PositiveInt = Field(20, description="steps between looks at these limits")
+
+
 class CheckpointConfig(Section):
     """What a crash cannot take away."""
 
@@ -283,7 +305,19 @@ class Config(Section):
     objective: ObjectiveConfig = ObjectiveConfig()
     learner: LearnerConfig = LearnerConfig()
     eval: EvalConfig = EvalConfig()
+    replay: ReplayConfig = ReplayConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _keeps_what_it_trains(self) -> Self:
+        kept, budget = self.replay.max_versions, self.staleness.max_staleness
+        if kept is not None and kept <= budget:
+            raise ValueError(
+                f"replay.max_versions={kept} does not keep the {budget + 1} versions that "
+                f"staleness.max_staleness={budget} trains on: rows would go before their batch is formed; "
+                f"give at least {budget + 1}"
+            )
+        return self
 
 
 def cluster_address(config: Config) -> str | None:

@@ -12,15 +12,14 @@ from typing import Protocol
 from echo_planes.checkpoint import CheckpointMeta, save_checkpoint
 from echo_planes.clock import Clock
 from echo_planes.config import Config, WorkerConfig
-from echo_planes.data.schema import TrajectoryLog
 from echo_planes.errors import EchoPlanesError
 from echo_planes.journal import Journal
 from echo_planes.metrics import MetricsWriter
 from echo_planes.planes import DataPlane, LearnerPlane, Planes
 from echo_planes.report import write_report
 from echo_planes.runner import Outcome, Runner
+from echo_planes.terminal import View
 from echo_planes.types import BufferCounts, WorkerInfo
-from echo_planes.view import View
 from echo_planes.weights.run_sparsity import write_sparsity
 
 
@@ -66,8 +65,6 @@ async def run_job(
         EchoPlanesError: the learner or the replay buffer failed.
     """
     lineage = f"L{meta.lineage_number}"
-    if checkpoint:
-        TrajectoryLog.quarantine(folder / "trajectories", meta.step)
     fleet = {w: WorkerInfo(w, kind.sku, kind.usd_per_hour, meta.next_epoch) for w, kind in kinds.items()}
     journal = Journal(config, MetricsWriter(folder), view, clock, export, start_s)
     planes = make_planes(config, lineage, folder, checkpoint, meta.step, kinds)

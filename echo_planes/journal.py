@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,8 +17,10 @@ import numpy as np
 from echo_planes.broadcasts import BroadcastBook
 from echo_planes.clock import Clock
 from echo_planes.config import Config
+from echo_planes.ledger import LEDGER_DETAILS
 from echo_planes.metrics import MetricsWriter
 from echo_planes.rollout.capacity import needed_capacity
+from echo_planes.terminal import View
 from echo_planes.types import (
     BroadcastStats,
     BufferCounts,
@@ -30,7 +32,6 @@ from echo_planes.types import (
     WorkerInfo,
     WorkerStats,
 )
-from echo_planes.view import View
 
 SECONDS_PER_HOUR = 3600.0
 RECENT_STEPS = 20  # T_train is the median of so many
@@ -108,7 +109,7 @@ class Journal:
         self._versions: list[int] = []
         self._install_s: list[float] = []
         self._mismatches: list[float] = []
-        self._trained_groups: set[str] = set()
+        self._uses: Counter[str] = Counter()  # times each group was trained
         self._duplicates = 0
         self.broadcasts = BroadcastBook()
         self.counts = BufferCounts()  # the ledger, as of the last step
@@ -169,9 +170,9 @@ class Journal:
         spent = self._meter.total_usd(now_s)
         step_usd, self._step_usd = spent - self._step_usd, spent
         groups = {trajectory_id.rpartition("/")[0] for trajectory_id in batch.trajectory_ids}
-        again = groups & self._trained_groups
+        self._uses.update(groups)
+        again = {group for group in groups if self._uses[group] > self._config.staleness.reuse}
         self._duplicates += sum(t.rpartition("/")[0] in again for t in batch.trajectory_ids)
-        self._trained_groups |= groups
         staleness = batch.step - batch.versions
         metrics: dict[str, Any] = {
             "step": stats.step + 1,
@@ -203,7 +204,7 @@ class Journal:
             "trained": counts.trained,
             "dropped_stale": counts.dropped_stale,
             "refused": counts.refused,
-            **_reward_failures(counts),
+            **_details(counts),
             "time_s": self._elapsed_s(),
             **self.broadcasts.newest(),
         }
@@ -277,7 +278,7 @@ class Journal:
             "dropped_stale": counts.dropped_stale,
             "buffered": counts.buffered,
             "refused": counts.refused,
-            **_reward_failures(counts),
+            **_details(counts),
             "mismatch_same_version_mean": float(np.mean(self._mismatches)) if self._mismatches else None,
             "install_seconds_mean": float(np.mean(self._install_s)) if self._install_s else None,
             **self.broadcasts.summary(),
@@ -305,9 +306,6 @@ class Journal:
         return self._clock.now_s() - self._start_s
 
 
-def _reward_failures(counts: BufferCounts) -> dict[str, int]:
-    return {
-        "reward_timeout": counts.reward_timeout,
-        "reward_error": counts.reward_error,
-        "reward_invalid": counts.reward_invalid,
-    }
+def _details(counts: BufferCounts) -> dict[str, int]:
+    """What the ledger's sum is made of, and what never came into it."""
+    return {key: getattr(counts, key) for key in LEDGER_DETAILS}

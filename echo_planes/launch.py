@@ -20,6 +20,7 @@ from echo_planes.builders import ScorerBuilder, TaskBuilder
 from echo_planes.config import Config, WeightsConfig, WorkerConfig, cluster_address
 from echo_planes.data.batch import make_batch, train_everything
 from echo_planes.data.service import DataService
+from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.errors import (
     ClusterError,
     EchoPlanesError,
@@ -324,7 +325,7 @@ class RayPlanes:
         self._workers: dict[str, RemoteWorker] = {}
         service = ray.remote(DataService).options(num_cpus=0)
         restore = resume_dir / "data" if resume_dir else None
-        self.data = RemoteData(service.remote(config, lineage, run_dir / "trajectories", restore), run_dir)
+        self.data = RemoteData(service.remote(config, lineage, run_dir / REPLAY_FOLDER, restore), run_dir)
         key = config.weights.key_file
         # Kept, so that what a resumed run publishes continues its store.
         signer = Signer.from_file(key) if key else Signer.kept_in(run_dir / "signing_key.pem")

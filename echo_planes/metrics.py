@@ -64,6 +64,11 @@ GAUGES: tuple[Gauge, ...] = (
     Gauge("accepted", "trajectories accepted so far"),
     Gauge("trained", "trajectories trained so far"),
     Gauge("dropped_stale", "accepted trajectories dropped as too old so far"),
+    Gauge("dropped_hard", "of the dropped: no sample of their group was right"),
+    Gauge("dropped_middling", "of the dropped: some samples of their group were right"),
+    Gauge("dropped_easy", "of the dropped: all samples of their group were right"),
+    Gauge("removed", "accepted trajectories let go by the replay limits before they were trained, so far"),
+    Gauge("reused", "trajectories trained again so far"),
     Gauge("refused", "submissions refused so far"),
     Gauge("reward_timeout", "answers whose reward took too long, so far; their groups were not trained"),
     Gauge("reward_error", "answers whose reward raised, so far"),
@@ -310,13 +315,6 @@ def step_fields(metrics: Mapping[str, Any], total_steps: int) -> list[str]:
 def step_line(metrics: Mapping[str, Any], total_steps: int) -> str:
     """A learner step in one line; staleness is shown as max/mean."""
     return "  ".join(step_fields(metrics, total_steps))
-
-
-def reward_failures(metrics: Mapping[str, Any]) -> str:
-    """How many answers had no reward so far, by reason; empty if all had one."""
-    words = {"reward_timeout": "timed out", "reward_error": "raised", "reward_invalid": "invalid"}
-    counts = {word: int(number(metrics.get(key)) or 0) for key, word in words.items()}
-    return ", ".join(f"{count:,} {word}" for word, count in counts.items() if count)
 
 
 def _mean(values: Sequence[float]) -> float | None:

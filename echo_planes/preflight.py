@@ -6,15 +6,19 @@ import json
 import shutil
 import socket
 import tempfile
+import time
 from pathlib import Path
 
 from echo_planes.config import Config, WeightsConfig
+from echo_planes.data.store.files import LOCK_NAME, REPLAY_FOLDER, Lock
+from echo_planes.data.store.recovery import STORE_NAME, read_store_id
 from echo_planes.errors import ClusterError, ConfigError, ModelError
 from echo_planes.metrics import METRICS_FILE
 from echo_planes.weights.objects import check_store
 from echo_planes.weights.signing import Signer
 
 MIN_FREE_BYTES = 200 * 1024**2
+RELEASE_S = 10.0  # for the processes of a run that was killed to end
 
 
 def check(config: Config, run_dir: Path) -> None:
@@ -35,6 +39,7 @@ def check(config: Config, run_dir: Path) -> None:
             check_port(key, port)
     if config.run.resume is None:
         check_new(run_dir)
+    check_replay(run_dir)
     check_disk(run_dir)
     check_weights(config.weights)
 
@@ -112,6 +117,27 @@ def check_new(run_dir: Path) -> None:
             f"run.dir={run_dir}: another run is in that folder; continue it with run.resume={run_dir}, or "
             "choose another folder"
         )
+
+
+def check_replay(run_dir: Path) -> None:
+    """The folder's replay store, if there is one, is of a format we know, and no other run has it open.
+
+    One that was just killed gets a moment to be gone.
+    """
+    path = run_dir / REPLAY_FOLDER / LOCK_NAME
+    if not path.exists():
+        return
+    if (path.parent / STORE_NAME).exists():
+        read_store_id(path.parent / STORE_NAME)
+    deadline_s = time.monotonic() + RELEASE_S
+    while True:
+        try:
+            Lock(path, str(run_dir)).release()
+            return
+        except ClusterError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.1)
 
 
 def check_disk(run_dir: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from echo_planes.checkpoint import CheckpointMeta, save_checkpoint
 from echo_planes.config import Config, WorkerConfig
 from echo_planes.data.service import DataService
+from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.data.task import TaskAdapter, TaskOptions
 from echo_planes.fakes import (
     FakeEngine,
@@ -177,7 +178,7 @@ class Simulation:
             data = DataService(
                 self.config,
                 lineage,
-                self.folder / "trajectories",
+                self.folder / REPLAY_FOLDER,
                 resume_dir / "data" if resume_dir else None,
                 adapter=self.task,
                 clock=loop,
@@ -201,7 +202,10 @@ class Simulation:
             )
             if self.stop_at_s is not None:
                 loop.call_later(self.stop_at_s, runner.request_stop, "Ctrl-C")
-            return await runner.run()
+            try:
+                return await runner.run()
+            finally:
+                await data.close()
 
         return run_virtual(main), trace
 

@@ -329,11 +329,19 @@ class EvalReport:
 
 @dataclass(frozen=True, slots=True)
 class BufferCounts:
-    """The data plane's ledger, in trajectories. accepted = trained + dropped + buffered, at every moment."""
+    """The data plane's ledger, in trajectories.
+
+    accepted = trained + dropped_stale + removed + buffered, at every moment.
+    """
 
     accepted: int = 0
     trained: int = 0
     dropped_stale: int = 0
+    dropped_hard: int = 0  # of the dropped: no sample of the group was right
+    dropped_middling: int = 0  # some were
+    dropped_easy: int = 0  # all were
+    removed: int = 0  # let go by retention before they were trained
+    reused: int = 0  # trained again
     buffered: int = 0
     leased: int = 0
     refused: int = 0  # submissions turned away: expired, fenced, duplicate, unpublished, stale
@@ -346,4 +354,4 @@ class BufferCounts:
     @property
     def lost(self) -> int:
         """Accepted trajectories that are nowhere. Always 0, or the run stops."""
-        return self.accepted - self.trained - self.dropped_stale - self.buffered
+        return self.accepted - self.trained - self.dropped_stale - self.removed - self.buffered

@@ -15,7 +15,12 @@ Materialize = Callable[[Sequence[Trajectory]], list[Omega]]
 
 def train_everything(trajectories: Sequence[Trajectory]) -> list[Omega]:
     """All sampled tokens, normalised by group: `TaskAdapter.materialize` unless a task overrides it."""
-    return [Omega(loss_mask=t.episode.response_mask, advantage_group=t.group_id) for t in trajectories]
+    return normalised_by(lambda trajectory: trajectory.group_id, trajectories)
+
+
+def normalised_by(tag: Callable[[Trajectory], str], trajectories: Sequence[Trajectory]) -> list[Omega]:
+    """All sampled tokens, normalised among the trajectories of a step that have equal tags."""
+    return [Omega(loss_mask=t.episode.response_mask, advantage_group=tag(t)) for t in trajectories]
 
 
 def make_batch(step: int, groups: Sequence[Group], materialize: Materialize) -> TrainBatch:

@@ -1,25 +1,31 @@
 """The replay buffer's core: versioned groups, strict admission, permits, and a ledger that adds up.
 
-No clock, no I/O, no Ray: `service.py` is its shell. Invariants (kept by property tests):
+No clock, no I/O, no Ray: `service.py` is its shell, and the replay store holds the rows. The buffer decides
+over the store's index; what it decides, the shell makes durable before anybody hears of it.
+
+Invariants (kept by property tests):
 
 - a group is in the batch formed at t only if every span of every sample is of version >= t - S;
-- accepted = trained + dropped + buffered, in trajectories, at every moment;
-- a group is trained at most once; a lease ends exactly once;
+- accepted = trained + dropped + removed + buffered, in trajectories, at every moment;
+- a group is trained at most `reuse` times, and more than once only where too few new ones are there;
+- a lease ends exactly once;
 - the learner is never left waiting while an admissible worker is alive: permits come in whole groups when
   a lease is issued, are returned when it ends, and at least one batch is always allowed.
 """
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, replace
 from typing import Literal
+
+import numpy as np
 
 from echo_planes.config import StalenessConfig
 from echo_planes.data.leases import LeaseBook
 from echo_planes.data.limiter import is_admissible, num_permits, num_urgent
 from echo_planes.data.prompts import PromptCursor
-from echo_planes.data.selectors import select
+from echo_planes.data.store.choose import choose
+from echo_planes.data.store.index import GroupIndex
 from echo_planes.errors import LeaseError
 from echo_planes.types import BufferCounts, Group, Lease, Prompt, Receipt, Span
 
@@ -40,14 +46,33 @@ class NotReady:
 
 
 @dataclass(frozen=True, slots=True)
+class Accepted:
+    """What the buffer keeps of an accepted group."""
+
+    group_id: str
+    prompt_index: int
+    version: int  # oldest of any token
+    share_correct: float  # of its samples: how difficult its prompt is for this policy
+
+    @classmethod
+    def of(cls, group: Group) -> Accepted:
+        correct = sum(t.reward.correct for t in group.trajectories)
+        index = group.trajectories[0].prompt.index
+        return cls(group.group_id, index, group.version, correct / len(group.trajectories))
+
+
+@dataclass(frozen=True, slots=True)
 class BufferState:
-    """One consistent cut, between two batches: enough to continue without skipping or repeating a prompt."""
+    """One consistent cut, between two batches: enough to continue without skipping or repeating a prompt.
+
+    The rows of `groups` are in the store; see `cut.py` for how the two are brought together again.
+    """
 
     step: int
     next_index: int
     returned: tuple[int, ...]
     issued: int
-    groups: tuple[Group, ...]
+    groups: tuple[Accepted, ...]  # buffered
     counts: BufferCounts
     published: tuple[tuple[str, int, str], ...]  # lineage, version, digest
 
@@ -61,7 +86,9 @@ class ReplayBuffer:
         samples_per_prompt: samples in a group.
         lease_s: lease length, seconds.
         lineage: name of this run's line of versions.
-        seed: of the `uniform` selector.
+        seed: of the selectors that draw.
+        index: of the store that holds the rows. Accepted groups must be entered there before the next batch
+            is formed, and chosen or dropped ones settled.
         state: the cut to continue from.
     """
 
@@ -74,17 +101,20 @@ class ReplayBuffer:
         lease_s: float,
         lineage: str,
         seed: int,
+        index: GroupIndex,
         state: BufferState | None = None,
     ) -> None:
         self._staleness = staleness
         self._groups_per_step = groups_per_step
         self._samples = samples_per_prompt
         self._lineage = lineage
-        self._rng = random.Random(seed)
+        self._rng = np.random.default_rng(seed)
+        self._index = index
         self._leases = LeaseBook(lease_s)
         self._workers: dict[str, int] = {}  # worker -> version it serves
         self._attempts: dict[int, int] = {}
-        self._dropped: list[Group] = []
+        self._dropped: list[Accepted] = []
+        self._again: dict[Accepted, int] = {}  # trained, and how often; may be once more
         self.last_failure = ""
         self._step = state.step if state else 0
         self._issued = state.issued if state else 0
@@ -93,9 +123,7 @@ class ReplayBuffer:
         self._published: dict[tuple[str, int], str] = (
             {(line, version): digest for line, version, digest in state.published} if state else {}
         )
-        self._groups: dict[str, Group] = {g.group_id: g for g in state.groups} if state else {}
-        # Looked at on every arrival, so worked out once per group.
-        self._versions = {group_id: group.version for group_id, group in self._groups.items()}
+        self._groups: dict[str, Accepted] = {g.group_id: g for g in state.groups} if state else {}
 
     # --- what others may look at -----------------------------------------------------------------
 
@@ -207,10 +235,9 @@ class ReplayBuffer:
         self._attempts.pop(lease.prompt.index, None)
         self._count(accepted=self._samples)
         if is_admissible(group.version, self._step, self._staleness.max_staleness):
-            self._groups[group.group_id] = group
-            self._versions[group.group_id] = group.version
+            self._groups[group.group_id] = Accepted.of(group)
         else:
-            self._drop(group)
+            self._drop(Accepted.of(group))
         return Receipt(lease_id, accepted=True)
 
     def expire(self, now_s: float) -> int:
@@ -222,8 +249,12 @@ class ReplayBuffer:
 
     # --- batches ---------------------------------------------------------------------------------
 
-    def next_batch(self, step: int, now_s: float) -> list[Group] | NotReady:
+    def next_batch(self, step: int, now_s: float) -> list[Accepted] | NotReady:
         """Form the batch of update `step` (t), in whole groups, or say what is missing.
+
+        Where `reuse` allows it, groups that were trained already fill up a batch for which too few new ones
+        are there: those used least go first, then the newest. At least 1 in `reuse` groups is new, so that
+        on average none is trained more often.
 
         Raises:
             LeaseError: `step` is not the number of batches formed so far.
@@ -232,13 +263,16 @@ class ReplayBuffer:
             raise LeaseError(f"batch {step} was asked for, but {self._step} batches were formed")
         self.expire(now_s)
         budget = self._staleness.max_staleness
-        for group_id in [i for i, v in self._versions.items() if not is_admissible(v, step, budget)]:
-            self._drop(self._take(group_id))
-        if len(self._groups) < self._groups_per_step:
+        for group in [g for g in self._groups.values() if not is_admissible(g.version, step, budget)]:
+            self._drop(self._groups.pop(group.group_id))
+        self._again = {g: uses for g, uses in self._again.items() if is_admissible(g.version, step, budget)}
+        num_new = min(len(self._groups), self._groups_per_step)
+        num_again = self._groups_per_step - num_new
+        if num_new * self._staleness.reuse < self._groups_per_step or num_again > len(self._again):
             return self._what_is_missing()
         waiting = self._staleness.policy == "wait"
         urgent = num_urgent(
-            buffered_versions=self._versions.values(),
+            buffered_versions=[group.version for group in self._groups.values()],
             leased_versions=[lease.version for lease in self._admissible_leases()] if waiting else [],
             step=step,
             max_staleness=budget,
@@ -247,29 +281,38 @@ class ReplayBuffer:
         if urgent is None:
             oldest = min(self._admissible_leases(), key=lambda lease: lease.version)
             return NotReady("holding", f"for version {oldest.version} on worker {oldest.worker_id}")
-        chosen = select(
-            list(self._groups.values()),
-            self._groups_per_step,
-            name=self._staleness.selector,
+        sequences = choose(
+            self._index,
+            num_new,
+            selector=self._staleness.selector,
+            min_version=step - budget,
             urgent=urgent,
             rng=self._rng,
         )
-        for group in chosen:
-            self._take(group.group_id)
-        self._count(trained=len(chosen) * self._samples)
+        new = [self._groups.pop(self._index.ids[sequence]) for sequence in sequences.tolist()]
+        used = sorted(self._again, key=lambda group: (self._again[group], -group.version))[:num_again]
+        for group in new + used:
+            uses = self._again.pop(group, 0) + 1
+            if uses < self._staleness.reuse:
+                self._again[group] = uses
+        self._count(trained=num_new * self._samples, reused=num_again * self._samples)
         self._step += 1
-        return chosen
+        return new + used
 
-    def take_dropped(self) -> list[Group]:
-        """Groups dropped as stale since the last call, for the log."""
+    def take_dropped(self) -> list[Accepted]:
+        """Groups dropped as stale since the last call, for the store."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
-    # --- inside ----------------------------------------------------------------------------------
+    def forget_removed(self) -> None:
+        """The store let go of rows: prompts of groups that were still to be trained go out again."""
+        erased = self._index.groups["erased"]
+        for group in [g for g in self._groups.values() if erased[self._index.by_id[g.group_id]]]:
+            self._count(removed=self._samples)
+            self._cursor.give_back(self._groups.pop(group.group_id).prompt_index)
+        self._again = {g: n for g, n in self._again.items() if not erased[self._index.by_id[g.group_id]]}
 
-    def _take(self, group_id: str) -> Group:
-        del self._versions[group_id]
-        return self._groups.pop(group_id)
+    # --- inside ----------------------------------------------------------------------------------
 
     def _outstanding(self) -> int:
         """Groups that may still be trained: buffered ones, and leases that are not too old already."""
@@ -321,10 +364,12 @@ class ReplayBuffer:
         for lease in leases:
             self._cursor.give_back(lease.prompt.index)
 
-    def _drop(self, group: Group) -> None:
+    def _drop(self, group: Accepted) -> None:
         """Too old to train. The prompt goes out again, so that slow prompts are not starved."""
-        self._count(dropped_stale=self._samples)
-        self._cursor.give_back(group.trajectories[0].prompt.index)
+        share = group.share_correct
+        kind = "dropped_hard" if share == 0 else "dropped_easy" if share == 1 else "dropped_middling"
+        self._count(dropped_stale=self._samples, **{kind: self._samples})
+        self._cursor.give_back(group.prompt_index)
         self._dropped.append(group)
 
     def _count(self, **more: int) -> None:

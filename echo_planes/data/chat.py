@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from jinja2 import TemplateError
+
 from echo_planes.errors import ModelError
 
 _QUESTION, _ANSWER = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
@@ -31,7 +33,7 @@ class Chat:
         options: for the template (`enable_thinking=False`, say).
 
     Raises:
-        ModelError: it has no template, or none of which answers can be told apart.
+        ModelError: it has no template, or one that cannot write a question.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, **options: Any) -> None:
@@ -39,7 +41,18 @@ class Chat:
             raise ModelError("the model's tokenizer has no chat template: use task.template=plain")
         self._tokenizer = tokenizer
         self._options = options
-        self._begun = self._render([_QUESTION])
+        try:
+            self._begun = self._render([_QUESTION])
+            another = self._render([{**_QUESTION, "content": "3"}])
+        except TemplateError as error:
+            raise ModelError(
+                f"the chat template cannot write a question ({error}): use task.template=plain"
+            ) from error
+        if another == self._begun:
+            raise ModelError(
+                "the chat template leaves out a question's text, it may want a list of parts: use "
+                "task.template=plain"
+            )
 
     def prompt(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
         """Tokens of messages ({"role":, "content":} each), up to where the policy's answer begins."""

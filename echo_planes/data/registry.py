@@ -1,14 +1,16 @@
 """Finding a task adapter by name and building it.
 
 `task=WORD` is, in this order: the file `configs/task/WORD.yaml`; a path to a YAML file of your own, with an
-`adapter:` key; `package.module:Class`; or an installed package's entry point WORD in the group
-`echo_planes.tasks`, whose value is `package.module:Class`. So a package can add names, but take none over.
+`adapter:` key; `package.module:Class`; `LIBRARY:NAME`, a task of a library that a module of that name in
+`tasks/bridges/` brings; or an installed package's entry point WORD in the group `echo_planes.tasks`, whose
+value is `package.module:Class`. So a package can add names, but take none over.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import sys
 import traceback
 from pathlib import Path
@@ -21,6 +23,8 @@ from echo_planes.data.task import TaskAdapter, TaskOptions, Tokenizer
 from echo_planes.errors import ConfigError, EchoPlanesError, ModelError, TaskError
 
 ENTRY_POINTS = "echo_planes.tasks"
+BRIDGES = "echo_planes.tasks.bridges"
+LIBRARY_TASK = "LIBRARY_TASK"  # what a bridge calls the adapter of a library's tasks
 
 
 def installed_tasks() -> list[str]:
@@ -62,7 +66,7 @@ def in_words(error: BaseException) -> str:
 
 
 def adapter_class(path: str) -> type[TaskAdapter]:
-    """The class named by `package.module:Class`.
+    """The class named by `package.module:Class`, or the one that brings the tasks of `LIBRARY:NAME`.
 
     Raises:
         ConfigError: no such module or class, a module that cannot be imported, or not a TaskAdapter.
@@ -70,9 +74,19 @@ def adapter_class(path: str) -> type[TaskAdapter]:
     module_name, _, class_name = path.partition(":")
     if not class_name or not all(part.isidentifier() for part in module_name.split(".")):
         raise ConfigError(f"task.adapter='{path}' is not of the form package.module:Class")
-    found = getattr(_imported(path, module_name), class_name, None)
+    found = _library_task(path) or getattr(_imported(path, module_name), class_name, None)
     if not (isinstance(found, type) and issubclass(found, TaskAdapter)):
         raise ConfigError(f"task.adapter='{path}': '{class_name}' is not a TaskAdapter in {module_name}")
+    return found
+
+
+def _library_task(path: str) -> type[TaskAdapter] | None:
+    """The adapter of a library's tasks, if `path` is `LIBRARY:NAME` and there is a bridge to the library."""
+    library = path.partition(":")[0]
+    module = f"{BRIDGES}.{library}"
+    if "." in library or importlib.util.find_spec(module) is None:
+        return None
+    found: type[TaskAdapter] | None = getattr(_imported(path, module), LIBRARY_TASK, None)
     return found
 
 
@@ -96,9 +110,17 @@ def adapter_options(task: TaskConfig) -> tuple[type[TaskAdapter], TaskOptions]:
 
     Raises:
         pydantic.ValidationError: an option is unknown or of the wrong type.
+        ConfigError: no such adapter, or `LIBRARY:NAME` and an option name two tasks.
     """
-    cls = adapter_class(task.adapter)
-    return cls, cls.Options.model_validate(task.options)
+    cls, options = adapter_class(task.adapter), task.options
+    if _library_task(task.adapter):
+        name = task.adapter.partition(":")[2]
+        if options.setdefault(cls.named_by, name) != name:
+            raise ConfigError(
+                f"task={task.adapter}: task.{cls.named_by}={options[cls.named_by]} names another task; "
+                "leave it out"
+            )
+    return cls, cls.Options.model_validate(options)
 
 
 def build_adapter(task: TaskConfig, tokenizer: Tokenizer, seed: int) -> TaskAdapter:

@@ -1,64 +1,100 @@
-"""The trajectory record as Arrow columns, and its files on disk.
+"""The trajectory record as Arrow columns, its versions, and how rows become groups again.
 
-`trajectories/<lineage>-<number>.arrow` are Arrow IPC files that pandas (`read_feather`), DuckDB and
-polars open as they are. One row is one trajectory; `fate` says what became of it.
+One row is one trajectory. In the replay store `fate` and `step` say what held when the group was accepted;
+what became of it stands in the store's fate log (see `store/store.py`).
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
-from echo_planes.errors import ClusterError, DataError
+from echo_planes.errors import DataError
 from echo_planes.types import Episode, Group, Prompt, Reward, Span, Trajectory
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
-SCHEMA = pa.schema(
-    [
-        ("trajectory_id", pa.string()),
-        ("group_id", pa.string()),
-        ("step", pa.int64()),  # t of the batch it was trained in; -1: not trained
-        ("fate", pa.string()),  # "trained", "dropped", "buffered"
-        ("prompt_index", pa.int64()),
-        ("prompt_ids", pa.list_(pa.int32())),
-        ("prompt_text", pa.string()),
-        ("answer", pa.string()),
-        ("response_ids", pa.list_(pa.int32())),
-        ("response_mask", pa.list_(pa.bool_())),
-        ("response_text", pa.string()),
-        ("logprobs", pa.list_(pa.float64())),  # after temperature and top-p; 0 on environment tokens
-        ("top_ids", pa.list_(pa.list_(pa.int32()))),  # per token, k alternatives; empty unless asked for
-        ("top_logprobs", pa.list_(pa.list_(pa.float64()))),
-        ("span_stops", pa.list_(pa.int32())),
-        ("span_versions", pa.list_(pa.int64())),
-        ("span_digests", pa.list_(pa.string())),
-        ("finish_reason", pa.string()),
-        ("num_turns", pa.int32()),
-        ("reward", pa.float64()),
-        ("correct", pa.bool_()),
-        ("reward_parts", pa.string()),  # JSON object
-        ("version", pa.int64()),  # oldest version of any token
-        ("worker_id", pa.string()),
-        ("lineage", pa.string()),
-    ],
-    metadata={"echo_planes.schema_version": str(SCHEMA_VERSION)},
-)
+_FIELDS_1 = [
+    ("trajectory_id", pa.string()),
+    ("group_id", pa.string()),
+    ("step", pa.int64()),  # t of the batch it was trained in; -1: not trained
+    ("fate", pa.string()),  # "buffered", "trained", "dropped", "quarantined", "removed", "lost"
+    ("prompt_index", pa.int64()),
+    ("prompt_ids", pa.list_(pa.int32())),
+    ("prompt_text", pa.string()),
+    ("answer", pa.string()),
+    ("response_ids", pa.list_(pa.int32())),
+    ("response_mask", pa.list_(pa.bool_())),
+    ("response_text", pa.string()),
+    ("logprobs", pa.list_(pa.float64())),  # after temperature and top-p; 0 on environment tokens
+    ("top_ids", pa.list_(pa.list_(pa.int32()))),  # per token, k alternatives; empty unless asked for
+    ("top_logprobs", pa.list_(pa.list_(pa.float64()))),
+    ("span_stops", pa.list_(pa.int32())),
+    ("span_versions", pa.list_(pa.int64())),
+    ("span_digests", pa.list_(pa.string())),
+    ("finish_reason", pa.string()),
+    ("num_turns", pa.int32()),
+    ("reward", pa.float64()),
+    ("correct", pa.bool_()),
+    ("reward_parts", pa.string()),  # JSON object
+    ("version", pa.int64()),  # oldest version of any token
+    ("worker_id", pa.string()),
+    ("lineage", pa.string()),
+]
+_FIELDS_2 = [
+    *_FIELDS_1,
+    ("status", pa.string()),
+    ("turn_rewards", pa.list_(pa.float64())),  # of each turn, where the task tells them apart
+    ("notes", pa.string()),  # what an environment found (JSON)
+    ("created_s", pa.float64()),  # of acceptance, seconds since 1970; NaN: not known
+]
 
 
-def to_row(trajectory: Trajectory, *, step: int, fate: str) -> dict[str, Any]:
-    """One trajectory as a row of `SCHEMA`."""
+def _schema(fields: list[tuple[str, pa.DataType]], version: int) -> pa.Schema:
+    return pa.schema(fields, metadata={"echo_planes.schema_version": str(version)})
+
+
+SCHEMA = _schema(_FIELDS_2, SCHEMA_VERSION)
+
+
+@dataclass(frozen=True, slots=True)
+class OlderSchema:
+    """A schema that was written once, and how its rows are read today."""
+
+    version: int
+    schema: pa.Schema
+    upgrade: Callable[[pa.RecordBatch], pa.RecordBatch]  # to SCHEMA; shares the columns that stay
+
+
+def _upgrade_1(batch: pa.RecordBatch) -> pa.RecordBatch:
+    rows = batch.num_rows
+    turn_rewards = pa.ListArray.from_arrays(
+        pa.array([0] * (rows + 1), pa.int32()), pa.array([], pa.float64())
+    )
+    added = [
+        pa.array(["ok"] * rows, pa.string()),  # nothing else was accepted
+        turn_rewards,
+        pa.array([""] * rows, pa.string()),
+        pa.array([float("nan")] * rows, pa.float64()),
+    ]
+    return pa.RecordBatch.from_arrays([*batch.columns, *added], schema=SCHEMA)
+
+
+OLDER_SCHEMAS: tuple[OlderSchema, ...] = (OlderSchema(1, _schema(_FIELDS_1, 1), _upgrade_1),)
+
+
+def to_row(trajectory: Trajectory, *, created_s: float) -> dict[str, Any]:
+    """An accepted trajectory as a row of `SCHEMA`."""
     prompt, episode, reward = trajectory.prompt, trajectory.episode, trajectory.reward
     return {
         "trajectory_id": trajectory.trajectory_id,
         "group_id": trajectory.group_id,
-        "step": step,
-        "fate": fate,
+        "step": -1,
+        "fate": "buffered",
         "prompt_index": prompt.index,
         "prompt_ids": prompt.token_ids,
         "prompt_text": prompt.text,
@@ -80,10 +116,14 @@ def to_row(trajectory: Trajectory, *, step: int, fate: str) -> dict[str, Any]:
         "version": trajectory.version,
         "worker_id": trajectory.worker_id,
         "lineage": trajectory.lineage,
+        "status": trajectory.status,
+        "turn_rewards": episode.turn_rewards,
+        "notes": episode.notes,
+        "created_s": created_s,
     }
 
 
-def from_row(row: dict[str, Any]) -> Trajectory:
+def from_row(row: Mapping[str, Any]) -> Trajectory:
     """The trajectory a row holds; the exact inverse of `to_row`."""
     stops = row["span_stops"]
     spans = tuple(
@@ -109,136 +149,34 @@ def from_row(row: dict[str, Any]) -> Trajectory:
             text=row["response_text"],
             top_logprobs=tops,
             num_turns=row["num_turns"],
+            turn_rewards=tuple(row["turn_rewards"]),
+            notes=row["notes"],
         ),
         reward=Reward(row["reward"], row["correct"], json.loads(row["reward_parts"])),
         worker_id=row["worker_id"],
         lineage=row["lineage"],
+        status=row["status"],
     )
 
 
-def write_groups(path: Path, groups: Iterable[Group], *, fate: str) -> None:
-    """Write groups to one Arrow file."""
-    write_rows(path, [to_row(t, step=-1, fate=fate) for g in groups for t in g.trajectories])
+def to_batch(groups: Iterable[Group], *, created_s: float) -> pa.RecordBatch:
+    """Accepted groups as rows of `SCHEMA`, each group's together."""
+    rows = [to_row(t, created_s=created_s) for group in groups for t in group.trajectories]
+    return pa.RecordBatch.from_pylist(rows, schema=SCHEMA)
 
 
-def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write rows of `SCHEMA` to one Arrow IPC file; see `write_table`."""
-    write_table(path, pa.Table.from_pylist(list(rows), schema=SCHEMA))
-
-
-def write_table(path: Path, table: pa.Table) -> None:
-    """Write a table of `SCHEMA` to one Arrow IPC file: whole and durable, or not there.
+def to_groups(table: pa.Table) -> list[Group]:
+    """The groups whose rows a table of `SCHEMA` holds, in order.
 
     Raises:
-        ClusterError: the disk is full or cannot be written.
+        DataError: a row is not what `to_row` writes.
     """
-    partial = path.with_suffix(".partial")
-    try:
-        with partial.open("wb") as sink:
-            with pa.ipc.new_file(sink, SCHEMA) as writer:
-                writer.write_table(table.combine_chunks())
-            sink.flush()
-            os.fsync(sink.fileno())
-        partial.replace(path)
-    except OSError as error:
-        raise ClusterError(
-            f"cannot write {path}: {error.strerror}; free some space or set run.dir"
-        ) from error
-
-
-def read_groups(path: Path) -> list[Group]:
-    """The groups of a file written by `write_groups`, in order.
-
-    Raises:
-        DataError: the file is unreadable, or its schema is not exactly ours.
-    """
-    rows = _read_rows(path)
     groups: dict[str, list[Trajectory]] = {}
-    for row in rows:
+    for row in table.to_pylist():
         try:
             groups.setdefault(row["group_id"], []).append(from_row(row))
         except (TypeError, ValueError) as error:
-            raise _unreadable(path, error) from error
+            raise DataError(
+                f"the rows of group {row['group_id']} are no trajectories ({error}); they were not served"
+            ) from error
     return [Group(group_id, tuple(members)) for group_id, members in groups.items()]
-
-
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        with pa.OSFile(str(path), "rb") as source:
-            reader = pa.ipc.open_file(source)
-            # Compared before any row is read: a schema can carry extension types that run code.
-            if not reader.schema.equals(SCHEMA, check_metadata=True):
-                raise DataError(f"{path} has another schema than version {SCHEMA_VERSION}; not read")
-            table = reader.read_all()
-        table.validate(full=True)  # a damaged offset would read beyond its buffer and end the process
-        rows: list[dict[str, Any]] = table.to_pylist()
-    except (OSError, pa.ArrowException) as error:
-        raise _unreadable(path, error) from error
-    return rows
-
-
-def _unreadable(path: Path, error: Exception) -> DataError:
-    return DataError(f"{path} is not a readable trajectory file ({error}); restore it or remove it")
-
-
-class TrajectoryLog:
-    """Collects the fate of trajectories and writes them out in files of many rows (Arrow appends are dear).
-
-    Args:
-        folder: where the files go; created.
-        lineage: first part of the file names.
-        rows_per_file: rows kept in memory before a file is written.
-    """
-
-    def __init__(self, folder: Path, lineage: str, rows_per_file: int = 8192) -> None:
-        self._folder = folder
-        self._lineage = lineage
-        self._rows_per_file = rows_per_file
-        # Kept as columns: thousands of rows as dicts would be scanned by every garbage collection.
-        self._tables: list[pa.Table] = []
-        self._num_rows = 0
-        self._files = 0
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def add(self, groups: Iterable[Group], *, step: int, fate: str) -> None:
-        """Enter groups that were trained at `step`, or dropped (step -1)."""
-        rows = [to_row(t, step=step, fate=fate) for g in groups for t in g.trajectories]
-        if rows:
-            self._tables.append(pa.Table.from_pylist(rows, schema=SCHEMA))
-            self._num_rows += len(rows)
-        if self._num_rows >= self._rows_per_file:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write what is in memory to a new file."""
-        if self._tables:
-            name = f"{self._lineage}-{self._files:05d}.arrow"
-            write_table(self._folder / name, pa.concat_tables(self._tables))
-            self._files += 1
-            self._tables, self._num_rows = [], 0
-
-    @staticmethod
-    def quarantine(folder: Path, beyond_step: int) -> int:
-        """After a crash: set aside rows trained at or after `beyond_step`, which the resume does again.
-
-        Returns how many rows were moved to `quarantined/`.
-
-        Raises:
-            DataError: a file is unreadable, or its schema is not exactly ours.
-        """
-        moved = 0
-        for path in sorted(folder.glob("*.arrow")):
-            rows = _read_rows(path)
-            kept: list[dict[str, Any]] = []
-            beyond: list[dict[str, Any]] = []
-            for row in rows:
-                later = row["step"] >= beyond_step or row["version"] > beyond_step
-                (beyond if later else kept).append(row)
-            if beyond:
-                aside = folder / "quarantined"
-                aside.mkdir(exist_ok=True)
-                # Named after the step too: a later resume may go back further in the same file.
-                write_rows(aside / f"{path.stem}-from-{beyond_step}.arrow", beyond)
-                write_rows(path, kept)
-                moved += len(beyond)
-        return moved

@@ -1,25 +1,34 @@
-"""The data plane as workers and the controller call it: the buffer's core with a clock and waiting around it.
+"""The data plane as workers and the controller call it: the buffer's core with clock, waiting and store.
 
-A plain asyncio class; `launch.py` makes it an actor. It decides nothing: `buffer.py` does.
+A plain asyncio class; `launch.py` makes it an actor. It decides nothing: `buffer.py` does. A group is
+acknowledged when it is durable, and a batch is handed out when the store knows that it is trained.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-from dataclasses import asdict, dataclass
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from echo_planes.clock import Clock, MonotonicClock
-from echo_planes.config import Config
+from echo_planes.config import Config, ReplayConfig
 from echo_planes.data.batch import make_batch
-from echo_planes.data.buffer import BufferState, NotReady, ReplayBuffer
+from echo_planes.data.buffer import Accepted, BufferState, NotReady, ReplayBuffer
+from echo_planes.data.cut import dump_cut, load_cut, rejoin
+from echo_planes.data.prompts import Curriculum
 from echo_planes.data.registry import build_adapter, load_tokenizer
-from echo_planes.data.schema import TrajectoryLog, read_groups, write_groups
+from echo_planes.data.store.index import Fate
+from echo_planes.data.store.retention import Retention
+from echo_planes.data.store.store import ReplayStore
 from echo_planes.data.task import TaskAdapter
-from echo_planes.errors import LeaseError, TaskError
+from echo_planes.errors import DataError, EchoPlanesError, LeaseError, TaskError
 from echo_planes.process import settle
-from echo_planes.types import BufferCounts, Group, Lease, Receipt, TrainBatch
+from echo_planes.types import BufferCounts, Group, IntArray, Lease, Receipt, TrainBatch
 
 
 @dataclass(eq=False, slots=True)
@@ -38,28 +47,39 @@ class DataService:
     Args:
         config: the run's settings.
         lineage: this incarnation of the run.
-        trajectory_dir: where Arrow files go.
+        store_dir: of the replay store.
         restore_dir: a checkpoint's data folder to continue from, or None.
         adapter: the task, if already built (in-process use); otherwise built from `config`.
         clock: seconds; the machine's by default.
+        wall_s: seconds since 1970, for the rows.
     """
 
     def __init__(
         self,
         config: Config,
         lineage: str,
-        trajectory_dir: Path,
+        store_dir: Path,
         restore_dir: Path | None = None,
         *,
         adapter: TaskAdapter | None = None,
         clock: Clock | None = None,
+        wall_s: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock or MonotonicClock()
         self._adapter = adapter or build_adapter(
             config.task, load_tokenizer(config.model.folder), config.run.seed
         )
-        self._log = TrajectoryLog(trajectory_dir, lineage)
+        self._wall_s = wall_s
+        self._replay = config.replay
         self._batch_size = config.sampling.trajectories_per_step
+        self._broken: EchoPlanesError | None = None
+        try:
+            self._store, state = _open(store_dir, lineage, restore_dir)
+            self._curriculum = Curriculum(self._adapter, store_dir / "levels.txt")
+        except EchoPlanesError as error:
+            # Told by `ready`: what an actor raises while it is made reaches nobody as what it is.
+            self._broken = error
+            return
         self._buffer = ReplayBuffer(
             config.staleness,
             groups_per_step=config.sampling.prompts_per_step,
@@ -67,15 +87,22 @@ class DataService:
             lease_s=config.sampling.lease_s,
             lineage=lineage,
             seed=config.run.seed,
-            state=_read_state(restore_dir) if restore_dir else None,
+            index=self._store.index,
+            state=state,
         )
         self._pulls: list[_Pull] = []  # in order of arrival
         self._changed = asyncio.Event()
         self._closed = False
 
     async def ready(self) -> int:
-        """Answers once the service is built: t."""
+        """Answers once the service is built: t.
+
+        Raises:
+            ClusterError: another run has the store open, or the disk is full or cannot be written.
+            DataError: the store or the checkpoint is not readable, or of a newer version.
+        """
         settle()
+        self._check()
         return self._buffer.step
 
     # --- workers ---------------------------------------------------------------------------------
@@ -107,10 +134,32 @@ class DataService:
         self._buffer.renew(worker_id, epoch, lease_ids, self._clock.now_s())
 
     async def submit(self, worker_id: str, epoch: int, groups: list[tuple[str, Group]]) -> list[Receipt]:
-        """Finished groups with their lease ids; one receipt each, in order."""
+        """Finished groups with their lease ids; one receipt each, in order. What is accepted is durable.
+
+        Raises:
+            ClusterError: the disk is full or cannot be written. The buffer may know more than the store then,
+                so nothing is accepted or handed out any more; the run ends, and a resume continues it.
+        """
+        self._check()
         now_s = self._clock.now_s()
         receipts = [self._buffer.submit(worker_id, epoch, lease, group, now_s) for lease, group in groups]
-        self._notify()
+        accepted = [group for (_, group), receipt in zip(groups, receipts, strict=True) if receipt.accepted]
+        try:
+            if accepted:
+                appended = self._store.append_groups(accepted, created_s=self._wall_s())
+                if appended.duplicates:
+                    raise DataError(
+                        f"groups {', '.join(appended.duplicates)} are in the replay store already, from "
+                        "another run of this lineage; choose another folder"
+                    )
+            self._settle_dropped()
+            for group in accepted:
+                self._curriculum.observe(group)
+        except EchoPlanesError as error:
+            self._broken = error
+            raise
+        finally:
+            self._notify()
         return receipts
 
     # --- controller ------------------------------------------------------------------------------
@@ -135,15 +184,23 @@ class DataService:
 
         Raises:
             TaskError: a whole batch of groups failed and not one was accepted.
+            ClusterError: the disk is full or cannot be written.
+            DataError: the rows of a group are damaged on disk.
         """
         deadline_s = self._clock.now_s() + wait_s
         while True:
+            self._check()
             chosen = self._buffer.next_batch(step, self._clock.now_s())
-            self._log.add(self._buffer.take_dropped(), step=-1, fate="dropped")
+            self._settle_dropped()
             if not isinstance(chosen, NotReady):
                 self._notify()
-                self._log.add(chosen, step=step, fate="trained")
-                return make_batch(step, chosen, self._adapter.materialize)
+                sequences = self._sequences(chosen)
+                groups = self._store.gather_groups(sequences)
+                new = self._store.index.groups["fate"][sequences] == Fate.BUFFERED
+                self._store.settle(sequences[new], Fate.TRAINED, step=step)
+                if step % self._replay.trim_every == 0:
+                    self._trim(step)
+                return make_batch(step, groups, self._adapter.materialize)
             counts = self._buffer.counts
             if counts.accepted == 0 and counts.failed > self._batch_size:
                 raise TaskError(f"every group fails; the last one because: {self._buffer.last_failure}")
@@ -158,21 +215,34 @@ class DataService:
     async def save(self, folder: Path) -> None:
         """Write the consistent cut of `ReplayBuffer.state` to a checkpoint's data folder."""
         folder.mkdir(parents=True)
-        self._log.flush()
-        state = self._buffer.state()
-        write_groups(folder / "buffered.arrow", state.groups, fate="buffered")
-        record = asdict(state)
-        del record["groups"]
-        (folder / "state.json").write_text(json.dumps(record))
+        cut = dump_cut(self._buffer.state(), num_groups=self._store.counts().accepted)
+        (folder / "state.json").write_text(cut)
 
     async def close(self) -> BufferCounts:
-        """No more leases; write out what the log holds. Returns the final ledger."""
+        """No more leases; let go of the store. Returns the final ledger."""
         self._closed = True
         self._notify()
-        self._log.flush()
+        self._store.close()
         return self._buffer.counts
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._broken:
+            raise self._broken
+
+    def _sequences(self, groups: Sequence[Accepted]) -> IntArray:
+        return np.array([self._store.index.by_id[group.group_id] for group in groups], np.int64)
+
+    def _settle_dropped(self) -> None:
+        if dropped := self._buffer.take_dropped():
+            self._store.settle(self._sequences(dropped), Fate.DROPPED)
+
+    def _trim(self, step: int) -> None:
+        """Let go of the rows that the settings do not keep, and give their space back."""
+        if self._store.retain(_retention(self._replay, step), now_s=self._wall_s()):
+            self._buffer.forget_removed()
+            self._store.compact()
 
     def _notify(self) -> None:
         self._changed.set()
@@ -191,7 +261,11 @@ class DataService:
                 indices = []
                 request.leases.set_exception(why)
             if indices:
-                prompts = [self._adapter.prompt(i) for i in indices]
+                try:
+                    prompts = [self._curriculum.prompt(i) for i in indices]
+                except EchoPlanesError as why:  # told by whoever comes next
+                    self._broken = why
+                    return
                 request.leases.set_result(
                     [self._buffer.lease(worker_id, epoch, prompt, now_s) for prompt in prompts]
                 )
@@ -214,14 +288,40 @@ class DataService:
         return True
 
 
-def _read_state(folder: Path) -> BufferState:
-    record = json.loads((folder / "state.json").read_text())
-    return BufferState(
-        step=record["step"],
-        next_index=record["next_index"],
-        returned=tuple(record["returned"]),
-        issued=record["issued"],
-        groups=tuple(read_groups(folder / "buffered.arrow")),
-        counts=BufferCounts(**record["counts"]),
-        published=tuple((line, version, digest) for line, version, digest in record["published"]),
+def _retention(settings: ReplayConfig, step: int) -> Retention:
+    return Retention(
+        max_age_s=math.inf if settings.max_age_h is None else settings.max_age_h * 3600.0,
+        min_version=-1 if settings.max_versions is None else step + 1 - settings.max_versions,
+        max_bytes=settings.max_gib * 2**30,
     )
+
+
+def _open(folder: Path, lineage: str, restore_dir: Path | None) -> tuple[ReplayStore, BufferState | None]:
+    store = ReplayStore(folder, holder=f"{folder.parent} ({lineage})")
+    try:
+        if restore_dir:
+            return store, _restore(store, restore_dir)
+        # What a run left that ended before its first checkpoint is not this run's.
+        store.settle(np.flatnonzero(store.index.groups["fate"] == Fate.BUFFERED), Fate.QUARANTINED)
+    except BaseException:
+        store.close()
+        raise
+    return store, None
+
+
+def _restore(store: ReplayStore, folder: Path) -> BufferState:
+    """Take the store back to a checkpoint; returns the state to go on from.
+
+    Raises:
+        DataError: the checkpoint is not readable, or rows are damaged.
+    """
+    state, num_groups = load_cut((folder / "state.json").read_text())
+    if num_groups > store.counts().accepted:
+        raise DataError(
+            f"the replay store has {store.counts().accepted} groups, the checkpoint {folder.parent} was "
+            f"written when it had {num_groups}; restore the whole run folder, or resume another run"
+        )
+    sequences = store.roll_back(state.step)
+    kept = [Accepted.of(group) for group in store.gather_groups(sequences)] if len(sequences) else []
+    later = [group for sequence, group in zip(sequences, kept, strict=True) if sequence >= num_groups]
+    return rejoin(state, later, kept, store.trajectory_counts())

@@ -7,14 +7,16 @@ materialises the training metadata Omega (masks, normalisation groups, advantage
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, ClassVar, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
-from echo_planes.data.batch import train_everything
+from echo_planes.data.batch import normalised_by, train_everything
 from echo_planes.types import Episode, Omega, Prompt, Reward, Sample, Trajectory
+
+WINDOW_GROUPS = 64  # that `Progress` looks back
 
 
 class Tokenizer(Protocol):
@@ -43,6 +45,35 @@ class TaskOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
 
 
+class RewardWeights(TaskOptions):
+    """Base of a composite reward's weights: one field for each part, each from 0 to 1, 1 together."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        weights: dict[str, float] = self.model_dump()
+        total = sum(weights.values())
+        if abs(total - 1) > 1e-6:
+            listed = ", ".join(f"{name}={weight:g}" for name, weight in weights.items())
+            raise ValueError(
+                f"{listed} add up to {total:g}, but a perfect answer must earn 1; make them add up to 1"
+            )
+        return self
+
+    def total(self, parts: Mapping[str, float]) -> float:
+        """The reward of an answer whose part `name` is `parts[name]`, from 0 to 1, for every field's name."""
+        weights: dict[str, float] = self.model_dump()
+        return sum(weight * parts[name] for name, weight in weights.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How the prompts of the present level fare: what `TaskAdapter.level` decides by."""
+
+    level: int  # that prompts are issued at
+    num_groups: int  # of this level, accepted since it began or the run was resumed
+    accuracy: float  # share exactly right of the samples of the last WINDOW_GROUPS of these; 0 before any
+
+
 class TaskAdapter(ABC):
     """One task. Built once in every process that needs it, so keep `__init__` light and deterministic.
 
@@ -53,6 +84,8 @@ class TaskAdapter(ABC):
     """
 
     Options: ClassVar[type[TaskOptions]] = TaskOptions
+    num_levels: int = 1  # of a curriculum; 1: none
+    named_by: ClassVar[str] = ""  # for a library's tasks: the option that `task=LIBRARY:NAME` sets to NAME
     max_new_tokens: int | None = None  # a task that knows its answers' length says so; else sampling's
     reward_limit_s: float = 10.0  # deadline of the reward of one answer, seconds
 
@@ -76,6 +109,25 @@ class TaskAdapter(ABC):
     @abstractmethod
     def eval_prompt(self, index: int) -> Prompt:
         """Held-out prompt number `index`: never among the training prompts, the same in every run."""
+
+    def level(self, progress: Progress) -> int:
+        """A curriculum: the level, 0 to `num_levels` - 1, of the prompts that are issued from now on.
+
+        Asked for every few prompts, where `num_levels` is above 1. What it says is recorded before the first
+        of them goes out, so that each is the same when it goes out again, after a resume too.
+
+        Args:
+            progress: of the groups of the present level; starts anew with each level.
+        """
+        return progress.level
+
+    def prompt_at(self, index: int, level: int) -> Prompt:
+        """Training prompt number `index`, issued at `level`: a pure function of (seed, options) and these.
+
+        A task with a curriculum overrides this and `level`. Its `prompt(index)` is then for those that look
+        at a task without training on it: best the prompts of the last level.
+        """
+        return self.prompt(index)
 
     def prepare(self, prompt: Prompt, episodes: Sequence[Episode]) -> None:  # noqa: B027  optional
         """Called before the rewards of a group: what is better done for all its answers at once.
@@ -101,9 +153,38 @@ class TaskAdapter(ABC):
         """Training metadata for one group's trajectories, in order.
 
         By default all sampled tokens are trained and the samples of one prompt are normalised together
-        by the objective.
+        by the objective. `materialize = by_batch` or `by_initial_state` in a class chooses other companions.
         """
         return train_everything(trajectories)
+
+    def initial_state(self, prompt: Prompt) -> str:
+        """For `by_initial_state`: a name for where an episode begins. By default the prompt's tokens.
+
+        Coarser names (a poker hand's class) give more trajectories to compare with.
+        """
+        return ",".join(map(str, prompt.token_ids))
+
+
+def by_group(task: TaskAdapter, trajectories: Sequence[Trajectory]) -> list[Omega]:
+    """`materialize = by_group`: the samples of one lease of a prompt are normalised together. The default."""
+    return train_everything(trajectories)
+
+
+def by_batch(task: TaskAdapter, trajectories: Sequence[Trajectory]) -> list[Omega]:
+    """`materialize = by_batch`: all trajectories of a step are normalised together.
+
+    For prompts of equal difficulty, and groups of one. Mini-batches are made of what is normalised together,
+    so a step then makes one optimizer update, whatever `learner.updates_per_step` says.
+    """
+    return normalised_by(lambda trajectory: "batch", trajectories)
+
+
+def by_initial_state(task: TaskAdapter, trajectories: Sequence[Trajectory]) -> list[Omega]:
+    """`materialize = by_initial_state`: those of a step that began alike, as `task.initial_state` says.
+
+    ECHO-2 appendix F.5.2. One that began like no other has advantage 0.
+    """
+    return normalised_by(lambda trajectory: task.initial_state(trajectory.prompt), trajectories)
 
 
 class EpisodeBuilder:

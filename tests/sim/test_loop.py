@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pyarrow.feather as feather
+import numpy as np
 import pytest
 
 from echo_planes.config import Config
+from echo_planes.data.store.files import REPLAY_FOLDER
+from echo_planes.data.store.snapshot import StoreSnapshot
 from echo_planes.errors import RunError
 from echo_planes.runner import Outcome
 from echo_planes.testing import Faults, Simulation, Trace, replace_section, tiny_config
@@ -37,7 +39,7 @@ def check(config: Config, outcome: Outcome, trace: Trace) -> None:
 def test_bound_holds_with_a_slow_worker(tmp_path: Path, max_staleness: int, policy: str) -> None:
     for seed in range(5):
         config = tiny_config(max_staleness=max_staleness, policy=policy)
-        outcome, trace = run(tmp_path, config, seconds_per_token=(0.05, 2.0), seed=seed)
+        outcome, trace = run(tmp_path / str(seed), config, seconds_per_token=(0.05, 2.0), seed=seed)
         assert outcome.status == "done"
         assert len(trace.batches) == 20
         assert {v % config.staleness.kappa for v in trace.versions} == {0}
@@ -91,9 +93,9 @@ def test_no_prompt_is_skipped_when_workers_die(tmp_path: Path) -> None:
     faults = Faults(die_at_s={("w0", 0): 5.0, ("w1", 0): 7.0, ("w1", 1): 13.0})
     outcome, _ = run(tmp_path, tiny_config(), faults=faults)
     assert outcome.status == "done"
-    seen: set[int] = set()
-    for path in (tmp_path / "trajectories").glob("*.arrow"):
-        seen |= set(feather.read_table(path)["prompt_index"].to_pylist())
+    store = StoreSnapshot(tmp_path / REPLAY_FOLDER)
+    rows = store.gather(np.arange(store.index.groups.length)).to_pylist()
+    seen = {row["prompt_index"] for row in rows if row["fate"] == "trained"}
     buffered = outcome.counts.buffered // 2
     assert set(range(max(seen) - buffered - 8)) <= seen
 

@@ -25,6 +25,9 @@ from echo_planes.data.store.store import ReplayStore
 from tests.unit.test_replay_store import all_segments, batch_of, everything, rows_of
 
 RECORDS = 200
+THOROUGH = "ECHO_PLANES_THOROUGH" in os.environ  # `make proof`: minutes instead of seconds
+KILLS = 500 if THOROUGH else 40
+WALK_EVERY = 1 if THOROUGH else 16  # bytes; each byte is flipped either way
 
 
 class Log:
@@ -92,7 +95,7 @@ def test_every_byte_flipped_is_noticed_and_costs_only_its_message(log: Log) -> N
         for byte in range(start, stop):
             seen[byte] ^= 1 << byte % 8
             assert decode(seen, log.place(message), GROUP_ENTRY.itemsize) is None, byte
-            if byte % 16 == 0:
+            if byte % WALK_EVERY == 0:
                 found, damage = scan(seen, path, log.place(0), GROUP_ENTRY.itemsize, start)
                 assert [m.offset for m in found] == log.offsets[message + 1 : min(message + 2, RECORDS)]
                 assert [(d.offset, d.size_bytes) for d in damage] == [(start, stop - start)], byte
@@ -217,7 +220,7 @@ def kill_often(folder: Path, times: int, seed: int) -> tuple[int, int]:
 
 
 def test_a_killed_process_loses_nothing_it_acknowledged(tmp_path: Path) -> None:
-    acknowledged, _ = kill_often(tmp_path / "store", 40, seed=3)
+    acknowledged, _ = kill_often(tmp_path / "store", KILLS, seed=3)
     assert acknowledged > 100
 
 

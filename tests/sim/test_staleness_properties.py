@@ -11,13 +11,14 @@ import random
 import pytest
 
 from echo_planes.config import StalenessConfig
-from echo_planes.data.buffer import NotReady, ReplayBuffer
+from echo_planes.data.buffer import Accepted, NotReady
 from echo_planes.types import Group, Lease, Prompt
-from tests.unit.test_buffer import answer
+from tests.unit.test_buffer import Buffer, answer
 
 STEPS = 12
-SEEDS_PER_SETTING = 200
+SEEDS_PER_SETTING = 50
 LEASE_S = 40.0
+SELECTORS = ("fifo", "freshest", "uniform", "staleness", "reward")
 
 
 class Schedule:
@@ -32,9 +33,10 @@ class Schedule:
             policy=policy,  # type: ignore[arg-type]
             selector=selector,  # type: ignore[arg-type]
             queue_batches=self.rng.choice([1.0, 1.5, 100.0]),
+            reuse=self.rng.randint(1, max_staleness + 1) if self.rng.random() < 0.5 else 1,
         )
         self.groups_per_step = self.rng.randint(1, 4)
-        self.buffer = ReplayBuffer(
+        self.buffer = Buffer(
             self.staleness,
             groups_per_step=self.groups_per_step,
             samples_per_prompt=2,
@@ -46,7 +48,9 @@ class Schedule:
         self.trained = 0
         self.newest = 0
         self.expired = 0
-        self.ids: set[str] = set()
+        self.answers: dict[str, Group] = {}
+        self.uses: dict[str, int] = {}
+        self.taken = 0
         self.training = False
         self.leases: list[Lease] = []
         self.epochs = {f"w{i}": 0 for i in range(self.rng.randint(1, 3))}
@@ -90,6 +94,7 @@ class Schedule:
         if newest != lease.version and self.rng.random() < 0.5:
             spans.append((newest, f"d{newest}"))
         group = answer(lease, *spans)
+        self.answers[group.group_id] = group
         self.buffer.submit(lease.worker_id, lease.epoch, lease.lease_id, group, self.now_s)
 
     def install(self) -> None:
@@ -126,22 +131,25 @@ class Schedule:
         self.newest = self.trained
         self.buffer.publish(self.newest, f"d{self.newest}")
 
-    def inspect(self, batch: list[Group]) -> None:
+    def inspect(self, batch: list[Accepted]) -> None:
         assert len(batch) == self.groups_per_step
+        assert len({group.group_id for group in batch}) == len(batch)
+        self.taken += len(batch)
         for group in batch:
-            assert len(group.trajectories) == 2
-            for trajectory in group.trajectories:
+            uses = self.uses[group.group_id] = self.uses.get(group.group_id, 0) + 1
+            assert uses <= self.staleness.reuse
+            for trajectory in self.answers[group.group_id].trajectories:
                 for span in trajectory.episode.spans:
                     assert self.trained - span.version <= self.staleness.max_staleness
-                assert trajectory.trajectory_id not in self.ids
-                self.ids.add(trajectory.trajectory_id)
+        # The ratio of what is sampled to what came in.
+        assert self.taken <= self.staleness.reuse * len(self.uses)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 3, 6])
 @pytest.mark.parametrize("policy", ["drop", "wait"])
 def test_bound_ledger_and_liveness(max_staleness: int, policy: str) -> None:
-    for seed in range(SEEDS_PER_SETTING * 3):
-        selector = ("fifo", "freshest", "uniform")[seed % 3]
+    for seed in range(SEEDS_PER_SETTING * len(SELECTORS)):
+        selector = SELECTORS[seed % len(SELECTORS)]
         schedule = Schedule(seed, max_staleness, policy, selector)
         try:
             schedule.run()

@@ -5,22 +5,61 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from echo_planes.config import StalenessConfig
-from echo_planes.data.buffer import NotReady, ReplayBuffer
+from echo_planes.config import Config, ReplayConfig, StalenessConfig
+from echo_planes.data.buffer import Accepted, NotReady, ReplayBuffer
+from echo_planes.data.store.index import Fate, GroupIndex
+from echo_planes.data.store.segment import GROUP_ENTRY
+from echo_planes.data.store.sidecar import MESSAGE_ENTRY
 from echo_planes.errors import LeaseError
-from echo_planes.types import Episode, Group, Lease, Prompt, Reward, Span, Trajectory
+from echo_planes.types import Episode, Group, IntArray, Lease, Prompt, Receipt, Reward, Span, Trajectory
 
 R = 2  # groups per step
 N = 2  # samples per group
 
 
-def make_buffer(max_staleness: int = 3, **settings: Any) -> ReplayBuffer:
+class Buffer(ReplayBuffer):
+    """A buffer and what its shell does, on an index in memory: groups are entered, then settled."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        self.index = settings.setdefault("index", GroupIndex())
+        super().__init__(*arguments, **settings)
+
+    def submit(self, *arguments: Any) -> Receipt:
+        receipt = super().submit(*arguments)
+        group = arguments[3]
+        if receipt.accepted:
+            enter(self.index, group)
+            self.settle_dropped()
+        return receipt
+
+    def next_batch(self, step: int, now_s: float) -> list[Accepted] | NotReady:
+        batch = super().next_batch(step, now_s)
+        self.settle_dropped()
+        if isinstance(batch, list):
+            self.index.settle(sequences(self.index, batch), Fate.TRAINED, step)
+        return batch
+
+    def settle_dropped(self) -> None:
+        self.index.settle(sequences(self.index, self.take_dropped()), Fate.DROPPED, -1)
+
+
+def sequences(index: GroupIndex, groups: list[Accepted]) -> IntArray:
+    return np.array([index.by_id[group.group_id] for group in groups], np.int64)
+
+
+def enter(index: GroupIndex, group: Group) -> None:
+    rewards = [t.reward.value for t in group.trajectories]
+    entry = (group.version, sum(rewards) / len(rewards), 0.0, len(rewards), 0, len(group.group_id), 0)
+    message = (0, 0, index.groups.length, 1)
+    index.add_new(0, np.array([message], MESSAGE_ENTRY), np.array([entry], GROUP_ENTRY), [group.group_id])
+
+
+def make_buffer(max_staleness: int = 3, **settings: Any) -> Buffer:
     staleness = StalenessConfig(max_staleness=max_staleness, queue_batches=100.0, **settings)
-    buffer = ReplayBuffer(
-        staleness, groups_per_step=R, samples_per_prompt=N, lease_s=10.0, lineage="L0", seed=0
-    )
+    buffer = Buffer(staleness, groups_per_step=R, samples_per_prompt=N, lease_s=10.0, lineage="L0", seed=0)
     buffer.publish(0, "d0")
     buffer.register("w0", 0)
     buffer.installed("w0", 0)
@@ -66,7 +105,7 @@ def submit(buffer: ReplayBuffer, lease: Lease, group: Group, *, epoch: int = 0, 
     return "accepted" if receipt.accepted else receipt.reason
 
 
-def form(buffer: ReplayBuffer) -> list[Group]:
+def form(buffer: ReplayBuffer) -> list[Accepted]:
     for one in lease(buffer, R):
         assert submit(buffer, one, answer(one)) == "accepted"
     batch = buffer.next_batch(buffer.step, 0.0)
@@ -258,13 +297,14 @@ def test_the_cut_restores_groups_prompts_and_ledger() -> None:
     done, _leased = lease(buffer, 2)
     submit(buffer, done, answer(done))
     state = buffer.state()
-    restored = ReplayBuffer(
+    restored = Buffer(
         StalenessConfig(),
         groups_per_step=R,
         samples_per_prompt=N,
         lease_s=10.0,
         lineage="L1",
         seed=0,
+        index=buffer.index,
         state=state,
     )
     restored.publish(0, "e0")
@@ -273,3 +313,57 @@ def test_the_cut_restores_groups_prompts_and_ledger() -> None:
     assert restored.pull("w0", 1, 2, 0.0) == [1, 2]  # the leased prompt first, none skipped
     counts = restored.counts
     assert (counts.accepted, counts.buffered, counts.lost) == (N, N, 0)
+
+
+def test_a_group_is_used_again_only_where_too_few_new_ones_are_there() -> None:
+    buffer = make_buffer(max_staleness=3, reuse=2)
+    first = form(buffer)
+    assert isinstance(buffer.next_batch(1, 0.0), NotReady)  # at least one in two is new
+    (one,) = lease(buffer)
+    submit(buffer, one, answer(one))
+    batch = buffer.next_batch(1, 0.0)
+    assert isinstance(batch, list)
+    assert [g.group_id for g in batch] == [one.group_id, first[0].group_id]
+    counts = buffer.counts
+    assert (counts.trained, counts.reused, counts.lost) == (3 * N, N, 0)
+    again = form(buffer)  # enough new ones: nothing old is taken
+    assert not {g.group_id for g in again} & {g.group_id for g in first + batch}
+    (one,) = lease(buffer)
+    submit(buffer, one, answer(one))
+    last = buffer.next_batch(3, 0.0)
+    assert isinstance(last, list)
+    assert last[1].group_id in {g.group_id for g in [first[1], *again]} | {batch[0].group_id}
+
+
+def test_what_is_used_again_keeps_the_bound() -> None:
+    buffer = make_buffer(max_staleness=1, reuse=2)
+    form(buffer)
+    buffer.publish(1, "d1")
+    buffer.installed("w0", 1)
+    form(buffer)
+    buffer.publish(2, "d2")
+    buffer.installed("w0", 2)
+    (one,) = lease(buffer)
+    submit(buffer, one, answer(one))
+    batch = buffer.next_batch(2, 0.0)  # t = 2: version 0 is too old to be used again
+    assert isinstance(batch, list)
+    assert [g.version for g in batch] == [2, 1]
+
+
+def test_what_is_dropped_is_counted_by_difficulty() -> None:
+    buffer = make_buffer(max_staleness=0, policy="drop", publish_every=1)
+    for share_correct in (1.0, 0.0, 0.5):
+        buffer._drop(Accepted("g", 0, version=0, share_correct=share_correct))
+    counts = buffer.counts
+    assert (counts.dropped_easy, counts.dropped_hard, counts.dropped_middling) == (N, N, N)
+    assert counts.dropped_stale == 3 * N
+
+
+def test_more_uses_than_versions_are_a_deadlock_and_named() -> None:
+    with pytest.raises(ValueError, match=r"reuse=3 is larger than max_staleness \+ 1 = 2.*never come"):
+        StalenessConfig(max_staleness=1, reuse=3)
+
+
+def test_rows_that_go_before_they_are_trained_are_named() -> None:
+    with pytest.raises(ValueError, match="max_versions=3 does not keep the 4 versions"):
+        Config(replay=ReplayConfig(max_versions=3), staleness=StalenessConfig(max_staleness=3))

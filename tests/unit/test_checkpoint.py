@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from echo_planes.checkpoint import (
@@ -18,14 +20,18 @@ from echo_planes.checkpoint import (
     save_checkpoint,
 )
 from echo_planes.clock import ManualClock
-from echo_planes.data.schema import read_groups
+from echo_planes.config import Config
+from echo_planes.data.buffer import Accepted, BufferState
+from echo_planes.data.cut import rejoin
 from echo_planes.data.service import DataService
-from echo_planes.data.task import TaskOptions
+from echo_planes.data.store.index import StoreCounts
+from echo_planes.data.store.snapshot import StoreSnapshot
+from echo_planes.data.task import Progress, TaskAdapter, TaskOptions
 from echo_planes.errors import ClusterError, ConfigError, DataError
 from echo_planes.fakes import FakeTask, FakeTokenizer
 from echo_planes.metrics import MetricsWriter, read_metrics
-from echo_planes.testing import tiny_config
-from echo_planes.types import Group, Lease, TrainBatch
+from echo_planes.testing import replace_section, tiny_config
+from echo_planes.types import BufferCounts, Group, Lease, Prompt, TrainBatch
 from tests.unit.test_buffer import answer
 
 
@@ -140,15 +146,22 @@ def test_the_metrics_of_steps_that_are_done_again_are_forgotten(tmp_path: Path) 
 class Plane:
     """A data plane with one worker that answers at once."""
 
-    def __init__(self, folder: Path, lineage: str, restore: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        lineage: str,
+        restore: Path | None = None,
+        config: Config | None = None,
+        task: TaskAdapter | None = None,
+    ) -> None:
         self.clock = ManualClock()
         self.lineage = lineage
         self.data = DataService(
-            tiny_config(),
+            config or tiny_config(),
             lineage,
-            folder / "trajectories",
+            folder / "replay",
             restore,
-            adapter=FakeTask(TaskOptions(), FakeTokenizer(), 0),
+            adapter=task or FakeTask(TaskOptions(), FakeTokenizer(), 0),
             clock=self.clock,
         )
 
@@ -179,6 +192,7 @@ def test_the_data_plane_continues_without_skipping_or_repeating_a_prompt(tmp_pat
         batch = await plane.data.next_batch(0, 0.0)
         assert isinstance(batch, TrainBatch)
         await plane.data.save(tmp_path / "saved")
+        await plane.data.close()
         trained, buffered, leased = leases[:4], leases[4:5], leases[5:]
         return tuple([lease.prompt.index for lease in part] for part in (trained, buffered, leased))  # type: ignore[return-value]
 
@@ -204,31 +218,226 @@ def test_the_data_plane_continues_without_skipping_or_repeating_a_prompt(tmp_pat
     asyncio.run(second(*parts))
 
 
-def test_a_damaged_buffer_is_refused_and_names_the_file(tmp_path: Path) -> None:
-    async def damaged() -> None:
+def test_work_of_the_time_between_checkpoint_and_crash_is_kept_where_it_can_be(tmp_path: Path) -> None:
+    """Trained after the checkpoint: trained again. Accepted after it: kept. Of a later version: set aside."""
+
+    async def first() -> list[Lease]:
+        plane = Plane(tmp_path, "L0")
+        await plane.serve(0)
+        leases = await plane.pull(6)
+        await plane.submit(leases[:5])
+        await plane.data.next_batch(0, 0.0)
+        await plane.data.save(tmp_path / "saved")  # trained: 0 to 3, buffered: 4, leased: 5
+        await plane.submit(leases[5:])
+        later = await plane.pull(2)
+        await plane.submit(later)
+        await plane.data.next_batch(1, 0.0)  # 4 to 7
+        await plane.data.publish(2, "d2")
+        await plane.data.installed("w0", 2)
+        newest = await plane.pull(1)
+        await plane.submit(newest)
+        await plane.data.close()
+        return leases + later + newest
+
+    async def second(leases: list[Lease]) -> None:
+        plane = Plane(tmp_path, "L1", tmp_path / "saved")
+        assert await plane.data.ready() == 1
+        counts = await plane.data.counts()
+        assert (counts.trained, counts.buffered, counts.accepted, counts.lost) == (8, 8, 16, 0)
+        await plane.serve(1)
+        (again,) = await plane.pull(1)
+        assert again.prompt.index == leases[-1].prompt.index  # of version 2, which is no more
+        batch = await plane.data.next_batch(1, 0.0)
+        assert isinstance(batch, TrainBatch)
+        trained = {name.rpartition("/")[0] for name in batch.trajectory_ids}
+        assert trained == {lease.group_id for lease in leases[4:8]}
+        await plane.data.close()
+
+    asyncio.run(second(asyncio.run(first())))
+    store = StoreSnapshot(tmp_path / "replay")
+    fates = store.gather(np.arange(store.index.groups.length)).column("fate").to_pylist()
+    assert (fates.count("trained"), fates.count("quarantined")) == (16, 2)
+
+
+def test_a_resume_that_breaks_off_can_be_done_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        plane = Plane(tmp_path, "L0")
+        await plane.serve(0)
+        await plane.submit(await plane.pull(6))
+        await plane.data.save(tmp_path / "saved")
+        await plane.data.next_batch(0, 0.0)
+        await plane.data.close()
+        for lineage in ("L1", "L2"):
+            plane = Plane(tmp_path, lineage, tmp_path / "saved")
+            assert await plane.data.ready() == 0
+            counts = await plane.data.counts()
+            assert (counts.trained, counts.buffered, counts.lost) == (0, 12, 0)
+            await plane.data.close()
+
+    asyncio.run(main())
+
+
+def test_a_checkpoint_without_its_store_is_refused(tmp_path: Path) -> None:
+    async def main() -> None:
         plane = Plane(tmp_path, "L0")
         await plane.serve(0)
         await plane.submit(await plane.pull(3))
         await plane.data.save(tmp_path / "saved")
-        path = tmp_path / "saved" / "buffered.arrow"
-        path.write_bytes(path.read_bytes()[:-100])
-        Plane(tmp_path, "L1", tmp_path / "saved")
+        await Plane(tmp_path / "elsewhere", "L1", tmp_path / "saved").data.ready()
 
-    with pytest.raises(DataError, match=r"buffered\.arrow"):
-        asyncio.run(damaged())
+    with pytest.raises(
+        DataError, match=r"has 0 groups, the checkpoint .* had 3; restore the whole run folder"
+    ):
+        asyncio.run(main())
 
 
-def test_trained_and_buffered_rows_are_on_disk_after_a_save(tmp_path: Path) -> None:
+def test_a_damaged_cut_is_refused(tmp_path: Path) -> None:
+    async def main(change: str) -> None:
+        folder = tmp_path / (change or "empty")
+        plane = Plane(folder, "L0")
+        await plane.serve(0)
+        await plane.data.save(folder / "saved")
+        await plane.data.close()
+        (folder / "saved" / "state.json").write_text(change)
+        await Plane(folder, "L1", folder / "saved").data.ready()
+
+    for change in ("", "{}", "[]", '{"step": 0}'):
+        with pytest.raises(DataError, match=r"state\.json"):
+            asyncio.run(main(change))
+
+
+def test_two_data_planes_cannot_share_a_store(tmp_path: Path) -> None:
+    async def main() -> None:
+        plane = Plane(tmp_path, "L0")
+        await plane.data.ready()
+        with pytest.raises(ClusterError, match="is in use by run"):
+            await Plane(tmp_path, "L1").data.ready()
+        with pytest.raises(ClusterError, match="is in use by run"):
+            await Plane(tmp_path, "L1").data.next_batch(0, 0.0)
+
+    asyncio.run(main())
+
+
+def test_a_full_disk_ends_acceptance_and_loses_nothing_that_was_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         plane = Plane(tmp_path, "L0")
         await plane.serve(0)
-        await plane.submit(await plane.pull(5))
-        await plane.data.next_batch(0, 0.0)
-        await plane.data.save(tmp_path / "saved")
+        leases = await plane.pull(6)
+        await plane.submit(leases[:4])
+
+        def full(*_: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", full)
+            with pytest.raises(ClusterError, match="No space left on device; free some space"):
+                await plane.submit(leases[4:])
+        with pytest.raises(ClusterError, match="No space left"):
+            await plane.data.next_batch(0, 0.0)
+        await plane.data.close()
 
     asyncio.run(main())
-    (trained,) = sorted((tmp_path / "trajectories").glob("*.arrow"))
-    assert trained.name.startswith("L0-")
-    assert len(read_groups(trained)) == 4
-    assert len(read_groups(tmp_path / "saved" / "buffered.arrow")) == 1
-    assert json.loads((tmp_path / "saved" / "state.json").read_text())["step"] == 1
+    store = StoreSnapshot(tmp_path / "replay")
+    rows = store.gather(np.arange(store.index.groups.length))
+    assert len(set(rows.column("group_id").to_pylist())) == 4
+
+
+def test_what_a_dead_run_left_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    async def main() -> None:
+        plane = Plane(tmp_path, "L0")
+        await plane.serve(0)
+        await plane.submit(await plane.pull(4))
+        await plane.data.close()
+        plane = Plane(tmp_path, "L1")
+        await plane.serve(0)
+        assert not isinstance(await plane.data.next_batch(0, 0.0), TrainBatch)
+        leases = await plane.pull(4)
+        await plane.submit(leases)
+        batch = await plane.data.next_batch(0, 0.0)
+        assert isinstance(batch, TrainBatch)
+        assert {name.rpartition("/")[0] for name in batch.trajectory_ids} == {one.group_id for one in leases}
+        await plane.data.close()
+
+    asyncio.run(main())
+
+
+def test_rows_beyond_the_limits_go_and_their_prompts_come_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        config = replace_section(tiny_config(), replay={"max_gib": 1e-6, "trim_every": 1})
+        plane = Plane(tmp_path, "L0", config=config)
+        await plane.serve(0)
+        leases = await plane.pull(6)
+        await plane.submit(leases)
+        assert isinstance(await plane.data.next_batch(0, 0.0), TrainBatch)
+        counts = await plane.data.counts()
+        assert counts.trained == 8
+        assert counts.removed > 0
+        assert counts.removed + counts.buffered == 4
+        assert counts.lost == 0
+        again = await plane.pull(counts.removed // 2)
+        assert {one.prompt.index for one in again} <= {one.prompt.index for one in leases[4:]}
+        await plane.data.close()
+
+    asyncio.run(main())
+
+
+def test_prompts_of_groups_that_left_after_the_cut_go_out_again() -> None:
+    def accepted(name: str, index: int) -> Accepted:
+        return Accepted(name, index, version=0, share_correct=0.5)
+
+    cut = BufferState(
+        step=3,
+        next_index=10,
+        returned=(2,),
+        issued=12,
+        groups=(accepted("a", 4), accepted("b", 5)),
+        counts=BufferCounts(accepted=20, trained=16, buffered=4, refused=7),
+        published=(),
+    )
+    later = [accepted("c", 2), accepted("d", 12)]
+    # "a" was dropped, or is damaged, since.
+    ledger = StoreCounts(24, trained=16, dropped=2, quarantined=0, removed=0, lost=0, buffered=6)
+    state = rejoin(cut, later, [accepted("b", 5), *later], ledger)
+    assert (state.next_index, state.returned) == (13, (4, 10, 11))
+    assert [group.group_id for group in state.groups] == ["b", "c", "d"]
+    assert (state.counts.accepted, state.counts.lost, state.counts.refused) == (24, 0, 7)
+
+
+class LeveledTask(FakeTask):
+    """Prompts that say at which level they were issued; the level rises with every group."""
+
+    num_levels = 1000
+
+    def level(self, progress: Progress) -> int:
+        return progress.level + progress.num_groups
+
+    def prompt_at(self, index: int, level: int) -> Prompt:
+        return Prompt(index, (level,), text=f"{index} at {level}")
+
+
+def test_a_prompt_of_a_curriculum_is_the_same_when_it_goes_out_again(tmp_path: Path) -> None:
+    issued: dict[int, str] = {}
+
+    async def live(lineage: str, restore: Path | None) -> None:
+        config = replace_section(tiny_config(), staleness={"queue_batches": 30.0, "max_staleness": 30})
+        plane = Plane(tmp_path, lineage, restore, config, LeveledTask(TaskOptions(), FakeTokenizer(), 0))
+        step = await plane.data.ready()
+        await plane.serve(step)
+        for _ in range(8):
+            leases = await plane.pull(10)
+            for lease in leases:
+                assert issued.setdefault(lease.prompt.index, lease.prompt.text) == lease.prompt.text
+            await plane.submit(leases[:6])
+            await plane.data.lose("w0")
+            await plane.data.register("w0", 0)
+            await plane.data.installed("w0", step)
+        if restore is None:
+            await plane.data.save(tmp_path / "saved")
+            await plane.submit(await plane.pull(3))
+        await plane.data.close()
+
+    asyncio.run(live("L0", None))
+    asyncio.run(live("L1", tmp_path / "saved"))
+    assert len({text.rpartition(" ")[2] for text in issued.values()}) > 2

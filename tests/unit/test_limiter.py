@@ -1,4 +1,4 @@
-"""Staleness arithmetic, selection, leases and the prompt stream, each against its definition."""
+"""Staleness arithmetic, leases and the prompt stream, each against its definition."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from echo_planes.data.leases import LeaseBook
 from echo_planes.data.limiter import is_admissible, num_permits, num_urgent
 from echo_planes.data.prompts import PromptCursor
-from echo_planes.data.selectors import select
 from echo_planes.errors import LeaseError
-from echo_planes.types import Episode, Group, Lease, Prompt, Reward, Span, Trajectory
+from echo_planes.types import Lease, Prompt
 
 quick = settings(max_examples=150, deadline=None)
 
@@ -127,69 +126,6 @@ def test_without_leases_the_learner_is_never_held(buffered: list[int], step: int
     )
     assert urgent is not None
     assert 0 <= urgent <= min(r, len(buffered))
-
-
-# --- selection -----------------------------------------------------------------------------------
-
-
-def group(name: str, *versions: int) -> Group:
-    def sample(i: int, version: int) -> Trajectory:
-        episode = Episode((1,), (True,), (-1.0,), (Span(0, 1, version, f"d{version}"),), "stop")
-        return Trajectory(f"{name}/{i}", name, Prompt(0, (1,)), episode, Reward(0.0, False), "w0", "L0")
-
-    return Group(name, tuple(sample(i, version) for i, version in enumerate(versions)))
-
-
-ARRIVED = [group("a", 3), group("b", 1), group("c", 3, 2), group("d", 3), group("e", 1)]
-
-
-def chosen(name: str, count: int, urgent: int = 0, seed: int = 0) -> str:
-    picked = select(ARRIVED, count, name=name, urgent=urgent, rng=random.Random(seed))  # type: ignore[arg-type]
-    return "".join(g.group_id for g in picked)
-
-
-def test_fifo_takes_the_oldest_arrivals() -> None:
-    assert chosen("fifo", 3) == "abc"
-
-
-def test_freshest_takes_the_newest_versions_and_of_equal_ones_the_newest_arrivals() -> None:
-    assert chosen("freshest", 5) == "dacEb".lower()
-
-
-def test_a_group_is_as_old_as_its_oldest_sample() -> None:
-    assert chosen("freshest", 3) == "dac"
-    assert ARRIVED[2].version == 2
-
-
-@pytest.mark.parametrize("name", ["fifo", "freshest", "uniform"])
-def test_urgent_groups_go_first_whatever_the_selector(name: str) -> None:
-    for seed in range(10):
-        assert chosen(name, 2, urgent=2, seed=seed) == "be"
-        assert set("be") < set(chosen(name, 4, urgent=2, seed=seed))
-
-
-def test_fifo_goes_on_with_the_oldest_arrivals_after_the_urgent() -> None:
-    assert chosen("fifo", 3, urgent=1) == "bac"
-
-
-def test_uniform_draws_each_group_equally_often_without_replacement() -> None:
-    counts = dict.fromkeys("abcde", 0)
-    for seed in range(1000):
-        drawn = chosen("uniform", 2, seed=seed)
-        assert len(set(drawn)) == 2
-        for name in drawn:
-            counts[name] += 1
-    assert all(330 < count < 470 for count in counts.values())  # 400 expected, sigma 15
-    assert chosen("uniform", 5, seed=3) == chosen("uniform", 5, seed=3)
-
-
-@pytest.mark.parametrize(
-    ("name", "count", "urgent", "part"),
-    [("fifo", 6, 0, "6 of 5"), ("fifo", 2, 3, "3 urgent"), ("lifo", 2, 0, "'lifo'")],
-)
-def test_what_cannot_be_selected_is_refused(name: str, count: int, urgent: int, part: str) -> None:
-    with pytest.raises(ValueError, match=part):
-        chosen(name, count, urgent)
 
 
 # --- leases --------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ import pytest
 
 from echo_planes import preflight
 from echo_planes.config import Config
-from echo_planes.errors import ClusterError, ConfigError, ModelError, UserError
+from echo_planes.data.store.store import ReplayStore
+from echo_planes.errors import ClusterError, ConfigError, DataError, ModelError, UserError
 from echo_planes.testing import replace_section
 
 
@@ -146,6 +147,23 @@ def test_a_folder_that_another_run_has_is_refused_unless_it_is_resumed(tmp_path:
     assert f"run.dir={tmp_path}" in message
     assert f"run.resume={tmp_path}" in message
     preflight.check(config(run={"resume": str(tmp_path)}), tmp_path)
+
+
+def test_a_replay_store_that_another_run_has_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "RELEASE_S", 0.0)
+    store = ReplayStore(tmp_path / "replay", holder="the other")
+    with pytest.raises(ClusterError, match=r'is in use by run "the other", process .* end that run'):
+        preflight.check(Config(), tmp_path)
+    store.close()
+    preflight.check(Config(), tmp_path)
+
+
+def test_a_replay_store_of_a_newer_version(tmp_path: Path) -> None:
+    ReplayStore(tmp_path / "replay", holder="test").close()
+    path = tmp_path / "replay" / "store.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
+    with pytest.raises(DataError, match=r"store\.json was written in format 99, .* update echo_planes"):
+        preflight.check(Config(), tmp_path)
 
 
 def test_a_run_folder_that_is_a_file(tmp_path: Path) -> None:

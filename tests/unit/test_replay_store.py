@@ -12,10 +12,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from echo_planes.data.schema import SCHEMA, from_row
+from echo_planes.data.schema import OLDER_SCHEMAS, SCHEMA, from_row
 from echo_planes.data.store.files import Files, Piece
 from echo_planes.data.store.index import Fate
 from echo_planes.data.store.message import FOOT_BYTES, Kind, Place, encode
+from echo_planes.data.store.retention import Retention
 from echo_planes.data.store.segment import GROUP_ENTRY, encode_header
 from echo_planes.data.store.store import ReplayStore
 from echo_planes.errors import ClusterError, DataError, RefusedError
@@ -215,10 +216,81 @@ def test_a_resume_sets_later_work_aside(open_store: Open) -> None:
     store.append(batch_of(*range(16)), created_s=0.0)  # versions 0 to 3, four groups each
     store.settle(np.array([0, 1]), Fate.TRAINED, step=1)
     store.settle(np.array([2]), Fate.TRAINED, step=2)
-    assert store.quarantine_from(2) == 5  # that one, and version 3
-    assert store.quarantine_from(2) == 0
+    store.settle(np.array([3]), Fate.DROPPED)
+    assert store.roll_back(2).tolist() == [2, *range(4, 12)]  # the third was trained too late: trained again
+    assert store.roll_back(2).tolist() == [2, *range(4, 12)]
     counts = open_store().counts()
-    assert (counts.trained, counts.quarantined, counts.buffered, counts.missing) == (2, 5, 9, 0)
+    assert (counts.trained, counts.dropped, counts.quarantined, counts.buffered) == (2, 1, 4, 9)
+    assert counts.missing == 0
+
+
+def test_a_group_with_one_token_of_a_later_version_is_set_aside(open_store: Open) -> None:
+    store = open_store()
+    rows = batch_of(0, 1).to_pylist()
+    rows[1] |= {"span_stops": [2, 4], "span_versions": [0, 3], "span_digests": ["d", "e"]}
+    store.append(pa.RecordBatch.from_pylist(rows, schema=SCHEMA), created_s=0.0)
+    assert store.roll_back(2).tolist() == [1]
+    assert store.counts().quarantined == 1
+
+
+def test_what_a_resume_gave_back_is_chosen_in_order_of_arrival(open_store: Open) -> None:
+    store = open_store()
+    store.append(batch_of(*range(8)), created_s=0.0)
+    store.settle(np.array([1, 2]), Fate.TRAINED, step=3)
+    store.roll_back(3)
+    for opened in (store, open_store()):
+        chosen = opened.choose(4, selector="fifo", min_version=0, rng=np.random.default_rng(0))
+        assert chosen.tolist() == [0, 1, 2, 3]
+    store = open_store()
+    store.settle(np.array([1]), Fate.TRAINED, step=4)
+    store.compact()  # shortens the log of fates
+    assert open_store().counts().trained == 1
+
+
+def test_a_damaged_group_is_not_given_back(open_store: Open, tmp_path: Path) -> None:
+    store = open_store()
+    store.append(batch_of(0), created_s=0.0)
+    store.append(batch_of(1), batch_of(2), created_s=0.0)
+    store.settle(np.array([0, 1]), Fate.TRAINED, step=3)
+    (path,) = all_segments(tmp_path / "store")
+    content = bytearray(path.read_bytes())
+    for group in (b"text 1", b"text 2"):
+        content[content.index(group)] ^= 1
+    store.close()
+    path.write_bytes(content)
+    store = open_store()
+    buffered = store.roll_back(2).tolist()
+    assert buffered == [0]
+    assert (store.counts().buffered, store.counts().missing) == (1, 0)
+
+
+def test_segments_of_an_older_schema_are_read_and_new_rows_go_to_new_ones(
+    open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = OLDER_SCHEMAS[0].schema
+    names = [
+        f"echo_planes.data.store.{module}.SCHEMA" for module in ("store", "drafts", "recovery", "reader")
+    ]
+    with monkeypatch.context() as patch:  # the program as it was then
+        for name in names:
+            patch.setattr(name, older)
+        store = open_store()
+        store.append(batch_of(*range(4)).select(older.names).cast(older), created_s=1.0)
+        store.settle(np.array([0]), Fate.TRAINED, step=1)
+        store.close()
+    store = open_store()
+    assert store.counts().buffered == 3
+    old = store.gather(np.arange(4))
+    assert old.schema.equals(SCHEMA, check_metadata=True)
+    assert old.column("status").to_pylist() == ["ok"] * 8
+    assert old.column("response_text").to_pylist()[::2] == [f"text {i}" for i in range(4)]
+    store.append(batch_of(4), created_s=2.0)
+    assert len(all_segments(tmp_path / "store")) == 2
+    store.retain(Retention(min_version=1), now_s=3.0)
+    assert store.compact() > 0  # what is rewritten is written in the schema of today
+    store = open_store()
+    assert rows_of(store.gather(np.array([4])))[0]["response_text"] == "text 4"
+    assert store.counts().missing == 0
 
 
 def test_two_runs_cannot_share_a_store(open_store: Open, tmp_path: Path) -> None:
@@ -431,6 +503,53 @@ def test_damage_in_a_sealed_segment_is_named_and_not_served(open_store: Open, tm
     # What is lost may be made again.
     assert store.append(batch_of(1), created_s=0.0).sequences.tolist() == [12]
     assert rows_of(store.gather(np.array([12]))) == rows_of(batch_of(1))
+
+
+class Reserving(Files):
+    """A disk that sets blocks aside, or cannot."""
+
+    def __init__(self, can: bool) -> None:
+        self._can = can
+        self.asked = 0
+
+    def reserve(self, fd: int, start: int, size_bytes: int) -> None:
+        self.asked += 1
+        if not self._can:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        super().reserve(fd, start, size_bytes)
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_blocks_set_aside_do_not_show_and_are_given_back(open_store: Open, tmp_path: Path, can: bool) -> None:
+    files = Reserving(can)
+    store = open_store(files=files)
+    batches = [batch_of(number, tokens=4096) for number in range(3)]
+    for batch in batches:
+        store.append(batch, created_s=0.0)
+        (path,) = all_segments(tmp_path / "store")
+        last = store.index.messages["entry"][-1]
+        assert path.stat().st_size == last["offset"] + last["size_bytes"]
+    assert files.asked == (2 if can else 1)  # the second batch fits into what is there
+    assert (path.stat().st_blocks * 512 > path.stat().st_size + 100_000) == can
+    store.close()
+    assert path.stat().st_blocks * 512 < path.stat().st_size + 30_000
+    store = open_store()
+    assert store.gather(everything(store)).to_pylist() == pa.Table.from_batches(batches).to_pylist()
+
+
+def test_many_appends_that_nobody_looked_at(open_store: Open) -> None:
+    store = open_store()
+    for number in range(150):
+        receipt = store.append(batch_of(number, rows=1), created_s=0.0)
+        assert receipt.sequences.tolist() == [number]
+    assert store.append(batch_of(149, rows=1), created_s=0.0).duplicates == ("g149",)
+    store.append(batch_of(150, rows=1), created_s=0.0)
+    chosen = store.choose(2, selector="freshest", min_version=0, rng=np.random.default_rng(0))
+    assert chosen.tolist() == [150, 149]
+    store.append(batch_of(151, rows=1), created_s=0.0)
+    store.settle(np.array([151]), Fate.TRAINED, step=1)
+    assert (store.counts().buffered, store.counts().trained) == (151, 1)
+    assert rows_of(store.gather(np.array([150]))) == rows_of(batch_of(150, rows=1))
 
 
 def test_a_sealed_segment_that_was_cut_or_is_gone_loses_only_its_own_rows(

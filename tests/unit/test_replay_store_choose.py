@@ -10,7 +10,6 @@ import pytest
 from echo_planes.data.store.choose import REWARD_FLOOR, STALENESS_DECAY, Selector, choose
 from echo_planes.data.store.index import Fate, GroupIndex
 from echo_planes.data.store.segment import GROUP_ENTRY
-from echo_planes.data.store.sidecar import MESSAGE_ENTRY
 from echo_planes.types import IntArray
 
 SELECTORS: tuple[Selector, ...] = ("fifo", "freshest", "uniform", "staleness", "reward")
@@ -20,11 +19,10 @@ def index_of(versions: list[int], rewards: list[float] | None = None) -> GroupIn
     """One group per version, in order of arrival."""
     index = GroupIndex()
     for version, reward in zip(versions, rewards or [0.0] * len(versions), strict=True):
-        message = np.zeros(1, MESSAGE_ENTRY)
-        message["sequence"], message["num_groups"] = index.groups.length, 1
         group = np.zeros(1, GROUP_ENTRY)
         group["version"], group["reward_mean"], group["num_rows"] = version, reward, 1
-        index.add_new(0, message, group, [f"g{index.groups.length}"])
+        number = index.num_groups
+        index.add_new(0, [(0, 0, number, 1)], group, [f"g{number}"])
     return index
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -9,12 +11,16 @@ from echo_planes.types import BoolArray, IntArray
 
 
 class Bucket:
-    """Sequence numbers of one version's groups in order of arrival, some of which may have left."""
+    """Sequence numbers of one version's groups in order of arrival, some of which may have left.
 
-    __slots__ = ("_sequences", "size")
+    `item(place)` is one of them, as an int.
+    """
+
+    __slots__ = ("_sequences", "item", "size")
 
     def __init__(self) -> None:
         self._sequences: IntArray = np.empty(16, np.int64)
+        self.item: Callable[[int], int] = self._sequences.item
         self.size = 0
 
     @property
@@ -22,15 +28,13 @@ class Bucket:
         """Shape (size,)."""
         return self._sequences[: self.size]
 
-    def __getitem__(self, place: int) -> int:
-        return self._sequences.item(place)
-
     def add(self, sequences: IntArray) -> None:
         end = self.size + len(sequences)
         if end > len(self._sequences):
             larger: IntArray = np.empty(max(end, 2 * len(self._sequences)), np.int64)
             larger[: self.size] = self.sequences
             self._sequences = larger
+            self.item = larger.item
         self._sequences[self.size : end] = sequences
         self.size = end
 
@@ -85,4 +89,4 @@ class Buckets:
             bucket = self.members[row]
             bucket.keep(is_buffered[bucket.sequences])
             self.sizes[row] = bucket.size
-            self.firsts[row] = bucket[0]
+            self.firsts[row] = bucket.item(0)

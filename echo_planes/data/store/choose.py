@@ -117,14 +117,15 @@ def _draw(
         draws = draws_each * (count - len(chosen))
         if not draws:
             return
-        rows = np.minimum(ends.searchsorted(rng.random(draws) * ends[-1], side="right"), len(sizes) - 1)
-        places = (rng.random(draws) * sizes[rows]).astype(np.int64)
+        uniform = rng.random((3, draws))
+        rows = np.minimum(ends.searchsorted(uniform[0] * ends[-1], side="right"), len(sizes) - 1)
+        places = (uniform[1] * sizes[rows]).astype(np.int64)
         pairs = zip((rows + first).tolist(), places.tolist(), strict=True)
-        drawn = np.array([members[row][place] for row, place in pairs])
-        drawn = drawn[fates[drawn] == Fate.BUFFERED]
+        drawn = np.array([members[row].item(place) for row, place in pairs])
+        kept = fates[drawn] == Fate.BUFFERED
         if selector == "reward":
-            drawn = drawn[rng.random(len(drawn)) < _reward_weights(index, rewards[drawn])]
-        for sequence in drawn.tolist():
+            kept &= uniform[2] < _reward_weights(index, rewards[drawn])
+        for sequence in drawn[kept].tolist():
             chosen[sequence] = None
             if len(chosen) == count:
                 return
@@ -156,9 +157,11 @@ def _draw_exactly(
 
 def _reward_weights(index: GroupIndex, rewards: Weights) -> Weights:
     """Weights in [REWARD_FLOOR, 1]; a reward that is not a number has the lowest."""
-    span = index.reward_high - index.reward_low
+    low, high = index.reward_range
+    span = high - low
     if span <= 0:
         return np.ones_like(rewards)
-    # fmax makes 0 of what is not a number.
-    share: Weights = np.fmin(np.fmax((rewards - index.reward_low) / span, 0.0), 1.0)
-    return REWARD_FLOOR + (1.0 - REWARD_FLOOR) * share
+    # fmax makes the lowest of what is not a number.
+    weights: Weights = (rewards - low) / (span / (1.0 - REWARD_FLOOR)) + REWARD_FLOOR
+    bounded: Weights = np.fmin(np.fmax(weights, REWARD_FLOOR), 1.0)
+    return bounded

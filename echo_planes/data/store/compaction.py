@@ -63,6 +63,7 @@ class Compactor:
         # From here on the new file is what readers find, whatever happens below.
         freed = segment.size_bytes - sum(self._places[-1])
         segment.generation += 1
+        segment.older = None
         segment.size_bytes = sum(self._places[-1])
         table = self._index.messages
         table["offset"][rows], table["size_bytes"][rows] = np.array(self._places).T

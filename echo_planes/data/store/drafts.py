@@ -13,15 +13,15 @@ from echo_planes.data.store.message import Entries
 from echo_planes.data.store.segment import GROUP_ENTRY
 from echo_planes.errors import DataError
 
-_GROUP_ID, _VERSION, _REWARD = (SCHEMA.get_field_index(name) for name in ("group_id", "version", "reward"))
+_COLUMNS = tuple(SCHEMA.get_field_index(name) for name in ("group_id", "version", "reward"))
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A batch about to be written: whole groups that are not in the store."""
 
-    batch: pa.RecordBatch
-    entries: Entries  # GROUP_ENTRY, num_bytes not yet filled
+    arrow: pa.Buffer  # as an encapsulated Arrow message
+    entries: Entries  # (G,) GROUP_ENTRY
     ids: list[str]
 
 
@@ -45,8 +45,8 @@ def make_draft(
         DataError: the batch has another schema, is not whole, has a null where there must be none, or a
             group in two places.
     """
-    _check(batch)
-    ids, starts = _groups_of(batch)
+    group_ids, versions, rewards = _columns_of(batch)
+    ids, starts = _groups_of(group_ids)
     new = []
     for row, group_id in enumerate(ids):
         if group_id in taken:
@@ -61,10 +61,10 @@ def make_draft(
     if len(new) < len(ids):
         stops = [*starts[1:], batch.num_rows]
         batch = pa.concat_batches([batch.slice(starts[row], stops[row] - starts[row]) for row in new])
-        ids, starts = _groups_of(batch)
-    # In lists: for the few rows of a group they are quicker than arrays.
-    versions: list[int] = batch.column(_VERSION).to_numpy().tolist()
-    rewards: list[float] = batch.column(_REWARD).to_numpy().tolist()
+        group_ids, versions, rewards = _columns_of(batch)
+        ids, starts = _groups_of(group_ids)
+    arrow = batch.serialize()
+    num_rows = batch.num_rows
     entries = [
         (
             min(versions[start:stop]),
@@ -73,27 +73,30 @@ def make_draft(
             stop - start,
             start,
             len(group_id.encode()),
-            0,
+            arrow.size * (stop - start) // num_rows,
         )
-        for group_id, start, stop in zip(ids, starts, [*starts[1:], batch.num_rows], strict=True)
+        for group_id, start, stop in zip(ids, starts, [*starts[1:], num_rows], strict=True)
     ]
-    return Draft(batch, np.array(entries, GROUP_ENTRY), ids)
+    return Draft(arrow, np.array(entries, GROUP_ENTRY), ids)
 
 
-def _check(batch: pa.RecordBatch) -> None:
+def _columns_of(batch: pa.RecordBatch) -> tuple[list[str], list[int], list[float]]:
+    """Group ids, versions and rewards of a batch that was checked, in lists: quicker for the few rows."""
     if not batch.schema.equals(SCHEMA, check_metadata=True):
         raise DataError("the batch has another schema than schema.SCHEMA; nothing was written")
     try:
         batch.validate()
     except pa.ArrowInvalid as error:
         raise DataError(f"the batch is not whole ({error}); nothing was written") from error
-    for place in (_GROUP_ID, _VERSION, _REWARD):
-        if batch.column(place).null_count:
+    # Each is asked for once: that costs more than reading the few values in it.
+    group_ids, versions, rewards = columns = [batch.column(place) for place in _COLUMNS]
+    for place, column in zip(_COLUMNS, columns, strict=True):
+        if column.null_count:
             raise DataError(f"column {SCHEMA.names[place]} of the batch has nulls; nothing was written")
+    return group_ids.to_pylist(), versions.to_numpy().tolist(), rewards.to_numpy().tolist()
 
 
-def _groups_of(batch: pa.RecordBatch) -> tuple[list[str], list[int]]:
+def _groups_of(rows: list[str]) -> tuple[list[str], list[int]]:
     """Ids of a batch's groups and their first rows."""
-    rows: list[str] = batch.column(_GROUP_ID).to_pylist()
     starts = [row for row, group_id in enumerate(rows) if row == 0 or group_id != rows[row - 1]]
     return [rows[row] for row in starts], starts

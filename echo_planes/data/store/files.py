@@ -6,6 +6,7 @@ is full, or that loses what was not synced.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import mmap
@@ -17,7 +18,15 @@ from pathlib import Path
 
 from echo_planes.errors import ClusterError, DataError
 
+REPLAY_FOLDER = "replay"  # of a run's store, in the run folder
+LOCK_NAME = "LOCK"
+
 Piece = bytes | memoryview
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_FALLOC_FL_KEEP_SIZE = 1
+_RESERVED_MIN_BYTES = 64 * 2**10  # small files are left alone
+_RESERVED_MAX_BYTES = 8 * 2**20
 
 
 class Files:
@@ -30,6 +39,12 @@ class Files:
     def write(self, fd: int, pieces: Sequence[Piece], offset: int) -> int:
         """Write at `offset`; returns how many bytes were taken, perhaps not all."""
         return os.pwritev(fd, pieces, offset)
+
+    def reserve(self, fd: int, start: int, size_bytes: int) -> None:
+        """Set blocks aside for what will be written from `start` on; the file's own size stays."""
+        sizes = ctypes.c_int64(start), ctypes.c_int64(size_bytes)
+        if _LIBC.fallocate(fd, _FALLOC_FL_KEEP_SIZE, *sizes):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def sync(self, fd: int) -> None:
         """Returns when all that was written is durable, the file's size included."""
@@ -53,6 +68,9 @@ class Files:
 class LogFile:
     """A file that only grows, and of which `size_bytes` are durable.
 
+    Blocks are set aside before they are written, as many as the file has already and at most 8 MiB: the
+    system then takes a third less time to accept the bytes. What is spare is given back by `close`.
+
     Args:
         path: the file.
         files: the disk.
@@ -68,6 +86,8 @@ class LogFile:
         self.size_bytes = size_bytes
         self._files = files
         self._dirty = not create
+        self._reserved_bytes = size_bytes  # from the beginning of the file
+        self._can_reserve = True
         try:
             self._fd = files.open(path, create=create)
             if create:
@@ -90,6 +110,7 @@ class LogFile:
             self._dirty = True
             end = self.size_bytes
             for pieces in messages:
+                self._reserve(end, sum(map(len, pieces)))
                 end = self._write(pieces, end)
             self._files.sync(self._fd)
         except OSError as error:
@@ -101,7 +122,23 @@ class LogFile:
         self.size_bytes = end
 
     def close(self) -> None:
+        if self._reserved_bytes > self.size_bytes:
+            self._cut_if_possible()
         os.close(self._fd)
+
+    def _reserve(self, offset: int, size_bytes: int) -> None:
+        """Before `size_bytes` are written at `offset`."""
+        end = offset + size_bytes
+        if end <= self._reserved_bytes or end < _RESERVED_MIN_BYTES or not self._can_reserve:
+            return
+        ahead = min(end, _RESERVED_MAX_BYTES)
+        try:
+            self._files.reserve(self._fd, offset, size_bytes + ahead)
+        except OSError:
+            # The file system cannot, or has not so much room. The write itself says whether there is enough.
+            self._can_reserve = False
+        else:
+            self._reserved_bytes = end + ahead
 
     def _write(self, pieces: Sequence[Piece], offset: int) -> int:
         while pieces:
@@ -112,6 +149,7 @@ class LogFile:
 
     def _cut(self) -> None:
         self._files.truncate(self._fd, self.size_bytes)
+        self._reserved_bytes = self.size_bytes
         self._files.sync(self._fd)
         self._dirty = False
 
@@ -192,7 +230,24 @@ def map_file(path: Path) -> memoryview:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}; see to its permissions") from error
+        raise cannot_read(path, error) from error
+
+
+def read_part(path: Path, offset: int, size_bytes: int) -> memoryview:
+    """A copy of a part of a file, shorter where the file ends before. Unlike a map, it outlives a cut.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        DataError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as source:
+            source.seek(offset)
+            return memoryview(source.read(size_bytes))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise cannot_read(path, error) from error
 
 
 class Lock:
@@ -227,6 +282,11 @@ class Lock:
 
     def release(self) -> None:
         os.close(self._fd)
+
+
+def cannot_read(path: Path, error: OSError) -> DataError:
+    """The error of a file that is there and cannot be read."""
+    return DataError(f"cannot read {path}: {error.strerror or error}; see to its permissions")
 
 
 def cannot_write(path: Path, error: OSError) -> ClusterError:

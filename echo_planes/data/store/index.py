@@ -24,12 +24,14 @@ from echo_planes.data.store.sidecar import MESSAGE_ENTRY
 from echo_planes.types import IntArray
 
 Column = npt.NDArray[Any]
+MessagePlace = tuple[int, int, int, int]  # offset, size in bytes, first sequence number, number of groups
+_Appended = tuple[int, Sequence[MessagePlace], Entries]
 
 
 class Fate(IntEnum):
     """What became of a group. The numbers are on disk."""
 
-    BUFFERED = 0  # still trainable
+    BUFFERED = 0  # still trainable; in the log: again, because a resume went back behind its training
     TRAINED = 1
     DROPPED = 2
     QUARANTINED = 3  # set aside by a resume
@@ -72,6 +74,7 @@ class _Table:
         self._spec = {name: (np.dtype(dtype), fill) for name, (dtype, fill) in spec.items()}
         self._columns = {name: np.full(1024, self._filler(name), d) for name, (d, _) in self._spec.items()}
         self._views: dict[str, Column] = {}
+        self._capacity = 1024
         self.length = 0
         self._look()
 
@@ -80,16 +83,14 @@ class _Table:
 
     def grow_to(self, length: int) -> None:
         """Add rows that say nothing yet."""
-        if length <= self.length:
-            return
-        capacity = len(next(iter(self._columns.values())))
-        if length > capacity:
+        if length > self._capacity:
+            self._capacity = max(length, 2 * self._capacity)
             for name, column in self._columns.items():
-                larger = np.full(max(length, 2 * capacity), self._filler(name), column.dtype)
+                larger = np.full(self._capacity, self._filler(name), column.dtype)
                 larger[: self.length] = column[: self.length]
                 self._columns[name] = larger
             self._look()
-        self.length = length
+        self.length = max(length, self.length)
 
     def _filler(self, name: str) -> Any:
         dtype, fill = self._spec[name]
@@ -102,10 +103,14 @@ class _Table:
 
 
 class GroupIndex:
-    """All groups of a store, buffered or not. Group `s` is the one with sequence number s."""
+    """All groups of a store, buffered or not. Group `s` is the one with sequence number s.
+
+    What is appended is known by its id at once, and is entered in the columns when somebody looks at them:
+    for many appends together that takes hardly longer than for one.
+    """
 
     def __init__(self) -> None:
-        self.groups = _Table(
+        self._groups = _Table(
             {
                 "entry": (GROUP_ENTRY, (-1, np.nan, np.nan, 0, -1, 0, 0)),
                 "message": ("i4", -1),  # row of `messages`; -1: unknown, its message is damaged
@@ -115,7 +120,7 @@ class GroupIndex:
                 "reuse_count": ("u4", 0),  # times gathered by this process
             }
         )
-        self.messages = _Table(
+        self._messages = _Table(
             {
                 "entry": (MESSAGE_ENTRY, 0),
                 "segment": ("i4", 0),
@@ -124,8 +129,44 @@ class GroupIndex:
         )
         self.ids: list[str] = []
         self.by_id: dict[str, int] = {}
-        self.buckets = Buckets()
-        self.reward_low, self.reward_high = math.inf, -math.inf  # of all finite mean rewards
+        self._buckets = Buckets()
+        self._rewards = (math.inf, -math.inf)
+        self._appended: list[_Appended] = []
+
+    # --- columns ---------------------------------------------------------------------------------
+
+    @property
+    def groups(self) -> _Table:
+        """One row per group."""
+        if self._appended:
+            self._enter_appended()
+        return self._groups
+
+    @property
+    def messages(self) -> _Table:
+        """One row per message."""
+        if self._appended:
+            self._enter_appended()
+        return self._messages
+
+    @property
+    def buckets(self) -> Buckets:
+        """The buffered groups by version."""
+        if self._appended:
+            self._enter_appended()
+        return self._buckets
+
+    @property
+    def reward_range(self) -> tuple[float, float]:
+        """The lowest and the highest of all finite mean rewards; (inf, -inf) if there is none."""
+        if self._appended:
+            self._enter_appended()
+        return self._rewards
+
+    @property
+    def num_groups(self) -> int:
+        """Sequence number of the next group."""
+        return len(self.ids)
 
     # --- filling ---------------------------------------------------------------------------------
 
@@ -138,65 +179,65 @@ class GroupIndex:
             groups: (G,) `segment.GROUP_ENTRY`, in the order of the messages.
             ids: G group ids.
         """
-        first_message = self._add_messages(segment, messages)
+        sequences = self._enter(np.full(len(messages), segment), messages, groups)
+        for sequence, group_id in zip(sequences.tolist(), ids, strict=True):
+            self.ids[sequence] = group_id
+            self.by_id[group_id] = sequence
+
+    def add_new(
+        self, segment: int, messages: Sequence[MessagePlace], groups: Entries, ids: Sequence[str]
+    ) -> IntArray:
+        """Enter messages that were just appended; their groups are choosable at once.
+
+        Args:
+            segment: number of the file they lie in.
+            messages: what `sidecar.MESSAGE_ENTRY` says of each.
+            groups: (G,) `segment.GROUP_ENTRY`, in the order of the messages.
+            ids: G group ids.
+
+        Returns:
+            Their sequence numbers, the next ones, shape (G,).
+        """
+        first = self.num_groups
+        self.ids.extend(ids)
+        self.by_id.update(zip(ids, range(first, self.num_groups), strict=True))
+        self._appended.append((segment, messages, groups))
+        if len(self._appended) == _MAX_APPENDED:
+            self._enter_appended()
+        return np.arange(first, self.num_groups)
+
+    def _enter_appended(self) -> None:
+        appended, self._appended = self._appended, []
+        segments = np.array([segment for segment, messages, _ in appended for _ in messages])
+        table = np.array([message for _, messages, _ in appended for message in messages], MESSAGE_ENTRY)
+        groups = np.concatenate([entries for _, _, entries in appended])
+        self._open(self._enter(segments, table, groups))
+
+    def _enter(self, segments: IntArray, messages: Entries, groups: Entries) -> IntArray:
+        """Fill the columns; returns the sequence numbers of `groups`."""
+        first_message = self._messages.length
+        self._messages.grow_to(first_message + len(messages))
+        self._messages["entry"][first_message:] = messages
+        self._messages["segment"][first_message:] = segments
         counts = messages["num_groups"]
         starts = np.cumsum(counts) - counts
         sequences: IntArray = np.repeat(messages["sequence"] - starts, counts) + np.arange(len(groups))
         self.grow_to(int(sequences.max(initial=-1)) + 1)
-        self.groups["entry"][sequences] = groups
-        self.groups["message"][sequences] = np.repeat(np.arange(first_message, self.messages.length), counts)
+        self._groups["entry"][sequences] = groups
+        rows = np.arange(first_message, self._messages.length)
+        self._groups["message"][sequences] = np.repeat(rows, counts)
         erased = groups["row_start"] < 0
-        self.groups["erased"][sequences] = erased
-        self.groups["fate"][sequences] = np.where(erased, Fate.REMOVED, Fate.BUFFERED)
-        for sequence, group_id in zip(sequences.tolist(), ids, strict=True):
-            self.ids[sequence] = group_id
-            self.by_id[group_id] = sequence
-        self._see_rewards(groups["reward_mean"].tolist())
-
-    def add_new(self, segment: int, messages: Entries, groups: Entries, ids: Sequence[str]) -> IntArray:
-        """Enter messages that were just appended; their groups are choosable at once.
-
-        The same as `add`, for the next sequence numbers only, and quicker for a few. Returns them.
-        """
-        message = self._add_messages(segment, messages)
-        first = at = self.groups.length
-        self.ids.extend(ids)
-        self.groups.grow_to(first + len(groups))
-        self.groups["entry"][first:] = groups
-        self.groups["fate"][first:] = Fate.BUFFERED
-        for count in messages["num_groups"].tolist():
-            self.groups["message"][at : at + count] = message
-            message, at = message + 1, at + count
-        sequences = np.arange(first, at)
-        versions: list[int] = groups["version"].tolist()
-        start = 0
-        for stop, group_id in enumerate(ids, 1):
-            self.by_id[group_id] = first + stop - 1
-            if stop == len(ids) or versions[stop] != versions[start]:
-                self.buckets.add(versions[start], sequences[start:stop])
-                start = stop
-        self._see_rewards(groups["reward_mean"].tolist())
+        self._groups["erased"][sequences] = erased
+        self._groups["fate"][sequences] = np.where(erased, Fate.REMOVED, Fate.BUFFERED)
+        rewards = groups["reward_mean"][np.isfinite(groups["reward_mean"])]
+        low, high = self._rewards
+        self._rewards = (float(rewards.min(initial=low)), float(rewards.max(initial=high)))
         return sequences
-
-    def _add_messages(self, segment: int, messages: Entries) -> int:
-        """Returns the row of the first."""
-        first = self.messages.length
-        self.messages.grow_to(first + len(messages))
-        self.messages["entry"][first:] = messages
-        self.messages["segment"][first:] = segment
-        return first
-
-    def _see_rewards(self, rewards: list[float]) -> None:
-        for reward in rewards:
-            if -math.inf < reward < self.reward_low:
-                self.reward_low = reward
-            if self.reward_high < reward < math.inf:
-                self.reward_high = reward
 
     def grow_to(self, length: int) -> None:
         """Make room for groups up to `length`; those nobody enters are lost."""
-        self.ids.extend([""] * (length - self.groups.length))
-        self.groups.grow_to(length)
+        self.ids.extend([""] * (length - len(self.ids)))
+        self._groups.grow_to(length)
 
     def load_fates(self, sequences: IntArray, fates: IntArray, steps: IntArray) -> None:
         """Enter a part of the log, before the buckets are opened: the last fate of a group counts."""
@@ -208,13 +249,15 @@ class GroupIndex:
 
     def open_buckets(self) -> None:
         """Make all buffered groups choosable, once everything was loaded."""
-        sequences = np.flatnonzero(self.groups["fate"] == Fate.BUFFERED)
-        versions = self.groups["version"][sequences]
+        self._open(np.flatnonzero(self.groups["fate"] == Fate.BUFFERED))
+
+    def _open(self, sequences: IntArray) -> None:
+        versions = self._groups["version"][sequences]
         order = np.argsort(versions, kind="stable")
         found, starts = np.unique(versions[order], return_index=True)
         stops = np.append(starts[1:], len(order))[: len(found)]
         for version, start, stop in zip(found, starts, stops, strict=True):
-            self.buckets.add(int(version), sequences[order[start:stop]])
+            self._buckets.add(int(version), sequences[order[start:stop]])
 
     # --- changes ---------------------------------------------------------------------------------
 
@@ -231,6 +274,13 @@ class GroupIndex:
         is_buffered = fates == Fate.BUFFERED
         for version, count in Counter(self.groups["version"][leaving].tolist()).items():
             self.buckets.leave(version, count, is_buffered)
+
+    def return_to_buffer(self, sequences: IntArray) -> None:
+        """Make groups that had a fate choosable again."""
+        self.groups["fate"][sequences] = Fate.BUFFERED
+        self.groups["step"][sequences] = -1
+        self._buckets = Buckets()  # made anew: a bucket takes groups in order of arrival only
+        self.open_buckets()
 
     def mark_damaged(self, message: int) -> None:
         """A message is not what was written: its buffered groups are lost."""
@@ -270,3 +320,4 @@ class GroupIndex:
 
 
 _PIECE = 1024
+_MAX_APPENDED = 64  # appends that may wait for being entered

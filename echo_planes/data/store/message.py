@@ -106,10 +106,13 @@ def encode(arrow: pa.Buffer, place: Place, *, sequence: int, entries: Entries, t
         texts: whatever belongs to the entries.
     """
     whole = memoryview(arrow)
-    flatbuffer_bytes = _HEAD.unpack(whole[: _HEAD.size])[1]
-    body = whole[_HEAD.size + flatbuffer_bytes :]
-    padding = -len(texts) % _ALIGNMENT
-    metadata_bytes = flatbuffer_bytes + entries.nbytes + len(texts) + padding + FOOT_BYTES
+    _, flatbuffer_bytes = _HEAD.unpack_from(whole)
+    flatbuffer_end = _HEAD.size + flatbuffer_bytes
+    body = whole[flatbuffer_end:]
+    text_bytes = len(texts)
+    table = entries.tobytes()
+    padding = bytes(-text_bytes % _ALIGNMENT)
+    metadata_bytes = flatbuffer_bytes + len(table) + text_bytes + len(padding) + FOOT_BYTES
     foot = _Foot(
         magic=MAGIC,
         store_id=place.store_id,
@@ -118,7 +121,7 @@ def encode(arrow: pa.Buffer, place: Place, *, sequence: int, entries: Entries, t
         file=place.file,
         generation=place.generation,
         num_entries=len(entries),
-        text_bytes=len(texts),
+        text_bytes=text_bytes,
         flatbuffer_bytes=flatbuffer_bytes,
         reserved=0,
         offset=place.offset,
@@ -128,10 +131,10 @@ def encode(arrow: pa.Buffer, place: Place, *, sequence: int, entries: Entries, t
     head = b"".join(
         (
             _HEAD.pack(_CONTINUATION, metadata_bytes),
-            whole[_HEAD.size : _HEAD.size + flatbuffer_bytes],
-            entries.tobytes(),
+            whole[_HEAD.size : flatbuffer_end],
+            table,
             texts,
-            bytes(padding),
+            padding,
             _FOOT.pack(*foot),
         )
     )
@@ -142,20 +145,21 @@ def encode(arrow: pa.Buffer, place: Place, *, sequence: int, entries: Entries, t
 
 def size_of(pieces: list[Piece]) -> int:
     """Bytes of an encoded message."""
-    return sum(len(piece) for piece in pieces)
+    return sum(map(len, pieces))
 
 
-def decode(data: memoryview, place: Place, entry_bytes: int) -> Message | None:
+def decode(data: memoryview, place: Place, entry_bytes: int, base: int = 0) -> Message | None:
     """The message at `place.offset`, or None where there is no whole message that belongs there.
 
     Nothing of it is given to Arrow, and every length is checked against the file's before it is used.
 
     Args:
-        data: the file.
+        data: the file, or a part of it.
         place: of the message; its generation is not compared.
         entry_bytes: item size of its entries.
+        base: where in the file `data` begins.
     """
-    start = place.offset
+    start = place.offset - base
     if start < 0 or start + _HEAD.size > len(data):
         return None
     continuation, metadata_bytes = _HEAD.unpack(data[start : start + _HEAD.size])
@@ -166,7 +170,7 @@ def decode(data: memoryview, place: Place, entry_bytes: int) -> Message | None:
     foot = _Foot._make(_FOOT.unpack(data[hash_at - _FOOT.size : hash_at]))
     if (foot.magic, foot.store_id, foot.format) != (MAGIC, place.store_id, FORMAT):
         return None
-    if (foot.kind, foot.file, foot.offset) != (place.kind, place.file, start):
+    if (foot.kind, foot.file, foot.offset) != (place.kind, place.file, place.offset):
         return None
     entries_bytes = foot.num_entries * entry_bytes
     padded_bytes = foot.text_bytes + -foot.text_bytes % _ALIGNMENT
@@ -182,7 +186,7 @@ def decode(data: memoryview, place: Place, entry_bytes: int) -> Message | None:
     entries_at = start + _HEAD.size + foot.flatbuffer_bytes
     texts_at = entries_at + entries_bytes
     return Message(
-        offset=start,
+        offset=place.offset,
         size_bytes=end - start,
         sequence=foot.sequence,
         generation=foot.generation,
@@ -205,13 +209,16 @@ def written_format(data: memoryview) -> int | None:
     return int(version) if magic == MAGIC else None
 
 
-def candidates(data: memoryview, start: int, store_id: bytes) -> Iterator[int]:
-    """Offsets behind `start` where messages of this store may begin, by the feet found there, in order."""
+def candidates(data: memoryview, start: int, store_id: bytes, base: int = 0) -> Iterator[int]:
+    """Offsets behind `start` where messages of this store may begin, by the feet found there, in order.
+
+    `base`: where in the file `data` begins.
+    """
     searchable: Any = data.obj  # an mmap or bytes
     mark = MAGIC + store_id
-    at = searchable.find(mark, start)
+    at = searchable.find(mark, start - base)
     while at >= 0:
         (offset,) = struct.unpack("<Q", bytes(data[at + _OFFSET_AT : at + _OFFSET_AT + 8]).ljust(8, b"\0"))
-        if start < offset < at:
+        if start < offset < base + at:
             yield offset
         at = searchable.find(mark, at + 1)

@@ -1,15 +1,15 @@
-"""Reading rows through memory maps. A message's bytes are proved before Arrow sees them, once per process."""
+"""Reading rows. A message's bytes are proved before Arrow sees them; those of a map once per process."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
 
-from echo_planes.data.schema import SCHEMA
-from echo_planes.data.store.files import map_file
+from echo_planes.data.schema import SCHEMA, OlderSchema
+from echo_planes.data.store.files import map_file, read_part
 from echo_planes.data.store.index import GroupIndex, MessageState
 from echo_planes.data.store.message import Kind, Place, decode
 from echo_planes.data.store.segment import GROUP_ENTRY, segment_path
@@ -23,14 +23,24 @@ class RowReader:
         folder: of the segments.
         store_id: of the store.
         index: where the messages lie; messages found damaged are marked there.
-        max_maps: segments kept mapped; a batch that is still in use keeps its own.
+        max_maps: segments kept mapped; a batch that is still in use keeps its own. 0: bytes are copied, and
+            proved each time, because another process owns the files and may cut or replace them.
+        older: the segments that are not of SCHEMA; their rows are brought to it as they are read.
     """
 
-    def __init__(self, folder: Path, store_id: bytes, index: GroupIndex, max_maps: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        store_id: bytes,
+        index: GroupIndex,
+        max_maps: int,
+        older: Mapping[int, OlderSchema],
+    ) -> None:
         self._folder = folder
         self._store_id = store_id
         self._index = index
         self._max_maps = max_maps
+        self._older = dict(older)
         self._maps: OrderedDict[int, memoryview] = OrderedDict()
 
     def batch(self, message: int) -> pa.RecordBatch:
@@ -44,30 +54,37 @@ class RowReader:
         offset = int(index.messages["offset"][message])
         size_bytes = int(index.messages["size_bytes"][message])
         state = int(index.messages["state"][message])
-        data = self._map(segment, offset + size_bytes)
+        data = self._bytes(segment, offset, size_bytes)
         place = Place(self._store_id, Kind.ROWS, segment, 0, offset)
-        if state == MessageState.UNREAD:
-            found = decode(data, place, GROUP_ENTRY.itemsize)
+        if state == MessageState.VERIFIED and self._max_maps:
+            return self._rows(segment, data)
+        if state != MessageState.DAMAGED:
+            found = decode(data, place, GROUP_ENTRY.itemsize, offset)
             expected = (size_bytes, int(index.messages["sequence"][message]))
             if found is not None and (found.size_bytes, found.sequence) == expected:
-                return self._first_read(message, data[offset : offset + size_bytes])
+                return self._first_read(message, segment, data)
             self._index.mark_damaged(message)
-        elif state == MessageState.VERIFIED:
-            return pa.ipc.read_record_batch(pa.py_buffer(data[offset : offset + size_bytes]), SCHEMA)
         raise self._damaged(message)
 
     def forget(self, segment: int) -> None:
-        """A segment was rewritten: map it anew."""
+        """A segment was rewritten, in SCHEMA: map it anew."""
         self._maps.pop(segment, None)
+        self._older.pop(segment, None)
 
     def close(self) -> None:
         self._maps.clear()
 
-    def _first_read(self, message: int, data: memoryview) -> pa.RecordBatch:
+    def _rows(self, segment: int, data: memoryview, *, first: bool = False) -> pa.RecordBatch:
+        older = self._older.get(segment)
+        batch = pa.ipc.read_record_batch(pa.py_buffer(data), older.schema if older else SCHEMA)
+        if first:
+            batch.validate(full=True)
+        return older.upgrade(batch) if older else batch
+
+    def _first_read(self, message: int, segment: int, data: memoryview) -> pa.RecordBatch:
         """Our hash is no signature: let Arrow check its own structure too, which could crash the process."""
         try:
-            batch = pa.ipc.read_record_batch(pa.py_buffer(data), SCHEMA)
-            batch.validate(full=True)
+            batch = self._rows(segment, data, first=True)
         except (OSError, pa.ArrowException) as error:
             self._index.mark_damaged(message)
             raise self._damaged(message) from error
@@ -84,6 +101,15 @@ class RowReader:
             f"{segment_path(self._folder, segment)} is damaged at offset {offset} ({size_bytes} bytes, "
             f"groups {', '.join(ids)}); they are not served, restore the file from a copy or go on without"
         )
+
+    def _bytes(self, segment: int, offset: int, size_bytes: int) -> memoryview:
+        """A part of a segment, shorter where the file ends before."""
+        if self._max_maps:
+            return self._map(segment, offset + size_bytes)[offset : offset + size_bytes]
+        try:
+            return read_part(segment_path(self._folder, segment), offset, size_bytes)
+        except FileNotFoundError:
+            return memoryview(b"")
 
     def _map(self, segment: int, need_bytes: int) -> memoryview:
         """A map of a segment that reaches to `need_bytes`, or as far as the file does."""

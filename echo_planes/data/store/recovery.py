@@ -10,15 +10,16 @@ from pathlib import Path
 
 import numpy as np
 
-from echo_planes.data.schema import SCHEMA
+from echo_planes.data.schema import OLDER_SCHEMAS, SCHEMA, OlderSchema
 from echo_planes.data.store.files import Files, cannot_write, map_file, write_whole
 from echo_planes.data.store.index import GroupIndex
-from echo_planes.data.store.message import FORMAT, STORE_ID_BYTES, Kind, Place, size_of
+from echo_planes.data.store.message import FORMAT, STORE_ID_BYTES, Kind, Message, Place, size_of
 from echo_planes.data.store.segment import (
     GROUP_ENTRY,
     Damage,
     check_header,
     encode_header,
+    has_schema,
     segment_numbers,
     segment_path,
     walk,
@@ -29,6 +30,7 @@ from echo_planes.errors import DataError
 STORE_NAME = "store.json"
 SEGMENTS_NAME = "segments"
 _MAX_STORE_JSON_BYTES = 4096
+OLDER = tuple(older.schema for older in OLDER_SCHEMAS)
 
 
 @dataclass(slots=True)
@@ -40,6 +42,7 @@ class Segment:
     size_bytes: int
     sealed: bool
     damaged: bool = False  # left alone by compaction, so that what can be saved by hand stays
+    older: OlderSchema | None = None  # what its rows are written in, where that is not SCHEMA
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +73,15 @@ def open_store_id(folder: Path, files: Files) -> bytes:
             write_whole(path, files, [[text.encode()]])
     except OSError as error:
         raise cannot_write(path, error) from error
-    return _read_store_id(path)
+    return read_store_id(path)
 
 
-def _read_store_id(path: Path) -> bytes:
+def read_store_id(path: Path) -> bytes:
+    """The store's id, from its `store.json`.
+
+    Raises:
+        DataError: it is not there, not ours, or of a newer format.
+    """
     try:
         if path.stat().st_size > _MAX_STORE_JSON_BYTES:
             raise ValueError(f"more than {_MAX_STORE_JSON_BYTES} bytes")
@@ -126,13 +134,15 @@ class Loader:
         path = segment_path(self._folder, number)
         data = map_file(path)
         place = Place(self._store_id, Kind.ROWS, number, 0, 0)
-        header = check_header(data, path, place, SCHEMA, GROUP_ENTRY.itemsize)
-        sidecar = self._read_sidecar(number)
+        header = check_header(data, path, place, SCHEMA, GROUP_ENTRY.itemsize, OLDER)
+        sidecar = read_sidecar(path, self._store_id, number)
         if header is not None:
             self._index.grow_to(header.sequence)
         if sidecar is not None and (header is None or header.generation == sidecar.generation):
-            return self._take_sidecar(number, sidecar, header is None, len(data))
-        found = walk(data, path, place, SCHEMA, GROUP_ENTRY.itemsize)
+            segment = self._take_sidecar(number, sidecar, header is None, len(data))
+            segment.older = older_schema(header)
+            return segment
+        found = walk(data, path, place, SCHEMA, GROUP_ENTRY.itemsize, OLDER)
         if found.is_unused:
             path.unlink()
             return None
@@ -148,7 +158,8 @@ class Loader:
         if sealed:
             write_whole(sidecar_path(path), self._files, [encode_sidecar(index, self._store_id, number)])
             self.rebuilt_sidecars += 1
-        return Segment(number, generation, found.size_bytes, sealed, bool(found.damage) or header is None)
+        damaged = bool(found.damage) or header is None
+        return Segment(number, generation, found.size_bytes, sealed, damaged, older_schema(header))
 
     def _take_sidecar(self, number: int, sidecar: SegmentIndex, headless: bool, size_bytes: int) -> Segment:
         path = segment_path(self._folder, number)
@@ -169,12 +180,6 @@ class Loader:
         for message in np.flatnonzero((table["segment"] == number) & (ends > size_bytes)).tolist():
             self._index.mark_damaged(message)
 
-    def _read_sidecar(self, number: int) -> SegmentIndex | None:
-        path = sidecar_path(segment_path(self._folder, number))
-        if not path.exists():
-            return None
-        return decode_sidecar(map_file(path), self._store_id, number)
-
     def _cut(self, path: Path, size_bytes: int) -> None:
         try:
             fd = self._files.open(path, create=False)
@@ -185,6 +190,20 @@ class Loader:
                 os.close(fd)
         except OSError as error:
             raise cannot_write(path, error) from error
+
+
+def read_sidecar(path: Path, store_id: bytes, number: int) -> SegmentIndex | None:
+    """The sidecar of the segment at `path`, or None where there is no whole one."""
+    try:
+        return decode_sidecar(map_file(sidecar_path(path)), store_id, number)
+    except FileNotFoundError:
+        return None
+
+
+def older_schema(header: Message | None) -> OlderSchema | None:
+    """The older schema a file has, if it has one. Of a damaged header nobody knows: taken for the newest."""
+    found = (older for older in OLDER_SCHEMAS if header is not None and has_schema(header, older.schema))
+    return next(found, None)
 
 
 def enter(index: GroupIndex, number: int, segment: SegmentIndex) -> None:

@@ -7,7 +7,7 @@ tells how many groups a damaged message held.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,16 +78,24 @@ def encode_header(schema: pa.Schema, place: Place, sequence: int) -> list[Piece]
     return encode(schema.serialize(), place, sequence=sequence, entries=NO_ENTRIES, texts=b"")
 
 
-def walk(data: memoryview, path: Path, place: Place, schema: pa.Schema, entry_bytes: int) -> Walk:
+def walk(
+    data: memoryview,
+    path: Path,
+    place: Place,
+    schema: pa.Schema,
+    entry_bytes: int,
+    older: Sequence[pa.Schema] = (),
+) -> Walk:
     """Find every whole message of a file; `place` is its first message behind the header.
 
     Where a message is not whole, the next one that is is looked for by its foot. If there is none, the rest
     is the file's torn end.
 
     Raises:
-        DataError: the file is of a newer format, its schema is not exactly ours, or nothing of it is ours.
+        DataError: the file is of a newer format, its schema is neither ours nor one of `older`, or nothing
+            of it is ours.
     """
-    header = check_header(data, path, place, schema, entry_bytes)
+    header = check_header(data, path, place, schema, entry_bytes, older)
     messages, damage = scan(data, path, place, entry_bytes, header.size_bytes if header else 0)
     size_bytes = damage[-1].offset if damage and damage[-1].torn else len(data)
     if header is None and not messages and len(data) > size_of(encode_header(schema, place, 0)):
@@ -96,17 +104,20 @@ def walk(data: memoryview, path: Path, place: Place, schema: pa.Schema, entry_by
 
 
 def scan(
-    data: memoryview, path: Path, place: Place, entry_bytes: int, start: int
+    data: memoryview, path: Path, place: Place, entry_bytes: int, start: int, base: int = 0
 ) -> tuple[list[Message], list[Damage]]:
-    """The whole messages from `start` on, and what lies between and behind them; see `walk`."""
+    """The whole messages from `start` on, and what lies between and behind them; see `walk`.
+
+    `base`: where in the file `data` begins.
+    """
     messages: list[Message] = []
     damage: list[Damage] = []
-    at = start
-    while at < len(data):
-        message = decode(data, _at(place, at), entry_bytes)
+    at, file_end = start, base + len(data)
+    while at < file_end:
+        message = decode(data, _at(place, at), entry_bytes, base)
         if message is None:
-            message = _next_whole(data, at, place, entry_bytes)
-            end = message.offset if message else len(data)
+            message = _next_whole(data, at, place, entry_bytes, base)
+            end = message.offset if message else file_end
             damage.append(Damage(path, at, end - at, torn=message is None))
             if message is None:
                 break
@@ -116,12 +127,17 @@ def scan(
 
 
 def check_header(
-    data: memoryview, path: Path, place: Place, schema: pa.Schema, entry_bytes: int
+    data: memoryview,
+    path: Path,
+    place: Place,
+    schema: pa.Schema,
+    entry_bytes: int,
+    older: Sequence[pa.Schema] = (),
 ) -> Message | None:
     """The header of a file, or None where it is damaged.
 
     Raises:
-        DataError: the file is of a newer format, or its schema is not exactly ours.
+        DataError: the file is of a newer format, or its schema is neither ours nor one of `older`.
     """
     version = written_format(data)
     header = decode(data, Place(place.store_id, Kind.HEADER, place.file, 0, 0), GROUP_ENTRY.itemsize)
@@ -131,14 +147,21 @@ def check_header(
         raise DataError(
             f"{path} was written in format {version}, this program knows up to {FORMAT}; update echo_planes"
         )
-    if header is not None and header.flatbuffer != schema.serialize().to_pybytes()[8:]:
+    if header is not None and not any(has_schema(header, known) for known in (schema, *older)):
         raise DataError(f"{path} has another schema than this program writes; not read, move the file away")
     return header
 
 
-def _next_whole(data: memoryview, start: int, place: Place, entry_bytes: int) -> Message | None:
-    for offset in candidates(data, start, place.store_id):
-        message = decode(data, _at(place, offset), entry_bytes)
+def has_schema(header: Message, schema: pa.Schema) -> bool:
+    """Whether a header is the one that a file of this schema begins with, byte for byte."""
+    return bool(header.flatbuffer == schema.serialize().to_pybytes()[8:])
+
+
+def _next_whole(
+    data: memoryview, start: int, place: Place, entry_bytes: int, base: int = 0
+) -> Message | None:
+    for offset in candidates(data, start, place.store_id, base):
+        message = decode(data, _at(place, offset), entry_bytes, base)
         if message is not None:
             return message
     return None

@@ -21,13 +21,14 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from echo_planes.data.schema import SCHEMA, to_row
+from echo_planes.data.schema import SCHEMA, to_batch, to_groups
 from echo_planes.data.store.choose import Selector, choose
 from echo_planes.data.store.compaction import Compactor
 from echo_planes.data.store.drafts import make_draft
 from echo_planes.data.store.fates import FATE_ENTRY, FateLog
-from echo_planes.data.store.files import Files, Lock, LogFile, Piece, on_disk, write_whole
+from echo_planes.data.store.files import LOCK_NAME, Files, Lock, LogFile, Piece, on_disk, write_whole
 from echo_planes.data.store.index import Fate, GroupIndex, MessageState, StoreCounts
 from echo_planes.data.store.message import Kind, Place, encode, size_of
 from echo_planes.data.store.reader import RowReader
@@ -41,14 +42,15 @@ from echo_planes.data.store.recovery import (
     sidecar_path,
 )
 from echo_planes.data.store.retention import Retention, live_share, outdated
+from echo_planes.data.store.rollback import plan
 from echo_planes.data.store.segment import encode_header, segment_path
-from echo_planes.data.store.sidecar import MESSAGE_ENTRY, encode_sidecar
+from echo_planes.data.store.sidecar import encode_sidecar
 from echo_planes.errors import DataError, RefusedError
 from echo_planes.types import Group, IntArray
 
 SEGMENT_BYTES = 128 * 2**20
 MAX_MAPS = 16
-_NEVER_WRITTEN = (Fate.BUFFERED, Fate.LOST, Fate.ERASED)
+_NOT_GIVEN = (Fate.BUFFERED, Fate.LOST, Fate.ERASED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class ReplayStore:
         self._segment_bytes = segment_bytes
         with on_disk(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        self._lock = Lock(folder / "LOCK", holder)
+        self._lock = Lock(folder / LOCK_NAME, holder)
         try:
             self._store_id = open_store_id(folder, self._files)
             self._folder = folder / SEGMENTS_NAME
@@ -106,7 +108,8 @@ class ReplayStore:
         self.recovery = Recovery(
             (*loader.damage, *loaded.damage), loaded.lost, rebuilt_sidecars=loader.rebuilt_sidecars
         )
-        self._reader = RowReader(self._folder, self._store_id, self.index, max_maps)
+        older = {segment.number: segment.older for segment in self._segments.values() if segment.older}
+        self._reader = RowReader(self._folder, self._store_id, self.index, max_maps, older)
         self._tail: LogFile | None = None
         self._closed = False
 
@@ -135,29 +138,26 @@ class ReplayStore:
         segment, tail = self._writable()
         messages: list[list[Piece]] = []
         table = []
-        offset, sequence = tail.size_bytes, self.index.groups.length
+        offset, sequence = tail.size_bytes, self.index.num_groups
         for draft in drafts:
-            arrow = draft.batch.serialize()
-            rows = draft.entries["num_rows"].astype(np.int64)
-            draft.entries["num_bytes"] = arrow.size * rows // draft.batch.num_rows
             place = Place(self._store_id, Kind.ROWS, segment.number, segment.generation, offset)
             texts = "".join(draft.ids).encode()
-            pieces = encode(arrow, place, sequence=sequence, entries=draft.entries, texts=texts)
+            pieces = encode(draft.arrow, place, sequence=sequence, entries=draft.entries, texts=texts)
+            size_bytes = size_of(pieces)
             messages.append(pieces)
-            table.append((offset, size_of(pieces), sequence, len(draft.ids)))
-            offset += size_of(pieces)
+            table.append((offset, size_bytes, sequence, len(draft.ids)))
+            offset += size_bytes
             sequence += len(draft.ids)
         tail.append(messages)
         segment.size_bytes = tail.size_bytes
         entries = drafts[0].entries if len(drafts) == 1 else np.concatenate([d.entries for d in drafts])
         ids = [group_id for draft in drafts for group_id in draft.ids]
-        added = self.index.add_new(segment.number, np.array(table, MESSAGE_ENTRY), entries, ids)
+        added = self.index.add_new(segment.number, table, entries, ids)
         return Appended(added, tuple(duplicates))
 
     def append_groups(self, groups: Iterable[Group], *, created_s: float) -> Appended:
         """The same for groups; see `append`."""
-        rows = [to_row(t, step=-1, fate="buffered") for group in groups for t in group.trajectories]
-        return self.append(pa.RecordBatch.from_pylist(rows, schema=SCHEMA), created_s=created_s)
+        return self.append(to_batch(groups, created_s=created_s), created_s=created_s)
 
     def settle(self, sequences: IntArray, fate: Fate, *, step: int = -1) -> None:
         """Give groups their fate; durable when this returns. Saying the same again changes nothing.
@@ -172,7 +172,7 @@ class ReplayStore:
             RefusedError: a group is unknown, or has another fate already.
             ClusterError: the disk is full or cannot be written; nothing was changed.
         """
-        if fate in _NEVER_WRITTEN:
+        if fate in _NOT_GIVEN:
             raise ValueError(f"{fate.name} is not given to groups")
         if len(sequences) and not 0 <= sequences.min() <= sequences.max() < self.index.groups.length:
             raise RefusedError(f"groups {sequences.tolist()} are not all in the store; nothing was settled")
@@ -192,20 +192,20 @@ class ReplayStore:
             self._fates.append(changing, self.ids(changing), fate, step)
             self.index.settle(changing, fate, step)
 
-    def quarantine_from(self, step: int) -> int:
-        """After a crash: set aside what was trained at or after `step`, or sampled under a later version.
+    def roll_back(self, step: int) -> IntArray:
+        """After a crash: take the store back to before batch `step` was formed; see `rollback.plan`.
 
-        Returns how many groups. Their ids stay taken.
+        Saying the same again changes nothing. Returns the groups that are buffered now.
 
         Raises:
-            ClusterError: the disk is full or cannot be written; nothing was changed.
+            ClusterError: the disk is full or cannot be written; nothing, or a part, was changed.
         """
-        groups = self.index.groups
-        trained, buffered = (groups["fate"] == fate for fate in (Fate.TRAINED, Fate.BUFFERED))
-        later = groups["version"] > step
-        beyond: IntArray = np.flatnonzero(trained & (groups["step"] >= step) | (trained | buffered) & later)
-        self.settle(beyond, Fate.QUARANTINED, step=step)
-        return len(beyond)
+        undo = plan(self.index, step, self._newest_version)
+        self.settle(undo.quarantined, Fate.QUARANTINED, step=step)
+        if len(undo.returned):
+            self._fates.append(undo.returned, self.ids(undo.returned), Fate.BUFFERED, -1)
+            self.index.return_to_buffer(undo.returned)
+        return np.flatnonzero(self.index.groups["fate"] == Fate.BUFFERED)
 
     def retain(self, retention: Retention, *, now_s: float) -> int:
         """Let go of the rows that `retention` does not keep; returns how many groups.
@@ -298,6 +298,10 @@ class ReplayStore:
         groups["reuse_count"][sequences] += 1
         return pa.Table.from_batches(slices, SCHEMA)
 
+    def gather_groups(self, sequences: IntArray) -> list[Group]:
+        """The same as groups, in order; see `gather`."""
+        return to_groups(self.gather(sequences))
+
     def batches(self) -> Iterator[pa.RecordBatch]:
         """All rows that are there, in order of acceptance; damaged messages are left out."""
         for message in range(self.index.messages.length):
@@ -337,6 +341,15 @@ class ReplayStore:
 
     # --- inside ----------------------------------------------------------------------------------
 
+    def _newest_version(self, sequence: int) -> int | None:
+        """The newest version that any token of a group was sampled under; None: its rows are damaged."""
+        try:
+            rows = self._reader.batch(int(self.index.groups["message"][sequence]))
+        except DataError:  # counted by the reader
+            return None
+        first, count = (int(self.index.groups[name][sequence]) for name in ("row_start", "num_rows"))
+        return int(pc.max(pc.list_flatten(rows.column("span_versions").slice(first, count))).as_py())
+
     def _is_known(self, group_id: str) -> bool:
         """Whether a group is there already; what was lost may come again."""
         known = self.index.by_id.get(group_id)
@@ -346,7 +359,8 @@ class ReplayStore:
         """The segment that takes the next message; seals one that is full."""
         number = max(self._segments, default=-1)
         segment = self._segments.get(number)
-        if segment is not None and not segment.sealed and segment.size_bytes >= self._segment_bytes:
+        is_open = segment is not None and not segment.sealed
+        if segment and is_open and (segment.older or segment.size_bytes >= self._segment_bytes):
             self._seal(segment)
         if segment is None or segment.sealed:
             segment = self._create(number + 1)

@@ -1,0 +1,144 @@
+"""Random lives of the data plane, cut off at random: after every resume the books are whole.
+
+Each life pulls, submits, trains, saves and publishes at random, then dies without a word. The next one goes
+on from the newest checkpoint. Every draw comes from one seed, which a failure names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from echo_planes.clock import ManualClock
+from echo_planes.config import Config
+from echo_planes.data.cut import load_cut
+from echo_planes.data.service import DataService
+from echo_planes.data.store.files import REPLAY_FOLDER
+from echo_planes.data.store.index import Fate
+from echo_planes.data.store.snapshot import StoreSnapshot
+from echo_planes.data.task import TaskOptions
+from echo_planes.fakes import FakeTask, FakeTokenizer
+from echo_planes.testing import replace_section, tiny_config
+from echo_planes.types import Lease, TrainBatch
+from tests.unit.test_buffer import answer
+from tests.unit.test_checkpoint import of_lineage
+
+LIVES = 4
+MOVES = 25
+
+
+class Life:
+    """One incarnation of a data plane, from the newest checkpoint or from nothing."""
+
+    def __init__(self, folder: Path, number: int, rng: random.Random, config: Config) -> None:
+        self.folder, self.number, self.rng, self.config = folder, number, rng, config
+        saved = sorted(folder.glob("saved-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+        self.lineage = f"L{number}"
+        self.data = DataService(
+            config,
+            self.lineage,
+            folder / REPLAY_FOLDER,
+            saved[-1] if saved else None,
+            adapter=FakeTask(TaskOptions(), FakeTokenizer(), 0),
+            clock=ManualClock(),
+            wall_s=lambda: 1000.0,
+        )
+        self.leases: list[Lease] = []
+        self.step = self.newest = 0
+
+    async def live(self) -> None:
+        self.step = self.newest = await self.data.ready()
+        await self.check()
+        await self.check_prompts()
+        await self.publish()
+        await self.data.register("w", 0)
+        await self.data.installed("w", self.newest)
+        for _ in range(MOVES):
+            await self.rng.choice([self.pull, self.submit, self.submit, self.train, self.save])()
+            await self.check()
+        # Dies: nothing is saved, only the system takes the lock away.
+        await self.data.close()
+
+    async def check(self) -> None:
+        counts = await self.data.counts()
+        assert counts.lost == 0
+        assert counts.trained == self.step * self.config.sampling.trajectories_per_step - counts.reused
+
+    async def check_prompts(self) -> None:
+        """Every prompt handed out so far was trained, is buffered, or goes out again: in one place, once."""
+        await self.data.save(self.folder / f"look-{self.number}")
+        cut, _ = load_cut((self.folder / f"look-{self.number}" / "state.json").read_text())
+        store = StoreSnapshot(self.folder / REPLAY_FOLDER)
+        rows = store.gather(np.flatnonzero(store.index.groups["fate"] == Fate.TRAINED))
+        trained = rows.column("prompt_index").to_pylist()[:: self.config.sampling.samples_per_prompt]
+        if self.config.replay.max_versions is not None:  # the rows of some are gone
+            assert set(trained).isdisjoint(cut.returned)
+            return
+        places = [*trained, *cut.returned, *(group.prompt_index for group in cut.groups)]
+        assert sorted(places) == list(range(cut.next_index))
+
+    async def publish(self) -> None:
+        self.newest = self.step
+        await self.data.publish(self.newest, f"d{self.newest}")
+
+    async def pull(self) -> None:
+        self.leases += await self.data.pull("w", 0, self.rng.randint(1, 6), 0.0)
+
+    async def submit(self) -> None:
+        if self.leases:
+            lease = self.leases.pop(self.rng.randrange(len(self.leases)))
+            spans = [(lease.version, f"d{lease.version}")]
+            if self.newest != lease.version and self.rng.random() < 0.5:
+                spans.append((self.newest, f"d{self.newest}"))
+            group = of_lineage(self.lineage, answer(lease, *spans))
+            await self.data.submit("w", 0, [(lease.lease_id, group)])
+
+    async def train(self) -> None:
+        if isinstance(await self.data.next_batch(self.step, 0.0), TrainBatch):
+            self.step += 1
+            await self.publish()
+            if self.rng.random() < 0.7:
+                await self.data.installed("w", self.newest)
+
+    async def save(self) -> None:
+        target = self.folder / f"saved-{self.step}"
+        if not target.exists():
+            await self.data.save(target)
+
+
+@pytest.mark.parametrize("policy", ["drop", "wait"])
+@pytest.mark.parametrize("reuse", [1, 2])
+def test_no_prompt_is_skipped_or_trained_twice_however_often_a_run_dies(
+    tmp_path: Path, policy: str, reuse: int
+) -> None:
+    for seed in range(12):
+        config = tiny_config(max_staleness=2, policy=policy, publish_every=1, reuse=reuse)
+        if seed % 2:
+            config = replace_section(config, replay={"trim_every": 1, "max_versions": 4})
+        folder = tmp_path / str(seed)
+        rng = random.Random(seed)
+
+        async def main(folder: Path = folder, rng: random.Random = rng, config: Config = config) -> Life:
+            for number in range(LIVES):
+                life = Life(folder, number, rng, config)
+                await life.live()
+            return life
+
+        life = asyncio.run(main())
+        store = StoreSnapshot(folder / REPLAY_FOLDER).index.groups
+        fates = Counter(store["fate"].tolist())
+        assert sum(fates.values()) == store.length, f"seed {seed}"
+        steps = store["step"][store["fate"] == Fate.TRAINED]
+        # Every step of the living lineage was trained on once, on whole batches, and none beyond it.
+        groups_per_step = config.sampling.prompts_per_step
+        trained = np.bincount(steps, minlength=life.step)
+        assert len(trained) == life.step, f"seed {seed}"
+        if reuse == 1:
+            assert (trained == groups_per_step).all(), f"seed {seed}"
+        else:
+            assert (trained * reuse >= groups_per_step).all(), f"seed {seed}"

@@ -1,0 +1,23 @@
+"""The ledger in words."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from echo_planes.ledger import LEDGER_DETAILS, ledger_equation
+from echo_planes.types import BufferCounts
+
+
+def test_only_what_there_is_is_said() -> None:
+    books = {"accepted": 1200, "trained": 1000, "dropped_stale": 0, "buffered": 200}
+    assert ledger_equation(books) == "1,200 accepted = 1,000 trained + 0 dropped + 200 buffered"
+    assert ledger_equation({}) == "- accepted = - trained + - dropped + - buffered"
+    books |= {"dropped_stale": 24, "dropped_hard": 16, "dropped_easy": 8, "removed": 4, "reused": 32}
+    assert ledger_equation(books) == (
+        "1,200 accepted = 1,000 trained + 24 dropped (16 hard, 8 easy) + 4 removed + 200 buffered; "
+        "32 trained again"
+    )
+
+
+def test_the_details_are_fields_of_the_ledger() -> None:
+    assert {field.name for field in fields(BufferCounts)} >= set(LEDGER_DETAILS)
