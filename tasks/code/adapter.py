@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar, cast
 
 from echo_planes.data.sandbox.model import Limits
-from echo_planes.data.task import TaskAdapter, TaskOptions, Tokenizer
+from echo_planes.data.task import Policy, TaskAdapter, TaskOptions, Tokenizer
 from echo_planes.errors import ModelError
 from echo_planes.types import Episode, Prompt, Reward
 
@@ -20,6 +22,7 @@ from .problems import Problem, load_problems, split
 from .runner import ProgramRunner
 
 MOST_SAMPLES = 16  # of a group, whose programs may all run until their limit
+SHOWN_CHARACTERS = 2000  # of the tests, which stand beside every answer
 FUNCTION_MAX_NEW_TOKENS = 10  # five signs, the end token, and room to be wrong
 INSTRUCTION = (
     "{question}\n\nThink inside <think></think>, then give the whole program in one ```python block."
@@ -71,6 +74,15 @@ class CodeTask(TaskAdapter):
             return self._generated(index, f"held out/{index}", held_out=True)
         return self._from_file(index, 1, index % len(self._splits[1]))
 
+    async def rollout(self, prompt: Prompt, policy: Policy) -> Episode:
+        """One answer, with notes for people: the tests, and the program that a generated one continues."""
+        episode = await super().rollout(prompt, policy)
+        problem = self._problem(prompt)
+        notes = {"tests": problem.tests[:SHOWN_CHARACTERS]}
+        if self._is_generated:
+            notes["program"] = problem.head + episode.text
+        return replace(episode, notes=json.dumps(notes))
+
     def prepare(self, prompt: Prompt, episodes: Sequence[Episode]) -> None:
         """Run all programs of a group side by side; equal ones once."""
         problem = self._problem(prompt)
@@ -97,7 +109,7 @@ class CodeTask(TaskAdapter):
         }
         value = float(correct)
         if self._options.reward == "composite":
-            value = sum(getattr(self._options.weights, name) * share for name, share in parts.items())
+            value = self._options.weights.total(parts)
         return Reward(value, correct, {**parts, f"is_{found.status}": 1.0})
 
     @cached_property

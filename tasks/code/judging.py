@@ -19,7 +19,8 @@ from echo_planes.data.sandbox.model import Outcome, Program
 _FENCE = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 _PYTHON = ("", "python", "python3", "py")
 # Everything that the judging needs is bound before the answer runs, and the tests see the builtins as they
-# were; of the answer's names that hide a builtin, they see those that the authors' solution defines too.
+# were; of the answer's names that hide a builtin, they see those that the authors' solution defines too. What
+# its functions return may not decide for itself whether it equals what a test expects.
 _HARNESS = """
 import builtins, json, os, sys
 def judge():
@@ -35,10 +36,27 @@ def judge():
                 counts[0] += 1
         except Exception:
             pass
+    kind, members, is_a, can_call = type, vars, isinstance, callable
+    wrong, groups, table, classes = TypeError, (list, tuple, set, frozenset), dict, told["classes"]
+    decisive = frozenset("__%s__" % name for name in told["decisive"].split())
+    def look(value):
+        for base in kind(value).__mro__:
+            is_own = base.__module__ == "answer" and base.__name__ not in classes
+            if is_own and not decisive.isdisjoint(members(base)):
+                raise wrong("the answer compares by rules of its own")
+        for part in [*value, *value.values()] if is_a(value, table) else value if is_a(value, groups) else ():
+            look(part)
+        return value
+    def watched(name, value):
+        is_foreign = is_a(value, kind) and value.__module__ != "answer"
+        if name in classes or is_foreign or not can_call(value):
+            return value
+        return lambda *args, **named: look(value(*args, **named))
     space = {"__name__": "answer", "__builtins__": dict(clean)}
     try:
         run(build(told["answer"], "answer", "exec"), space)
-        seen = {name: value for name, value in space.items() if name not in clean or name in own}
+        kept = [name for name in space if name not in clean or name in own]
+        seen = {name: watched(name, space[name]) for name in kept}
         run(build(told["tests"], "tests", "exec"), {**seen, "__builtins__": clean, "_case": case})
     except BaseException as error:
         counts[2] = 1
@@ -51,6 +69,7 @@ def judge():
     leave(0)
 judge()
 """
+_DECISIVE = "eq ne lt le gt ge bool len contains iter abs sub rsub getattr getattribute instancecheck"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +127,14 @@ def program(code: str, tests: str, solution: str) -> tuple[Program, str]:
         solution: the authors' own; what it defines, the answer may define.
     """
     word = secrets.token_hex(16)
-    told = {"word": word, "answer": code, "tests": counted(tests), "own": _defined(solution)}
+    told = {
+        "word": word,
+        "answer": code,
+        "tests": counted(tests),
+        "own": _defined(solution, ast.FunctionDef, ast.ClassDef),
+        "classes": _defined(solution, ast.ClassDef),
+        "decisive": _DECISIVE,
+    }
     return Program(_HARNESS, stdin=json.dumps(told) + "\n"), word
 
 
@@ -145,6 +171,5 @@ def _is_python(code: str) -> bool:
     return True
 
 
-def _defined(solution: str) -> list[str]:
-    kinds = (ast.FunctionDef, ast.ClassDef)
+def _defined(solution: str, *kinds: type[ast.FunctionDef | ast.ClassDef]) -> list[str]:
     return [node.name for node in ast.parse(solution).body if isinstance(node, kinds)]

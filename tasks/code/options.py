@@ -6,13 +6,13 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from echo_planes.data.task import TaskOptions
+from echo_planes.data.task import RewardWeights, TaskOptions
 
 from .problems import Dataset
 
 
-class CodeWeights(TaskOptions):
-    """Shares of the composite reward, PULSE appendix C.3."""
+class CodeWeights(RewardWeights):
+    """Shares of the composite reward, PULSE appendix C.3, eq. 21."""
 
     passed: float = Field(default=0.7, ge=0, le=1, description="share of the hidden tests that pass")
     syntax: float = Field(default=0.1, ge=0, le=1, description="it compiles")
@@ -40,4 +40,8 @@ class CodeOptions(TaskOptions):
     def _consistent(self) -> Self:
         if self.dataset == "functions" and self.data:
             raise ValueError("dataset=functions is generated: leave out data")
+        if self.reward == "exact" and "weights" in self.model_fields_set:
+            raise ValueError(
+                "reward=exact uses no weights: set task.reward=composite or leave out task.weights"
+            )
         return self

@@ -54,9 +54,13 @@ def split(problems: tuple[Problem, ...]) -> tuple[tuple[Problem, ...], tuple[Pro
         DataError: too few for both.
     """
     held_out = problems[_HOLDOUT - 1 :: _HOLDOUT]
-    if not held_out:
-        raise DataError(f"{len(problems)} problems leave none held out; at least {_HOLDOUT} are needed")
-    return tuple(problem for problem in problems if problem not in held_out), held_out
+    training = tuple(problem for problem in problems if problem not in held_out)
+    if not held_out or not training:
+        raise DataError(
+            f"{len(problems)} problems leave {len(training)} to train on and {len(held_out)} held out; at "
+            f"least {_HOLDOUT} different ones are needed"
+        )
+    return training, held_out
 
 
 def _humaneval(row: dict[str, Any]) -> Problem:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 from functools import cached_property, lru_cache
 from typing import ClassVar, cast
 
-from echo_planes.data.task import TaskAdapter, TaskOptions, Tokenizer
+from echo_planes.data.task import WINDOW_GROUPS, Progress, TaskAdapter, TaskOptions, Tokenizer
 from echo_planes.errors import DataError, ModelError
 from echo_planes.types import Episode, Prompt, Reward
 
@@ -35,6 +36,7 @@ class MathTask(TaskAdapter):
         super().__init__(options, tokenizer, seed)
         self._options = cast(MathOptions, options)
         self._is_addition = self._options.dataset == "addition"
+        self.num_levels = self._options.levels
         self._uses_chat = (self._options.template or ("plain" if self._is_addition else "chat")) == "chat"
         if self._is_addition:
             self.max_new_tokens = ADDITION_MAX_NEW_TOKENS
@@ -45,10 +47,22 @@ class MathTask(TaskAdapter):
     def prompt(self, index: int) -> Prompt:
         """Addition: an independent draw per index. Files: every row once per epoch, in a new order each."""
         if self._is_addition:
-            return self._addition_prompt(index, *training_pair(self.seed, index, self._options.max_operand))
+            return self.prompt_at(index, self.num_levels - 1)
         problems = self._splits[0]
         epoch, position = divmod(index, len(problems))
         return self._problem_prompt(index, problems, _order(self.seed, epoch, len(problems)), position)
+
+    def level(self, progress: Progress) -> int:
+        """Addition: the next step of operand size once the last `WINDOW_GROUPS` prompts went well enough."""
+        is_known = progress.num_groups >= WINDOW_GROUPS and progress.accuracy >= self._options.next_level_at
+        return min(progress.level + is_known, self.num_levels - 1)
+
+    def prompt_at(self, index: int, level: int) -> Prompt:
+        """Addition: operands below the level's share of `max_operand`, all of it at the last level."""
+        if not self._is_addition:
+            return self.prompt(index)
+        limit = math.ceil(self._options.max_operand * (level + 1) / self.num_levels)
+        return self._addition_prompt(index, *training_pair(self.seed, index, limit))
 
     def eval_prompt(self, index: int) -> Prompt:
         """Held-out question `index`, the same whatever the seed; they repeat after the last."""
@@ -75,7 +89,7 @@ class MathTask(TaskAdapter):
         }
         value = shares["correct"]
         if self._options.reward == "composite":
-            value = sum(getattr(self._options.weights, name) * share for name, share in shares.items())
+            value = self._options.weights.total(shares)
         failures = {name: float(verdict == name) for name in ("timeout", "unparsable")}
         return Reward(value, verdict == "correct", {**shares, **failures})
 

@@ -6,14 +6,15 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from echo_planes.data.task import TaskOptions
+from echo_planes.data.task import RewardWeights, TaskOptions
 
 from .grade import AnswerForm
 
+SMALLEST_STEP = 8  # of operand size between two levels
 Weight = Annotated[float, Field(ge=0, le=1)]
 
 
-class CompositeWeights(TaskOptions):
+class CompositeWeights(RewardWeights):
     """Shares of the composite reward, PULSE appendix C.3, eq. 20."""
 
     correct: Weight = Field(default=0.7, description="share of the right answer")
@@ -45,6 +46,10 @@ class MathOptions(TaskOptions):
         default="boxed", description="where the answer stands: \\boxed{} or <answer> tags"
     )
     max_operand: int = Field(default=100, ge=8, le=1000, description="addition: operands are below this")
+    levels: int = Field(
+        default=1, ge=1, le=100, description="addition: steps of operand size, a curriculum; 1: none"
+    )
+    next_level_at: float = Field(default=0.8, gt=0, le=1, description="addition: accuracy that ends a level")
     max_prompt_tokens: int | None = Field(
         default=None, ge=1, description="longer prompts are passed over; null: none"
     )
@@ -56,5 +61,19 @@ class MathOptions(TaskOptions):
         if self.dataset == "addition" and (self.reward != "exact" or self.data or self.eval_data):
             raise ValueError(
                 "dataset=addition is generated and scored exactly: leave out reward, data, eval_data"
+            )
+        if self.dataset != "addition" and self.model_fields_set & {"max_operand", "levels", "next_level_at"}:
+            raise ValueError(
+                f"dataset={self.dataset} comes from files: leave out max_operand, levels and next_level_at, "
+                "which are of dataset=addition"
+            )
+        if self.levels > 1 and self.max_operand < SMALLEST_STEP * self.levels:
+            raise ValueError(
+                f"levels={self.levels} of max_operand={self.max_operand} are too small to tell apart; lower "
+                f"levels to {self.max_operand // SMALLEST_STEP} or raise max_operand"
+            )
+        if self.reward == "exact" and "weights" in self.model_fields_set:
+            raise ValueError(
+                "reward=exact uses no weights: set task.reward=composite or leave out task.weights"
             )
         return self

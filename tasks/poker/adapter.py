@@ -14,6 +14,7 @@ from echo_planes.data.environment import Environment, EpisodeTask
 from echo_planes.data.task import Policy, TaskOptions, Tokenizer
 from echo_planes.types import Prompt
 
+from .frozen import PREFIX, FrozenModel, check_tokenizer, model_folder
 from .game import Game
 from .opponents import all_opponents
 from .options import PokerOptions
@@ -21,6 +22,7 @@ from .table import Hand, TableRules, shuffled_deck
 from .text import SYSTEM_PROMPT
 
 COMPACT_MAX_NEW_TOKENS = 6  # "r1000" and the end token
+PLAIN_MAX_NEW_TOKENS = 16  # of a frozen opponent, which knows no sampling settings
 
 
 class PokerTask(EpisodeTask):
@@ -37,6 +39,16 @@ class PokerTask(EpisodeTask):
         big = self._options.big_blind
         self._rules = TableRules((stack,) * self._options.seats, big // 2, big)
         self._opponents = {opponent.name: opponent for opponent in all_opponents()}
+        self._frozen: FrozenModel | None = None
+        if self._options.opponent.startswith(PREFIX):
+            folder = model_folder(self._options.opponent.removeprefix(PREFIX))
+            limit = self.max_new_tokens or PLAIN_MAX_NEW_TOKENS
+            self._frozen = FrozenModel(folder, tokenizer.eos_token_id, max_new_tokens=limit)
+
+    def preflight(self) -> str:
+        if self._frozen:
+            check_tokenizer(self._frozen.folder, self.tokenizer)
+        return super().preflight()
 
     def prompt(self, index: int) -> Prompt:
         return self._deal(index, f"{self.seed}/{index}")
@@ -50,6 +62,8 @@ class PokerTask(EpisodeTask):
         game = self._game(int(seat), key)
         if self._options.opponent == "self":
             game.others = policy
+        elif self._frozen:
+            game.others = self._frozen.player(prompt.answer)
         return game
 
     def _deal(self, index: int, key: str) -> Prompt:
@@ -68,7 +82,7 @@ class PokerTask(EpisodeTask):
         """The game of a key, up to the learner's first decision. Until then everybody else acts by rules, so
         that all samples begin in the same state."""
         name = self._options.opponent
-        names = sorted(self._opponents) if name in ("mixed", "self") else [name]
+        names = sorted(self._opponents) if name not in self._opponents else [name]
         drawn = random.Random(f"players/{key}")
         rules = [self._opponents[drawn.choice(names)] for _ in range(self._options.seats)]
         hand = Hand(self._rules, shuffled_deck(random.Random(f"deal/{key}")))

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from echo_planes.errors import ConfigError
 
+from .adapter import PokerTask
+from .frozen import FrozenModel
 from .opponents import Opponent
 from .table import Hand, TableRules, play, shuffled_deck
 from .view import Action, View
 
 Z_95 = statistics.NormalDist().inv_cdf(0.975)
+MAX_HANDS_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +53,6 @@ def evaluate(
         ConfigError: fewer than two deals.
         TaskError: a player acted illegally.
     """
-    if deals < 2:
-        raise ConfigError(f"deals={deals}: an interval needs at least 2")
     return tuple(_row(policy, opponent, rules, deals, seed) for opponent in opponents)
 
 
@@ -58,10 +60,69 @@ def _row(
     policy: Callable[[View], Action], opponent: Opponent, rules: TableRules, deals: int, seed: int
 ) -> EvaluationRow:
     observations = [_deal_bb(policy, opponent, rules, f"{seed}/{deal}") for deal in range(deals)]
-    mean = statistics.fmean(observations)
-    half_width = Z_95 * statistics.stdev(observations) / math.sqrt(deals)
-    hands = deals * len(rules.stacks)
-    return EvaluationRow(opponent.name, deals, hands, mean, mean - half_width, mean + half_width)
+    return row_of(opponent.name, observations, len(rules.stacks))
+
+
+def row_of(opponent: str, deals_bb: Sequence[float], seats: int) -> EvaluationRow:
+    """A row out of each deal's mean over its seats, big blinds.
+
+    Raises:
+        ConfigError: fewer than two deals.
+    """
+    deals = len(deals_bb)
+    if deals < 2:
+        raise ConfigError(f"deals={deals}: an interval needs at least 2")
+    mean = statistics.fmean(deals_bb)
+    half_width = Z_95 * statistics.stdev(deals_bb) / math.sqrt(deals)
+    return EvaluationRow(opponent, deals, deals * seats, mean, mean - half_width, mean + half_width)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRow:
+    """A model against one opponent, its hands played as episodes of the task."""
+
+    row: EvaluationRow
+    illegal_share: float  # of its decisions; the table took a check or a fold instead
+    cut_off_share: float  # of its hands: no room for another turn
+
+
+async def evaluate_model(
+    model: FrozenModel, task: PokerTask, opponent: str, *, seats: int, deals: int, seed: int
+) -> ModelRow:
+    """Play `model` through the task's own held-out deals, token for token as a run would.
+
+    Args:
+        opponent: the row's name; who plays is the task's affair.
+        seats: of the task's table; each deal is played once from every seat.
+        seed: of the model's sampling, and of which deals: `deals` times `seed` is the first.
+
+    Raises:
+        ConfigError: fewer than two deals.
+        ModelError: the model cannot be loaded.
+        TaskError: the task's settings leave no room for an answer.
+    """
+    room = asyncio.Semaphore(MAX_HANDS_AT_ONCE)
+
+    async def hand(index: int) -> Mapping[str, float]:
+        async with room:
+            prompt = task.eval_prompt(index)
+            episode = await task.rollout(prompt, model.player(f"{seed}/{index}"))
+            turns = len(episode.turn_rewards)
+            reward = task.reward(prompt, episode)
+            return {**reward.parts, "bb": reward.value, "turns": turns}
+
+    first = seed * deals * seats
+    results = await asyncio.gather(*(hand(first + number) for number in range(deals * seats)))
+    deals_bb = [
+        statistics.fmean(result["bb"] for result in results[number : number + seats])
+        for number in range(0, len(results), seats)
+    ]
+    illegal = sum(result["illegal"] * result["turns"] for result in results)
+    return ModelRow(
+        row_of(opponent, deals_bb, seats),
+        illegal / sum(result["turns"] for result in results),
+        statistics.fmean(result["cut_off"] for result in results),
+    )
 
 
 def _deal_bb(policy: Callable[[View], Action], opponent: Opponent, rules: TableRules, key: str) -> float:

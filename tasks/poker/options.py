@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from echo_planes.data.environment import EpisodeOptions
 
+from .frozen import PREFIX
 from .table import MAX_SEATS
 from .text import Style
+
+NamedOpponent = Literal["calling-station", "tight-aggressive", "maniac", "mixed", "self"]
+FrozenOpponent = Annotated[str, StringConstraints(pattern=f"^{PREFIX}.+")]
 
 
 class PokerOptions(EpisodeOptions):
@@ -18,9 +22,10 @@ class PokerOptions(EpisodeOptions):
     seats: int = Field(default=2, ge=2, le=MAX_SEATS, description="players at the table")
     stack_bb: int = Field(default=5, ge=2, le=1000, description="chips of each player, in big blinds")
     big_blind: int = Field(default=2, ge=2, le=1000, description="in chips; the small blind is half of it")
-    opponent: Literal["calling-station", "tight-aggressive", "maniac", "mixed", "self"] = Field(
+    opponent: NamedOpponent | FrozenOpponent = Field(
         default="calling-station",
-        description="in the other seats; mixed: any of the three; self: the policy itself as it is now",
+        description="in the other seats; mixed: any of the three; self: the policy itself as it is now; "
+        "frozen:FOLDER: a small model that never changes, on the worker's CPU",
     )
     style: Style = Field(default="compact", description="how a state is written: one line of signs, or words")
     max_turns: int = Field(default=16, ge=1, le=256, description="decisions of one hand; then it is cut off")

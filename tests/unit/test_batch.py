@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from echo_planes.data.batch import make_batch, train_everything
+from echo_planes.data.task import TaskAdapter, TaskOptions, by_batch, by_group, by_initial_state
 from echo_planes.errors import TaskError
-from echo_planes.types import Omega
+from echo_planes.fakes import FakeTask, FakeTokenizer
+from echo_planes.learning.advantages import EPS, compute_advantages
+from echo_planes.types import Group, Omega, Prompt, Reward
 from tests.unit.test_schema import make_group
 
 
@@ -55,3 +58,72 @@ def test_the_oldest_span_of_the_oldest_sample_is_a_group_s_version() -> None:
     young, old = make_group("a", 5, 6), make_group("a", 7, 3)
     mixed = replace(young, trajectories=(young.trajectories[0], old.trajectories[0]))
     assert (young.version, old.version, mixed.version) == (5, 3, 3)
+
+
+# --- what is normalised together -----------------------------------------------------------------
+
+
+class ByGroup(FakeTask):
+    materialize = by_group
+
+
+class ByBatch(FakeTask):
+    materialize = by_batch
+
+
+class ByState(FakeTask):
+    materialize = by_initial_state
+
+
+class ByHand(ByState):
+    """A coarse state, as poker's classes of hands: the first token alone."""
+
+    def initial_state(self, prompt: Prompt) -> str:
+        return str(prompt.token_ids[0])
+
+
+def rewarded(name: str, tokens: tuple[int, ...], *rewards: float) -> Group:
+    group = make_group(name, size=len(rewards))
+    prompt = Prompt(ord(name), tokens)
+    samples = zip(group.trajectories, rewards, strict=True)
+    return replace(
+        group, trajectories=tuple(replace(t, prompt=prompt, reward=Reward(r, r > 0)) for t, r in samples)
+    )
+
+
+# Two leases of one question, one of a question that begins alike, and one that does not.
+GROUPS = [
+    rewarded("a", (1, 2), 1.0, 0.0),
+    rewarded("b", (1, 2), 3.0, 2.0),
+    rewarded("c", (1, 9), 6.0, 6.0),
+    rewarded("d", (5,), 8.0, 2.0),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "companions", "means"),
+    [
+        (FakeTask, [[0, 1], [2, 3], [4, 5], [6, 7]], [0.5, 0.5, 2.5, 2.5, 6, 6, 5, 5]),
+        (ByGroup, [[0, 1], [2, 3], [4, 5], [6, 7]], [0.5, 0.5, 2.5, 2.5, 6, 6, 5, 5]),
+        (ByBatch, [[0, 1, 2, 3, 4, 5, 6, 7]], [3.5] * 8),
+        (ByState, [[0, 1, 2, 3], [4, 5], [6, 7]], [1.5, 1.5, 1.5, 1.5, 6, 6, 5, 5]),
+        (ByHand, [[0, 1, 2, 3, 4, 5], [6, 7]], [3, 3, 3, 3, 3, 3, 5, 5]),
+    ],
+)
+def test_one_word_says_what_is_normalised_together(
+    kind: type[TaskAdapter], companions: list[list[int]], means: list[float]
+) -> None:
+    batch = make_batch(0, GROUPS, kind(TaskOptions(), FakeTokenizer(), 0).materialize)
+    rewards = [1.0, 0.0, 3.0, 2.0, 6.0, 6.0, 8.0, 2.0]
+    assert batch.rewards.tolist() == rewards
+    tags = batch.advantage_groups.tolist()
+    assert [[i for i, tag in enumerate(tags) if tag == known] for known in dict.fromkeys(tags)] == companions
+    assert batch.num_tokens == 8 * 2  # environment tokens stay out, however it is normalised
+
+    centred = compute_advantages("dr_grpo", batch.rewards, batch.advantage_groups, batch.advantages)
+    assert centred.tolist() == pytest.approx([r - m for r, m in zip(rewards, means, strict=True)], abs=1e-6)
+    normalised = compute_advantages("grpo", batch.rewards, batch.advantage_groups, batch.advantages)
+    for members in companions:
+        spread = math.sqrt(sum((rewards[i] - means[i]) ** 2 for i in members) / len(members))
+        expected = [(rewards[i] - means[i]) / (spread + EPS) for i in members]
+        assert normalised[members].tolist() == pytest.approx(expected, abs=1e-5)

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echo_planes.cli import load_config
 from echo_planes.data.sandbox.model import Outcome
-from echo_planes.errors import DataError
+from echo_planes.errors import ConfigError, DataError
 from echo_planes.fakes import FakeTokenizer
 from echo_planes.tasks.code.adapter import CodeTask
 from echo_planes.tasks.code.functions import formula, is_held_out
 from echo_planes.tasks.code.judging import Verdict, counted, parse_answer, program, verdict
 from echo_planes.tasks.code.options import CodeOptions
 from echo_planes.tasks.code.problems import load_problems, split
-from echo_planes.types import Episode, Reward
+from echo_planes.types import Episode, Reward, Sample, Span
 
 
 def task(seed: int = 0, **options: object) -> CodeTask:
@@ -192,6 +195,71 @@ def test_rewards_of_answers_that_need_no_run() -> None:
     assert chat.reward(prompt, said("x +* y")).value == pytest.approx(0.1)
 
 
+class HalfJudge:
+    """Stands for the sandbox: every program passes one of two tests."""
+
+    def judge(self, codes: list[str], tests: str, solution: str) -> dict[str, Verdict]:
+        return {code: Verdict(1, 2, "ok") for code in codes}
+
+
+ANSWER = "<think>easy</think>\n```python\ndef f(x): return x + 1\n```"
+SHARES = {  # of PULSE's four parts: passed, syntax, format, thinking
+    ANSWER: (0.5, 1, 1, 1),
+    ANSWER.replace("return", "retrun"): (0, 0, 1, 1),
+    ANSWER.replace("```", ""): (0, 0, 0, 1),
+    ANSWER.replace("<think>easy</think>", ""): (0.5, 1, 1, 0),
+}
+
+
+@pytest.mark.parametrize(
+    ("weights", "shares"),
+    [
+        ({}, (0.7, 0.1, 0.1, 0.1)),  # PULSE, eq. 21
+        ({"passed": 1, "syntax": 0, "format": 0, "thinking": 0}, (1, 0, 0, 0)),
+        ({"passed": 0, "syntax": 1, "format": 0, "thinking": 0}, (0, 1, 0, 0)),
+        ({"passed": 0, "syntax": 0, "format": 1, "thinking": 0}, (0, 0, 1, 0)),
+        ({"passed": 0, "syntax": 0, "format": 0, "thinking": 1}, (0, 0, 0, 1)),
+        ({"passed": 0.6, "thinking": 0.2}, (0.6, 0.1, 0.1, 0.2)),
+    ],
+)
+def test_each_weight_pays_for_its_own_part(
+    tmp_path: Path, weights: dict[str, float], shares: tuple[float, ...]
+) -> None:
+    """The weights stand in a YAML file."""
+    path, data = (
+        tmp_path / "mine.yaml",
+        rows(tmp_path / "mbpp.jsonl", *({**MBPP, "text": f"{i}"} for i in range(5))),
+    )
+    adapter = "echo_planes.tasks.code.adapter:CodeTask"
+    settings = {"name": "c", "adapter": adapter, "dataset": "mbpp", "data": data, "template": "plain"}
+    path.write_text(
+        json.dumps({**settings, "reward": "composite", **({"weights": weights} if weights else {})})
+    )
+    it = task(**load_config([f"task={path}"]).task.options)
+    it.__dict__["_runner"] = HalfJudge()
+    for answer, parts in SHARES.items():
+        value = sum(weight * part for weight, part in zip(shares, parts, strict=True))
+        assert it.reward(it.prompt(0), said(answer)).value == pytest.approx(value), answer
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["task.reward=composite", "task.weights.passed=0.8"],
+            "task.weights: passed=0.8, syntax=0.1, format=0.1, thinking=0.1 add up to 1.1, but a perfect "
+            "answer must earn 1; make them add up to 1",
+        ),
+        (["task.weights.passed=0.7"], "reward=exact uses no weights: set task.reward=composite or leave out"),
+    ],
+)
+def test_weights_that_cannot_be_are_told_in_one_line(words: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(["task=code", *words])
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 # --- files ---------------------------------------------------------------------------------------
 
 
@@ -215,8 +283,10 @@ def test_problems_from_files(tmp_path: Path) -> None:
     assert found[0].tests.strip() == "assert f(1) == 2"
     assert found[0].question.endswith("assert f(1) == 2")
     assert [problem.question[:7] for problem in found] == ["Add one"] * 3 + ["Add 1.\n", "Add one"]
-    with pytest.raises(DataError, match="held out"):
+    with pytest.raises(DataError, match="leave 2 to train on and 0 held out; at least 5"):
         split(found[:2])
+    with pytest.raises(DataError, match="leave 0 to train on and 1 held out; at least 5"):
+        split(found[:1] * 5)
     with pytest.raises(DataError, match=r"row 2.*test_list"):
         load_problems(
             "mbpp", rows(tmp_path / "bad.jsonl", MBPP, {"text": "x", "code": "y", "test_setup_code": ""})
@@ -227,3 +297,29 @@ def test_a_missing_file_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ECHO_PLANES_DATA", raising=False)
     with pytest.raises(DataError, match=r"set task\.data=PATH"):
         load_problems("humaneval", None)
+
+
+class Says:
+    """A policy that answers one thing, character by character."""
+
+    def __init__(self, text: str) -> None:
+        self._ids = tuple(ord(character) for character in text)
+
+    async def generate(self, token_ids: Sequence[int]) -> Sample:
+        count = len(self._ids)
+        return Sample(self._ids, (-1.0,) * count, (Span(0, count, 0, "d"),), "stop")
+
+
+def test_notes_tell_people_the_program_and_its_tests(tmp_path: Path) -> None:
+    generated = task()
+    prompt = generated.prompt(3)
+    notes = json.loads(asyncio.run(generated.rollout(prompt, Says("x+y"))).notes)
+    assert notes == {"program": "f=lambda x,y:x+y", "tests": prompt.answer}
+    path = rows(
+        tmp_path / "mbpp.jsonl",
+        *({**MBPP, "text": f"{i}", "test_list": ["assert f(1)"] * 999} for i in range(5)),
+    )
+    filed = task(dataset="mbpp", data=str(path), template="plain")
+    notes = json.loads(asyncio.run(filed.rollout(filed.prompt(0), Says("```\n1\n```"))).notes)
+    assert list(notes) == ["tests"]
+    assert len(notes["tests"]) == 2000

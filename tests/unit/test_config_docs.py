@@ -34,7 +34,7 @@ def keys(name: str, model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
 
 
 # What only its user can say.
-NEEDED = {"function": ("reward", "data"), "gym": ("env", "data")}
+NEEDED = {"function": ("reward", "data"), "gym": ("env", "data"), "reasoning_gym": ("dataset",)}
 ALL_KEYS = [*keys("", Config), *keys("task", MathOptions)]
 
 
@@ -119,7 +119,7 @@ def test_a_task_brings_settings_that_suit_it_unless_others_are_asked_for() -> No
 
 def test_every_section_refuses_unknown_keys() -> None:
     sections = [field.annotation for name, field in Config.model_fields.items() if name != "task"]
-    assert len(sections) == 10
+    assert len(sections) == 11
     for section in sections:
         assert isinstance(section, type)
         assert issubclass(section, Section)

@@ -18,6 +18,7 @@ from echo_planes.clock import ManualClock
 from echo_planes.config import Config
 from echo_planes.journal import CostMeter, Journal
 from echo_planes.metrics import MetricsWriter, read_events, read_metrics, read_summary
+from echo_planes.terminal import View
 from echo_planes.testing import replace_section, tiny_config
 from echo_planes.types import (
     BufferCounts,
@@ -29,7 +30,6 @@ from echo_planes.types import (
     WorkerInfo,
     WorkerStats,
 )
-from echo_planes.view import View
 
 # --- money ---------------------------------------------------------------------------------------
 

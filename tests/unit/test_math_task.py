@@ -15,19 +15,20 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from echo_planes.errors import DataError, ModelError
+from echo_planes.cli import load_config
+from echo_planes.errors import ConfigError, DataError, ModelError
+from echo_planes.fakes import FakeTokenizer
 from echo_planes.tasks.math.adapter import MathOptions, MathTask
 from echo_planes.tasks.math.datasets import held_out_pairs, is_held_out, load_splits, read_problems
 from echo_planes.tasks.math.grade import compare_exactly, parse_response
 from echo_planes.tasks.math.verifier import Verifier
 from echo_planes.types import Episode, Prompt
-from examples.own_task import ByteTokenizer
 
 DATA = Path(os.environ.get("ECHO_PLANES_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 needs_data = pytest.mark.skipif(not (DATA / "gsm8k").is_dir(), reason=f"no data sets in {DATA}")
 
 
-class ChatTokenizer(ByteTokenizer):
+class ChatTokenizer(FakeTokenizer):
     """Wraps each message in brackets."""
 
     chat_template = "in brackets"
@@ -192,8 +193,57 @@ def test_composite_weights_by_hand() -> None:
         assert task.reward(prompt, episode(text, reason)).value == pytest.approx(float(value)), text
     exact = make(dataset="gsm8k").reward(prompt, episode(r"\boxed{72} bye", "length"))
     assert (exact.value, exact.correct, exact.parts["no_trailing"]) == (1.0, True, 0.0)
-    changed = make(dataset="gsm8k", reward="composite", weights={"correct": 0.5})
-    assert changed.reward(prompt, episode(r"\boxed{72}")).value == pytest.approx(0.7)
+    changed = make(dataset="gsm8k", reward="composite", weights={"correct": 0.6, "thinking": 0.2})
+    assert changed.reward(prompt, episode(r"\boxed{72}")).value == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("part", ["correct", "format", "thinking", "no_trailing"])
+def test_each_weight_pays_for_its_own_part(tmp_path: Path, part: str) -> None:
+    """The weights stand in a YAML file. One part has it all: only answers that have the part earn."""
+    weights = dict.fromkeys(["correct", "format", "thinking", "no_trailing"], 0) | {part: 1}
+    path = tmp_path / "mine.yaml"
+    adapter = "echo_planes.tasks.math.adapter:MathTask"
+    path.write_text(
+        f"{{name: m, adapter: '{adapter}', dataset: gsm8k, reward: composite, weights: {weights}}}"
+    )
+    task = make(**load_config([f"task={path}"]).task.options)
+    lacking = {
+        "correct": r"<think>easy</think>\boxed{71}",
+        "format": "<think>easy</think>72",
+        "thinking": r"\boxed{72}",
+        "no_trailing": r"<think>easy</think>\boxed{72} bye",
+    }
+    prompt = Prompt(0, (), "72")
+    assert task.reward(prompt, episode(r"<think>easy</think>\boxed{72}")).value == 1.0
+    assert task.reward(prompt, episode(lacking[part])).value == 0.0
+    others = [text for name, text in lacking.items() if name not in (part, "format")]
+    assert {task.reward(prompt, episode(text)).value for text in others} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["task.reward=composite", "task.weights.correct=0.9"],
+            "task.weights: correct=0.9, format=0.15, thinking=0.1, no_trailing=0.05 add up to 1.2, but a "
+            "perfect answer must earn 1; make them add up to 1",
+        ),
+        (
+            ["task.reward=composite", "task.weights.format=-0.1"],
+            "task.weights.format=-0.1: input should be greater than or equal to 0",
+        ),
+        (["task.reward=composite", "task.weights.form=0.1"], "did you mean 'format'?"),
+        (
+            ["task.weights.correct=0.7"],
+            "reward=exact uses no weights: set task.reward=composite or leave out",
+        ),
+    ],
+)
+def test_weights_that_cannot_be_are_told_in_one_line(words: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(["task=math", "task.dataset=gsm8k", *words])
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_each_epoch_asks_every_question_once_in_its_own_order(tmp_path: Path) -> None:
@@ -249,7 +299,7 @@ def test_one_file_is_split_and_repeated_questions_are_not_trained(tmp_path: Path
 
 def test_no_chat_template_is_one_line() -> None:
     with pytest.raises(ModelError, match=r"no chat template: set task.template=plain$"):
-        MathTask(MathOptions(dataset="gsm8k"), ByteTokenizer(), 0)
+        MathTask(MathOptions(dataset="gsm8k"), FakeTokenizer(), 0)
 
 
 def test_files_are_touched_only_when_prompts_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

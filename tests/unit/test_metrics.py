@@ -21,7 +21,7 @@ from echo_planes.metrics import (
     step_line,
     write_atomic,
 )
-from echo_planes.view import ERASE_LINE, View
+from echo_planes.terminal import ERASE_LINE, View
 
 FULL_DISK = Path("/dev/full")
 needs_full_disk = pytest.mark.skipif(not FULL_DISK.exists(), reason="no /dev/full on this system")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
+from echo_planes.config import BUILTIN_MODELS
+from echo_planes.tasks.poker.opponents import all_opponents
 from echo_planes.tasks.poker.table import Hand, TableRules, play, shuffled_deck
 from echo_planes.tasks.poker.text import Style, action_text, read_answer, state_text
-from echo_planes.tasks.poker.view import Action, Legal, View
+from echo_planes.tasks.poker.view import CARDS, Action, Legal, View
 from tests.unit.test_poker_table import fixed_deck, random_player, random_rules
 
 STYLES: tuple[Style, ...] = ("compact", "plain")
@@ -127,3 +131,19 @@ def test_the_plain_text_says_what_is_allowed() -> None:
     assert "seat 1 folded, has 99, bet 1; seat 3 has 40, bet 60." in text
     assert "Preflop: seat 3 raises to 60, seat 1 folds." in text
     assert text.endswith("Allowed: fold, call.")
+
+
+def test_the_tiny_model_reads_a_short_stack_in_few_tokens() -> None:
+    tokenizer = Tokenizer.from_file(str(BUILTIN_MODELS["builtin:tiny-poker"] / "tokenizer.json"))
+    rng, lengths = random.Random(4), []
+    for _ in range(60):
+        hand = Hand(TableRules((10, 10)), shuffled_deck(rng))
+        for decision in play(hand, [partial(opponent.act, rng=rng) for opponent in all_opponents()[1:]]):
+            text = state_text(decision.view, "compact")
+            ids = tokenizer.encode(text).ids
+            assert tokenizer.decode(ids) == text
+            lengths.append(len(ids))
+            assert len(tokenizer.encode(action_text(decision.action, "compact")).ids) == 1
+    assert len(lengths) > 60
+    assert sum(lengths) / len(lengths) < 20
+    assert all(len(tokenizer.encode(card).ids) == 1 for card in CARDS)

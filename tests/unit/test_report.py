@@ -10,14 +10,15 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
 from echo_planes.errors import DataError
 from echo_planes.metrics import MetricsWriter
 from echo_planes.report import main, render, write_report
 from echo_planes.report_assets.charts import MAX_POINTS, Chart, Series, line_chart, moving_average, si, ticks
-from echo_planes.report_assets.rollouts import heat_class, read_rollouts, rollout_card, token_texts
+from echo_planes.report_assets.rollouts import decoded, heat_class, read_rollouts, rollout_card, token_texts
+from tests.unit.stored_rollouts import a_row as a_stored_row
+from tests.unit.stored_rollouts import store_rows
 
 EVIL = "<script>alert('x')</script><img src=x onerror=alert(1)>\"'&"
 VOID = {"meta", "img"}
@@ -57,8 +58,7 @@ def outline(page: str) -> Outline:
 def a_row(step: int, name: str, *, correct: bool = True, text: str = "42", **values: Any) -> dict[str, Any]:
     tokens = len(text) + 1
     return {
-        "trajectory_id": f"{name}/0",
-        "group_id": name,
+        **a_stored_row(name),
         "step": step,
         "prompt_text": f"prompt of {name}",
         "response_text": text,
@@ -75,11 +75,10 @@ def a_row(step: int, name: str, *, correct: bool = True, text: str = "42", **val
     }
 
 
-def write_arrow(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    table = pa.Table.from_pylist(rows)
-    with pa.ipc.new_file(str(path), table.schema) as file:
-        file.write_table(table, max_chunksize=2)
+def store(run: Path, *rows: dict[str, Any]) -> None:
+    """Each row is a group of its own, trained at its step."""
+    trained = {sequence: row["step"] for sequence, row in enumerate(rows) if row["step"] >= 0}
+    store_rows(run, [[row] for row in rows], trained)
 
 
 def a_run(folder: Path, steps: int = 20) -> Path:
@@ -130,7 +129,7 @@ def a_run(folder: Path, steps: int = 20) -> Path:
     )
     (folder / "config.yaml").write_text(f"task:\n  name: math\nnote: {json.dumps(EVIL)}\n")
     rows = [a_row(0, "g0"), a_row(0, "g1", correct=False), a_row(19, "g2", text=EVIL, prompt_text=EVIL)]
-    write_arrow(folder / "trajectories" / "part-0.arrow", rows)
+    store(folder, *rows)
     return folder
 
 
@@ -297,31 +296,30 @@ def test_a_constant_and_a_single_step_can_be_drawn() -> None:
 
 
 def test_first_and_last_trained_steps_are_picked_right_and_wrong(tmp_path: Path) -> None:
-    write_arrow(
-        tmp_path / "b.arrow", [a_row(7, "late", correct=False), a_row(-1, "never"), a_row(7, "late2")]
-    )
-    write_arrow(
-        tmp_path / "a.arrow", [a_row(0, "x"), a_row(0, "x"), a_row(0, "y"), a_row(0, "z", correct=False)]
-    )
-    write_arrow(tmp_path / "c.arrow", [a_row(3, "middle")])
+    late = [a_row(7, "late", correct=False), a_row(-1, "never"), a_row(7, "late2")]
+    first = [a_row(0, "x"), a_row(0, "y"), a_row(0, "z", correct=False)]
+    store(tmp_path, *late, *first, a_row(3, "middle"))
     found = read_rollouts(tmp_path)
     assert [row["group_id"] for row in found.first] == ["x", "z", "y"]
     assert [row["group_id"] for row in found.last] == ["late2", "late"]
-    assert found.unreadable == 0
+    assert found.problem == ""
 
 
-def test_files_a_crash_left_behind_are_counted_and_skipped(tmp_path: Path) -> None:
-    write_arrow(tmp_path / "a.arrow", [a_row(0, "x")])
-    whole = (tmp_path / "a.arrow").read_bytes()
-    (tmp_path / "b.arrow").write_bytes(whole[: len(whole) // 2])
-    (tmp_path / "c.arrow").write_bytes(b"")
+def test_damage_is_counted_and_skipped_and_a_strange_store_is_named(tmp_path: Path) -> None:
+    store(tmp_path, a_row(0, "x"), a_row(0, "y"))
+    segment = tmp_path / "replay" / "segments" / "00000000.arrows"
+    whole = bytearray(segment.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    segment.write_bytes(whole)
     found = read_rollouts(tmp_path)
-    assert [row["group_id"] for row in found.first] == ["x"]
-    assert found.unreadable == 2
+    assert len(found.first) == 1
+    assert found.problem.startswith("1 damaged place")
+    segment.write_bytes(b"x" * 9000)
+    assert "no file of this store" in render(tmp_path)
 
 
 def test_untrained_rollouts_are_shown_when_there_are_no_others(tmp_path: Path) -> None:
-    write_arrow(tmp_path / "a.arrow", [a_row(-1, "x")])
+    store(tmp_path, a_row(-1, "x"))
     found = read_rollouts(tmp_path)
     assert [row["group_id"] for row in found.first] == ["x"]
     assert "not trained" in rollout_card(found.first[0], None)
@@ -354,6 +352,21 @@ class WordTokenizer:
 def test_token_texts_keep_the_spaces() -> None:
     assert token_texts([0, 1, 2], "one two three", WordTokenizer()) == ["one", " two", " three"]
     assert token_texts([0, 1, 2], "something else", WordTokenizer()) is None
+
+
+class BytesTokenizer:
+    """Token i is one byte."""
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+def test_a_character_of_several_tokens_is_the_last_ones() -> None:
+    ids = list("a€ß".encode())
+    assert decoded(ids, BytesTokenizer(), skip_special_tokens=True) == ["a", "", "", "€", "", "ß"]
+    faces = decoded(list("\U0001f600\U0001f601".encode()), BytesTokenizer(), skip_special_tokens=True)
+    assert faces == ["", "", "", "\U0001f600", "", "", "", "\U0001f601"]
+    assert decoded([0xE2], BytesTokenizer(), skip_special_tokens=True) == ["\ufffd"]
 
 
 def test_heat_goes_from_certain_to_impossible() -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from echo_planes.config import TaskConfig
 from echo_planes.data.task import EpisodeBuilder
+from echo_planes.data.task_check import ScriptedPolicy, Setting, TaskCheck
+from echo_planes.fakes import FakeTokenizer
 from echo_planes.types import Episode, Prompt, Reward, Sample, Span, Trajectory
-from examples.own_task import ByteTokenizer, OwnOptions, OwnTask, play
+from examples.own_task import OwnOptions, OwnTask
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_task.py"
 
 
 def sample(text: str, *versions: int, reason: Any = "stop", tops: bool = False) -> Sample:
@@ -33,7 +41,7 @@ def build(*pieces: Sample | str) -> Episode:
             builder.add_environment(list(piece.encode()))
         else:
             builder.add_sample(piece)
-    return builder.build(ByteTokenizer())
+    return builder.build(FakeTokenizer())
 
 
 def test_single_turn_keeps_everything_the_policy_said() -> None:
@@ -111,7 +119,7 @@ class Recording:
 
 
 def test_a_two_turn_rollout_shows_the_policy_its_own_tokens() -> None:
-    task = TwoTurns(OwnOptions(), ByteTokenizer(), seed=0)
+    task = TwoTurns(OwnOptions(), FakeTokenizer(), seed=0)
     policy = Recording([sample("1", 1), sample("99", 2)])
     episode = asyncio.run(task.rollout(Prompt(0, tuple(b"5+0="), "5"), policy))
     assert policy.shown == [b"5+0=", b"5+0=1more!"]
@@ -119,7 +127,7 @@ def test_a_two_turn_rollout_shows_the_policy_its_own_tokens() -> None:
 
 
 def test_default_omega_trains_sampled_tokens_and_groups_by_prompt() -> None:
-    task = OwnTask(OwnOptions(), ByteTokenizer(), seed=0)
+    task = OwnTask(OwnOptions(), FakeTokenizer(), seed=0)
     prompt = task.prompt(0)
     group = [
         Trajectory(
@@ -133,15 +141,39 @@ def test_default_omega_trains_sampled_tokens_and_groups_by_prompt() -> None:
     assert all(omega.advantage is None for omega in omegas)
 
 
-def test_the_example_earns_what_it_should(capsys: pytest.CaptureFixture[str]) -> None:
-    rewards = asyncio.run(play())
-    assert len(capsys.readouterr().out.splitlines()) == len(rewards) == 4
-    assert [reward.value for reward in rewards] == [0.0, 0.0, 1.0, 0.0]
-    assert [reward.parts["is_number"] for reward in rewards] == [1.0, 1.0, 1.0, 0.0]
+def test_the_example_is_a_whole_task_in_under_forty_lines() -> None:
+    """Played from the prompt to the reward; it imports the task interface, pydantic and nothing else."""
+    task = OwnTask(OwnOptions(), FakeTokenizer(), seed=0)
+    policy = ScriptedPolicy(task.tokenizer, ["0", "199", "many", ""])
+    rewards = []
+    for index in range(4):
+        prompt = task.prompt(index)
+        rewards.append(task.reward(prompt, asyncio.run(task.rollout(prompt, policy))))
+    assert [reward.value for reward in rewards] == [0.0, 1.0, 0.0, 0.0]
+    assert [reward.parts["is_number"] for reward in rewards] == [1.0, 1.0, 0.0, 0.0]
+    text = EXAMPLE.read_text()
+    assert text.count("\n") < 40
+    used = {node.module for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)}
+    assert used == {"typing", "pydantic", "echo_planes.data.task", "echo_planes.types"}
+
+
+def test_the_example_keeps_the_contract() -> None:
+    setting = Setting(
+        task=TaskConfig(name="own", adapter="examples.own_task:OwnTask"),
+        tokenizer=FakeTokenizer(),
+        vocabulary=sys.maxunicode + 1,
+        seed=0,
+        max_model_len=64,
+        max_new_tokens=16,
+    )
+    check = TaskCheck(setting)
+    findings = [finding for probe in check.probes for finding in check.run(probe)]
+    assert len(findings) == len(check.probes)
+    assert [finding for finding in findings if finding.level != "ok"] == []
 
 
 def test_the_example_holds_its_eval_prompts_out() -> None:
-    task = OwnTask(OwnOptions(), ByteTokenizer(), seed=3)
+    task = OwnTask(OwnOptions(), FakeTokenizer(), seed=3)
     training = {task.prompt(index).text for index in range(2000)}
     assert len(training) == 90
     assert training.isdisjoint(task.eval_prompt(index).text for index in range(20))
