@@ -21,8 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import psutil
-import pyarrow.feather as feather
+
+from echo_planes.data.store.files import REPLAY_FOLDER
+from echo_planes.data.store.snapshot import StoreSnapshot
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_LIMIT_S = 420.0  # a whole run takes a minute on two idle cores; the machine may be busy
@@ -188,11 +191,10 @@ def summary(run_dir: Path) -> dict[str, Any]:
 
 
 def trajectories(run_dir: Path) -> list[dict[str, Any]]:
-    """Every row of trajectories/*.arrow; what a resume set aside is not among them."""
-    rows: list[dict[str, Any]] = []
-    for path in sorted((run_dir / "trajectories").glob("*.arrow")):
-        rows += feather.read_table(path).to_pylist()
-    return rows
+    """Every row of the run's replay store; what a resume set aside is not among them."""
+    store = StoreSnapshot(run_dir / REPLAY_FOLDER)
+    rows = store.gather(np.arange(store.index.groups.length)).to_pylist()
+    return [row for row in rows if row["fate"] != "quarantined"]
 
 
 def trained(run_dir: Path) -> list[dict[str, Any]]:
@@ -202,6 +204,32 @@ def trained(run_dir: Path) -> list[dict[str, Any]]:
 def staleness(row: dict[str, Any]) -> int:
     """Of a trained trajectory's oldest token."""
     return int(row["step"] - min(row["span_versions"]))
+
+
+# --- a run of small steps: what is at stake in most tests is not how well it learns ---------------
+
+PROMPTS_PER_STEP, SAMPLES_PER_PROMPT = 16, 4
+SMALL = (
+    f"sampling.prompts_per_step={PROMPTS_PER_STEP}",
+    f"sampling.samples_per_prompt={SAMPLES_PER_PROMPT}",
+    "eval.num_prompts=16",
+    "eval.samples_per_prompt=1",
+)
+
+
+def check_books(run_dir: Path, num_steps: int, max_staleness: int = 3) -> dict[str, Any]:
+    """What holds at the end of every run, however bumpy."""
+    told = summary(run_dir)
+    assert told["status"] == "done"
+    assert told["steps"] == num_steps
+    assert [step["step"] for step in metrics(run_dir)] == list(range(1, num_steps + 1))
+    assert told["lost_trajectories"] == told["duplicate_trajectories"] == told["digest_mismatches"] == 0
+    assert told["accepted"] == told["trained"] + told["dropped_stale"] + told["buffered"]
+    rows = trained(run_dir)
+    assert len(rows) == told["trained"] == num_steps * PROMPTS_PER_STEP * SAMPLES_PER_PROMPT
+    assert len({row["trajectory_id"] for row in rows}) == len(rows)
+    assert all(0 <= staleness(row) <= max_staleness for row in rows)
+    return told
 
 
 # --- a network that loses publications -----------------------------------------------------------
@@ -214,8 +242,8 @@ def lossy_run(words: list[str]) -> int:
     from echo_planes.cli import load_config
     from echo_planes.clock import MonotonicClock
     from echo_planes.job import run_job
+    from echo_planes.terminal import View
     from echo_planes.types import InstallReport, Manifest
-    from echo_planes.view import View
 
     class LossyWorker(launch.RemoteWorker):
         undelivered: set[int]

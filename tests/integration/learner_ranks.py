@@ -1,13 +1,16 @@
-"""One learner rank in a process of its own: `python learner_ranks.py SPEC.json RANK`.
+"""One learner rank in a process of its own: `python learner_ranks.py SPECS.json RANK`.
 
-SPEC: {"config", "world_size", "port", "first_step", "num_steps", "save_at", "save_to", "load_from", "out"}.
-Writes `<out>-<rank>.npz`: per-step loss and grad_norm, the fp32 weights and the published bits of rank 0.
+SPECS: a list of {"config", "world_size", "first_step", "num_steps", "save_at", "save_to", "load_from",
+"out"}: learners of their own, one after the other. Each writes `<out>-<rank>.npz`: per-step loss and
+grad_norm, the fp32 weights and the published bits of rank 0.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from echo_planes.config import Config
 from echo_planes.types import TrainBatch
 
 VOCABULARY = 48
+LIMIT_S = 400.0  # of all; the machine may be busy
 
 
 def make_batch(step: int, num_groups: int = 6, samples: int = 4) -> TrainBatch:
@@ -55,11 +59,27 @@ def make_batch(step: int, num_groups: int = 6, samples: int = 4) -> TrainBatch:
     )
 
 
+def agreed_port(path: Path, rank: int) -> int:
+    """A port that is free now, found by rank 0 and told to the others in a file."""
+    if rank == 0:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        path.with_suffix(".new").write_text(str(port))
+        path.with_suffix(".new").rename(path)
+    deadline_s = time.monotonic() + LIMIT_S
+    while not path.exists():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"rank 0 has not written {path} within {LIMIT_S:.0f} s")
+        time.sleep(0.02)
+    return int(path.read_text())
+
+
 def main(spec: dict[str, Any], rank: int) -> None:
     from echo_planes.learning.learner import Learner
 
     config = Config.model_validate(spec["config"])
-    learner = Learner(config, rank, spec["world_size"], spec["port"], Path(spec["out"]).parent / "failures")
+    port = agreed_port(Path(f"{spec['out']}.port"), rank)
+    learner = Learner(config, rank, spec["world_size"], port, Path(spec["out"]).parent / "failures")
     learner.start()
     if spec.get("load_from"):
         learner.load(Path(spec["load_from"]))
@@ -99,4 +119,6 @@ def master_weights(learner: Any) -> dict[str, np.ndarray[Any, np.dtype[np.float3
 
 
 if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
+    for each in json.loads(Path(sys.argv[1]).read_text()):
+        print(each["out"], flush=True)  # which one it was, if it fails
+        main(each, int(sys.argv[2]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import socket
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import wait_until
+from tests.integration.harness import summary, trained, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -98,7 +97,9 @@ def is_open(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_a_submitted_job_succeeds_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+def test_a_job_submitted_from_an_empty_folder_plays_hands_over_several_turns(
+    installed: Path, tmp_path: Path
+) -> None:
     env = {
         **environment(installed),
         "RAY_AUTH_MODE": "token",
@@ -107,8 +108,9 @@ def test_a_submitted_job_succeeds_from_an_empty_folder(installed: Path, tmp_path
     run_dir = tmp_path / "run"
     empty = tmp_path / "empty"
     empty.mkdir()
+    small = "run.steps=3 sampling.prompts_per_step=4 eval.num_prompts=4 eval.samples_per_prompt=1"
+    entry = f"{sys.executable} -m echo_planes.run task=poker fleet=single {small} run.dir={run_dir}"
     with head(env, tmp_path / "head.log") as address:
-        entry = f"{sys.executable} -m echo_planes.run task=math fleet=single run.steps=4 run.dir={run_dir}"
         done = subprocess.run(
             ["ray", "job", "submit", "--address", address, "--", *entry.split()],
             cwd=empty,
@@ -119,5 +121,15 @@ def test_a_submitted_job_succeeds_from_an_empty_folder(installed: Path, tmp_path
         )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "succeeded" in done.stdout + done.stderr
-    summary = json.loads((run_dir / "summary.json").read_text())
-    assert (summary["status"], summary["steps"], summary["lost_trajectories"]) == ("done", 4, 0)
+    told = summary(run_dir)
+    assert (told["task"], told["status"], told["steps"]) == ("poker", "done", 3)
+    assert told["digest_mismatches"] == told["lost_trajectories"] == told["reward_error"] == 0
+    assert told["accepted"] == told["trained"] + told["dropped_stale"] + told["buffered"]
+    rows = trained(run_dir)
+    assert max(row["num_turns"] for row in rows) > 1
+    for group in {row["group_id"] for row in rows}:
+        assert len({row["prompt_text"] for row in rows if row["group_id"] == group}) == 1
+    for row in rows:
+        assert -5 <= row["reward"] <= 5  # stacks of five big blinds, heads-up
+        assert not all(row["response_mask"]) or row["num_turns"] == 1
+        assert all(p == 0.0 for p, own in zip(row["logprobs"], row["response_mask"], strict=True) if not own)

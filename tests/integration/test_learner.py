@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,23 @@ from echo_planes.errors import ConfigError, DataError, DivergedError, ModelError
 from echo_planes.learning.learner import Learner
 from echo_planes.learning.policy_model import load_policy, nucleus
 from echo_planes.types import TrainBatch
-from tests.integration.learner_ranks import VOCABULARY, make_batch
+from tests.integration.learner_ranks import LIMIT_S, VOCABULARY, make_batch
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 SCRIPT = Path(__file__).with_name("learner_ranks.py")
 STEPS = 5
-LIMIT_S = 240
 LR, WARMUP, BETAS, EPS, CLIP = 1e-3, 3, (0.9, 0.98), 1e-6, 0.05
 Arrays = dict[str, npt.NDArray[Any]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sharing out such small matrices takes longer than multiplying them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -79,22 +87,45 @@ def settings(folder: Path, zero_stage: int, dtype: str, **changes: Any) -> dict[
     }
 
 
-def run_ranks(tmp_path: Path, name: str, config: dict[str, Any], world_size: int = 2, **spec: Any) -> Arrays:
-    """Run the script once per rank, wait for all, and read what rank 0 found."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    out = tmp_path / name
-    whole = {"config": config, "world_size": world_size, "port": port, "out": str(out)}
-    path = tmp_path / f"{name}.json"
-    path.write_text(json.dumps(whole | {"first_step": 0, "num_steps": STEPS} | spec))
+@dataclass(frozen=True)
+class Run:
+    """A learner that makes `STEPS` steps; `twice`: of two updates each, with a reference model."""
+
+    world_size: int
+    zero_stage: int
+    dtype: str
+    twice: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.world_size}-{self.zero_stage}-{self.dtype}{'-twice' * self.twice}"
+
+    def settings(self, model_folder: Path) -> dict[str, Any]:
+        changes = {"learner": {"updates_per_step": 2}, "objective": {"kl_beta": 0.3}} if self.twice else {}
+        return settings(model_folder, self.zero_stage, self.dtype, **changes)
+
+
+FP32 = [Run(2, zero_stage, "fp32") for zero_stage in (0, 1, 2, 3)]
+BF16 = [Run(2, zero_stage, "bf16") for zero_stage in (0, 1)]
+TWICE = Run(1, 1, "fp32", twice=True)
+# Each leaves a checkpoint on the way, from which new processes go on.
+SAVED = [Run(1, 0, "fp32"), Run(2, 1, "fp32"), Run(1, 1, "bf16"), Run(1, 2, "fp32"), Run(2, 3, "bf16")]
+SAVED_AT = 3
+
+
+def run_ranks(folder: Path, specs: dict[Run, dict[str, Any]]) -> dict[Run, Arrays]:
+    """Start the script once per rank, wait for all, and read what rank 0 found. All of one world size."""
+    (world_size,) = {run.world_size for run in specs}
+    whole = [{**spec, "world_size": world_size, "out": str(folder / run.name)} for run, spec in specs.items()]
+    path = folder / f"{world_size}.json"
+    path.write_text(json.dumps(whole))
     root = Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), str(path), str(rank)],
             env=environment,
-            cwd=tmp_path,
+            cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -109,8 +140,52 @@ def run_ranks(tmp_path: Path, name: str, config: dict[str, Any], world_size: int
             process.wait()
     for process, output in zip(ranks, outputs, strict=True):
         assert process.returncode == 0, output[-4000:]
-    with np.load(f"{out}-0.npz") as arrays:
-        return dict(arrays)
+    found = {}
+    for run in specs:
+        with np.load(folder / f"{run.name}-0.npz") as arrays:
+            found[run] = dict(arrays)
+    return found
+
+
+def run_together(folder: Path, specs: dict[Run, dict[str, Any]]) -> dict[Run, Arrays]:
+    """Those of one world size one after the other in the same processes: starting these takes longest."""
+    found: dict[Run, Arrays] = {}
+    for world_size in (1, 2):
+        found |= run_ranks(folder, {run: spec for run, spec in specs.items() if run.world_size == world_size})
+    return found
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def unbroken(
+    tmp_path_factory: pytest.TempPathFactory, model_folder: Path, checkpoints: Path
+) -> dict[Run, Arrays]:
+    """Every run from its first step to its last."""
+    specs: dict[Run, dict[str, Any]] = {}
+    for run in dict.fromkeys([*FP32, *BF16, *SAVED, TWICE]):
+        saves = {"save_at": SAVED_AT, "save_to": str(checkpoints / run.name)} if run in SAVED else {}
+        specs[run] = {"config": run.settings(model_folder), "first_step": 0, "num_steps": STEPS, **saves}
+    return run_together(tmp_path_factory.mktemp("unbroken"), specs)
+
+
+@pytest.fixture(scope="module")
+def resumed(
+    tmp_path_factory: pytest.TempPathFactory,
+    model_folder: Path,
+    checkpoints: Path,
+    unbroken: dict[Run, Arrays],
+) -> dict[Run, Arrays]:
+    """The saved runs' last steps, from their checkpoints."""
+    rest = {"first_step": SAVED_AT, "num_steps": STEPS - SAVED_AT}
+    specs = {
+        run: {"config": run.settings(model_folder), "load_from": str(checkpoints / run.name), **rest}
+        for run in SAVED
+    }
+    return run_together(tmp_path_factory.mktemp("resumed"), specs)
 
 
 def reference_logprobs(model: Any, batch: TrainBatch, i: int) -> torch.Tensor:
@@ -193,11 +268,11 @@ def largest_difference(found: Arrays, reference: Arrays) -> float:
     return max(float(np.abs(found[name] - reference[name]).max()) for name in names)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("run", FP32, ids=lambda run: run.name)
 def test_two_ranks_equal_the_plain_loop(
-    tmp_path: Path, model_folder: Path, reference: Arrays, zero_stage: int
+    run: Run, unbroken: dict[Run, Arrays], model_folder: Path, reference: Arrays
 ) -> None:
-    found = run_ranks(tmp_path, "fp32", settings(model_folder, zero_stage, "fp32"))
+    found = unbroken[run]
     np.testing.assert_allclose(found["loss"], reference["loss"], atol=1e-5)
     np.testing.assert_allclose(found["grad_norm"], reference["grad_norm"], rtol=1e-4)
     np.testing.assert_allclose(found["probe"], reference["probe"], atol=1e-4)
@@ -212,11 +287,11 @@ def test_two_ranks_equal_the_plain_loop(
         assert (found[f"bits/{name}"].reshape(-1).view(np.int16) == rounded).all()
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("run", BF16, ids=lambda run: run.name)
 def test_two_ranks_in_bf16_stay_within_its_rounding(
-    tmp_path: Path, model_folder: Path, reference: Arrays, zero_stage: int
+    run: Run, unbroken: dict[Run, Arrays], reference: Arrays
 ) -> None:
-    found = run_ranks(tmp_path, "bf16", settings(model_folder, zero_stage, "bf16"))
+    found = unbroken[run]
     # bf16 keeps 8 bits: 2^-8 of logits of size ~4, averaged; Adam's step bounds how far weights can part.
     np.testing.assert_allclose(found["loss"], reference["loss"], atol=0.02)
     np.testing.assert_allclose(found["grad_norm"], reference["grad_norm"], rtol=0.05)
@@ -230,31 +305,20 @@ def test_two_ranks_in_bf16_stay_within_its_rounding(
         assert (bits == master.bfloat16().view(torch.int16)).all()
 
 
-@pytest.mark.parametrize(
-    ("zero_stage", "dtype", "world_size"),
-    [(0, "fp32", 1), (1, "fp32", 2), (1, "bf16", 1), (2, "fp32", 1), (3, "bf16", 2)],
-)
-def test_resume_is_bit_identical(
-    tmp_path: Path, model_folder: Path, zero_stage: int, dtype: str, world_size: int
-) -> None:
-    config = settings(model_folder, zero_stage, dtype)
-    folder = tmp_path / "checkpoint"
-    unbroken = run_ranks(tmp_path, "unbroken", config, world_size, save_at=3, save_to=str(folder))
-    resumed = run_ranks(
-        tmp_path, "resumed", config, world_size, load_from=str(folder), first_step=3, num_steps=STEPS - 3
-    )
-    assert resumed["num_updates"].tolist() == unbroken["num_updates"][3:].tolist() == [4, 5]
-    assert unbroken.keys() == resumed.keys()
-    for name in unbroken.keys() - {"loss", "grad_norm", "num_updates"}:
-        assert unbroken[name].tobytes() == resumed[name].tobytes(), name
-    assert (unbroken["loss"][3:] == resumed["loss"]).all()
+@pytest.mark.parametrize("run", SAVED, ids=lambda run: run.name)
+def test_resume_is_bit_identical(run: Run, unbroken: dict[Run, Arrays], resumed: dict[Run, Arrays]) -> None:
+    whole, rest = unbroken[run], resumed[run]
+    assert rest["num_updates"].tolist() == whole["num_updates"][SAVED_AT:].tolist() == [4, 5]
+    assert whole.keys() == rest.keys()
+    for name in whole.keys() - {"loss", "grad_norm", "num_updates"}:
+        assert whole[name].tobytes() == rest[name].tobytes(), name
+    assert (whole["loss"][SAVED_AT:] == rest["loss"]).all()
 
 
 def test_two_updates_per_step_with_a_reference_equal_the_plain_loop(
-    tmp_path: Path, model_folder: Path
+    unbroken: dict[Run, Arrays], model_folder: Path
 ) -> None:
-    config = settings(model_folder, 1, "fp32", learner={"updates_per_step": 2}, objective={"kl_beta": 0.3})
-    found = run_ranks(tmp_path, "two", config, 1)
+    found = unbroken[TWICE]
     expected = reference_run(model_folder, STEPS, 2, kl=True)
     assert found["num_updates"].tolist() == [2, 4, 6, 8, 10]
     np.testing.assert_allclose(found["loss"], expected["loss"], atol=1e-5)

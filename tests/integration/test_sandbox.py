@@ -27,8 +27,8 @@ from echo_planes.data.sandbox.pool import SandboxPool
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Limits(
-    wall_s=5.0,
-    cpu_s=2.0,
+    wall_s=3.0,
+    cpu_s=1.0,
     memory_bytes=96 << 20,
     output_bytes=1 << 16,
     max_processes=16,

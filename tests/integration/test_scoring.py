@@ -18,8 +18,15 @@ from echo_planes.errors import RunError
 from echo_planes.rollout.scoring import ProcessScorer
 from echo_planes.types import Episode, Prompt, Reward, RewardFailure, Span
 
+MARK = "ECHO_PLANES_TEST_SCORING"
 PROMPT = Prompt(3, (1, 2), "gold", "1+1=")
 FINE = Reward(0.25, True, {"a": 1.0})
+
+
+@pytest.fixture(autouse=True)
+def marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tells the processes of these tests from others of the machine."""
+    monkeypatch.setenv(MARK, str(os.getpid()))
 
 
 def scorer(limit_s: float = 60.0, seed: int = 0, name: str = "BadlyRewarded") -> ProcessScorer:
@@ -132,11 +139,15 @@ def test_what_a_reward_started_ends_with_it() -> None:
 
 
 def children() -> list[int]:
-    """Living processes of the rewards."""
+    """Living processes of this test's rewards, orphans too: they inherit its environment.
+
+    Other tests may run beside, with rewards of their own.
+    """
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if "echo_planes.data.reward_child" in process.cmdline() and process.status() != "zombie":
+            is_reward = "echo_planes.data.reward_child" in process.cmdline()
+            if is_reward and process.environ().get(MARK) == str(os.getpid()):
                 found.append(process.pid)
     return found
 

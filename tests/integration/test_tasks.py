@@ -1,4 +1,4 @@
-"""The other tasks on the real parts: programs in the sandbox, hands of several turns."""
+"""task=code on the real parts: programs in the sandbox. (task=poker is run in test_job.py.)"""
 
 from __future__ import annotations
 
@@ -9,24 +9,9 @@ import pytest
 
 from echo_planes.data.sandbox.model import Limits, SandboxError
 from echo_planes.tasks.code.runner import ProgramRunner
-from tests.integration.harness import Program, run_to_end, summary, trained
+from tests.integration.harness import run_to_end, summary, trained
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
-
-STEPS = 3
-
-
-def run(tmp_path: Path, *words: str) -> Program:
-    small = ("run.steps=3", "sampling.prompts_per_step=4", "eval.num_prompts=4", "eval.samples_per_prompt=1")
-    return run_to_end(tmp_path / "work", tmp_path / "run", "fleet=single", *words, *small)
-
-
-def check(finished: Program) -> None:
-    told = summary(finished.run_dir)
-    assert told["status"] == "done"
-    assert told["steps"] == STEPS
-    assert told["digest_mismatches"] == told["lost_trajectories"] == told["reward_error"] == 0
-    assert told["accepted"] == told["trained"] + told["dropped_stale"] + told["buffered"]
 
 
 def test_programs_are_judged_in_the_sandbox(tmp_path: Path) -> None:
@@ -37,8 +22,20 @@ def test_programs_are_judged_in_the_sandbox(tmp_path: Path) -> None:
         pytest.skip(f"not shown: {error}")
     finally:
         runner.close()
-    finished = run(tmp_path, "task=code")
-    check(finished)
+    finished = run_to_end(
+        tmp_path / "work",
+        tmp_path / "run",
+        "task=code",
+        "fleet=single",
+        "run.steps=3",
+        "sampling.prompts_per_step=4",
+        "eval.num_prompts=4",
+        "eval.samples_per_prompt=1",
+    )
+    told = summary(finished.run_dir)
+    assert (told["status"], told["steps"]) == ("done", 3)
+    assert told["digest_mismatches"] == told["lost_trajectories"] == told["reward_error"] == 0
+    assert told["accepted"] == told["trained"] + told["dropped_stale"] + told["buffered"]
     assert f"sandbox: {protection.partition(';')[0]}" in finished.stdout
     rows = trained(finished.run_dir)
     assert {bool(row["correct"]) for row in rows} == {True, False}
@@ -46,16 +43,3 @@ def test_programs_are_judged_in_the_sandbox(tmp_path: Path) -> None:
         parts = json.loads(row["reward_parts"])
         assert row["correct"] == (parts["passed"] == 1.0)
         assert parts.get("is_ok") or parts.get("is_syntax")
-
-
-def test_hands_are_played_over_several_turns(tmp_path: Path) -> None:
-    finished = run(tmp_path, "task=poker")
-    check(finished)
-    rows = trained(finished.run_dir)
-    assert max(row["num_turns"] for row in rows) > 1
-    for group in {row["group_id"] for row in rows}:
-        assert len({row["prompt_text"] for row in rows if row["group_id"] == group}) == 1
-    for row in rows:
-        assert -5 <= row["reward"] <= 5  # stacks of five big blinds, heads-up
-        assert not all(row["response_mask"]) or row["num_turns"] == 1
-        assert all(p == 0.0 for p, own in zip(row["logprobs"], row["response_mask"], strict=True) if not own)
