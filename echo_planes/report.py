@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import shlex
 import sys
 from collections.abc import Sequence
 from html import escape
@@ -16,8 +17,8 @@ from typing import Any
 
 import yaml
 
-from echo_planes.config import BUILTIN_MODELS
 from echo_planes.errors import DataError, EchoPlanesError
+from echo_planes.ledger import LEDGER_DETAILS
 from echo_planes.metrics import (
     SPARSITY_FILE,
     Aggregates,
@@ -32,7 +33,7 @@ from echo_planes.metrics import (
 from echo_planes.report_assets import sections
 from echo_planes.report_assets.charts import show_percent, show_usd
 from echo_planes.report_assets.dissemination import dissemination
-from echo_planes.report_assets.rollouts import load_tokenizer, read_rollouts, rollout_card
+from echo_planes.report_assets.rollouts import read_rollouts, rollout_card, run_tokenizer
 from echo_planes.report_assets.style import CSS, JS
 
 REPORT_FILE = "report.html"
@@ -58,7 +59,7 @@ def render(folder: Path) -> str:
     events = read_events(folder)
     config_path = folder / "config.yaml"
     config_text = config_path.read_text(encoding="utf-8") if config_path.exists() else ""
-    config = _parse_config(config_text)
+    config = parse_config(config_text)
     summary = _complete(read_summary(folder), steps, config)
     title = f"{summary.get('task', 'run')} · {summary.get('model', '')}"
     body = [_header(folder, summary)]
@@ -69,7 +70,7 @@ def render(folder: Path) -> str:
     body += [sections.data(steps, summary, events)]
     body += [_rollouts(folder, config), _config(config_text)]
     policy = (
-        f"default-src 'none'; style-src '{_hash(CSS)}'; script-src '{_hash(JS)}'; base-uri 'none'; "
+        f"default-src 'none'; style-src '{csp_hash(CSS)}'; script-src '{csp_hash(JS)}'; base-uri 'none'; "
         "form-action 'none'"
     )
     return (
@@ -83,11 +84,17 @@ def render(folder: Path) -> str:
     )
 
 
-def _hash(text: str) -> str:
+def csp_hash(text: str) -> str:
+    """How a content policy names an inline style sheet or script."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _parse_config(text: str) -> Record:
+def parse_config(text: str) -> Record:
+    """A run's config.yaml.
+
+    Raises:
+        DataError: it is not YAML.
+    """
     try:
         config = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -108,7 +115,7 @@ def _complete(summary: Record, steps: Sequence[Record], config: Record) -> Recor
     last = steps[-1] if steps else {}
     from_steps: Record = {"seconds": last.get("time_s"), "status": "unfinished", "task": task, "model": model}
     from_steps["max_staleness"] = _setting(config, "staleness", "max_staleness")
-    for key in ("accepted", "trained", "dropped_stale", "buffered"):
+    for key in ("accepted", "trained", "dropped_stale", "buffered", *LEDGER_DETAILS):
         from_steps[key] = last.get(key)
     return {k: v for k, v in {**from_steps, **Aggregates(steps).summary(), **known}.items() if v is not None}
 
@@ -127,7 +134,8 @@ def _header(folder: Path, summary: Record) -> str:
         f'<span class="pill {"done" if status == "done" else "failed" if status == "failed" else ""}">'
         f"{escape(status)}</span></div>"
         f'<p class="sub"><code>{escape(str(summary.get("model", "unknown model")))}</code>, '
-        f"{summary.get('steps', 0):,} learner steps{took}</p>{error}"
+        f"{summary.get('steps', 0):,} learner steps{took}. All rollouts: "
+        f"<code>python -m echo_planes.view {escape(shlex.quote(str(folder)))}</code></p>{error}"
         f'<div class="figures">{"".join(_figures(summary))}</div></header>'
     )
 
@@ -200,19 +208,17 @@ def _figure(name: str, value: str, more: str, good: bool | None = None, before: 
 
 
 def _rollouts(folder: Path, config: Record) -> str:
-    rollouts = read_rollouts(folder / "trajectories")
-    if not rollouts.first and not rollouts.unreadable:
+    rollouts = read_rollouts(folder)
+    if not rollouts.first and not rollouts.problem:
         return ""
-    path = _setting(config, "model", "path")
-    model = str(BUILTIN_MODELS.get(path, path)) if isinstance(path, str) else None
-    tokenizer = load_tokenizer(model)
+    tokenizer = run_tokenizer(config)
     scale = "".join(f'<span class="tok h{level}">&nbsp;</span>' for level in range(0, 10, 2))
     note = (
         f'<p class="scale">Shade: probability of the token when it was sampled, from 1 {scale} to 0. '
         "A bar marks where newer weights took over.</p>"
     )
-    if rollouts.unreadable:
-        note += f'<p class="scale">Trajectory files that could not be read: {rollouts.unreadable}.</p>'
+    if rollouts.problem:
+        note += f'<p class="scale">{escape(rollouts.problem)}</p>'
     cards = [rollout_card(row, tokenizer) for pair in _pairs(rollouts.first, rollouts.last) for row in pair]
     return f'<section><h2>Sample rollouts</h2>{note}<div class="grid">{"".join(cards)}</div></section>'
 

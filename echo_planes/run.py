@@ -19,7 +19,7 @@ from echo_planes.config import Config, cluster_address
 from echo_planes.errors import EchoPlanesError, RunError, StoppedError, UserError
 from echo_planes.metrics import write_atomic
 from echo_planes.process import keep_ray_private
-from echo_planes.view import View
+from echo_planes.terminal import View
 
 HEAR_S = 0.01  # for the loop to hear of a Ctrl-C that came while something else ran
 

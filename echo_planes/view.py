@@ -1,151 +1,75 @@
-"""The run in the terminal: named start-up phases, a live line on a tty, one plain line per step elsewhere."""
+"""`python -m echo_planes.view RUN`: read the rollouts of a run in a browser on this machine."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import argparse
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
 
-from echo_planes.clock import Clock, MonotonicClock
-from echo_planes.metrics import number, reward_failures, step_fields, step_line
+from aiohttp import web
 
-BAR_CELLS = 16
-ERASE_LINE = "\r\x1b[2K"
+from echo_planes.errors import ClusterError, UserError
+from echo_planes.viewer.run_folder import RunFolder
+from echo_planes.viewer.server import HOST, make_app
 
-
-class View:
-    """Shows one run on `stream`.
-
-    Args:
-        stream: where to write, usually sys.stdout.
-        total_steps: learner steps of the whole run.
-        is_tty: rewrite the last line in place; otherwise only whole lines are written.
-        clock: seconds; the view counts from its own construction.
-    """
-
-    def __init__(self, stream: TextIO, total_steps: int, is_tty: bool, clock: Clock | None = None) -> None:
-        self._stream = stream
-        self._total_steps = total_steps
-        self._is_tty = is_tty
-        self._clock = clock or MonotonicClock()
-        self._start_s = self._clock.now_s()
-        self._open_phases: list[str] = []
-        self._live = ""  # what the tty's last line shows now
-        self._has_blocks = _encodes(stream, "█░")
-        self.phase_seconds: dict[str, float] = {}  # finished start-up phases, seconds each
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Name a start-up phase while it lasts, and say how long it took. Phases may overlap."""
-        began_s = self._clock.now_s()
-        self._open_phases.append(name)
-        if not self._is_tty:
-            self._line(f"{self._stamp()} {name} ...")
-        self._show_phases()
-        outcome = "failed"
-        try:
-            yield
-            outcome = "ready"
-        finally:
-            seconds = self._clock.now_s() - began_s
-            self._open_phases.remove(name)
-            self.phase_seconds[name] = round(seconds, 3)
-            self._live = ""
-            self._line(f"{self._stamp()} {name} ... {outcome}, {seconds:.1f} s")
-            self._show_phases()
-
-    def step(self, metrics: Mapping[str, Any]) -> None:
-        """Show one learner step (`step` counts completed steps, 1 to total_steps)."""
-        if not self._is_tty:
-            self._line(step_line(metrics, self._total_steps))
-            return
-        completed = number(metrics.get("step")) or 0.0
-        done = round(BAR_CELLS * min(1.0, completed / max(1, self._total_steps)))
-        full, empty = ("█", "░") if self._has_blocks else ("#", ".")
-        columns = shutil.get_terminal_size().columns - 1
-        line = full * done + empty * (BAR_CELLS - done)
-        for part in step_fields(metrics, self._total_steps):
-            if len(line) + 2 + len(part) > columns:
-                break
-            line += "  " + part
-        self._live = line
-        self._write(ERASE_LINE + line)
-
-    def event(self, text: str) -> None:
-        """Show one line about something that happened; the live line stays below it."""
-        self._line(f"{self._stamp()} {text}")
-
-    def final(self, summary: Mapping[str, Any], report: Path | None = None) -> None:
-        """The closing block: what was learned, at which staleness and cost, and where to read on."""
-        if self._live:
-            self._write("\n")
-            self._live = ""
-        for line in closing_lines(summary, report):
-            self._line(line)
-
-    def _stamp(self) -> str:
-        return f"[{self._clock.now_s() - self._start_s:6.1f} s]"
-
-    def _show_phases(self) -> None:
-        if self._is_tty and self._open_phases:
-            columns = shutil.get_terminal_size().columns - 1
-            self._live = f"{self._stamp()} {', '.join(self._open_phases)} ..."[:columns]
-            self._write(ERASE_LINE + self._live)
-
-    def _line(self, text: str) -> None:
-        line = "".join(character if character.isprintable() else " " for character in text)
-        if self._is_tty:
-            self._write(f"{ERASE_LINE}{line}\n{self._live}")
-        else:
-            self._write(line + "\n")
-
-    def _write(self, text: str) -> None:
-        encoding = self._stream.encoding or "utf-8"
-        self._stream.write(text.encode(encoding, errors="replace").decode(encoding))
-        self._stream.flush()
+TOKEN_BYTES = 24
 
 
-def closing_lines(summary: Mapping[str, Any], report: Path | None) -> list[str]:
-    """`summary` (the content of summary.json) as a short block of text."""
-
-    def show(key: str, spec: str = ",.0f", scale: float = 1.0) -> str:
-        value = number(summary.get(key))
-        return "-" if value is None else format(value * scale, spec)
-
-    status = summary.get("status", "unknown")
-    lines = [
-        "",
-        f"{status}: {summary.get('task', '-')} with {summary.get('model', '-')}, "
-        f"{show('steps')} steps in {show('seconds', '.1f')} s",
-    ]
-    if summary.get("error"):
-        lines.append(f"  error      {summary['error']}")
-    lines += [
-        f"  eval       {show('eval_first', '.3f')} -> {show('eval_last', '.3f')} held-out accuracy",
-        f"  reward     {show('reward_first', '.3f')} -> {show('reward_last', '.3f')}",
-        f"  staleness  mean {show('staleness_mean', '.2f')}, max {show('max_staleness_observed')} "
-        f"(bound {show('max_staleness')})",
-        f"  bubble     {show('bubble_ratio', '.1f', 100.0)} % of the learner's time",
-        f"  tokens     {show('tokens_trained')} trained",
-        f"  cost       ${show('usd_total', '.4f')}",
-        f"  weights    {show('versions_published')} versions published, "
-        f"{show('digest_mismatches')} digest mismatches",
-        f"  ledger     {show('accepted')} accepted = {show('trained')} trained + {show('dropped_stale')} "
-        f"dropped + {show('buffered')} buffered; {show('lost_trajectories')} lost, "
-        f"{show('duplicate_trajectories')} duplicates",
-    ]
-    if failures := reward_failures(summary):
-        lines.append(f"  rewards    {failures}; their groups were not trained")
-    if report is not None:
-        lines.append(f"  report     {report}")
-    return lines
-
-
-def _encodes(stream: TextIO, text: str) -> bool:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until Ctrl-C; returns the exit status. A mistake is one line on stderr."""
+    parser = argparse.ArgumentParser(
+        prog="python -m echo_planes.view",
+        description="Read the rollouts of a run, finished or running, in a browser on this machine.",
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
+    parser.add_argument("--port", type=int, default=0, help="of 127.0.0.1; default: any that is free")
+    options = parser.parse_args(arguments)
     try:
-        text.encode(stream.encoding or "utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+        run = RunFolder(options.run)
+        run.snapshot()  # a store that cannot be read is said here, not in the browser
+        asyncio.run(_serve(run, _listen(options.port)))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+def _listen(port: int) -> socket.socket:
+    listening = socket.socket()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((HOST, port))
+    except (OSError, OverflowError) as error:
+        listening.close()
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        raise ClusterError(
+            f"--port {port} cannot be used ({reason}); leave it out or take another"
+        ) from error
+    return listening
+
+
+async def _serve(run: RunFolder, listening: socket.socket) -> None:
+    token = secrets.token_urlsafe(TOKEN_BYTES)
+    runner = web.AppRunner(make_app(run, token), access_log=None)
+    await runner.setup()
+    try:
+        await web.SockSite(runner, listening).start()
+        port = listening.getsockname()[1]
+        print(f"http://{HOST}:{port}/{token}/", flush=True)
+        print("Only who has this address can read it. Ctrl-C ends it.", flush=True)
+        stopped = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+        await stopped.wait()
+    finally:
+        await runner.cleanup()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

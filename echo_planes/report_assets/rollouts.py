@@ -1,4 +1,4 @@
-"""A few sample rollouts of a run, read from trajectories/*.arrow and shown token by token."""
+"""A few sample rollouts of a run, read from its replay store and shown token by token."""
 
 from __future__ import annotations
 
@@ -9,61 +9,81 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
+import numpy as np
 
-from echo_planes.metrics import number
+from echo_planes.config import BUILTIN_MODELS
+from echo_planes.data.store.files import REPLAY_FOLDER
+from echo_planes.data.store.index import Fate
+from echo_planes.data.store.snapshot import StoreSnapshot, is_store
+from echo_planes.errors import DataError
+from echo_planes.metrics import Record, number
+from echo_planes.types import IntArray
 
 PER_STEP = 3  # samples shown of the first and of the last trained step
-MAX_CANDIDATES = 64  # samples of a step to choose from
+MAX_GROUPS = 8  # of a step to choose from
 MAX_TOKENS = 400
 MAX_CHARACTERS = 3000
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoded for bytes that are no whole character yet
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """Rows of the first and last trained step, and how many files could not be read."""
+    """Rows of the first and last trained step, and what could not be read."""
 
     first: list[Row]
     last: list[Row]
-    unreadable: int
+    problem: str = ""  # for people; "": none
 
 
-def read_rollouts(folder: Path) -> Rollouts:
-    """Pick rollouts from `folder`/*.arrow (Arrow IPC files); only the step column is read of all of them."""
-    places: dict[int, list[tuple[Path, int, int]]] = {}  # step -> (file, batch, row)
-    unreadable = 0
-    for path in sorted(folder.glob("*.arrow")):
-        try:
-            found = _steps(path)
-        except (pa.ArrowInvalid, OSError, KeyError):
-            unreadable += 1  # a crash left it without its footer; the others are still worth showing
-            continue
-        for step, batch, row in found:
-            kept = places.setdefault(step, [])
-            if len(kept) < MAX_CANDIDATES:
-                kept.append((path, batch, row))
-    trained = sorted(step for step in places if step >= 0)
-    if not trained:
-        return Rollouts(_choose([_row(*place) for place in places.get(-1, [])]), [], unreadable)
-    first = _choose([_row(*place) for place in places[trained[0]]])
-    last = _choose([_row(*place) for place in places[trained[-1]]]) if len(trained) > 1 else []
-    return Rollouts(first, last, unreadable)
+def read_rollouts(run: Path) -> Rollouts:
+    """Pick rollouts from the replay store of a run's folder; only theirs are read of all the rows."""
+    folder = run / REPLAY_FOLDER
+    if not is_store(folder):
+        return Rollouts([], [])
+    try:
+        snapshot = StoreSnapshot(folder)
+        groups = snapshot.index.groups
+        steps = groups["step"]
+        trained = np.flatnonzero(groups["fate"] == Fate.TRAINED)
+        if not len(trained):
+            first, last = _choose(_rows(snapshot, np.flatnonzero(groups["fate"] != Fate.LOST))), []
+        else:
+            low, high = steps[trained].min(), steps[trained].max()
+            first = _choose(_rows(snapshot, trained[steps[trained] == low]))
+            last = _choose(_rows(snapshot, trained[steps[trained] == high])) if high > low else []
+    except DataError as error:  # the rest of the page is worth having all the same
+        return Rollouts([], [], str(error))
+    damaged = snapshot.num_damaged
+    return Rollouts(first, last, f"{damaged} damaged places of the store were left out" if damaged else "")
 
 
-def load_tokenizer(model_folder: str | None) -> Any | None:
-    """The model's fast tokenizer, to show the text of each token; None where there is none."""
-    if model_folder is None:
+def _rows(snapshot: StoreSnapshot, sequences: IntArray) -> list[Row]:
+    rows: list[Row] = snapshot.gather(sequences[:MAX_GROUPS]).to_pylist()
+    return rows
+
+
+def run_tokenizer(config: Record) -> Any | None:
+    """The fast tokenizer of the model that a run's config.yaml names, to show the text of each token.
+
+    None where there is none. Transformers would find more of them, but takes seconds to import.
+    """
+    model = config.get("model")
+    name = model.get("path") if isinstance(model, dict) else None
+    if not isinstance(name, str):
         return None
-    path = Path(model_folder).expanduser() / "tokenizer.json"
+    path = BUILTIN_MODELS.get(name, Path(name).expanduser()) / "tokenizer.json"
     if not path.is_file():
         return None
     try:
         from tokenizers import Tokenizer
     except ImportError:  # comes with the engines, which a machine that only reads reports may lack
         return None
-    return Tokenizer.from_file(str(path))
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more special
+        raise DataError(f"{path} cannot be read as a tokenizer ({error}); restore it") from error
 
 
 def rollout_card(row: Row, tokenizer: Any | None) -> str:
@@ -102,13 +122,28 @@ def token_texts(ids: Sequence[int], text: str, tokenizer: Any | None) -> list[st
         return [*text, ""]  # characters, and an end-of-sequence token that is not part of the text
     if tokenizer is None:
         return None
+    pieces = decoded(ids, tokenizer, skip_special_tokens=True)
+    return pieces if "".join(pieces) == text else None
+
+
+def decoded(ids: Sequence[int], tokenizer: Any, *, skip_special_tokens: bool) -> list[str]:
+    """What each token adds to the text before it. A character of several tokens is the last one's."""
     pieces = []
     for i in range(len(ids)):
         # A short window keeps the spaces that a token alone would lose, at linear cost.
-        before = tokenizer.decode(list(ids[max(0, i - 4) : i]), skip_special_tokens=True)
-        upto = tokenizer.decode(list(ids[max(0, i - 4) : i + 1]), skip_special_tokens=True)
-        pieces.append(upto[len(before) :])
-    return pieces if "".join(pieces) == text else None
+        before, upto = (
+            tokenizer.decode(list(ids[max(0, i - 4) : end]), skip_special_tokens=skip_special_tokens)
+            for end in (i, i + 1)
+        )
+        is_open = upto.endswith(UNFINISHED) and i + 1 < len(ids)
+        pieces.append("" if is_open else upto[_num_equal(before, upto) :])
+    return pieces
+
+
+def _num_equal(a: str, b: str) -> int:
+    """How many characters two texts begin with in common."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (left, right) in pairs if left != right), min(len(a), len(b)))
 
 
 def _answer(row: Row, tokenizer: Any | None) -> str:
@@ -150,24 +185,6 @@ def _versions(row: Row) -> str:
     pairs = zip(starts, spans[:6], strict=False)
     shown = [f"v{version} [{start}, {stop})" for start, (stop, version) in pairs]
     return "spans " + ", ".join(shown) + (" …" if len(spans) > 6 else "")
-
-
-def _steps(path: Path) -> list[tuple[int, int, int]]:
-    with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
-        column = reader.schema.get_field_index("step")
-        if column < 0:
-            raise KeyError("step")
-        return [
-            (-1 if step is None else int(step), batch, row)
-            for batch in range(reader.num_record_batches)
-            for row, step in enumerate(reader.get_batch(batch).column(column).to_pylist())
-        ]
-
-
-def _row(path: Path, batch: int, row: int) -> Row:
-    with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
-        found: Row = reader.get_batch(batch).slice(row, 1).to_pylist()[0]
-        return found
 
 
 def _choose(rows: list[Row]) -> list[Row]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from echo_planes.metrics import Record, number, reward_failures
+from echo_planes.ledger import ledger_equation, reward_failures
+from echo_planes.metrics import Record, number
 from echo_planes.report_assets.charts import (
     Chart,
     Series,
@@ -209,10 +210,7 @@ def data(steps: Sequence[Record], summary: Record, events: Sequence[Record]) -> 
     """The trajectory ledger and the events."""
     cards = []
     if steps:
-        equation = (
-            f"{_cell(summary, 'accepted')} accepted = {_cell(summary, 'trained')} trained + "
-            f"{_cell(summary, 'dropped_stale')} dropped + {_cell(summary, 'buffered')} buffered"
-        )
+        equation = ledger_equation(summary)
         if failures := reward_failures(summary):
             equation += f"; rewards that failed, so that their groups were not trained: {failures}"
         parts = [

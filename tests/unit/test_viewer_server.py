@@ -70,6 +70,16 @@ def test_another_hosts_name_is_refused(tmp_path: Path, host: str) -> None:
     served(a_run(tmp_path), scenario)
 
 
+def test_a_request_for_no_path_at_all_is_refused(tmp_path: Path) -> None:
+    async def scenario(client: TestClient) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+        writer.write(f"OPTIONS * HTTP/1.1\r\nHost: 127.0.0.1:{client.port}\r\n\r\n".encode())
+        assert (await reader.readline()).split()[1] == b"403"
+        writer.close()
+
+    served(a_run(tmp_path), scenario)
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"])
 def test_only_get_is_answered(tmp_path: Path, method: str) -> None:
     async def scenario(client: TestClient) -> None:
