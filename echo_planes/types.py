@@ -84,6 +84,7 @@ class Reward:
     value: float
     correct: bool
     parts: Mapping[str, float] = field(default_factory=dict)
+    notes: str = ""  # what was found, as text (JSON), for people: takes the place of the episode's notes
 
 
 @dataclass(frozen=True, slots=True)

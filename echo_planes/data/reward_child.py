@@ -13,6 +13,7 @@ import numbers
 import os
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
@@ -23,6 +24,8 @@ from echo_planes.data.registry import build_adapter, load_tokenizer
 from echo_planes.data.task import Tokenizer
 from echo_planes.process import die_with_parent
 from echo_planes.types import Episode, Prompt, Reward, RewardFailure, Span
+
+MOST_NOTES = 20_000  # characters of Reward.notes that are kept
 
 
 class Rewarding(Protocol):
@@ -74,7 +77,10 @@ def checked(reward: object) -> Reward:
     if not isinstance(reward.parts, Mapping):
         raise TypeError(f"Reward.parts is {_shown(reward.parts)}; it must be a mapping of names to numbers")
     parts = {str(name): _finite(f"Reward.parts[{name!r}]", part) for name, part in reward.parts.items()}
-    return Reward(_finite("Reward.value", reward.value), bool(reward.correct), parts)
+    if not isinstance(reward.notes, str):
+        raise TypeError(f"Reward.notes is {_shown(reward.notes)}; it must be text")
+    notes = reward.notes[:MOST_NOTES]
+    return Reward(_finite("Reward.value", reward.value), bool(reward.correct), parts, notes)
 
 
 def _finite(name: str, number: object) -> float:
@@ -132,7 +138,7 @@ def _episode(fields: dict[str, Any]) -> Episode:
 def _answer(outcome: Reward | RewardFailure) -> dict[str, Any]:
     if isinstance(outcome, RewardFailure):
         return {"status": outcome.status, "error": outcome.error[:4000]}
-    return {"value": outcome.value, "correct": outcome.correct, "parts": dict(outcome.parts)}
+    return asdict(outcome)
 
 
 def main() -> None:

@@ -214,4 +214,4 @@ def _fields(message: Any) -> dict[str, Any]:
 def _outcome(answer: dict[str, Any]) -> Reward | RewardFailure:
     if "status" in answer:
         return RewardFailure(answer["status"], answer["error"])
-    return Reward(answer["value"], answer["correct"], answer["parts"])
+    return Reward(**answer)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from echo_planes.clock import Clock, MonotonicClock
@@ -350,12 +350,13 @@ class RolloutWorker:
         error = failure.error if failure else ""
         if failure and failure.status != "failed":
             error = f"the reward of prompt {prompt.index}: {error}"
+        reward = Reward(0.0, False) if isinstance(outcome, RewardFailure) else outcome
         return Trajectory(
             trajectory_id=trajectory_id,
             group_id=group_id,
             prompt=prompt,
-            episode=episode,
-            reward=Reward(0.0, False) if isinstance(outcome, RewardFailure) else outcome,
+            episode=replace(episode, notes=reward.notes or episode.notes),
+            reward=replace(reward, notes=""),
             worker_id=self._id,
             lineage=self._lineage,
             status=failure.status if failure else "ok",

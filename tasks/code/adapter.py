@@ -22,7 +22,7 @@ from .problems import Problem, load_problems, split
 from .runner import ProgramRunner
 
 MOST_SAMPLES = 16  # of a group, whose programs may all run until their limit
-SHOWN_CHARACTERS = 2000  # of the tests, which stand beside every answer
+SHOWN_CHARACTERS = 2000  # of the tests and of the program, which stand beside every answer
 FUNCTION_MAX_NEW_TOKENS = 10  # five signs, the end token, and room to be wrong
 INSTRUCTION = (
     "{question}\n\nThink inside <think></think>, then give the whole program in one ```python block."
@@ -75,13 +75,10 @@ class CodeTask(TaskAdapter):
         return self._from_file(index, 1, index % len(self._splits[1]))
 
     async def rollout(self, prompt: Prompt, policy: Policy) -> Episode:
-        """One answer, with notes for people: the tests, and the program that a generated one continues."""
+        """One answer, with the tests as notes for people; the reward adds the program and how it went."""
         episode = await super().rollout(prompt, policy)
-        problem = self._problem(prompt)
-        notes = {"tests": problem.tests[:SHOWN_CHARACTERS]}
-        if self._is_generated:
-            notes["program"] = problem.head + episode.text
-        return replace(episode, notes=json.dumps(notes))
+        tests = self._problem(prompt).tests[:SHOWN_CHARACTERS]
+        return replace(episode, notes=json.dumps({"tests": tests}))
 
     def prepare(self, prompt: Prompt, episodes: Sequence[Episode]) -> None:
         """Run all programs of a group side by side; equal ones once."""
@@ -110,7 +107,12 @@ class CodeTask(TaskAdapter):
         value = float(correct)
         if self._options.reward == "composite":
             value = self._options.weights.total(parts)
-        return Reward(value, correct, {**parts, f"is_{found.status}": 1.0})
+        noted = json.loads(episode.notes) if episode.notes else {}
+        noted |= {"passed": found.passed, "total": found.total, "verdict": found.status}
+        noted["output"] = found.detail
+        if answer.code:
+            noted["program"] = answer.code[:SHOWN_CHARACTERS]
+        return Reward(value, correct, {**parts, f"is_{found.status}": 1.0}, json.dumps(noted))
 
     @cached_property
     def _splits(self) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:

@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -189,9 +190,11 @@ def test_who_ends_early_or_forges_counts_has_passed_nothing(outcome: Outcome, st
 def test_rewards_of_answers_that_need_no_run() -> None:
     plain, chat = task(), task(dataset="functions", reward="composite")
     prompt = plain.prompt(0)
-    assert plain.reward(prompt, said("x +* y")) == Reward(
+    found = plain.reward(prompt, said("x +* y"))
+    assert replace(found, notes="") == Reward(
         0.0, False, {"passed": 0.0, "syntax": 0.0, "format": 1.0, "thinking": 0.0, "is_syntax": 1.0}
     )
+    assert json.loads(found.notes)["verdict"] == "syntax"
     assert chat.reward(prompt, said("x +* y")).value == pytest.approx(0.1)
 
 
@@ -313,8 +316,17 @@ class Says:
 def test_notes_tell_people_the_program_and_its_tests(tmp_path: Path) -> None:
     generated = task()
     prompt = generated.prompt(3)
-    notes = json.loads(asyncio.run(generated.rollout(prompt, Says("x+y"))).notes)
-    assert notes == {"program": "f=lambda x,y:x+y", "tests": prompt.answer}
+    episode = asyncio.run(generated.rollout(prompt, Says("x+y")))
+    assert json.loads(episode.notes) == {"tests": prompt.answer}
+    generated.__dict__["_runner"] = HalfJudge()
+    assert json.loads(generated.reward(prompt, episode).notes) == {
+        "tests": prompt.answer,
+        "passed": 1,
+        "total": 2,
+        "verdict": "ok",
+        "output": "",
+        "program": "f=lambda x,y:x+y",
+    }
     path = rows(
         tmp_path / "mbpp.jsonl",
         *({**MBPP, "text": f"{i}", "test_list": ["assert f(1)"] * 999} for i in range(5)),
