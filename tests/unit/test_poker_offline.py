@@ -88,7 +88,7 @@ def record(action: str, net_chips: int, group: str = "AKo", state: str = STATE) 
 
 def tiny_policy() -> PolicyModel:
     torch.manual_seed(0)
-    size = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16, "vocab_size": 259}
+    size = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16, "vocab_size": 512}
     heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     return PolicyModel(Qwen3ForCausalLM(Qwen3Config(**size, **heads)), 1.0, 1.0)
 
@@ -150,13 +150,13 @@ def test_constants_that_make_no_weights_are_refused(beta: float, cap: float) -> 
 
 def test_the_loss_is_the_weighted_mean_whatever_the_rectangles(monkeypatch: pytest.MonkeyPatch) -> None:
     examples = examples_of(
-        [record("c", 6), record("r10", -6), record("c", 1, "22", STATE * 3), record("f", 0, "22")]
+        [record("c", 6), record("r99", -6), record("c", 1, "22", STATE * 3), record("f", 0, "22")]
     )
     weights = offline_weights(
         AWR,
         np.array([found.value for found in examples], np.float32),
         [found.group for found in examples],
-        np.array([2, 4, 2, 2]),
+        np.array([2, 3, 2, 2]),  # "r99" is spelt: r9 and 9
     )
     policy = tiny_policy()
     alone = [rectangle([found]) for found in examples]
@@ -164,7 +164,7 @@ def test_the_loss_is_the_weighted_mean_whatever_the_rectangles(monkeypatch: pyte
         sums = [
             float(policy(one.token_ids, None, None, one.predictors, one.targets)[0].sum()) for one in alone
         ]
-    expected = -sum(weight * value for weight, value in zip(weights, sums, strict=True)) / 10
+    expected = -sum(weight * value for weight, value in zip(weights, sums, strict=True)) / 9
     for tokens in (10_000, 100, 1):
         monkeypatch.setattr(offline, "RECTANGLE_TOKENS", tokens)
         assert train(tiny_policy(), examples, steps=1, rate=1e-9)[0] == pytest.approx(expected, rel=1e-4)
