@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from echo_planes.errors import ClusterError, ConfigError
+from echo_planes.errors import ClusterError, ConfigError, DataError
 from echo_planes.metrics import METRICS_FILE, read_metrics, write_atomic
 
 LINEAGE_FILE = "lineage"  # in the run folder: number of the newest incarnation
@@ -79,7 +79,13 @@ def newest_checkpoint(run_dir: Path) -> tuple[Path, CheckpointMeta]:
         raise ConfigError(
             f"run.resume={run_dir}: no checkpoint there; start anew, or give another run's folder"
         )
-    return found[-1], CheckpointMeta(**json.loads((found[-1] / "meta.json").read_text()))
+    path = found[-1] / "meta.json"
+    try:
+        return found[-1], CheckpointMeta(**json.loads(path.read_text()))
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{path} is not readable ({error}); restore it, or remove the folder to resume from an older one"
+        ) from error
 
 
 def open_lineage(run_dir: Path, meta: CheckpointMeta) -> CheckpointMeta:

@@ -17,6 +17,7 @@ LEDGER_DETAILS = (
     "reward_timeout",
     "reward_error",
     "reward_invalid",
+    "damaged",
 )
 
 
@@ -35,7 +36,8 @@ def ledger_equation(metrics: Mapping[str, Any]) -> str:
     if number(metrics.get("removed")):
         parts.insert(2, shown("removed", "removed"))
     again = f"; {shown('reused', 'trained again')}" if number(metrics.get("reused")) else ""
-    return f"{shown('accepted', 'accepted')} = {' + '.join(parts)}{again}"
+    damaged = f"; {shown('damaged', 'damaged places in replay/')}" if number(metrics.get("damaged")) else ""
+    return f"{shown('accepted', 'accepted')} = {' + '.join(parts)}{again}{damaged}"
 
 
 def reward_failures(metrics: Mapping[str, Any]) -> str:

@@ -73,6 +73,7 @@ GAUGES: tuple[Gauge, ...] = (
     Gauge("reward_timeout", "answers whose reward took too long, so far; their groups were not trained"),
     Gauge("reward_error", "answers whose reward raised, so far"),
     Gauge("reward_invalid", "answers whose reward was none: not finite, or of another type; so far"),
+    Gauge("damaged", "places in the replay store that are not what was written"),
     Gauge("bubble_ratio", "idle / (idle + train) of the learner so far"),
     Gauge("published_version", "newest version that 1/gamma of the workers serve; what follows is of it"),
     Gauge("changed_share", "share of the weights that the publication changed"),

@@ -341,7 +341,7 @@ class BufferCounts:
     dropped_hard: int = 0  # of the dropped: no sample of the group was right
     dropped_middling: int = 0  # some were
     dropped_easy: int = 0  # all were
-    removed: int = 0  # let go by retention before they were trained
+    removed: int = 0  # let go by retention before they were trained, or lost on disk
     reused: int = 0  # trained again
     buffered: int = 0
     leased: int = 0
@@ -351,6 +351,7 @@ class BufferCounts:
     reward_error: int = 0  # raised
     reward_invalid: int = 0  # was no reward: another type, not finite
     expired: int = 0  # leases that ran out
+    damaged: int = 0  # places in the replay store that are not what was written
 
     @property
     def lost(self) -> int:

@@ -25,7 +25,7 @@ from echo_planes.data.leases import LeaseBook
 from echo_planes.data.limiter import is_admissible, num_permits, num_urgent
 from echo_planes.data.prompts import PromptCursor
 from echo_planes.data.store.choose import choose
-from echo_planes.data.store.index import GroupIndex
+from echo_planes.data.store.index import Fate, GroupIndex
 from echo_planes.errors import LeaseError
 from echo_planes.types import BufferCounts, Group, Lease, Prompt, Receipt, Span
 
@@ -305,12 +305,13 @@ class ReplayBuffer:
         return dropped
 
     def forget_removed(self) -> None:
-        """The store let go of rows: prompts of groups that were still to be trained go out again."""
-        erased = self._index.groups["erased"]
-        for group in [g for g in self._groups.values() if erased[self._index.by_id[g.group_id]]]:
+        """The store let go of rows, or lost them: prompts of groups still to be trained go out again."""
+        groups = self._index.groups
+        gone = groups["erased"] | (groups["fate"] == Fate.LOST)
+        for group in [g for g in self._groups.values() if gone[self._index.by_id[g.group_id]]]:
             self._count(removed=self._samples)
             self._cursor.give_back(self._groups.pop(group.group_id).prompt_index)
-        self._again = {g: n for g, n in self._again.items() if not erased[self._index.by_id[g.group_id]]}
+        self._again = {g: n for g, n in self._again.items() if not gone[self._index.by_id[g.group_id]]}
 
     # --- inside ----------------------------------------------------------------------------------
 

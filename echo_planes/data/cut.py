@@ -1,4 +1,4 @@
-"""The replay buffer's part of a checkpoint, and how it meets the store again on a resume. Pure but for JSON.
+"""The replay buffer's part of a checkpoint, and how it meets the store again on a resume.
 
 The store is the truth about groups: it has every accepted one, also those of the time between checkpoint and
 crash. The checkpoint is the truth about training and prompts. Put together, no prompt is skipped, none whose
@@ -10,11 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from echo_planes.data.buffer import Accepted, BufferState
 from echo_planes.data.store.index import StoreCounts
 from echo_planes.errors import DataError
 from echo_planes.types import BufferCounts
+
+CUT_NAME = "state.json"  # in a checkpoint's data folder
 
 
 def dump_cut(state: BufferState, *, num_groups: int) -> str:
@@ -27,14 +30,14 @@ def dump_cut(state: BufferState, *, num_groups: int) -> str:
     return json.dumps({**asdict(state), "num_groups": num_groups})
 
 
-def load_cut(text: str) -> tuple[BufferState, int]:
-    """The inverse of `dump_cut`: the cut and the number of groups in the store.
+def load_cut(path: Path) -> tuple[BufferState, int]:
+    """The inverse of `dump_cut`: the cut in a file, and the number of groups in the store.
 
     Raises:
-        DataError: the text is no cut.
+        DataError: the file is no cut.
     """
     try:
-        record = json.loads(text)
+        record = json.loads(path.read_text())
         state = BufferState(
             step=record["step"],
             next_index=record["next_index"],
@@ -45,8 +48,10 @@ def load_cut(text: str) -> tuple[BufferState, int]:
             published=tuple((line, version, digest) for line, version, digest in record["published"]),
         )
         return state, int(record["num_groups"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"the checkpoint's data/state.json is not readable ({error}); restore it") from error
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"the checkpoint's {path} is not readable ({error}); restore it, or remove the checkpoint"
+        ) from error
 
 
 def rejoin(

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,16 +20,19 @@ from echo_planes.clock import Clock, MonotonicClock
 from echo_planes.config import Config, ReplayConfig
 from echo_planes.data.batch import make_batch
 from echo_planes.data.buffer import Accepted, BufferState, NotReady, ReplayBuffer
-from echo_planes.data.cut import dump_cut, load_cut, rejoin
+from echo_planes.data.cut import CUT_NAME, dump_cut, load_cut, rejoin
 from echo_planes.data.prompts import Curriculum
 from echo_planes.data.registry import build_adapter, load_tokenizer
+from echo_planes.data.store.files import on_disk
 from echo_planes.data.store.index import Fate
 from echo_planes.data.store.retention import Retention
 from echo_planes.data.store.store import ReplayStore
 from echo_planes.data.task import TaskAdapter
-from echo_planes.errors import DataError, EchoPlanesError, LeaseError, TaskError
+from echo_planes.errors import ConfigError, DataError, EchoPlanesError, LeaseError, TaskError
 from echo_planes.process import settle
 from echo_planes.types import BufferCounts, Group, IntArray, Lease, Receipt, TrainBatch
+
+LEVELS_NAME = "levels.txt"  # of a curriculum, in the store's folder
 
 
 @dataclass(eq=False, slots=True)
@@ -74,8 +78,12 @@ class DataService:
         self._batch_size = config.sampling.trajectories_per_step
         self._broken: EchoPlanesError | None = None
         try:
-            self._store, state = _open(store_dir, lineage, restore_dir)
-            self._curriculum = Curriculum(self._adapter, store_dir / "levels.txt")
+            self._store, state, self._forgotten = _open(store_dir, lineage, restore_dir, config)
+            try:
+                self._curriculum = Curriculum(self._adapter, store_dir / LEVELS_NAME)
+            except BaseException:
+                self._store.close()
+                raise
         except EchoPlanesError as error:
             # Told by `ready`: what an actor raises while it is made reaches nobody as what it is.
             self._broken = error
@@ -109,6 +117,7 @@ class DataService:
 
     async def register(self, worker_id: str, epoch: int) -> None:
         """A new incarnation of a worker."""
+        self._check()
         self._buffer.register(worker_id, epoch)
 
     async def pull(self, worker_id: str, epoch: int, room: int, wait_s: float) -> list[Lease]:
@@ -116,10 +125,11 @@ class DataService:
 
         Whoever waits longest is served first, so that a worker that asks often cannot crowd others out.
         """
+        self._check()
         request = _Pull(worker_id, epoch, room, asyncio.get_running_loop().create_future())
         self._pulls.append(request)
-        self._serve_pulls()
         try:
+            self._serve_pulls()
             # Not wait_for: until Python 3.12 it swallows a cancellation that comes with the leases.
             async with asyncio.timeout(wait_s):
                 return await request.leases
@@ -145,19 +155,8 @@ class DataService:
         receipts = [self._buffer.submit(worker_id, epoch, lease, group, now_s) for lease, group in groups]
         accepted = [group for (_, group), receipt in zip(groups, receipts, strict=True) if receipt.accepted]
         try:
-            if accepted:
-                appended = self._store.append_groups(accepted, created_s=self._wall_s())
-                if appended.duplicates:
-                    raise DataError(
-                        f"groups {', '.join(appended.duplicates)} are in the replay store already, from "
-                        "another run of this lineage; choose another folder"
-                    )
-            self._settle_dropped()
-            for group in accepted:
-                self._curriculum.observe(group)
-        except EchoPlanesError as error:
-            self._broken = error
-            raise
+            with self._whole(f"groups {', '.join(group.group_id for group in accepted)} cannot be kept"):
+                self._keep(accepted)
         finally:
             self._notify()
         return receipts
@@ -175,6 +174,7 @@ class DataService:
 
     async def lose(self, worker_id: str) -> int:
         """A worker is gone; its prompts go to others."""
+        self._check()
         lost = self._buffer.lose(worker_id)
         self._notify()
         return lost
@@ -191,16 +191,13 @@ class DataService:
         while True:
             self._check()
             chosen = self._buffer.next_batch(step, self._clock.now_s())
-            self._settle_dropped()
+            with self._whole("what is too old cannot be dropped"):
+                self._settle_dropped()
             if not isinstance(chosen, NotReady):
+                with self._whole(f"the batch of step {step} cannot be made"):
+                    batch = self._take(chosen, step)
                 self._notify()
-                sequences = self._sequences(chosen)
-                groups = self._store.gather_groups(sequences)
-                new = self._store.index.groups["fate"][sequences] == Fate.BUFFERED
-                self._store.settle(sequences[new], Fate.TRAINED, step=step)
-                if step % self._replay.trim_every == 0:
-                    self._trim(step)
-                return make_batch(step, groups, self._adapter.materialize)
+                return batch
             counts = self._buffer.counts
             if counts.accepted == 0 and counts.failed > self._batch_size:
                 raise TaskError(f"every group fails; the last one because: {self._buffer.last_failure}")
@@ -210,26 +207,70 @@ class DataService:
 
     async def counts(self) -> BufferCounts:
         """The ledger."""
-        return self._buffer.counts
+        damage = len(self._store.recovery.damage) + self._store.num_damaged + self._forgotten
+        return replace(self._buffer.counts, damaged=damage)
 
     async def save(self, folder: Path) -> None:
-        """Write the consistent cut of `ReplayBuffer.state` to a checkpoint's data folder."""
-        folder.mkdir(parents=True)
+        """Write the consistent cut of `ReplayBuffer.state` to a checkpoint's data folder.
+
+        Raises:
+            ClusterError: the disk is full or cannot be written.
+            EchoPlanesError: what has parted buffer and store: there is no consistent cut any more.
+        """
+        self._check()
         cut = dump_cut(self._buffer.state(), num_groups=self._store.counts().accepted)
-        (folder / "state.json").write_text(cut)
+        with on_disk(folder):
+            folder.mkdir(parents=True)
+            (folder / CUT_NAME).write_text(cut)
 
     async def close(self) -> BufferCounts:
         """No more leases; let go of the store. Returns the final ledger."""
         self._closed = True
         self._notify()
+        counts = await self.counts()
         self._store.close()
-        return self._buffer.counts
+        return counts
 
     # --- inside ----------------------------------------------------------------------------------
 
     def _check(self) -> None:
         if self._broken:
             raise self._broken
+
+    @contextmanager
+    def _whole(self, trouble: str) -> Iterator[None]:
+        """Whatever goes wrong within may have parted buffer and store: nothing goes on after it."""
+        try:
+            yield
+        except EchoPlanesError as error:
+            self._broken = error
+            raise
+        except Exception as error:
+            self._broken = DataError(f"{trouble}: {type(error).__name__}: {error}")
+            raise self._broken from error
+
+    def _keep(self, accepted: Sequence[Group]) -> None:
+        """Make groups durable that the buffer has accepted."""
+        if accepted:
+            appended = self._store.append_groups(accepted, created_s=self._wall_s())
+            if appended.duplicates:
+                raise DataError(
+                    f"groups {', '.join(appended.duplicates)} are in the replay store already, from another "
+                    "run of this lineage; choose another folder"
+                )
+        self._settle_dropped()
+        for group in accepted:
+            self._curriculum.observe(group)
+
+    def _take(self, chosen: Sequence[Accepted], step: int) -> TrainBatch:
+        """The rows of chosen groups, which are trained from now on."""
+        sequences = self._sequences(chosen)
+        groups = self._store.gather_groups(sequences)
+        new = self._store.index.groups["fate"][sequences] == Fate.BUFFERED
+        self._store.settle(sequences[new], Fate.TRAINED, step=step)
+        if step % self._replay.trim_every == 0:
+            self._trim(step)
+        return make_batch(step, groups, self._adapter.materialize)
 
     def _sequences(self, groups: Sequence[Accepted]) -> IntArray:
         return np.array([self._store.index.by_id[group.group_id] for group in groups], np.int64)
@@ -243,6 +284,7 @@ class DataService:
         if self._store.retain(_retention(self._replay, step), now_s=self._wall_s()):
             self._buffer.forget_removed()
             self._store.compact()
+            self._buffer.forget_removed()  # what was found damaged by reading it
 
     def _notify(self) -> None:
         self._changed.set()
@@ -262,9 +304,11 @@ class DataService:
                 request.leases.set_exception(why)
             if indices:
                 try:
-                    prompts = [self._curriculum.prompt(i) for i in indices]
-                except EchoPlanesError as why:  # told by whoever comes next
-                    self._broken = why
+                    with self._whole(f"a prompt of {indices} cannot be made"):
+                        prompts = [self._curriculum.prompt(i) for i in indices]
+                except EchoPlanesError as why:
+                    request.leases.set_exception(why)
+                    self._pulls.remove(request)
                     return
                 request.leases.set_result(
                     [self._buffer.lease(worker_id, epoch, prompt, now_s) for prompt in prompts]
@@ -296,32 +340,55 @@ def _retention(settings: ReplayConfig, step: int) -> Retention:
     )
 
 
-def _open(folder: Path, lineage: str, restore_dir: Path | None) -> tuple[ReplayStore, BufferState | None]:
+def _open(
+    folder: Path, lineage: str, restore_dir: Path | None, config: Config
+) -> tuple[ReplayStore, BufferState | None, int]:
+    """The store, the state to go on from, and how many groups' fates were forgotten by a damaged log."""
     store = ReplayStore(folder, holder=f"{folder.parent} ({lineage})")
     try:
         if restore_dir:
-            return store, _restore(store, restore_dir)
+            return store, *_restore(store, restore_dir, config.sampling.samples_per_prompt)
         # What a run left that ended before its first checkpoint is not this run's.
-        store.settle(np.flatnonzero(store.index.groups["fate"] == Fate.BUFFERED), Fate.QUARANTINED)
+        others = np.isin(store.index.groups["fate"], (Fate.BUFFERED, Fate.TRAINED, Fate.DROPPED))
+        store.settle(np.flatnonzero(others), Fate.QUARANTINED)
+        with on_disk(folder):
+            (folder / LEVELS_NAME).unlink(missing_ok=True)
     except BaseException:
         store.close()
         raise
-    return store, None
+    return store, None, 0
 
 
-def _restore(store: ReplayStore, folder: Path) -> BufferState:
-    """Take the store back to a checkpoint; returns the state to go on from.
+def _restore(store: ReplayStore, folder: Path, samples: int) -> tuple[BufferState, int]:
+    """Take the store back to a checkpoint; see `_open`.
 
     Raises:
-        DataError: the checkpoint is not readable, or rows are damaged.
+        ConfigError: groups have another number of samples now.
+        DataError: the checkpoint is not readable, or the store is another one's.
     """
-    state, num_groups = load_cut((folder / "state.json").read_text())
-    if num_groups > store.counts().accepted:
+    state, num_groups = load_cut(folder / CUT_NAME)
+    if num_groups and not store.counts().accepted:
         raise DataError(
-            f"the replay store has {store.counts().accepted} groups, the checkpoint {folder.parent} was "
-            f"written when it had {num_groups}; restore the whole run folder, or resume another run"
+            f"the replay store is empty, and the checkpoint {folder.parent} was written when it had "
+            f"{num_groups} groups; restore the whole run folder, or resume another run"
         )
+    store.expect(num_groups)
     sequences = store.roll_back(state.step)
-    kept = [Accepted.of(group) for group in store.gather_groups(sequences)] if len(sequences) else []
+    # Whatever was open at the cut is in it. Of others the fate is forgotten: trained perhaps, so not again.
+    known = {group.group_id for group in state.groups}
+    is_open = [
+        i >= num_groups or name in known for i, name in zip(sequences, store.ids(sequences), strict=True)
+    ]
+    forgotten = sequences[~np.array(is_open, np.bool_)]
+    store.settle(forgotten, Fate.QUARANTINED, step=state.step)
+    sequences = sequences[np.array(is_open, np.bool_)]
+    groups = store.gather_groups(sequences) if len(sequences) else []
+    for group in groups:
+        if len(group.trajectories) != samples:
+            raise ConfigError(
+                f"sampling.samples_per_prompt={samples}, but the run has groups of {len(group.trajectories)} "
+                "to train; resume with the number it was started with"
+            )
+    kept = [Accepted.of(group) for group in groups]
     later = [group for sequence, group in zip(sequences, kept, strict=True) if sequence >= num_groups]
-    return rejoin(state, later, kept, store.trajectory_counts())
+    return rejoin(state, later, kept, store.trajectory_counts()), len(forgotten)

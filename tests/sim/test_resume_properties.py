@@ -72,7 +72,7 @@ class Life:
     async def check_prompts(self) -> None:
         """Every prompt handed out so far was trained, is buffered, or goes out again: in one place, once."""
         await self.data.save(self.folder / f"look-{self.number}")
-        cut, _ = load_cut((self.folder / f"look-{self.number}" / "state.json").read_text())
+        cut, _ = load_cut(self.folder / f"look-{self.number}" / "state.json")
         store = StoreSnapshot(self.folder / REPLAY_FOLDER)
         rows = store.gather(np.flatnonzero(store.index.groups["fate"] == Fate.TRAINED))
         trained = rows.column("prompt_index").to_pylist()[:: self.config.sampling.samples_per_prompt]

@@ -286,7 +286,7 @@ def test_a_checkpoint_without_its_store_is_refused(tmp_path: Path) -> None:
         await Plane(tmp_path / "elsewhere", "L1", tmp_path / "saved").data.ready()
 
     with pytest.raises(
-        DataError, match=r"has 0 groups, the checkpoint .* had 3; restore the whole run folder"
+        DataError, match=r"store is empty, and the checkpoint .* 3 groups; restore the whole run folder"
     ):
         asyncio.run(main())
 
@@ -441,3 +441,145 @@ def test_a_prompt_of_a_curriculum_is_the_same_when_it_goes_out_again(tmp_path: P
     asyncio.run(live("L0", None))
     asyncio.run(live("L1", tmp_path / "saved"))
     assert len({text.rpartition(" ")[2] for text in issued.values()}) > 2
+
+
+# --- what may be found on disk -------------------------------------------------------------------
+
+
+async def a_life(folder: Path, *, train: int = 4, more: int = 2) -> list[Lease]:
+    """Groups trained in step 0 and others buffered, with a checkpoint of step 1."""
+    plane = Plane(folder, "L0")
+    await plane.serve(0)
+    leases = await plane.pull(train + more)
+    await plane.submit(leases[:train])
+    assert isinstance(await plane.data.next_batch(0, 0.0), TrainBatch)
+    for lease in leases[train:]:
+        await plane.submit([lease])
+    await plane.data.save(folder / "saved")
+    await plane.data.close()
+    return leases
+
+
+@pytest.mark.parametrize("harm", ["flip", "remove"])
+def test_groups_whose_fate_is_forgotten_are_not_trained_again(tmp_path: Path, harm: str) -> None:
+    async def main() -> None:
+        leases = await a_life(tmp_path)
+        path = tmp_path / "replay" / "fates.arrows"
+        content = bytearray(path.read_bytes())
+        content[-200] ^= 1
+        path.unlink() if harm == "remove" else path.write_bytes(content)
+        plane = Plane(tmp_path, "L1", tmp_path / "saved")
+        assert await plane.data.ready() == 1
+        counts = await plane.data.counts()
+        assert (counts.buffered, counts.lost) == (4, 0)
+        assert counts.damaged > 0
+        await plane.serve(1)
+        again = await plane.pull(3)
+        assert not {one.prompt.index for one in again} & {one.prompt.index for one in leases}
+        await plane.data.close()
+
+    asyncio.run(main())
+
+
+def test_an_acknowledged_group_that_was_altered_costs_only_itself(tmp_path: Path) -> None:
+    async def main() -> None:
+        leases = await a_life(tmp_path)
+        (path,) = (tmp_path / "replay" / "segments").glob("*.arrows")
+        content = bytearray(path.read_bytes())
+        content[-50] ^= 1  # in the last message: looks like a torn end
+        path.write_bytes(content)
+        for lineage in ("L1", "L2"):
+            plane = Plane(tmp_path, lineage, tmp_path / "saved")
+            assert await plane.data.ready() == 1
+            counts = await plane.data.counts()
+            buffered = 2 if lineage == "L1" else 4
+            assert (counts.trained, counts.buffered, counts.lost) == (8, buffered, 0)
+            await plane.serve(1)
+            (again,) = await plane.pull(1)
+            assert (again.prompt.index == leases[-1].prompt.index) == (lineage == "L1")
+            await plane.submit([again])
+            await plane.data.close()
+
+    asyncio.run(main())
+
+
+def test_a_run_that_died_before_its_first_checkpoint_leaves_nothing_to_count(tmp_path: Path) -> None:
+    async def main() -> None:
+        plane = Plane(tmp_path, "L0")
+        await plane.serve(0)
+        await plane.submit(await plane.pull(6))
+        assert isinstance(await plane.data.next_batch(0, 0.0), TrainBatch)
+        await plane.data.close()
+        plane = Plane(tmp_path, "L1")
+        await plane.serve(0)
+        await plane.submit(await plane.pull(2))
+        await plane.data.save(tmp_path / "saved")
+        await plane.data.close()
+        plane = Plane(tmp_path, "L2", tmp_path / "saved")
+        assert await plane.data.ready() == 0
+        counts = await plane.data.counts()
+        assert (counts.trained, counts.buffered, counts.accepted) == (0, 4, 4)
+        await plane.data.close()
+
+    asyncio.run(main())
+
+
+def test_another_number_of_samples_is_refused_on_a_resume(tmp_path: Path) -> None:
+    async def main() -> None:
+        await a_life(tmp_path)
+        config = replace_section(tiny_config(), sampling={"samples_per_prompt": 5})
+        await Plane(tmp_path, "L1", tmp_path / "saved", config).data.ready()
+
+    with pytest.raises(ConfigError, match="samples_per_prompt=5, but the run has groups of 2"):
+        asyncio.run(main())
+
+
+def test_a_group_that_cannot_be_written_down_ends_acceptance(tmp_path: Path) -> None:
+    async def main() -> None:
+        plane = Plane(tmp_path, "L0")
+        await plane.serve(0)
+        (lease,) = await plane.pull(1)
+        group = of_lineage("L0", answer(lease))
+        odd = tuple(replace(t, episode=replace(t.episode, notes="\ud800")) for t in group.trajectories)
+        with pytest.raises(DataError, match=f"groups {lease.group_id} cannot be kept: UnicodeEncodeError"):
+            await plane.data.submit("w0", 0, [(lease.lease_id, replace(group, trajectories=odd))])
+        for call in (plane.data.next_batch(0, 0.0), plane.data.save(tmp_path / "saved"), plane.pull(1)):
+            with pytest.raises(DataError, match="cannot be kept"):
+                await call
+        assert not (tmp_path / "saved").exists()
+        await plane.data.close()
+
+    asyncio.run(main())
+
+
+class BrokenTask(FakeTask):
+    """Has no prompt 3."""
+
+    def prompt(self, index: int) -> Prompt:
+        return {i: super(BrokenTask, self).prompt(i) for i in range(3)}[index]
+
+
+def test_a_prompt_that_cannot_be_made_is_told_and_none_is_skipped(tmp_path: Path) -> None:
+    async def main() -> None:
+        task = BrokenTask(TaskOptions(), FakeTokenizer(), 0)
+        plane = Plane(tmp_path, "L0", task=task)
+        await plane.serve(0)
+        await plane.data.save(tmp_path / "saved")
+        for call in (plane.pull(6), plane.data.next_batch(0, 0.0), plane.data.save(tmp_path / "later")):
+            with pytest.raises(DataError, match="cannot be made: KeyError: 3"):
+                await call
+        await plane.data.close()
+        plane = Plane(tmp_path, "L1", tmp_path / "saved")
+        await plane.serve(0)
+        assert [one.prompt.index for one in await plane.pull(6)] == list(range(6))
+        await plane.data.close()
+
+    asyncio.run(main())
+
+
+def test_a_checkpoint_whose_numbers_are_damaged_is_named(tmp_path: Path) -> None:
+    path = save(tmp_path, 50) / "meta.json"
+    for content in ("", "[]", '{"step": 3}'):
+        path.write_text(content)
+        with pytest.raises(DataError, match=r"meta\.json is not readable .* remove the folder"):
+            newest_checkpoint(tmp_path)

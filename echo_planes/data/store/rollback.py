@@ -38,7 +38,7 @@ def plan(index: GroupIndex, step: int, newest_version: Callable[[int], int | Non
     undone = (groups["fate"] == Fate.TRAINED) & (groups["step"] >= step)
     open_ = undone | (groups["fate"] == Fate.BUFFERED)
     gone = groups["erased"] | (groups["message"] < 0)
-    later = (groups["version"] > step) | (undone & gone)
+    later = (groups["version"] > step) | gone
     for sequence in np.flatnonzero(open_ & ~later & ~gone).tolist():
         newest = newest_version(sequence)
         later[sequence] = newest is None or newest > step

@@ -207,6 +207,10 @@ class ReplayStore:
             self.index.return_to_buffer(undo.returned)
         return np.flatnonzero(self.index.groups["fate"] == Fate.BUFFERED)
 
+    def expect(self, num_groups: int) -> None:
+        """So many groups were accepted once, somebody knows; those that are not there are lost."""
+        self.index.grow_to(num_groups)
+
     def retain(self, retention: Retention, *, now_s: float) -> int:
         """Let go of the rows that `retention` does not keep; returns how many groups.
 
@@ -255,6 +259,8 @@ class ReplayStore:
         erased = np.flatnonzero(
             groups["erased"] & (groups["row_start"] >= 0) & (groups["fate"] != Fate.REMOVED)
         )
+        if 2 * (len(known) + len(erased)) > self._fates.num_entries:
+            return 0  # not worth writing all of it anew
         entries = np.empty(len(known) + len(erased), FATE_ENTRY)
         entries["sequence"] = np.concatenate([known, erased])
         entries["step"] = groups["step"][entries["sequence"]]
