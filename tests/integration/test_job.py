@@ -110,7 +110,8 @@ def test_a_job_submitted_from_an_empty_folder_plays_hands_over_several_turns(
     empty.mkdir()
     small = "run.steps=3 sampling.prompts_per_step=4 eval.num_prompts=4 eval.samples_per_prompt=1"
     entry = f"{sys.executable} -m echo_planes.run task=poker fleet=single {small} run.dir={run_dir}"
-    with head(env, tmp_path / "head.log") as address:
+
+    def submit(address: str) -> subprocess.CompletedProcess[str] | None:
         done = subprocess.run(
             ["ray", "job", "submit", "--address", address, "--", *entry.split()],
             cwd=empty,
@@ -119,6 +120,12 @@ def test_a_job_submitted_from_an_empty_folder_plays_hands_over_several_turns(
             text=True,
             timeout=400,
         )
+        # The head's agent may start some seconds after its dashboard: nothing was submitted then.
+        return None if "No available agent to submit job" in done.stdout + done.stderr else done
+
+    with head(env, tmp_path / "head.log") as address:
+        done = wait_until(lambda: submit(address), 500.0, "the agent of the Ray head")
+    assert done is not None
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "succeeded" in done.stdout + done.stderr
     told = summary(run_dir)
