@@ -7,6 +7,9 @@ and system.
 Choose and open: a store of 1,000,000 short rows (62,500 groups of 16, one message each, about 0.4 GB; rows
 of 512 tokens would be 10 GB, and neither reads rows), its files in the page cache. Gather: 512 rows of 512
 response tokens, 32 groups from as many messages, at first touch (hashes and structure checked) and again.
+Budget: a store that may hold 64 MiB takes in many times as much; the most it holds on disk (segments are
+written anew when half of them is gone, so up to twice the budget and a segment), and how its memory grows in
+the second half of that beyond the first.
 All figures are medians. The folder must lie on a disk, not in memory; what is written there is removed.
 """
 
@@ -31,6 +34,7 @@ from echo_planes.data.schema import SCHEMA
 from echo_planes.data.store.choose import Selector
 from echo_planes.data.store.files import Files
 from echo_planes.data.store.index import Fate
+from echo_planes.data.store.retention import Retention
 from echo_planes.data.store.store import ReplayStore
 
 TOKENS = 512
@@ -40,6 +44,7 @@ GROUPS_PER_VERSION = 64
 BLOCK = 4  # batches appended before as many are written plainly
 STALENESS = 8  # versions that are admissible in the narrow case
 SELECTORS: tuple[Selector, ...] = ("fifo", "freshest", "uniform", "staleness", "reward")
+BUDGET_BYTES = 64 * 2**20
 BARS = {
     "append_ratio_16": (0.5, "at least"),
     "append_ratio_128": (0.5, "at least"),
@@ -49,6 +54,7 @@ BARS = {
     "gather_ms": (5.0, "at most"),
     "gather_first_ms": (5.0, "at most"),
     "open_s": (2.0, "at most"),
+    "budget_on_disk": (2.5, "at most"),
 }
 
 
@@ -262,6 +268,30 @@ def measure_gather(folder: Path, batch: pa.RecordBatch, groups: int, rounds: int
     return {"gather_first_ms": 1e3 * statistics.median(first), "gather_ms": 1e3 * statistics.median(again)}
 
 
+def measure_budget(folder: Path, batch: pa.RecordBatch, appends: int) -> dict[str, float]:
+    """A store that takes in many times its budget: what it holds on disk and in memory meanwhile."""
+    store = ReplayStore(folder, holder="bench", files=Unsynced(), segment_bytes=BUDGET_BYTES // 8)
+    keep = Retention(max_bytes=BUDGET_BYTES)
+    on_disk, anonymous = [], []
+    for number in range(appends):
+        store.append(renamed(batch, number), created_s=float(number))
+        if number % 32 == 0:
+            sequences = np.flatnonzero(store.index.groups["fate"] == Fate.BUFFERED)
+            store.settle(sequences, Fate.TRAINED, step=number)
+            store.retain(keep, now_s=float(number))
+            store.compact()
+            on_disk.append(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+            anonymous.append(anonymous_bytes())
+    written = int(store.index.messages["size_bytes"][-1]) * appends
+    store.close()
+    half = len(anonymous) // 2
+    return {
+        "budget_written": written / BUDGET_BYTES,
+        "budget_on_disk": max(on_disk) / BUDGET_BYTES,
+        "budget_rss_growth_mb": (max(anonymous[half:]) - max(anonymous[:half])) / 1e6,
+    }
+
+
 def measure(folder: Path, rounds: int, *, small: bool) -> dict[str, Any]:
     """All figures."""
     group = rows(TOKENS, np.random.default_rng(0))
@@ -269,11 +299,15 @@ def measure(folder: Path, rounds: int, *, small: bool) -> dict[str, Any]:
     shutil.rmtree(folder / "large")
     told |= measure_gather(folder / "gather", group, 128 if small else 1024, rounds)
     shutil.rmtree(folder / "gather")
+    told |= measure_budget(folder / "budget", group, 512 if small else 8192)
+    shutil.rmtree(folder / "budget")
     count = 64 if small else 256
     for groups in (1, 8):
         batch = renamed(pa.Table.from_batches([group] * groups).combine_chunks().to_batches()[0], 0)
         for name in ("append", "append_durable"):
             told |= measure_append(folder, batch, count // groups, rounds, name)
+    for name in ("append_ratio", "append_durable_ratio"):
+        told[name] = min(told[f"{name}_16"], told[f"{name}_128"])
     told["peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return told
 
