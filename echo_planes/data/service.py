@@ -245,7 +245,7 @@ class DataService:
         except EchoPlanesError as error:
             self._broken = error
             raise
-        except Exception as error:
+        except Exception as error:  # of a task, or of text that no file takes: told as ours, with its place
             self._broken = DataError(f"{trouble}: {type(error).__name__}: {error}")
             raise self._broken from error
 
