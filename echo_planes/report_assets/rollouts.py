@@ -17,6 +17,7 @@ from echo_planes.data.store.index import Fate
 from echo_planes.data.store.snapshot import StoreSnapshot, is_store
 from echo_planes.errors import DataError
 from echo_planes.metrics import Record, number
+from echo_planes.report_assets.notes import draw_all
 from echo_planes.types import IntArray
 
 PER_STEP = 3  # samples shown of the first and of the last trained step
@@ -101,10 +102,13 @@ def rollout_card(row: Row, tokenizer: Any | None) -> str:
     ]
     head = f'<b>{escape(facts[0])}</b><span class="pill {verdict[0]}">{verdict[1]}</span>'
     head += "".join(f"<span>{escape(fact)}</span>" for fact in facts[1:])
+    notes = draw_all(row.get("notes"))
     return (
         f'<article class="card rollout"><div class="head">{head}</div><dl class="said">'
         f"<dt>prompt</dt><dd><pre>{escape(_cut(str(row.get('prompt_text') or '')))}</pre></dd>"
-        f"<dt>answer</dt><dd><pre>{_answer(row, tokenizer)}</pre></dd></dl></article>"
+        f"<dt>answer</dt><dd><pre>{_answer(row, tokenizer)}</pre></dd></dl>"
+        + (f'<div class="noted">{notes}</div>' if notes else "")
+        + "</article>"
     )
 
 

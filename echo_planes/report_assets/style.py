@@ -89,6 +89,18 @@ details pre { margin:12px 0 4px; padding:14px; background:var(--code); border-ra
   color:var(--soft); }
 .rollout .head b { color:var(--ink); font-size:15px; }
 .rollout .pill { padding:1px 10px; }
+.facts { display:flex; flex-wrap:wrap; gap:2px 20px; margin:8px 0 0; color:var(--ink); font-size:14px;
+  overflow-wrap:anywhere; }
+.facts i { font-style:normal; color:var(--soft); }
+.facts b { font-weight:560; color:var(--soft); }
+.noted { border-top:1px solid var(--edge); margin-top:10px; padding-top:8px; font-size:13.5px; }
+.noted .facts { font-size:13.5px; margin:2px 0; align-items:center; }
+.noted pre { background:var(--code); border-radius:8px; padding:10px 12px; margin:4px 0 10px;
+  overflow-x:auto; }
+.noted h4 { margin:8px 0 2px; font-size:12.5px; color:var(--soft); font-weight:560; }
+.suit { display:inline-block; border:1px solid var(--edge); border-radius:4px; background:var(--page);
+  padding:0 5px; margin:0 2px 0 0; font-weight:620; color:var(--ink); } .suit.red { color:var(--bad); }
+.noted ol { margin:0; padding-left:20px; }
 .said { margin:0 0 4px; display:grid; grid-template-columns:58px minmax(0,1fr);
   gap:4px 12px; align-items:baseline; }
 .said dt { color:var(--faint); font-size:12.5px; } .said dd { margin:0; min-width:0; }

@@ -12,8 +12,9 @@ import pyarrow.compute as pc
 from echo_planes.data.store.index import Fate
 from echo_planes.data.store.snapshot import StoreSnapshot
 from echo_planes.metrics import number
+from echo_planes.report_assets.html import pill, safe
 from echo_planes.types import Status
-from echo_planes.viewer.html import address, pill, safe
+from echo_planes.viewer.html import address
 from echo_planes.viewer.queries import FATES, PAGE_GROUPS, SORTS, Page, Query
 
 _PREVIEW = 120  # characters of a prompt

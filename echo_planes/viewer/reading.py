@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from echo_planes.metrics import number
+from echo_planes.report_assets.html import count, cut, facts, pill, safe
+from echo_planes.report_assets.notes import draw, draw_notes, draw_parts, read_notes, turn_notes
 from echo_planes.report_assets.rollouts import Row, heat_class
-from echo_planes.viewer.html import count, cut, facts, pill, safe
-from echo_planes.viewer.notes import draw, draw_notes, draw_parts, read_notes, turn_notes
 from echo_planes.viewer.style import VERSION_COLOURS
 from echo_planes.viewer.tokens import (
     Token,

@@ -16,8 +16,9 @@ import numpy as np
 from aiohttp import web
 
 from echo_planes.errors import DataError
+from echo_planes.report_assets.html import facts, safe
 from echo_planes.report_assets.rollouts import Row
-from echo_planes.viewer.html import POLICY, address, facts, layout, safe
+from echo_planes.viewer.html import POLICY, address, layout
 from echo_planes.viewer.listing import list_body
 from echo_planes.viewer.queries import find, parse_query
 from echo_planes.viewer.reading import COLOURS, group_body, sample_body

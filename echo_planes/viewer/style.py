@@ -16,11 +16,7 @@ PAGE_CSS = (
     + """
 main { max-width:1400px; }
 a { color:var(--s1); text-decoration:none; } a:hover { text-decoration:underline; }
-.facts { display:flex; flex-wrap:wrap; gap:2px 20px; margin:8px 0 0; color:var(--ink); font-size:14px;
-  overflow-wrap:anywhere; }
-.facts i { font-style:normal; color:var(--soft); }
 h1 { overflow-wrap:anywhere; }
-.facts b { font-weight:560; color:var(--soft); }
 .note { color:var(--soft); font-size:13px; margin:10px 0; }
 form.card { margin:22px 0 18px; display:flex; flex-wrap:wrap; gap:12px 16px; align-items:end;
   padding:14px 18px; }
@@ -60,13 +56,6 @@ form button { font:inherit; font-size:14px; height:32px; padding:0 16px; border-
 .tok.env,.tok.given { background:none; }
 .tok.id { margin-right:4px; } .tok.none { color:var(--faint); }
 [data-colour=version] .tok:not(.env) { background:none; }
-.noted { border-top:1px solid var(--edge); margin-top:10px; padding-top:8px; font-size:13.5px; }
-.noted .facts { font-size:13.5px; margin:2px 0; align-items:center; }
-.noted pre { background:var(--code); border-radius:8px; padding:10px 12px; margin:4px 0 10px;
-  overflow-x:auto; }
-.noted h4 { margin:8px 0 2px; font-size:12.5px; color:var(--soft); font-weight:560; }
-.suit { display:inline-block; border:1px solid var(--edge); border-radius:4px; background:var(--page);
-  padding:0 5px; margin:0 2px 0 0; font-weight:620; color:var(--ink); } .suit.red { color:var(--bad); }
 .pill.quiet { background:var(--code); color:var(--soft); }
 #tip { max-width:420px; overflow-wrap:anywhere; } #tip .text { display:block; white-space:pre-wrap; }
 """

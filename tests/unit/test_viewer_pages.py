@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from echo_planes.data.store.snapshot import StoreSnapshot
-from echo_planes.viewer.html import address, layout, safe
+from echo_planes.report_assets.html import safe
+from echo_planes.report_assets.notes import draw_all, draw_notes, read_notes, turn_notes
+from echo_planes.viewer.html import address, layout
 from echo_planes.viewer.listing import list_body
-from echo_planes.viewer.notes import draw_notes, read_notes, turn_notes
 from echo_planes.viewer.queries import find, parse_query
 from echo_planes.viewer.reading import COLOURS, group_body, sample_body
 from echo_planes.viewer.tokens import is_text_shown, response_tokens, turns_of, versions_of
@@ -276,3 +277,13 @@ def test_links_keep_what_was_asked_for() -> None:
 def test_what_cannot_be_seen_is_named() -> None:
     assert safe("a\u202eb\x00\u2066\ufeff\ud800\r") == "a⟨202E⟩b⟨0⟩⟨2066⟩⟨FEFF⟩⟨D800⟩⟨D⟩"
     assert safe("tab\tline\nÄ € 漢 \U0001f600") == "tab\tline\nÄ € 漢 \U0001f600"
+
+
+def test_the_report_draws_the_notes_of_all_turns_in_order() -> None:
+    turns = [{"action": "call", "hole": ["Js", "Jd"]}, {"action": "<b>raise</b>"}]
+    drawn = draw_all(json.dumps({"board": ["Ah", "Tc"], "turns": turns}))
+    assert drawn.count("<li>") == 2
+    assert drawn.index("call") < drawn.index("&lt;b&gt;raise") < drawn.index("board")
+    assert '<span class="suit red">J♦</span>' in drawn
+    assert draw_all(None) == draw_all("") == ""
+    assert "not &lt;json" in draw_all("not <json")

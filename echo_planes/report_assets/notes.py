@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from echo_planes.viewer.html import cut, facts, pill, safe
+from echo_planes.report_assets.html import cut, facts, pill, safe
 
 MAX_CHARACTERS = 20_000  # of one value
 _SHORT = 60
@@ -50,6 +50,14 @@ def draw_notes(text: str | None, *, without_turns: bool) -> str:
     except RecursionError:  # nested almost too deeply to be read at all
         return _block("notes", text or "")
     return _block("notes", text) if text else ""
+
+
+def draw_all(text: str | None) -> str:
+    """All of a trajectory's notes in one block: what was noted of its turns in order, then the rest."""
+    turns = turn_notes(read_notes(text))
+    listed = "".join(f"<li>{draw(turn)}</li>" for turn in turns)
+    rest = draw_notes(text, without_turns=bool(turns))
+    return (f"<ol>{listed}</ol>" if turns else "") + rest
 
 
 def draw(notes: Mapping[str, Any]) -> str:
