@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import psutil
 
 from echo_planes.data.store.files import REPLAY_FOLDER
@@ -192,8 +191,7 @@ def summary(run_dir: Path) -> dict[str, Any]:
 
 def trajectories(run_dir: Path) -> list[dict[str, Any]]:
     """Every row of the run's replay store; what a resume set aside is not among them."""
-    store = StoreSnapshot(run_dir / REPLAY_FOLDER)
-    rows = store.gather(np.arange(store.index.groups.length)).to_pylist()
+    rows = StoreSnapshot(run_dir / REPLAY_FOLDER).table().to_pylist()
     return [row for row in rows if row["fate"] != "quarantined"]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from echo_planes.config import Config
@@ -93,8 +92,7 @@ def test_no_prompt_is_skipped_when_workers_die(tmp_path: Path) -> None:
     faults = Faults(die_at_s={("w0", 0): 5.0, ("w1", 0): 7.0, ("w1", 1): 13.0})
     outcome, _ = run(tmp_path, tiny_config(), faults=faults)
     assert outcome.status == "done"
-    store = StoreSnapshot(tmp_path / REPLAY_FOLDER)
-    rows = store.gather(np.arange(store.index.groups.length)).to_pylist()
+    rows = StoreSnapshot(tmp_path / REPLAY_FOLDER).table().to_pylist()
     seen = {row["prompt_index"] for row in rows if row["fate"] == "trained"}
     buffered = outcome.counts.buffered // 2
     assert set(range(max(seen) - buffered - 8)) <= seen

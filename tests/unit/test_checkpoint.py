@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from echo_planes.checkpoint import (
@@ -254,8 +253,7 @@ def test_work_of_the_time_between_checkpoint_and_crash_is_kept_where_it_can_be(t
         await plane.data.close()
 
     asyncio.run(second(asyncio.run(first())))
-    store = StoreSnapshot(tmp_path / "replay")
-    fates = store.gather(np.arange(store.index.groups.length)).column("fate").to_pylist()
+    fates = StoreSnapshot(tmp_path / "replay").table().column("fate").to_pylist()
     assert (fates.count("trained"), fates.count("quarantined")) == (16, 2)
 
 
@@ -339,8 +337,7 @@ def test_a_full_disk_ends_acceptance_and_loses_nothing_that_was_acknowledged(
         await plane.data.close()
 
     asyncio.run(main())
-    store = StoreSnapshot(tmp_path / "replay")
-    rows = store.gather(np.arange(store.index.groups.length))
+    rows = StoreSnapshot(tmp_path / "replay").table()
     assert len(set(rows.column("group_id").to_pylist())) == 4
 
 

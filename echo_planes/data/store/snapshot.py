@@ -99,6 +99,10 @@ class StoreSnapshot:
                 self.refresh()
         raise DataError(f"the files of {self._folder} were replaced {_ATTEMPTS} times meanwhile; try again")
 
+    def table(self) -> pa.Table:
+        """All rows that are there, in order of acceptance; see `gather`."""
+        return self.gather(np.arange(self.index.groups.length))
+
     @property
     def num_damaged(self) -> int:
         """Places where the files are not what was written, as far as is known: rows are proved when read."""
