@@ -71,10 +71,12 @@ def test_the_wheel_finds_its_tasks_and_settings(installed: Path, tmp_path: Path)
 @contextmanager
 def head(env: dict[str, str], log: Path) -> Iterator[str]:
     """A Ray head with job submission, behind a token; yields its dashboard's address."""
-    ports = [free_port() for _ in range(2)]
+    ports = [free_port() for _ in range(3)]
     command = [
         *("ray", "start", "--head", "--block", "--num-cpus", "2", "--disable-usage-stats"),
         *("--port", str(ports[0]), "--dashboard-host", "127.0.0.1", "--dashboard-port", str(ports[1])),
+        # Jobs go through it, and its usual port is another cluster's where one runs on this machine.
+        *("--dashboard-agent-listen-port", str(ports[2])),
     ]
     with log.open("wb") as sink:
         process = subprocess.Popen(command, env=env, stdout=sink, stderr=sink)
@@ -124,7 +126,7 @@ def test_a_job_submitted_from_an_empty_folder_plays_hands_over_several_turns(
         return None if "No available agent to submit job" in done.stdout + done.stderr else done
 
     with head(env, tmp_path / "head.log") as address:
-        done = wait_until(lambda: submit(address), 500.0, "the agent of the Ray head")
+        done = wait_until(lambda: submit(address), 90.0, "the agent of the Ray head")
     assert done is not None
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "succeeded" in done.stdout + done.stderr
