@@ -81,7 +81,7 @@ class DataService:
             self._store, state, self._forgotten = _open(store_dir, lineage, restore_dir, config)
             try:
                 self._curriculum = Curriculum(self._adapter, store_dir / LEVELS_NAME)
-            except BaseException:
+            except BaseException:  # as in `_open`
                 self._store.close()
                 raise
         except EchoPlanesError as error:
@@ -353,7 +353,7 @@ def _open(
         store.settle(np.flatnonzero(others), Fate.QUARANTINED)
         with on_disk(folder):
             (folder / LEVELS_NAME).unlink(missing_ok=True)
-    except BaseException:
+    except BaseException:  # whatever it is: the lock must not outlive it
         store.close()
         raise
     return store, None, 0

@@ -367,3 +367,17 @@ def test_more_uses_than_versions_are_a_deadlock_and_named() -> None:
 def test_rows_that_go_before_they_are_trained_are_named() -> None:
     with pytest.raises(ValueError, match="max_versions=3 does not keep the 4 versions"):
         Config(replay=ReplayConfig(max_versions=3), staleness=StalenessConfig(max_staleness=3))
+
+
+def test_groups_that_the_store_lost_are_counted_and_their_prompts_go_out_again() -> None:
+    buffer = make_buffer()
+    lost, kept = lease(buffer, 2)
+    for one in (lost, kept):
+        submit(buffer, one, answer(one))
+    buffer.index.settle(np.array([0]), Fate.LOST, -1)
+    buffer.forget_removed()
+    assert (buffer.counts.removed, buffer.counts.buffered, buffer.counts.lost) == (N, N, 0)
+    (again,) = lease(buffer)
+    assert again.prompt.index == lost.prompt.index
+    submit(buffer, again, answer(again))
+    assert isinstance(buffer.next_batch(0, 0.0), list)

@@ -312,6 +312,21 @@ def test_two_data_planes_cannot_share_a_store(tmp_path: Path) -> None:
             await Plane(tmp_path, "L1").data.ready()
         with pytest.raises(ClusterError, match="is in use by run"):
             await Plane(tmp_path, "L1").data.next_batch(0, 0.0)
+        other = Plane(tmp_path, "L1").data
+        for call in (other.lose("w0"), other.register("w0", 0), other.pull("w0", 0, 1, 0.0)):
+            with pytest.raises(ClusterError, match="is in use by run"):
+                await call
+
+    asyncio.run(main())
+
+
+def test_a_cut_that_cannot_be_written_is_our_error(tmp_path: Path) -> None:
+    async def main() -> None:
+        plane = Plane(tmp_path, "L0")
+        (tmp_path / "file").write_text("")
+        with pytest.raises(ClusterError, match="cannot write"):
+            await plane.data.save(tmp_path / "file" / "data")
+        await plane.data.close()
 
     asyncio.run(main())
 

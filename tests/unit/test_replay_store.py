@@ -247,6 +247,19 @@ def test_what_a_resume_gave_back_is_chosen_in_order_of_arrival(open_store: Open)
     assert open_store().counts().trained == 1
 
 
+def test_a_group_whose_rows_and_fate_are_gone_does_not_stop_a_resume(open_store: Open) -> None:
+    store = open_store()
+    store.append(batch_of(0), created_s=0.0)
+    store.append(batch_of(1), created_s=9.0)
+    store.settle(np.array([0]), Fate.TRAINED, step=1)
+    store.retain(Retention(max_age_s=5.0), now_s=10.0)
+    store.index.groups["fate"][0] = Fate.BUFFERED  # as a damaged log of fates leaves it
+    buffered = store.roll_back(5)
+    assert buffered.tolist() == [1]
+    assert store.gather(buffered).num_rows == 2
+    assert store.counts().quarantined == 1
+
+
 def test_a_damaged_group_is_not_given_back(open_store: Open, tmp_path: Path) -> None:
     store = open_store()
     store.append(batch_of(0), created_s=0.0)
