@@ -1,0 +1,92 @@
+"""What a fleet is chosen from and for: offers, the need, its limits, and the plan or what is in its way.
+
+Plain values that the capacity model, the provisioner, the planner and the simulator share. A *worker* is one
+inference engine on one machine, whatever number of GPUs it spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from echo_planes.rollout.capacity import needed_capacity
+
+Market = Literal["spot", "on_demand"]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One way to get a worker: a SKU in one region, on one market, at one price (ECHO-2 section 3.2)."""
+
+    name: str  # unique among the offers of a fleet
+    sku: str
+    usd_per_hour: float  # c_i of one worker; 0.0: a machine that is paid for already
+    mu: float  # mu_i of one worker, trajectories/s end to end, waiting for permits excluded
+    max_count: int  # quota, workers
+    min_count: int = 0  # workers that are always kept
+    region: str = ""
+    market: Market = "on_demand"
+    interruptions_per_hour: float = 0.0  # of one worker
+    boot_s: float = 0.0  # from asking for it until it generates
+
+    @property
+    def rho(self) -> float:
+        """Unit throughput cost c_i / mu_i: dollars an hour for one trajectory a second."""
+        return self.usd_per_hour / self.mu
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What the learner asks of the fleet (ECHO-2 section 3.3)."""
+
+    max_staleness: int  # S
+    kappa: int  # learner steps between publications
+    per_step: int  # R, trajectories a step
+    t_train_s: float  # of a learner step
+    t_bcast_s: float  # from a publication until the fraction 1/gamma of the workers serve it
+    gamma: float = 1.1  # redundancy: mu_target = gamma mu_min
+
+    @property
+    def mu_min(self) -> float | None:
+        """Trajectories/s below which the learner waits; None where no fleet is enough."""
+        return needed_capacity(self.kappa, self.per_step, self.t_train_s, self.t_bcast_s)
+
+    @property
+    def mu_target(self) -> float | None:
+        mu_min = self.mu_min
+        return None if mu_min is None else self.gamma * mu_min
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a fleet may be and cost. None: no such limit."""
+
+    usd_per_hour: float | None = None  # of all workers together
+    usd_left: float | None = None  # of the total budget; nothing new is bought at 0 or below
+    interruptions_per_hour: float | None = None  # expected, of all workers together
+    min_workers: int = 0
+    max_workers: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    """Workers of each offer, and what they come to."""
+
+    counts: Mapping[str, int] = field(default_factory=dict)  # offer name -> workers; offers with none are absent
+    usd_per_hour: float = 0.0
+    mu: float = 0.0  # trajectories/s
+    interruptions_per_hour: float = 0.0
+
+    @property
+    def num_workers(self) -> int:
+        return sum(self.counts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Shortfall:
+    """No fleet within the limits reaches the target: the best there is, and what is in the way."""
+
+    best: FleetPlan  # most throughput within the limits
+    mu_target: float  # trajectories/s that were asked for
+    binding: tuple[str, ...]  # which limits stop it: "quota", "usd_per_hour", "usd_left", "interruptions", "max_workers"
