@@ -125,7 +125,12 @@ class SamplingConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus: only tokens within this probability mass")
     max_new_tokens: PositiveInt = Field(64, description="tokens per call of the policy")
     top_logprobs: int = Field(0, ge=0, le=20, description="top-k log-probabilities kept per token")
-    lease_s: PositiveFloat = Field(60.0, description="lease length; streamed tokens renew it")
+    lease_s: PositiveFloat = Field(
+        60.0, description="longest lease, seconds: 2.5 x the median completion, renewed by streamed tokens"
+    )
+    stream_s: PositiveFloat = Field(
+        1.0, description="workers send their tokens this often; so much at most is sampled again after a loss"
+    )
 
     @property
     def trajectories_per_step(self) -> int:

@@ -27,6 +27,7 @@ from echo_planes.types import (
     StepStats,
     TrainBatch,
     Trajectory,
+    joined,
 )
 
 
@@ -120,22 +121,27 @@ class FakeEngine:
         *,
         num_samples: int,
         max_new_tokens: int,
-        on_tokens: Callable[[int], None],
+        on_tokens: Callable[[int, Sample], None],
     ) -> list[Sample]:
-        started = [(self.version, self.digest)]
-        for _ in range(2):  # one digit and the end token
+        pieces: list[list[Sample]] = [[] for _ in range(num_samples)]
+        asked = list(prompt_ids)
+        done = len(asked) - 1 - max(i for i, token in enumerate(asked) if token == ord("?"))
+        for position in range(done, 2):  # one digit and the end token
             await asyncio.sleep(self._seconds_per_token * self._rng.uniform(0.5, 1.5))
             self._check_alive()
-            started.append((self.version, self.digest))
-            on_tokens(num_samples)
-        right = prompt_ids[-2]
-        skill = min(0.95, 0.3 + 0.02 * started[1][0])
-        samples = []
-        for _ in range(num_samples):
-            digit = right if self._rng.random() < skill else ord("x")
-            spans = tuple(Span(i, i + 1, *started[i + 1]) for i in range(2))
-            samples.append(Sample((digit, 0), (-0.5, -0.1), spans, "stop"))
-        return samples
+            skill = min(0.95, 0.3 + 0.02 * self.version)
+            for i in range(num_samples):
+                right = asked[asked.index(ord("?")) - 1]
+                token = 0 if position else right if self._rng.random() < skill else ord("x")
+                piece = Sample(
+                    (token,),
+                    (-0.5 if position == 0 else -0.1,),
+                    (Span(0, 1, self.version, self.digest),),
+                    "stop" if position == 1 else "",
+                )
+                pieces[i].append(piece)
+                on_tokens(i, piece)
+        return [joined(sample) for sample in pieces]
 
     async def install(self, publication: Publication) -> None:
         await asyncio.sleep(0.05)

@@ -37,6 +37,7 @@ from echo_planes.types import (
     Group,
     InstallReport,
     Lease,
+    LeaseTokens,
     Manifest,
     Receipt,
     StepStats,
@@ -163,8 +164,12 @@ class RemoteData:
         leases: list[Lease] = await self._actor.call("pull", worker_id, epoch, room, wait_s)
         return leases
 
-    async def renew(self, worker_id: str, epoch: int, lease_ids: list[str]) -> None:
-        await self._actor.call("renew", worker_id, epoch, lease_ids)
+    async def stream(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> tuple[str, ...]:
+        recalled: tuple[str, ...] = await self._actor.call("stream", worker_id, epoch, messages)
+        return recalled
+
+    async def hand_over(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> int:
+        return int(await self._actor.call("hand_over", worker_id, epoch, messages))
 
     async def submit(self, worker_id: str, epoch: int, groups: list[tuple[str, Group]]) -> list[Receipt]:
         receipts: list[Receipt] = await self._actor.call("submit", worker_id, epoch, groups)

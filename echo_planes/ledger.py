@@ -17,6 +17,9 @@ LEDGER_DETAILS = (
     "reward_timeout",
     "reward_error",
     "reward_invalid",
+    "continued",
+    "continued_tokens",
+    "discarded_tokens",
     "damaged",
 )
 

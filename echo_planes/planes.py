@@ -25,7 +25,7 @@ from echo_planes.types import (
 
 
 class NotReady(Protocol):
-    """Why there is no batch (`echo_planes.data.buffer.NotReady`)."""
+    """Why there is no batch (`echo_planes.data.buffer_state.NotReady`)."""
 
     @property
     def reason(self) -> Literal["starved", "holding", "filling"]: ...

@@ -5,7 +5,7 @@ Units and shapes stand beside each field. Token positions count from 0 within a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -48,13 +48,43 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What the policy answered to one call of `Policy.generate`."""
+    """What the policy answered to one call of `Policy.generate`, or a piece of it."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]  # of each token, after temperature and top-p
     spans: tuple[Span, ...]  # cover token_ids exactly, in order
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: Literal["stop", "length", "abort", ""]  # "": more is to come
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()  # per token, k pairs (token id, logprob)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every token has its logprob, and belongs to exactly one span, in order."""
+        end = 0
+        for span in self.spans:
+            if span.start != end or span.stop <= span.start:
+                return False
+            end = span.stop
+        return end == len(self.token_ids) == len(self.logprobs)
+
+
+def joined(pieces: Sequence[Sample]) -> Sample:
+    """One sample of its pieces, in order. Each counts its spans from its own first token."""
+    spans: list[Span] = []
+    start = 0
+    for piece in pieces:
+        for span in piece.spans:
+            if spans and (spans[-1].version, spans[-1].digest) == (span.version, span.digest):
+                spans[-1] = Span(spans[-1].start, start + span.stop, span.version, span.digest)
+            else:
+                spans.append(Span(start + span.start, start + span.stop, span.version, span.digest))
+        start += len(piece.token_ids)
+    return Sample(
+        token_ids=tuple(token for piece in pieces for token in piece.token_ids),
+        logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
+        spans=tuple(spans),
+        finish_reason=pieces[-1].finish_reason if pieces else "",
+        top_logprobs=tuple(top for piece in pieces for top in piece.top_logprobs),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +162,26 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Draft:
+    """One call of the policy as far as it has come: another worker can go on from its last token."""
+
+    context: tuple[int, ...]  # what the policy was asked
+    sample: Sample
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTokens:
+    """The tokens of one lease since its last message.
+
+    Calls are numbered within the lease: first its `drafts`, in order, then new ones as they begin. A piece
+    carries its call's context where it is the first of a new call, () otherwise.
+    """
+
+    lease_id: str
+    pieces: tuple[tuple[int, Draft], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Lease:
     """A worker's time-bounded claim on one prompt (all n samples of it)."""
 
@@ -141,8 +191,9 @@ class Lease:
     worker_id: str
     prompt: Prompt
     num_samples: int
-    version: int  # the worker's snapshot when the lease was issued
+    version: int  # oldest its tokens can be of: the worker's snapshot when it was issued, or of `drafts`
     expires_s: float
+    drafts: tuple[Draft, ...] = ()  # what other workers had made of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +362,8 @@ class WorkerStats:
     trajectories: int
     tokens: int  # sampled tokens
     busy_s: float  # seconds with at least one request in flight
+    full_s: float = 0.0  # without a free place: only then it shows how fast it is
+    full_tokens: int = 0  # sampled in that time
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +404,9 @@ class BufferCounts:
     reward_error: int = 0  # raised
     reward_invalid: int = 0  # was no reward: another type, not finite
     expired: int = 0  # leases that ran out
+    continued: int = 0  # leases that went on from the tokens of another worker
+    continued_tokens: int = 0  # those tokens
+    discarded_tokens: int = 0  # of leases that ended without a result, and that nobody could go on from
     damaged: int = 0  # places in the replay store that are not what was written
 
     @property

@@ -15,66 +15,23 @@ Invariants (kept by property tests):
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from echo_planes.config import StalenessConfig
+from echo_planes.data.buffer_state import Accepted, BufferState, NotReady
+from echo_planes.data.drafts import DraftShelf, num_tokens, oldest_version
 from echo_planes.data.leases import LeaseBook
 from echo_planes.data.limiter import is_admissible, num_permits, num_urgent
 from echo_planes.data.prompts import PromptCursor
 from echo_planes.data.store.choose import choose
 from echo_planes.data.store.index import Fate, GroupIndex
 from echo_planes.errors import LeaseError
-from echo_planes.types import BufferCounts, Group, Lease, Prompt, Receipt, Span
+from echo_planes.types import BufferCounts, Draft, Group, Lease, LeaseTokens, Prompt, Receipt, Span
 
 MAX_ATTEMPTS = 3  # a prompt that fails this often is set aside, and counted
-
-
-@dataclass(frozen=True, slots=True)
-class NotReady:
-    """Why no batch can be formed now.
-
-    `starved`: nothing admissible is coming, because no worker serves a snapshot that is new enough.
-    `holding`: forming the batch would make a live lease's work too old (policy `wait`).
-    `filling`: work is on its way.
-    """
-
-    reason: Literal["starved", "holding", "filling"]
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """What the buffer keeps of an accepted group."""
-
-    group_id: str
-    prompt_index: int
-    version: int  # oldest of any token
-    share_correct: float  # of its samples: how difficult its prompt is for this policy
-
-    @classmethod
-    def of(cls, group: Group) -> Accepted:
-        correct = sum(t.reward.correct for t in group.trajectories)
-        index = group.trajectories[0].prompt.index
-        return cls(group.group_id, index, group.version, correct / len(group.trajectories))
-
-
-@dataclass(frozen=True, slots=True)
-class BufferState:
-    """One consistent cut, between two batches: enough to continue without skipping or repeating a prompt.
-
-    The rows of `groups` are in the store; see `cut.py` for how the two are brought together again.
-    """
-
-    step: int
-    next_index: int
-    returned: tuple[int, ...]
-    issued: int
-    groups: tuple[Accepted, ...]  # buffered
-    counts: BufferCounts
-    published: tuple[tuple[str, int, str], ...]  # lineage, version, digest
 
 
 class ReplayBuffer:
@@ -84,7 +41,8 @@ class ReplayBuffer:
         staleness: S, kappa, policy, selector and queue length.
         groups_per_step: groups in a batch.
         samples_per_prompt: samples in a group.
-        lease_s: lease length, seconds.
+        lease_s: longest lease, seconds.
+        shortest_lease_s: the shortest that `LeaseBook` may come to.
         lineage: name of this run's line of versions.
         seed: of the selectors that draw.
         index: of the store that holds the rows. Accepted groups must be entered there before the next batch
@@ -99,6 +57,7 @@ class ReplayBuffer:
         groups_per_step: int,
         samples_per_prompt: int,
         lease_s: float,
+        shortest_lease_s: float,
         lineage: str,
         seed: int,
         index: GroupIndex,
@@ -110,8 +69,10 @@ class ReplayBuffer:
         self._lineage = lineage
         self._rng = np.random.default_rng(seed)
         self._index = index
-        self._leases = LeaseBook(lease_s)
+        self._leases = LeaseBook(lease_s, shortest_lease_s)
+        self._drafts = DraftShelf()
         self._workers: dict[str, int] = {}  # worker -> version it serves
+        self._num_serving = 0  # of them, those that serve a version
         self._attempts: dict[int, int] = {}
         self._dropped: list[Accepted] = []
         self._again: dict[Accepted, int] = {}  # trained, and how often; may be once more
@@ -165,11 +126,11 @@ class ReplayBuffer:
         """A new incarnation of a worker, serving nothing yet."""
         self._give_back(self._leases.forget(worker_id))
         self._leases.register(worker_id, epoch)
-        self._workers[worker_id] = -1
+        self._serves(worker_id, -1)
 
     def lose(self, worker_id: str) -> int:
         """A worker is gone: its leases end, its prompts go to others. Returns how many."""
-        self._workers.pop(worker_id, None)
+        self._serves(worker_id, None)
         ended = self._leases.forget(worker_id)
         self._give_back(ended)
         return len(ended)
@@ -177,7 +138,13 @@ class ReplayBuffer:
     def installed(self, worker_id: str, version: int) -> None:
         """A worker serves `version` from now on."""
         if worker_id in self._workers:
+            self._serves(worker_id, version)
+
+    def _serves(self, worker_id: str, version: int | None) -> None:
+        before = self._workers.pop(worker_id, -1)
+        if version is not None:
             self._workers[worker_id] = version
+        self._num_serving += (version is not None and version >= 0) - (before >= 0)
 
     # --- leases ----------------------------------------------------------------------------------
 
@@ -186,25 +153,18 @@ class ReplayBuffer:
         if not self._leases.is_current(worker_id, epoch):
             raise LeaseError(f"worker {worker_id} epoch {epoch} is fenced")
         self.expire(now_s)
-        permits = num_permits(
-            worker_version=self._workers[worker_id],
-            step=self._step,
-            max_staleness=self._staleness.max_staleness,
-            groups_per_step=self._groups_per_step,
-            outstanding_groups=self._outstanding(),
-            queue_batches=self._staleness.queue_batches,
-        )
         if self._workers[worker_id] < 0:
             return []
         # A worker comes back for more as it finishes; taking all at once, a slow one would hoard.
-        serving = sum(version >= 0 for version in self._workers.values())
-        share = -(-permits // serving)
+        share = -(-self._permits(self._workers[worker_id]) // self._num_serving)
         return [self._cursor.take() for _ in range(min(room, share))]
 
     def lease(self, worker_id: str, epoch: int, prompt: Prompt, now_s: float) -> Lease:
-        """Issue the lease of one pulled prompt."""
+        """Issue the lease of one pulled prompt, with what other workers had made of it."""
         name = f"{self._lineage}.{self._issued}"
         self._issued += 1
+        drafts = self._take_drafts(prompt.index)
+        version = self._workers[worker_id]
         lease = Lease(
             lease_id=name,
             group_id=name,
@@ -212,13 +172,42 @@ class ReplayBuffer:
             worker_id=worker_id,
             prompt=prompt,
             num_samples=self._samples,
-            version=self._workers[worker_id],
+            version=min(version, oldest_version(drafts)) if drafts else version,
             expires_s=now_s,
+            drafts=drafts,
         )
+        self._drafts.open(lease)
         return self._leases.issue(lease, now_s)
 
-    def renew(self, worker_id: str, epoch: int, lease_ids: list[str], now_s: float) -> None:
-        self._leases.renew(worker_id, epoch, lease_ids, now_s)
+    def stream(
+        self, worker_id: str, epoch: int, messages: Sequence[LeaseTokens], now_s: float
+    ) -> tuple[str, ...]:
+        """Tokens arrived: they are kept, and their leases go on. Returns the leases that the worker must give
+        up: it has them no longer, or they are to go on elsewhere.
+        """
+        held = self._keep_tokens(worker_id, epoch, messages, now_s)
+        self._leases.renew(worker_id, epoch, held, now_s)
+        kept = set(held) - self._leases.recalled
+        return tuple(message.lease_id for message in messages if message.lease_id not in kept)
+
+    def recall(self, worker_id: str, num_leases: int) -> int:
+        """Have a worker give up its newest leases when it streams next. Returns how many."""
+        return self._leases.recall(worker_id, num_leases)
+
+    def hand_over(self, worker_id: str, epoch: int, messages: Sequence[LeaseTokens], now_s: float) -> int:
+        """A worker gives up leases, with their last tokens; they go on elsewhere. Returns how many."""
+        held = self._keep_tokens(worker_id, epoch, messages, now_s)
+        self._give_back([self._leases.give_up(lease_id) for lease_id in held])
+        return len(held)
+
+    def _keep_tokens(
+        self, worker_id: str, epoch: int, messages: Sequence[LeaseTokens], now_s: float
+    ) -> list[str]:
+        """Enter the tokens of leases that this incarnation still has; their ids."""
+        held = [m for m in messages if self._leases.holds(m.lease_id, worker_id, epoch, now_s)]
+        for message in held:
+            self._drafts.add(message)
+        return [message.lease_id for message in held]
 
     def submit(self, worker_id: str, epoch: int, lease_id: str, group: Group, now_s: float) -> Receipt:
         """Take a finished group, or say why not. Its lease ends either way."""
@@ -228,8 +217,10 @@ class ReplayBuffer:
             reason = "duplicate" if lease_id in self._groups else str(why)
             self._count(refused=self._samples)
             return Receipt(lease_id, accepted=False, reason=reason)
+        tokens = self._drafts.close(lease_id)
         refusal = self._refusal(lease, group)
         if refusal:
+            self._count(discarded_tokens=tokens)
             self._attempt_failed(lease, group, refusal)
             return Receipt(lease_id, accepted=False, reason=refusal)
         self._attempts.pop(lease.prompt.index, None)
@@ -243,8 +234,9 @@ class ReplayBuffer:
     def expire(self, now_s: float) -> int:
         """End the leases whose time is up; their prompts go to others. Returns how many."""
         ended = self._leases.expire(now_s)
-        self._count(expired=len(ended))
-        self._give_back(ended)
+        if ended:
+            self._count(expired=len(ended))
+            self._give_back(ended)
         return len(ended)
 
     # --- batches ---------------------------------------------------------------------------------
@@ -317,7 +309,30 @@ class ReplayBuffer:
 
     def _outstanding(self) -> int:
         """Groups that may still be trained: buffered ones, and leases that are not too old already."""
-        return len(self._groups) + len(self._admissible_leases())
+        oldest = self._step - self._staleness.max_staleness
+        leased = sum(count for version, count in self._leases.versions.items() if version >= oldest)
+        return len(self._groups) + leased
+
+    def _permits(self, version: int) -> int:
+        """How many more groups may be leased whose oldest token is of `version`."""
+        return num_permits(
+            worker_version=version,
+            step=self._step,
+            max_staleness=self._staleness.max_staleness,
+            groups_per_step=self._groups_per_step,
+            outstanding_groups=self._outstanding(),
+            queue_batches=self._staleness.queue_batches,
+        )
+
+    def _take_drafts(self, prompt_index: int) -> tuple[Draft, ...]:
+        """What others had made of a prompt, if a group of that age may still be begun."""
+        drafts = self._drafts.take(prompt_index)
+        if drafts and self._permits(oldest_version(drafts)) < 1:
+            self._count(discarded_tokens=num_tokens(drafts))
+            return ()
+        if drafts:
+            self._count(continued=1, continued_tokens=num_tokens(drafts))
+        return drafts
 
     def _admissible_leases(self) -> list[Lease]:
         budget = self._staleness.max_staleness
@@ -362,7 +377,9 @@ class ReplayBuffer:
             self._cursor.give_back(lease.prompt.index)
 
     def _give_back(self, leases: list[Lease]) -> None:
+        published = {v: digest for (line, v), digest in self._published.items() if line == self._lineage}
         for lease in leases:
+            self._count(discarded_tokens=self._drafts.shelve(lease, published))
             self._cursor.give_back(lease.prompt.index)
 
     def _drop(self, group: Accepted) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from echo_planes.data.buffer import Accepted, BufferState
+from echo_planes.data.buffer_state import Accepted, BufferState
 from echo_planes.data.store.index import StoreCounts
 from echo_planes.errors import DataError
 from echo_planes.types import BufferCounts

@@ -1,20 +1,44 @@
-"""Leases: time-bounded claims on prompts, fenced by the worker's incarnation."""
+"""Leases: time-bounded claims on prompts, fenced by the worker's incarnation (SparrowRL section 5.4)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+import statistics
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from echo_planes.errors import LeaseError
 from echo_planes.types import Lease
 
+TIMES_MEDIAN = 2.5  # a lease is so many times the median completion: the paper takes 2 to 3
+RECENT_COMPLETIONS = 64
+ENOUGH_COMPLETIONS = 16  # from so many on the median is believed
+
 
 class LeaseBook:
-    """Which leases are live. Pure state: every call that depends on time takes `now_s`."""
+    """Which leases are live. Pure state: every call that depends on time takes `now_s`.
 
-    def __init__(self, lease_s: float) -> None:
-        self._lease_s = lease_s
+    A lease lasts 2.5 times the median time that recent ones took, and starts again whenever tokens arrive for
+    it: so a silent worker's prompts come back soon, and a long answer is not punished.
+
+    Args:
+        longest_s: of a lease, and what it is until enough have been completed.
+        shortest_s: below this a lease would end between two messages of a healthy worker.
+    """
+
+    def __init__(self, longest_s: float, shortest_s: float) -> None:
+        self._longest_s = longest_s
+        self._shortest_s = min(shortest_s, longest_s)
         self._live: dict[str, Lease] = {}
+        self._issued_s: dict[str, float] = {}
+        self._by_worker: dict[str, set[str]] = {}
+        self._ends: list[tuple[float, str]] = []  # a heap; renewed ones are put right when they come up
+        self._versions: Counter[int] = Counter()
+        self._recalled: set[str] = set()
+        self._took_s: deque[float] = deque(maxlen=RECENT_COMPLETIONS)
+        self._lease_s = longest_s
         self._epochs: dict[str, int] = {}  # newest incarnation of each worker
         self._gone: set[str] = set()
 
@@ -22,8 +46,25 @@ class LeaseBook:
     def live(self) -> tuple[Lease, ...]:
         return tuple(self._live.values())
 
+    @property
+    def versions(self) -> Mapping[int, int]:
+        """Live leases of each version."""
+        return self._versions
+
+    @property
+    def lease_s(self) -> float:
+        """How long a lease lasts now."""
+        return self._lease_s
+
     def __len__(self) -> int:
         return len(self._live)
+
+    def of_worker(self, worker_id: str) -> list[Lease]:
+        """Its live leases, oldest first."""
+        return sorted(
+            (self._live[lease_id] for lease_id in self._by_worker.get(worker_id, ())),
+            key=lambda lease: (self._issued_s[lease.lease_id], lease.lease_id),
+        )
 
     def register(self, worker_id: str, epoch: int) -> None:
         """A new incarnation of a worker; results of older ones are refused from now on."""
@@ -38,10 +79,7 @@ class LeaseBook:
     def forget(self, worker_id: str) -> list[Lease]:
         """A worker is gone: fence it and end its leases, which are returned."""
         self._gone.add(worker_id)
-        ended = [lease for lease in self._live.values() if lease.worker_id == worker_id]
-        for lease in ended:
-            del self._live[lease.lease_id]
-        return ended
+        return [self._remove(lease.lease_id) for lease in self.of_worker(worker_id)]
 
     def issue(self, lease: Lease, now_s: float) -> Lease:
         """Enter a lease, with its expiry set."""
@@ -49,14 +87,29 @@ class LeaseBook:
             raise LeaseError(f"lease {lease.lease_id} was issued twice")
         lease = replace(lease, expires_s=now_s + self._lease_s)
         self._live[lease.lease_id] = lease
+        self._issued_s[lease.lease_id] = now_s
+        self._by_worker.setdefault(lease.worker_id, set()).add(lease.lease_id)
+        self._versions[lease.version] += 1
+        heapq.heappush(self._ends, (lease.expires_s, lease.lease_id))
         return lease
+
+    def holds(self, lease_id: str, worker_id: str, epoch: int, now_s: float) -> bool:
+        """Whether this incarnation still has that lease."""
+        lease = self._live.get(lease_id)
+        return (
+            lease is not None
+            and lease.worker_id == worker_id
+            and lease.epoch == epoch
+            and lease.expires_s > now_s
+            and self.is_current(worker_id, epoch)
+        )
 
     def renew(self, worker_id: str, epoch: int, lease_ids: Iterable[str], now_s: float) -> None:
         """Streamed tokens renew a lease; unknown or fenced ones are left alone."""
         for lease_id in lease_ids:
-            lease = self._live.get(lease_id)
-            if lease and lease.worker_id == worker_id and lease.epoch == epoch and lease.expires_s > now_s:
-                self._live[lease_id] = replace(lease, expires_s=now_s + self._lease_s)
+            if self.holds(lease_id, worker_id, epoch, now_s):
+                expires_s = max(self._live[lease_id].expires_s, now_s + self._lease_s)
+                self._live[lease_id] = replace(self._live[lease_id], expires_s=expires_s)
 
     def close(self, lease_id: str, worker_id: str, epoch: int, now_s: float) -> Lease:
         """End a lease with a result.
@@ -71,11 +124,48 @@ class LeaseBook:
             raise LeaseError("fenced")
         if lease.expires_s <= now_s:
             raise LeaseError("expired")
-        return self._live.pop(lease_id)
+        self._took_s.append(now_s - self._issued_s[lease_id])
+        if len(self._took_s) >= ENOUGH_COMPLETIONS:
+            wanted_s = TIMES_MEDIAN * statistics.median(self._took_s)
+            self._lease_s = min(max(wanted_s, self._shortest_s), self._longest_s)
+        return self._remove(lease_id)
+
+    @property
+    def recalled(self) -> AbstractSet[str]:
+        """Live leases that their workers are to give up."""
+        return self._recalled
+
+    def recall(self, worker_id: str, num_leases: int) -> int:
+        """Mark so many leases of a worker, the newest first, to be given up. Returns how many."""
+        mine = [lease.lease_id for lease in reversed(self.of_worker(worker_id))]
+        chosen = [lease_id for lease_id in mine if lease_id not in self._recalled][:num_leases]
+        self._recalled.update(chosen)
+        return len(chosen)
+
+    def give_up(self, lease_id: str) -> Lease:
+        """End a lease without a result."""
+        return self._remove(lease_id)
 
     def expire(self, now_s: float) -> list[Lease]:
         """End and return the leases whose time is up."""
-        ended = [lease for lease in self._live.values() if lease.expires_s <= now_s]
-        for lease in ended:
-            del self._live[lease.lease_id]
+        ended = []
+        while self._ends and self._ends[0][0] <= now_s:
+            _, lease_id = heapq.heappop(self._ends)
+            lease = self._live.get(lease_id)
+            if lease is None:
+                continue
+            if lease.expires_s > now_s:
+                heapq.heappush(self._ends, (lease.expires_s, lease_id))
+            else:
+                ended.append(self._remove(lease_id))
         return ended
+
+    def _remove(self, lease_id: str) -> Lease:
+        lease = self._live.pop(lease_id)
+        del self._issued_s[lease_id]
+        self._recalled.discard(lease_id)
+        self._by_worker[lease.worker_id].discard(lease_id)
+        self._versions[lease.version] -= 1
+        if not self._versions[lease.version]:
+            del self._versions[lease.version]
+        return lease

@@ -19,7 +19,8 @@ import numpy as np
 from echo_planes.clock import Clock, MonotonicClock
 from echo_planes.config import Config, ReplayConfig
 from echo_planes.data.batch import make_batch
-from echo_planes.data.buffer import Accepted, BufferState, NotReady, ReplayBuffer
+from echo_planes.data.buffer import ReplayBuffer
+from echo_planes.data.buffer_state import Accepted, BufferState, NotReady
 from echo_planes.data.cut import CUT_NAME, dump_cut, load_cut, rejoin
 from echo_planes.data.prompts import Curriculum
 from echo_planes.data.registry import build_adapter, load_tokenizer
@@ -30,8 +31,9 @@ from echo_planes.data.store.store import ReplayStore
 from echo_planes.data.task import TaskAdapter
 from echo_planes.errors import ConfigError, DataError, EchoPlanesError, LeaseError, TaskError
 from echo_planes.process import settle
-from echo_planes.types import BufferCounts, Group, IntArray, Lease, Receipt, TrainBatch
+from echo_planes.types import BufferCounts, Group, IntArray, Lease, LeaseTokens, Receipt, TrainBatch
 
+SHORTEST_LEASE_STREAMS = 10  # a lease is at least so many streaming intervals
 LEVELS_NAME = "levels.txt"  # of a curriculum, in the store's folder
 
 
@@ -93,6 +95,7 @@ class DataService:
             groups_per_step=config.sampling.prompts_per_step,
             samples_per_prompt=config.sampling.samples_per_prompt,
             lease_s=config.sampling.lease_s,
+            shortest_lease_s=SHORTEST_LEASE_STREAMS * config.sampling.stream_s,
             lineage=lineage,
             seed=config.run.seed,
             index=self._store.index,
@@ -139,9 +142,20 @@ class DataService:
             if request in self._pulls:
                 self._pulls.remove(request)
 
-    async def renew(self, worker_id: str, epoch: int, lease_ids: list[str]) -> None:
-        """Tokens arrived for these leases."""
-        self._buffer.renew(worker_id, epoch, lease_ids, self._clock.now_s())
+    async def stream(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> tuple[str, ...]:
+        """Tokens that arrived, by lease. Returns the leases that the worker must give up."""
+        return self._buffer.stream(worker_id, epoch, messages, self._clock.now_s())
+
+    async def hand_over(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> int:
+        """Leases that a worker gives up, with their last tokens. Returns how many it still had."""
+        self._check()
+        given = self._buffer.hand_over(worker_id, epoch, messages, self._clock.now_s())
+        self._notify()
+        return given
+
+    async def recall(self, worker_id: str, num_leases: int) -> int:
+        """Have a worker give up so many leases when it streams next. Returns how many it will."""
+        return self._buffer.recall(worker_id, num_leases)
 
     async def submit(self, worker_id: str, epoch: int, groups: list[tuple[str, Group]]) -> list[Receipt]:
         """Finished groups with their lease ids; one receipt each, in order. What is accepted is durable.

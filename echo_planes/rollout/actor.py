@@ -14,7 +14,8 @@ from echo_planes.errors import RunError
 from echo_planes.process import die_with_parent
 from echo_planes.rollout.scoring import ProcessScorer
 from echo_planes.rollout.vllm_engine import VllmEngine
-from echo_planes.rollout.worker import RolloutWorker, Task, WorkSource
+from echo_planes.rollout.sources import Task, WorkSource
+from echo_planes.rollout.worker import RolloutWorker
 from echo_planes.types import InstallReport, Manifest, Trajectory, WorkerStats
 from echo_planes.weights.link import NodeSource, WeightLink
 from echo_planes.weights.node_client import WorkerNode

@@ -47,12 +47,12 @@ class Engine(Protocol):
         *,
         num_samples: int,
         max_new_tokens: int,
-        on_tokens: Callable[[int], None],
+        on_tokens: Callable[[int, Sample], None],
     ) -> list[Sample]:
         """Sample `num_samples` continuations of one prompt.
 
-        `on_tokens(n)` is called as n more tokens arrive (it renews the lease). Each sample's spans say
-        which published version and digest every token was made under.
+        `on_tokens(i, piece)` is called as more tokens of sample i arrive: pieces joined are the sample. Each
+        sample's spans say which published version and digest every token was made under.
         """
         ...
 

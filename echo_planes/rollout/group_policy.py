@@ -1,21 +1,42 @@
-"""What the samples of one group share: their calls of the policy."""
+"""What the samples of one group share: their calls of the policy, and what other workers had made of them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from echo_planes.rollout.generate import Engine
-from echo_planes.types import Sample
+from echo_planes.types import Draft, Sample, joined
 
 
 class GroupPolicy:
-    """Joins calls for the same tokens, made by the samples of one group, into one engine request."""
+    """Joins calls for the same tokens, made by the samples of one group, into one engine request.
 
-    def __init__(self, engine: Engine, max_new_tokens: int, on_tokens: Callable[[int], None]) -> None:
+    A call that another worker had begun goes on from its last token (one prefill), and one that it had
+    finished is answered at once: the task plays its episode again and meets the same words.
+
+    Args:
+        engine: the inference engine.
+        max_new_tokens: of one call.
+        on_piece: called with a call's number within the group, its context, and tokens that arrived.
+        drafts: calls of an earlier worker, numbered 0, 1, ...; new ones are numbered after them.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        max_new_tokens: int,
+        on_piece: Callable[[int, tuple[int, ...], Sample], None],
+        drafts: Sequence[Draft] = (),
+    ) -> None:
         self._engine = engine
         self._max_new_tokens = max_new_tokens
-        self._on_tokens = on_tokens
+        self._on_piece = on_piece
+        self._drafts: dict[tuple[int, ...], list[tuple[int, Sample]]] = {}
+        for number, draft in enumerate(drafts):
+            self._drafts.setdefault(draft.context, []).append((number, draft.sample))
+        self._num_calls = len(drafts)
         self._waiting: dict[tuple[int, ...], list[asyncio.Future[Sample]]] = {}
         self._requests: set[asyncio.Task[None]] = set()
 
@@ -35,20 +56,57 @@ class GroupPolicy:
             request.cancel()
 
     async def _request(self, key: tuple[int, ...]) -> None:
-        joined = self._waiting.pop(key)  # a new task starts after every sample that is ready now
+        joining = self._waiting.pop(key)  # a new task starts after every sample that is ready now
+        begun = self._drafts.get(key, [])[: len(joining)]
+        if begun:
+            del self._drafts[key][: len(begun)]
+        work: list[Coroutine[Any, Any, list[Sample]]] = [self._go_on(key, *draft) for draft in begun]
+        if len(joining) > len(begun):
+            work.append(self._begin(key, len(joining) - len(begun)))
         try:
-            samples = await self._engine.generate(
-                key,
-                num_samples=len(joined),
-                max_new_tokens=self._max_new_tokens,
-                on_tokens=self._on_tokens,
-            )
-            answers = list(zip(joined, samples, strict=True))
+            answers = [sample for samples in await _together(work) for sample in samples]
         except Exception as why:  # noqa: BLE001  raised again by every sample that asked
-            for future in joined:
+            for future in joining:
                 if not future.done():
                     future.set_exception(why)
             return
-        for future, sample in answers:
+        for future, sample in zip(joining, answers, strict=True):
             if not future.done():
                 future.set_result(sample)
+
+    async def _begin(self, key: tuple[int, ...], num_samples: int) -> list[Sample]:
+        numbers: dict[int, int] = {}  # of each sample's call, in the order in which first tokens arrive
+
+        def on_tokens(index: int, piece: Sample) -> None:
+            is_new = index not in numbers
+            if is_new:
+                numbers[index] = self._num_calls
+                self._num_calls += 1
+            self._on_piece(numbers[index], key if is_new else (), piece)
+
+        return await self._engine.generate(
+            key, num_samples=num_samples, max_new_tokens=self._max_new_tokens, on_tokens=on_tokens
+        )
+
+    async def _go_on(self, key: tuple[int, ...], number: int, sample: Sample) -> list[Sample]:
+        if sample.finish_reason:
+            return [sample]
+        rest = await self._engine.generate(
+            key + sample.token_ids,
+            num_samples=1,
+            max_new_tokens=self._max_new_tokens - len(sample.token_ids),
+            on_tokens=lambda _, piece: self._on_piece(number, (), piece),
+        )
+        return [joined([sample, rest[0]])]
+
+
+async def _together(work: Sequence[Coroutine[Any, Any, list[Sample]]]) -> list[list[Sample]]:
+    """All results, in order. Where one fails or the caller is cancelled, none is left running."""
+    if len(work) == 1:
+        return [await work[0]]
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()

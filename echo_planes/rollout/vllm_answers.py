@@ -1,9 +1,10 @@
-"""What vLLM says of one sample, collected until it is whole."""
+"""What vLLM says of one sample, in pieces as it arrives."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from echo_planes.errors import RunError
@@ -11,7 +12,8 @@ from echo_planes.types import Sample, Span
 
 if TYPE_CHECKING:
     from vllm.logprobs import Logprob
-    from vllm.outputs import CompletionOutput, WeightVersionSpan
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 _FINISH_REASONS: dict[str | None, Literal["stop", "length", "abort"]] = {
     "stop": "stop",
@@ -22,41 +24,86 @@ _FINISH_REASONS: dict[str | None, Literal["stop", "length", "abort"]] = {
 
 @dataclass(slots=True)
 class Answer:
-    """One sample as its chunks arrive."""
+    """One sample as its pieces arrive.
 
-    token_ids: list[int] = field(default_factory=list)
-    positions: list[dict[int, Logprob]] = field(default_factory=list)
-    last: CompletionOutput | None = None
+    Args:
+        top_logprobs: how many are kept per token.
+    """
 
-    def add(self, completion: CompletionOutput) -> None:
-        self.token_ids.extend(completion.token_ids)
-        self.positions.extend(completion.logprobs or ())
-        self.last = completion
+    top_logprobs: int
+    num_tokens: int = 0
 
-    def sample(self, top_logprobs: int) -> Sample:
-        """The finished sample.
+    def piece(self, completion: CompletionOutput, starts: Sequence[tuple[str, int]]) -> Sample:
+        """The tokens that came with one output.
+
+        Args:
+            completion: of this sample.
+            starts: label of the weights, and the first token of the sample made with them, in order.
 
         Raises:
             RunError: vLLM ended the request with an error, or said too little about its tokens.
         """
-        last = self.last
-        reason = _FINISH_REASONS.get(last.finish_reason) if last else None
-        if last is None or reason is None or last.weight_versions is None:
-            raise RunError(f"the vLLM engine ended a request without a usable result: {last}")
-        if len(self.positions) != len(self.token_ids):
-            raise RunError(f"{len(self.token_ids)} tokens came with {len(self.positions)} log-probabilities")
+        tokens, positions = completion.token_ids, completion.logprobs or ()
+        reason = completion.finish_reason
+        if reason is not None and reason not in _FINISH_REASONS:
+            raise RunError(f"the vLLM engine ended a request without a usable result: {completion}")
+        if len(positions) != len(tokens):
+            raise RunError(f"{len(tokens)} tokens came with {len(positions)} log-probabilities")
+        first, self.num_tokens = self.num_tokens, self.num_tokens + len(tokens)
         return Sample(
-            token_ids=tuple(self.token_ids),
-            logprobs=tuple(
-                position[token].logprob
-                for token, position in zip(self.token_ids, self.positions, strict=True)
-            ),
-            spans=tuple(_span(run) for run in last.weight_versions),
-            finish_reason=reason,
-            top_logprobs=tuple(_top(position, top_logprobs) for position in self.positions)
-            if top_logprobs
+            token_ids=tuple(tokens),
+            logprobs=tuple(p[token].logprob for token, p in zip(tokens, positions, strict=True)),
+            spans=_spans(starts, first, self.num_tokens),
+            finish_reason=_FINISH_REASONS[reason] if reason else "",
+            top_logprobs=tuple(_top(position, self.top_logprobs) for position in positions)
+            if self.top_logprobs
             else (),
         )
+
+
+class Origins:
+    """What weights made the tokens of one request.
+
+    vLLM 0.32 says it with a sample's last output only. Until then it stands in the state that its output
+    processor keeps of the sample, which is read here: half an answer must know its versions too.
+
+    Args:
+        processor: of the engine.
+        request_id: as it was given to `generate`.
+    """
+
+    def __init__(self, processor: OutputProcessor, request_id: str) -> None:
+        self._processor = processor
+        self._request_id = request_id
+        self._states: dict[int, RequestState] = {}  # by sample
+
+    def starts(self, completion: CompletionOutput) -> Sequence[tuple[str, int]]:
+        """Label of the weights and the first token of the sample made with them, in order."""
+        if completion.weight_versions is not None:
+            return [(run.version, run.start) for run in completion.weight_versions]
+        if completion.index not in self._states:
+            for internal_id in self._processor.external_req_ids.get(self._request_id, ()):
+                state = self._processor.request_states[internal_id]
+                self._states[state.request_index] = state
+        state = self._states.get(completion.index)
+        return state.weight_version_starts if state else ()
+
+
+def _spans(starts: Sequence[tuple[str, int]], first: int, stop: int) -> tuple[Span, ...]:
+    """Which weights made the tokens [first, stop) of a sample; positions count from `first`.
+
+    Raises:
+        RunError: not all of them are accounted for.
+    """
+    ends = [start for _, start in starts[1:]] + [stop]
+    spans = []
+    for (name, start), end in zip(starts, ends, strict=True):
+        if max(start, first) < min(end, stop):
+            version, _, digest = name.partition(" ")
+            spans.append(Span(max(start, first) - first, min(end, stop) - first, int(version), digest))
+    if sum(span.stop - span.start for span in spans) != stop - first:
+        raise RunError(f"the vLLM engine does not say what weights made tokens {first} to {stop}: {starts}")
+    return tuple(spans)
 
 
 def _top(position: dict[int, Logprob], count: int) -> tuple[tuple[int, float], ...]:
@@ -68,8 +115,3 @@ def _top(position: dict[int, Logprob], count: int) -> tuple[tuple[int, float], .
 def label(version: int, digest: str) -> str:
     """What vLLM calls the weights: it stamps every token with it."""
     return f"{version} {digest}"
-
-
-def _span(run: WeightVersionSpan) -> Span:
-    version, _, digest = run.version.partition(" ")
-    return Span(run.start, run.end, int(version), digest)

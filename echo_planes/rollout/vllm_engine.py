@@ -22,8 +22,8 @@ import numpy as np
 
 from echo_planes.config import EngineConfig, SamplingConfig
 from echo_planes.errors import ModelError, RunError, TaskError, WeightsError
-from echo_planes.rollout.vllm_answers import Answer, label
-from echo_planes.types import Manifest, Publication, Sample
+from echo_planes.rollout.vllm_answers import Answer, Origins, label
+from echo_planes.types import Manifest, Publication, Sample, joined
 from echo_planes.weights.receiver import check_payload
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class VllmEngine:
         self._vllm = self._build()
         self._digest = await self.live_digest()
         await self._vllm.update_weight_version(label(self._version, self._digest))
-        await self.generate([0], num_samples=1, max_new_tokens=1, on_tokens=lambda _: None)
+        await self.generate([0], num_samples=1, max_new_tokens=1, on_tokens=lambda *_: None)
         await self._check_live()
         # What was imported lives as long as the process: scanning it in every full collection cost three
         # times the CPU of a request.
@@ -212,7 +212,7 @@ class VllmEngine:
         *,
         num_samples: int,
         max_new_tokens: int,
-        on_tokens: Callable[[int], None],
+        on_tokens: Callable[[int, Sample], None],
     ) -> list[Sample]:
         """See `Engine.generate`. Tokens arrive in chunks: the first at once, then every 16.
 
@@ -232,17 +232,22 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         params = self._sampling_params(num_samples, min(max_new_tokens, room))
-        answers = [Answer() for _ in range(num_samples)]
+        answers = [Answer(self._sampling.top_logprobs) for _ in range(num_samples)]
+        pieces: list[list[Sample]] = [[] for _ in range(num_samples)]
         # As an already rendered input: a bare prompt would take a detour through a thread.
         prompt = tokens_input(list(prompt_ids))
+        request_id = str(next(self._request_ids))
+        origins = Origins(self.vllm.output_processor, request_id)
         try:
-            async for output in self.vllm.generate(prompt, params, str(next(self._request_ids))):
+            async for output in self.vllm.generate(prompt, params, request_id):
                 for completion in output.outputs:
-                    answers[completion.index].add(completion)
-                on_tokens(sum(len(completion.token_ids) for completion in output.outputs))
+                    index = completion.index
+                    piece = answers[index].piece(completion, origins.starts(completion))
+                    pieces[index].append(piece)
+                    on_tokens(index, piece)
         except (EngineDeadError, EngineGenerateError) as error:
             raise RunError(f"the vLLM engine died while it sampled: {error}") from error
-        return [answer.sample(self._sampling.top_logprobs) for answer in answers]
+        return [joined(sample) for sample in pieces]
 
     def _sampling_params(self, num_samples: int, max_tokens: int) -> SamplingParams:
         from vllm.sampling_params import RequestOutputKind, SamplingParams

@@ -6,95 +6,37 @@ A plain asyncio class over two small interfaces, the engine below it and the dat
 ::
 
     pull leases -> per lease: n episodes (adapter.rollout) -> rewards (other processes, deadlines) -> submit
-                      tokens renew the lease ^                install(publication) at any time, between tokens
+                      tokens stream to the data plane ^       install(publication) at any time, between tokens
+
+Tokens reach the data plane as they are made: they renew the lease, and whatever ends the worker, or takes a
+lease from it, somebody else goes on from them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Sequence
+from contextlib import suppress
 
 from echo_planes.clock import Clock, MonotonicClock
 from echo_planes.config import SamplingConfig, WorkerConfig
-from echo_planes.errors import ClusterError, RunError, WeightsError
+from echo_planes.errors import ClusterError, WeightsError
 from echo_planes.rollout.generate import Engine
-from echo_planes.rollout.group_policy import GroupPolicy
+from echo_planes.rollout.play import Player
 from echo_planes.rollout.scoring import Scorer
+from echo_planes.rollout.sources import Task, WeightSource, WorkSource
+from echo_planes.rollout.work import Load, Work
 from echo_planes.types import (
-    Episode,
     Group,
     InstallReport,
     Lease,
     Manifest,
-    Prompt,
-    Publication,
-    Receipt,
-    Reward,
-    RewardFailure,
     Sample,
     Trajectory,
     WorkerStats,
 )
 
 PULL_WAIT_S = 5.0
-
-
-class WorkSource(Protocol):
-    """The data plane, as a worker sees it."""
-
-    async def pull(self, worker_id: str, epoch: int, room: int, wait_s: float) -> list[Lease]: ...
-
-    async def renew(self, worker_id: str, epoch: int, lease_ids: list[str]) -> None: ...
-
-    async def submit(self, worker_id: str, epoch: int, groups: list[tuple[str, Group]]) -> list[Receipt]: ...
-
-
-class WeightSource(Protocol):
-    """Where published weights come from (`echo_planes.weights.node_client`)."""
-
-    async def staged(self, manifest: Manifest, fresh: bool) -> Publication:
-        """That version, verified and ready for the engine; `fresh`: every weight, not only what changed.
-
-        Raises:
-            WeightsError: it cannot be had, or is not what its manifest says.
-        """
-        ...
-
-    async def settled(self, version: int, ok: bool) -> str:
-        """The engine took that version, or refused it.
-
-        Returns:
-            The publications it was caught up with, in words; "" where it came as one.
-        """
-        ...
-
-
-class Policy(Protocol):
-    """What an adapter's rollout is handed."""
-
-    async def generate(self, token_ids: Sequence[int]) -> Sample: ...
-
-
-class Task(Protocol):
-    """The part of a task adapter that runs in the rollout plane (`echo_planes.data.task.TaskAdapter`)."""
-
-    max_new_tokens: int | None
-    reward_limit_s: float
-
-    def eval_prompt(self, index: int) -> Prompt: ...
-
-    async def rollout(self, prompt: Prompt, policy: Policy) -> Episode: ...
-
-
-@dataclass
-class _Work:
-    """One lease in progress."""
-
-    lease: Lease
-    tokens_since_renewal: int = 0
-    sampling: bool = True  # False: its samples are there and being scored
 
 
 class RolloutWorker:
@@ -131,7 +73,6 @@ class RolloutWorker:
     ) -> None:
         self._id = worker_id
         self._epoch = epoch
-        self._lineage = lineage
         self._engine = engine
         self._task = task
         self._scorer = scorer
@@ -140,18 +81,23 @@ class RolloutWorker:
         self._kind = kind
         self._sampling = sampling
         self._clock = clock or MonotonicClock()
-        self._max_new_tokens = task.max_new_tokens or sampling.max_new_tokens
-        self._work: dict[str, _Work] = {}
+        max_new_tokens = task.max_new_tokens or sampling.max_new_tokens
+        self._player = Player(worker_id, lineage, engine, task, scorer, max_new_tokens)
+        self._work: dict[str, Work] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._finished: list[tuple[str, Group]] = []  # lease ids and their groups, not yet submitted
         self._has_finished = asyncio.Event()
+        self._submitting = False
+        self._emptied = asyncio.Event()  # a lease ended, or finished ones were handed in
         self._stirred = asyncio.Event()  # there may be room, or a task to look after
         self._install_lock = asyncio.Lock()
         self._stopping = False
+        self._leaving = False  # takes no new leases
         self._trajectories = 0
         self._tokens = 0
-        self._busy_s = 0.0
-        self._busy_since_s: float | None = None
+        # Places are filled a few at a time: a call for every single one costs more than it brings.
+        self._enough_room = max(1, kind.max_groups // 16)
+        self._load = Load()
 
     # --- life ------------------------------------------------------------------------------------
 
@@ -161,21 +107,22 @@ class RolloutWorker:
 
     async def run(self) -> None:
         """Pull and work until `stop`. An error in any lease ends the worker: nothing is swallowed."""
-        helpers = {asyncio.create_task(self._renew_leases()), asyncio.create_task(self._submit_finished())}
+        helpers = {asyncio.create_task(self._stream_tokens()), asyncio.create_task(self._submit_finished())}
         for helper in helpers:
             helper.add_done_callback(lambda _: self._stirred.set())
-        # Places are filled a few at a time: a call for every single one costs more than it brings.
-        enough = max(1, self._kind.max_groups // 16)
         try:
             while not self._stopping:
                 self._stirred.clear()
                 for done in [task for task in helpers | self._tasks if task.done()]:
                     self._tasks.discard(done)
-                    done.result()
+                    if not done.cancelled():  # else its lease was given up
+                        done.result()
                 room = self._room()
-                if room >= enough:
-                    for lease in await self._source.pull(self._id, self._epoch, room, PULL_WAIT_S):
-                        self._begin(lease)
+                if room >= self._enough_room and not self._leaving:
+                    leases = await self._source.pull(self._id, self._epoch, room, PULL_WAIT_S)
+                    begun = [self._begin(lease) for lease in leases]
+                    if self._leaving:  # meanwhile
+                        await self._give_up(begun)
                 else:
                     await self._stirred.wait()
         finally:
@@ -187,6 +134,20 @@ class RolloutWorker:
         self._stopping = True
         await self._scorer.close()
         await self._engine.close()
+
+    async def leave(self, limit_s: float) -> int:
+        """Take no new leases and hand over what is still sampled; what is being scored is handed in first,
+        if that takes no longer than `limit_s`. For a machine that is about to go. Returns how many leases
+        others go on with.
+        """
+        self._leaving = True
+        num_handed = await self._give_up([work for work in self._work.values() if work.sampling])
+        with suppress(TimeoutError):  # what is not scored by then is handed over too, and scored elsewhere
+            async with asyncio.timeout(limit_s):
+                while self._work or self._finished or self._submitting:
+                    self._emptied.clear()
+                    await self._emptied.wait()
+        return num_handed + await self._give_up(list(self._work.values()))
 
     # --- weights and measurements ----------------------------------------------------------------
 
@@ -241,8 +202,8 @@ class RolloutWorker:
         """Answer held-out prompts with the weights that serve now."""
         groups = await asyncio.gather(
             *(
-                self._play(
-                    f"eval-{i}", self._task.eval_prompt(i), samples_per_prompt, lambda _: None, lambda: None
+                self._player.group(
+                    f"eval-{i}", self._task.eval_prompt(i), samples_per_prompt, lambda *_: None, lambda: None
                 )
                 for i in indices
             )
@@ -251,7 +212,7 @@ class RolloutWorker:
 
     async def stats(self) -> WorkerStats:
         """Counters of this incarnation."""
-        self._account_busy()
+        self._account()
         return WorkerStats(
             worker_id=self._id,
             version=self._engine.version,
@@ -259,7 +220,9 @@ class RolloutWorker:
             groups_in_flight=len(self._work),
             trajectories=self._trajectories,
             tokens=self._tokens,
-            busy_s=self._busy_s,
+            busy_s=self._load.busy_s,
+            full_s=self._load.full_s,
+            full_tokens=self._load.full_tokens,
         )
 
     # --- inside ----------------------------------------------------------------------------------
@@ -269,99 +232,38 @@ class RolloutWorker:
         sampling = sum(work.sampling for work in self._work.values())
         return min(self._kind.max_groups - sampling, 2 * self._kind.max_groups - len(self._work))
 
-    def _begin(self, lease: Lease) -> None:
-        self._account_busy()
-        self._work[lease.lease_id] = _Work(lease)
-        self._account_busy()
-        serving = asyncio.create_task(self._serve(lease))
-        serving.add_done_callback(lambda _: self._stirred.set())
-        self._tasks.add(serving)
+    def _begin(self, lease: Lease) -> Work:
+        work = self._work[lease.lease_id] = Work(lease)
+        work.serving = asyncio.create_task(self._serve(work))
+        work.serving.add_done_callback(lambda _: self._stirred.set())
+        self._tasks.add(work.serving)
+        self._account()
+        return work
 
-    async def _serve(self, lease: Lease) -> None:
-        work = self._work[lease.lease_id]
+    async def _serve(self, work: Work) -> None:
+        lease = work.lease
 
-        def on_tokens(count: int) -> None:
-            work.tokens_since_renewal += count
+        def on_piece(number: int, context: tuple[int, ...], piece: Sample) -> None:
+            work.add(number, context, piece)
+            self._load.sampled(len(piece.token_ids))
 
         def on_sampled() -> None:
             work.sampling = False
+            self._account()
             self._stirred.set()
 
         try:
             if self._kind.slowdown_s:
                 await asyncio.sleep(self._kind.slowdown_s)
-            group = await self._play(lease.group_id, lease.prompt, lease.num_samples, on_tokens, on_sampled)
+            group = await self._player.group(
+                lease.group_id, lease.prompt, lease.num_samples, on_piece, on_sampled, lease.drafts
+            )
             self._finished.append((lease.lease_id, group))
             self._has_finished.set()
         finally:
-            self._account_busy()
-            del self._work[lease.lease_id]
-            self._account_busy()
-
-    async def _play(
-        self,
-        group_id: str,
-        prompt: Prompt,
-        num_samples: int,
-        on_tokens: Callable[[int], None],
-        on_sampled: Callable[[], None],
-    ) -> Group:
-        """All samples of one prompt, scored. A failed rollout is a status on every sample of the group, a
-        failed reward on its own."""
-        policy = GroupPolicy(self._engine, self._max_new_tokens, on_tokens)
-        error = ""
-        scored: list[tuple[Episode, Reward | RewardFailure]] = []
-        plays = [asyncio.ensure_future(self._task.rollout(prompt, policy)) for _ in range(num_samples)]
-        try:
-            episodes = await asyncio.gather(*plays)
-            on_sampled()
-            scored = list(zip(episodes, await self._scorer.score(prompt, episodes), strict=True))
-        except RunError:
-            raise  # the engine hangs or died: this worker must be replaced
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            error = f"prompt {prompt.index}: the task cancelled its own rollout"  # nobody cancelled us
-        except Exception as why:  # noqa: BLE001  a user's adapter may raise anything; it becomes a counted status
-            error = f"{type(why).__name__} in prompt {prompt.index}: {why}"
-        finally:
-            for play in plays:
-                play.cancel()
-            policy.close()
-        if error:
-            nothing = Episode((), (), (), (), "abort")
-            scored = [(nothing, RewardFailure("failed", error))] * num_samples
-        members = [
-            self._trajectory(f"{group_id}/{i}", group_id, prompt, episode, outcome)
-            for i, (episode, outcome) in enumerate(scored)
-        ]
-        return Group(group_id, tuple(members))
-
-    def _trajectory(
-        self,
-        trajectory_id: str,
-        group_id: str,
-        prompt: Prompt,
-        episode: Episode,
-        outcome: Reward | RewardFailure,
-    ) -> Trajectory:
-        failure = outcome if isinstance(outcome, RewardFailure) else None
-        error = failure.error if failure else ""
-        if failure and failure.status != "failed":
-            error = f"the reward of prompt {prompt.index}: {error}"
-        reward = Reward(0.0, False) if isinstance(outcome, RewardFailure) else outcome
-        return Trajectory(
-            trajectory_id=trajectory_id,
-            group_id=group_id,
-            prompt=prompt,
-            episode=replace(episode, notes=reward.notes or episode.notes),
-            reward=replace(reward, notes=""),
-            worker_id=self._id,
-            lineage=self._lineage,
-            status=failure.status if failure else "ok",
-            error=error,
-        )
+            self._work.pop(lease.lease_id, None)  # not there where it was given up
+            self._account()
+            self._emptied.set()
 
     async def _submit_finished(self) -> None:
         """Hand in what is finished; whatever finishes meanwhile goes with the next call."""
@@ -369,27 +271,42 @@ class RolloutWorker:
             await self._has_finished.wait()
             self._has_finished.clear()
             groups, self._finished = self._finished, []
+            self._submitting = True
             receipts = await self._source.submit(self._id, self._epoch, groups)
+            self._submitting = False
+            self._emptied.set()
             for receipt, (_, group) in zip(receipts, groups, strict=True):
                 if receipt.accepted:
                     self._trajectories += len(group.trajectories)
                     self._tokens += sum(sum(t.episode.response_mask) for t in group.trajectories)
 
-    async def _renew_leases(self) -> None:
-        """Tell the data plane, a few times per lease, which leases received tokens, or are being scored.
+    async def _stream_tokens(self) -> None:
+        """Send what arrived, a few times per lease at least; leases that are being scored are kept alive too.
 
         Scoring has deadlines of its own.
         """
+        interval_s = min(self._sampling.stream_s, self._sampling.lease_s / 4)
         while True:
-            await asyncio.sleep(self._sampling.lease_s / 4)
-            active = [w for w in self._work.values() if w.tokens_since_renewal or not w.sampling]
-            for work in active:
-                work.tokens_since_renewal = 0
-            if active:
-                await self._source.renew(self._id, self._epoch, [w.lease.lease_id for w in active])
+            await asyncio.sleep(interval_s)
+            messages = [
+                work.take_tokens() for work in self._work.values() if work.pieces or not work.sampling
+            ]
+            if not messages:
+                continue
+            refused = set(await self._source.stream(self._id, self._epoch, messages))
+            await self._give_up([self._work[lease_id] for lease_id in refused & self._work.keys()])
 
-    def _account_busy(self) -> None:
-        now_s = self._clock.now_s()
-        if self._busy_since_s is not None:
-            self._busy_s += now_s - self._busy_since_s
-        self._busy_since_s = now_s if self._work else None
+    async def _give_up(self, works: Sequence[Work]) -> int:
+        """End leases that go on elsewhere, and send their last tokens. Returns how many were still ours."""
+        for work in works:
+            self._work.pop(work.lease.lease_id, None)
+            if work.serving is not None:
+                work.serving.cancel()
+        self._account()
+        if not works:
+            return 0
+        return await self._source.hand_over(self._id, self._epoch, [work.take_tokens() for work in works])
+
+    def _account(self) -> None:
+        full = bool(self._work) and self._room() < self._enough_room
+        self._load.now(self._clock.now_s(), busy=bool(self._work), full=full)

@@ -11,7 +11,7 @@ import random
 import pytest
 
 from echo_planes.config import StalenessConfig
-from echo_planes.data.buffer import Accepted, NotReady
+from echo_planes.data.buffer_state import Accepted, NotReady
 from echo_planes.types import Group, Lease, Prompt
 from tests.unit.test_buffer import Buffer, answer
 

@@ -9,12 +9,24 @@ import numpy as np
 import pytest
 
 from echo_planes.config import Config, ReplayConfig, StalenessConfig
-from echo_planes.data.buffer import Accepted, NotReady, ReplayBuffer
+from echo_planes.data.buffer import ReplayBuffer
+from echo_planes.data.buffer_state import Accepted, NotReady
 from echo_planes.data.store.index import Fate, GroupIndex
 from echo_planes.data.store.segment import GROUP_ENTRY
 from echo_planes.data.store.sidecar import MESSAGE_ENTRY
 from echo_planes.errors import LeaseError
-from echo_planes.types import Episode, Group, IntArray, Lease, Prompt, Receipt, Reward, Span, Trajectory
+from echo_planes.types import (
+    Episode,
+    Group,
+    IntArray,
+    Lease,
+    LeaseTokens,
+    Prompt,
+    Receipt,
+    Reward,
+    Span,
+    Trajectory,
+)
 
 R = 2  # groups per step
 N = 2  # samples per group
@@ -25,6 +37,7 @@ class Buffer(ReplayBuffer):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         self.index = settings.setdefault("index", GroupIndex())
+        settings.setdefault("shortest_lease_s", settings["lease_s"])
         super().__init__(*arguments, **settings)
 
     def submit(self, *arguments: Any) -> Receipt:
@@ -208,7 +221,7 @@ def test_a_result_is_taken_once_and_only_from_the_current_incarnation() -> None:
 def test_streamed_tokens_renew_a_lease() -> None:
     buffer = make_buffer()
     (one,) = lease(buffer)
-    buffer.renew("w0", 0, [one.lease_id], now_s=9.0)
+    assert buffer.stream("w0", 0, [LeaseTokens(one.lease_id, ())], now_s=9.0) == ()
     assert submit(buffer, one, answer(one), now_s=15.0) == "accepted"
 
 

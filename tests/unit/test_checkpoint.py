@@ -20,7 +20,7 @@ from echo_planes.checkpoint import (
 )
 from echo_planes.clock import ManualClock
 from echo_planes.config import Config
-from echo_planes.data.buffer import Accepted, BufferState
+from echo_planes.data.buffer_state import Accepted, BufferState
 from echo_planes.data.cut import rejoin
 from echo_planes.data.service import DataService
 from echo_planes.data.store.index import StoreCounts

@@ -134,7 +134,7 @@ LEASE_S = 10.0
 
 
 def book(epoch: int = 0) -> LeaseBook:
-    leases = LeaseBook(LEASE_S)
+    leases = LeaseBook(LEASE_S, LEASE_S)
     leases.register("w0", epoch)
     return leases
 

@@ -20,6 +20,7 @@ from echo_planes.types import (
     Episode,
     Group,
     Lease,
+    LeaseTokens,
     Manifest,
     Prompt,
     Publication,
@@ -64,7 +65,7 @@ class Engine:
         *,
         num_samples: int,
         max_new_tokens: int,
-        on_tokens: Callable[[int], None],
+        on_tokens: Callable[[int, Sample], None],
     ) -> list[Sample]:
         self.requests.append((tuple(prompt_ids), num_samples, max_new_tokens))
         self.open += 1
@@ -74,7 +75,8 @@ class Engine:
             while left_s > 0:
                 await asyncio.sleep(min(1.0, left_s))
                 left_s -= 1.0
-                on_tokens(num_samples)
+                for i in range(num_samples):
+                    on_tokens(i, Sample((ord(" "),), (-0.5,), (Span(0, 1, self.version, self.digest),), ""))
             if self.error:
                 raise self.error
         finally:
@@ -105,6 +107,9 @@ class Source:
         self.rooms: list[int] = []
         self.submitted: dict[str, Group] = {}
         self.renewed: list[tuple[float, tuple[str, ...]]] = []
+        self.streamed: list[LeaseTokens] = []
+        self.handed: list[LeaseTokens] = []
+        self.recalls: set[str] = set()
         self.fails: Exception | None = None
         self.renewal_fails: Exception | None = None
 
@@ -122,10 +127,18 @@ class Source:
             for i in range(first, first + count)
         ]
 
-    async def renew(self, worker_id: str, epoch: int, lease_ids: list[str]) -> None:
+    async def stream(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> tuple[str, ...]:
         if self.renewal_fails:
             raise self.renewal_fails
-        self.renewed.append((asyncio.get_running_loop().time(), tuple(lease_ids)))
+        ids = tuple(message.lease_id for message in messages)
+        self.renewed.append((asyncio.get_running_loop().time(), ids))
+        for message in messages:
+            self.streamed.append(message)
+        return tuple(lease_id for lease_id in ids if lease_id in self.recalls)
+
+    async def hand_over(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> int:
+        self.handed += messages
+        return len(messages)
 
     async def submit(self, worker_id: str, epoch: int, groups: list[tuple[str, Group]]) -> list[Receipt]:
         for lease_id, group in groups:
@@ -286,7 +299,7 @@ def test_streamed_tokens_renew_a_lease_and_silence_does_not() -> None:
 
     class Silent(Engine):
         async def generate(self, prompt_ids: Sequence[int], **settings: Any) -> list[Sample]:
-            return await super().generate(prompt_ids, **{**settings, "on_tokens": lambda _: None})
+            return await super().generate(prompt_ids, **{**settings, "on_tokens": lambda *_: None})
 
     quiet = Source(1)
     work(make(Silent(seconds=3 * LEASE_S), quiet), 4 * LEASE_S)

@@ -1,0 +1,106 @@
+"""What workers have made of prompts that are not finished (RLBoost, section 4.2).
+
+Tokens are kept as they arrive, so that a prompt whose worker is lost, leaves or has too much to do goes on
+elsewhere from its last token. The sampler's logprobs and the version of every token are kept with it: to the learner it makes no difference
+how many workers an answer has seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from echo_planes.errors import LeaseError
+from echo_planes.types import Draft, Lease, LeaseTokens, Sample, joined
+
+
+class DraftBook:
+    """The drafts of one lease, as its worker streams them.
+
+    Args:
+        drafts: what the lease began with.
+    """
+
+    def __init__(self, drafts: tuple[Draft, ...] = ()) -> None:
+        self._contexts = [draft.context for draft in drafts]
+        self._pieces: list[list[Sample]] = [[draft.sample] for draft in drafts]
+
+    def add(self, tokens: LeaseTokens) -> None:
+        """Enter a message.
+
+        Raises:
+            LeaseError: it does not continue what is there ("malformed").
+        """
+        for number, piece in tokens.pieces:
+            if not piece.sample.is_whole or not 0 <= number <= len(self._pieces):
+                raise LeaseError("malformed")
+            if number == len(self._pieces):
+                if not piece.context:
+                    raise LeaseError("malformed")
+                self._contexts.append(piece.context)
+                self._pieces.append([])
+            elif piece.context or self._pieces[number][-1].finish_reason:
+                raise LeaseError("malformed")
+            self._pieces[number].append(piece.sample)
+
+    def drafts(self, published: Mapping[int, str]) -> tuple[Draft, ...]:
+        """What another worker can go on from.
+
+        Args:
+            published: digest of every version of this lineage. What was made under anything else is left out.
+        """
+        drafts = [Draft(c, joined(p)) for c, p in zip(self._contexts, self._pieces, strict=True)]
+        return tuple(
+            draft
+            for draft in drafts
+            if draft.sample.token_ids
+            and all(published.get(span.version) == span.digest for span in draft.sample.spans)
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(piece.token_ids) for pieces in self._pieces for piece in pieces)
+
+
+class DraftShelf:
+    """The drafts of live leases, and those that wait for another worker."""
+
+    def __init__(self) -> None:
+        self._books: dict[str, DraftBook] = {}  # by lease
+        self._waiting: dict[int, tuple[Draft, ...]] = {}  # by prompt index
+
+    def open(self, lease: Lease) -> None:
+        """A lease begins, with its drafts."""
+        self._books[lease.lease_id] = DraftBook(lease.drafts)
+
+    def add(self, tokens: LeaseTokens) -> None:
+        """Tokens of a live lease. Raises what `DraftBook.add` does."""
+        self._books[tokens.lease_id].add(tokens)
+
+    def close(self, lease_id: str) -> int:
+        """A lease ended with a result. Returns how many tokens were streamed for it."""
+        return self._books.pop(lease_id).num_tokens
+
+    def shelve(self, lease: Lease, published: Mapping[int, str]) -> int:
+        """A lease ended without a result: keep its drafts for whoever is next.
+
+        Returns how many of its tokens nobody can go on from.
+        """
+        book = self._books.pop(lease.lease_id)
+        drafts = book.drafts(published)
+        if drafts:
+            self._waiting[lease.prompt.index] = drafts
+        return book.num_tokens - num_tokens(drafts)
+
+    def take(self, prompt_index: int) -> tuple[Draft, ...]:
+        """What was made of a prompt so far; it leaves the shelf."""
+        return self._waiting.pop(prompt_index, ())
+
+
+def oldest_version(drafts: tuple[Draft, ...]) -> int:
+    """The oldest version any of their tokens was made under."""
+    return min(span.version for draft in drafts for span in draft.sample.spans)
+
+
+def num_tokens(drafts: tuple[Draft, ...]) -> int:
+    """Tokens in all of them."""
+    return sum(len(draft.sample.token_ids) for draft in drafts)

@@ -1,0 +1,67 @@
+"""What a rollout worker needs of the planes around it: prompts, weights and a task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from echo_planes.types import (
+    Episode,
+    Group,
+    Lease,
+    LeaseTokens,
+    Manifest,
+    Prompt,
+    Publication,
+    Receipt,
+    Sample,
+)
+
+
+class WorkSource(Protocol):
+    """The data plane, as a worker sees it."""
+
+    async def pull(self, worker_id: str, epoch: int, room: int, wait_s: float) -> list[Lease]: ...
+
+    async def stream(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> tuple[str, ...]: ...
+
+    async def hand_over(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> int: ...
+
+    async def submit(self, worker_id: str, epoch: int, groups: list[tuple[str, Group]]) -> list[Receipt]: ...
+
+
+class WeightSource(Protocol):
+    """Where published weights come from (`echo_planes.weights.node_client`)."""
+
+    async def staged(self, manifest: Manifest, fresh: bool) -> Publication:
+        """That version, verified and ready for the engine; `fresh`: every weight, not only what changed.
+
+        Raises:
+            WeightsError: it cannot be had, or is not what its manifest says.
+        """
+        ...
+
+    async def settled(self, version: int, ok: bool) -> str:
+        """The engine took that version, or refused it.
+
+        Returns:
+            The publications it was caught up with, in words; "" where it came as one.
+        """
+        ...
+
+
+class Policy(Protocol):
+    """What an adapter's rollout is handed."""
+
+    async def generate(self, token_ids: Sequence[int]) -> Sample: ...
+
+
+class Task(Protocol):
+    """The part of a task adapter that runs in the rollout plane (`echo_planes.data.task.TaskAdapter`)."""
+
+    max_new_tokens: int | None
+    reward_limit_s: float
+
+    def eval_prompt(self, index: int) -> Prompt: ...
+
+    async def rollout(self, prompt: Prompt, policy: Policy) -> Episode: ...

@@ -1,0 +1,166 @@
+"""Tokens of unfinished prompts: kept as they arrive, and continued elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from echo_planes.data.drafts import DraftBook
+from echo_planes.data.leases import LeaseBook
+from echo_planes.errors import LeaseError
+from echo_planes.types import Draft, Lease, LeaseTokens, Prompt, Sample, Span, joined
+from tests.unit.test_buffer import Buffer, answer, lease, make_buffer, submit
+
+CONTEXT = (1, 2)
+
+
+def piece(*tokens: int, version: int = 0, finish: str = "") -> Sample:
+    spans = (Span(0, len(tokens), version, f"d{version}"),) if tokens else ()
+    return Sample(tokens, (-0.5,) * len(tokens), spans, finish)  # type: ignore[arg-type]
+
+
+def message(lease_id: str, *pieces: tuple[int, tuple[int, ...], Sample]) -> LeaseTokens:
+    return LeaseTokens(lease_id, tuple((number, Draft(context, p)) for number, context, p in pieces))
+
+
+def stream(
+    buffer: Buffer, one: Lease, *pieces: tuple[int, tuple[int, ...], Sample], now_s: float = 0.0
+) -> tuple[str, ...]:
+    return buffer.stream(one.worker_id, one.epoch, [message(one.lease_id, *pieces)], now_s)
+
+
+def second_worker(buffer: Buffer, version: int = 0) -> None:
+    buffer.register("w1", 0)
+    buffer.installed("w1", version)
+
+
+def test_joined_pieces_are_the_sample_with_its_versions() -> None:
+    whole = joined([piece(5, 6), piece(7, version=0), piece(8, 9, version=2, finish="stop")])
+    assert whole.token_ids == (5, 6, 7, 8, 9)
+    assert whole.spans == (Span(0, 3, 0, "d0"), Span(3, 5, 2, "d2"))
+    assert whole.finish_reason == "stop"
+    assert whole.is_whole
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [(1, CONTEXT, piece(5))],  # a number is skipped
+        [(0, (), piece(5))],  # no context
+        [(0, CONTEXT, piece(5)), (0, CONTEXT, piece(6))],  # begun twice
+        [(0, CONTEXT, piece(5, finish="stop")), (0, (), piece(6))],  # goes on after its end
+        [(0, CONTEXT, Sample((5, 6), (-0.5,), (Span(0, 2, 0, "d0"),), ""))],  # a logprob is missing
+        [(0, CONTEXT, Sample((5, 6), (-0.5, -0.5), (Span(0, 1, 0, "d0"),), ""))],  # of no version
+    ],
+)
+def test_what_does_not_continue_what_is_there_is_refused(
+    pieces: list[tuple[int, tuple[int, ...], Sample]],
+) -> None:
+    with pytest.raises(LeaseError, match="malformed"):
+        DraftBook().add(message("l", *pieces))
+
+
+@pytest.mark.parametrize("how", ["lost", "expired", "handed over", "replaced"])
+def test_a_prompt_goes_on_elsewhere_from_its_tokens(how: str) -> None:
+    buffer = make_buffer()
+    second_worker(buffer)
+    (one,) = lease(buffer)
+    stream(buffer, one, (0, CONTEXT, piece(5, 6)), (1, CONTEXT, piece(7)))
+    stream(buffer, one, (1, (), piece(8, finish="stop")))
+    now_s = 0.0
+    if how == "lost":
+        buffer.lose("w0")
+    elif how == "expired":
+        now_s = 100.0
+    elif how == "replaced":
+        buffer.register("w0", 1)
+    else:
+        assert buffer.hand_over("w0", 0, [message(one.lease_id, (0, (), piece(9)))], 0.0) == 1
+    (again,) = lease(buffer, worker="w1", now_s=now_s)
+    assert again.prompt == one.prompt
+    kept = (5, 6, 9) if how == "handed over" else (5, 6)
+    assert [draft.sample.token_ids for draft in again.drafts] == [kept, (7, 8)]
+    assert [draft.sample.finish_reason for draft in again.drafts] == ["", "stop"]
+    assert buffer.counts.continued == 1
+    assert buffer.counts.continued_tokens == len(kept) + 2
+    assert buffer.counts.discarded_tokens == 0
+    # What the next one adds is added to what there was.
+    stream(buffer, again, (0, (), piece(10)), now_s=now_s)
+    buffer.lose("w1")
+    buffer.register("w0", 1)
+    buffer.installed("w0", 0)
+    (third,) = [buffer.lease("w0", 1, again.prompt, now_s) for _ in buffer.pull("w0", 1, 1, now_s)]
+    assert third.drafts[0].sample.token_ids == (*kept, 10)
+
+
+def test_an_older_incarnation_or_another_worker_can_neither_stream_nor_hand_over() -> None:
+    buffer = make_buffer()
+    (one,) = lease(buffer)
+    for worker, epoch in (("w0", 1), ("w1", 0)):
+        tokens = [message(one.lease_id, (0, CONTEXT, piece(5)))]
+        assert buffer.stream(worker, epoch, tokens, 0.0) == (one.lease_id,)  # give it up: it is not yours
+        assert buffer.hand_over(worker, epoch, tokens, 0.0) == 0
+    assert submit(buffer, one, answer(one)) == "accepted"
+
+
+def test_a_lease_is_as_old_as_its_oldest_token_and_is_not_begun_where_that_is_too_old() -> None:
+    buffer = make_buffer(max_staleness=1, policy="drop")
+    second_worker(buffer)
+    (one,) = lease(buffer)
+    stream(buffer, one, (0, CONTEXT, piece(5)))
+    buffer.lose("w0")
+    buffer.publish(1, "d1")
+    buffer.installed("w1", 1)
+    (again,) = lease(buffer, worker="w1")
+    assert again.version == 0
+    assert again.drafts
+    for step in (0, 1):  # two batches later a token of version 0 cannot be trained any more
+        for other in lease(buffer, 2, worker="w1"):
+            submit(buffer, other, answer(other, (1, "d1")))
+        assert isinstance(buffer.next_batch(step, 0.0), list)
+    buffer.lose("w1")
+    second_worker(buffer, 1)
+    (fresh,) = lease(buffer, worker="w1")
+    assert fresh.prompt == one.prompt
+    assert fresh.drafts == ()
+    assert buffer.counts.discarded_tokens == 1
+
+
+def test_tokens_of_an_unpublished_version_are_not_gone_on_from() -> None:
+    buffer = make_buffer()
+    second_worker(buffer)
+    (one,) = lease(buffer)
+    stream(buffer, one, (0, CONTEXT, piece(5)), (1, CONTEXT, piece(6, version=7)))
+    buffer.lose("w0")
+    (again,) = lease(buffer, worker="w1")
+    assert [draft.sample.token_ids for draft in again.drafts] == [(5,)]
+    assert buffer.counts.discarded_tokens == 1
+
+
+def test_a_recalled_lease_is_asked_back_when_its_worker_streams_next() -> None:
+    buffer = make_buffer()
+    one, two = lease(buffer, 2)
+    assert buffer.recall("w0", 1) == 1
+    assert stream(buffer, one, (0, CONTEXT, piece(5))) == ()
+    assert stream(buffer, two, (0, CONTEXT, piece(5))) == (two.lease_id,)
+    assert buffer.recall("w0", 5) == 1  # the other one
+    assert submit(buffer, two, answer(two)) == "accepted"  # it was finished meanwhile
+
+
+def test_leases_follow_the_median_completion_between_their_bounds() -> None:
+    book = LeaseBook(longest_s=60.0, shortest_s=10.0)
+    book.register("w0", 0)
+    lengths = []
+    for i, took_s in enumerate([1.0] * 30 + [8.0] * 100 + [100.0] * 100):
+        now_s = 1000.0 * i
+        one = book.issue(Lease(f"l{i}", f"l{i}", 0, "w0", Prompt(i, (1,)), 2, 0, 0.0), now_s)
+        lengths.append(one.expires_s - now_s)
+        while now_s + took_s >= one.expires_s:  # tokens arrive
+            took_s -= 5.0
+            now_s += 5.0
+            book.renew("w0", 0, [one.lease_id], now_s)
+            one = book.live[0]
+        book.close(one.lease_id, "w0", 0, now_s + took_s)
+    assert lengths[0] == 60.0  # nothing is known yet
+    assert lengths[29] == 10.0
+    assert lengths[129] == 20.0
+    assert lengths[-1] == 60.0
