@@ -220,7 +220,7 @@ async def bench_engine(rounds: int) -> dict[str, Any]:
             idle_s = await install("compact")
             answering = asyncio.Event()
 
-            def begun(_: int, event: asyncio.Event = answering) -> None:
+            def begun(*_: object, event: asyncio.Event = answering) -> None:
                 event.set()
 
             answers = asyncio.ensure_future(

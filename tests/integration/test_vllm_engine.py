@@ -22,7 +22,7 @@ from echo_planes.config import BUILTIN_MODELS, EngineConfig, SamplingConfig
 from echo_planes.errors import RunError, TaskError, WeightsError
 from echo_planes.rollout.vllm_engine import VllmEngine
 from echo_planes.rollout.vllm_plugin import LiveTensors, WorkerExtension
-from echo_planes.types import Publication, Sample
+from echo_planes.types import Publication, Sample, joined
 from echo_planes.weights.codec import Applied, Change
 from echo_planes.weights.digest import BitTensor, bit_tensor
 from echo_planes.weights.stager import Stager
@@ -121,7 +121,7 @@ class Bench:
 
     def sample(self, prompt: tuple[int, ...] = PROBE, n: int = 4, tokens: int = 8) -> list[Sample]:
         samples: list[Sample] = self.run(
-            self.engine.generate(prompt, num_samples=n, max_new_tokens=tokens, on_tokens=lambda _: None)
+            self.engine.generate(prompt, num_samples=n, max_new_tokens=tokens, on_tokens=lambda *_: None)
         )
         return samples
 
@@ -210,9 +210,13 @@ def test_full_then_patch_and_the_new_weights_compute(bench: Bench, tmp_path: Pat
 
 
 def test_samples_are_complete(bench: Bench) -> None:
-    seen: list[int] = []
-    samples = bench.run(bench.engine.generate(PROBE, num_samples=5, max_new_tokens=40, on_tokens=seen.append))
-    assert sum(seen) == sum(len(sample.token_ids) for sample in samples)
+    pieces: list[list[Sample]] = [[] for _ in range(5)]
+    samples = bench.run(
+        bench.engine.generate(
+            PROBE, num_samples=5, max_new_tokens=40, on_tokens=lambda i, piece: pieces[i].append(piece)
+        )
+    )
+    assert [joined(sample) for sample in pieces] == samples
     for sample in samples:
         assert len(sample.logprobs) == len(sample.top_logprobs) == len(sample.token_ids) <= 40
         assert (sample.token_ids[-1] == EOS) == (sample.finish_reason == "stop")
@@ -258,7 +262,7 @@ def test_a_flipped_live_bit_is_found_and_repaired(bench: Bench) -> None:
     assert repaired.manifest.codec == "full"
 
     async def ask_and_mend() -> list[Sample]:
-        asked = bench.engine.generate(PROBE, num_samples=1, max_new_tokens=8, on_tokens=lambda _: None)
+        asked = bench.engine.generate(PROBE, num_samples=1, max_new_tokens=8, on_tokens=lambda *_: None)
         answering = asyncio.ensure_future(asked)
         await bench.settle(repaired)  # finds the damage too, and mends it
         return await answering
@@ -411,15 +415,24 @@ def test_requests_in_flight_survive_an_install(bench: Bench) -> None:
     bench.step(0.05, seed=5)
     update = bench.publish()
 
+    pieces: list[list[Sample]] = [[] for _ in range(8)]
+
+    def arrived(index: int, piece: Sample) -> None:
+        assert piece.is_whole
+        pieces[index].append(piece)
+        started.set()
+
     async def scenario() -> list[Sample]:
         answering = asyncio.ensure_future(
-            bench.engine.generate(PROBE, num_samples=8, max_new_tokens=400, on_tokens=lambda _: started.set())
+            bench.engine.generate(PROBE, num_samples=8, max_new_tokens=400, on_tokens=arrived)
         )
         await started.wait()
         await bench.settle(update)
         return await answering
 
     samples = bench.run(scenario())
+    assert all(len(parts) > 2 for parts in pieces)  # it was streamed, and each piece knew its versions
+    assert [joined(parts) for parts in pieces] == samples
     both = [s for s in samples if len(s.spans) == 2]
     assert both, [len(s.token_ids) for s in samples]
     for sample in both:
@@ -441,7 +454,7 @@ def test_whoever_waits_for_an_engine_that_ends_is_told(bench: Bench) -> None:
 
     async def scenario() -> None:
         answering = asyncio.ensure_future(
-            bench.engine.generate(PROBE, num_samples=8, max_new_tokens=500, on_tokens=lambda _: started.set())
+            bench.engine.generate(PROBE, num_samples=8, max_new_tokens=500, on_tokens=lambda *_: started.set())
         )
         await started.wait()
         if bench.prefix_caching:
