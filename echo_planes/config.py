@@ -103,17 +103,72 @@ class WorkerConfig(Section):
     resources: dict[str, float] = Field({"CPU": 1.0}, description="Ray resources of one worker (GPU: n, ...)")
     labels: dict[str, str] = Field({}, description="Ray label selector")
     region: str = Field("", description="where it stands: a chain of workers enters each region once")
+    market: Literal["on_demand", "spot"] = Field("on_demand", description="spot machines may be taken away")
+    min_count: int = Field(0, ge=0, description="fleet.scale: always so many")
+    max_count: int | None = Field(None, ge=0, description="fleet.scale: quota; default: `count`")
+    mu: PositiveFloat | None = Field(
+        None, description="trajectories/s of one, until it is measured; default: as the others"
+    )
+    interruptions_per_hour: NonNegativeFloat = Field(
+        0.0, description="preemptions of one, until they are measured"
+    )
+    notice_url: str | None = Field(
+        None, description="metadata endpoint that announces a preemption: aws, gcp, azure, or http://..."
+    )
+
+    @property
+    def offer(self) -> str:
+        """What this kind is called where fleets are chosen."""
+        return "/".join(part for part in (self.sku, self.region, self.market) if part)
+
+    @property
+    def quota(self) -> int:
+        """Workers of this kind at most."""
+        return self.count if self.max_count is None else self.max_count
 
 
 class FleetConfig(Section):
     """The rollout workers."""
 
     workers: list[WorkerConfig] = Field([WorkerConfig()], description="kinds of workers")
-    restarts: int = Field(3, ge=0, description="times a lost worker is started again, each")
+    restarts: int = Field(3, ge=0, description="times a lost worker is started again, each (scale=fixed)")
+    scale: Literal["fixed", "static", "ray"] = Field(
+        "fixed",
+        description="fixed: `count` workers of each kind; static: as many as pay, on the nodes there are; "
+        "ray: as many as pay, and Ray's autoscaler brings and takes the nodes",
+    )
+    gamma: float = Field(1.1, ge=1, allow_inf_nan=False, description="redundancy: mu_target = gamma mu_min")
+    tick_s: PositiveFloat = Field(5.0, description="the fleet is looked at this often, seconds")
+    sustain_s: NonNegativeFloat = Field(
+        30.0, description="a shortage must last so long before workers are added; a surplus twice as long"
+    )
+    boot_limit_s: PositiveFloat = Field(
+        600.0, description="a worker that does not generate by then is given up, its kind backed off"
+    )
+    usd_per_hour: PositiveFloat | None = Field(None, description="all workers together, at most")
+    interruptions_per_hour: PositiveFloat | None = Field(
+        None, description="expected preemptions of all workers together, at most"
+    )
+    max_workers: PositiveInt | None = Field(None, description="all kinds together, at most")
 
     @property
     def num_workers(self) -> int:
         return sum(kind.count for kind in self.workers)
+
+    def fixed(self) -> dict[str, WorkerConfig]:
+        """The workers of a fleet that does not change: w0, w1, ... in the order of the settings."""
+        if self.scale != "fixed":
+            return {}
+        kinds = [kind for kind in self.workers for _ in range(kind.count)]
+        return {f"w{i}": kind for i, kind in enumerate(kinds)}
+
+
+class BudgetConfig(Section):
+    """What the run may cost."""
+
+    usd: PositiveFloat | None = Field(
+        None, description="all machines together, earlier parts of a resumed run too: then it stops, cleanly"
+    )
 
 
 class SamplingConfig(Section):
@@ -304,6 +359,7 @@ class Config(Section):
     task: TaskConfig = TaskConfig()
     model: ModelConfig = ModelConfig()
     fleet: FleetConfig = FleetConfig()
+    budget: BudgetConfig = BudgetConfig()
     sampling: SamplingConfig = SamplingConfig()
     staleness: StalenessConfig = StalenessConfig()
     weights: WeightsConfig = WeightsConfig()

@@ -10,6 +10,9 @@
          |                                                      |                               |
       restart, with a new epoch and a growing delay             +---- Checkpoint, Evaluate <----+
 
+          WorkerWanted               WorkerUnwanted              WorkerLeft
+               +----> StartWorker          +----> LeaveWorker         +----> StopWorker
+
 `runner.py` carries the actions out against real actors or fakes, and feeds the events back. At most one
 FormBatch, Train, Publish or Checkpoint is in the air at a time (the learner does one thing at a time);
 installs, evaluations and restarts run beside them.
@@ -36,6 +39,7 @@ from echo_planes.events import (
     Install,
     Installed,
     LearnerReady,
+    LeaveWorker,
     Publish,
     Published,
     StartWorker,
@@ -43,8 +47,11 @@ from echo_planes.events import (
     StopRequested,
     StopWorker,
     Train,
+    WorkerLeft,
     WorkerLost,
     WorkerReady,
+    WorkerUnwanted,
+    WorkerWanted,
 )
 from echo_planes.types import InstallReport, Manifest
 
@@ -62,6 +69,7 @@ class _Worker:
     failures: int = 0  # installs refused in a row
     restarts: int = 0
     given_up: bool = False
+    leaving: bool = False  # takes no new prompts
 
 
 class Controller:
@@ -69,14 +77,16 @@ class Controller:
 
     Args:
         config: the run's settings.
-        worker_ids: the fleet.
+        worker_ids: the fleet to begin with.
         first_epoch: incarnation number of the first workers (larger after a resume).
     """
 
     def __init__(self, config: Config, worker_ids: list[str], first_epoch: int = 0) -> None:
         self._config = config
         self._kappa = config.staleness.kappa
+        self._first_epoch = first_epoch
         self._workers = {worker_id: _Worker(epoch=first_epoch) for worker_id in worker_ids}
+        self._past_restarts: dict[str, int] = {}  # of workers that have left
         self._step = -1
         self._saved_step = -1  # of the newest checkpoint, or of the start
         self._manifest: Manifest | None = None
@@ -94,7 +104,7 @@ class Controller:
     @property
     def restarts(self) -> dict[str, int]:
         """How often each worker was started again."""
-        return {worker_id: worker.restarts for worker_id, worker in self._workers.items()}
+        return self._past_restarts | {w: worker.restarts for w, worker in self._workers.items()}
 
     def begin(self) -> list[Action]:
         """What to do first."""
@@ -116,6 +126,13 @@ class Controller:
                 actions = self._on_worker_ready(event)
             case WorkerLost():
                 actions = self._on_worker_lost(event)
+            case WorkerWanted(worker_id):
+                self._workers[worker_id] = _Worker(epoch=self._first_epoch)
+                actions = [StartWorker(worker_id, self._first_epoch, 0.0)]
+            case WorkerUnwanted():
+                actions = self._on_worker_unwanted(event)
+            case WorkerLeft(worker_id, epoch):
+                actions = self._on_worker_left(worker_id, epoch)
             case Installed(report, epoch):
                 actions = self._on_installed(report, epoch)
             case BatchReady(batch):
@@ -178,7 +195,7 @@ class Controller:
         installs = [
             action
             for worker_id, worker in self._workers.items()
-            if worker.up and worker.installing < 0  # the others get the newest when they are through
+            if worker.up and not worker.leaving and worker.installing < 0  # others: when they are through
             for action in self._install(worker_id, worker)
         ]
         return installs + self._learner_free(now_s)
@@ -208,20 +225,43 @@ class Controller:
 
     # --- workers ---------------------------------------------------------------------------------
 
+    def _living(self, worker_id: str, epoch: int) -> _Worker | None:
+        """The worker, if that incarnation of it is the present one."""
+        worker = self._workers.get(worker_id)
+        return worker if worker is not None and worker.epoch == epoch else None
+
+    def _on_worker_unwanted(self, event: WorkerUnwanted) -> list[Action]:
+        worker = self._workers.get(event.worker_id)
+        if worker is None or worker.leaving:
+            return []
+        if not worker.up:
+            return self._forget(event.worker_id)
+        worker.leaving = True
+        return [LeaveWorker(event.worker_id, worker.epoch, event.limit_s)]
+
+    def _on_worker_left(self, worker_id: str, epoch: int) -> list[Action]:
+        return self._forget(worker_id) if self._living(worker_id, epoch) else []
+
+    def _forget(self, worker_id: str) -> list[Action]:
+        self._past_restarts[worker_id] = self._workers.pop(worker_id).restarts
+        return [StopWorker(worker_id)]
+
     def _on_worker_ready(self, event: WorkerReady) -> list[Action]:
-        worker = self._workers[event.worker_id]
-        if event.epoch != worker.epoch:
+        worker = self._living(event.worker_id, event.epoch)
+        if worker is None:
             return []
         worker.up, worker.version, worker.installing = True, -1, -1
         return self._install(event.worker_id, worker) if self._manifest else []
 
     def _on_worker_lost(self, event: WorkerLost) -> list[Action]:
-        worker = self._workers[event.worker_id]
-        if event.epoch != worker.epoch:
+        worker = self._living(event.worker_id, event.epoch)
+        if worker is None:
             return []
         return self._replace(event.worker_id, worker, event.reason)
 
     def _replace(self, worker_id: str, worker: _Worker, reason: str) -> list[Action]:
+        if worker.leaving or self._config.fleet.scale != "fixed":
+            return self._forget(worker_id)  # whether another comes is the fleet's decision
         worker.up, worker.version, worker.installing, worker.failures = False, -1, -1, 0
         worker.epoch += 1
         if worker.restarts >= self._config.fleet.restarts:
@@ -239,11 +279,13 @@ class Controller:
         return [Install(worker_id, worker.epoch, fresh=worker.failures > 0)]
 
     def _on_installed(self, report: InstallReport, epoch: int) -> list[Action]:
-        worker = self._workers[report.worker_id]
-        if epoch != worker.epoch or self._manifest is None:
+        worker = self._living(report.worker_id, epoch)
+        if worker is None or self._manifest is None:
             return []
         worker.version, worker.installing = report.version, -1
         self.digest_mismatches += report.digest_mismatches
+        if worker.leaving:
+            return []
         if report.ok:
             worker.failures = 0
             if report.version < self._manifest.version:
@@ -263,7 +305,7 @@ class Controller:
         step = min(self._evaluations_due)
         # Between publications the newest snapshot stands for the step.
         wanted = step - step % self._kappa if step < self._config.run.steps else step
-        serving = tuple(worker_id for worker_id, w in self._workers.items() if w.up and w.version >= wanted)
+        serving = tuple(worker_id for worker_id, w in self._workers.items() if _can_answer(w, wanted))
         if not serving:
             return []
         self._evaluating = True
@@ -278,3 +320,8 @@ class Controller:
     def _finish(self, status: Literal["done", "stopped", "failed"], error: str = "") -> list[Action]:
         self._over = True
         return [Finish(status, error)]
+
+
+def _can_answer(worker: _Worker, version: int) -> bool:
+    """Whether it may be asked to evaluate that version."""
+    return worker.up and not worker.leaving and worker.version >= version

@@ -28,6 +28,30 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerWanted:
+    """The fleet is to have another worker. Its name was never used before."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerUnwanted:
+    """A worker is to leave: it is no longer needed, or its machine is about to go."""
+
+    worker_id: str
+    reason: str
+    limit_s: float  # until it must be gone
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLeft:
+    """A worker that was to leave has handed everything over."""
+
+    worker_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class LearnerReady:
     """The learner holds its weights; `step` updates are behind it."""
 
@@ -90,6 +114,9 @@ class StopRequested:
 Event = (
     WorkerReady
     | WorkerLost
+    | WorkerWanted
+    | WorkerUnwanted
+    | WorkerLeft
     | LearnerReady
     | Published
     | Installed
@@ -113,6 +140,15 @@ class StartWorker:
     worker_id: str
     epoch: int
     delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveWorker:
+    """Have an incarnation take no new prompts and hand over what it has, within `limit_s`."""
+
+    worker_id: str
+    epoch: int
+    limit_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,4 +207,15 @@ class Finish:
     error: str = ""
 
 
-Action = StartWorker | StopWorker | Publish | Install | FormBatch | Train | Evaluate | Checkpoint | Finish
+Action = (
+    StartWorker
+    | LeaveWorker
+    | StopWorker
+    | Publish
+    | Install
+    | FormBatch
+    | Train
+    | Evaluate
+    | Checkpoint
+    | Finish
+)

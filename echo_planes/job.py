@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -14,12 +14,15 @@ from echo_planes.clock import Clock
 from echo_planes.config import Config, WorkerConfig
 from echo_planes.errors import EchoPlanesError
 from echo_planes.journal import Journal
+from echo_planes.keeper import FleetKeeper, Roster, worker_info
 from echo_planes.metrics import MetricsWriter
-from echo_planes.planes import DataPlane, LearnerPlane, Planes
+from echo_planes.observers import Observers
+from echo_planes.planes import DataPlane, LearnerPlane, Observer, Planes
 from echo_planes.report import write_report
+from echo_planes.rollout.actuator import Actuator
 from echo_planes.runner import Outcome, Runner
 from echo_planes.terminal import View
-from echo_planes.types import BufferCounts, WorkerInfo
+from echo_planes.types import BufferCounts
 from echo_planes.weights.run_sparsity import write_sparsity
 
 
@@ -34,7 +37,11 @@ class PlanesFactory(Protocol):
         resume_dir: Path | None,
         start_step: int,
         kinds: Mapping[str, WorkerConfig],
-    ) -> Planes: ...
+    ) -> FleetPlanes: ...
+
+
+class FleetPlanes(Planes, Roster, Protocol):
+    """Planes that can be told of new kinds of workers."""
 
 
 async def run_job(
@@ -47,6 +54,7 @@ async def run_job(
     checkpoint: Path | None,
     meta: CheckpointMeta,
     make_planes: PlanesFactory,
+    make_actuator: Callable[[Config, Clock], Awaitable[Actuator]],
     kinds: Mapping[str, WorkerConfig],
     export: Callable[[Mapping[str, float]], None],
 ) -> Outcome:
@@ -58,16 +66,24 @@ async def run_job(
         start_s: when the run began, on `clock`.
         checkpoint, meta: what to continue from; None and the first incarnation's numbers otherwise.
         make_planes: `launch.RayPlanes`, or one that loses messages.
-        kinds: the fleet, one entry per worker.
+        make_actuator: `launch.make_actuator`; asked only where the fleet follows price and need.
+        kinds: the fleet, one entry per worker; none where it follows price and need.
         export: called with every step's numbers (Prometheus).
 
     Raises:
         EchoPlanesError: the learner or the replay buffer failed.
     """
     lineage = f"L{meta.lineage_number}"
-    fleet = {w: WorkerInfo(w, kind.sku, kind.usd_per_hour, meta.next_epoch) for w, kind in kinds.items()}
+    fleet = {w: worker_info(w, kind, meta.next_epoch) for w, kind in kinds.items()}
     journal = Journal(config, MetricsWriter(folder), view, clock, export, start_s)
     planes = make_planes(config, lineage, folder, checkpoint, meta.step, kinds)
+
+    observer: Observer = journal
+    keeper: FleetKeeper | None = None
+    if config.fleet.scale != "fixed":
+        actuator = await make_actuator(config, clock)
+        keeper = FleetKeeper(config, actuator, planes, journal.broadcasts, clock, journal.on_event)
+        observer = Observers(journal, keeper)
 
     async def save(step: int, data: DataPlane, learner: LearnerPlane) -> None:
         next_epoch = meta.next_epoch + sum(runner.controller.restarts.values()) + 1
@@ -77,12 +93,13 @@ async def run_job(
     runner = Runner(
         config,
         planes,
-        journal,
+        observer,
         fleet=fleet,
         save_checkpoint=save,
         clock=clock,
         first_epoch=meta.next_epoch,
         resume_dir=checkpoint,
+        beside=keeper.run if keeper else None,
     )
     outcome = Outcome("failed", "", BufferCounts())
     with _stop_on_signals(runner, view):

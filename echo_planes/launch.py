@@ -16,7 +16,9 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.metrics import Gauge as RayGauge
 
+from echo_planes import preflight
 from echo_planes.builders import ScorerBuilder, TaskBuilder
+from echo_planes.clock import Clock
 from echo_planes.config import Config, WeightsConfig, WorkerConfig, cluster_address
 from echo_planes.data.batch import make_batch, train_everything
 from echo_planes.data.service import DataService
@@ -28,9 +30,12 @@ from echo_planes.errors import (
     RunError,
     WorkerGoneError,
 )
+from echo_planes.keeper import offers_of
 from echo_planes.learning.actor import LearnerProcess
 from echo_planes.metrics import GAUGES
 from echo_planes.rollout.actor import WorkerProcess
+from echo_planes.rollout.actuator import Actuator, StaticActuator
+from echo_planes.rollout.ray_nodes import RayNodes
 from echo_planes.types import (
     BroadcastStats,
     BufferCounts,
@@ -80,35 +85,12 @@ def ray_session(config: Config) -> Iterator[None]:
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ClusterError(f"Ray cluster '{address or 'local'}' cannot be reached: {error}") from error
     try:
-        check_fit(config, ray.cluster_resources(), [node["Labels"] for node in ray.nodes() if node["Alive"]])
+        preflight.check_fit(
+            config, ray.cluster_resources(), [node["Labels"] for node in ray.nodes() if node["Alive"]]
+        )
         yield
     finally:
         ray.shutdown()
-
-
-def check_fit(config: Config, has: Mapping[str, float], labels: Sequence[Mapping[str, str]]) -> None:
-    """Refuse a fleet that the cluster can never hold.
-
-    Raises:
-        ClusterError: names the resource, what is wanted and what there is.
-    """
-    wanted: dict[str, float] = {}
-    for kind in config.fleet.workers:
-        for resource, amount in kind.resources.items():
-            wanted[resource] = wanted.get(resource, 0.0) + amount * kind.count
-        if kind.labels and not any(kind.labels.items() <= node.items() for node in labels):
-            raise ClusterError(
-                f"fleet: no node of the cluster carries the labels {kind.labels} of SKU '{kind.sku}'; start "
-                "such a node, or change the fleet's labels"
-            )
-    for resource, amount in config.learner.resources.items():
-        wanted[resource] = wanted.get(resource, 0.0) + amount * config.learner.num_ranks
-    for resource, amount in wanted.items():
-        if amount > has.get(resource, 0.0) + 1e-9:
-            raise ClusterError(
-                f"fleet: workers and learner need {amount:g} {resource}, the cluster has "
-                f"{has.get(resource, 0.0):g}; choose a smaller fleet, or lower its 'resources'"
-            )
 
 
 def prometheus() -> Any:
@@ -296,6 +278,9 @@ class RemoteWorker:
         stats: WorkerStats = await self._actor.call("stats")
         return stats
 
+    async def leave(self, limit_s: float) -> int:
+        return int(await self._actor.call("leave", limit_s))
+
     async def stop(self) -> None:
         with suppress(RunError):  # it may be gone already, which is what is wanted
             await self._actor.call("stop")
@@ -326,7 +311,7 @@ class RayPlanes:
         kinds: Mapping[str, WorkerConfig],
     ) -> None:
         self._config = config
-        self._kinds = kinds
+        self._kinds = dict(kinds)
         self._workers: dict[str, RemoteWorker] = {}
         service = ray.remote(DataService).options(num_cpus=0)
         restore = resume_dir / "data" if resume_dir else None
@@ -343,6 +328,10 @@ class RayPlanes:
             config=_reachable(config.weights),
         )
         self.learner = RemoteLearner(config, self._link, signer.private_bytes(), run_dir, start_step)
+
+    def enlist(self, worker_id: str, kind: WorkerConfig) -> None:
+        """What a worker that is about to be spawned is."""
+        self._kinds[worker_id] = kind
 
     async def spawn_worker(self, worker_id: str, epoch: int) -> RemoteWorker:
         kind = self._kinds[worker_id]
@@ -371,10 +360,17 @@ class RayPlanes:
             ray.kill(worker.handle)
 
 
-def worker_kinds(config: Config) -> dict[str, WorkerConfig]:
-    """The fleet, one entry per worker: w0, w1, ... in the order of the settings."""
-    kinds = [kind for kind in config.fleet.workers for _ in range(kind.count)]
-    return {f"w{i}": kind for i, kind in enumerate(kinds)}
+async def make_actuator(config: Config, clock: Clock) -> Actuator:
+    """Where the machines of a fleet come from.
+
+    Raises:
+        ClusterError: the cluster has no autoscaler of the kind that is needed.
+    """
+    if config.fleet.scale == "static":
+        return StaticActuator({offer.name: offer.max_count for offer in offers_of(config)})
+    nodes = RayNodes({kind.offer: kind.labels for kind in config.fleet.workers}, clock)
+    await nodes.check()
+    return nodes
 
 
 def _actor_options(resources: Mapping[str, float], labels: Mapping[str, str]) -> dict[str, Any]:

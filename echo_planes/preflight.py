@@ -7,6 +7,7 @@ import shutil
 import socket
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from echo_planes.config import Config, WeightsConfig
@@ -42,6 +43,33 @@ def check(config: Config, run_dir: Path) -> None:
     check_replay(run_dir)
     check_disk(run_dir)
     check_weights(config.weights)
+
+
+def check_fit(config: Config, has: Mapping[str, float], labels: Sequence[Mapping[str, str]]) -> None:
+    """Refuse a fleet that the cluster can never hold.
+
+    Raises:
+        ClusterError: names the resource, what is wanted and what there is.
+    """
+    wanted: dict[str, float] = {}
+    kinds = config.fleet.workers if config.fleet.scale != "ray" else []  # there nodes come when asked for
+    for kind in kinds:
+        count = kind.count if config.fleet.scale == "fixed" else kind.quota
+        for resource, amount in kind.resources.items():
+            wanted[resource] = wanted.get(resource, 0.0) + amount * count
+        if kind.labels and not any(kind.labels.items() <= node.items() for node in labels):
+            raise ClusterError(
+                f"fleet: no node of the cluster carries the labels {kind.labels} of SKU '{kind.sku}'; start "
+                "such a node, or change the fleet's labels"
+            )
+    for resource, amount in config.learner.resources.items():
+        wanted[resource] = wanted.get(resource, 0.0) + amount * config.learner.num_ranks
+    for resource, amount in wanted.items():
+        if amount > has.get(resource, 0.0) + 1e-9:
+            raise ClusterError(
+                f"fleet: workers and learner need {amount:g} {resource}, the cluster has "
+                f"{has.get(resource, 0.0):g}; choose a smaller fleet, or lower its 'resources'"
+            )
 
 
 def check_weights(weights: WeightsConfig) -> None:
@@ -87,6 +115,22 @@ def check_fleet(config: Config) -> None:
             "fleet.workers: the fleet has zero workers, so nothing would ever be sampled; set a count of at "
             "least 1"
         )
+    if config.fleet.scale == "fixed":
+        return
+    seen: set[str] = set()
+    for kind in config.fleet.workers:
+        if kind.offer in seen:
+            raise ConfigError(
+                f"fleet.workers: two kinds are called {kind.offer}; give them another sku, region or market"
+            )
+        seen.add(kind.offer)
+        for key in ("count", "min_count"):
+            wanted = getattr(kind, key)
+            if wanted > kind.quota:
+                raise ConfigError(
+                    f"fleet.workers: {key}={wanted} of {kind.offer} is above its quota "
+                    f"max_count={kind.quota}; lower the one or raise the other"
+                )
 
 
 def check_lengths(config: Config) -> None:

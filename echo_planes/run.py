@@ -141,7 +141,8 @@ async def _run(
             checkpoint=checkpoint,
             meta=meta,
             make_planes=launch.RayPlanes,
-            kinds=launch.worker_kinds(config),
+            make_actuator=launch.make_actuator,
+            kinds=config.fleet.fixed(),
             export=launch.prometheus(),
         )
     if outcome.status == "failed":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 BATCH_WAIT_S = 1.0  # how long one question for a batch waits in the data plane
 STATS_EVERY_STEPS = 5
+LEAVE_SHARE = 0.7  # of the time until a worker must be gone, for what is being scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class Runner:
         clock: seconds.
         first_epoch: incarnation number of the first workers.
         resume_dir: checkpoint to continue from.
+        beside: runs as long as the run does (what keeps the fleet); its error ends the run.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Runner:
         clock: Clock,
         first_epoch: int = 0,
         resume_dir: Path | None = None,
+        beside: Callable[[Runner], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         self._config = config
         self._planes = planes
@@ -85,10 +88,21 @@ class Runner:
         self._manifest: Manifest | None = None  # of the newest publication
         self._steps_seen = 0
         self._serving = False  # some worker serves a published version
+        self._beside = beside
 
     def request_stop(self, reason: str) -> None:
         """Finish the step in hand, checkpoint, and end. Safe to call from a signal handler of this loop."""
         self._events.put_nowait(ev.StopRequested(reason))
+
+    def want_worker(self, info: WorkerInfo) -> None:
+        """Have another worker, of a name that was never used."""
+        self._fleet[info.worker_id] = info
+        self._events.put_nowait(ev.WorkerWanted(info.worker_id))
+
+    def unwant_worker(self, worker_id: str, reason: str, limit_s: float) -> None:
+        """Have a worker hand over what it has and leave, within `limit_s`."""
+        self._observer.on_event("worker leaves", reason, worker=worker_id)
+        self._events.put_nowait(ev.WorkerUnwanted(worker_id, reason, limit_s))
 
     async def run(self) -> Outcome:
         """Run to the end.
@@ -99,6 +113,8 @@ class Runner:
         finish: ev.Finish | None = None
         try:
             self._spawn(self._start_learner())
+            if self._beside:
+                self._spawn(self._beside(self))
             for action in self.controller.begin():
                 self._spawn(self._carry_out(action))
             while finish is None:
@@ -122,6 +138,8 @@ class Runner:
         match action:
             case ev.StartWorker(worker_id, epoch, delay_s):
                 await self._start_worker(worker_id, epoch, delay_s)
+            case ev.LeaveWorker(worker_id, epoch, limit_s):
+                await self._leave(worker_id, epoch, limit_s)
             case ev.StopWorker(worker_id):
                 await self._end_worker(worker_id)
             case ev.Install(worker_id, epoch, fresh):
@@ -157,7 +175,7 @@ class Runner:
         info = self._fleet[worker_id]
         await self._end_worker(worker_id)
         await asyncio.sleep(delay_s)
-        self._observer.on_worker(WorkerInfo(worker_id, info.sku, info.usd_per_hour, epoch), alive=True)
+        self._observer.on_worker(replace(info, epoch=epoch), alive=True)
         limit_s = self._config.run.wait_limit_s
         try:
             with self._observer.phase(f"rollout worker {worker_id} ({info.sku})"):
@@ -169,6 +187,20 @@ class Runner:
             await worker.run()
         except (RunError, LeaseError, ClusterError) as why:  # LeaseError: replaced meanwhile
             self._lost(worker_id, epoch, str(why))
+
+    async def _leave(self, worker_id: str, epoch: int, limit_s: float) -> None:
+        """Have a worker hand over what it has. Whatever comes of it, it is ended: what it had is not lost."""
+        current = self._workers.get(worker_id)
+        if current is not None and current[0] == epoch:
+            try:
+                handed = await self._within(
+                    "leaving", limit_s, current[1].leave(LEAVE_SHARE * limit_s), worker=worker_id
+                )
+                self._observer.on_event("worker left", f"{handed} prompts go on elsewhere", worker=worker_id)
+            except RunError as why:
+                self._observer.on_event("worker left", f"without a word: {why}", worker=worker_id)
+        self._gone(worker_id, epoch)
+        self._events.put_nowait(ev.WorkerLeft(worker_id, epoch))
 
     async def _end_worker(self, worker_id: str) -> None:
         """Fence the worker's incarnation, give its prompts back, and end its process."""
@@ -283,19 +315,26 @@ class Runner:
     def _lost(self, worker_id: str, epoch: int, reason: str) -> None:
         if (worker_id, epoch) in self._ended:
             return  # several calls were waiting for it
-        self._ended.add((worker_id, epoch))
-        info = self._fleet[worker_id]
-        self._observer.on_worker(WorkerInfo(worker_id, info.sku, info.usd_per_hour, epoch), alive=False)
+        self._gone(worker_id, epoch)
         self._observer.on_event("worker lost", reason, worker=worker_id)
         self._events.put_nowait(ev.WorkerLost(worker_id, epoch, reason))
 
-    async def _collect_stats(self) -> None:
+    def _gone(self, worker_id: str, epoch: int) -> None:
+        """The end of an incarnation: what fails in it from now on is no loss, and it costs nothing more."""
+        self._ended.add((worker_id, epoch))
+        self._observer.on_worker(replace(self._fleet[worker_id], epoch=epoch), alive=False)
+
+    async def collect_worker_stats(self) -> None:
+        """Ask every worker for its counters, and tell whoever keeps the books."""
         for worker_id, (epoch, worker) in list(self._workers.items()):
             try:
                 stats = await self._within("worker statistics", 10.0, worker.stats(), worker=worker_id)
             except RunError:
                 continue  # its run() reports the loss
             self._observer.on_stats(epoch, stats)
+
+    async def _collect_stats(self) -> None:
+        await self.collect_worker_stats()
         with suppress(RunError):  # a learner that is gone says so itself
             # It answers between two steps only, and a step may be long.
             asked, limit_s = self._planes.learner.broadcasts(), self._config.run.wait_limit_s

@@ -20,6 +20,7 @@ ByteArray = npt.NDArray[np.uint8]
 # Of a trajectory. failed: its rollout, or its group, came to nothing; the others: of its reward, which took
 # too long, raised, or was no reward.
 Status = Literal["ok", "failed", "reward_timeout", "reward_error", "reward_invalid"]
+Market = Literal["on_demand", "spot"]  # how a machine was bought; spot ones may be taken away
 Codec = Literal["compact", "fast", "overwrite", "full"]  # see weights/codec.py
 
 
@@ -349,6 +350,7 @@ class WorkerInfo:
     sku: str
     usd_per_hour: float
     epoch: int
+    market: Market = "on_demand"
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +366,7 @@ class WorkerStats:
     busy_s: float  # seconds with at least one request in flight
     full_s: float = 0.0  # without a free place: only then it shows how fast it is
     full_tokens: int = 0  # sampled in that time
+    leaves_in_s: float | None = None  # its machine announced that it will be taken by then
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,9 @@ class WorkerProcess:
     async def stats(self) -> WorkerStats:
         return await self._worker.stats()
 
+    async def leave(self, limit_s: float) -> int:
+        return await self._worker.leave(limit_s)
+
     async def stop(self) -> None:
         await self._worker.stop()
         if self._node is not None:

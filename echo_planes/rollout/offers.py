@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
-
 from echo_planes.rollout.capacity import needed_capacity
-
-Market = Literal["spot", "on_demand"]
+from echo_planes.types import Market
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +70,9 @@ class Limits:
 class FleetPlan:
     """Workers of each offer, and what they come to."""
 
-    counts: Mapping[str, int] = field(default_factory=dict)  # offer name -> workers; offers with none are absent
+    counts: Mapping[str, int] = field(
+        default_factory=dict
+    )  # offer name -> workers; offers with none are absent
     usd_per_hour: float = 0.0
     mu: float = 0.0  # trajectories/s
     interruptions_per_hour: float = 0.0
@@ -89,4 +88,6 @@ class Shortfall:
 
     best: FleetPlan  # most throughput within the limits
     mu_target: float  # trajectories/s that were asked for
-    binding: tuple[str, ...]  # which limits stop it: "quota", "usd_per_hour", "usd_left", "interruptions", "max_workers"
+    binding: tuple[
+        str, ...
+    ]  # which limits stop it: "quota", "usd_per_hour", "usd_left", "interruptions", "max_workers"

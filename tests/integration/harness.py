@@ -274,7 +274,8 @@ def lossy_run(words: list[str]) -> int:
                 checkpoint=None,
                 meta=CheckpointMeta(step=0, lineage_number=0, next_epoch=0),
                 make_planes=LossyPlanes,
-                kinds=launch.worker_kinds(config),
+                make_actuator=launch.make_actuator,
+                kinds=config.fleet.fixed(),
                 export=lambda numbers: None,
             )
         )
