@@ -112,9 +112,10 @@ class WorkerConfig(Section):
     interruptions_per_hour: NonNegativeFloat = Field(
         0.0, description="preemptions of one, until they are measured"
     )
-    notice_url: str | None = Field(
-        None, description="metadata endpoint that announces a preemption: aws, gcp, azure, or http://..."
+    cloud: Literal["aws", "gcp", "azure"] | None = Field(
+        None, description="whose metadata service announces preemptions on the machine; default: none asked"
     )
+    metadata_url: str | None = Field(None, description="its address; default: the cloud's usual one")
 
     @property
     def offer(self) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 from echo_planes.data.reward_child import outcomes
 from echo_planes.data.task import TaskAdapter
 from echo_planes.errors import RunError, WeightsError, WorkerGoneError
+from echo_planes.samples import joined
 from echo_planes.types import (
     BroadcastStats,
     Episode,
@@ -27,7 +28,6 @@ from echo_planes.types import (
     StepStats,
     TrainBatch,
     Trajectory,
-    joined,
 )
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from echo_planes.config import Config, WeightsConfig
+from echo_planes.config import Config, FleetConfig, WeightsConfig, WorkerConfig
 from echo_planes.data.store.files import LOCK_NAME, REPLAY_FOLDER, Lock
 from echo_planes.data.store.recovery import STORE_NAME, read_store_id
 from echo_planes.errors import ClusterError, ConfigError, ModelError
@@ -116,6 +116,7 @@ def check_fleet(config: Config) -> None:
             "least 1"
         )
     if config.fleet.scale == "fixed":
+        check_ignored(config.fleet)
         return
     seen: set[str] = set()
     for kind in config.fleet.workers:
@@ -131,6 +132,34 @@ def check_fleet(config: Config) -> None:
                     f"fleet.workers: {key}={wanted} of {kind.offer} is above its quota "
                     f"max_count={kind.quota}; lower the one or raise the other"
                 )
+
+
+def check_ignored(fleet: FleetConfig) -> None:
+    """Nothing is set that a fleet of fixed size never looks at."""
+    usual = WorkerConfig()
+    keys = ("min_count", "max_count", "mu", "interruptions_per_hour", "cloud", "metadata_url")
+    names = [
+        f"fleet.workers.{key}"
+        for key in keys
+        if any(getattr(k, key) != getattr(usual, key) for k in fleet.workers)
+    ]
+    of_fleet = (
+        "gamma",
+        "tick_s",
+        "sustain_s",
+        "boot_limit_s",
+        "usd_per_hour",
+        "interruptions_per_hour",
+        "max_workers",
+    )
+    names += [
+        f"fleet.{key}" for key in of_fleet if getattr(fleet, key) != FleetConfig.model_fields[key].default
+    ]
+    if names:
+        raise ConfigError(
+            f"{', '.join(names)}: only a fleet that follows price and need looks at that; set "
+            "fleet.scale=ray or static, or leave it out"
+        )
 
 
 def check_lengths(config: Config) -> None:

@@ -1,8 +1,8 @@
 """What workers have made of prompts that are not finished (RLBoost, section 4.2).
 
 Tokens are kept as they arrive, so that a prompt whose worker is lost, leaves or has too much to do goes on
-elsewhere from its last token. The sampler's logprobs and the version of every token are kept with it: to the learner it makes no difference
-how many workers an answer has seen.
+elsewhere from its last token. The sampler's logprobs and the version of every token are kept with it: to the
+learner it makes no difference how many workers an answer has seen.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from echo_planes.errors import LeaseError
-from echo_planes.types import Draft, Lease, LeaseTokens, Sample, joined
+from echo_planes.samples import joined
+from echo_planes.types import Draft, Lease, LeaseTokens, Sample
 
 
 class DraftBook:

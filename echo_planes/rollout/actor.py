@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import aiohttp
 import ray
 
 from echo_planes.config import Config, WorkerConfig
 from echo_planes.errors import RunError
 from echo_planes.process import die_with_parent
+from echo_planes.rollout.notices import Cloud, MetadataService, watch
 from echo_planes.rollout.scoring import ProcessScorer
-from echo_planes.rollout.vllm_engine import VllmEngine
 from echo_planes.rollout.sources import Task, WorkSource
+from echo_planes.rollout.vllm_engine import VllmEngine
 from echo_planes.rollout.worker import RolloutWorker
 from echo_planes.types import InstallReport, Manifest, Trajectory, WorkerStats
 from echo_planes.weights.link import NodeSource, WeightLink
 from echo_planes.weights.node_client import WorkerNode
+
+NOTICE_EVERY_S = 2.0  # the shortest notice any cloud gives is 30 s
+NOTICE_LIMIT_S = 2.0
+NOTICE_FAILURES = 10  # in a row; then the worker ends, because it would be taken unawares
 
 
 class WorkerProcess:
@@ -58,6 +65,7 @@ class WorkerProcess:
         self._weights = NodeSource(link.lineage, 0.9 * config.run.wait_limit_s)
         self._node: WorkerNode | None = None
         self._started: RolloutWorker | None = None
+        self._ends_unix_s: float | None = None  # its cloud will take the machine then
 
     async def join(self, sender: str) -> None:
         """Start the weight node, which begins to receive at once. `sender`: the address of the learner's."""
@@ -94,7 +102,24 @@ class WorkerProcess:
         return self._started
 
     async def run(self) -> None:
-        await self._worker.run()
+        if self._kind.cloud is None:
+            await self._worker.run()
+            return
+        watching = asyncio.create_task(self._watch_for_notice(self._kind.cloud))
+        tasks = {asyncio.create_task(self._worker.run()), watching}
+        try:
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in ended:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _watch_for_notice(self, cloud: Cloud) -> None:
+        async with aiohttp.ClientSession(trust_env=False) as session:
+            service = MetadataService(session, cloud, NOTICE_LIMIT_S, time.time, self._kind.metadata_url)
+            notice = await watch(service, NOTICE_EVERY_S, NOTICE_FAILURES)
+        self._ends_unix_s = notice.deadline_unix_s
 
     async def install(self, manifest: Manifest, fresh: bool) -> InstallReport:
         return await self._worker.install(manifest, fresh)
@@ -106,7 +131,10 @@ class WorkerProcess:
         return await self._worker.evaluate(indices, samples_per_prompt)
 
     async def stats(self) -> WorkerStats:
-        return await self._worker.stats()
+        stats = await self._worker.stats()
+        if self._ends_unix_s is None:
+            return stats
+        return replace(stats, leaves_in_s=self._ends_unix_s - time.time())
 
     async def leave(self, limit_s: float) -> int:
         return await self._worker.leave(limit_s)

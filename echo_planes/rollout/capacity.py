@@ -1,6 +1,19 @@
-"""How much rollout capacity a learner needs so that it never waits (ECHO-2, section 3 and appendix C)."""
+"""How much rollout capacity a learner needs so that it never waits, and what less of it costs.
+
+Sources: ECHO-2, section 3.3 and appendix B; RLBoost, section 4.1, for S = 0.
+"""
 
 from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from echo_planes.errors import ConfigError
+
+if TYPE_CHECKING:
+    from echo_planes.rollout.offers import Need
+
+_ROUNDING = 1e-9  # a quotient this close above a whole number is that number
 
 
 def needed_capacity(kappa: int, per_step: int, t_train_s: float, t_bcast_s: float) -> float | None:
@@ -17,3 +30,62 @@ def needed_capacity(kappa: int, per_step: int, t_train_s: float, t_bcast_s: floa
     """
     window_s = kappa * t_train_s - t_bcast_s
     return kappa * per_step / window_s if window_s > 0 else None
+
+
+def staleness_bound(need: Need, mu_pool: float) -> int | None:
+    """Delta_max <= kappa + ceil((T_bcast + R / mu_pool) / T_train) - 1 learner steps (ECHO-2, eq. 7).
+
+    It assumes that nothing is sampled from a snapshot before the broadcast is complete, so it is seldom met.
+
+    Args:
+        mu_pool: trajectories/s of all workers together. None is returned where there are none.
+    """
+    if need.max_staleness == 0:
+        return 0  # strictly synchronous: batches are of the newest snapshot by construction
+    if mu_pool <= 0:
+        return None
+    steps = (need.t_bcast_s + need.per_step / mu_pool) / need.t_train_s
+    return need.kappa + math.ceil(steps - _ROUNDING) - 1
+
+
+def predicted_bubble(need: Need, mu: float) -> float:
+    """T_idle / (T_idle + T_train) of the learner, 0 to 1, with `mu` trajectories/s.
+
+    A period of kappa steps takes the longer of training and of broadcast + sampling (ECHO-2, eq. 1). At S = 0
+    nothing overlaps: they take their times one after the other.
+    """
+    if mu <= 0:
+        return 1.0
+    if need.max_staleness == 0:
+        idle_s = need.t_bcast_s + need.per_step / mu
+        return idle_s / (idle_s + need.t_train_s)
+    training_s = need.kappa * need.t_train_s
+    period_s = max(training_s, need.t_bcast_s + need.kappa * need.per_step / mu)
+    return 1 - training_s / period_s
+
+
+def useful_instances(
+    t_remote_s: float, mean_instances: float, t_seed_s: float, num_reserved: int, t_train_s: float
+) -> int:
+    """N_prem = (t_remote n_mean + T_seed N_resv) / t_train, rounded up (RLBoost, algorithm 1, line 10).
+
+    The work of a step in worker-seconds over the time the learner takes for one: with more workers, sampling
+    is faster than training, which gains nothing. It is the rule for S = 0, where the overlap rule is not.
+
+    Args:
+        t_remote_s: seconds that remote workers spent on sampling in the last step.
+        mean_instances: remote workers, averaged over that step.
+        t_seed_s: seconds that the learner's own machines sampled first (0.0 where they do not).
+        num_reserved: engines these machines make.
+        t_train_s: seconds of training alone in a step, waiting excluded.
+
+    Raises:
+        ConfigError: t_train_s is not positive, or another value is negative or not finite.
+    """
+    values = (t_remote_s, mean_instances, t_seed_s, num_reserved, t_train_s)
+    if not all(math.isfinite(value) and value >= 0 for value in values) or t_train_s == 0:
+        raise ConfigError(
+            f"useful_instances{values}: t_train_s must be above 0 and the others at least 0; "
+            "give what a whole step measured"
+        )
+    return math.ceil((t_remote_s * mean_instances + t_seed_s * num_reserved) / t_train_s - _ROUNDING)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from echo_planes.rollout.generate import Engine
-from echo_planes.types import Draft, Sample, joined
+from echo_planes.samples import joined
+from echo_planes.types import Draft, Sample
 
 
 class GroupPolicy:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
 from echo_planes.rollout.capacity import needed_capacity
 from echo_planes.types import Market
 

@@ -12,8 +12,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,9 @@ import numpy as np
 from echo_planes.config import EngineConfig, SamplingConfig
 from echo_planes.errors import ModelError, RunError, TaskError, WeightsError
 from echo_planes.rollout.vllm_answers import Answer, Origins, label
-from echo_planes.types import Manifest, Publication, Sample, joined
+from echo_planes.rollout.vllm_environment import ENVIRONMENT, engine_environment, staging_parent
+from echo_planes.samples import joined
+from echo_planes.types import Manifest, Publication, Sample
 from echo_planes.weights.receiver import check_payload
 
 if TYPE_CHECKING:
@@ -36,13 +37,6 @@ BACKEND = "echo_planes"  # what the plugin registers itself as
 _GIB = 1 << 30
 # Tokens per streamed chunk: enough to renew leases, and a fraction of the work of one chunk per token.
 _STREAM_INTERVAL_TOKENS = 16
-_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",  # models are local folders
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings at every start concern settings made here on purpose
-    "OMP_NUM_THREADS": "1",  # an engine on CPUs is given one
-    "TOKENIZERS_PARALLELISM": "false",
-}
 
 
 class VllmEngine:
@@ -120,7 +114,7 @@ class VllmEngine:
         """
         if not (self._model_folder / "config.json").is_file():
             raise ModelError(f"{self._model_folder} holds no config.json: not a Hugging Face model folder")
-        self._staging = Path(tempfile.mkdtemp(prefix="echo_planes_", dir=_staging_parent()))  # mode 0700
+        self._staging = Path(tempfile.mkdtemp(prefix="echo_planes_", dir=staging_parent()))  # mode 0700
         self._vllm = self._build()
         self._digest = await self.live_digest()
         await self._vllm.update_weight_version(label(self._version, self._digest))
@@ -157,7 +151,7 @@ class VllmEngine:
             self._staging = None
 
     def _build(self) -> AsyncLLM:
-        os.environ.update({name: value for name, value in _ENVIRONMENT.items() if name not in os.environ})
+        os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
         # It would override the configured KV cache, and vLLM reads it as a whole number only.
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -181,7 +175,7 @@ class VllmEngine:
             worker_extension_cls=self.worker_extension,
             **(self._cpu_options() if on_cpu else self._gpu_options()),
         )
-        with _engine_environment(on_cpu):
+        with engine_environment(on_cpu):
             try:
                 return AsyncLLM.from_engine_args(arguments)
             except RuntimeError as error:
@@ -378,28 +372,3 @@ class VllmEngine:
             return (await self.vllm.collective_rpc(method))[0]
         except EngineDeadError as error:
             raise RunError(f"the vLLM engine died before it answered {method}") from error
-
-
-def _staging_parent() -> str | None:
-    """Memory-backed where there is such a folder; None: the system's folder for temporary files."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-
-
-@contextmanager
-def _engine_environment(on_cpu: bool) -> Iterator[None]:
-    """What the engine's process inherits and this one must not keep."""
-    variables = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    if on_cpu:
-        # Even in eager mode vLLM compiles a small sampling helper with g++ at the first request: 20-30 s
-        # for a gain too small to measure.
-        variables["TORCHDYNAMO_DISABLE"] = "1"
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

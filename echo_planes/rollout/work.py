@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from echo_planes.types import Draft, Lease, LeaseTokens, Sample, joined
+from echo_planes.samples import joined
+from echo_planes.types import Draft, Lease, LeaseTokens, Sample
 
 
 @dataclass(eq=False)

@@ -22,7 +22,8 @@ from echo_planes.config import BUILTIN_MODELS, EngineConfig, SamplingConfig
 from echo_planes.errors import RunError, TaskError, WeightsError
 from echo_planes.rollout.vllm_engine import VllmEngine
 from echo_planes.rollout.vllm_plugin import LiveTensors, WorkerExtension
-from echo_planes.types import Publication, Sample, joined
+from echo_planes.samples import joined
+from echo_planes.types import Publication, Sample
 from echo_planes.weights.codec import Applied, Change
 from echo_planes.weights.digest import BitTensor, bit_tensor
 from echo_planes.weights.stager import Stager
@@ -454,7 +455,9 @@ def test_whoever_waits_for_an_engine_that_ends_is_told(bench: Bench) -> None:
 
     async def scenario() -> None:
         answering = asyncio.ensure_future(
-            bench.engine.generate(PROBE, num_samples=8, max_new_tokens=500, on_tokens=lambda *_: started.set())
+            bench.engine.generate(
+                PROBE, num_samples=8, max_new_tokens=500, on_tokens=lambda *_: started.set()
+            )
         )
         await started.wait()
         if bench.prefix_caching:

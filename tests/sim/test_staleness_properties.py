@@ -1,24 +1,55 @@
 """Thousands of random schedules of the pure core: the bound holds, nothing is lost, and it never gets stuck.
 
-The schedule is adversarial: workers are slow, die, come back, miss publications; leases expire; the
-learner trains whenever it may. Every draw comes from one seed, which a failure names.
+The schedule is adversarial: workers are slow, die, come back, miss publications; they stream tokens, hand
+leases over, are recalled, and go on for a while after they were replaced; leases expire; the learner trains
+whenever it may. Every draw comes from one seed, which a failure names.
+
+Beside the buffer runs a model of it that knows only what was sent and what was answered: which leases live,
+and which tokens were kept of every prompt. The ledger of tokens that holds at every moment:
+
+    streamed = in accepted groups + discarded + of prompts that are leased or wait
+    continued = the sum over all leases of the tokens they began with
 """
 
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass, field
 
 import pytest
 
 from echo_planes.config import StalenessConfig
 from echo_planes.data.buffer_state import Accepted, NotReady
-from echo_planes.types import Group, Lease, Prompt
+from echo_planes.types import Draft, Group, Lease, LeaseTokens, Prompt, Sample, Span
 from tests.unit.test_buffer import Buffer, answer
 
 STEPS = 12
 SEEDS_PER_SETTING = 50
 LEASE_S = 40.0
 SELECTORS = ("fifo", "freshest", "uniform", "staleness", "reward")
+
+Label = tuple[int, str]  # version and digest of what made a token
+
+
+@dataclass
+class Call:
+    """One call of the policy, as its tokens were kept."""
+
+    context: tuple[int, ...]
+    tokens: list[tuple[int, Label]] = field(default_factory=list)
+    ended: bool = False
+
+
+@dataclass(eq=False)
+class Held:
+    """A lease in a worker's hands."""
+
+    lease: Lease
+    calls: list[Call]
+    issued_s: float
+    ends_s: float
+    lives: bool = True
+    recalled: bool = False
 
 
 class Schedule:
@@ -52,7 +83,10 @@ class Schedule:
         self.uses: dict[str, int] = {}
         self.taken = 0
         self.training = False
-        self.leases: list[Lease] = []
+        self.leases: list[Held] = []  # that some incarnation believes to have
+        self.kept: dict[int, list[Call]] = {}  # tokens of unfinished prompts, by prompt index
+        self.next_token = 0
+        self.streamed = self.in_accepted = self.continued = self.continued_tokens = 0
         self.epochs = {f"w{i}": 0 for i in range(self.rng.randint(1, 3))}
         self.serves = dict.fromkeys(self.epochs, -1)
         self.buffer.publish(0, "d0")
@@ -65,6 +99,9 @@ class Schedule:
                 return
             self.now_s += self.rng.expovariate(1.0)
             moves = [self.pull, self.finish, self.finish, self.install, self.learn, self.learn]
+            moves += [self.stream, self.stream]
+            if self.rng.random() < 0.1:
+                moves = [self.hand_over, self.recall]
             if self.rng.random() < 0.02:
                 moves = [self.die]
             self.rng.choice(moves)()
@@ -72,30 +109,173 @@ class Schedule:
         raise AssertionError(f"stuck at step {self.trained}")
 
     def check(self) -> None:
+        self.buffer.expire(self.now_s)
+        self.expire()
         counts = self.buffer.counts
         assert counts.lost == 0
         assert counts.accepted == counts.trained + counts.dropped_stale + counts.buffered
+        assert counts.leased == 2 * len(self.live())
+        open_tokens = sum(len(call.tokens) for calls in self.kept.values() for call in calls)
+        assert self.streamed == self.in_accepted + counts.discarded_tokens + open_tokens
+        assert (counts.continued, counts.continued_tokens) == (self.continued, self.continued_tokens)
+
+    # --- the model: which leases live, and what is kept of them ----------------------------------
+
+    def live(self) -> list[Held]:
+        return [held for held in self.leases if held.lives]
+
+    def holds(self, held: Held) -> bool:
+        """Whether its lease is still its worker's."""
+        return held.lives and held.ends_s > self.now_s
+
+    def expire(self) -> None:
+        for held in self.live():
+            if held.ends_s <= self.now_s:
+                self.ended(held)
+
+    def ended(self, held: Held) -> None:
+        """A lease ended without a result: what is of a published version waits for somebody."""
+        held.lives = False
+        index = held.lease.prompt.index
+        self.kept[index] = [
+            call for call in held.calls if all(digest == f"d{v}" for _, (v, digest) in call.tokens)
+        ]
+
+    def may_go_on(self, oldest: int) -> bool:
+        """Whether a group whose oldest token is of that version may be begun now."""
+        step, budget = self.buffer.step, self.staleness.max_staleness
+        batches = min(float(oldest + budget - step + 1), self.staleness.queue_batches)
+        outstanding = self.buffer.counts.buffered // 2
+        outstanding += sum(held.lease.version >= step - budget for held in self.live())
+        return batches > 0 and outstanding < int(batches * self.groups_per_step)
+
+    def serving(self, held: Held) -> Label:
+        """What makes the next tokens of a lease; once in a while weights that are not what they should be."""
+        lease = held.lease
+        current = self.epochs[lease.worker_id] == lease.epoch
+        version = max(self.serves[lease.worker_id], lease.version) if current else lease.version
+        return version, f"d{version}" if self.rng.random() < 0.99 else "damaged"
+
+    def sampled(self, held: Held) -> tuple[LeaseTokens, list[Call]]:
+        """A message with some new tokens, and what is kept after it."""
+        calls = [Call(call.context, list(call.tokens), call.ended) for call in held.calls]
+        label, pieces = self.serving(held), []
+        for number in range(len(calls) + self.rng.randint(0, 1)):
+            is_new = number == len(calls)
+            if is_new:
+                calls.append(Call((held.lease.prompt.index, number)))
+            call = calls[number]
+            if call.ended or not (is_new or self.rng.random() < 0.7):
+                continue
+            tokens = tuple(range(self.next_token, self.next_token + self.rng.randint(1, 3)))
+            self.next_token += len(tokens)
+            call.tokens += [(token, label) for token in tokens]
+            call.ended = self.rng.random() < 0.2
+            span = Span(0, len(tokens), *label)
+            sample = Sample(tokens, (-0.5,) * len(tokens), (span,), "stop" if call.ended else "")
+            pieces.append((number, Draft(call.context if is_new else (), sample)))
+        return LeaseTokens(held.lease.lease_id, tuple(pieces)), calls
+
+    def keep(self, held: Held, calls: list[Call]) -> None:
+        self.streamed += sum(len(call.tokens) for call in calls)
+        self.streamed -= sum(len(call.tokens) for call in held.calls)
+        held.calls = self.kept[held.lease.prompt.index] = calls
+
+    # --- what workers do -------------------------------------------------------------------------
 
     def pull(self) -> None:
         worker = self.rng.choice(list(self.epochs))
         epoch = self.epochs[worker]
-        for index in self.buffer.pull(worker, epoch, self.rng.randint(1, 6), self.now_s):
-            self.leases.append(self.buffer.lease(worker, epoch, Prompt(index, (index,)), self.now_s))
+        indices = self.buffer.pull(worker, epoch, self.rng.randint(1, 6), self.now_s)
+        self.expire()
+        for index in indices:
+            waiting = self.kept.pop(index, [])
+            versions = [version for call in waiting for _, (version, _) in call.tokens]
+            if versions and not self.may_go_on(min(versions)):
+                assert min(versions) < self.serves[worker]  # else it is no older than what is begun anew
+                waiting, versions = [], []
+            lease = self.buffer.lease(worker, epoch, Prompt(index, (index,)), self.now_s)
+            self.begins_with(lease, waiting)
+            assert lease.version == min([self.serves[worker], *versions])
+            self.continued += bool(waiting)
+            self.continued_tokens += len(versions)
+            self.kept[index] = waiting
+            self.leases.append(Held(lease, waiting, self.now_s, self.now_s + LEASE_S))
 
-    def finish(self) -> None:
-        """Some lease ends: in time or long after, under the worker's newest version or an older one."""
+    def begins_with(self, lease: Lease, calls: list[Call]) -> None:
+        """What it gets of others is exactly what they streamed, token by token with its version."""
+        assert len(lease.drafts) == len(calls)
+        for draft, call in zip(lease.drafts, calls, strict=True):
+            assert draft.context == call.context
+            labels = [(s.version, s.digest) for s in draft.sample.spans for _ in range(s.start, s.stop)]
+            assert list(zip(draft.sample.token_ids, labels, strict=True)) == call.tokens
+            assert bool(draft.sample.finish_reason) == call.ended
+
+    def stream(self) -> None:
+        """Some lease's worker sends tokens; what it is told to give up, it hands over at once or ignores."""
         if not self.leases:
             return
-        lease = self.leases.pop(self.rng.randrange(len(self.leases)))
+        held = self.rng.choice(self.leases)
+        lease = held.lease
+        message, calls = self.sampled(held)
+        refused = self.buffer.stream(lease.worker_id, lease.epoch, [message], self.now_s)
+        assert refused == (() if self.holds(held) and not held.recalled else (lease.lease_id,))
+        if self.holds(held):
+            self.keep(held, calls)
+            held.ends_s = self.now_s + LEASE_S
+        if refused and self.rng.random() < 0.7:
+            self.give_up([held])
+
+    def hand_over(self) -> None:
+        """A worker gives up some of its leases, or all."""
+        if self.leases:
+            one = self.rng.choice(self.leases).lease
+            mine = [h for h in self.leases if (h.lease.worker_id, h.lease.epoch) == (one.worker_id, one.epoch)]
+            self.give_up(self.rng.sample(mine, self.rng.randint(1, len(mine))))
+
+    def give_up(self, chosen: list[Held]) -> None:
+        sent = [(held, *self.sampled(held)) for held in chosen]
+        lease = chosen[0].lease
+        messages = [message for _, message, _ in sent]
+        given = self.buffer.hand_over(lease.worker_id, lease.epoch, messages, self.now_s)
+        assert given == sum(map(self.holds, chosen))
+        for held, _, calls in sent:
+            if self.holds(held):
+                self.keep(held, calls)
+                self.ended(held)
+                self.leases.remove(held)
+
+    def recall(self) -> None:
+        worker = self.rng.choice(list(self.epochs))
+        wanted = self.rng.randint(1, 3)
+        mine = [h for h in self.live() if h.lease.worker_id == worker and not h.recalled]
+        newest = sorted(mine, key=lambda held: (held.issued_s, held.lease.lease_id))[-wanted:]
+        assert self.buffer.recall(worker, wanted) == len(newest)
+        for held in newest:
+            held.recalled = True
+
+    def finish(self) -> None:
+        """Some lease ends: in time or long after, with whatever versions its tokens are of."""
+        if not self.leases:
+            return
+        held = self.leases[self.rng.randrange(len(self.leases))]
         if self.rng.random() < 0.05:
-            return  # never answered: it will expire
-        newest = max(lease.version, self.serves[lease.worker_id])
-        spans = [(lease.version, f"d{lease.version}")]
-        if newest != lease.version and self.rng.random() < 0.5:
-            spans.append((newest, f"d{newest}"))
-        group = answer(lease, *spans)
+            return  # not answered now: perhaps it will expire
+        self.leases.remove(held)
+        lease = held.lease
+        spans = [(lease.version, f"d{lease.version}"), *(label for c in held.calls for _, label in c.tokens)]
+        if self.rng.random() < 0.5:
+            spans.append(self.serving(held))
+        group = answer(lease, *dict.fromkeys(spans))
         self.answers[group.group_id] = group
-        self.buffer.submit(lease.worker_id, lease.epoch, lease.lease_id, group, self.now_s)
+        receipt = self.buffer.submit(lease.worker_id, lease.epoch, lease.lease_id, group, self.now_s)
+        damaged = any(digest == "damaged" for _, digest in spans)
+        assert receipt.accepted == (self.holds(held) and not damaged)
+        if self.holds(held):
+            tokens = sum(len(call.tokens) for call in self.kept.pop(lease.prompt.index))
+            self.in_accepted += tokens if receipt.accepted else 0
+        elif held.lives:  # its time was up, and nobody had looked
+            self.leases.append(held)
 
     def install(self) -> None:
         """A worker gets the newest version; sometimes the message is lost."""
@@ -105,11 +285,16 @@ class Schedule:
             self.buffer.installed(worker, self.newest)
 
     def die(self) -> None:
+        """A worker is replaced; what it had in hand it goes on with, not knowing of it."""
         worker = self.rng.choice(list(self.epochs))
-        self.buffer.lose(worker)
+        mine = [held for held in self.live() if held.lease.worker_id == worker]
+        if self.rng.random() < 0.5:
+            assert self.buffer.lose(worker) == len(mine)
         self.epochs[worker] += 1
         self.serves[worker] = -1
         self.buffer.register(worker, self.epochs[worker])
+        for held in mine:
+            self.ended(held)
 
     def learn(self) -> None:
         """Finish the step in hand, or form the next batch."""
@@ -126,6 +311,10 @@ class Schedule:
             return
         self.training = True
         self.inspect(batch)
+        budget = self.staleness.max_staleness
+        for held in self.live() if self.staleness.policy == "wait" else []:
+            if self.holds(held) and held.lease.version >= self.trained - budget:
+                assert held.lease.version >= self.buffer.step - budget, "the batch condemned a live lease"
 
     def publish(self) -> None:
         self.newest = self.trained
@@ -148,6 +337,7 @@ class Schedule:
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 3, 6])
 @pytest.mark.parametrize("policy", ["drop", "wait"])
 def test_bound_ledger_and_liveness(max_staleness: int, policy: str) -> None:
+    seen = {"accepted": 0, "refused": 0, "expired": 0, "continued": 0, "discarded_tokens": 0}
     for seed in range(SEEDS_PER_SETTING * len(SELECTORS)):
         selector = SELECTORS[seed % len(SELECTORS)]
         schedule = Schedule(seed, max_staleness, policy, selector)
@@ -159,3 +349,6 @@ def test_bound_ledger_and_liveness(max_staleness: int, policy: str) -> None:
             ) from failure
         if policy == "wait":
             assert schedule.buffer.counts.dropped_stale == 0, f"seed {seed}: wait dropped work"
+        for name in seen:
+            seen[name] += getattr(schedule.buffer.counts, name)
+    assert min(seen.values()) > 1000, f"the schedules do not try enough: {seen}"

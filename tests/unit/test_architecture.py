@@ -23,7 +23,7 @@ LIGHT = (
     "checkpoint",
 )
 PLANES = ("data", "learning", "rollout")
-BASE = {"types", "errors", "clock", "metrics", "config", "process"}
+BASE = {"types", "errors", "clock", "metrics", "config", "process", "samples"}
 # What each part may import of the package, besides itself.
 ALLOWED = {
     "weights": BASE,
@@ -36,7 +36,7 @@ ALLOWED = {
     "runner": BASE | {"controller", "events", "planes"},
 }
 HEAVY = {
-    "ray": lambda path: path.name in ("launch.py", "actor.py"),
+    "ray": lambda path: path.name in ("launch.py", "actor.py", "ray_nodes.py"),
     "deepspeed": lambda path: path.name == "deepspeed_engine.py",
     "vllm": lambda path: path.name.startswith("vllm_"),
 }

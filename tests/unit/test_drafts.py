@@ -7,7 +7,8 @@ import pytest
 from echo_planes.data.drafts import DraftBook
 from echo_planes.data.leases import LeaseBook
 from echo_planes.errors import LeaseError
-from echo_planes.types import Draft, Lease, LeaseTokens, Prompt, Sample, Span, joined
+from echo_planes.samples import joined
+from echo_planes.types import Draft, Lease, LeaseTokens, Prompt, Sample, Span
 from tests.unit.test_buffer import Buffer, answer, lease, make_buffer, submit
 
 CONTEXT = (1, 2)

@@ -1,0 +1,98 @@
+"""`python -m echo_planes.plan prices=FILE key=value ...`: which fleet a run needs, before a cent is spent.
+
+`convert-skypilot` turns a catalogue of SkyPilot into a list of prices. What is worked out: `planning.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from echo_planes.errors import ConfigError, EchoPlanesError, UserError
+from echo_planes.metrics import write_atomic
+from echo_planes.plan_config import describe, load_plan
+from echo_planes.plan_report import as_html, as_json, as_text
+from echo_planes.planning import plan
+from echo_planes.rollout.prices import convert_skypilot
+
+NO_FLEET = 1  # exit status, beside 0 for a fleet and 2 for a person's mistake
+CONVERT = "convert-skypilot"
+
+USAGE = f"""usage: python -m echo_planes.plan [--json] [--html FILE] [--help] prices=FILE key=value ...
+       python -m echo_planes.plan {CONVERT} IN.csv OUT.csv --provider NAME
+
+  --json        print the plan as JSON
+  --html FILE   also write it as a page with charts
+  --help        show this, with every key
+
+Exit status: 0 a fleet was found, 1 no fleet can do it (advice is printed), 2 a mistake in what was given.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Plan, or convert; returns the exit status. A mistake is one line on stderr, never a traceback."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if words[:1] == [CONVERT]:
+            return _convert(words[1:])
+        parser = argparse.ArgumentParser(prog="python -m echo_planes.plan", add_help=False)
+        parser.add_argument("-h", "--help", action="store_true")
+        parser.add_argument("--json", action="store_true")
+        parser.add_argument("--html", type=Path)
+        parser.add_argument("words", nargs="*")
+        options = parser.parse_intermixed_args(words)
+        if options.help:
+            return _show(f"{USAGE}\n{describe()}\n")
+        planned = plan(load_plan(options.words))
+        if options.html:
+            _write(options.html, as_html(planned))
+        _show(as_json(planned) if options.json else as_text(planned))
+        return 0 if planned.advice is None else NO_FLEET
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    except EchoPlanesError as error:
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def _convert(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m echo_planes.plan {CONVERT}",
+        description="Turn a catalogue of SkyPilot (vms.csv) into a list of prices.",
+    )
+    parser.add_argument("source", metavar="IN.csv", type=Path, help="the catalogue")
+    parser.add_argument("target", metavar="OUT.csv", type=Path, help="the list to be written")
+    parser.add_argument("--provider", required=True, help="whose catalogue it is")
+    options = parser.parse_args(words)
+    converted = convert_skypilot(options.source, options.provider)
+    _write(options.target, converted.text)
+    left_out = (
+        f"{converted.without_gpu} without a whole GPU, {converted.without_machine} priced without their "
+        f"machine, {converted.without_price} without a price, "
+        f"{converted.dearer} dearer ones of the same kind and region"
+    )
+    return _show(f"{options.target}: {converted.num_rows} rows. Left out: {left_out}.\n")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_atomic(path, text)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; give another place") from error
+
+
+def _show(text: str) -> int:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,327 @@
+"""Which worker gets the next requests, and which requests move: three named policies over one state.
+
+- `pull`: a worker gets what it asks for, at most its share of the permits.
+- `jsq`: join the shortest queue with delayed dispatch and continuous rebalancing (RLBoost, Algorithm 2).
+- `proportional`: a batch is split by measured speed (SparrowRL, Algorithm 1).
+
+Pure: the caller keeps `Workers` up to date, sends what `assign` hands out and migrates what `rebalance`
+names (the tokens sampled so far go along). The state is one array per quantity, so a batch of any size over
+any number of workers is one call. Ties always go to the worker that comes first.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from echo_planes.errors import ConfigError
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+PolicyName = Literal["pull", "jsq", "proportional"]
+
+MAX_REQUESTS = 2**31  # in one batch: below it a split in floating point is exact to a request
+MAX_THETA = 2**16  # a queue as long as this is no limit
+LEAST_WEIGHT = 1e-12  # of the greatest: smaller ones get nothing either way, and could overflow
+
+
+@dataclass(slots=True)
+class Workers:
+    """What is known of every worker: one entry each, all in one order. The caller writes the arrays in place.
+
+    A worker whose `version` is -1 serves nothing: it gets no requests and its estimate stays as it is.
+    One that drains has no `room`: it gets none either, but its requests may move away.
+    """
+
+    ids: tuple[str, ...]
+    newest: int  # v, the newest publication
+    version: Ints  # (n,) version it serves; -1: none yet
+    pending: Ints  # (n,) requests sent to it that do not execute yet
+    running: Ints  # (n,) requests it executes
+    slots: Ints  # (n,) requests it can execute at once, at least 1
+    room: Ints  # (n,) further requests it may be sent; for `pull`: that it asks for
+    plateau: Ints  # (n,) B, the batch at which its throughput levels off (see plateau.py); 0: not known
+    waiting_since_s: Floats  # (n,) when it asked for work
+    tokens_per_s: Floats  # (n,) tau, its estimated speed; 0: not known. `proportional` writes it too
+
+    @classmethod
+    def named(cls, *ids: str) -> Workers:
+        """Workers that serve nothing yet, of which nothing is known."""
+        n = len(ids)
+        return cls(
+            ids=ids,
+            newest=0,
+            version=np.full(n, -1, np.int64),
+            pending=np.zeros(n, np.int64),
+            running=np.zeros(n, np.int64),
+            slots=np.ones(n, np.int64),
+            room=np.zeros(n, np.int64),
+            plateau=np.zeros(n, np.int64),
+            waiting_since_s=np.zeros(n),
+            tokens_per_s=np.zeros(n),
+        )
+
+    @property
+    def able(self) -> Bools:
+        """Which workers may be sent something, shape (n,)."""
+        return (self.version >= 0) & (self.room > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Requests for each worker. What is not in `counts` waits with the caller."""
+
+    counts: Ints  # (n,)
+    commit: Bools  # (n,) installs the newest publication before it starts on these
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Requests that go from one worker to another. `kind` says which of them: queued or executing ones."""
+
+    source: str
+    target: str
+    count: int
+    kind: Literal["pending", "running"]
+
+
+class Policy(Protocol):
+    """Decides from the state alone."""
+
+    def assign(self, num_requests: int, workers: Workers) -> Assignment:
+        """Hand out up to `num_requests`; nobody gets more than its room.
+
+        Raises:
+            ConfigError: more requests than a batch may have.
+        """
+
+    def rebalance(self, workers: Workers) -> tuple[Move, ...]:
+        """What should move now."""
+
+
+def policy_named(
+    name: PolicyName, *, theta: int = 8, exclusion_decay: float = 0.5, ema: float = 0.7
+) -> Policy:
+    """The policy of that name.
+
+    Args:
+        name: `pull`, `jsq` or `proportional`.
+        theta: Theta of `jsq`.
+        exclusion_decay: alpha of `proportional`.
+        ema: beta of `proportional`.
+
+    Raises:
+        ConfigError: no such policy, or a value outside its range.
+    """
+    if name == "pull":
+        return Pull()
+    if name == "jsq":
+        return ShortestQueue(theta)
+    if name == "proportional":
+        return Proportional(exclusion_decay, ema)
+    raise ConfigError(f"unknown router '{name}'; choose pull, jsq or proportional")
+
+
+class Pull:
+    """Workers come for more as they finish; nobody gets more than an even share, lest a slow one hoards."""
+
+    def assign(self, num_requests: int, workers: Workers) -> Assignment:
+        """`num_requests` are the permits; who waits longest is served first."""
+        _check_requests(num_requests)
+        counts = np.zeros(len(workers.ids), np.int64)
+        asking = np.flatnonzero(workers.able)
+        if num_requests > 0 and len(asking):
+            share = math.ceil(num_requests / int((workers.version >= 0).sum()))
+            asking = asking[np.argsort(workers.waiting_since_s[asking], kind="stable")]
+            wanted = np.minimum(workers.room[asking], share)
+            before = np.cumsum(wanted) - wanted
+            counts[asking] = np.clip(num_requests - before, 0, wanted)
+        return _nothing_to_commit(counts)
+
+    def rebalance(self, workers: Workers) -> tuple[Move, ...]:
+        """Nothing: no queue is kept at a worker."""
+        return ()
+
+
+class ShortestQueue:
+    """RLBoost's balance (section 4.2.1, Algorithm 2).
+
+    Args:
+        theta: Theta, the most requests that may be pending at a worker.
+
+    Raises:
+        ConfigError: `theta` is not within 1 and 65,536.
+    """
+
+    def __init__(self, theta: int) -> None:
+        if not 1 <= theta <= MAX_THETA:
+            raise ConfigError(
+                f"jsq: theta is {theta}; take 1 to {MAX_THETA}, the requests queued at a worker"
+            )
+        self._theta = theta
+
+    def assign(self, num_requests: int, workers: Workers) -> Assignment:
+        """Each request to the shortest queue below Theta, as if one after another, but all at once.
+
+        The queues are filled like connected vessels: to the highest level for which the requests are
+        enough; those left over go to the first of the workers that stand at it.
+        """
+        _check_requests(num_requests)
+        pending = np.minimum(workers.pending, self._theta)
+        most = np.minimum(self._theta - pending, workers.room) * workers.able
+        # How many workers take one more when their queue is q long, for every q below Theta.
+        starts = np.bincount(pending, minlength=self._theta + 1)
+        ends = np.bincount(pending + most, minlength=self._theta + 1)
+        filled = np.cumsum(np.cumsum(starts - ends))  # requests that bring all queues to q + 1
+        num_requests = max(0, min(num_requests, int(filled[-1])))
+        level = int(np.searchsorted(filled, num_requests, side="right"))
+        counts: Ints = np.minimum(np.maximum(level - pending, 0), most)
+        left = num_requests - (int(filled[level - 1]) if level else 0)
+        if left:
+            counts[np.flatnonzero((pending + counts == level) & (counts < most))[:left]] += 1
+        return _nothing_to_commit(counts)
+
+    def rebalance(self, workers: Workers) -> tuple[Move, ...]:
+        """Queued requests first; executing ones only when nothing is queued anywhere and somebody is idle."""
+        if workers.pending.any():
+            return self._level_queues(workers)
+        return self._relieve(workers)
+
+    def _level_queues(self, workers: Workers) -> tuple[Move, ...]:
+        """Every worker with an empty queue gets one request, each from what is then the longest queue.
+
+        The last request of a queue moves only to a worker that is less full: else two workers that are
+        both full would send it to and fro for ever.
+        """
+        full = workers.running / np.maximum(workers.slots, 1)
+        targets = np.flatnonzero(workers.able & (workers.pending == 0))
+        sources = np.flatnonzero(workers.pending > 0)
+        longest = [(-int(workers.pending[j]), -float(full[j]), int(j)) for j in sources]
+        heapq.heapify(longest)
+        moves = []
+        for target in targets[np.argsort(full[targets], kind="stable")]:
+            if not longest:
+                break
+            queued, fullness, source = longest[0]
+            if queued == -1 and full[target] >= -fullness:
+                break  # the emptiest target, and the fullest of the shortest queues
+            moves.append(Move(workers.ids[source], workers.ids[target], 1, "pending"))
+            if queued == -1:
+                heapq.heappop(longest)
+            else:
+                heapq.heapreplace(longest, (queued + 1, fullness, source))
+        return tuple(moves)
+
+    def _relieve(self, workers: Workers) -> tuple[Move, ...]:
+        """Idle workers get what the most loaded ones execute beyond their plateau.
+
+        One idle worker takes all of it, as in the paper. Several share it: else the same requests would
+        move on from one of them to the next.
+        """
+        idle = np.flatnonzero(workers.able & (workers.running == 0))
+        excess = np.where(workers.plateau > 0, workers.running - workers.plateau, 0)
+        loaded = np.flatnonzero(excess > 0)
+        loaded = loaded[np.argsort(-excess[loaded], kind="stable")][: len(idle)]
+        moves = []
+        for rank, source in enumerate(loaded):
+            targets = idle[rank :: len(loaded)]
+            left = int(excess[source])
+            for place, target in enumerate(targets):
+                count = min(math.ceil(left / (len(targets) - place)), int(workers.room[target]))
+                left -= count
+                if count:
+                    moves.append(Move(workers.ids[source], workers.ids[target], count, "running"))
+        return tuple(moves)
+
+
+class Proportional:
+    """SparrowRL's split (section 5.3, Algorithm 1). `assign` is to be called once a batch.
+
+    Args:
+        exclusion_decay: alpha: what is left of a worker's estimate when it is too far behind to take part.
+        ema: beta: weight of the estimate so far when a new measurement comes in.
+
+    Raises:
+        ConfigError: a value outside its range.
+    """
+
+    def __init__(self, exclusion_decay: float, ema: float) -> None:
+        for name, value, fits in (
+            ("exclusion_decay", exclusion_decay, 0 < exclusion_decay <= 1),
+            ("ema", ema, 0 <= ema < 1),
+        ):
+            if not fits:
+                raise ConfigError(f"proportional: {name} is {value}; take a share between 0 and 1")
+        self._alpha = exclusion_decay
+        self._beta = ema
+
+    def assign(self, num_requests: int, workers: Workers) -> Assignment:
+        """B_a = floor(B tau_a / T), the rest by largest fraction; what exceeds a room goes to the others.
+
+        Only workers at the newest publication, or the one before it, take part. The estimates of the
+        others decay. A worker without an estimate counts as the median of those that have one.
+        """
+        _check_requests(num_requests)
+        serving = workers.version >= 0
+        behind = serving & (workers.version == workers.newest - 1)
+        eligible = behind | (serving & (workers.version == workers.newest))
+        workers.tokens_per_s[serving & ~eligible] *= self._alpha
+        counts = np.zeros(len(workers.ids), np.int64)
+        able = np.flatnonzero(eligible & (workers.room > 0))
+        if num_requests > 0 and len(able):
+            speeds = workers.tokens_per_s[able]
+            known = speeds[speeds > 0]
+            speeds = np.where(speeds > 0, speeds, np.median(known) if len(known) else 1.0)
+            counts[able] = _split(num_requests, speeds, workers.room[able])
+        return Assignment(counts, behind)
+
+    def rebalance(self, workers: Workers) -> tuple[Move, ...]:
+        """Nothing: the next split makes up for it."""
+        return ()
+
+    def settle(self, workers: Workers, row: int, tokens: int, elapsed_s: float) -> None:
+        """A worker finished its share: tau <- beta tau + (1 - beta) tokens / elapsed."""
+        if elapsed_s <= 0 or tokens < 0:
+            return  # it says nothing about a speed
+        known = float(workers.tokens_per_s[row])
+        rate = tokens / elapsed_s
+        workers.tokens_per_s[row] = self._beta * known + (1 - self._beta) * rate if known else rate
+
+
+def _split(num_requests: int, weights: Floats, room: Ints) -> Ints:
+    """Shares in proportion to `weights` (> 0), none above its `room` (> 0); as many as fit, exactly.
+
+    Those whose room is small for their weight are full first. Sorted by that, the others' level, requests
+    per weight, follows from what is left.
+    """
+    weights = np.maximum(weights, weights.max() * LEAST_WEIGHT)
+    brim = room / weights  # the level at which a worker is full
+    order = np.argsort(brim, kind="stable")
+    before = np.cumsum(room[order]) - room[order]
+    weight_left = np.cumsum(weights[order][::-1])[::-1]
+    levels = (num_requests - before) / weight_left
+    # Where all are full, no level lies below its brim: then there is no first.
+    first = int(np.argmax(np.append(levels <= brim[order], True)))
+    level = levels[min(first, len(levels) - 1)]
+    quotas = np.minimum(level * weights, room)
+    quotas[order[:first]] = room[order[:first]]
+    shares: Ints = np.floor(quotas).astype(np.int64)
+    open_to_more = np.flatnonzero(shares < room)
+    by_fraction = np.argsort((shares - quotas)[open_to_more], kind="stable")
+    shares[open_to_more[by_fraction[: num_requests - int(shares.sum())]]] += 1
+    return shares
+
+
+def _nothing_to_commit(counts: Ints) -> Assignment:
+    return Assignment(counts, np.zeros(len(counts), np.bool_))
+
+
+def _check_requests(num_requests: int) -> None:
+    if num_requests > MAX_REQUESTS:
+        raise ConfigError(f"{num_requests} requests in one batch; hand out at most {MAX_REQUESTS} at a time")

@@ -1,0 +1,27 @@
+"""Samples put together of the pieces in which they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from echo_planes.types import Sample, Span
+
+
+def joined(pieces: Sequence[Sample]) -> Sample:
+    """One sample of its pieces, in order. Each counts its spans from its own first token."""
+    spans: list[Span] = []
+    start = 0
+    for piece in pieces:
+        for span in piece.spans:
+            if spans and (spans[-1].version, spans[-1].digest) == (span.version, span.digest):
+                spans[-1] = Span(spans[-1].start, start + span.stop, span.version, span.digest)
+            else:
+                spans.append(Span(start + span.start, start + span.stop, span.version, span.digest))
+        start += len(piece.token_ids)
+    return Sample(
+        token_ids=tuple(token for piece in pieces for token in piece.token_ids),
+        logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
+        spans=tuple(spans),
+        finish_reason=pieces[-1].finish_reason if pieces else "",
+        top_logprobs=tuple(top for piece in pieces for top in piece.top_logprobs),
+    )

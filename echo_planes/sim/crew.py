@@ -1,0 +1,330 @@
+"""The workers of a simulated run: their machines, engines, installs and ends.
+
+What the controller asks of workers is carried out here; a worker that is lost sends nothing after its last
+stream, and is noticed as late as the network's `detection_s` says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from echo_planes import events as ev
+from echo_planes.sim.data_plane import SimDataPlane
+from echo_planes.sim.flow import Flow, Member
+from echo_planes.sim.market import Market
+from echo_planes.sim.network import Links, Network
+from echo_planes.sim.scaling import Scaling
+from echo_planes.sim.scenario import MBIT, OfferModel
+from echo_planes.sim.spot import SpotTrace
+from echo_planes.sim.worker import SimWorker
+from echo_planes.types import InstallReport, Lease, Manifest
+
+if TYPE_CHECKING:
+    from echo_planes.sim.world import World
+
+MB = 1_000_000
+
+
+class Crew:
+    """All workers.
+
+    Args:
+        world: the run they belong to.
+        data: its data plane.
+        traces: recorded spot markets, by offer.
+    """
+
+    def __init__(self, world: World, data: SimDataPlane, traces: Mapping[str, SpotTrace]) -> None:
+        scenario = world.scenario
+        self._world = world
+        self._kernel = world.kernel
+        self._trace = world.trace
+        self._data = data
+        self._settings = network = scenario.network
+        self._offers = {offer.name: offer for offer in scenario.offers}
+        self.network = Network(
+            Links(
+                network.mode,
+                network.uplink_mbit * MBIT,
+                network.worker_mbit * MBIT,
+                network.rtt_s,
+                network.chunk_kib * 1024,
+                network.detection_s,
+            )
+        )
+        self.flow = Flow(scenario.sampling, world.kernel, world.trace, data)
+        self.market = Market(self._offers, traces, self._kernel, self, world.rng)
+        self.members: dict[str, Member] = {}
+        self.first_served_s = math.inf
+        self._serving: set[str] = set()
+        self._most = 0  # workers that served at once
+        self._num_lost = 0
+        self.scaling = None if scenario.fleet.mode == "fixed" else Scaling(world, self)
+
+    def begin(self, offers: Mapping[str, OfferModel]) -> None:
+        """The fleet to begin with: by name those the controller knows, or those the fleet asks for."""
+        for name, offer in offers.items():
+            self.members[name] = Member(name, offer)
+        if self.scaling is not None:
+            self.scaling.begin()
+
+    def end(self) -> None:
+        """The run is over: count what is being made."""
+        for member in self.members.values():
+            if member.engine is not None:
+                self.flow.advance(member)
+                for work in list(member.engine.work):
+                    self._trace.money.made(member.name, member.engine.drop(work).made)
+
+    def summary(self) -> dict[str, int]:
+        """For summary.json."""
+        return {"workers_most": self._most, "workers_lost": self._num_lost}
+
+    def serving(self) -> list[Member]:
+        """Workers that serve a version, in the order in which they were asked for."""
+        return [member for name, member in self.members.items() if name in self._serving]
+
+    # --- what the controller asks ----------------------------------------------------------------
+
+    def carry_out(self, action: ev.Action) -> None:
+        """An action that concerns a worker."""
+        match action:
+            case ev.StartWorker(worker_id, epoch, delay_s):
+                self._end(worker_id)
+                self._kernel.after(delay_s, partial(self._start, worker_id, epoch))
+            case ev.LeaveWorker(worker_id, epoch, _):
+                self._leave(worker_id, epoch)
+            case ev.StopWorker(worker_id):
+                self._end(worker_id)
+                self._forget(worker_id)
+            case ev.Install(worker_id, epoch, fresh):
+                self._install(worker_id, epoch, fresh)
+
+    def unwant(self, worker_id: str, reason: str, limit_s: float) -> None:
+        """The fleet no longer wants a worker."""
+        member = self.members.get(worker_id)
+        if member is None:
+            return
+        member.cause = "left"
+        if member.epoch >= 0:
+            self._world.tell(ev.WorkerUnwanted(worker_id, reason, limit_s))
+        else:
+            self._forget(worker_id)
+
+    def on_leases(self, worker_id: str, leases: Sequence[Lease]) -> None:
+        """The data plane has work for a worker."""
+        self.flow.begin(self.members[worker_id], leases)
+
+    def broadcast(self, manifest: Manifest) -> None:
+        """A publication goes out to whoever is there."""
+        there = [name for name, member in self.members.items() if member.engine is not None]
+        self.network.publish(manifest.version, manifest.payload_bytes, there, self._kernel.now_s)
+        if self._settings.receive_in_place:
+            for name in there:
+                self._pause(self.members[name], True)
+
+    def _start(self, worker_id: str, epoch: int) -> None:
+        member = self.members[worker_id]
+        first, member.epoch, member.starting = member.epoch < 0, epoch, True
+        if not self.market.holds(worker_id):
+            self.market.ask(worker_id, member.offer.name)
+        elif first:
+            self._engine_ready(member)  # its machine has booted before it was wanted
+        else:
+            self._trace.money.mark(worker_id, "booting", self._kernel.now_s)
+            self._kernel.after(member.offer.boot_s, partial(self._restarted, worker_id, epoch))
+
+    def _restarted(self, worker_id: str, epoch: int) -> None:
+        member = self.members.get(worker_id)
+        if member is not None and member.epoch == epoch and self.market.holds(worker_id):
+            self._engine_ready(member)
+
+    def _engine_ready(self, member: Member) -> None:
+        now_s = self._kernel.now_s
+        member.starting, member.speed = False, 1.0
+        member.engine = SimWorker(
+            member.name,
+            member.epoch,
+            member.offer,
+            lengths=self._world.lengths,
+            answers=self._world.answers,
+            now_s=now_s,
+        )
+        self.network.join(member.name, member.offer.region)
+        self._data.register(member.name, member.epoch)
+        self._trace.money.mark(member.name, "idle", now_s)
+        self._trace.event(now_s, "worker ready", member.offer.name, worker=member.name)
+        self._world.tell(ev.WorkerReady(member.name, member.epoch))
+
+    def _leave(self, worker_id: str, epoch: int) -> None:
+        member = self.members[worker_id]
+        member.leaving, member.cause = True, "left"
+        handed = self.flow.hand_over(member)
+        self.flow.plan(member)
+        self._trace.event(
+            self._kernel.now_s, "worker left", f"{handed} prompts go on elsewhere", worker=worker_id
+        )
+        self._world.tell(ev.WorkerLeft(worker_id, epoch))
+
+    def _end(self, worker_id: str) -> None:
+        """End an incarnation, if there is one, and give its prompts back."""
+        member = self.members[worker_id]
+        if member.engine is not None:
+            self._stop_engine(member)
+        self._data.lose(worker_id)
+
+    def _forget(self, worker_id: str) -> None:
+        """The run is done with a worker: its machine goes back."""
+        member = self.members.pop(worker_id)
+        self.market.release(worker_id)
+        self._trace.money.stop(worker_id, self._kernel.now_s)
+        self.network.forget(worker_id)
+        if self.scaling is not None:
+            self.scaling.gone(worker_id, member.cause or "died")
+
+    # --- what becomes of machines (market.Tenant) --------------------------------------------------
+
+    def on_granted(self, worker_id: str) -> None:
+        offer = self.members[worker_id].offer
+        self._trace.money.start(
+            worker_id, offer.usd_per_hour, self._kernel.now_s, sku=offer.sku, market=offer.market
+        )
+        if self.scaling is not None:
+            self.scaling.came(worker_id)
+
+    def on_up(self, worker_id: str) -> None:
+        member = self.members[worker_id]
+        if member.starting:
+            self._engine_ready(member)
+        else:
+            self._world.tell(ev.WorkerWanted(worker_id))
+
+    def on_notice(self, worker_id: str, limit_s: float) -> None:
+        self._trace.event(self._kernel.now_s, "notice", f"goes in {limit_s:.0f} s", worker=worker_id)
+        if self.scaling is not None:
+            self.scaling.notice(worker_id, limit_s)
+
+    def on_taken(self, worker_id: str) -> None:
+        member = self.members[worker_id]
+        self._trace.money.stop(worker_id, self._kernel.now_s)
+        member.cause = "preempted"
+        if member.engine is not None:
+            self.lose(member, "its machine was taken")
+        elif member.epoch >= 0:
+            self._told_lost(worker_id, member.epoch, "its machine was taken while it booted")
+        else:  # the controller never heard of it
+            self._forget(worker_id)
+
+    def lose(self, member: Member, reason: str) -> None:
+        """A worker's process ends without a word."""
+        self._num_lost += 1
+        self._trace.event(self._kernel.now_s, "worker lost", reason, worker=member.name)
+        self._stop_engine(member)
+        noticed = partial(self._told_lost, member.name, member.epoch, reason)
+        self._kernel.after(self._settings.detection_s, noticed)
+
+    def _told_lost(self, worker_id: str, epoch: int, reason: str) -> None:
+        self._world.tell(ev.WorkerLost(worker_id, epoch, reason))
+
+    def _stop_engine(self, member: Member) -> None:
+        engine, member.engine = member.engine, None
+        if engine is None:
+            return
+        self.flow.die(member, engine)
+        self._serving.discard(member.name)
+        self._trace.capacity(self._kernel.now_s, member.name, 0.0)
+        for name, arrives_s in self.network.leave(member.name, self._kernel.now_s).items():
+            late = self.members[name]
+            if late.install is not None and late.engine is not None:
+                late.install.cancel()
+                late.install = self._kernel.at(arrives_s, partial(self._arrived, late, late.engine))
+
+    # --- weights ---------------------------------------------------------------------------------
+
+    def _install(self, worker_id: str, epoch: int, fresh: bool) -> None:
+        member, manifest = self.members.get(worker_id), self._world.manifest
+        if member is None or member.engine is None or member.epoch != epoch or manifest is None:
+            return
+        now_s = self._kernel.now_s
+        transfer = self.network.transfer(worker_id)
+        if fresh or transfer is None or transfer.version < manifest.version:
+            arrives_s = self.network.fetch(
+                worker_id, manifest.version, self._settings.snapshot_mb * MB, now_s
+            )
+            if self._settings.receive_in_place:
+                self._pause(member, True)
+        else:
+            arrives_s = max(transfer.arrives_s, now_s)
+        member.install = self._kernel.at(arrives_s, partial(self._arrived, member, member.engine))
+        member.wanted = manifest
+
+    def _arrived(self, member: Member, engine: SimWorker) -> None:
+        """A worker has a publication whole: it stands still while the weights change."""
+        if member.engine is not engine:
+            return
+        if self._kernel.now_s < member.silent_until_s:
+            member.install = self._kernel.at(member.silent_until_s, partial(self._arrived, member, engine))
+            return
+        self._pause(member, True)
+        member.install = self._kernel.after(
+            self._settings.install_s, partial(self._installed, member, engine)
+        )
+
+    def _installed(self, member: Member, engine: SimWorker) -> None:
+        member.install, manifest = None, member.wanted
+        if member.engine is not engine or manifest is None:
+            return
+        ok, member.refuses = not member.refuses, False
+        self.flow.advance(member)
+        if ok and manifest.version > engine.version:
+            engine.serve(manifest.version)
+        transfer = self.network.transfer(member.name)
+        receiving = transfer is not None and transfer.version > engine.version
+        self._pause(member, self._settings.receive_in_place and receiving)
+        now_s = self._kernel.now_s
+        self._serves(member, engine)
+        self._data.installed(member.name, engine.version)
+        self.flow.ask(member)
+        report = InstallReport(
+            worker_id=member.name,
+            version=engine.version,
+            digest=self._world.answers.digest(engine.version),
+            ok=ok,
+            seconds=self._settings.install_s,
+            digest_mismatches=int(not ok),
+            error="" if ok else "the live digest is not the manifest's",
+            pause_s=self._settings.install_s,
+        )
+        if ok:
+            self._trace.installed(now_s, report, len(self._serving))
+        else:
+            self._trace.event(now_s, "refused", report.error, worker=member.name, version=manifest.version)
+        self._world.tell(ev.Installed(report, member.epoch))
+
+    def _serves(self, member: Member, engine: SimWorker) -> None:
+        if engine.version < 0:
+            return
+        now_s = self._kernel.now_s
+        if member.name not in self._serving:
+            self._serving.add(member.name)
+            self._most = max(self._most, len(self._serving))
+            self.first_served_s = min(self.first_served_s, now_s)
+            if self.scaling is not None:
+                self.scaling.serving(member.name)
+        self.tell_capacity(member)
+
+    def tell_capacity(self, member: Member) -> None:
+        """Enter what a worker can make now in the books."""
+        able = member.name in self._serving and self._kernel.now_s >= member.silent_until_s
+        batch = member.offer.max_groups * self._world.scenario.sampling.samples_per_prompt
+        full = member.offer.engine.tokens_per_s(batch) * member.speed
+        self._trace.capacity(self._kernel.now_s, member.name, full if able else 0.0)
+
+    def _pause(self, member: Member, paused: bool) -> None:
+        if member.engine is not None:
+            self.flow.advance(member)
+            member.engine.engine.pause(paused)
+            self.flow.plan(member)

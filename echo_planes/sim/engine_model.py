@@ -1,0 +1,168 @@
+"""A model of an inference engine: throughput grows with the batch, and levels off.
+
+All running samples decode side by side, each at the same rate. So one number, the tokens that a sample would
+have by now that had been there from the start, says how far every sample is, and an event is needed only
+where a group ends: the ends of its samples between two events are gone through one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_SAME_TOKENS = 1e-6  # rounding of times: samples end at whole tokens
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Throughput of one worker: peak * b / (b + half) tokens/s with b samples running."""
+
+    peak_tokens_per_s: float
+    half_batch: float  # samples at which half of the peak is reached; 0: one sample is as good as many
+
+    def tokens_per_s(self, batch: float) -> float:
+        """Of all `batch` running samples together."""
+        return self.peak_tokens_per_s * batch / (batch + self.half_batch) if batch else 0.0
+
+
+@dataclass(slots=True)
+class _Running:
+    """One group: the marks on the engine's scale where it began and where each of its samples ends."""
+
+    begun: float
+    ends: list[float]
+    have: tuple[int, ...]  # tokens of each sample that were made elsewhere
+
+
+class Engine:
+    """One engine with its running groups.
+
+    Args:
+        spec: its throughput.
+        max_groups: places.
+        now_s: when it starts.
+    """
+
+    def __init__(self, spec: EngineSpec, max_groups: int, now_s: float) -> None:
+        self._spec = spec
+        self._max_groups = max_groups
+        self._now_s = now_s
+        self._speed = 1.0
+        self._paused = False
+        self._mark = 0.0  # tokens of a sample that had been running from the start
+        self._ends: list[float] = []  # of all running samples, ascending
+        self._groups: dict[str, _Running] = {}
+        self._group_ends: list[tuple[float, str]] = []  # ascending
+        self.tokens = 0.0  # decoded so far
+        self.busy_s = 0.0  # with at least one sample running
+        self.saturated_s = 0.0  # without a free place
+        self.saturated_tokens = 0.0
+
+    @property
+    def room(self) -> int:
+        """Groups that it can take."""
+        return self._max_groups - len(self._groups)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._groups)
+
+    @property
+    def mark(self) -> float:
+        """Position on the engine's scale, tokens: differences of marks are tokens of each running sample."""
+        return self._mark
+
+    def add(self, key: str, lengths: Sequence[int], have: Sequence[int] = ()) -> None:
+        """Begin a group now (see `advance`).
+
+        Args:
+            key: its name.
+            lengths: tokens at which its samples end.
+            have: tokens of each that were made elsewhere; empty: none.
+        """
+        had = tuple(have) or (0,) * len(lengths)
+        ends = [self._mark + max(length - done, 0) for length, done in zip(lengths, had, strict=True)]
+        for end in ends:
+            if end > self._mark:
+                insort(self._ends, end)
+        self._groups[key] = _Running(self._mark, ends, had)
+        insort(self._group_ends, (max(ends), key))
+
+    def remove(self, key: str) -> tuple[int, ...]:
+        """Take a group out that has not ended; returns the tokens each sample has, those it came with too."""
+        group = self._groups.pop(key)
+        self._group_ends.remove((max(group.ends), key))
+        for end in group.ends:
+            if end > self._mark + _SAME_TOKENS:
+                self._ends.remove(end)
+        return self._tokens_of(group)
+
+    def progress(self, key: str) -> tuple[int, ...]:
+        """Tokens that each sample of a running group has by now."""
+        return self._tokens_of(self._groups[key])
+
+    def advance(self, now_s: float) -> None:
+        """Decode up to a moment. Every change of the engine comes after an `advance` to its moment; one that
+        is over changes nothing.
+        """
+        left_s = now_s - self._now_s
+        if left_s <= 0:
+            return
+        self._now_s = now_s
+        if self._paused:
+            return
+        full, before = self.room == 0, self.tokens
+        if full:
+            self.saturated_s += left_s
+        while self._ends and left_s > 0:
+            batch = len(self._ends)
+            rate = self._rate(batch)
+            part_s = min((self._ends[0] - self._mark) / rate, left_s)
+            self._mark += part_s * rate
+            self.tokens += part_s * rate * batch
+            self.busy_s += part_s
+            left_s -= part_s
+            while self._ends and self._ends[0] <= self._mark + _SAME_TOKENS:
+                del self._ends[0]
+        if full:
+            self.saturated_tokens += self.tokens - before
+
+    def take_ended(self) -> list[str]:
+        """Take out the groups whose samples have all ended, in the order in which they did."""
+        ended = []
+        while self._group_ends and self._group_ends[0][0] <= self._mark + _SAME_TOKENS:
+            ended.append(self._group_ends.pop(0)[1])
+            del self._groups[ended[-1]]
+        return ended
+
+    def next_end_s(self) -> float:
+        """When the next group ends if nothing else happens; infinite if none does."""
+        if self._paused or not self._group_ends:
+            return math.inf
+        target, mark, when_s, batch = self._group_ends[0][0], self._mark, self._now_s, len(self._ends)
+        for end in self._ends:
+            if end > target:
+                break
+            when_s += (end - mark) / self._rate(batch)
+            mark, batch = end, batch - 1
+        return when_s
+
+    def set_speed(self, factor: float) -> None:
+        """From now on it decodes at so much of its usual rate."""
+        self._speed = factor
+
+    def pause(self, paused: bool) -> None:
+        """Stand still from now on, or go on."""
+        self._paused = paused
+
+    def _rate(self, batch: int) -> float:
+        """Tokens/s of each running sample."""
+        return self._speed * self._spec.peak_tokens_per_s / (batch + self._spec.half_batch)
+
+    def _tokens_of(self, group: _Running) -> tuple[int, ...]:
+        return tuple(
+            had + math.floor(min(self._mark, end) - group.begun + _SAME_TOKENS)
+            for had, end in zip(group.have, group.ends, strict=True)
+        )

@@ -1,0 +1,250 @@
+"""What goes to and fro between the workers' engines and the data plane: leases, tokens, finished groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from echo_planes.sim.data_plane import SimDataPlane
+from echo_planes.sim.kernel import Kernel, Timer
+from echo_planes.sim.scenario import OfferModel, SamplingModel
+from echo_planes.sim.trace import Trace
+from echo_planes.sim.worker import SimWorker, Work
+from echo_planes.types import Lease, LeaseTokens, Manifest
+
+RENEW_SHARE = 0.4  # of a lease's length: how often it is renewed
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One worker, from being asked for until it is forgotten."""
+
+    name: str
+    offer: OfferModel
+    epoch: int = -1
+    starting: bool = False  # the controller waits for its engine
+    engine: SimWorker | None = None
+    leaving: bool = False
+    busy: bool = False
+    speed: float = 1.0
+    silent_until_s: float = 0.0
+    refuses: bool = False  # the next install
+    wanted: Manifest | None = None  # that is being installed
+    cause: str = ""  # of its end
+    ending: Timer | None = None  # the next end of a group
+    renewal: Timer | None = None
+    install: Timer | None = None
+    finished: list[Work] = field(default_factory=list)  # while silent: not handed in
+    accepted: int = 0  # trajectories
+    accepted_tokens: int = 0
+
+
+class Flow:
+    """Leases, tokens and groups of all workers.
+
+    Args:
+        sampling: of the scenario.
+        kernel: the clock.
+        trace: the books.
+        data: the data plane.
+    """
+
+    def __init__(self, sampling: SamplingModel, kernel: Kernel, trace: Trace, data: SimDataPlane) -> None:
+        self._sampling = sampling
+        self._kernel = kernel
+        self._trace = trace
+        self._data = data
+        self._drafts: dict[int, dict[str, int]] = {}  # prompt -> tokens of its drafts, by machine
+        self._lease_s = sampling.lease_s  # as the newest lease says
+
+    def ask(self, member: Member) -> None:
+        """Ask for work, if there is room and a version to work with."""
+        engine = member.engine
+        if engine is None or engine.version < 0 or member.leaving or self._is_silent(member):
+            return
+        room = engine.engine.room - len(member.finished)
+        if room > 0:
+            self._data.ask(member.name, member.epoch, room)
+
+    def begin(self, member: Member, leases: Sequence[Lease]) -> None:
+        """Leases were issued to a worker."""
+        engine = member.engine
+        if engine is None:
+            return
+        self.advance(member)
+        for lease in leases:
+            paid = self._drafts.pop(lease.prompt.index, {})
+            if not lease.drafts:
+                for machine, tokens in paid.items():
+                    self._trace.lost(machine, tokens, "lost")
+                paid = {}
+            engine.begin(lease, paid)
+        self._lease_s = leases[-1].expires_s - self._kernel.now_s
+        if member.renewal is None:
+            self._plan_renewal(member)
+        self.plan(member)
+        self.ask(member)
+
+    def plan(self, member: Member) -> None:
+        """Something has changed at an engine that is up to date: set the next end anew."""
+        if member.ending is not None:
+            member.ending.cancel()
+            member.ending = None
+        engine = member.engine
+        if engine is None:
+            return
+        when_s = engine.engine.next_end_s()
+        if when_s < math.inf:
+            member.ending = self._kernel.at(when_s, partial(self._ended, member))
+        busy = engine.engine.num_groups > 0
+        if busy != member.busy:
+            member.busy = busy
+            self._trace.money.mark(member.name, "busy" if busy else "idle", self._kernel.now_s)
+
+    def hand_over(self, member: Member) -> int:
+        """A worker gives all it has to others, with its last tokens. Returns how many leases."""
+        engine = member.engine
+        if engine is None:
+            return 0
+        self.advance(member)
+        self._data.withdraw(member.name)
+        return sum(self._give_up(member, engine, lease_id) for lease_id in list(engine.work))
+
+    def die(self, member: Member, engine: SimWorker) -> None:
+        """A worker's process ends without a word: what it had streamed goes on elsewhere."""
+        now_s = self._kernel.now_s
+        if not self._is_silent(member):
+            engine.engine.advance(now_s - now_s % self._sampling.stream_s)
+            for work in engine.work.values():
+                self._stream(member, engine, work)
+        engine.engine.advance(now_s)
+        for work in [*(engine.drop(lease_id) for lease_id in list(engine.work)), *member.finished]:
+            self._trace.money.made(member.name, work.made)
+            self._trace.lost(member.name, work.made - work.num_sent, "lost")
+        member.finished.clear()
+        for timer in (member.ending, member.renewal, member.install):
+            if timer is not None:
+                timer.cancel()
+        member.ending = member.renewal = member.install = None
+        member.busy = False
+
+    def silence(self, member: Member, until_s: float) -> None:
+        """No message of a worker comes or goes until then."""
+        engine = member.engine
+        if engine is None:
+            return
+        self.advance(member)
+        for work in engine.work.values():
+            self._stream(member, engine, work)
+        self._data.withdraw(member.name)
+        member.silent_until_s = until_s
+        self._kernel.at(until_s, partial(self._heard_again, member, engine))
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _is_silent(self, member: Member) -> bool:
+        return self._kernel.now_s < member.silent_until_s
+
+    def advance(self, member: Member) -> None:
+        """Bring a worker's engine up to date."""
+        if member.engine is not None:
+            member.engine.engine.advance(self._kernel.now_s)
+
+    def _ended(self, member: Member) -> None:
+        engine = member.engine
+        member.ending = None
+        if engine is None:
+            return
+        self.advance(member)
+        ended = engine.take_ended()
+        if self._is_silent(member):
+            member.finished += ended
+        else:
+            for work in ended:
+                self._submit(member, engine, work)
+        if member.engine is engine:
+            self.plan(member)
+            self.ask(member)
+
+    def _submit(self, member: Member, engine: SimWorker, work: Work) -> None:
+        unsent = work.made - work.num_sent
+        self._trace.money.made(member.name, work.made)
+        paid = dict(work.paid)
+        paid[member.name] = paid.get(member.name, 0) + unsent
+        group = engine.group(work, self._sampling.accuracy)
+        self._trace.accepted(group.group_id, paid)
+        receipt = self._data.submit(member.name, member.epoch, work.lease.lease_id, group)
+        if receipt.accepted:
+            self._drafts.pop(work.lease.prompt.index, None)
+            member.accepted += len(group.trajectories)
+            member.accepted_tokens += sum(work.lengths)
+        else:
+            # What it had streamed is with the prompt, which others go on with.
+            self._trace.refused(group.group_id, member.name, unsent)
+
+    def _plan_renewal(self, member: Member) -> None:
+        member.renewal = self._kernel.after(RENEW_SHARE * self._lease_s, partial(self._renew, member))
+
+    def _renew(self, member: Member) -> None:
+        """Streaming renews leases; the tokens themselves are sent when they are needed, as of then."""
+        member.renewal = None
+        engine = member.engine
+        if engine is None or not engine.work:
+            return
+        self._plan_renewal(member)
+        if self._is_silent(member):
+            return
+        messages = [LeaseTokens(lease_id, ()) for lease_id in engine.work]
+        unwanted = self._data.stream(member.name, member.epoch, messages)
+        if unwanted:
+            self.advance(member)
+            for lease_id in unwanted:
+                if lease_id in engine.work:
+                    self._give_up(member, engine, lease_id)
+            self.plan(member)
+            self.ask(member)
+
+    def _give_up(self, member: Member, engine: SimWorker, lease_id: str) -> int:
+        """Hand one lease over; returns 1, or 0 where the worker had it no longer."""
+        message = engine.unsent(engine.work[lease_id])
+        work = engine.drop(lease_id)
+        self._trace.money.made(member.name, work.made)
+        index, before = work.lease.prompt.index, self._drafts.get(work.lease.prompt.index)
+        self._drafts[index] = dict(work.paid)  # at once: the next worker may get it in this very call
+        held = self._data.hand_over(member.name, member.epoch, [message])
+        if not held:
+            self._drafts.pop(index)
+            if before is not None:
+                self._drafts[index] = before
+            self._trace.lost(member.name, _num_tokens(message), "refused")
+        return held
+
+    def _stream(self, member: Member, engine: SimWorker, work: Work) -> None:
+        """Send what a lease has by now."""
+        message = engine.unsent(work)
+        if not message.pieces:
+            return
+        if self._data.stream(member.name, member.epoch, [message]):
+            self._trace.lost(member.name, _num_tokens(message), "refused")
+        else:
+            self._drafts[work.lease.prompt.index] = dict(work.paid)
+
+    def _heard_again(self, member: Member, engine: SimWorker) -> None:
+        if member.engine is not engine or self._is_silent(member):
+            return
+        finished, member.finished = member.finished, []
+        for work in finished:
+            self._submit(member, engine, work)
+        self._renew_now(member)
+        self.ask(member)
+
+    def _renew_now(self, member: Member) -> None:
+        if member.renewal is not None:
+            member.renewal.cancel()
+        self._renew(member)
+
+
+def _num_tokens(message: LeaseTokens) -> int:
+    return sum(len(draft.sample.token_ids) for _, draft in message.pieces)

@@ -1,0 +1,70 @@
+"""Virtual time: one heap of (time, sequence number, event). Equal inputs give equal orders of events."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+
+from echo_planes.errors import RunError
+
+
+class Timer:
+    """An event to come, which may be called off."""
+
+    __slots__ = ("action",)
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self.action: Callable[[], None] | None = action
+
+    def cancel(self) -> None:
+        """Nothing happens then. Calling off what has happened already does nothing."""
+        self.action = None
+
+
+class Kernel:
+    """The clock of one simulation."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.num_events = 0
+        self._heap: list[tuple[float, int, Timer]] = []
+        self._sequence = 0
+        self._stopped = False
+
+    def at(self, when_s: float, action: Callable[[], None]) -> Timer:
+        """Call `action` at a moment; what is due at one moment happens in the order it was asked for.
+
+        Raises:
+            RunError: the moment is over, or is no moment.
+        """
+        if not self.now_s <= when_s < math.inf:
+            raise RunError(
+                f"an event was set for {when_s} s at {self.now_s} s of virtual time: events lie ahead; "
+                "check the scenario's times"
+            )
+        timer = Timer(action)
+        heapq.heappush(self._heap, (when_s, self._sequence, timer))
+        self._sequence += 1
+        return timer
+
+    def after(self, delay_s: float, action: Callable[[], None]) -> Timer:
+        """Call `action` so many seconds from now."""
+        return self.at(self.now_s + delay_s, action)
+
+    def stop(self) -> None:
+        """End `run` after the event in hand."""
+        self._stopped = True
+
+    def run(self, until_s: float) -> None:
+        """Let events happen until none is left, one calls `stop`, or the next is later than `until_s`."""
+        heap = self._heap
+        while heap and not self._stopped and heap[0][0] <= until_s:
+            when_s, _, timer = heapq.heappop(heap)
+            action, timer.action = timer.action, None
+            if action is not None:
+                self.now_s = when_s
+                self.num_events += 1
+                action()
+        if not self._stopped and until_s < math.inf:
+            self.now_s = max(self.now_s, until_s)

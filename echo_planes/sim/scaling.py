@@ -1,0 +1,148 @@
+"""The fleet of a simulated run: the real `Fleet`, told what happens and asked what should be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from echo_planes.rollout.estimates import CapacityModel, ThroughputSample
+from echo_planes.rollout.fleet import Cause, Fleet, FleetAction, Launch
+from echo_planes.rollout.offers import Limits, Offer
+from echo_planes.rollout.provisioner import Provisioner
+from echo_planes.sim.flow import Member
+from echo_planes.sim.lengths import LengthModel
+from echo_planes.sim.scenario import OfferModel
+
+if TYPE_CHECKING:
+    from echo_planes.sim.crew import Crew
+    from echo_planes.sim.world import World
+
+SAMPLE_PROMPTS = 1024  # for the mean of a group's longest answer
+
+
+class Scaling:
+    """Fleet modes `kept` and `provisioned`.
+
+    Args:
+        world: the run.
+        crew: its workers.
+    """
+
+    def __init__(self, world: World, crew: Crew) -> None:
+        scenario = world.scenario
+        self._world = world
+        self._crew = crew
+        self._kernel = world.kernel
+        self._offers = {offer.name: offer for offer in scenario.offers}
+        self._model = CapacityModel()
+        self._broadcast = -1  # newest version whose T_bcast was observed
+        self._reason = ""
+        fleet = scenario.fleet
+        limits = Limits(usd_per_hour=fleet.usd_per_hour, interruptions_per_hour=fleet.interruptions_per_hour)
+        self.fleet = Fleet(
+            [_offer(offer, expected_mu(offer, world.lengths)) for offer in scenario.offers],
+            {offer.name: offer.count for offer in scenario.offers},
+            provisioner=Provisioner(limits, sustain_s=fleet.sustain_s),
+            model=self._model,
+            boot_limit_s=fleet.boot_limit_s,
+        )
+
+    def begin(self) -> None:
+        """The first workers, and the first tick."""
+        self._carry_out(self.fleet.begin(0.0))
+        self._kernel.after(self._world.scenario.fleet.tick_s, self._tick)
+
+    # --- what happens ----------------------------------------------------------------------------
+
+    def came(self, worker_id: str) -> None:
+        """A machine is there."""
+        self.fleet.came(worker_id, self._kernel.now_s)
+
+    def serving(self, worker_id: str) -> None:
+        """A worker generates."""
+        self.fleet.serving(worker_id, self._kernel.now_s)
+
+    def notice(self, worker_id: str, limit_s: float) -> None:
+        """A machine will go."""
+        self._carry_out(self.fleet.notice(worker_id, limit_s, self._kernel.now_s))
+
+    def gone(self, worker_id: str, cause: str) -> None:
+        """A worker is no more."""
+        self.fleet.gone(worker_id, cast(Cause, cause), self._kernel.now_s)
+
+    def on_step(self, t_train_s: float) -> None:
+        """A learner step has ended."""
+        self._model.observe_step(t_train_s)
+        newest = self._world.trace.broadcasts.newest()
+        if newest and newest["published_version"] > self._broadcast:
+            self._broadcast = newest["published_version"]
+            self._model.observe_broadcast(newest["t_bcast_s"])
+
+    # --- what should be --------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        now_s, scenario = self._kernel.now_s, self._world.scenario
+        need = None
+        if scenario.fleet.mode == "provisioned":
+            for member in self._crew.serving():
+                self.fleet.measured(member.name, _sample(self._crew, member), now_s)
+            staleness = scenario.staleness
+            need = self._model.need(
+                staleness.max_staleness, staleness.kappa, scenario.per_step, scenario.fleet.gamma
+            )
+        actions = self.fleet.tick(now_s, need)
+        decision = self.fleet.decision
+        if decision is not None and actions and decision.reason != self._reason:
+            self._reason = decision.reason
+            self._world.trace.event(now_s, "fleet", decision.reason)
+        self._carry_out(actions)
+        self._kernel.after(scenario.fleet.tick_s, self._tick)
+
+    def _carry_out(self, actions: list[FleetAction]) -> None:
+        for action in actions:
+            if isinstance(action, Launch):
+                self._crew.members[action.worker_id] = Member(action.worker_id, self._offers[action.offer])
+                self._crew.market.ask(action.worker_id, action.offer)
+            else:
+                self._crew.unwant(action.worker_id, action.reason, action.limit_s)
+
+
+def expected_mu(offer: OfferModel, lengths: LengthModel) -> float:
+    """Trajectories/s of one worker with all places taken: what a measurement would say.
+
+    A place is taken until the longest answer of its group ends, so fewer samples run than there are places
+    for.
+    """
+    longest = mean = 0.0
+    num_samples = len(lengths.tokens(0))
+    for index in range(SAMPLE_PROMPTS):
+        tokens = lengths.tokens(index)
+        longest += max(tokens) / SAMPLE_PROMPTS
+        mean += sum(tokens) / num_samples / SAMPLE_PROMPTS
+    batch = offer.max_groups * num_samples * mean / longest
+    return offer.engine.tokens_per_s(batch) / mean
+
+
+def _offer(offer: OfferModel, mu: float) -> Offer:
+    return Offer(
+        name=offer.name,
+        sku=offer.sku,
+        usd_per_hour=offer.usd_per_hour,
+        mu=mu,
+        max_count=offer.quota,
+        min_count=offer.min_count,
+        region=offer.region,
+        market=offer.market,
+        interruptions_per_hour=offer.interruptions_per_hour,
+        boot_s=offer.boot_s,
+    )
+
+
+def _sample(crew: Crew, member: Member) -> ThroughputSample:
+    crew.flow.advance(member)
+    engine = member.engine
+    if engine is None:
+        return ThroughputSample(0, 0.0, 0, 0)
+    model = engine.engine
+    return ThroughputSample(
+        int(model.saturated_tokens), model.saturated_s, member.accepted_tokens, member.accepted
+    )

@@ -1,0 +1,276 @@
+"""What is simulated: a typed scenario, from YAML and `key=value` words.
+
+Learner, engines, links, prices, spot markets and faults are described here; how the run is decided is not:
+that is the real code.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from echo_planes.cli import _nearest, _parse, _read_yaml, _set, config_dir
+from echo_planes.config import NonNegativeFloat, PositiveFloat, PositiveInt, Section, StalenessConfig
+from echo_planes.errors import ConfigError
+from echo_planes.sim.engine_model import EngineSpec
+from echo_planes.sim.network import Dissemination
+from echo_planes.sim.spot import AtEnd, SpotTrace, read_trace
+from echo_planes.types import Market
+
+DATA_VARIABLE = "ECHO_PLANES_DATA"
+MBIT = 1e6 / 8  # bytes/s
+USAGE = "python -m echo_planes.simulate scenario=NAME|FILE.yaml key=value ..."
+
+
+class SamplingModel(Section):
+    """What is sampled for a step."""
+
+    prompts_per_step: PositiveInt = Field(64, description="groups in a learner step")
+    samples_per_prompt: int = Field(8, ge=2, description="samples in a group (n)")
+    lease_s: PositiveFloat = Field(3600.0, description="longest lease, seconds")
+    stream_s: PositiveFloat = Field(1.0, description="workers send their tokens this often, seconds")
+    accuracy: float = Field(0.5, ge=0, le=1, description="share of the answers that are right")
+
+
+class LengthConfig(Section):
+    """Tokens of an answer: lognormal, cut off."""
+
+    median_tokens: PositiveFloat = Field(2000.0, description="half of the answers are longer")
+    sigma: NonNegativeFloat = Field(0.6, description="standard deviation of the logarithm; 0: all alike")
+    max_tokens: PositiveInt = Field(16384, description="longest answer")
+
+
+class LearnerModel(Section):
+    """The learner's pace and price."""
+
+    t_train_s: PositiveFloat = Field(60.0, description="T_train, seconds of a step")
+    jitter: float = Field(0.0, ge=0, lt=1, description="a step takes (1 +- jitter) T_train, drawn evenly")
+    publish_s: NonNegativeFloat = Field(1.0, description="encoding and signing a publication, seconds")
+    checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0: only at the end")
+    checkpoint_s: NonNegativeFloat = Field(10.0, description="writing one, seconds")
+    usd_per_hour: NonNegativeFloat = Field(0.0, description="price of the learner")
+
+
+class NetworkConfig(Section):
+    """Links between learner and workers, and what travels on them."""
+
+    mode: Dissemination = Field("chain", description="chain, star, or a star of unlimited uplink")
+    uplink_mbit: PositiveFloat = Field(800.0, description="B0: what the learner can send, Mbit/s")
+    worker_mbit: PositiveFloat = Field(100.0, description="Bw: what a worker can receive and send, Mbit/s")
+    rtt_s: NonNegativeFloat = Field(0.08, description="round trip, seconds")
+    chunk_kib: PositiveInt = Field(256, description="verified and forwarded at once, KiB")
+    snapshot_mb: PositiveFloat = Field(16000.0, description="all weights, MB (10^6 bytes)")
+    patch_mb: PositiveFloat | None = Field(
+        None, description="a publication after the first, MB; default: a whole snapshot"
+    )
+    detection_s: PositiveFloat = Field(5.0, description="until a dead or silent worker is noticed, seconds")
+    install_s: NonNegativeFloat = Field(0.5, description="generation stands still at an install, seconds")
+    receive_in_place: bool = Field(
+        False, description="a worker generates nothing while it receives: what ECHO-2's rule assumes"
+    )
+
+
+class OfferModel(Section):
+    """One kind of worker, where and at what price it is to be had."""
+
+    name: str = Field(description="unique")
+    sku: str = Field("gpu", description="what the hardware is called")
+    region: str = Field("", description="a chain enters each region once")
+    market: Market = Field("on_demand", description="spot or on_demand")
+    usd_per_hour: NonNegativeFloat = Field(0.0, description="price of one worker")
+    count: int = Field(0, ge=0, description="workers at the start: w0, w1, ... in the order of the offers")
+    min_count: int = Field(0, ge=0, description="fleet.mode=provisioned: always so many")
+    max_count: int | None = Field(None, ge=0, description="quota; default: count")
+    peak_tokens_per_s: PositiveFloat = Field(2500.0, description="with very many samples running")
+    half_batch: NonNegativeFloat = Field(16.0, description="samples at which half of that is reached")
+    max_groups: PositiveInt = Field(8, description="prompts in flight at once")
+    boot_s: NonNegativeFloat = Field(120.0, description="from asking for it until its engine is there")
+    interruptions_per_hour: NonNegativeFloat = Field(0.0, description="of one worker, at random")
+    notice_s: NonNegativeFloat = Field(0.0, description="warning before an interruption, seconds")
+    trace: str | None = Field(None, description=f"recorded spot market: a file, or one in ${DATA_VARIABLE}")
+    trace_at_end: AtEnd = Field("error", description="repeat, hold, or error: when the trace has ended")
+    trace_share: PositiveFloat = Field(1.0, description="of the machines in the trace are there for this run")
+
+    @property
+    def engine(self) -> EngineSpec:
+        return EngineSpec(self.peak_tokens_per_s, self.half_batch)
+
+    @property
+    def quota(self) -> int:
+        return self.count if self.max_count is None else self.max_count
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        least = max(self.count, self.min_count)
+        if self.quota < least:
+            raise ValueError(
+                f"offer {self.name}: max_count={self.quota} is less than its count or min_count, {least}"
+            )
+        return self
+
+
+class FleetModel(Section):
+    """Who decides how many workers there are."""
+
+    mode: Literal["fixed", "kept", "provisioned"] = Field(
+        "fixed",
+        description="fixed: `count` of each offer, which are started again when they are lost; kept: others "
+        "take the place of the lost; provisioned: as many as pay",
+    )
+    restarts: int = Field(3, ge=0, description="fixed: times a lost worker is started again, each")
+    boot_limit_s: PositiveFloat = Field(
+        3600.0, description="a worker that does not generate by then is given up, its offer backed off"
+    )
+    sustain_s: NonNegativeFloat = Field(30.0, description="a shortage must last so long before any is added")
+    gamma: float = Field(1.1, ge=1, allow_inf_nan=False, description="mu_target = gamma mu_min")
+    usd_per_hour: PositiveFloat | None = Field(None, description="of all workers, at most")
+    interruptions_per_hour: PositiveFloat | None = Field(None, description="expected, at most")
+    tick_s: PositiveFloat = Field(15.0, description="the fleet is looked at this often, seconds")
+
+
+class FaultConfig(Section):
+    """Something that goes wrong at a moment."""
+
+    at_s: NonNegativeFloat = Field(description="when")
+    kind: Literal["kill", "preempt", "slow", "slow_link", "silence", "refuse_install"] = Field(
+        description="kill: the process dies; preempt: the machine goes; slow, slow_link: at `factor` of its "
+        "speed; silence: no message comes or goes; refuse_install: its next install fails"
+    )
+    worker: str = Field("", description="which; default: drawn from those that serve")
+    count: PositiveInt = Field(1, description="how many, where they are drawn")
+    factor: float = Field(0.5, gt=0, allow_inf_nan=False, description="of a slow one's speed")
+    duration_s: PositiveFloat = Field(600.0, description="of slow, slow_link and silence")
+
+
+class RunLimits(Section):
+    """When it ends: whichever comes first."""
+
+    hours: PositiveFloat = Field(24.0, description="virtual hours")
+    steps: PositiveInt = Field(1_000_000, description="learner steps")
+    wait_limit_s: PositiveFloat = Field(7200.0, description="longest wait for a batch: then the run fails")
+    batch_wait_s: PositiveFloat = Field(1.0, description="how long one question for a batch waits")
+
+
+class Scenario(Section):
+    """A whole simulated run."""
+
+    name: str = Field("scenario", description="of the page and the files")
+    seed: int = Field(0, ge=0, lt=2**63, description="of lengths, faults and interruptions")
+    run: RunLimits = RunLimits()
+    sampling: SamplingModel = SamplingModel()
+    lengths: LengthConfig = LengthConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    learner: LearnerModel = LearnerModel()
+    network: NetworkConfig = NetworkConfig()
+    fleet: FleetModel = FleetModel()
+    offers: list[OfferModel] = Field(description="at least one")
+    faults: list[FaultConfig] = Field([], description="what goes wrong, besides interruptions")
+
+    @property
+    def per_step(self) -> int:
+        """R, trajectories of a step."""
+        return self.sampling.prompts_per_step * self.sampling.samples_per_prompt
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        names = [offer.name for offer in self.offers]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"offers {', '.join(twice)} are named twice: give each a name of its own")
+        most = sum(o.quota if self.fleet.mode == "provisioned" else o.count for o in self.offers)
+        if not most:
+            raise ValueError("offers: there would be no worker: give one a count, or a max_count")
+        for fault in self.faults:
+            if fault.worker and not re.fullmatch(r"w\d+", fault.worker):
+                raise ValueError(f"faults: {fault.worker} is no worker: they are called w0, w1, ...")
+        return self
+
+
+def load_scenario(words: Sequence[str]) -> Scenario:
+    """The scenario that `words` ask for.
+
+    Args:
+        words: `scenario=NAME|FILE.yaml` and `key=value`, dotted keys, numbers index lists.
+
+    Raises:
+        ConfigError: names the key, the value and what is wrong with it.
+    """
+    name, overrides = "", []
+    for word in words:
+        key, separator, text = word.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"'{word}' is not of the form key=value; usage: {USAGE}")
+        if key == "scenario":
+            name = text
+        else:
+            overrides.append((key, _parse(key, text)))
+    if not name:
+        raise ConfigError(f"no scenario is named; known: {', '.join(scenario_names())}; usage: {USAGE}")
+    tree = _read_yaml(_path(name))
+    tree.setdefault("name", Path(name).stem)
+    for key, value in overrides:
+        _set(tree, key, value)
+    return parse_scenario(tree)
+
+
+def parse_scenario(tree: dict[str, Any]) -> Scenario:
+    """A scenario from plain values.
+
+    Raises:
+        ConfigError: names the key, the value and what is wrong with it.
+    """
+    try:
+        return Scenario.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(str(part) for part in first["loc"]) or "scenario"
+        message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            raise ConfigError(f"{path}={first['input']!r}: unknown key; see --help for all keys") from error
+        if first["type"] in ("missing", "value_error"):
+            raise ConfigError(f"{path}: {message}") from error
+        raise ConfigError(f"{path}={first['input']!r:.60}: {message[0].lower()}{message[1:]}") from error
+
+
+def scenario_names() -> list[str]:
+    """Scenarios that come with the library."""
+    return sorted(path.stem for path in (config_dir() / "scenario").glob("*.yaml"))
+
+
+def dump_scenario(scenario: Scenario) -> str:
+    """The resolved scenario as YAML."""
+    return yaml.safe_dump(scenario.model_dump(mode="json"), sort_keys=False)
+
+
+def offer_trace(offer: OfferModel) -> SpotTrace | None:
+    """The recorded market of an offer.
+
+    Raises:
+        ConfigError: the file is not there.
+        DataError: it is not what it should be.
+    """
+    if offer.trace is None:
+        return None
+    folder = os.environ.get(DATA_VARIABLE)
+    places = [Path(offer.trace).expanduser(), *([Path(folder) / offer.trace] if folder else [])]
+    found = next((path for path in places if path.is_file()), None)
+    if found is None:
+        raise ConfigError(
+            f"offers: trace={offer.trace} of {offer.name} is not there: give the path of a file, or set "
+            f"{DATA_VARIABLE} to the folder that it is in"
+        )
+    return read_trace(found, offer.trace_at_end)
+
+
+def _path(name: str) -> Path:
+    if name.endswith((".yaml", ".yml")):
+        return Path(name)
+    known = scenario_names()
+    if name not in known:
+        raise ConfigError(f"scenario={name}: unknown; allowed: {', '.join(known)}{_nearest(name, known)}")
+    return config_dir() / "scenario" / f"{name}.yaml"

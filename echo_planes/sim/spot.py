@@ -1,0 +1,194 @@
+"""Recorded spot markets: how many machines could be had at each moment.
+
+Formats, told apart by their first row:
+
+- `t_ms,add|remove,node`: a machine came or went;
+- `t_s,count`: the corners of a step curve, so that a moment may have two rows; the later one counts;
+- `date, time, count`: what a watcher wrote down. It foresees: a row whose time is not later than that of rows
+  before it replaces them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+from echo_planes.errors import DataError
+
+AtEnd = Literal["repeat", "hold", "error"]
+MAX_BYTES = 64 * 2**20
+_Point = tuple[float, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SpotTrace:
+    """A step function of time: machines available from `times_s[i]` on. It begins at 0."""
+
+    name: str
+    times_s: tuple[float, ...]  # ascending, the first is 0
+    counts: tuple[int, ...]
+    end_s: float  # of its last row
+    at_end: AtEnd = "error"  # begin again, keep the last count, or refuse to say
+
+    def count(self, now_s: float) -> int:
+        """Machines available at a moment.
+
+        Raises:
+            DataError: the trace has ended, and shall not be continued.
+        """
+        return self.counts[bisect_right(self.times_s, self._within(now_s)) - 1]
+
+    def next_change_s(self, now_s: float) -> float:
+        """The first moment after this one at which the count may differ; infinite if there is none.
+
+        Of a trace that is not to be continued its end is one, so that the end is not passed unseen.
+        """
+        within = self._within(now_s)
+        place = bisect_right(self.times_s, within)
+        later = self.times_s[place] if place < len(self.times_s) else math.inf
+        if self.at_end != "hold":
+            later = min(later, self.end_s)
+        # The period's end is taken from the moment itself: sums of differences would drift.
+        base = (now_s // self.end_s) * self.end_s if self.at_end == "repeat" else 0.0
+        found = base + later
+        return found if found > now_s else math.nextafter(now_s, math.inf)
+
+    def _within(self, now_s: float) -> float:
+        if now_s < self.end_s:
+            return now_s
+        if self.at_end == "error":
+            raise DataError(
+                f"spot trace {self.name} ends after {self.end_s:,.0f} s, and the simulation asks for "
+                f"{now_s:,.0f} s: shorten it, or set the trace's at_end to repeat or hold"
+            )
+        return now_s % self.end_s if self.at_end == "repeat" else self.end_s
+
+
+def read_trace(path: Path, at_end: AtEnd = "error") -> SpotTrace:
+    """Read a recorded trace of one of the formats above.
+
+    Raises:
+        DataError: it cannot be read, or is not of these formats; names the line.
+    """
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise DataError(f"spot trace {path} is larger than {MAX_BYTES:,} bytes: cut it to what is needed")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"spot trace {path} cannot be read ({error}): give a CSV file") from error
+    rows = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not rows:
+        raise DataError(f"spot trace {path} has no rows: give one of the formats of echo_planes.sim.spot")
+    read = _format(path, rows[0][1])
+    points = read(path, rows)
+    if points[-1][0] <= 0:
+        raise DataError(f"spot trace {path} is of one moment only: it says nothing about a time")
+    return _trace(path.name, points, at_end)
+
+
+def _format(path: Path, first: str) -> Callable[[Path, Sequence[tuple[int, str]]], list[_Point]]:
+    for pattern, read in (
+        (r"[\d.]+\s*,\s*(add|remove)\s*,", _machines),
+        (r"[\d.]+\s*,\s*\d+\s*$", _corners),
+        (r"\d{4}-\d\d-\d\d\s*,", _watched),
+    ):
+        if re.match(pattern, first):
+            return read
+    raise DataError(
+        f"spot trace {path} line 1: {first!r:.60} is of no known format; known: t_ms,add|remove,node; "
+        "t_s,count; date, time, count"
+    )
+
+
+def _trace(name: str, points: Sequence[_Point], at_end: AtEnd) -> SpotTrace:
+    """Points in order of time, the later of equal times counting; nothing is there before the first."""
+    steps: list[_Point] = [(0.0, 0)]
+    for at_s, count in points:
+        if steps[-1][0] == at_s:
+            steps.pop()
+        if not steps or steps[-1][1] != count:
+            steps.append((at_s, count))
+    times, counts = zip(*steps, strict=True)
+    return SpotTrace(name, times, counts, points[-1][0], at_end)
+
+
+def _machines(path: Path, rows: Sequence[tuple[int, str]]) -> list[_Point]:
+    there: set[str] = set()
+    points: list[_Point] = []
+    for number, line in rows:
+        at_ms, what, node = _cells(path, number, line, 3)
+        at_s = _number(path, number, at_ms) / 1000
+        if points and at_s < points[-1][0]:
+            raise DataError(f"spot trace {path} line {number}: {line!r:.60} goes back in time: sort the rows")
+        if what not in ("add", "remove") or (what == "add") == (node in there):
+            raise DataError(
+                f"spot trace {path} line {number}: {line!r:.60} cannot be: a machine is added once, and then "
+                "removed once; correct the row"
+            )
+        there.symmetric_difference_update([node])
+        points.append((at_s, len(there)))
+    return points
+
+
+def _corners(path: Path, rows: Sequence[tuple[int, str]]) -> list[_Point]:
+    points: list[_Point] = []
+    for number, line in rows:
+        at, count = _cells(path, number, line, 2)
+        at_s = _number(path, number, at)
+        if points and at_s < points[-1][0]:
+            raise DataError(f"spot trace {path} line {number}: {line!r:.60} goes back in time: sort the rows")
+        points.append((at_s, _count(path, number, count)))
+    return points
+
+
+def _watched(path: Path, rows: Sequence[tuple[int, str]]) -> list[_Point]:
+    points: list[_Point] = []
+    first: datetime | None = None
+    for number, line in rows:
+        day, clock, count = _cells(path, number, line, 3)
+        try:
+            at = datetime.fromisoformat(f"{day} {clock}")
+        except ValueError as error:
+            raise DataError(
+                f"spot trace {path} line {number}: {day} {clock} is no moment: write YYYY-MM-DD, HH:MM:SS"
+            ) from error
+        first = first or at
+        at_s = (at - first).total_seconds()
+        while points and points[-1][0] >= at_s:
+            points.pop()
+        points.append((at_s, _count(path, number, count)))
+    if points[0][0] < 0:
+        raise DataError(f"spot trace {path}: a row is earlier than the first one: sort the rows by day")
+    return points
+
+
+def _cells(path: Path, number: int, line: str, width: int) -> list[str]:
+    cells = [cell.strip() for cell in line.split(",")]
+    if len(cells) != width:
+        raise DataError(
+            f"spot trace {path} line {number}: {line!r:.60} has {len(cells)} columns, not the {width} of the "
+            "first row's format: correct the row"
+        )
+    return cells
+
+
+def _number(path: Path, number: int, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise DataError(f"spot trace {path} line {number}: {text!r:.40} is no time of 0 or more")
+    return value
+
+
+def _count(path: Path, number: int, text: str) -> int:
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise DataError(f"spot trace {path} line {number}: {text!r:.40} is no number of machines")
+    return int(text)

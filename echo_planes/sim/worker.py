@@ -1,0 +1,203 @@
+"""One incarnation of a rollout worker: a modelled engine, and what the real worker does around it.
+
+It takes leases, goes on from other workers' drafts, streams its tokens, finishes groups and hands leases
+over. Tokens are numbers of tokens here: a sample's ids are zeros, and of a finished answer one token stands
+for every version it was made under.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from echo_planes.sim.engine_model import Engine
+from echo_planes.sim.lengths import LengthModel
+from echo_planes.sim.scenario import OfferModel
+from echo_planes.types import Draft, Episode, Group, Lease, LeaseTokens, Reward, Sample, Span, Trajectory
+
+Versions = tuple[int, ...]
+_SAME_TOKENS = 1e-6  # rounding of marks
+_RIGHT, _WRONG = Reward(1.0, True), Reward(0.0, False)
+
+
+@dataclass(slots=True)
+class Work:
+    """One lease in progress. Tokens of a sample count from its first, whoever made it."""
+
+    lease: Lease
+    lengths: Sequence[int]
+    begun: float  # mark of the engine
+    have: tuple[int, ...]  # tokens of each sample that other workers made
+    versions: tuple[Versions, ...]  # they made them under
+    calls: dict[int, int]  # sample -> number of its call, as the data plane counts them
+    sent: list[int]  # tokens of each sample that the data plane has
+    paid: dict[str, int]  # tokens that the data plane has, by the machine that made them
+    made: int = 0  # tokens that this worker made of it, once it is over
+
+    @property
+    def num_sent(self) -> int:
+        """Of them, those that the data plane has."""
+        return sum(self.sent) - sum(self.have)
+
+
+class Answers:
+    """Finished answers as the data plane takes them; equal ones are one object."""
+
+    def __init__(self, lineage: str) -> None:
+        self._lineage = lineage
+        self._episodes: dict[Versions, Episode] = {}
+
+    def digest(self, version: int) -> str:
+        """What stands for a version's digest."""
+        return f"sim:{version:08x}"
+
+    def span(self, start: int, stop: int, version: int) -> Span:
+        return Span(start, stop, version, self.digest(version))
+
+    def trajectory(self, lease: Lease, sample: int, versions: Versions, right: bool) -> Trajectory:
+        episode = self._episodes.get(versions)
+        if episode is None:
+            spans = tuple(self.span(i, i + 1, version) for i, version in enumerate(versions))
+            episode = Episode((0,) * len(spans), (True,) * len(spans), (0.0,) * len(spans), spans, "stop")
+            self._episodes[versions] = episode
+        return Trajectory(
+            f"{lease.group_id}/{sample}",
+            lease.group_id,
+            lease.prompt,
+            episode,
+            _RIGHT if right else _WRONG,
+            lease.worker_id,
+            self._lineage,
+        )
+
+
+class SimWorker:
+    """One incarnation.
+
+    Args:
+        worker_id: its name.
+        epoch: incarnation.
+        offer: its hardware.
+        lengths: of the answers.
+        answers: makes them.
+        now_s: when its engine is there.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        epoch: int,
+        offer: OfferModel,
+        *,
+        lengths: LengthModel,
+        answers: Answers,
+        now_s: float,
+    ) -> None:
+        self.worker_id = worker_id
+        self.epoch = epoch
+        self.engine = Engine(offer.engine, offer.max_groups, now_s)
+        self.version = -1
+        self.work: dict[str, Work] = {}  # by lease
+        self._lengths = lengths
+        self._answers = answers
+        self._since: list[float] = []  # marks from which on ...
+        self._served: list[int] = []  # ... these versions served
+
+    # --- leases ----------------------------------------------------------------------------------
+
+    def begin(self, lease: Lease, paid: dict[str, int]) -> None:
+        """Take a lease on, from where others left it. The engine is up to date.
+
+        Args:
+            lease: with its drafts.
+            paid: tokens of the drafts, by the machine that made them.
+        """
+        lengths = self._lengths.tokens(lease.prompt.index)
+        have = [0] * len(lengths)
+        versions: list[Versions] = [()] * len(lengths)
+        calls: dict[int, int] = {}
+        for call, draft in enumerate(lease.drafts):
+            sample = draft.context[0]
+            have[sample], calls[sample] = len(draft.sample.token_ids), call
+            versions[sample] = tuple(span.version for span in draft.sample.spans)
+        work = Work(lease, lengths, self.engine.mark, tuple(have), tuple(versions), calls, have, paid)
+        self.work[lease.lease_id] = work
+        self.engine.add(lease.lease_id, lengths, work.have)
+
+    def take_ended(self) -> list[Work]:
+        """Leases whose samples have all ended. The engine is up to date."""
+        ended = [self.work.pop(lease_id) for lease_id in self.engine.take_ended()]
+        for work in ended:
+            work.made = sum(work.lengths) - sum(work.have)
+        return ended
+
+    def group(self, work: Work, accuracy: float) -> Group:
+        """The result of a lease that has ended, with that share of right answers."""
+        right = round(accuracy * len(work.lengths))
+        trajectories = []
+        for sample, (length, had) in enumerate(zip(work.lengths, work.have, strict=True)):
+            versions = work.versions[sample]
+            if length > had:
+                versions = versions + self._between(work.begun, work.begun + length - had)
+            # Which samples are right changes from prompt to prompt, how many does not.
+            is_right = (sample + work.lease.prompt.index) % len(work.lengths) < right
+            trajectories.append(self._answers.trajectory(work.lease, sample, versions, is_right))
+        return Group(work.lease.group_id, tuple(trajectories))
+
+    def drop(self, lease_id: str) -> Work:
+        """Let a lease go. The engine is up to date."""
+        work = self.work.pop(lease_id)
+        work.made = sum(self.engine.remove(lease_id)) - sum(work.have)
+        return work
+
+    def unsent(self, work: Work) -> LeaseTokens:
+        """The tokens of a running lease that the data plane lacks; they count as sent from now on."""
+        pieces = []
+        for sample, (length, had) in enumerate(zip(work.lengths, work.have, strict=True)):
+            total = had + min(math.floor(self.engine.mark - work.begun + _SAME_TOKENS), length - had)
+            start, work.sent[sample] = work.sent[sample], max(total, work.sent[sample])
+            if total <= start:
+                continue
+            known = sample in work.calls
+            number = work.calls.setdefault(sample, len(work.calls))
+            spans = self._spans(work.begun + start - had, total - start)
+            ids, logprobs = (0,) * (total - start), (0.0,) * (total - start)
+            piece = Sample(ids, logprobs, spans, "stop" if total == length else "")
+            pieces.append((number, Draft(() if known else (sample,), piece)))
+            work.paid[self.worker_id] = work.paid.get(self.worker_id, 0) + total - start
+        return LeaseTokens(work.lease.lease_id, tuple(pieces))
+
+    # --- versions --------------------------------------------------------------------------------
+
+    def serve(self, version: int) -> None:
+        """Make a version serve from now on. The engine is up to date."""
+        self.version = version
+        oldest = min((work.begun for work in self.work.values()), default=self.engine.mark)
+        keep = max(bisect_right(self._since, oldest) - 1, 0)
+        self._since = [*self._since[keep:], self.engine.mark]
+        self._served = [*self._served[keep:], version]
+
+    def _between(self, start: float, stop: float) -> Versions:
+        """Versions under which the tokens between two marks were made, oldest first."""
+        first = max(bisect_right(self._since, start + _SAME_TOKENS) - 1, 0)
+        last = first + 1
+        while last < len(self._since) and self._since[last] < stop - _SAME_TOKENS:
+            last += 1
+        return tuple(self._served[first:last])
+
+    def _spans(self, start: float, num_tokens: int) -> tuple[Span, ...]:
+        """Spans of so many tokens of a sample, the first of them made at a mark."""
+        place = max(bisect_right(self._since, start + _SAME_TOKENS) - 1, 0)
+        spans: list[Span] = []
+        done = 0
+        while done < num_tokens:
+            stop = num_tokens
+            if place + 1 < len(self._since):
+                stop = min(math.ceil(self._since[place + 1] - start - _SAME_TOKENS), num_tokens)
+            if stop > done:
+                spans.append(self._answers.span(done, stop, self._served[place]))
+                done = stop
+            place += 1
+        return tuple(spans)

@@ -1,0 +1,275 @@
+"""The shell of a simulated run: what `runner.py` does with real planes, done with modelled ones.
+
+`Controller`, `ReplayBuffer`, `LeaseBook`, chain planner and fleet are the real ones. Here their actions are
+carried out in virtual time, and what comes of them is told to them as events.
+
+Not modelled: the time that evaluations, rewards and prefills take, and what evaluations find.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from echo_planes import events as ev
+from echo_planes.config import (
+    CheckpointConfig,
+    Config,
+    EvalConfig,
+    FleetConfig,
+    RunConfig,
+    SamplingConfig,
+    WorkerConfig,
+)
+from echo_planes.controller import Controller
+from echo_planes.data.buffer_state import Accepted, NotReady
+from echo_planes.errors import RunError
+from echo_planes.sim.crew import Crew
+from echo_planes.sim.data_plane import SimDataPlane
+from echo_planes.sim.faults import Faults
+from echo_planes.sim.kernel import Kernel
+from echo_planes.sim.lengths import LengthModel
+from echo_planes.sim.scenario import Scenario, offer_trace
+from echo_planes.sim.trace import LEARNER, Record, Trace, dump_lines
+from echo_planes.sim.worker import Answers
+from echo_planes.types import EvalReport, Lease, Manifest, StepStats, TrainBatch
+
+LINEAGE = "sim"
+MB = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a simulation came to. Everything in it is simulated."""
+
+    summary: Record
+    steps: Sequence[Record]
+    events: Sequence[Record]
+
+    def lines(self) -> str:
+        """The whole trace as JSON lines: equal scenarios and seeds give equal bytes."""
+        return dump_lines([{"kind": "summary", **self.summary}, *self.events, *self.steps])
+
+
+class World:
+    """One simulated run.
+
+    Args:
+        scenario: what is simulated.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.config = run_config(scenario)
+        self.kernel = Kernel()
+        self.trace = Trace(scenario)
+        self.rng = random.Random(f"{scenario.seed}/world")
+        self.answers = Answers(LINEAGE)
+        lengths = scenario.lengths
+        self.lengths = LengthModel(
+            scenario.seed,
+            num_samples=scenario.sampling.samples_per_prompt,
+            median_tokens=lengths.median_tokens,
+            sigma=lengths.sigma,
+            max_tokens=lengths.max_tokens,
+        )
+        self.manifest: Manifest | None = None
+        self._events: deque[ev.Event] = deque()
+        self._handling = False
+        self._free_since_s = 0.0
+        self._finish: ev.Finish | None = None
+        self._published = -1
+        self._chosen: Sequence[Accepted] = ()  # of the batch that is trained
+        traces = {o.name: trace for o in scenario.offers if (trace := offer_trace(o)) is not None}
+        self.data = SimDataPlane(
+            scenario, self.kernel, LINEAGE, on_leases=self._on_leases, on_dropped=self.trace.dropped
+        )
+        self.crew = Crew(self, self.data, traces)
+        fixed = self.config.fleet.fixed()
+        offers = [offer for offer in scenario.offers for _ in range(offer.count)]
+        self._first = dict(zip(fixed, offers, strict=True)) if fixed else {}
+        self.controller = Controller(self.config, list(fixed))
+        Faults(scenario.faults, self.kernel, self.crew, self.trace, self.rng)
+
+    def _on_leases(self, worker_id: str, leases: Sequence[Lease]) -> None:
+        self.crew.on_leases(worker_id, leases)
+
+    def run(self) -> Result:
+        """Run to the end.
+
+        Raises:
+            DataError: a spot trace ended that shall not be continued.
+            RunError: trajectories were lost: there is an error in the code that decides.
+        """
+        learner = self.scenario.learner
+        self.trace.money.start(LEARNER, learner.usd_per_hour, 0.0, sku=LEARNER, role="learner")
+        self.crew.begin(self._first)
+        self.tell(ev.LearnerReady(0))
+        for action in self.controller.begin():
+            self._carry_out(action)
+        until_s = self.scenario.run.hours * 3600.0
+        self.kernel.run(until_s)
+        counts = self.data.counts
+        if counts.lost:
+            raise RunError(
+                f"{counts.lost} trajectories are nowhere at {self.kernel.now_s:.0f} s of virtual time"
+            )
+        now_s = self.kernel.now_s
+        self.crew.end()
+        finish = self._finish or ev.Finish("done")
+        status = finish.status if self._finish else "time is up"
+        more = {"num_events": self.kernel.num_events, **self.crew.summary()}
+        summary = self.trace.summary(now_s, status=status, error=finish.error, counts=counts, more=more)
+        return Result(summary, self.trace.steps, self.trace.events)
+
+    def tell(self, event: ev.Event) -> None:
+        """Tell the controller, after what it is being told already."""
+        self._events.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        while self._events:
+            for action in self.controller.handle(self._events.popleft(), self.kernel.now_s):
+                self._carry_out(action)
+        self._handling = False
+
+    # --- actions ---------------------------------------------------------------------------------
+
+    def _carry_out(self, action: ev.Action) -> None:
+        match action:
+            case ev.FormBatch(step):
+                self.data.ask_batch(step, self._on_batch)
+            case ev.Train(batch):
+                self._train(batch)
+            case ev.Publish(version):
+                publish_s = self.scenario.learner.publish_s
+                self.kernel.after(publish_s, lambda: self._publish(version, publish_s))
+            case ev.Checkpoint(step):
+                self.kernel.after(self.scenario.learner.checkpoint_s, lambda: self._checkpointed(step))
+            case ev.Evaluate(step, _):
+                self.kernel.after(0.0, lambda: self.tell(ev.Evaluated(self._evaluation(step))))
+            case ev.Finish():
+                self._finish = action
+                self.trace.event(self.kernel.now_s, "end", action.error or action.status)
+                self.kernel.stop()
+            case _:
+                self.crew.carry_out(action)
+
+    def _on_batch(self, found: list[Accepted] | NotReady) -> None:
+        if isinstance(found, NotReady):
+            self.tell(ev.BatchNotReady(found.reason, found.detail))
+        else:
+            self._chosen = found
+            self.tell(ev.BatchReady(_batch(self.data.step - 1, found)))
+
+    def _train(self, batch: TrainBatch) -> None:
+        learner, chosen = self.scenario.learner, self._chosen
+        idle_s = self.kernel.now_s - self._free_since_s
+        # The first batch can be there only once workers serve: until then it is the run that starts up.
+        if not self.trace.steps:
+            idle_s = max(self.kernel.now_s - max(self._free_since_s, self.crew.first_served_s), 0.0)
+        t_train_s = learner.t_train_s * (1 + learner.jitter * self.rng.uniform(-1, 1))
+
+        def done() -> None:
+            self._free_since_s = self.kernel.now_s
+            counts = self.data.counts
+            self.trace.trained(self.kernel.now_s, batch.step, chosen, t_train_s, idle_s, counts)
+            if self.crew.scaling is not None:
+                self.crew.scaling.on_step(t_train_s)
+            self.tell(ev.StepDone(_stats(batch.step, t_train_s)))
+
+        self.kernel.after(t_train_s, done)
+
+    def _publish(self, version: int, seconds: float) -> None:
+        network = self.scenario.network
+        full = version <= self._published or self._published < 0 or network.patch_mb is None
+        megabytes = network.snapshot_mb if full or network.patch_mb is None else network.patch_mb
+        base = -1 if full else self._published
+        self._published = version
+        self.manifest = Manifest(
+            lineage=LINEAGE,
+            version=version,
+            num_updates=version,
+            codec="full" if full else "compact",
+            base_version=base,
+            base_digest=self.answers.digest(base) if base >= 0 else "",
+            digest=self.answers.digest(version),
+            payload_digest="",
+            payload_bytes=round(megabytes * MB),
+            dense_bytes=round(network.snapshot_mb * MB),
+            changed_elements=0,
+            total_elements=0,
+        )
+        self.data.publish(version, self.manifest.digest)
+        self.trace.published(self.kernel.now_s, self.manifest, seconds)
+        self.crew.broadcast(self.manifest)
+        self._free_since_s = self.kernel.now_s
+        self.tell(ev.Published(self.manifest))
+
+    def _checkpointed(self, step: int) -> None:
+        self._free_since_s = self.kernel.now_s
+        self.tell(ev.Checkpointed(step))
+
+    def _evaluation(self, step: int) -> EvalReport:
+        accuracy = self.scenario.sampling.accuracy
+        return EvalReport(step, step, 0, 0, accuracy, accuracy)
+
+
+def run_config(scenario: Scenario) -> Config:
+    """The settings of the real code that the scenario asks for."""
+    sampling, learner, fleet = scenario.sampling, scenario.learner, scenario.fleet
+    kinds = [
+        WorkerConfig(sku=offer.sku, usd_per_hour=offer.usd_per_hour, count=offer.count, region=offer.region)
+        for offer in scenario.offers
+    ]
+    return Config(
+        run=RunConfig(steps=scenario.run.steps, wait_limit_s=scenario.run.wait_limit_s),
+        sampling=SamplingConfig(
+            prompts_per_step=sampling.prompts_per_step,
+            samples_per_prompt=sampling.samples_per_prompt,
+            lease_s=sampling.lease_s,
+            stream_s=sampling.stream_s,
+        ),
+        staleness=scenario.staleness,
+        eval=EvalConfig(every=0),
+        checkpoint=CheckpointConfig(every=learner.checkpoint_every),
+        fleet=FleetConfig(
+            workers=kinds,
+            restarts=fleet.restarts,
+            scale="fixed" if fleet.mode == "fixed" else "static",
+            gamma=fleet.gamma,
+            tick_s=fleet.tick_s,
+            sustain_s=fleet.sustain_s,
+            boot_limit_s=fleet.boot_limit_s,
+        ),
+    )
+
+
+def _batch(step: int, chosen: Sequence[Accepted]) -> TrainBatch:
+    """What the controller passes on: its rows are not simulated."""
+    none, empty = np.zeros(0, np.int64), np.zeros(0, np.float32)
+    flags = np.zeros(0, np.bool_)
+    versions = np.array([group.version for group in chosen], np.int64)
+    return TrainBatch(step, (), none, none, flags, empty, empty, none, empty, versions, flags)
+
+
+def _stats(step: int, t_train_s: float) -> StepStats:
+    zeros = dict.fromkeys(
+        ("loss", "grad_norm", "learning_rate", "mismatch_mean", "mismatch_p99", "clip_fraction", "tis_mean"),
+        0.0,
+    )
+    return StepStats(
+        step=step,
+        t_train_s=t_train_s,
+        tokens=0,
+        tokens_forward=0,
+        entropy=0.0,
+        kl_reference=0.0,
+        groups_skipped=0,
+        num_updates=step + 1,
+        **zeros,
+    )

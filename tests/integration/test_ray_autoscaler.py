@@ -1,0 +1,255 @@
+"""The `ray` actuator against Ray's own autoscaler: machines come, are taken, are replaced and let go.
+
+`python -m tests.integration.test_ray_autoscaler` is what runs inside the fake cluster: it prints JSON lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo_planes.clock import MonotonicClock
+from echo_planes.errors import ClusterError
+from echo_planes.rollout.actuator import Node
+from tests.integration import fake_cluster
+from tests.integration.fake_cluster import Kind, Plan
+from tests.integration.harness import json_lines, wait_until
+
+pytestmark = pytest.mark.integration
+SPOT, SURE = "cheap/spot", "dear/on_demand"
+LABELS = {SPOT: {"market": "spot"}, SURE: {"market": "on_demand"}}
+KINDS = [Kind(SPOT, 3, LABELS[SPOT]), Kind(SURE, 1, LABELS[SURE])]
+NOTICE_S = 8.0  # what the fake cloud gives a machine
+LIMIT_S = 90.0  # of any one wait, on busy cores
+
+Told = dict[str, dict[str, Any]]
+
+
+# --- inside --------------------------------------------------------------------------------------
+
+
+def tell(event: str, **facts: Any) -> None:
+    print(json.dumps({"event": event, **facts}), flush=True)
+
+
+def shown(nodes: tuple[Node, ...]) -> list[list[Any]]:
+    return [[node.node_id, node.offer_name, node.state, node.worker_id] for node in nodes]
+
+
+async def inside() -> None:
+    import ray
+
+    from echo_planes.rollout.ray_nodes import RayNodes
+
+    ray.init(log_to_driver=False, logging_level="ERROR")
+    clock = MonotonicClock()
+    machines = RayNodes(LABELS, clock)
+
+    async def until(condition: Callable[[tuple[Node, ...]], bool], what: str) -> tuple[Node, ...]:
+        deadline_s = clock.now_s() + LIMIT_S
+        while not condition(nodes := await machines.nodes()):
+            if clock.now_s() > deadline_s:
+                raise AssertionError(f"waited in vain for {what}: {shown(nodes)}")
+            await asyncio.sleep(0.2)
+        return nodes
+
+    def up(nodes: tuple[Node, ...], offer_name: str) -> list[str]:
+        return [n.node_id for n in nodes if n.state == "up" and n.offer_name == offer_name]
+
+    class Occupant:
+        def node(self) -> str:
+            return str(ray.get_runtime_context().get_node_id())
+
+    await machines.check()
+    tell("empty", namespace=os.readlink("/proc/self/ns/pid"), nodes=shown(await machines.nodes()))
+
+    await machines.want({SPOT: 2, SURE: 0})
+    coming = await until(lambda nodes: any(n.state == "pending" for n in nodes), "machines on their way")
+    tell("coming", nodes=shown(coming))
+    nodes = await until(lambda nodes: len(up(nodes, SPOT)) == 2, "two spot machines")
+    first, second = up(nodes, SPOT)
+    occupants = {}
+    for worker_id, node_id in (("w0", first), ("w1", second)):
+        placed = {"resources": {SPOT: 1}, "label_selector": {"ray.io/node-id": node_id}}
+        occupants[node_id] = ray.remote(Occupant).options(num_cpus=0, **placed).remote()
+        machines.assign(node_id, worker_id)
+    where = [await occupants[node_id].node.remote() for node_id in (first, second)]
+    tell("two", nodes=shown(await machines.nodes()), where=where)
+
+    # The test gives `first` its notice, from outside, and ends it at its deadline.
+    nodes = await until(lambda nodes: any(n.state == "draining" for n in nodes), "the notice")
+    (leaving,) = (node for node in nodes if node.state == "draining")
+    tell("notice", node_id=leaving.node_id, left_s=(leaving.notice_deadline_s or 0.0) - clock.now_s())
+    nodes = await until(lambda nodes: len(up(nodes, SPOT)) == 2, "a machine instead of the one that leaves")
+    tell("replaced", nodes=shown(nodes), dead_already=any(n.state == "dead" for n in nodes))
+    nodes = await until(
+        lambda nodes: any(n.node_id == first and n.state == "dead" for n in nodes), "the end of a machine"
+    )
+    tell("preempted", nodes=shown(nodes))
+
+    await machines.want({SPOT: 2, SURE: 1})
+    nodes = await until(lambda nodes: len(up(nodes, SURE)) == 1, "the dear machine")
+    labels = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
+    tell("dear", nodes=shown(nodes), market=labels[up(nodes, SURE)[0]].get("market"))
+
+    # The one with a worker may go; the one that nobody released stays.
+    await machines.want({SPOT: 1, SURE: 1})
+    ray.kill(occupants[second])
+    await machines.release(second)
+    nodes = await until(lambda nodes: second not in up(nodes, SPOT), "the end of the released machine")
+    tell("released", nodes=shown(nodes), released=second)
+
+    sure = up(nodes, SURE)[0]
+    await machines.notice(sure, clock.now_s() + 1000.0)  # it is idle: Ray ends it at once
+    nodes = await until(
+        lambda nodes: sure not in up(nodes, SURE), "the drain of a machine whose cloud spoke up"
+    )
+    tell("noticed", nodes=shown(nodes), node_id=sure)
+
+    await machines.want({})
+    nodes = await until(lambda nodes: all(n.state == "dead" for n in nodes), "the end of what is idle")
+    tell("none", nodes=shown(nodes))
+
+    await machines.want({SPOT: 99})
+    try:
+        await until(lambda nodes: False, "a refusal")
+    except ClusterError as error:
+        tell("impossible", error=str(error))
+    await machines.close()
+    nodes = await until(lambda nodes: all(n.state == "dead" for n in nodes), "the end of what is idle")
+    tell("closed", nodes=shown(nodes))
+
+
+# --- outside -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def cluster(folder: Path, words: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """The fake cluster with a command in it; output in `folder`."""
+    why_not = fake_cluster.missing()
+    if why_not:
+        pytest.skip(why_not)
+    plan = Plan(KINDS, idle_s=3.0)
+    with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+        process = subprocess.Popen(
+            fake_cluster.command(plan, words), cwd=fake_cluster.ROOT, stdout=out, stderr=err
+        )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def living_in(namespace: str) -> list[int]:
+    """Processes of a process namespace."""
+    found = []
+    for link in Path("/proc").glob("[0-9]*/ns/pid"):
+        try:
+            if os.readlink(link) == namespace:
+                found.append(int(link.parts[2]))
+        except OSError:
+            continue  # ended meanwhile
+    return found
+
+
+def states(told: dict[str, Any]) -> dict[str, str]:
+    return {node_id: state for node_id, _, state, _ in told["nodes"]}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """What the script inside saw, by event."""
+    folder = tmp_path_factory.mktemp("autoscaler")
+
+    def heard(event: str) -> dict[str, Any] | None:
+        lines = json_lines(folder / "out")
+        if process.poll() not in (None, 0):
+            raise AssertionError(f"it ended early:\n{lines}\n{(folder / 'err').read_text()[-4000:]}")
+        return next((line for line in lines if line["event"] == event), None)
+
+    with cluster(folder, [sys.executable, "-m", "tests.integration.test_ray_autoscaler"]) as process:
+        two = wait_until(lambda: heard("two"), 2 * LIMIT_S, "two machines")
+        assert two is not None
+        preempt = [sys.executable, "-m", "tests.integration.fake_cluster", "preempt"]
+        doomed = two["nodes"][0][0]
+        cloud = [*fake_cluster.enter(process.pid), *preempt, doomed, str(NOTICE_S)]
+        subprocess.run(cloud, check=True, timeout=LIMIT_S + NOTICE_S)
+        wait_until(lambda: heard("closed"), 5 * LIMIT_S, "the end")
+        process.wait(LIMIT_S)
+    return {line["event"]: line for line in json_lines(folder / "out")}
+
+
+def test_what_is_wanted_comes(told: Told) -> None:
+    assert told["empty"]["nodes"] == []  # the head is not a rollout machine
+    assert {state for _, _, state, _ in told["coming"]["nodes"]} <= {"pending", "up"}
+    assert len(told["coming"]["nodes"]) <= 2
+    two = told["two"]
+    assert [(offer, state) for _, offer, state, _ in two["nodes"]] == [(SPOT, "up")] * 2
+    assert {node_id: worker_id for node_id, _, _, worker_id in two["nodes"]} == {
+        two["where"][0]: "w0",
+        two["where"][1]: "w1",
+    }
+
+
+def test_a_preempted_machine_is_seen_with_its_deadline_and_replaced(told: Told) -> None:
+    doomed, other = (node_id for node_id, _, _, _ in told["two"]["nodes"])
+    assert told["notice"]["node_id"] == doomed
+    assert 0 < told["notice"]["left_s"] <= NOTICE_S
+    after = states(told["preempted"])
+    assert after.pop(doomed) == "dead"
+    assert after.pop(other) == "up"
+    assert list(after.values()) == ["up"]
+
+
+def test_an_offer_is_its_resource_and_its_label(told: Told) -> None:
+    dear = [row for row in told["dear"]["nodes"] if row[1] == SURE]
+    assert [row[2] for row in dear] == ["up"]
+    assert told["dear"]["market"] == "on_demand"
+    assert sum(row[1] == SPOT and row[2] == "up" for row in told["dear"]["nodes"]) == 2
+
+
+def test_what_is_released_goes_and_nothing_else(told: Told) -> None:
+    released = told["released"]["released"]
+    before = {row[0] for row in told["dear"]["nodes"] if row[2] == "up"}
+    after = {row[0] for row in told["released"]["nodes"] if row[2] == "up"}
+    assert after == before - {released}
+
+
+def test_a_notice_is_passed_on_to_ray(told: Told) -> None:
+    assert states(told["noticed"])[told["noticed"]["node_id"]] in ("draining", "dead")
+
+
+def test_what_nobody_wants_goes(told: Told) -> None:
+    assert set(states(told["none"]).values()) == {"dead"}
+    assert set(states(told["closed"]).values()) == {"dead"}
+
+
+def test_an_impossible_wish_is_told(told: Told) -> None:
+    assert f"99 {SPOT}" in told["impossible"]["error"]
+    assert "max_workers" in told["impossible"]["error"]
+
+
+def test_nothing_outlives_the_cluster(told: Told, tmp_path: Path) -> None:
+    assert living_in(told["empty"]["namespace"]) == []
+    script = "readlink /proc/self/ns/pid; exec sleep infinity"
+    with cluster(tmp_path, ["sh", "-c", script]) as process:
+        wait_until((tmp_path / "out").read_text, 2 * LIMIT_S, "a cluster")
+        namespace = (tmp_path / "out").read_text().strip()
+        assert len(living_in(namespace)) > 3  # the head's processes
+        process.kill()
+        process.wait()
+        wait_until(lambda: not living_in(namespace), 10.0, "the end of all that is inside")
+
+
+if __name__ == "__main__":
+    asyncio.run(inside())

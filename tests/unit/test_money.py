@@ -1,0 +1,272 @@
+"""The ledger of dollars: what an hour costs, where the money went, what is left."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+
+from echo_planes.errors import ConfigError, RefusedError
+from echo_planes.money import Budget, MoneyBook
+
+
+def at_work(usd_per_hour: float = 3.6) -> MoneyBook:
+    """One worker, busy since 0 s: 0.001 $/s."""
+    book = MoneyBook()
+    book.start("w0", usd_per_hour, 0.0, sku="L4", market="spot")
+    book.mark("w0", "busy", 0.0)
+    return book
+
+
+def parts(book: MoneyBook, now_s: float) -> dict[str, Fraction]:
+    """Those that are not zero."""
+    return {part: value for part, value in book.parts(now_s).items() if value}
+
+
+# --- machines ------------------------------------------------------------------------------------
+
+
+def test_an_hour_costs_its_price_and_a_stopped_machine_nothing_more() -> None:
+    book = MoneyBook()
+    assert book.total_usd(0.0) == 0.0
+    book.start("w0", 2.5, 100.0)
+    assert book.usd("w0", 3700.0) == 2.5
+    book.stop("w0", 3700.0)
+    book.stop("w0", 9000.0)
+    assert book.usd("w0", 99_999.0) == 2.5
+    assert book.usd("w1", 99_999.0) == 0.0
+    assert book.total_usd(99_999.0) == 2.5
+
+
+def test_a_machine_started_again_settles_the_time_before_at_the_price_and_sku_before() -> None:
+    book = MoneyBook()
+    book.start("w0", 1.0, 0.0, sku="L4", market="spot")
+    book.start("w0", 4.0, 3600.0, sku="H100")
+    assert book.usd("w0", 7200.0) == 5.0
+    assert book.usd_by_sku(7200.0) == {"H100 on_demand": 4.0, "L4 spot": 1.0}
+
+
+def test_prices_are_the_decimals_that_were_written() -> None:
+    """0.07 is not a binary fraction, nor is 0.1 s: ten thousand hours of it are 700 dollars all the same."""
+    book = MoneyBook()
+    book.start("w0", 0.07, 0.1)
+    assert book.total(36_000_000.1) == 700
+
+
+def test_a_dear_machine_does_not_hide_a_cheap_one() -> None:
+    book = MoneyBook()
+    book.start("dear", 1e6, 0.0)
+    book.start("cheap", 1e-12, 0.0)
+    assert book.total(3600.0) == 10**6 + Fraction(1, 10**12)
+
+
+@pytest.mark.parametrize("price", [-0.01, math.nan, math.inf, -math.inf])
+def test_what_is_not_a_price_is_refused_and_changes_nothing(price: float) -> None:
+    book = at_work()
+    with pytest.raises(ConfigError, match=r"machine w0: price .* \$/h; give"):
+        book.start("w0", price, 1000.0)
+    assert book.total_usd(2000.0) == 2.0
+
+
+def test_a_clock_that_stands_still_or_falls_back_costs_nothing() -> None:
+    book = MoneyBook()
+    book.start("w0", 3600.0, 50.0)
+    book.start("w0", 3600.0, 50.0)
+    assert book.total_usd(50.0) == 0.0
+    book.mark("w0", "busy", 60.0)
+    book.stop("w0", 20.0)
+    assert book.total_usd(0.0) == 10.0
+
+
+# --- where it went -------------------------------------------------------------------------------
+
+
+def test_booting_idle_and_busy_seconds_are_told_apart() -> None:
+    book = MoneyBook()
+    book.start("w0", 3600.0, 0.0)
+    book.mark("w0", "idle", 5.0)
+    book.mark("w0", "busy", 7.0)
+    book.mark("w0", "idle", 17.0)
+    assert parts(book, 20.0) == {"booting": 5, "idle": 5, "open": 10}
+    book.start("w0", 3600.0, 20.0)  # its successor boots anew
+    assert parts(book, 21.0) == {"booting": 6, "idle": 5, "open": 10}
+
+
+def test_news_of_a_machine_that_is_gone_changes_nothing() -> None:
+    book = at_work()
+    book.stop("w0", 1000.0)
+    book.mark("w0", "idle", 1001.0)
+    book.mark("unknown", "busy", 1002.0)
+    book.settle("unknown", "stale", 10)
+    book.made("unknown", 10)
+    assert parts(book, 2000.0) == {"lost": 1}
+
+
+def test_dollars_at_work_are_shared_out_over_the_tokens() -> None:
+    book = at_work()
+    book.made("w0", 1000)
+    book.settle("w0", "trained", 400)
+    book.settle("w0", "evaluated", 50)
+    book.settle("w0", "stale", 300)
+    book.settle("w0", "failed", 100)
+    book.settle("w0", "lost", 50)
+    assert {part: round(float(value), 12) for part, value in parts(book, 1000.0).items()} == {
+        "trained": 0.4,
+        "evaluated": 0.05,
+        "stale": 0.3,
+        "failed": 0.1,
+        "lost": 0.05,
+        "open": 0.1,
+    }
+
+
+def test_a_dollar_that_cannot_be_shared_evenly_is_shared_whole() -> None:
+    book = at_work()
+    book.made("w0", 7)
+    book.settle("w0", "trained", 3)
+    book.settle("w0", "stale", 2)
+    shares = book.parts(1000.0)
+    assert sum(shares.values()) == 1
+    assert [float(shares[part]) for part in ("trained", "stale", "open")] == [3 / 7, 2 / 7, 2 / 7]
+
+
+def test_idle_dollars_are_not_shared_out() -> None:
+    book = at_work()
+    book.mark("w0", "idle", 1000.0)
+    book.settle("w0", "stale", 7)
+    assert parts(book, 3000.0) == {"stale": 1, "idle": 2}
+
+
+def test_more_settled_than_was_reported_made_is_believed() -> None:
+    """Statistics come late; fates do not wait for them."""
+    book = at_work()
+    book.made("w0", 10)
+    book.settle("w0", "trained", 30)
+    book.settle("w0", "failed", 10)
+    assert parts(book, 1000.0) == {"trained": Fraction(3, 4), "failed": Fraction(1, 4)}
+
+
+def test_a_machine_that_goes_without_a_token_lost_its_dollars() -> None:
+    book = at_work()
+    assert parts(book, 500.0) == {"open": Fraction(1, 2)}
+    book.stop("w0", 1000.0)
+    assert parts(book, 5000.0) == {"lost": 1}
+
+
+def test_a_negative_count_of_tokens_is_refused() -> None:
+    book = at_work()
+    with pytest.raises(RefusedError, match="-1 tokens"):
+        book.made("w0", -1)
+    with pytest.raises(RefusedError):
+        book.settle("w0", "stale", -1)
+    with pytest.raises(RefusedError):
+        book.step(10.0, -1, 0.0)
+    assert parts(book, 1000.0) == {"open": 1}
+    assert book.recent_step_usd() is None
+
+
+def test_the_learner_is_idle_for_its_share_of_the_step() -> None:
+    book = MoneyBook()
+    book.start("learner-0", 3600.0, 0.0, role="learner")
+    book.start("learner-1", 3600.0, 0.0, role="learner")
+    assert book.step(10.0, 5, 2.5) == 20.0
+    assert parts(book, 10.0) == {"learner": 15, "learner_idle": 5}
+    book.step(20.0, 5, 99.0)  # longer than the step: all of it
+    assert parts(book, 20.0) == {"learner": 15, "learner_idle": 25}
+    book.step(20.0, 5, 1.0)  # a step of no time
+    book.step(30.0, 5, -1.0)
+    assert parts(book, 30.0) == {"learner": 35, "learner_idle": 25}
+
+
+def test_a_name_that_passes_from_the_learner_to_the_rollouts_loses_no_dollar() -> None:
+    book = MoneyBook()
+    book.start("m", 3600.0, 0.0)
+    book.start("m", 3600.0, 1.0, role="learner")
+    assert parts(book, 3.0) == {"booting": 1, "learner": 2}
+
+
+# --- steps, projection, budget -------------------------------------------------------------------
+
+
+def test_a_step_costs_what_was_spent_since_the_one_before() -> None:
+    book = at_work(3600.0)
+    assert [book.step(now_s, 10, 0.0) for now_s in (10.0, 15.0, 15.0, 16.0)] == [10.0, 5.0, 0.0, 1.0]
+
+
+def test_the_projection_goes_by_the_median_of_the_recent_steps() -> None:
+    book = at_work(3600.0)
+    assert book.projected_usd(5.0, 3) is None
+    for now_s in (1.0, 2.0, 102.0, 103.0, 104.0):  # one step took long
+        book.step(now_s, 10, 0.0)
+    assert book.projected_usd(104.0, 6) == 110.0
+    for now_s in range(105, 125):
+        book.step(float(now_s), 10, 0.0)
+    for now_s in range(126, 166, 2):  # twenty of two seconds: the earlier ones no longer count
+        book.step(float(now_s), 10, 0.0)
+    assert book.projected_usd(164.0, 6) == 176.0
+
+
+def test_a_budget_is_spent_exactly_when_nothing_is_left() -> None:
+    book = at_work(3600.0)
+    budget = Budget(10.1, book, earlier_usd=0.1)
+    assert budget.steps_left(0.0) is None
+    assert budget.left(4.0) == 6.0
+    assert not budget.spent(math.nextafter(10.0, 0.0))
+    assert budget.spent(10.0)
+    book.step(4.0, 1, 0.0)
+    assert budget.steps_left(4.0) == 1
+    assert budget.steps_left(20.0) == 0
+    assert budget.left(20.0) == -10.0
+
+
+def test_a_free_fleet_spends_no_budget() -> None:
+    book = at_work(0.0)
+    book.step(10.0, 1, 0.0)
+    budget = Budget(1.0, book)
+    assert budget.steps_left(10.0) is None
+    assert not budget.spent(1e9)
+    assert Budget(0.0, book).spent(0.0)
+
+
+@pytest.mark.parametrize("usd", [-1.0, math.nan, math.inf])
+def test_what_is_not_a_budget_is_refused(usd: float) -> None:
+    with pytest.raises(ConfigError, match="budget: "):
+        Budget(usd, MoneyBook())
+    with pytest.raises(ConfigError, match="spent before: "):
+        Budget(1.0, MoneyBook(), earlier_usd=usd)
+
+
+def test_the_summary_says_all_of_it_in_plain_numbers() -> None:
+    book = MoneyBook()
+    empty = book.summary(0.0)
+    assert (empty["usd_total"], empty["usd_per_step"], empty["usd_per_million_tokens"]) == (0.0, None, None)
+    assert empty["wasted_share"] == 0.0
+    book.start("learner-0", 36.0, 0.0, sku="H100", role="learner")
+    book.start("w0", 3.6, 0.0, sku="L4", market="spot")
+    book.mark("w0", "busy", 25.0)
+    book.settle("w0", "trained", 300)
+    book.settle("w0", "stale", 100)
+    book.step(100.0, 50_000, 20.0)
+    assert book.summary(100.0, steps_left=9) == {
+        "usd_total": 1.1,
+        "usd_per_step": 1.1,
+        "usd_per_million_tokens": pytest.approx(22.0),
+        "usd_useful": pytest.approx(0.8 + 0.05625),
+        "usd_wasted": pytest.approx(0.2 + 0.025 + 0.01875),
+        "wasted_share": pytest.approx(0.24375 / 1.1),
+        "usd_by_part": {
+            "learner": 0.8,
+            "trained": 0.05625,
+            "evaluated": 0.0,
+            "open": 0.0,
+            "booting": 0.025,
+            "idle": 0.0,
+            "stale": 0.01875,
+            "failed": 0.0,
+            "lost": 0.0,
+            "learner_idle": 0.2,
+        },
+        "usd_by_sku": {"H100 on_demand": 1.0, "L4 spot": 0.1},
+        "usd_projected": 11.0,
+    }
