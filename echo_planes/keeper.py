@@ -75,6 +75,8 @@ class FleetKeeper(QuietObserver):
         self._nodes: dict[str, Node] = {}  # machines as last seen, by worker
         self._notices: dict[str, float] = {}  # workers whose machine announced its end -> when, run's clock
         self._said = ""
+        # What is draining on a cluster goes by itself; a machine that is there anyway is parked.
+        self._releasable = ("up", "draining") if config.fleet.scale == "static" else ("up",)
         self.fleet = Fleet(
             offers_of(config),
             {kind.offer: kind.count for kind in config.fleet.workers if kind.count},
@@ -130,9 +132,11 @@ class FleetKeeper(QuietObserver):
                 deadline_s = node.notice_deadline_s if deadline_s is None else deadline_s
                 left_s = NOTICE_S if deadline_s is None else max(1.0, deadline_s - now_s)
                 await self._act(hands, self.fleet.notice(worker_id, left_s, now_s))
-            elif node.state == "up" and self.fleet.offer_of(worker_id) is None:
-                await self._actuator.want(self.fleet.machines)
+            if self.fleet.offer_of(worker_id) is None and node.state in self._releasable:
+                await self._actuator.want(self.fleet.machines)  # first: else another comes in its place
                 await self._actuator.release(node.node_id)
+        if self._waiting:  # for a machine that was in use until now, perhaps
+            await self._actuator.want(self.fleet.machines)
 
     def _begin(self, hands: Hands, worker_id: str, node: Node, now_s: float) -> None:
         del self._waiting[worker_id]

@@ -15,6 +15,7 @@ from echo_planes.report_assets.charts import bar_chart, show_percent, show_secon
 from echo_planes.report_assets.html import count, safe
 from echo_planes.report_assets.style import CSS, JS
 from echo_planes.rollout.offers import Offer
+from echo_planes.rollout.sku_facts import AS_OF
 from echo_planes.rollout.throughput import Source
 
 MARK = "(estimated)"
@@ -274,8 +275,8 @@ def as_html(planned: Planned) -> str:
         f'<section><h2>Fleets</h2><div class="grid">{_fleet_card(planned, verdict + notes)}'
         f"{_frontier(planned)}"
         f"{_offer_bars(planned)}</div></section>"
-        f"<footer>Made by echo_planes. Figures marked {MARK} come from peak figures of the makers and from "
-        "formulas; the first steps of a run say better.</footer>"
+        f"<footer>Made by echo_planes. Figures marked {MARK} come from formulas and the GPU makers' peak "
+        f"figures of {AS_OF}; the first steps of a run say better.</footer>"
         f'</main><div id="tip"></div><script>{JS}</script></body></html>\n'
     )
 

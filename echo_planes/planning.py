@@ -157,7 +157,8 @@ class _Planner:
         """Until the fraction 1/gamma of the workers has it, along chains of equal length."""
         config = self._config
         served = math.ceil(num_workers / config.gamma)
-        rate = MBIT_BYTES * min(config.worker_mbit, config.uplink_mbit / self.num_chains)
+        # The uplink holds all chains at a worker's rate, or it is slower than one worker.
+        rate = MBIT_BYTES * min(config.worker_mbit, config.uplink_mbit)
         hops = math.ceil(served / self.num_chains)
         chunk_bytes = min(config.chunk_kib * 1024, self.payload_bytes.value)
         return ideal_broadcast_s(self.payload_bytes.value, hops, chunk_bytes, rate, config.rtt_ms / 1e3)
@@ -347,12 +348,15 @@ def _known(what: str, name: str, known: Iterable[str]) -> None:
 def _throughputs(
     config: PlanConfig, size: ModelSize, rows: Sequence[PriceRow], notes: list[str]
 ) -> dict[int, Throughput]:
-    """mu by the row's line; one that the model does not fit on is left out, and `notes` says so."""
+    """mu by the row's line; one that the model does not run on is left out, and `notes` says so."""
     answers = Answers(config.prompt_tokens, config.answer_tokens, config.max_num_seqs)
     mus: dict[int, Throughput] = {}
     for row in rows:
         facts, memory_gib, estimate = SKU_FACTS.get(row.sku), row.gpu_mem_gib, None
-        if facts is not None and memory_gib is not None:
+        why = f"{size.num_params / 1e9:.3g} B weights do not fit (estimated)"
+        if facts is not None and not facts.has_bf16:
+            why = f"no bf16 arithmetic; give mu.{row.sku}=TRAJECTORIES_PER_S if your engine runs on it"
+        elif facts is not None and memory_gib is not None:
             estimate = estimated_tokens_per_s(size, answers, facts, memory_gib, row.gpus)
         elif row.sku not in config.mu and row.sku not in config.tokens_per_s:
             raise DataError(
@@ -364,6 +368,5 @@ def _throughputs(
         if mu is not None:
             mus[row.line] = mu
         else:
-            note = f"{row.sku}: {size.num_params / 1e9:.3g} B weights do not fit (estimated)"
-            notes += [] if note in notes else [note]
+            notes += [] if (note := f"{row.sku}: {why}") in notes else [note]
     return mus

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from echo_planes.broadcasts import BroadcastBook
 from echo_planes.checkpoint import CheckpointMeta, save_checkpoint
+from echo_planes.clock import Clock
 from echo_planes.config import Config, WorkerConfig
 from echo_planes.data.service import DataService
 from echo_planes.data.store.files import REPLAY_FOLDER
@@ -28,6 +30,10 @@ from echo_planes.fakes import (
     Faults,
     InlineScorer,
 )
+from echo_planes.keeper import FleetKeeper
+from echo_planes.observers import Observers, QuietObserver
+from echo_planes.planes import Observer
+from echo_planes.rollout.actuator import Actuator, StaticActuator
 from echo_planes.rollout.worker import RolloutWorker
 from echo_planes.runner import Outcome, Runner
 from echo_planes.types import (
@@ -120,7 +126,7 @@ class _LocalPlanes:
 
     async def spawn_worker(self, worker_id: str, epoch: int) -> RolloutWorker:
         simulation = self._simulation
-        index = int(worker_id.removeprefix("w"))
+        index = int(worker_id.removeprefix("w")) % len(simulation.seconds_per_token)
         return _LossyWorker(
             worker_id,
             epoch,
@@ -141,6 +147,23 @@ class _LocalPlanes:
     async def kill_worker(self, worker_id: str) -> None:
         return None
 
+    def enlist(self, worker_id: str, kind: WorkerConfig) -> None:
+        """All kinds are alike here: a worker's number says how fast it is."""
+
+
+class _Broadcasts(QuietObserver):
+    """Measures T_bcast, as a journal does."""
+
+    def __init__(self, book: BroadcastBook, clock: Clock) -> None:
+        self._book = book
+        self._clock = clock
+
+    def on_published(self, manifest: Manifest, seconds: float) -> None:
+        self._book.on_published(manifest, seconds, self._clock.now_s())
+
+    def on_installed(self, report: InstallReport) -> None:
+        self._book.on_installed(report, 1, self._clock.now_s())
+
 
 @dataclass
 class Simulation:
@@ -149,7 +172,8 @@ class Simulation:
     Args:
         config: settings; `sampling`, `staleness`, `run`, `eval` and `checkpoint` are honoured.
         folder: where trajectories and checkpoints go.
-        seconds_per_token: one engine per entry.
+        seconds_per_token: one engine per entry; of a fleet that changes, workers take them in turns.
+        actuator: machines of a fleet that changes; default: its quotas, on machines that are there anyway.
         t_train_s: virtual seconds per learner step.
         faults: what goes wrong.
         stop_at_s: when somebody asks it to stop, as Ctrl-C does.
@@ -163,6 +187,7 @@ class Simulation:
     max_groups: int = 8
     faults: Faults = field(default_factory=Faults)
     stop_at_s: float | None = None
+    actuator: Actuator | None = None
     seed: int = 0
     task: TaskAdapter = field(default_factory=lambda: FakeTask(TaskOptions(), FakeTokenizer(), 0))
 
@@ -184,6 +209,8 @@ class Simulation:
                 clock=loop,
             )
             fleet = {f"w{i}": WorkerInfo(f"w{i}", "fake", 1.0, 0) for i in range(len(self.seconds_per_token))}
+            observer: Observer = trace
+            keeper: FleetKeeper | None = None
 
             async def save(step: int, data_plane: Any, learner: Any) -> None:
                 meta = CheckpointMeta(step, lineage_number=1, next_epoch=1)
@@ -191,14 +218,22 @@ class Simulation:
                 await save_checkpoint(self.folder / "checkpoints", meta, data_plane, learner, keep=keep)
 
             planes = _LocalPlanes(self, data, lineage)
+            if self.config.fleet.scale != "fixed":
+                fleet, books = {}, BroadcastBook()
+                actuator = self.actuator or StaticActuator(
+                    {kind.offer: kind.quota for kind in self.config.fleet.workers}
+                )
+                keeper = FleetKeeper(self.config, actuator, planes, books, loop, trace.on_event)
+                observer = Observers(trace, _Broadcasts(books, loop), keeper)
             runner = Runner(
                 self.config,
                 planes,
-                trace,
+                observer,
                 fleet=fleet,
                 save_checkpoint=save,
                 clock=loop,
                 resume_dir=resume_dir,
+                beside=keeper.run if keeper else None,
             )
             if self.stop_at_s is not None:
                 loop.call_later(self.stop_at_s, runner.request_stop, "Ctrl-C")

@@ -1,4 +1,4 @@
-"""What to change where no fleet within the limits feeds the learner: S and kappa, R, T_bcast (B0) or the budget.
+"""What to change where no fleet within the limits is enough: S and kappa, R, T_bcast (B0) or the budget.
 
 Each change alone makes the overlap rule hold; each is solved again with the change before it is given.
 """
@@ -112,7 +112,8 @@ def _t_bcast(need: Need, offers: Sequence[Offer], limits: Limits, most: float) -
         return None
     text = (
         f"broadcast in {longest_s:.1f} s instead of {need.t_bcast_s:.1f} s, "
-        f"as {need.t_bcast_s / longest_s:.2f} times the learner's uplink would: {_rate(changed)} are then enough"
+        f"as {need.t_bcast_s / longest_s:.2f} times the learner's uplink would: "
+        f"{_rate(changed)} are then enough"
     )
     return Advice("t_bcast_s", longest_s, changed, limits, plan, text + _price(plan))
 

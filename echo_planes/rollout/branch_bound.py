@@ -219,7 +219,7 @@ class _Search:
                 if over <= 0:
                     continue
                 largest = max((c.cover if row[0] else c.pack)[row[1]] for c in self._classes)
-                low, high = 0.0, max(self._programme.weights) / max(largest, 1) + 1.0
+                low, high = 0.0, max(1, *self._programme.weights) / max(largest, 1)
                 for _ in range(_HALVINGS):
                     if missing(row, high)[0] <= 0:
                         break

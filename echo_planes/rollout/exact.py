@@ -24,7 +24,7 @@ from echo_planes.errors import ConfigError
 from echo_planes.rollout.branch_bound import Programme, Row, minimise
 from echo_planes.rollout.offers import FleetPlan, Limits, Offer, Shortfall
 
-NODE_LIMIT = 50_000
+NODE_LIMIT = 20_000  # some tenths of a second
 TOLERANCE = 1e-9  # of a target, or of an allowance of interruptions
 _MOST_NODE_LIMIT = 10_000  # of the search for the most throughput, where the target cannot be had
 _BITS = 50
@@ -75,11 +75,14 @@ class FleetProblem:
 
     def fill(self, counts: list[int], order: Iterable[int], enough: int | None) -> None:
         """Adds to `counts`, offer by offer, the whole workers that fit, no more than reach `enough`."""
+        missing = None if enough is None else enough - self.total(self.rates, counts)
         for position in order:
-            more, _ = self.room(counts, position)
-            if enough is not None:
-                missing = max(0, enough - self.total(self.rates, counts))
-                more = min(more, -(-missing // self.rates[position])) if self.rates[position] else 0
+            if missing is not None and missing <= 0:
+                break
+            more, rate = self.room(counts, position)[0], self.rates[position]
+            if missing is not None:
+                more = min(more, -(-missing // rate)) if rate else 0
+                missing -= more * rate
             counts[position] += more
 
     def broken(self, counts: Sequence[int]) -> tuple[str, ...]:

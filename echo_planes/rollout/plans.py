@@ -16,9 +16,9 @@ def greedy(
 ) -> FleetPlan | Shortfall:
     """ECHO-2's choice: minimums first, then offers by rho until `mu_target`, trajectories/s, is reached.
 
-    In whole workers, and as many of each as the limits permit. Ties go by name. A fleet too small in number is
-    filled up with the cheapest. Where no limit binds it costs at most one worker more than the relaxed optimum;
-    where one does it may miss a fleet that exists, which `exact` does not.
+    In whole workers, and as many of each as the limits permit. Ties go by name. A fleet too small in number
+    is filled up with the cheapest. Where no limit binds it costs at most one worker more than the relaxed
+    optimum; where one does it may miss a fleet that exists, which `exact` does not.
 
     Args:
         held: workers that run. They may stay above a quota, or when no money is left.
@@ -52,9 +52,9 @@ class Plans:
         return self.solution.outcome
 
     def holds_for(self, other: FleetProblem) -> bool:
-        """Whether the inputs are still the same but for noise: prices, counts and limits equal, the rest close."""
+        """Whether the inputs are the same but for noise: prices, counts and limits equal, the rest close."""
         mine = self.problem
-        if len(mine.offers) != len(other.offers) or not _is_close(mine.mu_target, other.mu_target):
+        if len(mine.offers) != len(other.offers) or not is_close(mine.mu_target, other.mu_target):
             return False
         limits = ("budget", "allowance", "min_workers", "max_workers")
         if any(getattr(mine, name) != getattr(other, name) for name in limits):
@@ -111,7 +111,9 @@ def _greedy(problem: FleetProblem) -> list[int]:
         positions = range(len(counts))
         problem.fill(counts, positions, enough=problem.target)
         for position in sorted(positions, key=lambda j: (problem.costs[j], j)):
-            lacking = max(0, problem.min_workers - sum(counts))
+            lacking = problem.min_workers - sum(counts)
+            if lacking <= 0:
+                break
             counts[position] += min(lacking, problem.room(counts, position)[0])
     return counts
 
@@ -125,10 +127,11 @@ def _is_same(a: FleetProblem, i: int, b: FleetProblem, j: int) -> bool:
     return (
         old.usd_per_hour == new.usd_per_hour
         and (a.caps[i], a.floors[i]) == (b.caps[j], b.floors[j])
-        and _is_close(old.mu, new.mu)
-        and _is_close(old.interruptions_per_hour, new.interruptions_per_hour)
+        and is_close(old.mu, new.mu)
+        and is_close(old.interruptions_per_hour, new.interruptions_per_hour)
     )
 
 
-def _is_close(old: float, new: float) -> bool:
+def is_close(old: float, new: float) -> bool:
+    """Whether a measured value moved by less than what matters."""
     return abs(new - old) <= DRIFT * old

@@ -3,13 +3,14 @@
 Workers are added when the fleet stays below its target; the dearest go when it stays above by a margin. In
 between nothing changes, so noise in the estimates moves no machines.
 
-    below the target         for sustain_s       add the cheapest that fit beside what runs
-    below mu_min by a loss   at once             the learner would wait, and a loss is no noise
-    no fleet, or a minimum   at once             there is nothing to flap
-    above a limit            for sustain_s       let go the dearest that count towards it
-    above target + margin    for release_wait_s  let go the dearest by rho, as the lowest ratio meanwhile permits
-    dearer by a margin       for release_wait_s  add what the cheapest fleet has more; when that has booted, let
-                                                 go what it has less
+    below the target        for sustain_s       add the cheapest that fit beside what runs
+    below mu_min by a loss  at once             the learner would wait, and a loss is no noise
+    no fleet, or a minimum  at once             there is nothing to flap
+    above a limit           for sustain_s       let go the dearest that count towards it
+    above target + margin   for release wait    let go the dearest by rho, as far as the lowest ratio of that
+                                                time permits
+    dearer by a margin      for release wait    add what the cheapest fleet has more; when that has booted,
+                                                let go what it has less
 
 Both fleets are made again only where the inputs drifted (`plans.DRIFT`) or something is to be done.
 """
@@ -24,7 +25,7 @@ from echo_planes.errors import ConfigError
 from echo_planes.rollout.advice import Advice, advise
 from echo_planes.rollout.exact import FleetProblem, exact, fleet_problem
 from echo_planes.rollout.offers import FleetPlan, Limits, Need, Offer, Shortfall
-from echo_planes.rollout.plans import Plans, beyond_limits, greedy, more, spare
+from echo_planes.rollout.plans import Plans, beyond_limits, greedy, is_close, more, spare
 
 __all__ = ["Advice", "Decision", "Provisioner", "advise", "exact", "greedy"]
 
@@ -77,6 +78,7 @@ class Provisioner:
         self._released_s = -math.inf
         self._settled_s = -math.inf  # when what was launched last has booted
         self._whole: Plans | None = None  # the cheapest whole fleets
+        self._advised: tuple[Need, Plans, tuple[Advice, ...]] | None = None  # for which need and offers
         self._futile: tuple[Plans, tuple[Advice, ...]] | None = None  # an addition that found nothing
 
     def decide(
@@ -85,7 +87,7 @@ class Provisioner:
         """One tick.
 
         Args:
-            offers: with `mu` as estimated now. One that is gone from here is remembered while its workers run.
+            offers: with `mu` as estimated now. One that is gone is remembered while its workers run.
             running: workers by offer name that are asked for, booting or serving; not those draining.
             now_s: any clock that does not go back.
 
@@ -152,7 +154,7 @@ class Provisioner:
     def _grow(
         self, need: Need, problem: FleetProblem, counts: Sequence[int], asked: str, now_s: float
     ) -> Decision:
-        """Adds the cheapest that fit beside what runs; changes the whole fleet only where that is not enough."""
+        """Adds the cheapest that fit beside what runs; where that is not enough, changes the rest too."""
         kept = [
             replace(offer, min_count=max(offer.min_count, n))
             for offer, n in zip(problem.offers, counts, strict=True)
@@ -213,12 +215,15 @@ class Provisioner:
         missing = more(plans.best.counts, running)
         asked += f", ${plans.best.usd_per_hour:.2f}/h would do"
         if not missing:
-            return self._decision(problem, counts, asked, release=more(running, plans.best.counts))
+            free = {offer.name for offer in problem.offers if offer.usd_per_hour == 0}
+            release = {name: n for name, n in more(running, plans.best.counts).items() if name not in free}
+            return self._decision(problem, counts, asked, release=release)
         beside = list(counts)
         for position, offer in enumerate(problem.offers):
             beside[position] += min(problem.room(beside, position)[0], missing.get(offer.name, 0))
         launch = more(problem.plan(beside).counts, running)
         if not launch:
+            self._since.clear()  # not again at every tick
             asked += ", but the limits leave no room for it beside what runs"
         return self._decision(problem, counts, asked, launch)
 
@@ -256,18 +261,24 @@ class Provisioner:
             return self._decision(problem, counts, f"{said} for {lasted_s:.0f} s: waiting")
         return self._decision(problem, counts, said, launch)
 
-    def _impossible(
-        self, need: Need, offers: Sequence[Offer], running: Mapping[str, int]
-    ) -> Decision:
+    def _impossible(self, need: Need, offers: Sequence[Offer], running: Mapping[str, int]) -> Decision:
         """kappa T_train <= T_bcast: advice only. What runs stays."""
         self._since.clear()
-        problem = fleet_problem(offers, 1.0, self.limits, running)
+        # Any target: the problem is there to say when the offers have changed.
+        problem = fleet_problem(offers, need.gamma * need.per_step, self.limits, running)
         said = (
             f"no fleet is enough: kappa T_train = {need.kappa} x {need.t_train_s:.1f} s is not longer than "
             f"T_bcast = {need.t_bcast_s:.1f} s"
         )
-        advice = advise(need, offers, self.limits)
-        self._whole = None
+        if (
+            self._advised is None
+            or self._advised[0].kappa != need.kappa
+            or not is_close(self._advised[0].t_train_s, need.t_train_s)
+            or not is_close(self._advised[0].t_bcast_s, need.t_bcast_s)
+            or not self._advised[1].holds_for(problem)
+        ):
+            self._advised = need, Plans.of(problem), advise(need, offers, self.limits)
+        advice, self._whole = self._advised[2], None
         return self._decision(problem, _counts(problem, running), said, advice=advice)
 
     # -- what they share ------------------------------------------------------------------------------------
@@ -279,7 +290,9 @@ class Provisioner:
         names = {offer.name for offer in offers}
         for name in running:
             if name not in self._seen:
-                raise ConfigError(f"offer {name}: {running[name]} workers run, but there is none; add the offer")
+                raise ConfigError(
+                    f"offer {name}: {running[name]} of its workers run, but no such offer is known; add it"
+                )
         gone = [o for name, o in self._seen.items() if name not in names]
         return [*offers, *(replace(o, max_count=0, min_count=0) for o in gone)]
 

@@ -1,9 +1,9 @@
 """Machines that Ray's autoscaler (v2) brings, on a cloud (`ray up`) or on Kubernetes (KubeRay).
 
-An offer is a node type of the cluster (KubeRay: a worker group), called `node_type(offer)`, each of whose nodes
-has one unit of a custom resource that is called as the offer, and the offer's labels (see configs/cluster). One
-bundle asked for is then one node, and never one of another kind. One job at a time may ask: a second one's floor
-would replace the first one's.
+An offer is a node type of the cluster (KubeRay: a worker group), called `node_type(offer)`, each of whose
+nodes has one unit of a custom resource that is called as the offer, and the offer's labels (see
+configs/cluster). One bundle asked for is then one node, and never one of another kind. One job at a time may
+ask: a second one's floor would replace the first one's.
 
 Besides Ray's developer API this uses its GCS client and the messages of its autoscaler. Both are internal,
 which is one reason why the project pins the version of Ray (2.60).
@@ -53,6 +53,7 @@ class RayNodes:
         self._clock = clock
         self._offers = {node_type(offer_name): offer_name for offer_name in labels}
         self._wanted: dict[str, int] = {}
+        self._asked_version = 0  # of the cluster's state, when the floor was set
         self._workers: dict[str, str] = {}
         self._offer_of: dict[str, str] = {}  # nodes once seen: a dead one has no resources to tell it by
         self._client: Any = GcsClient(address=ray.get_runtime_context().gcs_address)
@@ -79,14 +80,18 @@ class RayNodes:
 
     async def want(self, counts: Mapping[str, int]) -> None:
         check_known(counts, self._labels)
-        self._wanted = {offer_name: count for offer_name, count in counts.items() if count}
-        names = list(Counter(self._wanted).elements())
+        wanted = {offer_name: count for offer_name, count in counts.items() if count}
+        names = list(Counter(wanted).elements())
         bundles = [{name: 1.0} for name in names]
         selectors = [self._labels[name] for name in names]
         await self._ask(
             "request for machines",
             lambda: request_resources(bundles=bundles, bundle_label_selectors=selectors),
         )
+        if wanted != self._wanted:
+            # Every question makes a new version of the cluster's state; the autoscaler tells its last one.
+            self._asked_version = (await self._status()).cluster_resource_state.cluster_resource_state_version
+            self._wanted = wanted
 
     async def nodes(self) -> tuple[Node, ...]:
         status, deadlines_ms = await asyncio.gather(self._status(), self._draining())
@@ -149,16 +154,14 @@ class RayNodes:
 
     def _check_possible(self, status: Any) -> None:
         """Ray launches nothing at all, for any offer, while the floor as a whole cannot be had."""
-        for constraint in status.autoscaling_state.infeasible_cluster_resource_constraints:
-            refused: Counter[str] = Counter()
-            for by_count in constraint.resource_requests:
-                refused.update(dict.fromkeys(by_count.request.resources_bundle, by_count.count))
-            if refused == Counter(self._wanted):
-                asked = ", ".join(f"{count} {name}" for name, count in sorted(self._wanted.items()))
-                raise ClusterError(
-                    f"fleet: the cluster can never have {asked}, so it starts nothing; give each offer a "
-                    "node type with its resource and labels and enough max_workers, or lower its count"
-                )
+        autoscaler = status.autoscaling_state
+        is_of_this_floor = autoscaler.last_seen_cluster_resource_state_version > self._asked_version
+        if autoscaler.infeasible_cluster_resource_constraints and is_of_this_floor:
+            asked = ", ".join(f"{count} {name}" for name, count in sorted(self._wanted.items()))
+            raise ClusterError(
+                f"fleet: the cluster can never have {asked}, so it starts nothing; give each offer a node "
+                "type with its resource and labels and enough max_workers, or lower its count"
+            )
 
     async def _drain(self, node_id: str, reason: str, why: str, deadline_ms: int) -> bool:
         value = DrainNodeReason.Value(reason)

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-AS_OF = "2026-05"  # when the table was last gone through
+AS_OF = "2026-11"  # when the table was last gone through
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class SkuFacts:
     bandwidth_gb_s: float  # of its memory, peak, 1e9 bytes/s
     bf16_tflops: float  # dense, peak, 1e12 operations/s; fp16 where there is no bf16
     source: str
+    has_bf16: bool = True  # without it an engine does not hold bf16 weights as they are
 
 
 SKU_FACTS = {
@@ -34,9 +35,9 @@ SKU_FACTS = {
     "H100-PCIe": SkuFacts(80, 2000, 756, "NVIDIA H100 data sheet, PCIe"),
     "A100-80GB": SkuFacts(80, 2039, 312, "NVIDIA A100 data sheet, 80 GB SXM"),
     "A100": SkuFacts(40, 1555, 312, "NVIDIA A100 data sheet, 40 GB"),
-    "V100": SkuFacts(16, 900, 125, "NVIDIA V100 data sheet, SXM2 16 GB, fp16"),
-    "V100-32GB": SkuFacts(32, 900, 125, "NVIDIA V100 data sheet, SXM2 32 GB, fp16"),
-    "T4": SkuFacts(16, 320, 65, "NVIDIA T4 data sheet, fp16"),
+    "V100": SkuFacts(16, 900, 125, "NVIDIA V100 data sheet, SXM2 16 GB, fp16", has_bf16=False),
+    "V100-32GB": SkuFacts(32, 900, 125, "NVIDIA V100 data sheet, SXM2 32 GB, fp16", has_bf16=False),
+    "T4": SkuFacts(16, 320, 65, "NVIDIA T4 data sheet, fp16", has_bf16=False),
     "A10": SkuFacts(24, 600, 125, "NVIDIA A10 data sheet"),
     "A10G": SkuFacts(24, 600, 70, "NVIDIA A10G data sheet"),
     "A40": SkuFacts(48, 696, 150, "NVIDIA A40 data sheet"),

@@ -94,7 +94,10 @@ class Crew:
         match action:
             case ev.StartWorker(worker_id, epoch, delay_s):
                 self._end(worker_id)
-                self._kernel.after(delay_s, partial(self._start, worker_id, epoch))
+                if delay_s:
+                    self._kernel.after(delay_s, partial(self._start, worker_id, epoch))
+                else:
+                    self._start(worker_id, epoch)
             case ev.LeaveWorker(worker_id, epoch, _):
                 self._leave(worker_id, epoch)
             case ev.StopWorker(worker_id):
@@ -119,8 +122,10 @@ class Crew:
         self.flow.begin(self.members[worker_id], leases)
 
     def broadcast(self, manifest: Manifest) -> None:
-        """A publication goes out to whoever is there."""
-        there = [name for name, member in self.members.items() if member.engine is not None]
+        """A publication goes out to whoever is there; made again, to those that never got it."""
+        up = [name for name, member in self.members.items() if member.engine is not None]
+        parts = {name: self.network.transfer(name) for name in up}
+        there = [name for name in up if (part := parts[name]) is None or part.version < manifest.version]
         self.network.publish(manifest.version, manifest.payload_bytes, there, self._kernel.now_s)
         if self._settings.receive_in_place:
             for name in there:

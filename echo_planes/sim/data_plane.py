@@ -46,7 +46,8 @@ class _Question:
     answer: Callable[[Answer], None]
     deadline: Timer
     missing: int = 0  # groups that must be accepted before it is worth another look
-    look: Timer | None = None  # at the next end of a hold
+    held: int = -1  # only the end of older leases than of this version ends a hold; -1: none is on
+    look: Timer | None = None  # at whether it is over
 
 
 class SimDataPlane:
@@ -159,15 +160,18 @@ class SimDataPlane:
         self._changed()
         return given
 
-    def submit(self, worker_id: str, epoch: int, lease_id: str, group: Group) -> Receipt:
+    def submit(self, worker_id: str, epoch: int, lease: Lease, group: Group) -> Receipt:
         """A finished group."""
-        receipt = self._buffer.submit(worker_id, epoch, lease_id, group, self._kernel.now_s)
+        receipt = self._buffer.submit(worker_id, epoch, lease.lease_id, group, self._kernel.now_s)
+        question = self._question
         if receipt.accepted:
-            self._enter(group)
+            self._enter(group, lease.version)
             self._settle_dropped()
-            if self._question is not None:
-                self._question.missing -= 1
-        self._changed()
+            if question is not None:
+                question.missing -= 1
+        self._serve()
+        if question is not None and (question.held < 0 or lease.version < question.held):
+            self._look()
         return receipt
 
     # --- the learner -----------------------------------------------------------------------------
@@ -188,6 +192,10 @@ class SimDataPlane:
         question = self._question
         if question is None or question.missing > 0 or question.look is not None:
             return
+        if question.held >= 0:
+            delay_s = HOLD_SHARE * self._scenario.learner.t_train_s
+            question.look = self._kernel.after(delay_s, self._look_again)
+            return
         found = self._form(question.step)
         if isinstance(found, list):
             self._answer(question, found)
@@ -196,12 +204,11 @@ class SimDataPlane:
             buffered = self._buffer.counts.buffered // self._scenario.sampling.samples_per_prompt
             question.missing = max(groups - buffered, 1)
         else:
-            delay_s = HOLD_SHARE * self._scenario.learner.t_train_s
-            question.look = self._kernel.after(delay_s, self._look_again)
+            question.held = max(self._versions.values(), default=-1)
 
     def _look_again(self) -> None:
         if self._question is not None:
-            self._question.look = None
+            self._question.look, self._question.held = None, -1
             self._look()
 
     def _form(self, step: int) -> Answer:
@@ -271,10 +278,10 @@ class SimDataPlane:
         ask = self._asks.get(worker_id)
         return ask is not None and ask.number == number and ask.version == version
 
-    def _enter(self, group: Group) -> None:
+    def _enter(self, group: Group, version: int) -> None:
         size = len(group.trajectories)
         reward = sum(t.reward.value for t in group.trajectories) / size
-        entry = (group.version, reward, 0.0, size, 0, len(group.group_id), 0)
+        entry = (version, reward, 0.0, size, 0, len(group.group_id), 0)
         message = (0, 0, self._index.num_groups, 1)
         self._index.add_new(0, [message], np.array([entry], GROUP_ENTRY), [group.group_id])
 

@@ -35,6 +35,7 @@ class Member:
     cause: str = ""  # of its end
     ending: Timer | None = None  # the next end of a group
     renewal: Timer | None = None
+    renews_s: float = 0.0  # when
     install: Timer | None = None
     finished: list[Work] = field(default_factory=list)  # while silent: not handed in
     accepted: int = 0  # trajectories
@@ -82,8 +83,7 @@ class Flow:
                 paid = {}
             engine.begin(lease, paid)
         self._lease_s = leases[-1].expires_s - self._kernel.now_s
-        if member.renewal is None:
-            self._plan_renewal(member)
+        self._plan_renewal(member)
         self.plan(member)
         self.ask(member)
 
@@ -175,7 +175,7 @@ class Flow:
         paid[member.name] = paid.get(member.name, 0) + unsent
         group = engine.group(work, self._sampling.accuracy)
         self._trace.accepted(group.group_id, paid)
-        receipt = self._data.submit(member.name, member.epoch, work.lease.lease_id, group)
+        receipt = self._data.submit(member.name, member.epoch, work.lease, group)
         if receipt.accepted:
             self._drafts.pop(work.lease.prompt.index, None)
             member.accepted += len(group.trajectories)
@@ -185,7 +185,14 @@ class Flow:
             self._trace.refused(group.group_id, member.name, unsent)
 
     def _plan_renewal(self, member: Member) -> None:
-        member.renewal = self._kernel.after(RENEW_SHARE * self._lease_s, partial(self._renew, member))
+        """Renew in good time before the leases end that are issued now."""
+        when_s = self._kernel.now_s + RENEW_SHARE * self._lease_s
+        if member.renewal is not None:
+            if member.renews_s <= when_s:
+                return
+            member.renewal.cancel()
+        member.renews_s = when_s
+        member.renewal = self._kernel.at(when_s, partial(self._renew, member))
 
     def _renew(self, member: Member) -> None:
         """Streaming renews leases; the tokens themselves are sent when they are needed, as of then."""

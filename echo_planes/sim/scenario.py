@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from echo_planes.cli import _nearest, _parse, _read_yaml, _set, config_dir
+from echo_planes.cli import _describe_section, _nearest, _parse, _read_yaml, _set, config_dir
 from echo_planes.config import NonNegativeFloat, PositiveFloat, PositiveInt, Section, StalenessConfig
 from echo_planes.errors import ConfigError
 from echo_planes.sim.engine_model import EngineSpec
@@ -169,7 +169,7 @@ class Scenario(Section):
     learner: LearnerModel = LearnerModel()
     network: NetworkConfig = NetworkConfig()
     fleet: FleetModel = FleetModel()
-    offers: list[OfferModel] = Field(description="at least one")
+    offers: list[OfferModel] = Field([], description="at least one")
     faults: list[FaultConfig] = Field([], description="what goes wrong, besides interruptions")
 
     @property
@@ -235,6 +235,12 @@ def parse_scenario(tree: dict[str, Any]) -> Scenario:
         if first["type"] in ("missing", "value_error"):
             raise ConfigError(f"{path}: {message}") from error
         raise ConfigError(f"{path}={first['input']!r:.60}: {message[0].lower()}{message[1:]}") from error
+
+
+def describe() -> str:
+    """Every key with its default and meaning, for `--help`; `...` stands for what has no default."""
+    rows = _describe_section("", Scenario)
+    return "\n".join(row.replace("  .", "  ", 1).replace("PydanticUndefined", "...") for row in rows)
 
 
 def scenario_names() -> list[str]:

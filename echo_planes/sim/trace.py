@@ -222,7 +222,7 @@ class Trace:
                     "time_s": fault.at_s,
                     "what": fault.text,
                     "capacity_drop": 1 - fault.least / fault.before if fault.before else 0.0,
-                    "recovered_after_s": fault.recovered_s,
+                    "recovered_after_s": fault.recovered_s if fault.least < fault.before else 0.0,
                 }
                 for fault in self._faults
             ],

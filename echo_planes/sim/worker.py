@@ -135,16 +135,19 @@ class SimWorker:
 
     def group(self, work: Work, accuracy: float) -> Group:
         """The result of a lease that has ended, with that share of right answers."""
-        right = round(accuracy * len(work.lengths))
+        lease, size = work.lease, len(work.lengths)
+        right, shift = round(accuracy * size), lease.prompt.index
+        # Nearly all groups: begun here, and no version came meanwhile.
+        alone = (self.version,) if not work.calls and self._since[-1] <= work.begun else ()
         trajectories = []
         for sample, (length, had) in enumerate(zip(work.lengths, work.have, strict=True)):
-            versions = work.versions[sample]
-            if length > had:
+            versions = alone or work.versions[sample]
+            if not alone and length > had:
                 versions = versions + self._between(work.begun, work.begun + length - had)
             # Which samples are right changes from prompt to prompt, how many does not.
-            is_right = (sample + work.lease.prompt.index) % len(work.lengths) < right
-            trajectories.append(self._answers.trajectory(work.lease, sample, versions, is_right))
-        return Group(work.lease.group_id, tuple(trajectories))
+            is_right = (sample + shift) % size < right
+            trajectories.append(self._answers.trajectory(lease, sample, versions, is_right))
+        return Group(lease.group_id, tuple(trajectories))
 
     def drop(self, lease_id: str) -> Work:
         """Let a lease go. The engine is up to date."""

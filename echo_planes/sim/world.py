@@ -80,7 +80,8 @@ class World:
         self.manifest: Manifest | None = None
         self._events: deque[ev.Event] = deque()
         self._handling = False
-        self._free_since_s = 0.0
+        self._free_since_s = 0.0  # the learner, while it does nothing
+        self._idle_s = 0.0  # it waited, since the last step
         self._finish: ev.Finish | None = None
         self._published = -1
         self._chosen: Sequence[Accepted] = ()  # of the batch that is trained
@@ -146,9 +147,11 @@ class World:
             case ev.Train(batch):
                 self._train(batch)
             case ev.Publish(version):
+                self._begin_work()
                 publish_s = self.scenario.learner.publish_s
                 self.kernel.after(publish_s, lambda: self._publish(version, publish_s))
             case ev.Checkpoint(step):
+                self._begin_work()
                 self.kernel.after(self.scenario.learner.checkpoint_s, lambda: self._checkpointed(step))
             case ev.Evaluate(step, _):
                 self.kernel.after(0.0, lambda: self.tell(ev.Evaluated(self._evaluation(step))))
@@ -168,10 +171,8 @@ class World:
 
     def _train(self, batch: TrainBatch) -> None:
         learner, chosen = self.scenario.learner, self._chosen
-        idle_s = self.kernel.now_s - self._free_since_s
-        # The first batch can be there only once workers serve: until then it is the run that starts up.
-        if not self.trace.steps:
-            idle_s = max(self.kernel.now_s - max(self._free_since_s, self.crew.first_served_s), 0.0)
+        self._begin_work()
+        idle_s, self._idle_s = self._idle_s, 0.0
         t_train_s = learner.t_train_s * (1 + learner.jitter * self.rng.uniform(-1, 1))
 
         def done() -> None:
@@ -183,6 +184,11 @@ class World:
             self.tell(ev.StepDone(_stats(batch.step, t_train_s)))
 
         self.kernel.after(t_train_s, done)
+
+    def _begin_work(self) -> None:
+        """The learner waited until now. Before the first worker serves it is the run that starts up."""
+        since_s = max(self._free_since_s, self.crew.first_served_s)
+        self._idle_s += max(self.kernel.now_s - since_s, 0.0)
 
     def _publish(self, version: int, seconds: float) -> None:
         network = self.scenario.network

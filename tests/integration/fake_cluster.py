@@ -62,7 +62,6 @@ NOTHING: dict[str, Any] = {
 CLIENT = {"RAY_ADDRESS": f"127.0.0.1:{GCS_PORT}", "RAY_AUTH_MODE": "disabled"}
 # Nodes that were killed are missed after about 3 s, not 15.
 HEAD = {
-    "RAY_enable_autoscaler_v2": "1",
     "RAY_FAKE_CLUSTER": "1",
     "RAY_CLOUD_INSTANCE_ID": HEAD_ID,
     "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID,
@@ -96,6 +95,7 @@ class Plan:
     kinds: list[Kind]
     head_cpus: int = 2
     node_cpus: int = 1
+    autoscaler: str = "v2"  # or v1
     idle_s: float = 5.0  # after which the autoscaler lets go of a machine that nobody asks for
     logs: str = ""  # folder that Ray's logs are copied to at the end; "": none
 
@@ -182,7 +182,7 @@ def _start_head(plan: Plan) -> None:
     }
     path = Path("/tmp/ray/autoscaling.json")
     path.write_text(json.dumps(config))
-    environment = _environment(**HEAD)
+    environment = _environment(**HEAD, RAY_enable_autoscaler_v2=str(int(plan.autoscaler == "v2")))
     del environment["RAY_ADDRESS"]  # `ray start` refuses it
     subprocess.run(
         [
@@ -251,7 +251,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--logs", default="", help="copy Ray's logs to this folder at the end")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     given = parser.parse_args(words)
-    plan = Plan(given.nodes, given.head_cpus, given.node_cpus, given.idle_s, given.logs)
+    plan = Plan(given.nodes, given.head_cpus, given.node_cpus, idle_s=given.idle_s, logs=given.logs)
     inside = given.command[1:] if given.command[:1] == ["--"] else given.command
     why_not = missing()
     if why_not or not inside:

@@ -1,6 +1,7 @@
 """Runs the program the way a person does: a process of its own, its output in files.
 
-`python -m tests.integration.harness lossy WORDS` is the program on a network that loses publications;
+`python -m tests.integration.harness lossy WORDS` is the program on a network that loses publications,
+`watched WORDS` one whose data plane writes down what it is told;
 `python -m tests.integration.harness several < CASES` is the program many times in one process.
 """
 
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ RUN_LIMIT_S = 420.0  # a whole run takes a minute on two idle cores; the machine
 POLL_S = 0.1
 PROGRAM = ("echo_planes.run",)
 LOSSY_PROGRAM = ("tests.integration.harness", "lossy")
+WATCHED_PROGRAM = ("tests.integration.harness", "watched")
 LOST_VERSIONS = (4, 5)  # what the lossy network does not deliver
 
 T = TypeVar("T")
@@ -236,11 +238,6 @@ def check_books(run_dir: Path, num_steps: int, max_staleness: int = 3) -> dict[s
 def lossy_run(words: list[str]) -> int:
     """The program, but each worker's first delivery of each of `LOST_VERSIONS` never arrives."""
     from echo_planes import launch
-    from echo_planes.checkpoint import CheckpointMeta
-    from echo_planes.cli import load_config
-    from echo_planes.clock import MonotonicClock
-    from echo_planes.job import run_job
-    from echo_planes.terminal import View
     from echo_planes.types import InstallReport, Manifest
 
     class LossyWorker(launch.RemoteWorker):
@@ -260,6 +257,68 @@ def lossy_run(words: list[str]) -> int:
             worker.undelivered = set(LOST_VERSIONS)
             return worker
 
+    return _run_on(LossyPlanes, words)
+
+
+def watched_run(words: list[str]) -> int:
+    """The program, but the data plane writes down every message of its workers, in RUN/watched.jsonl."""
+    from echo_planes import launch
+    from echo_planes.data.service import DataService
+    from echo_planes.types import Group, Lease, LeaseTokens, Receipt
+
+    class WatchedData(DataService):
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            super().__init__(*arguments, **settings)
+            self._log = (arguments[2].parent / "watched.jsonl").open("a", buffering=1)
+
+        def _note(self, kind: str, worker_id: str, epoch: int, **what: Any) -> None:
+            record = {"at_s": time.time(), "kind": kind, "worker": worker_id, "epoch": epoch, **what}
+            self._log.write(json.dumps(record) + "\n")
+
+        async def pull(self, worker_id: str, epoch: int, room: int, wait_s: float) -> list[Lease]:
+            leases = await super().pull(worker_id, epoch, room, wait_s)
+            for one in leases:
+                drafts = [asdict(draft) for draft in one.drafts]
+                self._note(
+                    "lease", worker_id, epoch, lease=one.lease_id, prompt=one.prompt.index, drafts=drafts
+                )
+            return leases
+
+        async def stream(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> tuple[str, ...]:
+            for one in messages:
+                self._note("stream", worker_id, epoch, lease=one.lease_id, pieces=asdict(one)["pieces"])
+            return await super().stream(worker_id, epoch, messages)
+
+        async def hand_over(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> int:
+            for one in messages:
+                self._note("hand over", worker_id, epoch, lease=one.lease_id, pieces=asdict(one)["pieces"])
+            return await super().hand_over(worker_id, epoch, messages)
+
+        async def submit(self, worker_id: str, epoch: int, groups: list[tuple[str, Group]]) -> list[Receipt]:
+            receipts = await super().submit(worker_id, epoch, groups)
+            for receipt, (lease_id, group) in zip(receipts, groups, strict=True):
+                episodes = [asdict(one.episode) for one in group.trajectories]
+                reason = "" if receipt.accepted else receipt.reason
+                self._note("submit", worker_id, epoch, lease=lease_id, refused=reason, episodes=episodes)
+            return receipts
+
+        async def lose(self, worker_id: str) -> int:
+            self._note("lose", worker_id, -1)
+            return await super().lose(worker_id)
+
+    setattr(launch, DataService.__name__, WatchedData)
+    return _run_on(launch.RayPlanes, words)
+
+
+def _run_on(planes: Any, words: list[str]) -> int:
+    """The program on other planes."""
+    from echo_planes import launch
+    from echo_planes.checkpoint import CheckpointMeta
+    from echo_planes.cli import load_config
+    from echo_planes.clock import MonotonicClock
+    from echo_planes.job import run_job
+    from echo_planes.terminal import View
+
     config = load_config(words)
     clock = MonotonicClock()
     view = View(sys.stdout, config.run.steps, False, clock)
@@ -273,7 +332,7 @@ def lossy_run(words: list[str]) -> int:
                 start_s=clock.now_s(),
                 checkpoint=None,
                 meta=CheckpointMeta(step=0, lineage_number=0, next_epoch=0),
-                make_planes=LossyPlanes,
+                make_planes=planes,
                 make_actuator=launch.make_actuator,
                 kinds=config.fleet.fixed(),
                 export=lambda numbers: None,
@@ -325,6 +384,6 @@ def _several() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "lossy":
-        sys.exit(lossy_run(sys.argv[2:]))
+    if sys.argv[1] in ("lossy", "watched"):
+        sys.exit({"lossy": lossy_run, "watched": watched_run}[sys.argv[1]](sys.argv[2:]))
     _several()

@@ -1,6 +1,6 @@
 """The `ray` actuator against Ray's own autoscaler: machines come, are taken, are replaced and let go.
 
-`python -m tests.integration.test_ray_autoscaler` is what runs inside the fake cluster: it prints JSON lines.
+`python -m tests.integration.test_ray_autoscaler scenario` runs inside the fake cluster, told in JSON lines.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from echo_planes.clock import MonotonicClock
+from echo_planes.config import WorkerConfig
 from echo_planes.errors import ClusterError
-from echo_planes.rollout.actuator import Node
+from echo_planes.rollout.actuator import Actuator, Node, node_type
 from tests.integration import fake_cluster
 from tests.integration.fake_cluster import Kind, Plan
 from tests.integration.harness import json_lines, wait_until
@@ -45,7 +47,22 @@ def shown(nodes: tuple[Node, ...]) -> list[list[Any]]:
     return [[node.node_id, node.offer_name, node.state, node.worker_id] for node in nodes]
 
 
-async def inside() -> None:
+async def old() -> None:
+    """What a cluster with Ray's old autoscaler is told; then nothing, until it is killed."""
+    import ray
+
+    from echo_planes.rollout.ray_nodes import RayNodes
+
+    ray.init(log_to_driver=False, logging_level="ERROR")
+    try:
+        await RayNodes(LABELS, MonotonicClock()).check()
+    except ClusterError as error:
+        tell("old", error=str(error), namespace=os.readlink("/proc/self/ns/pid"))
+    await asyncio.get_running_loop().create_future()
+
+
+async def scenario() -> None:
+    """The life of a few machines."""
     import ray
 
     from echo_planes.rollout.ray_nodes import RayNodes
@@ -54,9 +71,11 @@ async def inside() -> None:
     clock = MonotonicClock()
     machines = RayNodes(LABELS, clock)
 
-    async def until(condition: Callable[[tuple[Node, ...]], bool], what: str) -> tuple[Node, ...]:
+    async def until(
+        condition: Callable[[tuple[Node, ...]], bool], what: str, actuator: Actuator = machines
+    ) -> tuple[Node, ...]:
         deadline_s = clock.now_s() + LIMIT_S
-        while not condition(nodes := await machines.nodes()):
+        while not condition(nodes := await actuator.nodes()):
             if clock.now_s() > deadline_s:
                 raise AssertionError(f"waited in vain for {what}: {shown(nodes)}")
             await asyncio.sleep(0.2)
@@ -119,11 +138,20 @@ async def inside() -> None:
     nodes = await until(lambda nodes: all(n.state == "dead" for n in nodes), "the end of what is idle")
     tell("none", nodes=shown(nodes))
 
-    await machines.want({SPOT: 99})
     try:
+        await machines.want({SPOT: 99})
         await until(lambda nodes: False, "a refusal")
     except ClusterError as error:
         tell("impossible", error=str(error))
+    elsewhere = RayNodes({SPOT: {"market": "elsewhere"}}, clock)
+    try:
+        await elsewhere.want({SPOT: 1})
+        await until(lambda nodes: False, "a refusal", elsewhere)
+    except ClusterError as error:
+        tell("mislabelled", error=str(error))
+
+    await machines.want({SPOT: 1})
+    nodes = await until(lambda nodes: len(up(nodes, SPOT)) == 1, "one more machine")
     await machines.close()
     nodes = await until(lambda nodes: all(n.state == "dead" for n in nodes), "the end of what is idle")
     tell("closed", nodes=shown(nodes))
@@ -133,12 +161,13 @@ async def inside() -> None:
 
 
 @contextmanager
-def cluster(folder: Path, words: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """The fake cluster with a command in it; output in `folder`."""
+def cluster(folder: Path, role: str, autoscaler: str = "v2") -> Iterator[subprocess.Popen[bytes]]:
+    """The fake cluster with this file as a program in it; output in `folder`."""
     why_not = fake_cluster.missing()
     if why_not:
         pytest.skip(why_not)
-    plan = Plan(KINDS, idle_s=3.0)
+    plan = Plan(KINDS, autoscaler=autoscaler, idle_s=3.0)
+    words = [sys.executable, "-m", "tests.integration.test_ray_autoscaler", role]
     with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
         process = subprocess.Popen(
             fake_cluster.command(plan, words), cwd=fake_cluster.ROOT, stdout=out, stderr=err
@@ -177,7 +206,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
             raise AssertionError(f"it ended early:\n{lines}\n{(folder / 'err').read_text()[-4000:]}")
         return next((line for line in lines if line["event"] == event), None)
 
-    with cluster(folder, [sys.executable, "-m", "tests.integration.test_ray_autoscaler"]) as process:
+    with cluster(folder, "scenario") as process:
         two = wait_until(lambda: heard("two"), 2 * LIMIT_S, "two machines")
         assert two is not None
         preempt = [sys.executable, "-m", "tests.integration.fake_cluster", "preempt"]
@@ -237,19 +266,44 @@ def test_what_nobody_wants_goes(told: Told) -> None:
 def test_an_impossible_wish_is_told(told: Told) -> None:
     assert f"99 {SPOT}" in told["impossible"]["error"]
     assert "max_workers" in told["impossible"]["error"]
+    assert "label" in told["mislabelled"]["error"]
 
 
-def test_nothing_outlives_the_cluster(told: Told, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["aws_spot", "gcp_spot", "kuberay"])
+def test_ray_reads_the_cluster_files_as_they_are_meant(name: str) -> None:
+    """Ray's own readers find every offer, with its resource, its labels and its most."""
+    from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    prepare = _derive_autoscaling_config_from_ray_cr if name == "kuberay" else prepare_config
+    config = prepare(yaml.safe_load((fake_cluster.ROOT / f"configs/cluster/{name}.yaml").read_text()))
+    validate_config(config)
+    kinds = config["available_node_types"]
+    found = {key: kind for key, kind in kinds.items() if key != config["head_node_type"]}
+    assert len(found) == 3
+    for type_name, kind in found.items():
+        offer = WorkerConfig(**kind["labels"]).offer
+        assert node_type(offer) == type_name
+        assert kind["resources"][offer] == 1
+        assert kind["min_workers"] == 0 < kind["max_workers"]
+
+
+def test_nothing_outlives_the_cluster(told: Told) -> None:
     assert living_in(told["empty"]["namespace"]) == []
-    script = "readlink /proc/self/ns/pid; exec sleep infinity"
-    with cluster(tmp_path, ["sh", "-c", script]) as process:
-        wait_until((tmp_path / "out").read_text, 2 * LIMIT_S, "a cluster")
-        namespace = (tmp_path / "out").read_text().strip()
-        assert len(living_in(namespace)) > 3  # the head's processes
+
+
+def test_an_autoscaler_that_ignores_labels_is_refused_and_a_killed_cluster_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    with cluster(tmp_path, "old", autoscaler="v1") as process:
+        wait_until(lambda: json_lines(tmp_path / "out"), 2 * LIMIT_S, "the refusal")
+        (line,) = json_lines(tmp_path / "out")
+        assert "RAY_enable_autoscaler_v2=1" in line["error"]
+        assert len(living_in(line["namespace"])) > 3  # the head's processes, and who waits for ever
         process.kill()
         process.wait()
-        wait_until(lambda: not living_in(namespace), 10.0, "the end of all that is inside")
+        wait_until(lambda: not living_in(line["namespace"]), 10.0, "the end of all that is inside")
 
 
 if __name__ == "__main__":
-    asyncio.run(inside())
+    asyncio.run({"scenario": scenario, "old": old}[sys.argv[1]]())

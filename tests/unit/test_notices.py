@@ -239,7 +239,8 @@ def test_a_flood_a_silence_and_a_closed_door_are_told() -> None:
 
         async with metadata(never) as service:
             try:
-                await service("gcp", limit_s=0.05).ask()
+                async with asyncio.timeout(LIMIT_S):
+                    await service("gcp", limit_s=0.05).ask()
             finally:
                 ended.set()
 

@@ -144,6 +144,21 @@ def test_quotas_and_minimums_hold(capsys: pytest.CaptureFixture[str]) -> None:
         assert set(fleet["counts"].values()) == {1}
 
 
+def test_a_gpu_without_bf16_or_room_is_left_out_unless_it_was_measured(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "old.csv"
+    path.write_text(PRICES + "c,V100-32GB,1,r,0.1,\nc,L4,1,r,0.2,\n")
+    words = (f"prices={path}", *BY_HAND, "params_b=14")
+    found = tree(capsys, *words)
+    assert {offer["sku"] for offer in found["offers"]} == {"H100"}
+    assert len(found["left_out"]) == 2
+    assert found["left_out"][0].startswith("V100-32GB: no bf16 arithmetic")
+    assert found["left_out"][1] == "L4: 14 B weights do not fit (estimated)"
+    measured = tree(capsys, *words, "mu.V100-32GB=0.5", "mu.L4=0.1")
+    assert {offer["sku"] for offer in measured["offers"]} == {"H100", "V100-32GB", "L4"}
+
+
 def test_names_may_have_dots(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "dots.csv"
     path.write_text(PRICES.replace("c,H100", "c.d,H100"))
@@ -261,6 +276,14 @@ def test_without_a_fleet_there_is_advice_and_the_best_there_is(
         assert expected["usd_per_step"] == pytest.approx(12 * cycle_s / 2 / 3600)
     text = told(capsys, one, *BY_HAND, "usd_per_hour=6", status=1)
     assert "No fleet within the limits reaches mu_target. What would help:\n  - " in text
+
+
+def test_a_fleet_too_large_to_broadcast_to_is_no_fleet(capsys: pytest.CaptureFixture[str], one: str) -> None:
+    words = (one, *BY_HAND, "uplink_mbit=100", "mu.H100=0.02", "max_per_offer=100000")
+    text = told(capsys, *words, status=1)
+    assert "no fleet is enough: T_bcast is not below kappa T_train (estimated)" in text
+    assert "What would help:\n  - " in text
+    assert tree(capsys, *words, status=1)["estimated"]["mu_min"] is None
 
 
 def test_a_total_budget_limits_what_an_hour_may_cost(capsys: pytest.CaptureFixture[str], one: str) -> None:

@@ -86,6 +86,10 @@ def test_jsq_levels_the_queues() -> None:
     assert counts("jsq", 8, fleet(3, pending=[4, 0, 1]), theta=8) == [1, 4, 3]
 
 
+def test_jsq_passes_over_a_worker_whose_room_ends_below_the_level() -> None:
+    assert counts("jsq", 4, fleet(3, room=[1, 5, 5]), theta=8) == [1, 2, 1]
+
+
 def test_jsq_holds_back_what_no_queue_below_theta_has_place_for() -> None:
     workers = fleet(4, pending=[4, 0, 1, 9], room=[9, 2, 9, 9])
     assert counts("jsq", 100, workers, theta=4) == [0, 2, 3, 0]

@@ -1,0 +1,122 @@
+"""`python -m echo_planes.simulate scenario=NAME|FILE.yaml key=value ...`: a whole run in virtual time.
+
+The code that decides is the real one; learner, engines, links, prices, spot markets and faults are models.
+Everything that is printed or written says that it is simulated.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from echo_planes.errors import ClusterError, EchoPlanesError, RunError, UserError
+from echo_planes.metrics import write_atomic
+from echo_planes.report_assets.charts import show_percent, show_usd
+from echo_planes.sim.report import render
+from echo_planes.sim.scenario import describe, dump_scenario, load_scenario, scenario_names
+from echo_planes.sim.trace import MARK, Record
+from echo_planes.sim.world import Result, World
+
+USAGE = """usage: python -m echo_planes.simulate [--json] [--print] [--help] scenario=NAME|FILE.yaml ...
+
+  python -m echo_planes.simulate scenario=steady                     ten workers, a day
+  python -m echo_planes.simulate scenario=steady offers.0.count=8    ... two fewer
+  python -m echo_planes.simulate scenario=faults out=FOLDER          write trace.jsonl, report.html there, too
+
+  --json    print the summary as JSON
+  --print   show the resolved scenario and exit
+  --help    show this, with every key
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Simulate; returns the exit status. A person's mistake is one line on stderr, never a traceback."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if not words or "--help" in words or "-h" in words:
+            _print(f"{USAGE}\nscenarios: {', '.join(scenario_names())}\n\n{describe()}")
+            return 0 if words else UserError.exit_status
+        outs = [word.removeprefix("out=") for word in words if word.startswith("out=")]
+        flags = {word for word in words if word in ("--json", "--print")}
+        scenario = load_scenario([w for w in words if w not in flags and not w.startswith("out=")])
+        if "--print" in flags:
+            _print(dump_scenario(scenario).rstrip())
+            return 0
+        result = World(scenario).run()
+        if outs:
+            write_result(Path(outs[-1]).expanduser(), result, dump_scenario(scenario))
+        _print(json.dumps(result.summary, indent=2) if "--json" in flags else show(result.summary))
+        if result.summary["status"] == "failed":
+            raise RunError(f"the simulated run failed: {result.summary['error']}")
+    except (UserError, RunError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    except EchoPlanesError as error:
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def write_result(folder: Path, result: Result, scenario_text: str) -> None:
+    """Write trace.jsonl, summary.json, scenario.yaml and report.html to a folder, which is made.
+
+    Raises:
+        ClusterError: the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ClusterError(f"out={folder} cannot be made ({error.strerror}): give another folder") from error
+    write_atomic(folder / "trace.jsonl", result.lines())
+    write_atomic(folder / "summary.json", json.dumps(MARK | result.summary, indent=2) + "\n")
+    write_atomic(folder / "scenario.yaml", f"# simulated\n{scenario_text}")
+    write_atomic(folder / "report.html", render(result, scenario_text))
+
+
+def show(summary: Record) -> str:
+    """The summary for a terminal."""
+    bcast, per_step, mu_min = summary["t_bcast_s_median"], summary["usd_per_step"], summary["mu_min"]
+    skus = ", ".join(f"{name} {show_usd(usd)}" for name, usd in summary["usd_by_sku"].items())
+    wasted = summary["lost_tokens"] + summary["stale_tokens"] + summary["refused_tokens"]
+    lines = [
+        f"SIMULATED: {summary['scenario']}, seed {summary['seed']}: {summary['status']}",
+        f"  steps      {summary['steps']:,} in {summary['seconds'] / 3600:,.2f} virtual hours",
+        f"  bubble     {show_percent(summary['bubble_ratio'])} of the learner's time",
+        f"  staleness  max {summary['max_staleness_observed']} of S = {summary['max_staleness']}, "
+        f"mean {summary['staleness_mean']:.2f}, kappa {summary['publish_every']}",
+        f"  T_bcast    {'-' if bcast is None else f'{bcast:,.1f} s'} (median)",
+        f"  rollouts   {summary['trajectories_per_s']:,.3f} trajectories/s accepted; "
+        f"mu_min {'-' if mu_min is None else f'{mu_min:,.3f}'}",
+        f"  ledger     {summary['accepted']:,} accepted = {summary['trained']:,} trained + "
+        f"{summary['dropped_stale']:,} dropped + {summary['buffered']:,} buffered; "
+        f"{summary['lost_trajectories']} lost",
+        f"  tokens     {summary['trained_tokens']:,} trained, {wasted:,} wasted, "
+        f"{summary['continued_tokens']:,} continued elsewhere",
+        f"  workers    {summary['workers_most']:,} at most, {summary['workers_lost']:,} lost",
+        f"  dollars    {show_usd(summary['usd_total'])}"
+        + ("" if per_step is None else f", {show_usd(per_step)} a step")
+        + f", {show_percent(summary['wasted_share'])} wasted ({skus})",
+    ]
+    for fault in summary["faults"]:
+        after, drop = fault["recovered_after_s"], show_percent(fault["capacity_drop"])
+        made_good = "never" if after is None else f"after {after:,.0f} s"
+        lines.append(
+            f"  fault      {fault['what']} at {fault['time_s']:,.0f} s: {drop} of the capacity, "
+            f"made good {made_good}"
+        )
+    return "\n".join(lines)
+
+
+def _print(text: str) -> None:
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # `--help | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,291 @@
+"""The optimum against brute force and an independent solver, greedy against its bound, and noisy fleets."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echo_planes.rollout.advice import advise
+from echo_planes.rollout.exact import exact, fleet_problem, plan_of, solve
+from echo_planes.rollout.offers import FleetPlan, Limits, Need, Offer, Shortfall
+from echo_planes.rollout.provisioner import Provisioner, greedy
+
+EPSILON = 1e-9
+
+
+@st.composite
+def markets(draw: st.DrawFn, max_offers: int, max_count: int) -> tuple[list[Offer], float]:
+    """Offers with prices in cents, some alike, and a target up to a little more than they make."""
+    mus = draw(st.lists(st.integers(1, 400), min_size=1, max_size=4))
+    offers = []
+    for number in range(draw(st.integers(1, max_offers))):
+        count = draw(st.integers(0, max_count))
+        offers.append(
+            Offer(
+                f"o{number:02}",
+                "sku",
+                usd_per_hour=draw(st.integers(0, 300)) / 100,
+                mu=draw(st.sampled_from(mus)) / 100,
+                max_count=count,
+                min_count=draw(st.integers(0, count)) if draw(st.integers(0, 5)) == 0 else 0,
+                interruptions_per_hour=draw(st.sampled_from([0.0, 0.05, 0.1, 0.25])),
+            )
+        )
+    total = sum(offer.mu * offer.max_count for offer in offers)
+    target = max(0.01, round(total * draw(st.floats(0.01, 1.1)), 2))
+    return offers, target
+
+
+@st.composite
+def some_limits(draw: st.DrawFn) -> Limits:
+    return Limits(
+        usd_per_hour=draw(st.none() | st.integers(0, 2000).map(lambda cents: cents / 100)),
+        usd_left=draw(st.sampled_from([None, None, None, 5.0, 0.0])),
+        interruptions_per_hour=draw(st.none() | st.integers(0, 40).map(lambda n: n / 20)),
+        min_workers=draw(st.sampled_from([0, 0, 0, 2, 5])),
+        max_workers=draw(st.none() | st.integers(0, 12)),
+    )
+
+
+def is_within(plan: FleetPlan, limits: Limits) -> bool:
+    return (
+        plan.usd_per_hour <= (math.inf if limits.usd_per_hour is None else limits.usd_per_hour + EPSILON)
+        and plan.interruptions_per_hour
+        <= (math.inf if limits.interruptions_per_hour is None else limits.interruptions_per_hour + EPSILON)
+        and plan.num_workers <= (math.inf if limits.max_workers is None else limits.max_workers)
+    )
+
+
+def by_hand(offers: list[Offer], target: float, limits: Limits) -> tuple[float | None, float]:
+    """The least $/h that reaches the target, and the most throughput, of all fleets within the limits."""
+    cheapest, most = None, 0.0
+    nothing = limits.usd_left is not None and limits.usd_left <= 0
+    ranges = [
+        range(0, 1) if nothing and o.usd_per_hour > 0 else range(o.min_count, o.max_count + 1) for o in offers
+    ]
+    for counts in itertools.product(*ranges):
+        plan = plan_of({o.name: n for o, n in zip(offers, counts, strict=True)}, offers)
+        if is_within(plan, limits):
+            most = max(most, plan.mu)
+            reaches = plan.mu >= target * (1 - EPSILON) and plan.num_workers >= limits.min_workers
+            if reaches and (cheapest is None or plan.usd_per_hour < cheapest):
+                cheapest = plan.usd_per_hour
+    return cheapest, most
+
+
+@settings(max_examples=300, deadline=None)
+@given(market=markets(max_offers=5, max_count=4), limits=some_limits())
+def test_the_optimum_is_the_best_of_all_fleets(market: tuple[list[Offer], float], limits: Limits) -> None:
+    offers, target = market
+    cheapest, most = by_hand(offers, target, limits)
+    found, prefix = exact(offers, target, limits, {}), greedy(offers, target, limits, {})
+    if isinstance(found, Shortfall):
+        assert cheapest is None
+        assert isinstance(prefix, Shortfall)
+        assert found.binding
+        minimums = sum(o.min_count for o in offers)
+        if minimums == 0:  # minimums are kept, whatever they break
+            assert found.best.mu == pytest.approx(most, abs=1e-9)
+            assert is_within(found.best, limits)
+    else:
+        assert cheapest is not None
+        assert found.usd_per_hour == pytest.approx(cheapest, abs=1e-9)
+        assert found.mu >= target * (1 - EPSILON)
+        assert is_within(found, limits)
+        if isinstance(prefix, FleetPlan):
+            assert found.usd_per_hour <= prefix.usd_per_hour + EPSILON
+            assert is_within(prefix, limits)
+
+
+def relaxed_usd_per_hour(offers: list[Offer], target: float) -> float:
+    """The linear relaxation of the rule without limits: the cheapest rho, the last worker in part."""
+    cost, missing = 0.0, target
+    for offer in sorted(offers, key=lambda o: o.rho):
+        share = min(offer.max_count, missing / offer.mu)
+        cost, missing = cost + share * offer.usd_per_hour, missing - share * offer.mu
+    return cost
+
+
+@settings(max_examples=200, deadline=None)
+@given(market=markets(max_offers=40, max_count=2000))
+def test_greedy_is_within_one_worker_of_the_relaxed_optimum(market: tuple[list[Offer], float]) -> None:
+    offers, target = [replace(offer, min_count=0) for offer in market[0]], market[1]
+    prefix, found = greedy(offers, target, Limits(), {}), exact(offers, target, Limits(), {})
+    if isinstance(prefix, Shortfall):
+        assert isinstance(found, Shortfall)
+        return
+    assert isinstance(found, FleetPlan)
+    relaxed, worker = relaxed_usd_per_hour(offers, target), max(o.usd_per_hour for o in offers)
+    rounding = 1e-8 * (1 + relaxed)
+    assert relaxed - rounding <= found.usd_per_hour <= prefix.usd_per_hour + rounding
+    assert prefix.usd_per_hour <= relaxed + worker + rounding
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_larger_fleets_against_an_independent_solver(seed: int) -> None:
+    scipy = pytest.importorskip("scipy.optimize", reason="scipy is not installed")
+    rng = random.Random(seed)
+    num, top = rng.randint(10, 60), rng.choice([5, 50, 2000])
+    mus = [rng.randint(1, 400) / 100 for _ in range(6)]
+    offers = [
+        Offer(
+            f"o{j:02}",
+            "sku",
+            usd_per_hour=rng.randint(5, 900) / 100,
+            mu=rng.choice(mus) if seed % 2 else rng.randint(1, 400) / 100,
+            max_count=rng.randint(0, top),
+            interruptions_per_hour=rng.choice([0.0, 0.05, 0.25]),
+        )
+        for j in range(num)
+    ]
+    target = round(max(0.01, sum(o.mu * o.max_count for o in offers) * rng.uniform(0.01, 0.8)), 2)
+    free = exact(offers, target, Limits(), {})
+    limits = Limits()
+    if seed % 3 == 1:
+        most = sum(free.counts.values()) if isinstance(free, FleetPlan) else 1
+        limits = Limits(max_workers=max(1, round(most * rng.uniform(0.7, 1.1))))
+    problem = fleet_problem(offers, target, limits, {})
+    solution = solve(problem)
+    # In whole cents and hundredths, so that the other solver's tolerances do not matter.
+    ones = [1.0] * num
+    rows = [scipy.LinearConstraint([round(o.mu * 100) for o in offers], round(target * 100), math.inf)]
+    if limits.max_workers is not None:
+        rows.append(scipy.LinearConstraint(ones, 0, limits.max_workers))
+    cents = [round(o.usd_per_hour * 100) for o in offers]
+    other = scipy.milp(
+        cents,
+        constraints=rows,
+        integrality=ones,
+        bounds=scipy.Bounds(0, [o.max_count for o in offers]),
+        options={"mip_rel_gap": 0.0, "time_limit": 20},
+    )
+    if isinstance(solution.outcome, Shortfall):
+        assert solution.proved
+        assert other.x is None
+    elif other.status == 0:
+        ours = solution.outcome.usd_per_hour
+        assert other.fun / 100 <= ours + 1e-6
+        assert ours <= other.fun / 100 + solution.gap * ours + 1e-6
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    market=markets(max_offers=5, max_count=6),
+    kappa=st.integers(1, 4),
+    per_step=st.integers(1, 200),
+    t_train_s=st.floats(1, 20),
+    t_bcast_s=st.floats(0, 60),
+    usd_per_hour=st.none() | st.integers(1, 2000).map(lambda cents: cents / 100),
+)
+def test_every_advice_is_enough(
+    market: tuple[list[Offer], float],
+    kappa: int,
+    per_step: int,
+    t_train_s: float,
+    t_bcast_s: float,
+    usd_per_hour: float | None,
+) -> None:
+    need = Need(kappa + 1, kappa, per_step, t_train_s, t_bcast_s)
+    limits = Limits(usd_per_hour=usd_per_hour)
+
+    def fleet(changed: Need, within: Limits) -> FleetPlan | None:
+        if changed.mu_target is None:
+            return None
+        found = exact(market[0], changed.mu_target, within, {})
+        return found if isinstance(found, FleetPlan) else None
+
+    given_advice = advise(need, market[0], limits)
+    if fleet(need, limits) is not None:
+        assert given_advice == ()
+    for advice in given_advice:
+        assert fleet(advice.need, advice.limits) == advice.plan
+        if advice.change == "kappa" and advice.value > kappa + 1:
+            assert fleet(replace(advice.need, kappa=int(advice.value) - 1), limits) is None
+        if advice.change == "per_step" and advice.value + 1 < per_step:
+            assert fleet(replace(advice.need, per_step=int(advice.value) + 1), limits) is None
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    noise=st.floats(0, 0.3),
+    worker_share=st.sampled_from([0.02, 0.1, 0.4]),
+    tick_s=st.sampled_from([1.0, 10.0, 60.0]),
+)
+def test_noise_moves_few_machines(seed: int, noise: float, worker_share: float, tick_s: float) -> None:
+    """Whatever the noise, releases stay as rare as their doubling wait says; little noise brings none."""
+    rng = random.Random(seed)
+    need = Need(5, 4, 256, 10.0, 8.0)
+    target = need.mu_target or 0.0
+    offers = [
+        Offer("a", "x", 1.0, target * worker_share, max_count=60),
+        Offer("b", "y", 1.5, target * worker_share * 1.3, max_count=60),
+    ]
+    provisioner = Provisioner(Limits(), sustain_s=30.0, release_sustain_s=300.0)
+    running: dict[str, int] = {}
+    launches = releases = 0
+    ticks = 300
+    for number in range(ticks):
+        seen = [replace(o, mu=o.mu * (1 + noise * rng.uniform(-1, 1))) for o in offers]
+        decision = provisioner.decide(need, seen, running, number * tick_s)
+        for offer in offers:
+            name = offer.name
+            running[name] = (
+                running.get(name, 0) + decision.launch.get(name, 0) - decision.release.get(name, 0)
+            )
+            assert 0 <= running[name] <= offer.max_count
+        assert not (decision.launch and decision.release)
+        if decision.release:
+            assert plan_of(running, seen).mu >= target * (1 - EPSILON)
+        launches += bool(decision.launch)
+        releases += bool(decision.release)
+    duration_s = ticks * tick_s
+    assert releases <= duration_s / 300.0
+    # Each release that was regretted doubled the wait, up to 16 times.
+    assert releases <= 5 + duration_s / (16 * 300.0) + launches
+    if noise <= 0.05 and tick_s <= 10.0:
+        assert launches <= 3
+        assert releases <= 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_a_market_that_moves_never_breaks_a_limit(seed: int) -> None:
+    """Prices, quotas and the need change at random: no launch goes above a quota or a limit."""
+    rng = random.Random(seed)
+    limits = Limits(usd_per_hour=rng.choice([None, 8.0, 20.0]), max_workers=rng.choice([None, 6, 15]))
+    provisioner = Provisioner(limits, sustain_s=20.0, release_sustain_s=60.0)
+    offers = [
+        Offer(f"o{j}", "x", rng.uniform(0.2, 3), rng.uniform(1, 9), max_count=rng.randint(0, 6))
+        for j in range(4)
+    ]
+    running: dict[str, int] = {}
+    need = Need(5, 4, 256, 10.0, 8.0)
+    for number in range(80):
+        if rng.random() < 0.2:
+            j = rng.randrange(4)
+            offers[j] = replace(
+                offers[j], usd_per_hour=rng.uniform(0.2, 3), max_count=rng.randint(0, 6), mu=rng.uniform(1, 9)
+            )
+        if running and rng.random() < 0.1:
+            name = rng.choice(sorted(running))
+            running[name] -= 1
+        running = {name: n for name, n in running.items() if n > 0}
+        if number % 30 == 0:
+            need = replace(need, per_step=rng.randint(50, 300))
+        decision = provisioner.decide(need, offers, running, number * 10.0)
+        after = decision.plan
+        for offer in offers:
+            assert after.counts.get(offer.name, 0) <= max(offer.max_count, running.get(offer.name, 0))
+        before = plan_of(running, offers)
+        if decision.launch and is_within(before, limits):
+            assert is_within(after, limits)
+        for name, n in decision.release.items():
+            assert n <= running[name]
+        running = dict(after.counts)

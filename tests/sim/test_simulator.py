@@ -1,0 +1,377 @@
+"""Whole simulated runs: the capacity rule, determinism, faults, money, spot markets, the fleet."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echo_planes.errors import ConfigError, DataError
+from echo_planes.rollout.capacity import needed_capacity
+from echo_planes.sim.scaling import expected_mu
+from echo_planes.sim.scenario import parse_scenario
+from echo_planes.sim.world import Result, World
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = Path(os.environ.get("ECHO_PLANES_DATA", ROOT.parent / "shared" / "data"))
+P3_TRACE = DATA / "spot_traces" / "bamboo" / "p3-trace.csv"
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    """Six workers for a learner of 60 s a step, one virtual hour and a half."""
+    offer = {"name": "gpu", "count": 6, "peak_tokens_per_s": 1000.0, "half_batch": 4.0, "max_groups": 2}
+    tree: dict[str, Any] = {
+        "run": {"hours": 1.5},
+        "sampling": {"prompts_per_step": 32, "samples_per_prompt": 4},
+        "lengths": {"median_tokens": 1500.0, "sigma": 0.5, "max_tokens": 6000},
+        "staleness": {"max_staleness": 3, "queue_batches": 3.0},
+        "learner": {"t_train_s": 60.0, "usd_per_hour": 10.0, "jitter": 0.2},
+        "network": {"snapshot_mb": 500.0, "patch_mb": 20.0},
+        "offers": [offer | {"usd_per_hour": 1.0, "boot_s": 30.0, **changes.pop("offer", {})}],
+    }
+    for key, value in changes.items():
+        tree[key] = {**tree[key], **value} if isinstance(value, dict) and key in tree else value
+    return tree
+
+
+def simulate(**changes: Any) -> tuple[World, Result]:
+    world = World(parse_scenario(small(**changes)))
+    result = world.run()
+    check(world, result)
+    return world, result
+
+
+def check(world: World, result: Result) -> None:
+    """What must hold however a run went."""
+    summary, counts = result.summary, world.data.counts
+    assert summary["lost_trajectories"] == 0
+    assert counts.accepted == counts.trained + counts.dropped_stale + counts.buffered
+    assert summary["max_staleness_observed"] <= world.scenario.staleness.max_staleness
+    samples = world.scenario.sampling.samples_per_prompt
+    assert counts.trained == samples * world.scenario.sampling.prompts_per_step * world.data.step
+    # Every dollar is in one part, and of one machine.
+    money, now_s = world.trace.money, world.kernel.now_s
+    total = money.total(now_s)
+    assert sum(money.parts(now_s).values(), Fraction()) == total
+    assert sum(summary["usd_by_sku"].values()) == pytest.approx(float(total))
+    assert all(value >= 0 for value in money.parts(now_s).values())
+    # No token has two fates, and all that were trained were made.
+    fated = sum(summary[f"{fate}_tokens"] for fate in ("trained", "stale", "lost", "refused"))
+    made = sum(machine.made for machine in money._machines.values())
+    assert fated <= made
+
+
+# --- the capacity rule (ECHO-2, section 3.3) --------------------------------------------------------
+
+T_TRAIN_S, T_BCAST_S, MU = 100.0, 40.0, 0.4
+
+
+def rule(max_staleness: int, count: int, *, in_place: bool = True, steps: int = 31) -> tuple[float, int]:
+    """Bubble after the first batch, with identical workers of MU trajectories/s, and the greatest age."""
+    tree = {
+        "run": {"steps": steps, "hours": 1000.0},
+        "sampling": {"prompts_per_step": 200, "samples_per_prompt": 2},
+        "lengths": {"median_tokens": 500.0, "sigma": 0.0, "max_tokens": 1000},
+        "staleness": {"max_staleness": max_staleness, "queue_batches": 100.0},
+        "learner": {"t_train_s": T_TRAIN_S, "publish_s": 0.0, "checkpoint_s": 0.0},
+        "network": {
+            "mode": "star_unlimited",
+            "snapshot_mb": 12.5 * T_BCAST_S,
+            "rtt_s": 0.0,
+            "chunk_kib": 1,
+            "install_s": 0.0,
+            "receive_in_place": in_place,
+        },
+        "offers": [
+            {"name": "a", "count": count, "peak_tokens_per_s": 200.0, "half_batch": 0.0, "max_groups": 1}
+        ],
+    }
+    world = World(parse_scenario(tree))
+    result = world.run()
+    check(world, result)
+    assert expected_mu(world.scenario.offers[0], world.lengths) == pytest.approx(MU)
+    assert result.summary["t_bcast_s_median"] == pytest.approx(T_BCAST_S, rel=1e-3)
+    later = result.steps[1:]
+    idle_s = sum(row["t_idle_s"] for row in later)
+    return idle_s / (idle_s + sum(row["t_train_s"] for row in later)), result.summary[
+        "max_staleness_observed"
+    ]
+
+
+@pytest.mark.parametrize("max_staleness", [2, 3, 6])
+def test_the_bubble_vanishes_at_the_predicted_number_of_workers(max_staleness: int) -> None:
+    kappa = max_staleness - 1
+    needed = needed_capacity(kappa, 400, T_TRAIN_S, T_BCAST_S)
+    assert needed is not None
+    enough = math.ceil(needed / MU)
+    bubbles = {}
+    for count in (enough - 3, enough - 1, enough):
+        bubbles[count], oldest = rule(max_staleness, count)
+        assert oldest <= max_staleness
+    assert bubbles[enough] < 0.002
+    assert bubbles[enough - 1] > 0.01
+    assert bubbles[enough - 3] > bubbles[enough - 1] + 0.05
+
+
+def test_workers_that_go_on_while_they_receive_need_less_than_the_rule_says() -> None:
+    """Its assumption is that nothing is generated meanwhile; staged weights make that untrue."""
+    only_sampling = math.ceil(400 / T_TRAIN_S / MU)
+    assert rule(2, only_sampling, in_place=False)[0] < 0.002
+    assert rule(2, only_sampling, in_place=True)[0] > 0.2
+    assert rule(2, only_sampling - 1, in_place=False)[0] > 0.05
+
+
+def test_a_saturated_worker_makes_what_is_expected_of_it() -> None:
+    world, result = simulate(offer={"count": 1}, run={"hours": 6.0})
+    expected = expected_mu(world.scenario.offers[0], world.lengths)
+    assert result.summary["trajectories_per_s"] == pytest.approx(expected, rel=0.05)
+
+
+def test_a_star_slows_with_the_workers_and_chains_do_not() -> None:
+    found = {}
+    for mode in ("chain", "star", "star_unlimited"):
+        for count in (4, 32):
+            network = {"mode": mode, "uplink_mbit": 300.0, "patch_mb": 100.0, "chunk_kib": 64}
+            _, result = simulate(offer={"count": count, "peak_tokens_per_s": 250.0}, network=network)
+            found[mode, count] = result.summary["t_bcast_s_median"]
+    assert found["star", 32] > 7 * found["star", 4]
+    assert found["chain", 32] < 1.2 * found["chain", 4]
+    assert found["chain", 32] < 1.2 * found["star_unlimited", 32]
+
+
+# --- determinism -------------------------------------------------------------------------------------
+
+FAULTY: dict[str, Any] = {
+    "fleet": {"mode": "kept"},
+    "offer": {"market": "spot", "interruptions_per_hour": 1.0, "max_count": 8},
+    "faults": [{"at_s": 900.0, "kind": "kill", "count": 2}, {"at_s": 2000.0, "kind": "silence"}],
+}
+
+
+def test_same_seed_same_bytes() -> None:
+    first, second, other = (simulate(**FAULTY, seed=seed)[1].lines() for seed in (5, 5, 6))
+    assert first == second
+    assert first != other
+    assert all('"simulated": true' in line for line in first.splitlines())
+
+
+def test_the_bytes_do_not_hang_on_how_python_orders_sets(tmp_path: Path) -> None:
+    code = (
+        "from tests.sim.test_simulator import FAULTY, simulate;"
+        "import hashlib; print(hashlib.sha256(simulate(**FAULTY, seed=5)[1].lines().encode()).hexdigest())"
+    )
+    digests = set()
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        digests.add(done.stdout)
+    assert len(digests) == 1
+
+
+# --- faults ------------------------------------------------------------------------------------------
+
+faults = st.lists(
+    st.fixed_dictionaries(
+        {
+            "at_s": st.floats(0.0, 5000.0),
+            "kind": st.sampled_from(["kill", "preempt", "slow", "slow_link", "silence", "refuse_install"]),
+            "count": st.integers(1, 3),
+            "duration_s": st.floats(1.0, 2000.0),
+        }
+    ),
+    max_size=8,
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    faults=faults,
+    seed=st.integers(0, 1000),
+    mode=st.sampled_from(["fixed", "kept", "provisioned"]),
+    policy=st.sampled_from(["wait", "drop"]),
+    max_staleness=st.sampled_from([0, 1, 3]),
+    notice_s=st.sampled_from([0.0, 20.0]),
+)
+def test_nothing_is_lost_and_every_dollar_is_found(
+    faults: list[dict[str, Any]], seed: int, mode: str, policy: str, max_staleness: int, notice_s: float
+) -> None:
+    simulate(
+        seed=seed,
+        faults=faults,
+        fleet={"mode": mode, "restarts": 10},
+        staleness={"max_staleness": max_staleness, "policy": policy, "reuse": 1},
+        offer={"interruptions_per_hour": 0.5, "notice_s": notice_s, "max_count": 9, "market": "spot"},
+    )
+
+
+def test_what_a_killed_worker_had_streamed_goes_on_elsewhere() -> None:
+    world, result = simulate(faults=[{"at_s": 1500.5, "kind": "kill", "worker": "w2"}])
+    summary = result.summary
+    assert summary["workers_lost"] == 1
+    assert summary["continued_leases"] > 0
+    assert summary["discarded_tokens"] == 0
+    # At most what its 8 samples make between two streams is gone.
+    spec = world.scenario.offers[0].engine
+    assert 0 < summary["lost_tokens"] <= spec.tokens_per_s(8) * world.scenario.sampling.stream_s + 8
+    (fault,) = summary["faults"]
+    assert fault["capacity_drop"] == pytest.approx(1 / 6)
+    # Noticed, built again, and the whole snapshot fetched.
+    network = world.scenario.network
+    again_s = network.detection_s + 30.0 + network.snapshot_mb * 8 / network.worker_mbit
+    assert fault["recovered_after_s"] == pytest.approx(again_s, abs=2.0)
+
+
+def test_a_notice_is_long_enough_to_lose_nothing() -> None:
+    faults = [{"at_s": 1500.5, "kind": "preempt", "count": 3}]
+    _, warned = simulate(fleet={"mode": "kept"}, faults=faults, offer={"notice_s": 30.0})
+    _, sudden = simulate(fleet={"mode": "kept"}, faults=faults)
+    assert warned.summary["lost_tokens"] == 0
+    assert warned.summary["continued_tokens"] > 0
+    assert warned.summary["workers_lost"] == 0
+    assert sudden.summary["lost_tokens"] > 0
+    assert sudden.summary["workers_lost"] == 3
+    for result in (warned, sudden):
+        assert result.steps[-1]["workers"] == 6
+
+
+def test_a_silent_worker_is_not_waited_for_and_comes_back() -> None:
+    silence = {"at_s": 1500.0, "kind": "silence", "worker": "w1", "duration_s": 1500.0}
+    _, result = simulate(faults=[silence])
+    summary = result.summary
+    assert summary["expired_leases"] > 0
+    assert summary["refused_tokens"] > 0  # what it made while nobody heard it
+    assert summary["workers_lost"] == 0
+    assert summary["faults"][0]["recovered_after_s"] == pytest.approx(1500.0)
+    assert result.steps[-1]["workers"] == 6
+
+
+def test_a_slow_worker_slows_the_run_in_its_share() -> None:
+    slow = [{"at_s": 0.0, "kind": "slow", "worker": f"w{i}", "duration_s": 1e5} for i in range(3)]
+    late = [fault | {"at_s": 120.0, "factor": 0.5} for fault in slow]
+    _, usual = simulate(learner={"t_train_s": 1.0})
+    _, slowed = simulate(learner={"t_train_s": 1.0}, faults=late)
+    ratio = slowed.summary["trajectories_per_s"] / usual.summary["trajectories_per_s"]
+    assert 0.70 < ratio < 0.80
+
+
+def test_a_refused_install_is_made_again() -> None:
+    _, result = simulate(faults=[{"at_s": 1500.0, "kind": "refuse_install", "worker": "w3"}])
+    assert Counter(event["kind"] for event in result.events)["refused"] == 1
+    assert result.summary["workers_lost"] == 0
+    assert result.steps[-1]["workers"] == 6
+
+
+# --- money -------------------------------------------------------------------------------------------
+
+
+def test_dollars_are_hours_times_prices() -> None:
+    _, result = simulate(run={"hours": 2.0})
+    assert result.summary["usd_by_sku"] == {
+        "gpu on_demand": pytest.approx(6 * 2.0 * 1.0),
+        "learner on_demand": pytest.approx(20.0),
+    }
+
+
+# --- spot markets and the fleet ------------------------------------------------------------------------
+
+
+def spot(tmp_path: Path, text: str, **offer: Any) -> dict[str, Any]:
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+    return {
+        "fleet": {"mode": "kept"},
+        "offer": {"market": "spot", "trace": str(path), "trace_at_end": "hold", **offer},
+    }
+
+
+def test_the_fleet_follows_a_recorded_market(tmp_path: Path) -> None:
+    _, result = simulate(**spot(tmp_path, "0,6\n1800,2\n3600,4\n"))
+    workers = {row["time_s"]: row["workers"] for row in result.steps}
+    assert max(n for t, n in workers.items() if t < 1800) == 6
+    assert {n for t, n in workers.items() if 1900 < t < 3600} == {2}
+    assert {n for t, n in workers.items() if t > 3800} == {4}
+    paid_s = 6 * 1800 + 2 * 1800 + 4 * 1800
+    assert result.summary["usd_by_sku"]["gpu spot"] == pytest.approx(paid_s / 3600)
+
+
+def test_only_a_share_of_the_market_is_ours(tmp_path: Path) -> None:
+    _, result = simulate(**spot(tmp_path, "0,6\n5400,6\n", trace_share=0.5))
+    assert result.summary["workers_most"] == 3
+
+
+def test_a_trace_that_ends_stops_the_simulation_unless_told_otherwise(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="ends after 3,600 s"):
+        simulate(**spot(tmp_path, "0,6\n3600,6\n", trace_at_end="error"))
+    _, result = simulate(**spot(tmp_path, "0,6\n1000,0\n2000,0\n", trace_at_end="repeat"))
+    taken = [event["time_s"] for event in result.events if event["kind"] == "worker lost"]
+    assert sorted(set(taken)) == [1000.0, 3000.0, 5000.0]
+
+
+def test_a_trace_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"trace=no\.csv of gpu is not there"):
+        simulate(offer={"trace": "no.csv"})
+
+
+@pytest.mark.skipif(not P3_TRACE.is_file(), reason=f"no recorded spot trace {P3_TRACE}")
+def test_a_recorded_market_of_machines_that_come_and_go() -> None:
+    _, result = simulate(
+        fleet={"mode": "kept"},
+        run={"hours": 3.0},
+        offer={"count": 30, "market": "spot", "trace": str(P3_TRACE), "trace_at_end": "hold"},
+    )
+    assert result.summary["workers_lost"] > 5
+    assert result.summary["lost_trajectories"] == 0
+
+
+def offers(**cheap: Any) -> list[dict[str, Any]]:
+    common = {"peak_tokens_per_s": 1000.0, "half_batch": 4.0, "max_groups": 2, "boot_s": 30.0}
+    return [
+        common | {"name": "dear", "sku": "dear", "usd_per_hour": 2.0, "count": 1, "max_count": 20},
+        common | {"name": "cheap", "sku": "cheap", "usd_per_hour": 1.0, "max_count": 20, **cheap},
+    ]
+
+
+def test_the_fleet_grows_to_what_the_learner_needs_by_price() -> None:
+    network = {"snapshot_mb": 20.0, "patch_mb": 20.0}
+    fleet = {"mode": "provisioned"}
+    world, result = simulate(
+        offers=offers(max_count=4), fleet=fleet, network=network, run={"hours": 4.0}, learner={"jitter": 0.0}
+    )
+    mu = expected_mu(world.scenario.offers[0], world.lengths)
+    needed = result.summary["mu_min"] / mu
+    assert needed <= result.steps[-1]["workers"] <= math.ceil(1.1 * needed) + 1
+    late = [row for row in result.steps if row["time_s"] > 2 * 3600]
+    idle_s = sum(row["t_idle_s"] for row in late)
+    assert idle_s / (idle_s + sum(row["t_train_s"] for row in late)) < 0.02
+    assert world.crew.scaling is not None
+    assert world.crew.scaling.fleet.counts["cheap"] == 4  # as many as there are, then the dear ones
+    assert any("trajectories/s are needed" in event["text"] for event in result.events)
+
+
+def test_machines_that_never_come_are_replaced_by_dearer_ones(tmp_path: Path) -> None:
+    path = tmp_path / "none.csv"
+    path.write_text("0,0\n10,0\n")
+    _, result = simulate(
+        offers=offers(trace=str(path), trace_at_end="hold", market="spot"),
+        fleet={"mode": "provisioned", "boot_limit_s": 300.0},
+        network={"snapshot_mb": 20.0, "patch_mb": 20.0},
+        run={"hours": 4.0},
+    )
+    assert "cheap spot" not in result.summary["usd_by_sku"]
+    assert result.steps[-1]["workers"] >= 3

@@ -1,0 +1,382 @@
+"""The greedy fleet, the optimum, the advice and the hysteresis, by worked examples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from echo_planes.errors import ConfigError
+from echo_planes.rollout.advice import advise
+from echo_planes.rollout.exact import exact, fleet_problem, solve
+from echo_planes.rollout.offers import FleetPlan, Limits, Need, Offer, Shortfall
+from echo_planes.rollout.provisioner import Provisioner, greedy
+
+FREE = Limits()
+# 4 x 256 trajectories while 4 steps of 10 s last, of which 8 s go to the broadcast: 32 a second.
+NEED = Need(max_staleness=5, kappa=4, per_step=256, t_train_s=10.0, t_bcast_s=8.0, gamma=1.0)
+SMALL = Offer("small", "L40S", usd_per_hour=0.8, mu=4.0, max_count=20)
+LARGE = Offer("large", "H100", usd_per_hour=3.0, mu=12.0, max_count=10)
+
+
+def plan(outcome: FleetPlan | Shortfall) -> FleetPlan:
+    assert isinstance(outcome, FleetPlan), outcome
+    return outcome
+
+
+def shortfall(outcome: FleetPlan | Shortfall) -> Shortfall:
+    assert isinstance(outcome, Shortfall), outcome
+    return outcome
+
+
+def test_greedy_takes_the_cheapest_prefix_by_rho() -> None:
+    found = plan(greedy([LARGE, replace(SMALL, max_count=6)], 32.0, FREE, {}))
+    assert found.counts == {"small": 6, "large": 1}
+    assert found.usd_per_hour == pytest.approx(6 * 0.8 + 3.0)
+    assert found.mu == 36.0
+
+
+def test_the_optimum_is_cheaper_where_the_last_worker_of_the_prefix_is_too_large() -> None:
+    big = Offer("big", "8xH100", usd_per_hour=10.0, mu=50.0, max_count=5)
+    little = Offer("little", "L4", usd_per_hour=0.3, mu=1.0, max_count=20)
+    assert plan(greedy([big, little], 52.0, FREE, {})).counts == {"big": 2}
+    assert plan(exact([big, little], 52.0, FREE, {})).counts == {"big": 1, "little": 2}
+
+
+def test_minimums_come_first_and_ties_go_by_name() -> None:
+    twin = replace(SMALL, name="another")
+    dear = Offer("dear", "A100", 9.0, 4.0, max_count=3, min_count=1)
+    for choose in (greedy, exact):
+        found = plan(choose([SMALL, twin, dear], 8.0, FREE, {}))
+        assert found.counts == {"another": 1, "dear": 1}
+
+
+@pytest.mark.parametrize("choose", [greedy, exact])
+@pytest.mark.parametrize(
+    ("limits", "binding"),
+    [
+        (Limits(usd_per_hour=4.0), ("usd_per_hour",)),
+        (Limits(interruptions_per_hour=0.2), ("interruptions",)),
+        (Limits(max_workers=3), ("max_workers",)),
+        (Limits(usd_left=0.0), ("usd_left",)),
+        (Limits(), ("quota",)),
+    ],
+)
+def test_a_shortfall_names_what_is_in_the_way(
+    choose: object, limits: Limits, binding: tuple[str, ...]
+) -> None:
+    offer = replace(SMALL, max_count=8, interruptions_per_hour=0.05)
+    found = shortfall(choose([offer], 40.0, limits, {}))  # type: ignore[operator]
+    assert found.binding == binding
+    most = {"usd_per_hour": 5, "interruptions": 4, "max_workers": 3, "usd_left": 0, "quota": 8}[binding[0]]
+    assert found.best.num_workers == most
+
+
+def test_the_optimum_finds_fleets_that_the_prefix_misses() -> None:
+    limits = Limits(max_workers=3)
+    assert isinstance(greedy([SMALL, LARGE], 32.0, limits, {}), Shortfall)
+    assert plan(exact([SMALL, LARGE], 32.0, limits, {})).counts == {"large": 3}
+
+
+def test_without_money_only_what_is_held_and_what_is_free_has_room() -> None:
+    own = Offer("own", "A100", usd_per_hour=0.0, mu=1.0, max_count=2)
+    found = shortfall(exact([SMALL, own], 20.0, Limits(usd_left=0.0), {"small": 3}))
+    assert found.best.counts == {"small": 3, "own": 2}
+
+
+def test_a_fleet_too_small_in_number_is_filled_up_with_the_cheapest() -> None:
+    for choose in (greedy, exact):
+        found = plan(choose([SMALL, LARGE], 8.0, Limits(min_workers=5), {}))
+        assert found.counts == {"small": 5}
+
+
+def test_money_is_counted_exactly() -> None:
+    # In floats ten times 0.1 is less than 1.0, and three times 0.1 is more than 0.3.
+    offer = Offer("dime", "L4", usd_per_hour=0.1, mu=1.0, max_count=20)
+    assert plan(exact([offer], 3.0, Limits(usd_per_hour=0.3), {})).num_workers == 3
+    assert isinstance(exact([offer], 4.0, Limits(usd_per_hour=0.3), {}), Shortfall)
+
+
+def test_a_node_limit_states_how_far_the_fleet_may_be_from_the_optimum() -> None:
+    prices_and_rates = [(1.31, 1.73), (2.17, 2.71), (0.93, 1.13), (3.37, 4.33), (5.03, 6.61), (0.71, 0.83)]
+    offers = [Offer(f"o{i}", "x", usd, mu, max_count=40) for i, (usd, mu) in enumerate(prices_and_rates)]
+    problem = fleet_problem(offers, 333.3, FREE, {})
+    start = [0] * 6
+    problem.fill(start, range(6), enough=problem.target)
+    cut, proved = solve(problem, start, node_limit=1), solve(problem, start)
+    assert not cut.proved
+    assert 0 < cut.gap < 0.05
+    assert proved.proved
+    assert plan(proved.outcome).usd_per_hour >= plan(cut.outcome).usd_per_hour * (1 - cut.gap)
+
+
+@pytest.mark.parametrize(
+    ("offers", "limits", "said"),
+    [
+        ([SMALL, SMALL], FREE, "two offers"),
+        ([replace(SMALL, mu=0.0)], FREE, "mu=0.0"),
+        ([replace(SMALL, usd_per_hour=float("nan"))], FREE, "usd_per_hour=nan"),
+        ([replace(SMALL, usd_per_hour=-1.0)], FREE, "usd_per_hour=-1.0"),
+        ([SMALL], Limits(max_workers=-1), "max_workers=-1"),
+    ],
+)
+def test_impossible_input_is_refused_in_one_line(offers: list[Offer], limits: Limits, said: str) -> None:
+    for choose in (greedy, exact):
+        with pytest.raises(ConfigError, match=said) as caught:
+            choose(offers, 1.0, limits, {})
+        assert "\n" not in str(caught.value)
+
+
+# -- advice -------------------------------------------------------------------------------------------------
+
+
+def test_advice_is_the_smallest_change_and_enough() -> None:
+    # 40 s of 4 steps, 30 of them broadcast: 102.4 trajectories/s are needed, 80 can be had.
+    need, limits = replace(NEED, t_bcast_s=30.0), Limits(usd_per_hour=16.0)
+    offers = [SMALL]
+    given = {advice.change: advice for advice in advise(need, offers, limits)}
+    # 16 $/h buy 20 workers, which is the quota too: money alone does not help.
+    assert set(given) == {"kappa", "per_step", "t_bcast_s"}
+    # 80 (10 k - 30) >= 256 k from k = 4.41 on; at R = 200 it is 80 x 10 / 4; T_bcast = 40 - 1024 / 80.
+    # A broadcast of three steps wants more than S = kappa + 1 (eq. 7: 5 + ceil((30 + 256/80) / 10) - 1).
+    assert (given["kappa"].value, given["kappa"].need.max_staleness) == (5, 8)
+    assert given["per_step"].value == 200
+    assert given["t_bcast_s"].value == pytest.approx(27.2)
+    for advice in given.values():
+        target = advice.need.mu_target
+        assert target is not None
+        assert plan(exact(offers, target, advice.limits, {})) == advice.plan
+    assert isinstance(exact(offers, replace(need, per_step=201).mu_target or 0.0, limits, {}), Shortfall)
+
+
+def test_advice_on_staleness_is_kappa_plus_one_where_broadcasts_are_short() -> None:
+    need = replace(NEED, max_staleness=2, kappa=1)  # 256 / 2 s = 128
+    kappa = advise(need, [SMALL], FREE)[0]
+    # 80 (10 k - 8) >= 256 k from k = 1.18 on
+    assert (kappa.change, kappa.value, kappa.need.max_staleness) == ("kappa", 2, 3)
+
+
+def test_advice_on_the_budget_is_what_the_fleet_costs() -> None:
+    given = {a.change: a for a in advise(NEED, [SMALL], Limits(usd_per_hour=5.0))}
+    assert given["usd_per_hour"].value == pytest.approx(6.4)
+    given = {a.change: a for a in advise(NEED, [SMALL], Limits(usd_left=0.0))}
+    assert set(given) == {"usd_left"}
+    assert given["usd_left"].value == pytest.approx(6.4)
+
+
+def test_no_advice_where_a_fleet_is_possible_or_nothing_helps() -> None:
+    assert advise(NEED, [SMALL], FREE) == ()
+    assert advise(NEED, [], FREE) == ()
+    assert advise(replace(NEED, max_staleness=0), [], FREE) == ()
+
+
+# -- the hysteresis -----------------------------------------------------------------------------------------
+
+
+class Fleet:
+    """A fleet that does what it is told at once."""
+
+    def __init__(self, limits: Limits = FREE, **running: int) -> None:
+        self.provisioner = Provisioner(limits, sustain_s=30.0, release_sustain_s=100.0)
+        self.running = running
+        self.changes: list[float] = []
+
+    def tick(self, now_s: float, offers: list[Offer], need: Need = NEED) -> str:
+        decision = self.provisioner.decide(need, offers, self.running, now_s)
+        for name, n in decision.launch.items():
+            self.running[name] = self.running.get(name, 0) + n
+        for name, n in decision.release.items():
+            self.running[name] -= n
+        self.running = {name: n for name, n in self.running.items() if n}
+        assert dict(decision.plan.counts) == self.running
+        if decision.launch or decision.release:
+            self.changes.append(now_s)
+        return decision.reason
+
+
+def test_the_first_fleet_is_bought_at_once_and_then_nothing_changes() -> None:
+    fleet = Fleet()
+    reason = fleet.tick(0.0, [SMALL, LARGE])
+    assert fleet.running == {"small": 8}
+    assert "32.00 trajectories/s are needed (mu_min 32.00 x gamma 1.00), 0.00 are there" in reason
+    assert "+8 small at $0.80/h (rho 0.20)" in reason
+    assert "exact optimum $6.40/h, greedy $6.40/h" in reason
+    for now_s in range(10, 1000, 10):
+        fleet.tick(float(now_s), [SMALL, LARGE])
+    assert fleet.changes == [0.0]
+
+
+def test_a_shortage_is_answered_when_it_lasted() -> None:
+    fleet = Fleet()
+    fleet.tick(0.0, [SMALL])
+    slower = replace(SMALL, mu=3.5)
+    for now_s in (10.0, 20.0, 30.0):
+        assert "waiting" in fleet.tick(now_s, [slower])
+    fleet.tick(35.0, [SMALL])  # it was noise: counted anew
+    for now_s in (40.0, 50.0, 60.0):
+        fleet.tick(now_s, [slower])
+    assert fleet.changes == [0.0]
+    fleet.tick(70.0, [slower])
+    assert fleet.running == {"small": 10}
+
+
+def test_a_loss_below_mu_min_is_replaced_at_once_and_one_above_it_is_not() -> None:
+    fleet = Fleet()
+    roomy = replace(NEED, gamma=1.25)  # a target of 40
+    fleet.tick(0.0, [SMALL], roomy)
+    assert fleet.running == {"small": 10}
+    fleet.running["small"] -= 1  # 36 of 40: the learner does not wait
+    assert "waiting" in fleet.tick(10.0, [SMALL], roomy)
+    fleet.running["small"] -= 2  # 28
+    assert "at once" in fleet.tick(20.0, [SMALL], roomy)
+    assert fleet.running == {"small": 10}
+
+
+def test_a_surplus_beyond_the_margin_goes_dearest_first_and_minimums_stay() -> None:
+    fleet = Fleet(small=8, large=3)
+    offers = [SMALL, replace(LARGE, min_count=1)]
+    fleet.tick(0.0, offers)
+    assert "surplus" in fleet.tick(90.0, offers)
+    assert fleet.changes == []
+    fleet.tick(100.0, offers)
+    assert fleet.running == {"small": 5, "large": 1}
+
+
+def test_what_is_let_go_is_what_the_lowest_ratio_of_that_time_permits() -> None:
+    fleet = Fleet(small=10)  # 40 for 32
+    fleet.tick(0.0, [SMALL])
+    fleet.tick(50.0, [replace(SMALL, mu=3.7)])  # 37 for 32: still above the margin
+    fleet.tick(100.0, [SMALL])
+    assert fleet.running == {"small": 9}
+    steady = Fleet(small=10)
+    steady.tick(0.0, [SMALL])
+    steady.tick(100.0, [SMALL])
+    assert steady.running == {"small": 8}
+
+
+def test_a_surplus_within_the_margin_is_kept_and_so_are_machines_that_cost_nothing() -> None:
+    fleet = Fleet(small=9)
+    own = replace(SMALL, usd_per_hour=0.0)
+    for now_s in range(0, 1000, 50):
+        fleet.tick(float(now_s), [SMALL])
+    assert fleet.changes == []
+    fleet = Fleet(small=20)
+    for now_s in range(0, 1000, 50):
+        fleet.tick(float(now_s), [own])
+    assert fleet.changes == []
+
+
+def test_an_offer_that_is_gone_keeps_its_workers_and_gets_no_more() -> None:
+    fleet = Fleet(large=2)
+    fleet.tick(0.0, [SMALL, LARGE])
+    fleet.running = {"large": 2}
+    fleet.tick(10.0, [SMALL])
+    fleet.tick(50.0, [SMALL])
+    assert fleet.running == {"large": 2, "small": 2}
+    with pytest.raises(ConfigError, match="no such offer is known"):
+        Provisioner(FREE).decide(NEED, [SMALL], {"unheard-of": 1}, 0.0)
+
+
+def test_a_fleet_that_became_dear_is_changed_without_a_gap() -> None:
+    fleet = Fleet(large=3)
+    offers = [replace(SMALL, boot_s=400.0), LARGE]
+    lowest = 1e9
+    for now_s in range(0, 1500, 20):
+        fleet.tick(float(now_s), offers)
+        lowest = min(lowest, sum(n * (4.0 if name == "small" else 12.0) for name, n in fleet.running.items()))
+    assert fleet.running == {"small": 8}
+    assert lowest >= 32.0
+    assert fleet.changes[0] >= 100.0
+    assert fleet.changes[1] >= fleet.changes[0] + 400.0  # not before the new ones have booted
+    assert len(fleet.changes) == 2
+
+
+def test_a_fleet_above_a_limit_is_trimmed() -> None:
+    fleet = Fleet(Limits(usd_per_hour=6.4), small=8)
+    fleet.tick(0.0, [SMALL])
+    dearer = replace(SMALL, usd_per_hour=1.0)
+    fleet.tick(10.0, [dearer])
+    assert fleet.running == {"small": 8}
+    fleet.tick(40.0, [dearer])
+    assert fleet.running == {"small": 6}
+    fleet.tick(50.0, [dearer])
+    reason = fleet.tick(80.0, [dearer])
+    assert "no fleet within the limits is enough (usd_per_hour)" in reason
+    assert "allow $8.00/h instead of $6.40/h" in reason
+
+
+def test_a_need_that_no_fleet_meets_gets_advice_only() -> None:
+    fleet = Fleet(small=3)
+    decision = fleet.provisioner.decide(replace(NEED, t_bcast_s=40.0), [SMALL], fleet.running, 0.0)
+    assert (decision.launch, decision.release) == ({}, {})
+    assert decision.plan.counts == {"small": 3}
+    assert decision.advice
+    assert "kappa T_train = 4 x 10.0 s is not longer than T_bcast = 40.0 s" in decision.reason
+    again = fleet.provisioner.decide(replace(NEED, t_bcast_s=40.1), [SMALL], fleet.running, 10.0)
+    assert again.advice is decision.advice  # not searched anew for noise
+    longer = fleet.provisioner.decide(replace(NEED, t_bcast_s=80.0), [SMALL], fleet.running, 20.0)
+    assert longer.advice != decision.advice
+
+
+def test_without_staleness_the_useful_number_is_kept() -> None:
+    need = replace(NEED, max_staleness=0, kappa=1)
+    fleet = Fleet(Limits(max_workers=4))
+    fleet.tick(0.0, [replace(SMALL, max_count=3), LARGE], need)
+    assert fleet.running == {"small": 3, "large": 1}
+    fleet.provisioner.limits = Limits(max_workers=2)
+    fleet.tick(10.0, [SMALL, LARGE], need)
+    fleet.tick(120.0, [SMALL, LARGE], need)
+    assert fleet.running == {"small": 2}
+    unknown = Fleet()
+    unknown.tick(0.0, [replace(SMALL, min_count=1), LARGE], need)
+    assert unknown.running == {"small": 1}
+
+
+def test_a_release_that_was_regretted_makes_the_next_one_wait_longer() -> None:
+    fleet, half = Fleet(small=8), replace(NEED, per_step=128)
+    for now_s in (0.0, 100.0):
+        fleet.tick(now_s, [SMALL], half)
+    assert fleet.running == {"small": 4}
+    for now_s in (110.0, 140.0):
+        fleet.tick(now_s, [SMALL])
+    assert fleet.running == {"small": 8}
+    for now_s in (150.0, 260.0):  # 100 s were enough before
+        fleet.tick(now_s, [SMALL], half)
+    assert fleet.running == {"small": 8}
+    fleet.tick(350.0, [SMALL], half)
+    assert fleet.running == {"small": 4}
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """One entry for each search for the optimum."""
+    found: list[object] = []
+
+    def counted(*args: object, **options: object) -> object:
+        found.append(solve(*args, **options))  # type: ignore[arg-type]
+        return found[-1]
+
+    monkeypatch.setattr("echo_planes.rollout.plans.solve", counted)
+    return found
+
+
+def test_a_cheaper_fleet_without_room_beside_what_runs_is_not_searched_at_every_tick(
+    searches: list[object],
+) -> None:
+    fleet = Fleet(Limits(max_workers=3), large=3)
+    cheap = replace(LARGE, name="cheap", usd_per_hour=1.0)
+    reasons = [fleet.tick(float(now_s), [cheap, LARGE]) for now_s in range(0, 2000, 10)]
+    assert fleet.running == {"large": 3}
+    assert any("the limits leave no room" in reason for reason in reasons)
+    assert len(searches) <= 2000 / 100 + 2
+
+
+def test_what_cannot_be_added_to_is_not_searched_again_at_every_tick(searches: list[object]) -> None:
+    fleet = Fleet()
+    few = replace(SMALL, max_count=3)
+    fleet.tick(0.0, [few])
+    for now_s in range(10, 2000, 10):
+        noisy = replace(few, mu=4.0 + 0.1 * (now_s % 20 > 0))
+        fleet.tick(float(now_s), [noisy])
+    assert fleet.running == {"small": 3}
+    assert len(searches) <= 6
