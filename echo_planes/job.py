@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from echo_planes.checkpoint import CheckpointMeta, save_checkpoint
 from echo_planes.clock import Clock
@@ -17,10 +17,11 @@ from echo_planes.journal import Journal
 from echo_planes.keeper import FleetKeeper, Roster, worker_info
 from echo_planes.metrics import MetricsWriter
 from echo_planes.observers import Observers
-from echo_planes.planes import DataPlane, LearnerPlane, Observer, Planes
+from echo_planes.planes import DataPlane, LearnerPlane, Planes
 from echo_planes.report import write_report
 from echo_planes.rollout.actuator import Actuator
 from echo_planes.runner import Outcome, Runner
+from echo_planes.spending import BudgetGuard, open_budget
 from echo_planes.terminal import View
 from echo_planes.types import BufferCounts
 from echo_planes.weights.run_sparsity import write_sparsity
@@ -71,19 +72,19 @@ async def run_job(
         export: called with every step's numbers (Prometheus).
 
     Raises:
-        EchoPlanesError: the learner or the replay buffer failed.
+        EchoPlanesError: the budget was spent before; the learner or the replay buffer failed.
     """
     lineage = f"L{meta.lineage_number}"
     fleet = {w: worker_info(w, kind, meta.next_epoch) for w, kind in kinds.items()}
     journal = Journal(config, MetricsWriter(folder), view, clock, export, start_s)
+    budget = open_budget(config, journal.spending)
     planes = make_planes(config, lineage, folder, checkpoint, meta.step, kinds)
-
-    observer: Observer = journal
-    keeper: FleetKeeper | None = None
+    watches: list[BudgetGuard | FleetKeeper] = []
+    if budget is not None:
+        watches.append(BudgetGuard(config, budget, clock, lambda why: runner.request_stop(why), journal))
     if config.fleet.scale != "fixed":
         actuator = await make_actuator(config, clock)
-        keeper = FleetKeeper(config, actuator, planes, journal.broadcasts, clock, journal.on_event)
-        observer = Observers(journal, keeper)
+        watches.append(FleetKeeper(config, actuator, planes, journal.broadcasts, clock, journal.on_event))
 
     async def save(step: int, data: DataPlane, learner: LearnerPlane) -> None:
         next_epoch = meta.next_epoch + sum(runner.controller.restarts.values()) + 1
@@ -93,13 +94,13 @@ async def run_job(
     runner = Runner(
         config,
         planes,
-        observer,
+        Observers(journal, *watches),
         fleet=fleet,
         save_checkpoint=save,
         clock=clock,
         first_epoch=meta.next_epoch,
         resume_dir=checkpoint,
-        beside=keeper.run if keeper else None,
+        beside=lambda hands: _together([watch.run(hands) for watch in watches]),
     )
     outcome = Outcome("failed", "", BufferCounts())
     with _stop_on_signals(runner, view):
@@ -122,6 +123,17 @@ async def run_job(
             write_sparsity(folder, config.weights.store)
             view.final(summary, write_report(folder))
     return outcome
+
+
+async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """All of them, until one fails or this is cancelled: then they end."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @contextmanager

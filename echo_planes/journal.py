@@ -5,7 +5,6 @@ It is the `Observer` of a real run; everything it is told comes from `runner.py`
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from echo_planes.config import Config
 from echo_planes.ledger import LEDGER_DETAILS
 from echo_planes.metrics import MetricsWriter
 from echo_planes.rollout.capacity import needed_capacity
+from echo_planes.spending import Spending
 from echo_planes.terminal import View
 from echo_planes.types import (
     BroadcastStats,
@@ -33,41 +33,7 @@ from echo_planes.types import (
     WorkerStats,
 )
 
-SECONDS_PER_HOUR = 3600.0
 RECENT_STEPS = 20  # T_train is the median of so many
-
-
-class CostMeter:
-    """Dollars spent so far: every machine counts from the moment it is asked for until it is gone."""
-
-    def __init__(self) -> None:
-        self._since_s: dict[str, tuple[float, float]] = {}  # machine -> (start, $/h)
-        self._spent: dict[str, float] = {}
-
-    def start(self, machine: str, usd_per_hour: float, now_s: float) -> None:
-        """A machine costs money from now on. Starting it again settles the time before."""
-        self.stop(machine, now_s)
-        self._since_s[machine] = (now_s, usd_per_hour)
-
-    def stop(self, machine: str, now_s: float) -> None:
-        """A machine costs nothing from now on."""
-        if machine in self._since_s:
-            since_s, usd_per_hour = self._since_s.pop(machine)
-            spent = (now_s - since_s) / SECONDS_PER_HOUR * usd_per_hour
-            self._spent[machine] = self._spent.get(machine, 0.0) + spent
-
-    def usd(self, machine: str, now_s: float) -> float:
-        """Spent on one machine."""
-        spent = self._spent.get(machine, 0.0)
-        if machine in self._since_s:
-            since_s, usd_per_hour = self._since_s[machine]
-            spent += (now_s - since_s) / SECONDS_PER_HOUR * usd_per_hour
-        return spent
-
-    def total_usd(self, now_s: float) -> float:
-        """Spent on all machines."""
-        # fsum: with a plain sum the total could fall by a rounding error when a machine is added.
-        return math.fsum(self.usd(machine, now_s) for machine in self._spent.keys() | self._since_s.keys())
 
 
 class Journal:
@@ -96,11 +62,8 @@ class Journal:
         self._view = view
         self._clock = clock
         self._export = export
-        self._meter = CostMeter()
         self._start_s = start_s
         self._last_step_s = start_s
-        self._earlier_usd = writer.aggregates.usd_total
-        self._step_usd = 0.0
         self._infos: dict[str, WorkerInfo] = {}
         self._serving: set[str] = set()  # workers whose living incarnation has weights
         self._t_train_s: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -112,9 +75,8 @@ class Journal:
         self._uses: Counter[str] = Counter()  # times each group was trained
         self._duplicates = 0
         self.broadcasts = BroadcastBook()
+        self.spending = Spending(config, writer.folder, start_s, writer.aggregates)
         self.counts = BufferCounts()  # the ledger, as of the last step
-        for rank in range(config.learner.num_ranks):
-            self._meter.start(f"learner-{rank}", config.learner.usd_per_hour, self._start_s)
 
     # --- Observer --------------------------------------------------------------------------------
 
@@ -132,13 +94,12 @@ class Journal:
             return  # late news of a machine that its successor has replaced
         self._infos[info.worker_id] = info
         self._serving.discard(info.worker_id)
-        if alive:
-            self._meter.start(info.worker_id, info.usd_per_hour, self._clock.now_s())
-        else:
-            self._meter.stop(info.worker_id, self._clock.now_s())
+        self.spending.worker(info, self._clock.now_s(), alive=alive)
 
     def on_stats(self, epoch: int, stats: WorkerStats) -> None:
         self._stats[(stats.worker_id, epoch)] = stats
+        if stats.worker_id in self._infos and self._infos[stats.worker_id].epoch == epoch:
+            self.spending.book.worked(stats.worker_id, stats.busy_s, self._clock.now_s())
 
     def on_published(self, manifest: Manifest, seconds: float) -> None:
         self._versions.append(manifest.version)
@@ -158,6 +119,7 @@ class Journal:
             self.on_event("caught up", report.caught_up, worker=report.worker_id, version=report.version)
         if report.ok:
             self._serving.add(report.worker_id)
+            self.spending.serves(report.worker_id, self._clock.now_s())
             self.broadcasts.on_installed(report, len(self._serving), self._clock.now_s())
             if not self._install_s:
                 self._last_step_s = self._clock.now_s()  # the first step is measured from here
@@ -167,12 +129,10 @@ class Journal:
         now_s = self._clock.now_s()
         step_s, self._last_step_s = now_s - self._last_step_s, now_s
         self.counts = counts
-        spent = self._meter.total_usd(now_s)
-        step_usd, self._step_usd = spent - self._step_usd, spent
-        groups = {trajectory_id.rpartition("/")[0] for trajectory_id in batch.trajectory_ids}
-        self._uses.update(groups)
-        again = {group for group in groups if self._uses[group] > self._config.staleness.reuse}
-        self._duplicates += sum(t.rpartition("/")[0] in again for t in batch.trajectory_ids)
+        groups = [trajectory_id.rpartition("/")[0] for trajectory_id in batch.trajectory_ids]
+        is_first = [not self._uses[group] for group in groups]
+        self._uses.update(set(groups))
+        self._duplicates += sum(self._uses[group] > self._config.staleness.reuse for group in groups)
         staleness = batch.step - batch.versions
         metrics: dict[str, Any] = {
             "step": stats.step + 1,
@@ -189,7 +149,7 @@ class Journal:
             "t_step_s": step_s,
             "tokens": stats.tokens,
             "tokens_per_s": stats.tokens / max(step_s, 1e-9),
-            "usd": step_usd,
+            **self.spending.step(batch, is_first, stats, idle_s, counts, now_s),
             "mismatch_mean": stats.mismatch_mean,
             "mismatch_p99": stats.mismatch_p99,
             "clip_fraction": stats.clip_fraction,
@@ -219,7 +179,7 @@ class Journal:
         metrics["bubble_ratio"] = self._writer.aggregates.bubble_ratio_with(stats.t_train_s, idle_s)
         self._writer.step(metrics)
         self._export(metrics)
-        self._view.step({**metrics, "usd": self._earlier_usd + spent})
+        self._view.step({**metrics, "usd": self.spending.total_usd(now_s)})
 
     def on_eval(self, report: EvalReport, mismatch: float | None) -> None:
         self._evals.append(
@@ -231,6 +191,7 @@ class Journal:
                 "prompt_rewards": [list(pair) for pair in report.prompt_rewards],
             }
         )
+        self.spending.evaluated(report)
         if mismatch is not None:
             self._mismatches.append(mismatch)
         text = (
@@ -253,7 +214,7 @@ class Journal:
         restarts: Mapping[str, int],
     ) -> dict[str, Any]:
         """What summary.json says; written too."""
-        now_s = self._clock.now_s()
+        now_s, totals = self._clock.now_s(), self._writer.aggregates
         accuracies = [row["accuracy"] for row in self._evals]
         summary = {
             "task": self._config.task.name,
@@ -262,8 +223,8 @@ class Journal:
             "error": error,
             "seconds": round(now_s - self._start_s, 3),
             "seconds_startup": self._view.phase_seconds,
-            **self._writer.aggregates.summary(),
-            "usd_total": self._earlier_usd + self._meter.total_usd(now_s),
+            **totals.summary(),
+            **self.spending.summary(now_s, totals.num_steps, totals.tokens_trained),
             "eval_first": accuracies[0] if accuracies else None,
             "eval_last": accuracies[-1] if accuracies else None,
             "evals": self._evals,
@@ -298,7 +259,7 @@ class Journal:
             "usd_per_hour": info.usd_per_hour,
             "trajectories": sum(stats.trajectories for stats in lives),
             "tokens": sum(stats.tokens for stats in lives),
-            "usd": self._meter.usd(info.worker_id, now_s),
+            "usd": self.spending.book.usd(info.worker_id, now_s),
             "restarts": restarts.get(info.worker_id, 0),
         }
 

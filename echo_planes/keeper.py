@@ -7,24 +7,41 @@ and end workers. A worker is started when a machine for it is there, on that mac
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
+from statistics import median
 from typing import Protocol
 
 from echo_planes.broadcasts import BroadcastBook
 from echo_planes.clock import Clock
 from echo_planes.config import Config, WorkerConfig
-from echo_planes.errors import RunError
+from echo_planes.errors import RefusedError, RunError
 from echo_planes.observers import QuietObserver
 from echo_planes.rollout.actuator import Actuator, Node
-from echo_planes.rollout.estimates import CapacityModel, ThroughputSample
+from echo_planes.rollout.capacity import useful_instances
+from echo_planes.rollout.estimates import LEARNER_WINDOW, CapacityModel, ThroughputSample
 from echo_planes.rollout.fleet import Cause, Fleet, FleetAction, Launch, Leave
 from echo_planes.rollout.offers import Limits, Need, Offer
 from echo_planes.rollout.provisioner import Provisioner
-from echo_planes.types import BufferCounts, InstallReport, StepStats, TrainBatch, WorkerInfo, WorkerStats
+from echo_planes.types import (
+    BufferCounts,
+    InstallReport,
+    Manifest,
+    StepStats,
+    TrainBatch,
+    WorkerInfo,
+    WorkerStats,
+)
 
 NODE_LABEL = "ray.io/node-id"  # Ray gives it to every node
 UNKNOWN_MU = 1.0  # before anything is measured all kinds count as equally fast: the cheapest is tried first
+RELEASE_TIMES = 2  # a surplus must last so many times as long as a shortage
 NOTICE_S = 30.0  # of a machine that goes without saying when
+GONE_S = 1.0  # for a worker whose machine is gone already
+MAX_FAILED_LOOKS = 5  # at the machines, in a row; after one more the run ends
 
 
 class Hands(Protocol):
@@ -51,6 +68,7 @@ class FleetKeeper(QuietObserver):
         broadcasts: where T_bcast is measured.
         clock: seconds.
         tell: called with a kind and a text about every decision.
+        usd_left: dollars that are left of the budget, asked before every decision; None: there is no budget.
     """
 
     def __init__(
@@ -61,6 +79,7 @@ class FleetKeeper(QuietObserver):
         broadcasts: BroadcastBook,
         clock: Clock,
         tell: TellDecision,
+        usd_left: Callable[[], float | None] | None = None,
     ) -> None:
         self._config = config
         self._actuator = actuator
@@ -68,19 +87,30 @@ class FleetKeeper(QuietObserver):
         self._broadcasts = broadcasts
         self._clock = clock
         self._tell = tell
+        self._usd_left = usd_left
         self._kinds = {kind.offer: kind for kind in config.fleet.workers}
         self._model = CapacityModel()
         self._known_bcast: int | None = None  # version whose T_bcast was taken in
         self._waiting: dict[str, str] = {}  # workers without a machine yet -> their offer
         self._nodes: dict[str, Node] = {}  # machines as last seen, by worker
         self._notices: dict[str, float] = {}  # workers whose machine announced its end -> when, run's clock
+        self._wanted: Mapping[str, int] = {}  # machines that were asked for last
+        self._published = False
+        self._num_served = 0  # workers that served when the last step ended
+        self._useful: deque[int] = deque(maxlen=LEARNER_WINDOW)  # S = 0: N_prem of each step
         self._said = ""
+        self._stuck: tuple[object, ...] = ()  # what stood in the way of a fleet that is enough, as last said
         # What is draining on a cluster goes by itself; a machine that is there anyway is parked.
         self._releasable = ("up", "draining") if config.fleet.scale == "static" else ("up",)
+        self._provisioner = Provisioner(
+            limits_of(config),
+            sustain_s=config.fleet.sustain_s,
+            release_sustain_s=RELEASE_TIMES * config.fleet.sustain_s,
+        )
         self.fleet = Fleet(
             offers_of(config),
             {kind.offer: kind.count for kind in config.fleet.workers if kind.count},
-            provisioner=Provisioner(limits_of(config), sustain_s=config.fleet.sustain_s),
+            provisioner=self._provisioner,
             model=self._model,
             boot_limit_s=config.fleet.boot_limit_s,
             guesses=[kind.offer for kind in config.fleet.workers if kind.mu is None],
@@ -89,20 +119,35 @@ class FleetKeeper(QuietObserver):
     # --- what it does ----------------------------------------------------------------------------
 
     async def run(self, hands: Hands) -> None:
-        """Until it is cancelled."""
+        """Until it is cancelled.
+
+        Raises:
+            RunError: the machines could not be seen or asked for, several times in a row.
+            ClusterError: the cluster can never give what the fleet's settings permit.
+        """
+        failed = 0
         try:
-            await self._act(hands, self.fleet.begin(self._clock.now_s()))
+            self._act(hands, self.fleet.begin(self._clock.now_s()))
             while True:
-                await self._look(hands)
+                try:
+                    await self._look(hands)
+                    failed = 0
+                except RunError as why:  # what was not done is done at the next look
+                    failed += 1
+                    if failed > MAX_FAILED_LOOKS:
+                        raise RunError(f"fleet: {failed} looks at machines in a row failed: {why}") from why
+                    self._tell("fleet", f"the machines could not be looked at ({failed} in a row): {why}")
                 await asyncio.sleep(self._config.fleet.tick_s)
                 await hands.collect_worker_stats()
-                await self._act(hands, self.fleet.tick(self._clock.now_s(), self._need()))
+                self._provisioner.limits = self._limits()
+                now_s = self._clock.now_s()
+                self._act(hands, self.fleet.tick(now_s, self._need(), published=self._published))
                 self._explain()
         finally:
             with suppress(RunError):  # the cluster may be gone, which is what ended the run
                 await self._actuator.close()
 
-    async def _act(self, hands: Hands, actions: list[FleetAction]) -> None:
+    def _act(self, hands: Hands, actions: list[FleetAction]) -> None:
         for action in actions:
             match action:
                 case Launch(worker_id, offer):
@@ -110,11 +155,10 @@ class FleetKeeper(QuietObserver):
                 case Leave(worker_id, reason, limit_s):
                     if self._waiting.pop(worker_id, None) is None:
                         hands.unwant_worker(worker_id, reason, limit_s)
-        if actions:
-            await self._actuator.want(self.fleet.machines)
 
     async def _look(self, hands: Hands) -> None:
         """See which machines came, which are about to go, and which are no longer used."""
+        await self._ask()
         now_s = self._clock.now_s()
         nodes = await self._actuator.nodes()
         self._nodes = {node.worker_id: node for node in nodes if node.worker_id}
@@ -125,18 +169,28 @@ class FleetKeeper(QuietObserver):
                 free.remove(node)
                 self._begin(hands, worker_id, node, now_s)
         for worker_id, node in self._nodes.items():
-            deadline_s = self._notices.pop(worker_id, None)
-            if deadline_s is not None:  # its cloud told the worker; Ray is to put nothing there any more
-                await self._actuator.notice(node.node_id, deadline_s)
-            if node.state == "draining" or deadline_s is not None:
-                deadline_s = node.notice_deadline_s if deadline_s is None else deadline_s
-                left_s = NOTICE_S if deadline_s is None else max(1.0, deadline_s - now_s)
-                await self._act(hands, self.fleet.notice(worker_id, left_s, now_s))
+            told_s = self._notices.pop(worker_id, None)
+            if node.state != "up" or told_s is not None:
+                deadline_s = node.notice_deadline_s if told_s is None else told_s
+                left_s = NOTICE_S if deadline_s is None else max(GONE_S, deadline_s - now_s)
+                left_s = GONE_S if node.state == "dead" else left_s
+                self._act(hands, self.fleet.notice(worker_id, left_s, now_s))
+            if told_s is not None and node.state == "up":  # Ray is to put nothing there any more
+                await self._actuator.notice(node.node_id, told_s)
+        await self._ask()  # before machines are released: else others come in their place
+        for worker_id, node in self._nodes.items():
             if self.fleet.offer_of(worker_id) is None and node.state in self._releasable:
-                await self._actuator.want(self.fleet.machines)  # first: else another comes in its place
                 await self._actuator.release(node.node_id)
-        if self._waiting:  # for a machine that was in use until now, perhaps
-            await self._actuator.want(self.fleet.machines)
+
+    async def _ask(self) -> None:
+        """Ask for the machines that the fleet uses, where that is not what was asked for last.
+
+        While a worker waits, every time: its machine may have been in use until now.
+        """
+        wanted = self.fleet.machines
+        if self._waiting or wanted != self._wanted:
+            await self._actuator.want(wanted)
+            self._wanted = wanted
 
     def _begin(self, hands: Hands, worker_id: str, node: Node, now_s: float) -> None:
         del self._waiting[worker_id]
@@ -149,6 +203,7 @@ class FleetKeeper(QuietObserver):
                 update={"labels": labels, "resources": {**kind.resources, kind.offer: 1.0}}
             )
         self._roster.enlist(worker_id, kind)
+        self._tell("machine", f"{worker_id} {kind.offer} {node.node_id}")
         hands.want_worker(worker_info(worker_id, kind, epoch=0))
 
     def _need(self) -> Need | None:
@@ -160,9 +215,26 @@ class FleetKeeper(QuietObserver):
             gamma=self._config.fleet.gamma,
         )
 
+    def _limits(self) -> Limits:
+        """As set, with what is left of the budget, and at S = 0 no more workers than are useful."""
+        limits = limits_of(self._config)
+        if self._usd_left is not None:
+            limits = replace(limits, usd_left=self._usd_left())
+        if self._useful:
+            useful = max(1, math.ceil(median(self._useful)))
+            limits = replace(limits, max_workers=min(useful, limits.max_workers or useful))
+        return limits
+
     def _explain(self) -> None:
+        """Say what is done, and what is in the way of a fleet that is enough, each when it is new."""
         decision = self.fleet.decision
-        if decision is not None and (decision.launch or decision.release) and decision.reason != self._said:
+        if decision is None:
+            return
+        binding = decision.shortfall.binding if decision.shortfall else ()
+        stuck = (*binding, *(advice.change for advice in decision.advice))
+        is_news = bool(stuck) and stuck != self._stuck
+        self._stuck = stuck or self._stuck
+        if is_news or ((decision.launch or decision.release) and decision.reason != self._said):
             self._said = decision.reason
             self._tell("fleet", decision.reason)
 
@@ -170,17 +242,26 @@ class FleetKeeper(QuietObserver):
 
     def on_worker(self, info: WorkerInfo, *, alive: bool) -> None:
         if not alive:
+            self._notices.pop(info.worker_id, None)
             self.fleet.gone(info.worker_id, self._cause(info.worker_id), self._clock.now_s())
+
+    def on_published(self, manifest: Manifest, seconds: float) -> None:
+        self._published = True
 
     def on_installed(self, report: InstallReport) -> None:
         if report.ok:
             self.fleet.serving(report.worker_id, self._clock.now_s())
+            if self._known_bcast is None:
+                self._known_bcast = report.version  # it waited for engines to be built, not for the network
 
     def on_stats(self, epoch: int, stats: WorkerStats) -> None:
         if stats.leaves_in_s is not None:
             self._notices[stats.worker_id] = self._clock.now_s() + stats.leaves_in_s
         sample = ThroughputSample(stats.full_tokens, stats.full_s, stats.tokens, stats.trajectories)
-        self.fleet.measured(stats.worker_id, sample, self._clock.now_s())
+        try:
+            self.fleet.measured(stats.worker_id, sample, self._clock.now_s())
+        except RefusedError as why:
+            self._tell("refused", str(why))
 
     def on_step(self, batch: TrainBatch, stats: StepStats, idle_s: float, counts: BufferCounts) -> None:
         self._model.observe_step(stats.t_train_s)
@@ -188,12 +269,16 @@ class FleetKeeper(QuietObserver):
         if newest and newest["published_version"] != self._known_bcast:
             self._known_bcast = newest["published_version"]
             self._model.observe_broadcast(newest["t_bcast_s"])
+        if self._config.staleness.max_staleness == 0:
+            # Nothing overlaps: the learner waited for the broadcast, then for the samples.
+            t_remote_s = max(0.0, idle_s - (newest["t_bcast_s"] if newest else 0.0))
+            num_now = self.fleet.num_serving
+            num_mean = ((self._num_served or num_now) + num_now) / 2
+            self._useful.append(useful_instances(t_remote_s, num_mean, 0.0, 0, stats.t_train_s))
+        self._num_served = self.fleet.num_serving
 
     def _cause(self, worker_id: str) -> Cause:
-        """A spot worker that dies counts as preempted: clouds do not always say so first."""
-        node, offer = self._nodes.get(worker_id), self.fleet.offer_of(worker_id)
-        if offer is not None and offer.market == "spot":
-            return "preempted"
+        node = self._nodes.get(worker_id)
         return "preempted" if node is not None and node.state in ("draining", "dead") else "died"
 
 

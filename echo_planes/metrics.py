@@ -52,6 +52,10 @@ GAUGES: tuple[Gauge, ...] = (
     Gauge("tokens", "tokens trained in the step"),
     Gauge("tokens_per_s", "trained tokens per second of step time"),
     Gauge("usd", "cost of the step, all machines, US dollars"),
+    Gauge("usd_per_million_tokens", "cost so far per million trained tokens, US dollars"),
+    Gauge("usd_wasted", "of the cost so far: machines that booted or waited, tokens of no use; US dollars"),
+    Gauge("wasted_share", "share of the cost so far that was wasted"),
+    Gauge("usd_projected", "cost of the whole run at the price of its recent steps, US dollars"),
     Gauge("mismatch_mean", "mean |learner logprob - sampler logprob|, nats"),
     Gauge("mismatch_p99", "99th percentile of |learner logprob - sampler logprob|, nats"),
     Gauge("clip_fraction", "fraction of tokens whose ratio was clipped"),
@@ -301,6 +305,7 @@ def step_fields(metrics: Mapping[str, Any], total_steps: int) -> list[str]:
         return "-" if value is None else format(value * scale, spec)
 
     width = len(str(total_steps))
+    whole_run = "" if number(metrics.get("usd_projected")) is None else f" of ${show('usd_projected', '.4f')}"
     return [
         f"step {show('step', '.0f'):>{width}}/{total_steps}",
         f"v{show('policy_version', '.0f')}",
@@ -309,7 +314,7 @@ def step_fields(metrics: Mapping[str, Any], total_steps: int) -> list[str]:
         f"stale {show('staleness_max', '.0f')}/{show('staleness_mean', '.1f')}",
         f"bubble {show('bubble_ratio', '.0f', 100.0)}%",
         f"{show('tokens_per_s', ',.0f')} tok/s",
-        f"${show('usd', '.4f')}",
+        f"${show('usd', '.4f')}{whole_run}",
     ]
 
 

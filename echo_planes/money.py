@@ -6,11 +6,13 @@ always add up to the total, in whatever order things happen.
 
 Every dollar is in exactly one part:
 
+- `booting`: paid for a machine before it can work;
 - `learner`, `learner_idle`: machines of the learner, while it trains and while it waits;
-- `booting`: paid for a rollout machine before it serves;  `idle`: it serves and has nothing in flight;
-- and while a machine has work, its dollars are shared out evenly over its tokens: `trained`, `evaluated`,
-  `stale` (dropped as too old), `failed` (no usable answer), `lost` (went with the machine), `open` (not
-  decided yet).
+- `idle`: a rollout machine serves and has nothing in flight;
+- and while it has work, its dollars are shared out evenly over its tokens: `trained`, `evaluated`, `stale`
+  (dropped as too old), `failed` (no usable answer), `lost` (nobody could go on from them), `open` (not
+  decided yet). Where nobody knows which machine made which tokens, the dollars of all these machines are
+  shared out over all these tokens: each costs the fleet's average.
 
 Booting, idle, stale, failed, lost and learner_idle are wasted; the rest, open tokens too, is useful so far.
 """
@@ -29,7 +31,7 @@ from echo_planes.errors import ConfigError, RefusedError
 from echo_planes.types import Market
 
 Role = Literal["rollout", "learner"]
-State = Literal["booting", "idle", "busy"]
+State = Literal["booting", "idle", "busy", "serving"]  # serving: idle or busy, `MoneyBook.worked` says which
 Fate = Literal["trained", "evaluated", "stale", "failed", "lost"]
 FATES: tuple[Fate, ...] = ("trained", "evaluated", "stale", "failed", "lost")
 
@@ -45,19 +47,19 @@ _UNITS_PER_USD = 3600 * _PRICE_UNITS * _TIME_UNITS
 class _Accrual:
     """Units spent by whatever runs: rate x now - offset, so that reading it takes no loop."""
 
-    __slots__ = ("_offset", "_rate")
+    __slots__ = ("_offset", "rate")
 
     def __init__(self) -> None:
-        self._rate = 0
+        self.rate = 0
         self._offset = 0
 
     def add(self, price: int, now: int) -> None:
         """`price` more is paid from `now` on; a negative one ends what was added before."""
-        self._rate += price
+        self.rate += price
         self._offset += price * now
 
     def at(self, now: int) -> int:
-        return self._rate * now - self._offset
+        return self.rate * now - self._offset
 
 
 @dataclass(slots=True)
@@ -68,12 +70,44 @@ class _Machine:
     price: int  # 0: stopped, or free
     state: State
     total: _Accrual = field(default_factory=_Accrual)
-    states: dict[State, _Accrual] = field(default_factory=dict)  # as a rollout machine
+    states: dict[State, _Accrual] = field(default_factory=dict)  # as a rollout machine, or booting
     made: int = 0  # tokens
     fates: Counter[Fate] = field(default_factory=Counter)
+    # While it serves. What is accounted for is known to be busy or idle.
+    served: _Accrual = field(default_factory=_Accrual)  # time
+    accounted: int = 0  # of it
+    busy: int = 0  # of that
+    life_busy: int = 0  # of that, since it was last started
+    accounted_units: int = 0
+    busy_units: int = 0  # of them
 
     def spent_in(self, state: State, now: int) -> int:
         return self.states[state].at(now) if state in self.states else 0
+
+    def account(self, busy: int, now: int) -> None:
+        """Of the time not accounted for, so much was busy."""
+        if passed := self.served.at(now) - self.accounted:
+            fresh = self.spent_in("serving", now) - self.accounted_units
+            self.busy_units += fresh * busy // passed
+            self.accounted_units += fresh
+            self.accounted += passed
+            self.busy += busy
+            self.life_busy += busy
+
+    def likely_busy(self, time: int) -> int:
+        """Of a time, or of its dollars, that nobody accounts for: as much as of what was; at first all."""
+        return time * self.busy // self.accounted if self.accounted else time
+
+    def settle_life(self, now: int) -> None:
+        """It stops, or starts anew: nobody will say what its last moments went into."""
+        self.account(self.likely_busy(self.served.at(now) - self.accounted), now)
+        self.life_busy = 0
+
+    def at_work(self, now: int) -> tuple[int, int]:
+        """What its busy and its idle time have cost."""
+        serving = self.spent_in("serving", now)
+        busy = self.busy_units + self.likely_busy(serving - self.accounted_units)
+        return self.spent_in("busy", now) + busy, self.spent_in("idle", now) + serving - busy
 
 
 class MoneyBook:
@@ -90,11 +124,12 @@ class MoneyBook:
         self._learner = _Accrual()
         self._skus: dict[tuple[str, Market], _Accrual] = {}
         self._learner_idle = 0
-        self._step_now: int | None = None  # when the last step ended
-        self._step_total = 0  # spent until then
-        self._step_learner = 0
+        self._step_total = self._step_learner = 0  # spent until the last step ended
+        self._ready_total = 0  # spent until the first step could begin
         self._step_usd: deque[float] = deque(maxlen=RECENT_STEPS)
         self._trained_tokens = 0
+        self._fates: Counter[Fate] = Counter()  # tokens of the fleet: nobody knows whose
+        self._undecided = 0
 
     # --- what happens ----------------------------------------------------------------------------
 
@@ -107,7 +142,7 @@ class MoneyBook:
         sku: str = "",
         market: Market = "on_demand",
         role: Role = "rollout",
-        state: State = "booting",
+        state: State | None = None,
     ) -> None:
         """A machine costs money from now on. Starting it again settles the time before at its price then.
 
@@ -115,10 +150,9 @@ class MoneyBook:
             machine: its name.
             usd_per_hour: its price; 0: paid for already.
             now_s: when.
-            sku: what it is.
-            market: how it was bought.
+            sku, market: what it is, and how it was bought.
             role: whom it works for.
-            state: of a rollout machine, from now on.
+            state: from now on; default: booting, and busy for a machine of the learner.
 
         Raises:
             ConfigError: the price is negative or not a number.
@@ -128,15 +162,15 @@ class MoneyBook:
                 f"machine {machine}: price {usd_per_hour} $/h; give a number of dollars, 0 or more"
             )
         now = self._advance(now_s)
+        state = state or ("busy" if role == "learner" else "booting")
         known = self._machines.get(machine)
         if known is None:
             known = self._machines[machine] = _Machine(role, sku, market, 0, state)
         self._pay(known, -known.price, now)
+        known.settle_life(now)
         known.role, known.sku, known.market, known.state = role, sku, market, state
         known.price = _whole(usd_per_hour, _PRICE_UNITS)
         self._pay(known, known.price, now)
-        if self._step_now is None:
-            self._step_now = now
 
     def stop(self, machine: str, now_s: float) -> None:
         """A machine costs nothing from now on."""
@@ -144,10 +178,11 @@ class MoneyBook:
         known = self._machines.get(machine)
         if known is not None:
             self._pay(known, -known.price, now)
+            known.settle_life(now)
             known.price = 0
 
     def mark(self, machine: str, state: State, now_s: float) -> None:
-        """What a machine does from now on: `booting`, `idle` (nothing in flight) or `busy`.
+        """What a machine does from now on: `booting`, `idle` (nothing in flight), `busy`, or `serving`.
 
         News of a machine that is not running comes too late and changes nothing.
         """
@@ -158,15 +193,44 @@ class MoneyBook:
             known.state = state
             self._pay(known, known.price, now)
 
+    def worked(self, machine: str, busy_s: float, now_s: float) -> None:
+        """What a machine's time went into while it was `serving`: the rest of it was idle.
+
+        The time since the last account gets what is new of `busy_s`, and never more than passed. Time of
+        which there is no account, yet or ever, counts as busy in the same share.
+
+        Args:
+            machine: its name.
+            busy_s: seconds with something in flight, from its last start until `now_s`.
+        """
+        now = self._advance(now_s)
+        known = self._machines.get(machine)
+        if known is not None:
+            new = max(0, _whole(busy_s, _TIME_UNITS) - known.life_busy)
+            known.account(min(new, known.served.at(now) - known.accounted), now)
+
     def made(self, machine: str, tokens: int) -> None:
-        """A machine sampled so many more tokens. For one that never started there are no dollars to share."""
+        """A machine sampled so many more tokens. One that never started has no dollars to share out."""
         if machine in self._machines:
             self._machines[machine].made += _tokens(tokens)
 
-    def settle(self, machine: str, fate: Fate, tokens: int) -> None:
-        """So many of its tokens ended like this. Each is to be settled once, however often it is trained."""
-        if machine in self._machines:
+    def settle(self, machine: str | None, fate: Fate, tokens: int) -> None:
+        """So many of its tokens ended like this. Each is to be settled once, however often it is trained.
+
+        None: nobody knows whose tokens; they are shared among machines that have none of their own.
+        """
+        if machine is None:
+            self._fates[fate] += _tokens(tokens)
+        elif machine in self._machines:
             self._machines[machine].fates[fate] += _tokens(tokens)
+
+    def undecided(self, tokens: int) -> None:
+        """So many more tokens, nobody knows whose, have no fate as of now."""
+        self._undecided = _tokens(tokens)
+
+    def ready(self, now_s: float) -> None:
+        """The first step can begin: what was spent until now is in its dollars, but in no step's price."""
+        self._ready_total = self._total.at(self._advance(now_s))
 
     def step(self, now_s: float, trained_tokens: int, learner_idle_s: float) -> float:
         """A training step ended; returns its dollars, of all machines, since the step before.
@@ -179,14 +243,11 @@ class MoneyBook:
         self._trained_tokens += _tokens(trained_tokens)
         now = self._advance(now_s)
         total, learner = self._total.at(now), self._learner.at(now)
-        passed = now - (now if self._step_now is None else self._step_now)
-        idle = min(_whole(max(0.0, learner_idle_s), _TIME_UNITS), passed)
-        if passed:
-            self._learner_idle += (learner - self._step_learner) * idle // passed
-        step_usd = (total - self._step_total) / _UNITS_PER_USD
-        self._step_usd.append(step_usd)
-        self._step_now, self._step_total, self._step_learner = now, total, learner
-        return step_usd
+        idle = _whole(max(0.0, learner_idle_s), _TIME_UNITS)
+        self._learner_idle += min(self._learner.rate * idle, learner - self._step_learner)
+        self._step_usd.append((total - max(self._step_total, self._ready_total)) / _UNITS_PER_USD)
+        spent, self._step_total, self._step_learner = total - self._step_total, total, learner
+        return spent / _UNITS_PER_USD
 
     # --- what it came to -------------------------------------------------------------------------
 
@@ -205,24 +266,30 @@ class MoneyBook:
 
     def usd_by_sku(self, now_s: float) -> dict[str, float]:
         """Dollars by SKU and market ("L4 spot")."""
-        now = self._at(now_s)
-        return {
-            f"{sku} {market}".strip(): accrual.at(now) / _UNITS_PER_USD
-            for (sku, market), accrual in sorted(self._skus.items())
-        }
+        now, skus = self._at(now_s), sorted(self._skus.items())
+        return {f"{sku} {market}".strip(): spent.at(now) / _UNITS_PER_USD for (sku, market), spent in skus}
 
     def parts(self, now_s: float) -> dict[str, Fraction]:
         """Dollars by what they went into (`USEFUL` and `WASTED`), exactly: they add up to `total`."""
         now = self._at(now_s)
         units = dict.fromkeys((*USEFUL, *WASTED), 0)
-        learner = self._learner.at(now)
         units["learner_idle"] = self._learner_idle
-        units["learner"] = learner - self._learner_idle
+        units["learner"] = self._learner.at(now) - self._learner_idle
+        of_all = self._fates.total() + self._undecided
+        pooled = 0
         for known in self._machines.values():
             units["booting"] += known.spent_in("booting", now)
-            units["idle"] += known.spent_in("idle", now)
-            for part, share in _shared_out(known, known.spent_in("busy", now)).items():
-                units[part] += share
+            busy, idle = known.at_work(now)
+            units["idle"] += idle
+            tokens = max(known.made, known.fates.total())
+            if tokens:
+                _share_out(busy, known.fates, tokens, units)
+            elif of_all:
+                pooled += busy
+            else:  # nothing came of it: of a machine that is gone, nothing will
+                units["open" if known.price else "lost"] += busy
+        if of_all:
+            _share_out(pooled, self._fates, of_all, units)
         return {part: Fraction(value, _UNITS_PER_USD) for part, value in units.items()}
 
     def recent_step_usd(self) -> float | None:
@@ -231,8 +298,8 @@ class MoneyBook:
 
     def projected_usd(self, now_s: float, steps_left: int) -> float | None:
         """What the run will have cost: dollars so far and the steps left at the recent price."""
-        step_usd = self.recent_step_usd()
-        return None if step_usd is None else self.total_usd(now_s) + steps_left * step_usd
+        usd = self.recent_step_usd()
+        return None if usd is None else self.total_usd(now_s) + steps_left * usd
 
     def summary(self, now_s: float, steps_left: int | None = None) -> dict[str, Any]:
         """All of it as plain numbers, for metrics, report and step line. None: not known yet."""
@@ -266,7 +333,9 @@ class MoneyBook:
             machine.total.add(price, now)
             self._total.add(price, now)
             self._skus.setdefault((machine.sku, machine.market), _Accrual()).add(price, now)
-            if machine.role == "learner":
+            if machine.state == "serving":
+                machine.served.add(1 if price > 0 else -1, now)
+            if machine.role == "learner" and machine.state != "booting":
                 self._learner.add(price, now)
             else:
                 machine.states.setdefault(machine.state, _Accrual()).add(price, now)
@@ -307,14 +376,13 @@ class Budget:
         return max(0, math.floor((self._left - self._book.total(now_s)) / Fraction(step_usd)))
 
 
-def _shared_out(machine: _Machine, busy: int) -> Mapping[str, int]:
-    """The dollars of a machine at work, by the fate of its tokens; they add up to `busy`."""
-    tokens = max(machine.made, machine.fates.total())
-    if tokens == 0:
-        # Nothing came of it: of a machine that is gone, nothing will.
-        return {"open" if machine.price else "lost": busy}
-    shares: dict[str, int] = {fate: busy * machine.fates[fate] // tokens for fate in FATES}
-    return {**shares, "open": busy - sum(shares.values())}
+def _share_out(units: int, fates: Mapping[Fate, int], tokens: int, parts: dict[str, int]) -> None:
+    """Add the units to the parts by the fate of so many tokens; those without one are open."""
+    rest = units
+    for fate in FATES:
+        parts[fate] += (share := units * fates.get(fate, 0) // tokens)
+        rest -= share
+    parts["open"] += rest
 
 
 def _decimal(value: float) -> Fraction:

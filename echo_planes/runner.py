@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 BATCH_WAIT_S = 1.0  # how long one question for a batch waits in the data plane
 STATS_EVERY_STEPS = 5
+STATS_S = 10.0  # longest wait for a worker's counters
 LEAVE_SHARE = 0.7  # of the time until a worker must be gone, for what is being scored
 
 
@@ -89,6 +90,7 @@ class Runner:
         self._steps_seen = 0
         self._serving = False  # some worker serves a published version
         self._beside = beside
+        self._ending = False
 
     def request_stop(self, reason: str) -> None:
         """Finish the step in hand, checkpoint, and end. Safe to call from a signal handler of this loop."""
@@ -326,12 +328,13 @@ class Runner:
 
     async def collect_worker_stats(self) -> None:
         """Ask every worker for its counters, and tell whoever keeps the books."""
-        for worker_id, (epoch, worker) in list(self._workers.items()):
-            try:
-                stats = await self._within("worker statistics", 10.0, worker.stats(), worker=worker_id)
-            except RunError:
-                continue  # its run() reports the loss
-            self._observer.on_stats(epoch, stats)
+
+        async def ask(worker_id: str, epoch: int, worker: Worker) -> None:
+            with suppress(RunError):  # its run() reports the loss; one that is being built has none yet
+                stats = await self._within("worker statistics", STATS_S, worker.stats(), worker=worker_id)
+                self._observer.on_stats(epoch, stats)
+
+        await asyncio.gather(*(ask(name, *current) for name, current in self._workers.items()))
 
     async def _collect_stats(self) -> None:
         await self.collect_worker_stats()
@@ -356,9 +359,13 @@ class Runner:
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if task.cancelled() or task.exception() is None:
+        error: BaseException | None
+        if task.cancelled():
+            error = None if self._ending else _cancelled_by_nobody(task)
+        else:
+            error = task.exception()
+        if error is None:
             return
-        error = task.exception()
         self._failure = self._failure or (
             error if isinstance(error, EchoPlanesError) else RunError(f"{type(error).__name__}: {error}")
         )
@@ -367,6 +374,7 @@ class Runner:
 
     async def _end(self) -> None:
         """Whatever happened: stop the workers and the learner, and leave no task behind."""
+        self._ending = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -380,3 +388,8 @@ def _by_prompt(answers: list[Trajectory]) -> tuple[tuple[int, float], ...]:
     for answer in answers:
         rewards.setdefault(answer.prompt.index, []).append(answer.reward.value)
     return tuple((index, sum(found) / len(found)) for index, found in sorted(rewards.items()))
+
+
+def _cancelled_by_nobody(task: asyncio.Task[None]) -> RunError:
+    """What else would end a part of the run without a word."""
+    return RunError(f"a part of the run was cancelled, and nobody in it did that: {task.get_coro()}")

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from echo_planes.clock import Clock, MonotonicClock
 from echo_planes.ledger import ledger_equation, reward_failures
 from echo_planes.metrics import number, step_fields, step_line
+from echo_planes.report_assets.charts import show_usd
 
 BAR_CELLS = 16
 ERASE_LINE = "\r\x1b[2K"
@@ -115,6 +116,10 @@ def closing_lines(summary: Mapping[str, Any], report: Path | None) -> list[str]:
         value = number(summary.get(key))
         return "-" if value is None else format(value * scale, spec)
 
+    def dollars(key: str) -> str:
+        value = number(summary.get(key))
+        return "$-" if value is None else show_usd(value)
+
     status = summary.get("status", "unknown")
     lines = [
         "",
@@ -130,7 +135,9 @@ def closing_lines(summary: Mapping[str, Any], report: Path | None) -> list[str]:
         f"(bound {show('max_staleness')})",
         f"  bubble     {show('bubble_ratio', '.1f', 100.0)} % of the learner's time",
         f"  tokens     {show('tokens_trained')} trained",
-        f"  cost       ${show('usd_total', '.4f')}",
+        f"  cost       ${show('usd_total', '.4f')}: {dollars('usd_per_step')} a step, "
+        f"{dollars('usd_per_million_tokens')} per million tokens, "
+        f"{show('wasted_share', '.1f', 100.0)} % wasted",
         f"  weights    {show('versions_published')} versions published, "
         f"{show('digest_mismatches')} digest mismatches",
         f"  ledger     {ledger_equation(summary)}; {show('lost_trajectories')} lost, "

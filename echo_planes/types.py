@@ -148,6 +148,7 @@ class Draft:
 
     context: tuple[int, ...]  # what the policy was asked
     sample: Sample
+    first: int = 0  # of a piece: where in the answer it begins
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,8 +187,8 @@ class ReplayBuffer:
         """
         held = self._keep_tokens(worker_id, epoch, messages, now_s)
         self._leases.renew(worker_id, epoch, held, now_s)
-        kept = set(held) - self._leases.recalled
-        return tuple(message.lease_id for message in messages if message.lease_id not in kept)
+        lost = [message.lease_id for message in messages if message.lease_id not in held]
+        return (*lost, *self._leases.recalled_from(worker_id, epoch))
 
     def recall(self, worker_id: str, num_leases: int) -> int:
         """Have a worker give up its newest leases when it streams next. Returns how many."""

@@ -24,24 +24,28 @@ class DraftBook:
     def __init__(self, drafts: tuple[Draft, ...] = ()) -> None:
         self._contexts = [draft.context for draft in drafts]
         self._pieces: list[list[Sample]] = [[draft.sample] for draft in drafts]
+        self._lengths = [len(draft.sample.token_ids) for draft in drafts]
 
     def add(self, tokens: LeaseTokens) -> None:
-        """Enter a message.
+        """Enter a message. What does not begin where its call ends here is left out: it came twice, or
+        something before it did not come. What is kept is always the beginning of what was sampled.
 
         Raises:
-            LeaseError: it does not continue what is there ("malformed").
+            LeaseError: a piece is not whole, or goes on after its call's end ("malformed").
         """
         for number, piece in tokens.pieces:
-            if not piece.sample.is_whole or not 0 <= number <= len(self._pieces):
+            if not piece.sample.is_whole or number < 0:
                 raise LeaseError("malformed")
-            if number == len(self._pieces):
-                if not piece.context:
-                    raise LeaseError("malformed")
+            if number == len(self._pieces) and piece.first == 0 and piece.context:
                 self._contexts.append(piece.context)
                 self._pieces.append([])
-            elif piece.context or self._pieces[number][-1].finish_reason:
+                self._lengths.append(0)
+            elif number >= len(self._pieces) or piece.first != self._lengths[number]:
+                continue
+            elif self._pieces[number][-1].finish_reason:
                 raise LeaseError("malformed")
             self._pieces[number].append(piece.sample)
+            self._lengths[number] += len(piece.sample.token_ids)
 
     def drafts(self, published: Mapping[int, str]) -> tuple[Draft, ...]:
         """What another worker can go on from.
@@ -59,7 +63,7 @@ class DraftBook:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(piece.token_ids) for pieces in self._pieces for piece in pieces)
+        return sum(self._lengths)
 
 
 class DraftShelf:

@@ -6,7 +6,6 @@ import heapq
 import statistics
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from echo_planes.errors import LeaseError
@@ -130,10 +129,11 @@ class LeaseBook:
             self._lease_s = min(max(wanted_s, self._shortest_s), self._longest_s)
         return self._remove(lease_id)
 
-    @property
-    def recalled(self) -> AbstractSet[str]:
-        """Live leases that their workers are to give up."""
-        return self._recalled
+    def recalled_from(self, worker_id: str, epoch: int) -> list[str]:
+        """Live leases that this incarnation is to give up."""
+        if not self._recalled or not self.is_current(worker_id, epoch):
+            return []
+        return sorted(self._recalled & self._by_worker.get(worker_id, set()))
 
     def recall(self, worker_id: str, num_leases: int) -> int:
         """Mark so many leases of a worker, the newest first, to be given up. Returns how many."""

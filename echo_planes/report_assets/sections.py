@@ -131,31 +131,12 @@ def asynchrony(steps: Sequence[Record], summary: Record) -> str:
     return _section("Asynchrony", cards)
 
 
-def cost(steps: Sequence[Record], summary: Record) -> str:
-    """Throughput, cost, workers and start-up."""
+def throughput(steps: Sequence[Record], summary: Record) -> str:
+    """Throughput, workers and start-up."""
     cards = []
     if steps:
-        x = _x(steps)
-        spent, total = [], 0.0
-        for usd in _column(steps, "usd"):
-            total += usd or 0.0
-            spent.append(total)
-        cards = [
-            line_chart(
-                Chart("Throughput", "Trained tokens per second of step time", x, "tokens/s", si),
-                [Series("tokens/s", _column(steps, "tokens_per_s"), 1)],
-            ),
-            line_chart(
-                Chart(
-                    "Cumulative cost",
-                    "Learner and workers, at their hourly prices",
-                    x,
-                    "US dollars",
-                    show_usd,
-                ),
-                [Series("spent", spent, 1, pool="last")],
-            ),
-        ]
+        chart = Chart("Throughput", "Trained tokens per second of step time", _x(steps), "tokens/s", si)
+        cards = [line_chart(chart, [Series("tokens/s", _column(steps, "tokens_per_s"), 1)])]
     workers = summary.get("workers", [])
     bars = [(str(w.get("id", "?")), number(w.get("tokens")) or 0.0) for w in workers]
     if bars:
@@ -172,7 +153,7 @@ def cost(steps: Sequence[Record], summary: Record) -> str:
         )
     if workers:
         cards.append(_worker_table(workers))
-    return _section("Throughput and cost", cards) if cards else ""
+    return _section("Throughput and workers", cards) if cards else ""
 
 
 def _worker_table(workers: Sequence[Record]) -> str:

@@ -25,7 +25,7 @@ from echo_planes.rollout.estimates import CapacityModel, InterruptionRates, Thro
 from echo_planes.rollout.offers import Need, Offer
 from echo_planes.rollout.provisioner import Decision, Provisioner
 
-FIRST_BACK_OFF_S = 60.0
+FIRST_BACK_OFF_S = 10.0
 MOST_BACK_OFF_S = 3600.0
 PRIOR_HOURS = 10.0  # what is believed of interruptions counts as so many worker-hours of watching
 YOUNG_S = 120.0  # who dies within this time of its first prompt was never well
@@ -61,6 +61,7 @@ class _Member:
     state: Literal["asked", "booting", "serving", "leaving"] = "asked"
     noticed: bool = False  # its machine announced that it will go
     served_since_s: float | None = None
+    proved: bool = False  # served for YOUNG_S
     seen_s: float | None = None  # until when its hours are in the interruption rates
 
 
@@ -125,8 +126,15 @@ class Fleet:
 
     @property
     def machines(self) -> Mapping[str, int]:
-        """Machines of each offer that are still in use."""
-        return Counter(member.offer for member in self._members.values())
+        """Machines of each offer to ask for, within its quota. One that announced its end goes by itself."""
+        used = Counter(member.offer for member in self._members.values() if not member.noticed)
+        # A leaving worker and its successor may be one too many for the quota: then the latter waits.
+        return {name: min(count, self._offers[name].max_count) for name, count in used.items()}
+
+    @property
+    def num_serving(self) -> int:
+        """Workers that generate and are to stay."""
+        return sum(member.state == "serving" for member in self._members.values())
 
     def offer_of(self, worker_id: str) -> Offer | None:
         """What a worker is, if it is one of the fleet's."""
@@ -166,14 +174,17 @@ class Fleet:
     def came(self, worker_id: str, now_s: float) -> None:
         """A worker's machine is there; its engine is being built."""
         self._enter(worker_id, "booting", now_s)
+        member = self._members.get(worker_id)
+        if member is not None:
+            member.seen_s = now_s
 
     def serving(self, worker_id: str, now_s: float) -> None:
         """A worker generates."""
         member = self._members.get(worker_id)
         if member is not None and member.served_since_s is None:
             self._enter(worker_id, "serving", now_s)
+            self._learn_hours(member, now_s)
             member.served_since_s = member.seen_s = now_s
-            self._back_offs.pop(member.offer, None)
 
     def measured(self, worker_id: str, sample: ThroughputSample, now_s: float) -> None:
         """A worker's counters, cumulative."""
@@ -193,56 +204,108 @@ class Fleet:
         return [Leave(worker_id, f"its machine goes in {left_s:.0f} s", left_s)]
 
     def gone(self, worker_id: str, cause: Cause, now_s: float) -> None:
-        """A worker is no more. Its hours, and its interruption if it was one, are learnt."""
+        """A worker is no more. Its hours, and its interruption if it was one, are learnt.
+
+        Clouds do not always say so first: a spot worker that died after it had been well counts as
+        preempted, and one that was to leave anyway has left.
+        """
         member = self._members.pop(worker_id, None)
         if member is None:
             return
         self._model.forget(worker_id)
         self._learn_hours(member, now_s)
         offer = self._offers[member.offer]
+        young = member.served_since_s is None or now_s - member.served_since_s < YOUNG_S
+        if cause == "died" and member.state == "leaving" and not member.noticed:
+            cause = "left"
+        elif cause == "died" and offer.market == "spot" and not young:
+            cause = "preempted"
         if cause == "preempted" or member.noticed:
             self._rates[offer.name].observe_interruption(offer.sku, offer.region, offer.market)
-        young = member.served_since_s is None or now_s - member.served_since_s < YOUNG_S
-        if cause == "never came" or (cause == "died" and young):
+        if cause == "never came" or (cause != "left" and young):
             self._back_off(member.offer, now_s)
 
-    def tick(self, now_s: float, need: Need | None) -> list[FleetAction]:
-        """What to do now. `need`: None while nothing is known of it: then the first fleet is kept."""
+    def tick(self, now_s: float, need: Need | None, *, published: bool = True) -> list[FleetAction]:
+        """What to do now.
+
+        Args:
+            need: None while nothing is known of it: then the first fleet is kept.
+            published: there is something to serve. Before, no worker can, whatever its health.
+        """
         actions: list[FleetAction] = []
         for worker_id, member in list(self._members.items()):
             self._learn_hours(member, now_s)
+            self._prove(member, now_s)
+            if member.state == "booting" and not published:
+                member.since_s = now_s
             if member.state in ("asked", "booting") and now_s - member.since_s > self._boot_limit_s:
                 self.gone(worker_id, "never came", now_s)
                 reason = f"{member.offer} did not generate within {self._boot_limit_s:.0f} s"
                 actions.append(Leave(worker_id, reason, RELEASE_LIMIT_S))
-        if need is None:
+        # Where no fleet is enough (kappa T_train <= T_bcast) the provisioner adds nobody; without any the run
+        # would never end.
+        if need is None or (need.mu_min is None and not self.counts):
             return actions + self._keep_first(now_s)
         self.decision = self._provisioner.decide(need, self.offers(now_s), self.counts, now_s)
         for name, count in self.decision.launch.items():
             actions += [self._launch(name, now_s) for _ in range(count)]
-        for name, count in self.decision.release.items():
-            for worker_id in self._least_missed(name)[:count]:
-                self._enter(worker_id, "leaving", now_s)
-                actions.append(Leave(worker_id, self.decision.reason, RELEASE_LIMIT_S))
+        for worker_id in self._dispensable(self.decision.release, need, now_s):
+            self._enter(worker_id, "leaving", now_s)
+            actions.append(Leave(worker_id, self.decision.reason, RELEASE_LIMIT_S))
         return actions
 
     # --- inside ----------------------------------------------------------------------------------
 
     def _keep_first(self, now_s: float) -> list[FleetAction]:
-        """Replace what was lost of the first fleet, where its offer is not backed off."""
-        counts = self.counts
-        return [
-            self._launch(name, now_s)
-            for name, wanted in self._first.items()
-            if not self._is_backed_off(name, now_s)
-            for _ in range(wanted - counts.get(name, 0))
-        ]
+        """Replace what was lost of the first fleet, where its offer is not backed off.
+
+        While nobody serves nothing is ever measured: then the cheapest of the others stand in.
+        """
+        counts, limits = Counter(self.counts), self._provisioner.limits
+        offers = sorted(self.offers(now_s), key=lambda offer: (offer.rho, offer.name))
+        goals = [(offer, min(self._first.get(offer.name, 0), offer.max_count)) for offer in offers]
+        if self.num_serving == 0:
+            goals += [(offer, offer.max_count) for offer in offers]
+        missing = sum(self._first.values()) - counts.total()
+        usd_per_hour = math.fsum(self._offers[name].usd_per_hour * n for name, n in counts.items())
+        launches: list[FleetAction] = []
+        for offer, goal in goals:
+            for _ in range(min(goal - counts[offer.name], missing - len(launches))):
+                usd_per_hour += offer.usd_per_hour
+                stands_in = counts[offer.name] >= self._first.get(offer.name, 0)
+                if stands_in and limits.usd_per_hour is not None and usd_per_hour > limits.usd_per_hour:
+                    return launches
+                launches.append(self._launch(offer.name, now_s))
+                counts[offer.name] += 1
+        return launches
 
     def _launch(self, name: str, now_s: float) -> Launch:
         worker_id = f"w{self._issued}"
         self._issued += 1
         self._members[worker_id] = _Member(name, now_s)
         return Launch(worker_id, name)
+
+    def _dispensable(self, release: Mapping[str, int], need: Need, now_s: float) -> list[str]:
+        """Who goes, of as many as are too many.
+
+        The provisioner counts what is on its way, which may never come. So who serves stays while others are
+        on their way and those that serve already are too few without it, and the last one stays anyway.
+        """
+        mu = {offer.name: offer.mu for offer in self.offers(now_s)}
+        states = [(member.offer, member.state) for member in self._members.values()]
+        serving = [mu[name] for name, state in states if state == "serving"]
+        num_left, mu_left = len(serving), math.fsum(serving)
+        coming = any(state in ("asked", "booting") for _, state in states)
+        least = (need.mu_min or 0.0) if coming and need.max_staleness > 0 else 0.0
+        leaving = []
+        for name, count in release.items():
+            for worker_id in self._least_missed(name)[:count]:
+                if self._members[worker_id].state == "serving":
+                    if num_left == 1 or mu_left - mu[name] < least:
+                        continue
+                    num_left, mu_left = num_left - 1, mu_left - mu[name]
+                leaving.append(worker_id)
+        return leaving
 
     def _least_missed(self, name: str) -> list[str]:
         """Workers of an offer, those first that would be missed least: not serving yet, then the newest."""
@@ -257,6 +320,14 @@ class Fleet:
         member = self._members.get(worker_id)
         if member is not None and member.state != "leaving":
             member.state, member.since_s = state, now_s
+
+    def _prove(self, member: _Member, now_s: float) -> None:
+        """A worker that is no longer young shows that its offer keeps its word, once."""
+        since_s = member.served_since_s
+        if since_s is not None and not member.proved and now_s - since_s >= YOUNG_S:
+            member.proved = True
+            if not self._is_backed_off(member.offer, now_s):
+                self._back_offs.pop(member.offer, None)
 
     def _learn_hours(self, member: _Member, now_s: float) -> None:
         if member.seen_s is not None:

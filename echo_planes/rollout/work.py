@@ -18,6 +18,10 @@ class Work:
     serving: asyncio.Task[None] | None = None
     # Since the last message: by call, its context where it is new, and pieces of its sample.
     pieces: dict[int, tuple[tuple[int, ...], list[Sample]]] = field(default_factory=dict)
+    sent: dict[int, int] = field(default_factory=dict)  # tokens of each call that the data plane was told
+
+    def __post_init__(self) -> None:
+        self.sent = {number: len(d.sample.token_ids) for number, d in enumerate(self.lease.drafts)}
 
     def add(self, number: int, context: tuple[int, ...], piece: Sample) -> None:
         """Tokens arrived for a call."""
@@ -26,12 +30,12 @@ class Work:
     def take_tokens(self) -> LeaseTokens:
         """What arrived since the last message."""
         pieces, self.pieces = self.pieces, {}
-        return LeaseTokens(
-            self.lease.lease_id,
-            tuple(
-                (number, Draft(context, joined(parts))) for number, (context, parts) in sorted(pieces.items())
-            ),
-        )
+        drafts = []
+        for number, (context, parts) in sorted(pieces.items()):
+            piece = Draft(context, joined(parts), self.sent.get(number, 0))
+            self.sent[number] = piece.first + len(piece.sample.token_ids)
+            drafts.append((number, piece))
+        return LeaseTokens(self.lease.lease_id, tuple(drafts))
 
 
 class Load:

@@ -91,6 +91,7 @@ class RolloutWorker:
         self._emptied = asyncio.Event()  # a lease ended, or finished ones were handed in
         self._stirred = asyncio.Event()  # there may be room, or a task to look after
         self._install_lock = asyncio.Lock()
+        self._sending = asyncio.Lock()  # one message at a time, so that none is overtaken
         self._stopping = False
         self._leaving = False  # takes no new leases
         self._trajectories = 0
@@ -288,12 +289,12 @@ class RolloutWorker:
         interval_s = min(self._sampling.stream_s, self._sampling.lease_s / 4)
         while True:
             await asyncio.sleep(interval_s)
-            messages = [
-                work.take_tokens() for work in self._work.values() if work.pieces or not work.sampling
-            ]
-            if not messages:
+            if not self._work:
                 continue
-            refused = set(await self._source.stream(self._id, self._epoch, messages))
+            async with self._sending:
+                messages = [w.take_tokens() for w in self._work.values() if w.pieces or not w.sampling]
+                # Also without a message: what it is to give up may have no tokens yet.
+                refused = set(await self._source.stream(self._id, self._epoch, messages))
             await self._give_up([self._work[lease_id] for lease_id in refused & self._work.keys()])
 
     async def _give_up(self, works: Sequence[Work]) -> int:
@@ -305,7 +306,9 @@ class RolloutWorker:
         self._account()
         if not works:
             return 0
-        return await self._source.hand_over(self._id, self._epoch, [work.take_tokens() for work in works])
+        async with self._sending:
+            messages = [work.take_tokens() for work in works]
+            return await self._source.hand_over(self._id, self._epoch, messages)
 
     def _account(self) -> None:
         full = bool(self._work) and self._room() < self._enough_room

@@ -76,8 +76,9 @@ class Crew:
         for member in self.members.values():
             if member.engine is not None:
                 self.flow.advance(member)
-                for work in list(member.engine.work):
-                    self._trace.money.made(member.name, member.engine.drop(work).made)
+                begun = [member.engine.drop(lease_id) for lease_id in list(member.engine.work)]
+                for work in begun + member.finished:
+                    self._trace.money.made(member.name, work.made)
 
     def summary(self) -> dict[str, int]:
         """For summary.json."""
@@ -245,7 +246,7 @@ class Crew:
             late = self.members[name]
             if late.install is not None and late.engine is not None:
                 late.install.cancel()
-                late.install = self._kernel.at(arrives_s, partial(self._arrived, late, late.engine))
+                late.install = self._kernel.at(arrives_s, partial(self.arrived, late, late.engine))
 
     # --- weights ---------------------------------------------------------------------------------
 
@@ -263,15 +264,15 @@ class Crew:
                 self._pause(member, True)
         else:
             arrives_s = max(transfer.arrives_s, now_s)
-        member.install = self._kernel.at(arrives_s, partial(self._arrived, member, member.engine))
+        member.install = self._kernel.at(arrives_s, partial(self.arrived, member, member.engine))
         member.wanted = manifest
 
-    def _arrived(self, member: Member, engine: SimWorker) -> None:
+    def arrived(self, member: Member, engine: SimWorker) -> None:
         """A worker has a publication whole: it stands still while the weights change."""
         if member.engine is not engine:
             return
         if self._kernel.now_s < member.silent_until_s:
-            member.install = self._kernel.at(member.silent_until_s, partial(self._arrived, member, engine))
+            member.install = self._kernel.at(member.silent_until_s, partial(self.arrived, member, engine))
             return
         self._pause(member, True)
         member.install = self._kernel.after(

@@ -61,6 +61,8 @@ class SimDataPlane:
         on_dropped: called with groups that were dropped as too old.
     """
 
+    buffer_type: type[ReplayBuffer] = ReplayBuffer  # a subclass may watch it
+
     def __init__(
         self,
         scenario: Scenario,
@@ -76,7 +78,7 @@ class SimDataPlane:
         self._on_dropped = on_dropped
         self._index = GroupIndex()
         sampling = scenario.sampling
-        self._buffer = ReplayBuffer(
+        self._buffer = self.buffer_type(
             scenario.staleness,
             groups_per_step=sampling.prompts_per_step,
             samples_per_prompt=sampling.samples_per_prompt,
@@ -165,7 +167,7 @@ class SimDataPlane:
         receipt = self._buffer.submit(worker_id, epoch, lease.lease_id, group, self._kernel.now_s)
         question = self._question
         if receipt.accepted:
-            self._enter(group, lease.version)
+            self._enter(group, group.version)
             self._settle_dropped()
             if question is not None:
                 question.missing -= 1

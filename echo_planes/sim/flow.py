@@ -130,14 +130,20 @@ class Flow:
         member.ending = member.renewal = member.install = None
         member.busy = False
 
+    def stream(self, member: Member) -> None:
+        """A worker sends what it has by now."""
+        engine = member.engine
+        if engine is not None:
+            self.advance(member)
+            for work in engine.work.values():
+                self._stream(member, engine, work)
+
     def silence(self, member: Member, until_s: float) -> None:
         """No message of a worker comes or goes until then."""
         engine = member.engine
         if engine is None:
             return
-        self.advance(member)
-        for work in engine.work.values():
-            self._stream(member, engine, work)
+        self.stream(member)
         self._data.withdraw(member.name)
         member.silent_until_s = until_s
         self._kernel.at(until_s, partial(self._heard_again, member, engine))
@@ -222,7 +228,7 @@ class Flow:
         self._drafts[index] = dict(work.paid)  # at once: the next worker may get it in this very call
         held = self._data.hand_over(member.name, member.epoch, [message])
         if not held:
-            self._drafts.pop(index)
+            self._drafts.pop(index, None)  # not there where the prompt was leased again in that very call
             if before is not None:
                 self._drafts[index] = before
             self._trace.lost(member.name, _num_tokens(message), "refused")

@@ -28,6 +28,7 @@ class Kernel:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.num_events = 0
+        self.after_each: Callable[[], None] | None = None  # called after every event
         self._heap: list[tuple[float, int, Timer]] = []
         self._sequence = 0
         self._stopped = False
@@ -66,5 +67,7 @@ class Kernel:
                 self.now_s = when_s
                 self.num_events += 1
                 action()
+                if self.after_each is not None:
+                    self.after_each()
         if not self._stopped and until_s < math.inf:
             self.now_s = max(self.now_s, until_s)

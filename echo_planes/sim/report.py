@@ -13,13 +13,12 @@ from echo_planes.report_assets.charts import (
     bar_chart,
     line_chart,
     show_percent,
-    show_seconds,
     show_usd,
     si,
     stacked_chart,
     timeline,
 )
-from echo_planes.report_assets.html import count, pill, safe
+from echo_planes.report_assets.html import pill, safe
 from echo_planes.report_assets.style import CSS, JS
 from echo_planes.sim.trace import Record
 from echo_planes.sim.world import Result
@@ -78,7 +77,7 @@ def _header(summary: Record) -> str:
         ),
         _figure(
             "T_bcast",
-            "-" if bcast is None else show_seconds(bcast),
+            "-" if bcast is None else _seconds(bcast),
             "median, until 1/1.1 of the workers serve it",
         ),
         _figure("Steps", f"{summary['steps']:,}", f"in {summary['seconds'] / 3600:,.1f} virtual hours"),
@@ -91,7 +90,7 @@ def _header(summary: Record) -> str:
         _figure(
             "Workers",
             f"{summary['workers_most']:,}",
-            f"at most at once; {count(summary['workers_lost'], 'loss').replace('losss', 'losses')}",
+            f"at most at once; {summary['workers_lost']:,} were lost",
         ),
         _figure(
             "Lost trajectories",
@@ -130,12 +129,12 @@ def _x(steps: Sequence[Record]) -> list[float]:
 
 def _overlap(steps: Sequence[Record], summary: Record) -> str:
     x, bound = _x(steps), summary["max_staleness"]
-    time = Chart("Learner time", "What each step's wall time went to", x, "seconds per step", show_seconds)
+    time = Chart("Learner time", "What each step's wall time went to", x, "seconds per step", _seconds)
     bubble = Chart("Learner bubble", "Since the start", x, "share of time", show_percent, y_max=0.2)
     stale = Chart(
         "Staleness", "Versions behind the learner", x, "versions", lambda v: f"{v:.3g}", y_max=bound + 0.5
     )
-    bcast = Chart("T_bcast", "Of the newest publication that arrived", x, "seconds", show_seconds)
+    bcast = Chart("T_bcast", "Of the newest publication that arrived", x, "seconds", _seconds)
     return _section(
         "Overlap",
         [
@@ -187,8 +186,12 @@ def _faults(faults: Sequence[Record]) -> str:
     )
 
 
+def _seconds(value: float) -> str:
+    return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s"
+
+
 def _recovered(seconds: float | None) -> str:
-    return "never" if seconds is None else show_seconds(seconds)
+    return "never" if seconds is None else _seconds(seconds)
 
 
 def _money(steps: Sequence[Record], summary: Record) -> str:

@@ -61,6 +61,8 @@ class Trace:
 
     def capacity(self, now_s: float, worker_id: str, tokens_per_s: float) -> None:
         """What a worker can make from now on; 0: it does not serve."""
+        if self._capacity.get(worker_id, 0.0) == tokens_per_s:
+            return
         if tokens_per_s:
             self._capacity[worker_id] = tokens_per_s
         else:

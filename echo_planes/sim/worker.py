@@ -168,7 +168,7 @@ class SimWorker:
             spans = self._spans(work.begun + start - had, total - start)
             ids, logprobs = (0,) * (total - start), (0.0,) * (total - start)
             piece = Sample(ids, logprobs, spans, "stop" if total == length else "")
-            pieces.append((number, Draft(() if known else (sample,), piece)))
+            pieces.append((number, Draft(() if known else (sample,), piece, start)))
             work.paid[self.worker_id] = work.paid.get(self.worker_id, 0) + total - start
         return LeaseTokens(work.lease.lease_id, tuple(pieces))
 

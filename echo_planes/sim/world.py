@@ -86,15 +86,19 @@ class World:
         self._published = -1
         self._chosen: Sequence[Accepted] = ()  # of the batch that is trained
         traces = {o.name: trace for o in scenario.offers if (trace := offer_trace(o)) is not None}
-        self.data = SimDataPlane(
-            scenario, self.kernel, LINEAGE, on_leases=self._on_leases, on_dropped=self.trace.dropped
-        )
+        self.data = self.make_data_plane()
         self.crew = Crew(self, self.data, traces)
         fixed = self.config.fleet.fixed()
         offers = [offer for offer in scenario.offers for _ in range(offer.count)]
         self._first = dict(zip(fixed, offers, strict=True)) if fixed else {}
         self.controller = Controller(self.config, list(fixed))
         Faults(scenario.faults, self.kernel, self.crew, self.trace, self.rng)
+
+    def make_data_plane(self) -> SimDataPlane:
+        """The data plane of this run."""
+        return SimDataPlane(
+            self.scenario, self.kernel, LINEAGE, on_leases=self._on_leases, on_dropped=self.trace.dropped
+        )
 
     def _on_leases(self, worker_id: str, leases: Sequence[Lease]) -> None:
         self.crew.on_leases(worker_id, leases)

@@ -1,7 +1,7 @@
 """Runs the program the way a person does: a process of its own, its output in files.
 
 `python -m tests.integration.harness lossy WORDS` is the program on a network that loses publications,
-`watched WORDS` one whose data plane writes down what it is told;
+`watched WORDS` one whose data plane writes down what it is told, `slow WORDS` one with a slow learner;
 `python -m tests.integration.harness several < CASES` is the program many times in one process.
 """
 
@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +32,8 @@ RUN_LIMIT_S = 420.0  # a whole run takes a minute on two idle cores; the machine
 POLL_S = 0.1
 PROGRAM = ("echo_planes.run",)
 LOSSY_PROGRAM = ("tests.integration.harness", "lossy")
+SLOW_STEP_S = 2.0
+SLOW_PROGRAM = ("tests.integration.harness", "slow")
 WATCHED_PROGRAM = ("tests.integration.harness", "watched")
 LOST_VERSIONS = (4, 5)  # what the lossy network does not deliver
 
@@ -260,6 +262,21 @@ def lossy_run(words: list[str]) -> int:
     return _run_on(LossyPlanes, words)
 
 
+def slow_run(words: list[str]) -> int:
+    """The program with a learner as slow as a large model's: `SLOW_STEP_S` more for every step."""
+    from echo_planes import launch
+    from echo_planes.types import StepStats, TrainBatch
+
+    class SlowLearner(launch.RemoteLearner):
+        async def train_step(self, batch: TrainBatch) -> StepStats:
+            stats = await super().train_step(batch)
+            await asyncio.sleep(SLOW_STEP_S)
+            return replace(stats, t_train_s=stats.t_train_s + SLOW_STEP_S)
+
+    setattr(launch, launch.RemoteLearner.__name__, SlowLearner)
+    return _run_on(launch.RayPlanes, words)
+
+
 def watched_run(words: list[str]) -> int:
     """The program, but the data plane writes down every message of its workers, in RUN/watched.jsonl."""
     from echo_planes import launch
@@ -384,6 +401,7 @@ def _several() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] in ("lossy", "watched"):
-        sys.exit({"lossy": lossy_run, "watched": watched_run}[sys.argv[1]](sys.argv[2:]))
+    others = {"lossy": lossy_run, "slow": slow_run, "watched": watched_run}
+    if sys.argv[1] in others:
+        sys.exit(others[sys.argv[1]](sys.argv[2:]))
     _several()

@@ -6,6 +6,7 @@ writes down every message of its workers, and everything is checked against that
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import threading
@@ -146,24 +147,34 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@functools.cache
+def everything(run_dir: Path) -> list[dict[str, Any]]:
+    """What the data plane was told, of a run that has ended."""
+    return json_lines(run_dir / "watched.jsonl")
+
+
+def told(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    return [note for note in everything(run_dir) if note["kind"] == kind]
+
+
 def test_it_ends_with_books_that_add_up(run_dir: Path) -> None:
-    told = summary(run_dir)
-    assert told["status"] == "done"
-    assert told["steps"] == STEPS
-    assert told["lost_trajectories"] == told["duplicate_trajectories"] == told["digest_mismatches"] == 0
-    accepted = [note["lease"] for note in watched(run_dir, "submit") if not note["refused"]]
+    books = summary(run_dir)
+    assert books["status"] == "done"
+    assert books["steps"] == STEPS
+    assert books["lost_trajectories"] == books["duplicate_trajectories"] == books["digest_mismatches"] == 0
+    accepted = [note["lease"] for note in told(run_dir, "submit") if not note["refused"]]
     assert len(set(accepted)) == len(accepted)
-    assert told["accepted"] == 4 * len(accepted)
+    assert books["accepted"] == 4 * len(accepted)
 
 
 def ended_without_result(run_dir: Path, worker: str) -> set[str]:
-    mine = {note["lease"] for note in watched(run_dir, "lease") if note["worker"] == worker}
-    return mine - {note["lease"] for note in watched(run_dir, "submit")}
+    mine = {note["lease"] for note in told(run_dir, "lease") if note["worker"] == worker}
+    return mine - {note["lease"] for note in told(run_dir, "submit")}
 
 
 def tokens_of(run_dir: Path, lease: str) -> list[list[int]]:
     """Of each call of a lease: its drafts, and what was streamed or handed over."""
-    notes = json_lines(run_dir / "watched.jsonl")
+    notes = everything(run_dir)
     begun = next(n for n in notes if n["kind"] == "lease" and n["lease"] == lease)
     calls = [list(draft["sample"]["token_ids"]) for draft in begun["drafts"]]
     for note in notes:
@@ -179,7 +190,7 @@ def tokens_of(run_dir: Path, lease: str) -> list[list[int]]:
 def test_every_request_in_flight_goes_on_elsewhere_from_its_last_streamed_token(
     run_dir: Path, worker: str
 ) -> None:
-    leases = watched(run_dir, "lease")
+    leases = told(run_dir, "lease")
     cut = [note for note in leases if note["lease"] in ended_without_result(run_dir, worker)]
     assert cut
     continued = 0
@@ -194,8 +205,8 @@ def test_every_request_in_flight_goes_on_elsewhere_from_its_last_streamed_token(
 
 
 def test_kept_prefixes_are_identical_with_their_logprobs_and_versions(run_dir: Path) -> None:
-    begun = {note["lease"]: note["drafts"] for note in watched(run_dir, "lease") if note["drafts"]}
-    done = {note["lease"]: note["episodes"] for note in watched(run_dir, "submit") if not note["refused"]}
+    begun = {note["lease"]: note["drafts"] for note in told(run_dir, "lease") if note["drafts"]}
+    done = {note["lease"]: note["episodes"] for note in told(run_dir, "submit") if not note["refused"]}
     checked = 0
     for lease in begun.keys() & done.keys():
         for draft in begun[lease]:
@@ -217,23 +228,21 @@ def versions(spans: list[dict[str, Any]]) -> list[tuple[int, str]]:
 
 def test_what_was_not_streamed_yet_is_at_most_one_interval_of_each_request(run_dir: Path) -> None:
     """Of the worker that was killed; the one with a notice handed its last tokens over."""
-    lost_at_s = next(
-        n["at_s"] for n in watched(run_dir, "lose") if n["worker"] == "w1" and in_use(run_dir, n)
-    )
+    lost_at_s = next(n["at_s"] for n in told(run_dir, "lose") if n["worker"] == "w1" and in_use(run_dir, n))
     silent = []
     for lease in ended_without_result(run_dir, "w1"):
-        times = [n["at_s"] for n in watched(run_dir, "stream") if n["lease"] == lease]
-        times += [n["at_s"] for n in watched(run_dir, "lease") if n["lease"] == lease]
+        times = [n["at_s"] for n in told(run_dir, "stream") if n["lease"] == lease]
+        times += [n["at_s"] for n in told(run_dir, "lease") if n["lease"] == lease]
         silent.append(lost_at_s - max(times))
     print(
         f"seconds since the last message of each of {len(silent)} requests: {[round(s, 2) for s in silent]}"
     )
     assert max(silent) <= STREAM_S + SLACK_S
-    again = [n for n in watched(run_dir, "lease") if n["drafts"] and n["at_s"] > lost_at_s]
+    again = [n for n in told(run_dir, "lease") if n["drafts"] and n["at_s"] > lost_at_s]
     print(f"the first of them went on elsewhere after {again[0]['at_s'] - lost_at_s:.2f} s")
 
 
 def in_use(run_dir: Path, lose: dict[str, Any]) -> bool:
     """Whether a `lose` is a worker's end, and not the fencing before its start."""
-    leases = [n for n in watched(run_dir, "lease") if n["worker"] == lose["worker"]]
+    leases = [n for n in told(run_dir, "lease") if n["worker"] == lose["worker"]]
     return bool(leases) and leases[0]["at_s"] < lose["at_s"]

@@ -75,7 +75,7 @@ def check(world: World, result: Result) -> None:
 T_TRAIN_S, T_BCAST_S, MU = 100.0, 40.0, 0.4
 
 
-def rule(max_staleness: int, count: int, *, in_place: bool = True, steps: int = 31) -> tuple[float, int]:
+def rule(max_staleness: int, count: int, *, in_place: bool = True, steps: int = 21) -> tuple[float, int]:
     """Bubble after the first batch, with identical workers of MU trajectories/s, and the greatest age."""
     tree = {
         "run": {"steps": steps, "hours": 1000.0},
@@ -128,6 +128,15 @@ def test_workers_that_go_on_while_they_receive_need_less_than_the_rule_says() ->
     assert rule(2, only_sampling, in_place=False)[0] < 0.002
     assert rule(2, only_sampling, in_place=True)[0] > 0.2
     assert rule(2, only_sampling - 1, in_place=False)[0] > 0.05
+
+
+def test_how_long_the_learner_asks_for_a_batch_changes_nothing() -> None:
+    """The simulator looks only where something may have changed: it must not look too late."""
+    often, seldom = (
+        simulate(offer={"count": 3}, run={"hours": 3.0, "batch_wait_s": wait_s})[1] for wait_s in (1.0, 600.0)
+    )
+    assert often.summary["bubble_ratio"] > 0.2
+    assert seldom.summary["bubble_ratio"] == pytest.approx(often.summary["bubble_ratio"], rel=0.01)
 
 
 def test_a_saturated_worker_makes_what_is_expected_of_it() -> None:

@@ -171,13 +171,14 @@ class Schedule:
             call = calls[number]
             if call.ended or not (is_new or self.rng.random() < 0.7):
                 continue
+            first = len(call.tokens)
             tokens = tuple(range(self.next_token, self.next_token + self.rng.randint(1, 3)))
             self.next_token += len(tokens)
             call.tokens += [(token, label) for token in tokens]
             call.ended = self.rng.random() < 0.2
             span = Span(0, len(tokens), *label)
             sample = Sample(tokens, (-0.5,) * len(tokens), (span,), "stop" if call.ended else "")
-            pieces.append((number, Draft(call.context if is_new else (), sample)))
+            pieces.append((number, Draft(call.context if is_new else (), sample, first)))
         return LeaseTokens(held.lease.lease_id, tuple(pieces)), calls
 
     def keep(self, held: Held, calls: list[Call]) -> None:
@@ -223,7 +224,11 @@ class Schedule:
         lease = held.lease
         message, calls = self.sampled(held)
         refused = self.buffer.stream(lease.worker_id, lease.epoch, [message], self.now_s)
-        assert refused == (() if self.holds(held) and not held.recalled else (lease.lease_id,))
+        expected = set() if self.holds(held) else {lease.lease_id}
+        if self.epochs[lease.worker_id] == lease.epoch:
+            mine = [other for other in self.live() if other.lease.worker_id == lease.worker_id]
+            expected |= {other.lease.lease_id for other in mine if other.recalled}
+        assert set(refused) == expected
         if self.holds(held):
             self.keep(held, calls)
             held.ends_s = self.now_s + LEASE_S

@@ -12,6 +12,7 @@ from echo_planes.types import Draft, Lease, LeaseTokens, Prompt, Sample, Span
 from tests.unit.test_buffer import Buffer, answer, lease, make_buffer, submit
 
 CONTEXT = (1, 2)
+Piece = tuple[int, tuple[int, ...], Sample, int]  # call, context, tokens, where in the answer they begin
 
 
 def piece(*tokens: int, version: int = 0, finish: str = "") -> Sample:
@@ -19,13 +20,11 @@ def piece(*tokens: int, version: int = 0, finish: str = "") -> Sample:
     return Sample(tokens, (-0.5,) * len(tokens), spans, finish)  # type: ignore[arg-type]
 
 
-def message(lease_id: str, *pieces: tuple[int, tuple[int, ...], Sample]) -> LeaseTokens:
-    return LeaseTokens(lease_id, tuple((number, Draft(context, p)) for number, context, p in pieces))
+def message(lease_id: str, *pieces: Piece) -> LeaseTokens:
+    return LeaseTokens(lease_id, tuple((n, Draft(context, p, first)) for n, context, p, first in pieces))
 
 
-def stream(
-    buffer: Buffer, one: Lease, *pieces: tuple[int, tuple[int, ...], Sample], now_s: float = 0.0
-) -> tuple[str, ...]:
+def stream(buffer: Buffer, one: Lease, *pieces: Piece, now_s: float = 0.0) -> tuple[str, ...]:
     return buffer.stream(one.worker_id, one.epoch, [message(one.lease_id, *pieces)], now_s)
 
 
@@ -45,19 +44,34 @@ def test_joined_pieces_are_the_sample_with_its_versions() -> None:
 @pytest.mark.parametrize(
     "pieces",
     [
-        [(1, CONTEXT, piece(5))],  # a number is skipped
-        [(0, (), piece(5))],  # no context
-        [(0, CONTEXT, piece(5)), (0, CONTEXT, piece(6))],  # begun twice
-        [(0, CONTEXT, piece(5, finish="stop")), (0, (), piece(6))],  # goes on after its end
-        [(0, CONTEXT, Sample((5, 6), (-0.5,), (Span(0, 2, 0, "d0"),), ""))],  # a logprob is missing
-        [(0, CONTEXT, Sample((5, 6), (-0.5, -0.5), (Span(0, 1, 0, "d0"),), ""))],  # of no version
+        [(0, CONTEXT, piece(5, finish="stop"), 0), (0, (), piece(6), 1)],  # goes on after its end
+        [(0, CONTEXT, Sample((5, 6), (-0.5,), (Span(0, 2, 0, "d0"),), ""), 0)],  # a logprob is missing
+        [(0, CONTEXT, Sample((5, 6), (-0.5, -0.5), (Span(0, 1, 0, "d0"),), ""), 0)],  # of no version
+        [(-1, CONTEXT, piece(5), 0)],
     ],
 )
-def test_what_does_not_continue_what_is_there_is_refused(
-    pieces: list[tuple[int, tuple[int, ...], Sample]],
-) -> None:
+def test_what_no_worker_can_have_sampled_is_refused(pieces: list[Piece]) -> None:
     with pytest.raises(LeaseError, match="malformed"):
         DraftBook().add(message("l", *pieces))
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [(1, CONTEXT, piece(9), 0)],  # the call before it is not known
+        [(0, CONTEXT, piece(9), 0)],  # a second time
+        [(0, (), piece(7), 1)],
+        [(0, (), piece(9), 3)],  # something before it is missing
+        [(2, (), piece(9), 0)],  # its context did not come
+    ],
+)
+def test_what_does_not_continue_what_is_there_is_left_out(pieces: list[Piece]) -> None:
+    book = DraftBook()
+    if pieces[0][0] != 1:
+        book.add(message("l", (0, CONTEXT, piece(5), 0), (0, (), piece(6), 1)))
+    before = book.drafts({0: "d0"})
+    book.add(message("l", *pieces))
+    assert book.drafts({0: "d0"}) == before
 
 
 @pytest.mark.parametrize("how", ["lost", "expired", "handed over", "replaced"])
@@ -65,8 +79,8 @@ def test_a_prompt_goes_on_elsewhere_from_its_tokens(how: str) -> None:
     buffer = make_buffer()
     second_worker(buffer)
     (one,) = lease(buffer)
-    stream(buffer, one, (0, CONTEXT, piece(5, 6)), (1, CONTEXT, piece(7)))
-    stream(buffer, one, (1, (), piece(8, finish="stop")))
+    stream(buffer, one, (0, CONTEXT, piece(5, 6), 0), (1, CONTEXT, piece(7), 0))
+    stream(buffer, one, (1, (), piece(8, finish="stop"), 1))
     now_s = 0.0
     if how == "lost":
         buffer.lose("w0")
@@ -75,7 +89,7 @@ def test_a_prompt_goes_on_elsewhere_from_its_tokens(how: str) -> None:
     elif how == "replaced":
         buffer.register("w0", 1)
     else:
-        assert buffer.hand_over("w0", 0, [message(one.lease_id, (0, (), piece(9)))], 0.0) == 1
+        assert buffer.hand_over("w0", 0, [message(one.lease_id, (0, (), piece(9), 2))], 0.0) == 1
     (again,) = lease(buffer, worker="w1", now_s=now_s)
     assert again.prompt == one.prompt
     kept = (5, 6, 9) if how == "handed over" else (5, 6)
@@ -85,7 +99,7 @@ def test_a_prompt_goes_on_elsewhere_from_its_tokens(how: str) -> None:
     assert buffer.counts.continued_tokens == len(kept) + 2
     assert buffer.counts.discarded_tokens == 0
     # What the next one adds is added to what there was.
-    stream(buffer, again, (0, (), piece(10)), now_s=now_s)
+    stream(buffer, again, (0, (), piece(10), len(kept)), now_s=now_s)
     buffer.lose("w1")
     buffer.register("w0", 1)
     buffer.installed("w0", 0)
@@ -97,7 +111,7 @@ def test_an_older_incarnation_or_another_worker_can_neither_stream_nor_hand_over
     buffer = make_buffer()
     (one,) = lease(buffer)
     for worker, epoch in (("w0", 1), ("w1", 0)):
-        tokens = [message(one.lease_id, (0, CONTEXT, piece(5)))]
+        tokens = [message(one.lease_id, (0, CONTEXT, piece(5), 0))]
         assert buffer.stream(worker, epoch, tokens, 0.0) == (one.lease_id,)  # give it up: it is not yours
         assert buffer.hand_over(worker, epoch, tokens, 0.0) == 0
     assert submit(buffer, one, answer(one)) == "accepted"
@@ -107,7 +121,7 @@ def test_a_lease_is_as_old_as_its_oldest_token_and_is_not_begun_where_that_is_to
     buffer = make_buffer(max_staleness=1, policy="drop")
     second_worker(buffer)
     (one,) = lease(buffer)
-    stream(buffer, one, (0, CONTEXT, piece(5)))
+    stream(buffer, one, (0, CONTEXT, piece(5), 0))
     buffer.lose("w0")
     buffer.publish(1, "d1")
     buffer.installed("w1", 1)
@@ -130,7 +144,7 @@ def test_tokens_of_an_unpublished_version_are_not_gone_on_from() -> None:
     buffer = make_buffer()
     second_worker(buffer)
     (one,) = lease(buffer)
-    stream(buffer, one, (0, CONTEXT, piece(5)), (1, CONTEXT, piece(6, version=7)))
+    stream(buffer, one, (0, CONTEXT, piece(5), 0), (1, CONTEXT, piece(6, version=7), 0))
     buffer.lose("w0")
     (again,) = lease(buffer, worker="w1")
     assert [draft.sample.token_ids for draft in again.drafts] == [(5,)]
@@ -141,10 +155,12 @@ def test_a_recalled_lease_is_asked_back_when_its_worker_streams_next() -> None:
     buffer = make_buffer()
     one, two = lease(buffer, 2)
     assert buffer.recall("w0", 1) == 1
-    assert stream(buffer, one, (0, CONTEXT, piece(5))) == ()
-    assert stream(buffer, two, (0, CONTEXT, piece(5))) == (two.lease_id,)
+    assert stream(buffer, one, (0, CONTEXT, piece(5), 0)) == (two.lease_id,)  # it has no tokens yet
+    assert buffer.stream("w0", 1, [], 0.0) == ()  # not of this incarnation
     assert buffer.recall("w0", 5) == 1  # the other one
-    assert submit(buffer, two, answer(two)) == "accepted"  # it was finished meanwhile
+    assert buffer.hand_over("w0", 0, [message(two.lease_id)], 0.0) == 1
+    assert stream(buffer, one) == (one.lease_id,)
+    assert submit(buffer, one, answer(one)) == "accepted"  # it was finished meanwhile
 
 
 def test_leases_follow_the_median_completion_between_their_bounds() -> None:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from echo_planes.clock import ManualClock
 from echo_planes.config import Config
-from echo_planes.journal import CostMeter, Journal
+from echo_planes.journal import Journal
 from echo_planes.metrics import MetricsWriter, read_events, read_metrics, read_summary
 from echo_planes.terminal import View
 from echo_planes.testing import replace_section, tiny_config
@@ -30,66 +27,6 @@ from echo_planes.types import (
     WorkerInfo,
     WorkerStats,
 )
-
-# --- money ---------------------------------------------------------------------------------------
-
-MACHINES = ["learner-0", "w0", "w1", "w2"]
-MOVES = st.lists(
-    st.tuples(
-        st.sampled_from(["start", "stop", "look"]),
-        st.sampled_from(MACHINES),
-        st.floats(0.0, 100.0),  # $/h
-        st.floats(0.0, 10_000.0),  # seconds since the last move
-    ),
-    max_size=40,
-)
-
-
-@settings(max_examples=100, deadline=None)
-@given(moves=MOVES)
-def test_the_total_is_the_sum_over_machines_and_intervals_and_never_falls(moves: list[Any]) -> None:
-    meter = CostMeter()
-    now_s = 0.0
-    running: dict[str, tuple[float, float]] = {}
-    intervals: dict[str, list[float]] = {machine: [] for machine in MACHINES}
-    before = 0.0
-    for kind, machine, usd_per_hour, passed_s in moves:
-        now_s += passed_s
-        if kind != "look" and machine in running:
-            since_s, rate = running.pop(machine)
-            intervals[machine].append((now_s - since_s) / 3600 * rate)
-        if kind == "start":
-            running[machine] = (now_s, usd_per_hour)
-            meter.start(machine, usd_per_hour, now_s)
-        elif kind == "stop":
-            meter.stop(machine, now_s)
-        total = meter.total_usd(now_s)
-        assert total >= before
-        before = total
-        for name in MACHINES:
-            since_s, rate = running.get(name, (now_s, 0.0))
-            expected = math.fsum([*intervals[name], (now_s - since_s) / 3600 * rate])
-            assert meter.usd(name, now_s) == pytest.approx(expected, rel=1e-9, abs=1e-12)
-        assert total == pytest.approx(math.fsum(meter.usd(name, now_s) for name in MACHINES))
-
-
-def test_an_hour_costs_its_price_and_a_stopped_machine_nothing_more() -> None:
-    meter = CostMeter()
-    assert meter.total_usd(0.0) == 0.0
-    meter.start("w0", 2.5, 100.0)
-    assert meter.usd("w0", 3700.0) == 2.5
-    meter.stop("w0", 3700.0)
-    meter.stop("w0", 9000.0)
-    assert meter.usd("w0", 99_999.0) == 2.5
-    assert meter.usd("w1", 99_999.0) == 0.0
-
-
-def test_a_machine_started_again_settles_the_time_before_at_the_price_before() -> None:
-    meter = CostMeter()
-    meter.start("w0", 1.0, 0.0)
-    meter.start("w0", 4.0, 3600.0)
-    assert meter.usd("w0", 7200.0) == 5.0
-
 
 # --- the books -----------------------------------------------------------------------------------
 
@@ -206,6 +143,46 @@ def test_news_of_a_lost_incarnation_does_not_make_its_successor_free(tmp_path: P
     books.journal.on_worker(info(epoch=1), alive=False)
     books.clock.advance(1000.0)
     assert books.summary()["usd_total"] == pytest.approx(1.0)
+
+
+def test_a_worker_boots_until_it_has_weights_and_says_itself_when_it_was_busy(tmp_path: Path) -> None:
+    books = Books(tmp_path)
+    books.journal.on_worker(info(price=3600.0), alive=True)
+    books.clock.advance(20.0)
+    books.journal.on_installed(InstallReport("w0", -1, "", ok=False, seconds=1.0, error="wrong base"))
+    books.clock.advance(10.0)
+    books.journal.on_installed(InstallReport("w0", 0, "d0", ok=True, seconds=1.0))
+    books.clock.advance(10.0)
+    books.journal.on_stats(0, WorkerStats("w0", 0, "d0", 1, 4, 40, busy_s=2.5))
+    parts = books.summary()["usd_by_part"]
+    assert {part: usd for part, usd in parts.items() if usd} == {"booting": 30.0, "idle": 7.5, "open": 2.5}
+
+
+def test_late_news_of_an_incarnation_says_nothing_of_its_successor_s_time(tmp_path: Path) -> None:
+    books = Books(tmp_path)
+    books.journal.on_worker(info(price=3600.0, epoch=1), alive=True)
+    books.journal.on_installed(InstallReport("w0", 0, "d0", ok=True, seconds=1.0))
+    books.clock.advance(10.0)
+    books.journal.on_stats(0, WorkerStats("w0", 0, "d0", 1, 4, 40, busy_s=2.5))
+    assert books.summary()["usd_by_part"]["open"] == 10.0
+    books.journal.on_stats(1, WorkerStats("w0", 0, "d0", 1, 4, 40, busy_s=2.5))
+    assert books.summary()["usd_by_part"]["open"] == 2.5
+
+
+def test_a_step_s_tokens_are_paid_for_by_the_workers_at_work(tmp_path: Path) -> None:
+    books = Books(tmp_path, replace_section(tiny_config(steps=4), staleness={"reuse": 2, "max_staleness": 3}))
+    books.journal.on_worker(info(price=3600.0), alive=True)
+    books.journal.on_installed(InstallReport("w0", 0, "d0", ok=True, seconds=1.0))
+    books.clock.advance(10.0)
+    books.journal.on_step(batch(0, "a"), stats(0), 1.0, BufferCounts(dropped_stale=2))
+    books.clock.advance(10.0)
+    books.journal.on_step(batch(1, "a"), stats(1), 1.0, BufferCounts(dropped_stale=2))  # trained again
+    first, second = read_metrics(tmp_path)
+    assert (first["usd_wasted"], first["wasted_share"], first["usd_projected"]) == (5.0, 0.5, 40.0)
+    assert (second["usd"], second["usd_wasted"], second["usd_per_million_tokens"]) == (10.0, 10.0, 2e5)
+    assert "$20.0000 of $40.0000" in books.screen.getvalue()
+    summary = books.summary()
+    assert (summary["usd_per_step"], summary["usd_by_sku"]) == (10.0, {"L4 on_demand": 20.0})
 
 
 def test_a_resumed_run_goes_on_counting_where_the_first_stopped(tmp_path: Path) -> None:

@@ -192,6 +192,11 @@ def test_step_line() -> None:
     )
 
 
+def test_step_line_shows_what_the_run_will_have_cost_where_that_is_known() -> None:
+    assert step_line(a_step(42, usd_projected=0.0351), 120).endswith("  $0.0123 of $0.0351")
+    assert step_line(a_step(42, usd_projected=None), 120).endswith("  $0.0123")
+
+
 def test_step_line_shows_what_is_missing() -> None:
     assert step_line({"step": 1}, 9) == "step 1/9  v-  reward -  correct -  stale -/-  bubble -%  - tok/s  $-"
 
@@ -284,6 +289,9 @@ def test_the_closing_block_says_what_matters() -> None:
             "max_staleness_observed": 2,
             "digest_mismatches": 0,
             "usd_total": 1.5,
+            "usd_per_step": 0.5,
+            "usd_per_million_tokens": 12.3456,
+            "wasted_share": 0.0625,
         },
         Path("runs/x/report.html"),
     )
@@ -294,7 +302,7 @@ def test_the_closing_block_says_what_matters() -> None:
         "0.500 -> 0.900 held-out accuracy",
         "max 2 (bound 3)",
         "0 digest mismatches",
-        "$1.5000",
+        "$1.5000: $0.5 a step, $12.35 per million tokens, 6.2 % wasted",
         "runs/x/report.html",
     ):
         assert expected in text

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from echo_planes.errors import ConfigError, RefusedError
-from echo_planes.money import Budget, MoneyBook
+from echo_planes.money import FATES, Budget, MoneyBook
 
 
 def at_work(usd_per_hour: float = 3.6) -> MoneyBook:
@@ -184,6 +187,149 @@ def test_a_name_that_passes_from_the_learner_to_the_rollouts_loses_no_dollar() -
     book.start("m", 3600.0, 0.0)
     book.start("m", 3600.0, 1.0, role="learner")
     assert parts(book, 3.0) == {"booting": 1, "learner": 2}
+
+
+# --- what a worker says of its time --------------------------------------------------------------
+
+
+def serving(usd_per_hour: float = 3600.0) -> MoneyBook:
+    """One worker, serving since 0 s: 1 $/s."""
+    book = MoneyBook()
+    book.start("w0", usd_per_hour, 0.0)
+    book.mark("w0", "serving", 0.0)
+    return book
+
+
+def test_a_worker_s_own_account_tells_busy_from_idle_seconds() -> None:
+    book = serving()
+    book.worked("w0", 4.0, 10.0)
+    assert parts(book, 10.0) == {"open": 4, "idle": 6}
+    book.worked("w0", 12.0, 20.0)  # cumulative: 8 of the last 10
+    book.worked("w0", 12.0, 20.0)  # the same again
+    assert parts(book, 20.0) == {"open": 12, "idle": 8}
+
+
+def test_no_more_than_passed_was_busy_and_what_came_early_is_not_lost() -> None:
+    book = serving()
+    book.worked("w0", 10.5, 10.0)  # a message took its time
+    assert parts(book, 10.0) == {"open": 10}
+    book.worked("w0", 19.5, 20.0)
+    assert parts(book, 20.0) == {"open": Fraction(39, 2), "idle": Fraction(1, 2)}
+    book.worked("w0", 3.0, 30.0)  # less than before: no time comes back
+    assert parts(book, 30.0) == {"open": Fraction(39, 2), "idle": Fraction(21, 2)}
+
+
+def test_time_without_an_account_is_as_busy_as_the_rest() -> None:
+    book = serving()
+    assert parts(book, 10.0) == {"open": 10}  # nobody has said anything yet
+    book.worked("w0", 2.5, 10.0)
+    assert parts(book, 20.0) == {"open": 5, "idle": 15}
+    book.stop("w0", 20.0)
+    book.worked("w0", 12.5, 21.0)  # too late
+    assert parts(book, 30.0) == {"lost": 5, "idle": 15}
+
+
+def test_a_successor_s_account_begins_anew() -> None:
+    book = serving()
+    book.worked("w0", 5.0, 10.0)
+    book.start("w0", 3600.0, 20.0)  # the ten seconds before are half busy
+    book.worked("w0", 0.0, 25.0)  # it boots: there is nothing to tell apart
+    book.mark("w0", "serving", 30.0)
+    book.worked("w0", 10.0, 40.0)
+    assert parts(book, 40.0) == {"open": 20, "idle": 10, "booting": 10}
+
+
+def test_a_new_price_is_shared_out_like_the_old_one() -> None:
+    book = serving()
+    book.worked("w0", 5.0, 10.0)
+    book.start("w0", 7200.0, 10.0, state="serving")
+    book.worked("w0", 10.0, 20.0)
+    assert parts(book, 20.0) == {"open": 25, "idle": 5}
+
+
+MOVES = st.lists(
+    st.tuples(
+        st.floats(0.0, 1000.0),  # seconds since the last move
+        st.sampled_from(
+            ["start", "stop", "booting", "idle", "busy", "serving", "serving", "worked", "worked"]
+        ),
+        st.sampled_from(["a", "b"]),
+        st.floats(0.0, 3000.0),  # $/h, or busy seconds
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(moves=MOVES, tokens=st.lists(st.integers(0, 10**6), min_size=6, max_size=6))
+def test_whatever_is_said_of_their_time_the_parts_add_up(moves: list[Any], tokens: list[int]) -> None:
+    book = MoneyBook()
+    *fates, left = tokens
+    for fate, number in zip(FATES, fates, strict=True):
+        book.settle(None, fate, number)
+    book.undecided(left)
+    now_s = 0.0
+    for passed_s, what, machine, value in [(0.0, "start", "a", 3.6), (0.0, "serving", "a", 0.0), *moves]:
+        now_s += passed_s
+        idle = book.parts(now_s)["idle"]
+        if what == "start":
+            book.start(machine, value, now_s)
+        elif what == "stop":
+            book.stop(machine, now_s)
+        elif what == "worked":
+            book.worked(machine, value, now_s)
+        else:
+            book.mark(machine, what, now_s)
+        shares = book.parts(now_s)
+        assert sum(shares.values()) == book.total(now_s)
+        assert min(shares.values()) >= 0
+        if what != "worked":  # only an account changes what is known of the time before
+            assert shares["idle"] == idle
+
+
+# --- tokens of nobody in particular --------------------------------------------------------------
+
+
+def test_where_nobody_knows_whose_tokens_the_fleet_s_dollars_are_shared_out() -> None:
+    book = MoneyBook()
+    for machine, price in (("dear", 5400.0), ("cheap", 1800.0)):
+        book.start(machine, price, 0.0, state="busy")
+    book.settle(None, "trained", 50)
+    book.settle(None, "stale", 30)
+    book.undecided(20)
+    assert parts(book, 10.0) == {"trained": 10, "stale": 6, "open": 4}
+    book.undecided(0)
+    book.stop("dear", 10.0)  # its work is not lost with it
+    assert parts(book, 10.0) == {"trained": Fraction(25, 2), "stale": Fraction(15, 2)}
+
+
+def test_a_machine_with_tokens_of_its_own_keeps_its_dollars_to_them() -> None:
+    book = MoneyBook()
+    book.start("known", 3600.0, 0.0, state="busy")
+    book.start("unknown", 3600.0, 0.0, state="busy")
+    book.settle("known", "failed", 5)
+    book.settle(None, "trained", 1)
+    book.settle(None, "lost", 1)
+    assert parts(book, 2.0) == {"failed": 2, "trained": 1, "lost": 1}
+
+
+# --- the learner's time, and the steps' price ----------------------------------------------------
+
+
+def test_a_learner_that_boots_does_not_learn_yet() -> None:
+    book = MoneyBook()
+    book.start("learner-0", 3600.0, 0.0, role="learner", state="booting")
+    book.mark("learner-0", "busy", 30.0)
+    book.step(40.0, 5, 4.0)
+    assert parts(book, 40.0) == {"booting": 30, "learner": 6, "learner_idle": 4}
+
+
+def test_what_was_spent_on_getting_ready_is_no_step_s_price() -> None:
+    book = at_work(3600.0)
+    book.ready(100.0)
+    assert book.step(110.0, 5, 0.0) == 110.0
+    assert book.projected_usd(110.0, 9) == 200.0
+    assert book.step(115.0, 5, 0.0) == 5.0
 
 
 # --- steps, projection, budget -------------------------------------------------------------------

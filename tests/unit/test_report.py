@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from echo_planes.errors import DataError
-from echo_planes.metrics import MetricsWriter
+from echo_planes.metrics import MetricsWriter, read_summary
 from echo_planes.report import main, render, write_report
 from echo_planes.report_assets.charts import MAX_POINTS, Chart, Series, line_chart, moving_average, si, ticks
 from echo_planes.report_assets.rollouts import decoded, heat_class, read_rollouts, rollout_card, token_texts
@@ -145,9 +145,32 @@ def test_a_finished_run_shows_its_key_figures(tmp_path: Path) -> None:
         assert expected in page
     learning = ["Reward", "Entropy", "Gradient norm"]
     asynchrony = ["Staleness", "Sampler-learner mismatch", "Learner time", "Learner bubble"]
-    cost = ["Throughput", "Cumulative cost", "Tokens per worker", "Start-up", "Workers"]
+    cost = ["Throughput", "Cost of a step", "Cumulative cost", "Tokens per worker", "Start-up", "Workers"]
     for title in [*learning, *asynchrony, *cost, "Ledger", "Events"]:
         assert f"<h3>{title}</h3>" in page
+
+
+def test_the_money_is_shown_by_part_and_by_machine(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    summary = read_summary(run)
+    parts = {"learner": 2.0, "trained": 1.0, "learner_idle": 0.75, "stale": 1.25, "failed": 0.0}
+    spent = {"usd_by_part": parts, "usd_by_sku": {"H100 spot": 3.0, EVIL: 2.0}, "wasted_share": 0.4}
+    MetricsWriter(run).write_summary({**summary, **spent})
+    page = render(run)
+    outline(page)
+    money = page[page.index("<h2>Money</h2>") : page.index("<h2>Data and events</h2>")]
+    assert "<h3>Cost of a step</h3>" in money
+    rows = re.findall(r"<tr><td>(.*?)</td></tr>", money)
+    plain = [re.sub(r"(</td><td[^>]*>)+", " | ", row) for row in rows]
+    assert plain[:4] == [
+        "learner | the learner trains | $2.00 | 40 %",
+        "stale | tokens dropped as too old | wasted | $1.25 | 25 %",
+        "trained | tokens that were trained | $1.00 | 20 %",
+        "learner idle | the learner waits for a batch | wasted | $0.75 | 15 %",
+    ]
+    assert plain[4] == "H100 spot | $3.00 | 60 %"
+    assert len(plain) == 6
+    assert "40 % wasted" in page
 
 
 def test_nothing_from_the_run_becomes_markup_and_nothing_is_loaded(tmp_path: Path) -> None:

@@ -131,7 +131,8 @@ class Source:
         if self.renewal_fails:
             raise self.renewal_fails
         ids = tuple(message.lease_id for message in messages)
-        self.renewed.append((asyncio.get_running_loop().time(), ids))
+        if ids:
+            self.renewed.append((asyncio.get_running_loop().time(), ids))
         for message in messages:
             self.streamed.append(message)
         return tuple(lease_id for lease_id in ids if lease_id in self.recalls)

@@ -243,9 +243,6 @@ def test_a_second_worker_goes_on_where_the_first_one_left() -> None:
     assert [answer[:3] for answer in answers] == [one.sample.token_ids for one in drafts]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="`leave` does not wait for the message of tokens under way, which may be overtaken"
-)
 def test_a_message_under_way_is_not_overtaken_by_the_hand_over() -> None:
     class Slow(Plane):
         async def stream(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> tuple[str, ...]:

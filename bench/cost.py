@@ -1,0 +1,389 @@
+"""What the provisioner saves: `python -m bench.cost [--json FILE] [--data DIR]`.
+
+The real Fleet, Provisioner, Controller and ReplayBuffer run in the simulator, on a dated price list and three
+recorded spot markets, and make a fixed number of steps. Their dollars are compared with
+
+- (a) a fleet of one on-demand SKU, simulated in the same way: the cheapest such fleet that reaches mu_target,
+  which is the bar, and the usual one, H100;
+- (b) random activation (ECHO-2, 5.5.2, "w/o Cost"): the mean over seeds of fleets with the same target;
+- (c) the optimum: at every moment the cheapest fleet of what there is then, changed at once and for nothing.
+
+(b) and (c) pay for no boot, no wait and no lost work; (a) and the provisioner do. Percentages are of the
+rollout fleet's dollars; those of learner and fleet together stand beside them. What is assumed:
+cost_assumptions.yaml.
+Everything here is simulated. The exit status is 1 where a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.cost_fleets import (
+    HOUR_S,
+    Priced,
+    cheapest_single,
+    homogeneous,
+    optimum,
+    plan_counts,
+    random_fleet,
+    work_s,
+)
+from bench.cost_market import (
+    Assumptions,
+    Case,
+    Listed,
+    SpotMarket,
+    listed,
+    read_assumptions,
+    scenario,
+    snapshot_s,
+    spot_market,
+)
+from echo_planes.errors import DataError
+from echo_planes.rollout.exact import exact
+from echo_planes.rollout.offers import FleetPlan, Limits, Need, Offer
+from echo_planes.rollout.prices import PriceRow, read_prices
+from echo_planes.sim.scenario import Scenario
+from echo_planes.sim.trace import LEARNER
+from echo_planes.sim.world import World
+
+DATA_DIR = Path(os.environ.get("ECHO_PLANES_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+PRICES = "gpu_prices/gpu_prices.csv"
+PAPERS = "gpu_prices/papers.csv"
+USUAL = "H100"
+SENSITIVITY = (
+    ("boot 60 s", {"boot_s": 60.0}),
+    ("boot 600 s", {"boot_s": 600.0}),
+    ("throughput x0.5", {"throughput": 0.5}),
+    ("throughput x2", {"throughput": 2.0}),
+    ("spot prices x0.5", {"spot_price": 0.5}),
+    ("spot prices x2", {"spot_price": 2.0}),
+    ("all spot offers in step", {"in_step": True}),
+    ("shifted by 1/3", {"shift": 1 / 3}),
+    ("shifted by 2/3", {"shift": 2 / 3}),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a fleet cost, and what it did. Simulated, or priced without friction."""
+
+    name: str
+    steps: int
+    hours: float
+    rollout_usd: float
+    learner_usd: float
+    bubble: float = 0.0
+    workers: float = 0.0  # mean where priced, most at once where simulated
+    t_bcast_s: float | None = None
+    lost: int = 0  # workers
+    usd_by_part: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def per_step(self) -> float:
+        """Dollars of the rollout fleet."""
+        return self.rollout_usd / self.steps
+
+    @property
+    def total_per_step(self) -> float:
+        return (self.rollout_usd + self.learner_usd) / self.steps
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One market: the provisioner's run and what it is compared with."""
+
+    case: Case
+    ours: Run
+    single: Run  # (a) the bar
+    usual: Run | None  # (a) the usual one
+    drawn: Run  # (b)
+    best: Run  # (c)
+    gap: float  # of (c): share that a better fleet could still save
+    boot_usd: float  # that (c) would pay if what it starts had to boot
+
+    @property
+    def below_single(self) -> float:
+        return 1 - self.ours.per_step / self.single.per_step
+
+    @property
+    def above_best(self) -> float:
+        return self.ours.per_step / self.best.per_step - 1
+
+
+def simulate(name: str, what: Scenario) -> Run:
+    """A simulated run.
+
+    Raises:
+        DataError: it did not make its steps.
+    """
+    summary = World(what).run().summary
+    if summary["status"] != "done":
+        raise DataError(f"{name}: the simulated run ended with {summary['status']}: {summary['error']}")
+    learner = sum(usd for sku, usd in summary["usd_by_sku"].items() if sku.split()[0] == LEARNER)
+    return Run(
+        name,
+        steps=summary["steps"],
+        hours=summary["seconds"] / HOUR_S,
+        rollout_usd=summary["usd_total"] - learner,
+        learner_usd=learner,
+        bubble=summary["bubble_ratio"],
+        workers=summary["workers_most"],
+        t_bcast_s=summary["t_bcast_s_median"],
+        lost=summary["workers_lost"],
+        usd_by_part=summary["usd_by_part"],
+    )
+
+
+def frictionless(name: str, priced: Priced, assumptions: Assumptions, steps: int) -> Run:
+    hours = priced.seconds / HOUR_S
+    learner = assumptions.learner.usd_per_hour * hours
+    return Run(name, steps, hours, priced.usd, learner, workers=priced.workers)
+
+
+def provisioned(
+    assumptions: Assumptions, offers: Sequence[Listed], market: SpotMarket, need: Need, steps: int
+) -> Run:
+    """The provisioner's run. It begins with the fleet that a plan for these quotas says."""
+    first = plan_counts(market.offers, need)
+    with tempfile.TemporaryDirectory() as folder:
+        models = [one.model for one in offers]
+        what = scenario(
+            assumptions,
+            models,
+            first,
+            mode="provisioned",
+            steps=steps,
+            market=market,
+            folder=Path(folder),
+        )
+        return simulate("provisioner", what)
+
+
+def steady(
+    name: str, assumptions: Assumptions, offers: Sequence[Listed], offer: Offer, need: Need, steps: int
+) -> Run:
+    """The run of a fleet of one on-demand offer that does not change."""
+    model = next(one.model for one in offers if one.offer is offer)
+    counts = {offer.name: homogeneous(offer, need)}
+    model = model.model_copy(update={"max_count": counts[offer.name]})
+    what = scenario(assumptions, [model], counts, mode="fixed", steps=steps)
+    return simulate(f"{name}: {counts[offer.name]} x {offer.name}", what)
+
+
+def compare(
+    assumptions: Assumptions,
+    rows: Sequence[PriceRow],
+    case: Case,
+    data: Path,
+    *,
+    simulate_single: bool,
+    most_steps: int | None = None,
+) -> Outcome:
+    """The provisioner and all that it is compared with, in one market.
+
+    Args:
+        simulate_single: simulate (a), and the usual fleet with it; otherwise (a) is priced without friction.
+        most_steps: not more than so many; default: as many as the recording is long.
+    """
+    offers = listed(assumptions, rows, case)
+    market = spot_market(assumptions, [one.offer for one in offers], case, data)
+    length_s = max(trace.end_s for trace in market.traces.values())
+    steps = min(int(length_s // assumptions.t_train_s), most_steps or sys.maxsize)
+    ours = provisioned(assumptions, offers, market, assumptions.need(0.0), steps)
+    need = assumptions.need(ours.t_bcast_s or 0.0)
+    single = cheapest_single(market.offers, need)
+    usual = None
+    if simulate_single:
+        alone = steady("(a) bar", assumptions, offers, single, need, steps)
+        h100 = cheapest_single([offer for offer in market.offers if offer.sku == USUAL], need)
+        usual = steady("(a) usual", assumptions, offers, h100, need, steps)
+    else:
+        count, seconds = homogeneous(single, need), work_s(need, steps)
+        usd = count * single.usd_per_hour * seconds / HOUR_S
+        alone = frictionless(f"(a) {count} x {single.name}", Priced(usd, seconds), assumptions, steps)
+    best = optimum(market, need, steps, install_s=snapshot_s(assumptions))
+    seeds = range(assumptions.random_seeds)
+    draws = [random_fleet(market, need, steps, random.Random(f"{assumptions.seed}/{n}")) for n in seeds]
+    drawn = Priced(
+        statistics.fmean(draw.usd for draw in draws),
+        draws[0].seconds,
+        workers=statistics.fmean(draw.workers for draw in draws),
+    )
+    return Outcome(
+        case,
+        ours,
+        alone,
+        usual,
+        frictionless(f"(b) random, mean of {len(draws)}", drawn, assumptions, steps),
+        frictionless("(c) optimum", best, assumptions, steps),
+        best.gap,
+        best.boot_usd,
+    )
+
+
+# --- the papers' own prices ------------------------------------------------------------------------
+
+
+def papers_own(path: Path) -> list[tuple[str, str, str]]:
+    """What the same rule says at the prices that the papers state: what, ours, theirs.
+
+    Raises:
+        DataError: the file lacks a price.
+    """
+    with path.open(newline="", encoding="utf-8") as file:
+        usd = {row["item"]: float(row["usd_per_hour"]) / int(row["gpus"]) for row in csv.DictReader(file)}
+    try:
+        a100, rtx, h100 = usd["A100-80GB on demand"], usd["RTX-5090 on demand"], usd["H100 rollout"]
+        reserved, spot = usd["8xH100 on demand (training)"], usd["2xH100 spot (rollout)"]
+    except KeyError as error:
+        raise DataError(f"{path} has no item {error}: give the list with the papers' prices") from error
+    # E.3: 10 H100 or 76 RTX 5090 keep 8 H100 busy, which make 4,096 trajectories in 1,320 s (table 6).
+    step_s = 1914 / 100 / (18 * h100) * HOUR_S
+    mu = 4096 / step_s
+    offers = [
+        Offer("H100", "H100", h100, mu / 10, 10),
+        Offer("RTX-5090", "RTX-5090", rtx, mu / 76, 76),
+    ]
+    plan = exact(offers, mu, Limits(), {})
+    if not isinstance(plan, FleetPlan):
+        raise DataError(f"{path}: no fleet of 10 H100 and 76 RTX 5090 makes {mu:.2f} trajectories/s")
+    fleet, learner = ", ".join(f"{n} {name}" for name, n in plan.counts.items()), 8 * h100
+    total = 1 - (learner + plan.usd_per_hour) / (learner + 10 * h100)
+    central = 8 * a100 * 1508.2 / HOUR_S  # 5.2: veRL's step on 8 A100
+    split = [(4 * a100 + count * rtx) * 1631.2 / HOUR_S for count in (8, 9)]
+    return [
+        (
+            f"E.3, 32 B: {fleet} for 10 H100",
+            f"rollout {1 - plan.usd_per_hour / (10 * h100):.1%} below, total {total:.1%} below",
+            "total 4.6 % below",
+        ),
+        (
+            "5.2, 8 B: 4 A100 + 8 or 9 RTX 5090 for 8 A100",
+            f"total {1 - split[0] / central:.1%} or {1 - split[1] / central:.1%} below",
+            "total 33.3 - 36.3 % below",
+        ),
+        ("table 2: random activation", "see (b)", f"total {9.339 / 8.098 - 1:.1%} above"),
+        (
+            "RLBoost table 2: a spot H100 for an on-demand one",
+            f"{1 - spot / reserved:.1%} below",
+            "28 - 49 % better tokens/$",
+        ),
+    ]
+
+
+# --- what is printed -------------------------------------------------------------------------------
+
+
+def show_outcome(outcome: Outcome) -> list[str]:
+    """A table of one market."""
+    ours = outcome.ours
+    lines = [
+        f"trace {outcome.case.trace}, SIMULATED: {ours.steps} steps",
+        f"  {'fleet':<42}{'hours':>7}{'bubble':>8}{'workers':>8}{'rollout $/step':>15}{'learner':>9}"
+        f"{'total':>8}   the provisioner is",
+    ]
+    for run in (ours, outcome.single, outcome.usual, outcome.drawn, outcome.best):
+        if run is None:
+            continue
+        change, total = ours.per_step / run.per_step - 1, ours.total_per_step / run.total_per_step - 1
+        beside = "" if run is ours else f"   {change:+.1%} (total {total:+.1%})"
+        lines.append(
+            f"  {run.name:<42}{run.hours:>7.2f}{run.bubble:>8.1%}{run.workers:>8.1f}{run.per_step:>15.3f}"
+            f"{run.learner_usd / run.steps:>9.3f}{run.total_per_step:>8.3f}{beside}"
+        )
+    rollout = {part: usd for part, usd in ours.usd_by_part.items() if not part.startswith(LEARNER)}
+    parts = ", ".join(f"{part} {usd / ours.rollout_usd:.1%}" for part, usd in rollout.items() if usd)
+    lines.append(f"  of the provisioner's rollout dollars: {parts}; {ours.lost} workers lost without notice")
+    boots = outcome.boot_usd / outcome.best.rollout_usd
+    lines.append(f"  if what (c) starts had to boot, it would cost {boots:.1%} more")
+    if outcome.gap:
+        lines.append(f"  the optimum is proved within {outcome.gap:.2%}")
+    return lines
+
+
+def show_sensitivity(name: str, outcome: Outcome) -> str:
+    ours = outcome.ours
+    return (
+        f"  {name:<26}{ours.per_step:>9.3f}{ours.bubble:>8.1%}{outcome.single.per_step:>9.3f}"
+        f"{outcome.drawn.per_step:>9.3f}{outcome.best.per_step:>9.3f}{-outcome.below_single:>+9.1%}"
+        f"{ours.per_step / outcome.drawn.per_step - 1:>+9.1%}{outcome.above_best:>+9.1%}"
+    )
+
+
+def judge(outcomes: Sequence[Outcome], assumptions: Assumptions) -> list[tuple[str, bool]]:
+    """Each bar in each market."""
+    bars, verdicts = assumptions.bars, []
+    for outcome in outcomes:
+        trace = outcome.case.trace
+        below, above = outcome.below_single, outcome.above_best
+        verdicts += [
+            (
+                f"{trace}: {below:.1%} below (a), at least {bars.below_on_demand:.0%}",
+                below >= bars.below_on_demand,
+            ),
+            (f"{trace}: {above:+.1%} of (c), at most {bars.above_optimum:+.0%}", above <= bars.above_optimum),
+        ]
+    return verdicts
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.cost", description="What the provisioner saves.")
+    parser.add_argument("--json", type=Path, help="write all figures as one JSON object")
+    parser.add_argument("--data", type=Path, default=DATA_DIR, help="default $ECHO_PLANES_DATA")
+    options = parser.parse_args(arguments)
+    assumptions = read_assumptions()
+    data: Path = options.data
+    needed = (PRICES, PAPERS, *assumptions.traces.values())
+    if missing := [name for name in needed if not (data / name).is_file()]:
+        print(f"error: {data / missing[0]} is not there: set ECHO_PLANES_DATA or --data", file=sys.stderr)
+        return 2
+    rows = read_prices(data / PRICES)
+    print(f"SIMULATED. R = {assumptions.per_step}, T_train = {assumptions.t_train_s:.0f} s, S = 3, kappa = 2")
+    outcomes = []
+    for trace in assumptions.traces:
+        outcomes.append(compare(assumptions, rows, Case(trace), data, simulate_single=True))
+        print("\n".join(show_outcome(outcomes[-1])), flush=True)
+    first = next(iter(assumptions.traces))
+    print(
+        f"sensitivity, trace {first}, rollout $/step; (a) priced without friction\n"
+        f"  {'':<26}{'ours':>9}{'bubble':>8}{'(a)':>9}{'(b)':>9}{'(c)':>9}"
+        f"{'to (a)':>9}{'to (b)':>9}{'to (c)':>9}"
+    )
+    varied = {}
+    for name, changes in SENSITIVITY:
+        fields: dict[str, Any] = dict(changes)
+        case = Case(first, **fields)
+        varied[name] = compare(assumptions, rows, case, data, simulate_single=False, most_steps=30)
+        print(show_sensitivity(name, varied[name]), flush=True)
+    papers = papers_own(data / PAPERS)
+    print("the same rule at the papers' own prices (papers.csv)")
+    print("\n".join(f"  {what:<50}{ours:<50}paper: {theirs}" for what, ours, theirs in papers))
+    verdicts = judge(outcomes, assumptions)
+    print("\n".join(f"{'pass' if holds else 'MISSED'}  {text}" for text, holds in verdicts))
+    if options.json:
+        figures = {
+            "simulated": True,
+            "assumptions": assumptions.model_dump(),
+            "outcomes": [asdict(outcome) for outcome in outcomes],
+            "sensitivity": {name: asdict(outcome) for name, outcome in varied.items()},
+            "papers": papers,
+            "bars": dict(verdicts),
+        }
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return 0 if all(holds for _, holds in verdicts) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

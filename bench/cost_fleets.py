@@ -1,0 +1,136 @@
+"""Fleets that `bench.cost` compares with: the optimum at every moment, random ones, and of one SKU.
+
+They are priced without boot times, waits and losses of work: what is compared with them pays all of that.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from bench.cost_market import SpotMarket
+from echo_planes.errors import DataError
+from echo_planes.rollout.exact import fleet_problem, solve
+from echo_planes.rollout.offers import FleetPlan, Limits, Need, Offer
+
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A fleet that follows the market without any friction."""
+
+    usd: float  # of all workers over the time that the work takes without waits
+    seconds: float
+    gap: float = 0.0  # share of `usd` that a better fleet could still save; 0.0: proved
+    workers: float = 0.0  # mean
+    boot_usd: float = 0.0  # not in `usd`: for what it starts after its first workers, if that booted
+
+
+def target_of(need: Need) -> float:
+    """mu_target.
+
+    Raises:
+        DataError: no fleet is enough for such a learner.
+    """
+    if need.mu_target is None:
+        raise DataError(f"kappa T_train is not above T_bcast = {need.t_bcast_s:.0f} s: no fleet is enough")
+    return need.mu_target
+
+
+def work_s(need: Need, steps: int) -> float:
+    """Seconds of so many steps without a wait: the first batch is sampled, then the learner trains."""
+    return need.per_step / target_of(need) + steps * need.t_train_s
+
+
+def homogeneous(offer: Offer, need: Need) -> int:
+    """Workers of one offer that reach the target."""
+    return math.ceil(target_of(need) / offer.mu - 1e-9)
+
+
+def cheapest_single(offers: Sequence[Offer], need: Need) -> Offer:
+    """The on-demand offer of which a whole fleet is the cheapest."""
+    steady = [offer for offer in offers if offer.market == "on_demand"]
+    return min(steady, key=lambda o: (homogeneous(o, need) * o.usd_per_hour, o.name))
+
+
+def optimum(market: SpotMarket, need: Need, steps: int, install_s: float = 0.0) -> Priced:
+    """The cheapest fleet for the target at every moment, changed at once and for nothing.
+
+    It knows what there is; the integer programme is solved at every change of it.
+
+    Args:
+        install_s: from the end of a boot until the weights are there; for `boot_usd` only.
+
+    Raises:
+        DataError: at some moment there is no fleet for the target.
+    """
+    known: dict[tuple[int, ...], tuple[FleetPlan, float]] = {}
+
+    def best(offers: Sequence[Offer]) -> tuple[FleetPlan, float]:
+        key = tuple(offer.max_count for offer in offers)
+        if key not in known:
+            solution = solve(fleet_problem(offers, target_of(need), Limits(), {}))
+            if not isinstance(solution.outcome, FleetPlan):
+                raise DataError(f"no fleet reaches {target_of(need):.2f} trajectories/s: raise the quotas")
+            known[key] = solution.outcome, solution.gap
+        return known[key]
+
+    until_s = work_s(need, steps)
+    usd = missing = workers = boot_usd = 0.0
+    before: Mapping[str, int] | None = None
+    for since_s, to_s in _intervals(market, until_s):
+        plan, gap = best(market.at(since_s))
+        hours = (to_s - since_s) / HOUR_S
+        usd, workers = usd + plan.usd_per_hour * hours, workers + plan.num_workers * hours
+        missing += gap * plan.usd_per_hour * hours
+        if before is not None:
+            for offer in market.offers:
+                started = plan.counts.get(offer.name, 0) - before.get(offer.name, 0)
+                boot_usd += max(started, 0) * offer.usd_per_hour * (offer.boot_s + install_s) / HOUR_S
+        before = plan.counts
+    return Priced(usd, until_s, missing / usd, workers * HOUR_S / until_s, boot_usd)
+
+
+def random_fleet(market: SpotMarket, need: Need, steps: int, rng: random.Random) -> Priced:
+    """A fleet drawn at random (ECHO-2, 5.5.2, "w/o Cost").
+
+    While it is below the target, one of the offers that have a machine left is drawn and gives one.
+
+    What is taken away is made up for at once. Nothing is given back.
+    """
+    held: dict[str, int] = {}
+    until_s, target = work_s(need, steps), target_of(need)
+    usd = workers = 0.0
+    for since_s, to_s in _intervals(market, until_s):
+        offers = market.at(since_s)
+        held = {offer.name: min(held.get(offer.name, 0), offer.max_count) for offer in offers}
+        mu = math.fsum(offer.mu * held[offer.name] for offer in offers)
+        while mu < target:
+            drawn = rng.choice([offer for offer in offers if held[offer.name] < offer.max_count])
+            held[drawn.name] += 1
+            mu += drawn.mu
+        hours = (to_s - since_s) / HOUR_S
+        usd += hours * math.fsum(offer.usd_per_hour * held[offer.name] for offer in offers)
+        workers += hours * sum(held.values())
+    return Priced(usd, until_s, workers=workers * HOUR_S / until_s)
+
+
+def plan_counts(offers: Sequence[Offer], need: Need) -> Mapping[str, int]:
+    """What `echo_planes.plan` would begin with: the cheapest fleet if all quotas were there.
+
+    Raises:
+        DataError: there is none.
+    """
+    outcome = solve(fleet_problem(offers, target_of(need), Limits(), {})).outcome
+    if not isinstance(outcome, FleetPlan):
+        raise DataError(f"no fleet reaches {target_of(need):.2f} trajectories/s: raise the quotas")
+    return outcome.counts
+
+
+def _intervals(market: SpotMarket, until_s: float) -> list[tuple[float, float]]:
+    moments = [*market.moments(until_s), until_s]
+    return list(pairwise(moments))

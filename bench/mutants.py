@@ -1,0 +1,292 @@
+"""Bugs that the fault campaign must find: each one line of the real code, as somebody might get it wrong.
+
+A mutant is put into its class in this process only, and taken out again. It names the line that it changes,
+so one whose line is no longer there says so, and does not pass for found.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from echo_planes.controller import Controller
+from echo_planes.data.buffer import ReplayBuffer
+from echo_planes.data.drafts import DraftBook, DraftShelf
+from echo_planes.data.leases import LeaseBook
+from echo_planes.data.prompts import PromptCursor
+from echo_planes.money import Budget, MoneyBook
+from echo_planes.rollout.fleet import Fleet
+from echo_planes.rollout.provisioner import Provisioner
+from echo_planes.sim.crew import Crew
+from echo_planes.sim.flow import Flow
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A bug."""
+
+    name: str
+    owner: type
+    method: str
+    right: str  # text of the method, once in it
+    wrong: str  # what stands there instead
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """While the class has the bug.
+
+        Raises:
+            ValueError: the method does not have that text once.
+        """
+        found = self.owner.__dict__[self.method]
+        source = textwrap.dedent(inspect.getsource(_function(found)))
+        if source.count(self.right) != 1:
+            raise ValueError(
+                f"mutant '{self.name}': {self.method} has not '{self.right}' once; write it anew"
+            )
+        names = dict(vars(sys.modules[self.owner.__module__]))
+        code = "from __future__ import annotations\n" + source.replace(self.right, self.wrong)
+        exec(compile(code, f"<mutant: {self.name}>", "exec"), names)
+        # A property's source begins with its decorator, so what comes of it is one, too.
+        setattr(self.owner, self.method, names[self.method])
+        try:
+            yield
+        finally:
+            setattr(self.owner, self.method, found)
+
+
+def _function(found: Any) -> FunctionType:
+    function = found.fget if isinstance(found, property) else found
+    if not isinstance(function, FunctionType):
+        raise ValueError(f"{found} is no method and no property")
+    return function
+
+
+_HELD = "held = self._keep_tokens(worker_id, epoch, messages, now_s)"
+_KNOWN = "[m.lease_id for m in messages if m.lease_id in {x.lease_id for x in self._leases.live}]"
+
+MUTANTS = (
+    # leases
+    Mutant("a lease is accepted after its end", LeaseBook, "close", "lease.expires_s <= now_s", "False"),
+    Mutant("the epoch is not checked on stream", ReplayBuffer, "stream", _HELD, f"{_HELD} + {_KNOWN}"),
+    Mutant("the epoch is not checked on hand_over", ReplayBuffer, "hand_over", _HELD, f"held = {_KNOWN}"),
+    Mutant(
+        "the epoch is not checked on pull",
+        LeaseBook,
+        "is_current",
+        "self._epochs.get(worker_id) == epoch",
+        "True",
+    ),
+    Mutant("a lease is renewed from when it was issued", LeaseBook, "renew", "now_s + self._lease_s", "0.0"),
+    Mutant(
+        "permits are not returned on expiry",
+        LeaseBook,
+        "_remove",
+        "self._versions[lease.version] -= 1",
+        "pass",
+    ),
+    Mutant(
+        "a recalled lease is forgotten",
+        LeaseBook,
+        "recall",
+        "self._recalled.update(chosen)",
+        "self._recalled = set(chosen)",
+    ),
+    Mutant(
+        "leases of a lost worker live on",
+        ReplayBuffer,
+        "lose",
+        "ended = self._leases.forget(worker_id)",
+        "ended = self._leases.expire(0.0)",
+    ),
+    # drafts
+    Mutant("drafts are attached twice", DraftShelf, "take", "self._waiting.pop(", "self._waiting.get("),
+    Mutant(
+        "a draft's version is not counted in its lease",
+        ReplayBuffer,
+        "lease",
+        "min(version, oldest_version(drafts)) if drafts else version",
+        "version",
+    ),
+    Mutant(
+        "a piece that came twice is kept twice",
+        DraftBook,
+        "add",
+        "piece.first != self._lengths[number]",
+        "piece.first > self._lengths[number]",
+    ),
+    Mutant(
+        "a piece whose predecessor is missing is kept",
+        DraftBook,
+        "add",
+        "piece.first != self._lengths[number]",
+        "piece.first < self._lengths[number]",
+    ),
+    Mutant(
+        "drafts go on however old",
+        ReplayBuffer,
+        "_take_drafts",
+        "self._permits(oldest_version(drafts)) < 1",
+        "False",
+    ),
+    # admission
+    Mutant(
+        "S is off by one when leases are issued",
+        ReplayBuffer,
+        "_permits",
+        "step=self._step",
+        "step=self._step - 1",
+    ),
+    Mutant(
+        "S is off by one when a batch is formed",
+        ReplayBuffer,
+        "next_batch",
+        "budget = self._staleness.max_staleness",
+        "budget = self._staleness.max_staleness + 1",
+    ),
+    Mutant(
+        "the learner does not hold for live leases",
+        ReplayBuffer,
+        "next_batch",
+        'waiting = self._staleness.policy == "wait"',
+        "waiting = False",
+    ),
+    Mutant(
+        "a group is trained twice",
+        ReplayBuffer,
+        "next_batch",
+        "self._groups.pop(self._index.ids[sequence])",
+        "self._groups[self._index.ids[sequence]]",
+    ),
+    Mutant(
+        "a group is trained once too often",
+        ReplayBuffer,
+        "next_batch",
+        "uses < self._staleness.reuse",
+        "uses <= self._staleness.reuse",
+    ),
+    Mutant(
+        "spans need not be published",
+        ReplayBuffer,
+        "_refusal",
+        'return "unpublished"',
+        "continue",
+    ),
+    Mutant(
+        "a group of fewer samples is taken",
+        ReplayBuffer,
+        "_refusal",
+        "len(group.trajectories) != lease.num_samples",
+        "False",
+    ),
+    # prompts and the ledger
+    Mutant(
+        "a prompt is not given back on failure",
+        ReplayBuffer,
+        "_attempt_failed",
+        "attempts < MAX_ATTEMPTS",
+        "attempts < 2",
+    ),
+    Mutant("a dropped group is not counted", ReplayBuffer, "_drop", "dropped_stale=self._samples, ", ""),
+    Mutant(
+        "a dropped prompt is forgotten",
+        ReplayBuffer,
+        "_drop",
+        "self._cursor.give_back(group.prompt_index)",
+        "pass",
+    ),
+    Mutant(
+        "a returned prompt goes out twice",
+        PromptCursor,
+        "take",
+        "heapq.heappop(self._returned)",
+        "self._returned[0]",
+    ),
+    # versions and workers
+    Mutant(
+        "an install of an older version is taken",
+        Crew,
+        "_installed",
+        "manifest.version > engine.version",
+        "manifest.version != engine.version",
+    ),
+    Mutant(
+        "a version is published before it exists",
+        Controller,
+        "_on_step_done",
+        "self._todo.append(Publish(self._step))",
+        "self._todo.append(Publish(self._step + 1))",
+    ),
+    Mutant(
+        "a starved learner never publishes again",
+        Controller,
+        "_on_not_ready",
+        "self._todo.append(Publish(self._step))",
+        "pass",
+    ),
+    Mutant(
+        "a publication of every kappa is one late",
+        Controller,
+        "_on_step_done",
+        "self._step % self._kappa == 0",
+        "self._step % (self._kappa + 1) == 0",
+    ),
+    Mutant("a replaced worker keeps its epoch", Controller, "_replace", "worker.epoch += 1", "pass"),
+    Mutant(
+        "events of an old epoch are believed",
+        Controller,
+        "_living",
+        "worker is not None and worker.epoch == epoch",
+        "worker is not None",
+    ),
+    Mutant(
+        "a worker is started again for ever",
+        Controller,
+        "_replace",
+        "worker.restarts >= self._config.fleet.restarts",
+        "False",
+    ),
+    Mutant("a leaving worker gets leases", Flow, "ask", "member.leaving", "False"),
+    Mutant(
+        "a leaving worker gets installs",
+        Controller,
+        "_on_published",
+        "not worker.leaving and ",
+        "",
+    ),
+    # the fleet and its dollars
+    Mutant(
+        "the fleet launches above its quota",
+        Fleet,
+        "counts",
+        'm.state != "leaving"',
+        'm.state == "serving"',
+    ),
+    Mutant(
+        "a back-off never ends", Fleet, "_is_backed_off", " and now_s < self._back_offs[name].until_s", ""
+    ),
+    Mutant(
+        "the fleet's limits are ignored",
+        Provisioner,
+        "__init__",
+        "self.limits = limits",
+        "self.limits = Limits()",
+    ),
+    Mutant(
+        "a machine that is gone costs on", MoneyBook, "stop", "self._pay(known, -known.price, now)", "pass"
+    ),
+    Mutant(
+        "a taken machine is billed on",
+        Crew,
+        "on_taken",
+        "self._trace.money.stop(worker_id, self._kernel.now_s)",
+        "pass",
+    ),
+    Mutant("the budget is ignored", Budget, "spent", ">= self._left", ">= 2 * self._left"),
+)

@@ -1,0 +1,345 @@
+"""The fault campaign: thousands of small simulated runs, each with its own faults, all drawn from its seed.
+
+Every run is the real code that decides, on modelled machines (`world.py`), beaten by `chaos.py`, and held
+against the invariants of DESIGN section 4 at every event: those of the data plane in `invariants.py`, those
+of controller and fleet here; dollars are counted whenever the learner is given something to do, and at the
+end. A run must end, within a day of virtual time: when all steps are done, when it was asked to stop, when
+its disk was full, or when no worker is left that may be started again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+
+from echo_planes import events as ev
+from echo_planes.errors import ClusterError, EchoPlanesError
+from echo_planes.money import Budget
+from echo_planes.sim.chaos import ChaosDataPlane, ChaosMarket, Disturbance, Ghost, Plan, draw
+from echo_planes.sim.data_plane import SimDataPlane
+from echo_planes.sim.flow import Member
+from echo_planes.sim.invariants import InvariantError, require
+from echo_planes.sim.scenario import Scenario
+from echo_planes.sim.world import LINEAGE, Result, World
+from echo_planes.types import InstallReport, Manifest
+
+GHOST_WORDS = 5  # messages of a worker that was cut off
+GHOST_S = 60.0  # within this time
+SAME_USD = 1e-9
+
+LearnerWork = ev.FormBatch | ev.Train | ev.Publish | ev.Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one seed. `violation` is empty where every invariant held."""
+
+    seed: int
+    status: str  # how the run ended
+    violation: str
+    last: tuple[str, ...]  # events, before the violation or the end
+    checksum: int  # of everything that happened
+    num_events: int
+
+
+def run_seed(seed: int) -> Outcome:
+    """Simulate one seed."""
+    scenario, plan = draw(seed)
+    world = ChaosWorld(scenario, plan)
+    status, violation, result = "", "", None
+    try:
+        result = world.run()
+        status = str(result.summary["status"])
+        world.check_end(result)
+    except ClusterError as error:
+        status = "disk full"
+        if world.kernel.now_s < plan.disk_full_s or "\n" in str(error) or not str(error):
+            violation = f"the run ended with ClusterError: {error}"
+    except EchoPlanesError as error:
+        violation = f"{type(error).__name__}: {error}"
+    except Exception as error:  # noqa: BLE001  whatever it is, the code under test raised it: a violation
+        violation = f"{type(error).__name__}: {error}"
+    log = world.plane.watched.log
+    log.add(status, result.lines() if result is not None else "")
+    last = tuple(log.lines()[:-1])
+    return Outcome(seed, status, violation, last, log.checksum, world.kernel.num_events)
+
+
+def replays(seed: int, first: Outcome) -> bool:
+    """Whether the same seed comes to the same, to the last byte of trace and log."""
+    return run_seed(seed) == first
+
+
+class ChaosWorld(World):
+    """A run that goes wrong in every way, under watch.
+
+    Args:
+        scenario: what is simulated.
+        plan: what goes wrong besides the scenario's own faults.
+    """
+
+    plane: ChaosDataPlane
+
+    def __init__(self, scenario: Scenario, plan: Plan) -> None:
+        super().__init__(scenario)
+        self.plan = plan
+        self.chaos = random.Random(f"{scenario.seed}/chaos")
+        self.plane.begin(plan, self.chaos)
+        self._log = self.plane.watched.log
+        offers = {offer.name: offer for offer in scenario.offers}
+        self.market = ChaosMarket(offers, self.kernel, self.crew, self.rng)
+        self.crew.market = self.market
+        self._offers = offers
+        self._steps_done = 0
+        self._published_steps = -1  # newest version that was published
+        self._work: LearnerWork | None = None  # that the learner has in hand
+        self._epochs: dict[str, int] = {}  # newest that was started
+        self._starts: Counter[str] = Counter()
+        self._no_installs_until_s = 0.0
+        self._stop_due_s: float | None = None  # when the budget was seen to be spent
+        self.kernel.after_each = self._check
+        self.kernel.after(plan.stream_every_s, self._stream)
+        for disturbance in plan.disturbances:
+            self.kernel.at(disturbance.at_s, partial(self._disturb, disturbance))
+        self._budget = None if plan.budget_usd is None else Budget(plan.budget_usd, self.trace.money)
+        if self._budget is not None:
+            self.kernel.after(1.0, self._look_at_budget)
+
+    def make_data_plane(self) -> SimDataPlane:
+        self.plane = ChaosDataPlane(
+            self.scenario, self.kernel, LINEAGE, on_leases=self._on_leases, on_dropped=self.trace.dropped
+        )
+        return self.plane
+
+    # --- what the controller hears ---------------------------------------------------------------
+
+    def tell(self, event: ev.Event) -> None:
+        match event:
+            case ev.StepDone():
+                self._done(ev.Train)
+                self._steps_done += 1
+            case ev.Published(manifest):
+                self._done(ev.Publish)
+                self._published_steps = manifest.version
+            case ev.BatchReady() | ev.BatchNotReady():
+                self._done(ev.FormBatch)
+            case ev.Checkpointed():
+                self._done(ev.Checkpoint)
+            case ev.WorkerLeft() if self.plan.leave_s:
+                late_s = self.chaos.uniform(0.0, self.plan.leave_s)
+                self.kernel.after(late_s, partial(super().tell, event))
+                return
+            case ev.WorkerLost() if self.chaos.random() < self.plan.twice:
+                super().tell(event)
+        super().tell(event)
+
+    def _done(self, kind: type[LearnerWork]) -> None:
+        has = type(self._work).__name__
+        require(has == kind.__name__, f"the learner has {has} in hand, not {kind.__name__}")
+        self._work = None
+
+    # --- what it asks for ------------------------------------------------------------------------
+
+    def _carry_out(self, action: ev.Action) -> None:
+        self._log.add(type(action).__name__, *_words(action))
+        match action:
+            case ev.FormBatch(step) | ev.Checkpoint(step) | ev.Publish(step):
+                self._check_learner(action, step)
+            case ev.Train(batch):
+                self._check_learner(action, batch.step)
+            case ev.StartWorker(worker_id, epoch, _):
+                self._check_start(worker_id, epoch)
+            case ev.LeaveWorker(worker_id, epoch, _):
+                self.plane.watched.leaving.add((worker_id, epoch))
+            case ev.Install(worker_id, epoch, _):
+                self._check_present(worker_id, epoch, "install")
+                if self.kernel.now_s < self._no_installs_until_s:
+                    limit_s = self.scenario.run.wait_limit_s
+                    self.kernel.after(limit_s, partial(self._no_install, worker_id, epoch))
+                    return
+            case ev.Evaluate(_, worker_ids):
+                for worker_id in worker_ids:
+                    self._check_present(worker_id, self._epochs[worker_id], "evaluate")
+        super()._carry_out(action)
+
+    def _check_learner(self, work: LearnerWork, step: int) -> None:
+        name, has = type(work).__name__, type(self._work).__name__
+        require(self._work is None, f"the learner is asked for {name} and has {has} in hand")
+        require(step == self._steps_done, f"{name} {step} after {self._steps_done} steps were done")
+        self._check_money()
+        self._work = work
+        if isinstance(work, ev.FormBatch):
+            newest = step - step % self.scenario.staleness.kappa
+            require(
+                self._published_steps >= newest,
+                f"step {step} begins, and the newest version published is {self._published_steps}",
+            )
+
+    def _check_start(self, worker_id: str, epoch: int) -> None:
+        before = self._epochs.get(worker_id, -1)
+        require(epoch > before, f"{worker_id} is started with epoch {epoch} after {before}")
+        self._epochs[worker_id] = epoch
+        self._starts[worker_id] += 1
+        most = self.scenario.fleet.restarts + 1
+        require(self._starts[worker_id] <= most, f"{worker_id} is started {self._starts[worker_id]} times")
+
+    def _check_present(self, worker_id: str, epoch: int, what: str) -> None:
+        known = self._epochs.get(worker_id)
+        require(known == epoch, f"{what}: {worker_id} epoch {epoch}, and {known} is the newest")
+        leaves = (worker_id, epoch) in self.plane.watched.leaving
+        require(not leaves, f"{what}: {worker_id} epoch {epoch}, which leaves")
+
+    # --- every moment ----------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        self.plane.watched.check()
+        if self.scenario.fleet.mode == "fixed":
+            return
+        # Who is to go, or is gone, has a cause.
+        counts = Counter(member.offer.name for member in self.crew.members.values() if not member.cause)
+        for name, count in counts.items():
+            quota = self._offers[name].quota
+            if count > quota:
+                raise InvariantError(f"{count} workers of {name} are wanted: its quota is {quota}")
+        limit = self.scenario.fleet.usd_per_hour
+        if limit is not None:
+            rate = sum(self._offers[name].usd_per_hour * count for name, count in counts.items())
+            require(rate <= limit + SAME_USD, f"the fleet is to cost {rate} $/h, the limit is {limit}")
+
+    def _spent_usd(self) -> float:
+        """What was spent on all machines, by the prices of those that were held."""
+        learner = self.scenario.learner.usd_per_hour * self.kernel.now_s / 3600.0
+        return self.market.spent_usd() + learner
+
+    def _check_money(self) -> None:
+        spent, booked = self._spent_usd(), self.trace.money.total_usd(self.kernel.now_s)
+        require(abs(spent - booked) <= SAME_USD, f"{booked} $ are booked, machines have cost {spent} $")
+
+    def check_end(self, result: Result) -> None:
+        """How the run ended, and whether every dollar is in one part.
+
+        Raises:
+            InvariantError: it ended in no way that is known, or too late.
+        """
+        now_s = self.kernel.now_s
+        self._check_money()
+        parts, total = self.trace.money.parts(now_s), self.trace.money.total(now_s)
+        require(sum(parts.values()) == total, f"the parts {parts} are not the {total} $ that were spent")
+        status, error = result.summary["status"], result.summary["error"]
+        said = f"the run ended as '{status}' ({error}) at {now_s:.0f} s after {self._steps_done} steps"
+        if status == "failed":
+            left = [n for n in self._epochs if self._starts[n] <= self.scenario.fleet.restarts]
+            require("no worker is left" in error and not left, said)
+        elif status == "stopped":
+            require(self._stop_due_s is not None, said)
+        else:
+            require(status == "done" and self._steps_done == self.scenario.run.steps, said)
+
+    def _look_at_budget(self) -> None:
+        """What the run's own watch over its budget does."""
+        budget, now_s = self._budget, self.kernel.now_s
+        if budget is None or self._stop_due_s is not None:
+            return
+        if budget.spent(now_s):
+            self._stop_due_s = now_s
+            self.tell(ev.StopRequested("the budget is spent"))
+        else:
+            spent = self._spent_usd()
+            most = self.plan.budget_usd or 0.0
+            require(
+                spent <= most + SAME_USD, f"{spent} $ are spent, the budget of {most} $ is said not to be"
+            )
+            self.kernel.after(1.0, self._look_at_budget)
+
+    # --- what goes wrong -------------------------------------------------------------------------
+
+    def _stream(self) -> None:
+        for member in self.crew.serving():
+            if self.kernel.now_s >= member.silent_until_s:
+                self.crew.flow.stream(member)
+        if self.kernel.now_s < self.plan.calm_s:
+            self.kernel.after(self.plan.stream_every_s, self._stream)
+
+    def _disturb(self, what: Disturbance) -> None:
+        serving, until_s = self.crew.serving(), self.kernel.now_s + what.lasts_s
+        self._log.add("disturbance", what.kind, f"{what.lasts_s:.1f} s")
+        if what.kind == "no installs":
+            self._no_installs_until_s = until_s
+        elif what.kind == "no machines":
+            names = list(self._offers)
+            self.market.dry_up(names[int(what.pick * len(names))], what.lasts_s)
+        elif serving:
+            member = serving[int(what.pick * len(serving))]
+            match what.kind:
+                case "cut off":
+                    self._cut_off(member)
+                case "recall":
+                    for one in serving:
+                        self.plane.watched.recall(one.name, 1 + int(what.lasts_s) % 3)
+                case "slow clock":
+                    self.plane.slow_clocks[member.name] = until_s
+                case "old install" if self.manifest is not None:
+                    late = partial(self._install_old, member, self.manifest)
+                    self.kernel.after(what.lasts_s, late)
+
+    def _no_install(self, worker_id: str, epoch: int) -> None:
+        """An install did not end in its time: its worker is given up."""
+        member = self.crew.members.get(worker_id)
+        if member is not None and member.engine is not None and member.epoch == epoch:
+            self.crew.lose(member, "its install timed out")
+
+    def _install_old(self, member: Member, manifest: Manifest) -> None:
+        """An install comes late, of what was the newest publication when it was asked for."""
+        if member.engine is not None and member.install is None:
+            member.wanted = manifest
+            member.install = self.kernel.after(0.0, partial(self.crew.arrived, member, member.engine))
+
+    def _cut_off(self, member: Member) -> None:
+        """A worker is heard of no more, until it is replaced; then it is heard of again."""
+        engine = member.engine
+        if engine is None:
+            return
+        self.crew.flow.advance(member)
+        accuracy = self.scenario.sampling.accuracy
+        works = [(work, engine.group(work, accuracy)) for work in engine.work.values()]
+        span = self.answers.span(0, 1, engine.version)
+        ghost = Ghost(member.name, engine.epoch, works, span)
+        self.crew.lose(member, "it was cut off")
+        for _ in range(GHOST_WORDS):
+            late_s = self.chaos.uniform(0.0, GHOST_S)
+            self.kernel.after(late_s, partial(ghost.speak, self.plane, self.chaos))
+        self.kernel.after(self.chaos.uniform(0.0, GHOST_S), partial(self._old_events, ghost))
+
+    def _old_events(self, ghost: Ghost) -> None:
+        """The controller hears of an incarnation that was replaced long ago."""
+        if self._epochs.get(ghost.worker_id, -1) <= ghost.epoch:
+            return
+        report = InstallReport(ghost.worker_id, ghost.span.version, ghost.span.digest, ok=True, seconds=1.0)
+        for event in (
+            ev.Installed(report, ghost.epoch),
+            ev.WorkerReady(ghost.worker_id, ghost.epoch),
+            ev.WorkerLost(ghost.worker_id, ghost.epoch, "it was cut off"),
+            ev.WorkerLeft(ghost.worker_id, ghost.epoch),
+        ):
+            World.tell(self, event)
+
+
+def _words(action: ev.Action) -> tuple[object, ...]:
+    """What tells actions apart in the log."""
+    match action:
+        case ev.Train(batch):
+            return (batch.step,)
+        case ev.StartWorker(worker_id, epoch, _) | ev.LeaveWorker(worker_id, epoch, _):
+            return worker_id, epoch
+        case ev.Install(worker_id, epoch, _):
+            return worker_id, epoch
+        case ev.StopWorker(worker_id):
+            return (worker_id,)
+        case ev.Finish(status, error):
+            return status, error
+        case ev.Evaluate(step, worker_ids):
+            return step, worker_ids
+        case ev.FormBatch(step) | ev.Checkpoint(step) | ev.Publish(step):
+            return (step,)

@@ -1,0 +1,464 @@
+"""The invariants of the data plane (DESIGN section 4), held against a model of it at every call and event.
+
+`WatchedBuffer` is the real replay buffer beside a model that knows only what it was told and what it
+answered: who is there, which leases live and until when, what was streamed of every prompt, and where every
+prompt is. Each answer must be the one that the model expects.
+
+A result is *honest* if it is whole, everything in it was made under published versions, and its lease lives
+when it arrives: it was issued to this incarnation, which the data plane has not been told to be gone or
+replaced, it was not given up, and its time, as the last renewal that arrived left it, is not over. An honest
+result must be accepted, and no other one.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from echo_planes.data.buffer import MAX_ATTEMPTS, ReplayBuffer
+from echo_planes.data.buffer_state import Accepted, NotReady
+from echo_planes.errors import RunError
+from echo_planes.types import Draft, Group, Lease, LeaseTokens, Prompt, Receipt
+
+KEEP_EVENTS = 40  # of the log, for whoever reads about a violation
+
+Place = Literal["pulled", "leased", "buffered", "waiting", "trained", "set aside"]
+Label = tuple[int, int, str]  # a token, and version and digest of what made it
+Incarnation = tuple[str, int]
+
+
+class InvariantError(RunError):
+    """The code that decides broke one of its invariants."""
+
+
+def require(holds: bool, broken: str) -> None:
+    """Stop where an invariant does not hold.
+
+    Raises:
+        InvariantError: `broken` says which, and with what values.
+    """
+    if not holds:
+        raise InvariantError(broken)
+
+
+class Log:
+    """What happened: the last of it to read, and a checksum of all of it.
+
+    Args:
+        now_s: the clock.
+    """
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+        self.last: deque[tuple[Any, ...]] = deque(maxlen=KEEP_EVENTS)
+        self.checksum = 0
+
+    def add(self, *what: Any) -> None:
+        """Something happened; what is told must print alike in equal runs."""
+        line = (round(self._now_s(), 6), *what)
+        self.last.append(line)
+        self.checksum = zlib.crc32(repr(line).encode(), self.checksum)
+
+    def lines(self) -> list[str]:
+        """The last of it."""
+        return [f"{line[0]:12.3f} s  {' '.join(str(word) for word in line[1:])}" for line in self.last]
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of the policy, as its tokens were streamed."""
+
+    context: tuple[int, ...]
+    tokens: list[Label] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Held:
+    """A lease that lives."""
+
+    lease: Lease
+    calls: list[_Call]
+    issued_s: float
+    ends_s: float
+    recalled: bool = False
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What the ledger should say, in groups."""
+
+    accepted: int = 0
+    trained: int = 0
+    dropped: int = 0
+    reused: int = 0
+    refused: int = 0
+    failed: int = 0
+    expired: int = 0
+
+
+class WatchedBuffer(ReplayBuffer):
+    """The real buffer, held against the model. Arguments: those of `ReplayBuffer`.
+
+    Raises:
+        InvariantError: from any method: an answer is not the one that the model expects.
+    """
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.log = Log(lambda: 0.0)
+        self.leaving: set[Incarnation] = set()  # were told to take nothing more
+        self.held: dict[str, _Held] = {}
+        self.tally = _Tally()
+        self._place: dict[int, Place] = {}  # of every prompt that was ever handed out
+        self._digests: dict[int, str] = {}  # published
+        self._epoch: dict[str, int] = {}  # of those that are there
+        self._serving: dict[str, int] = {}  # version; -1: none yet
+        self._kept: dict[int, list[_Call]] = {}  # of prompts that wait
+        self._buffered: dict[str, tuple[int, int]] = {}  # group -> prompt, oldest version
+        self._oldest: dict[str, int] = {}  # of every accepted group: version of its oldest token
+        self._uses: dict[str, int] = {}
+        self._tries: dict[int, int] = {}
+        self._names: set[str] = set()
+        self._checked = -1  # checksum of the log at the last check
+
+    # --- every moment ----------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """The ledger adds up, and no prompt is missing. Costs nothing where nothing happened since."""
+        if self._checked == self.log.checksum:
+            return
+        self._checked = self.log.checksum
+        counts, tally, n = self.counts, self.tally, self._samples
+        parts = counts.trained + counts.dropped_stale + counts.removed + counts.buffered
+        require(
+            counts.accepted == parts,
+            f"ledger: {counts.accepted} accepted, but {counts.trained} trained + {counts.dropped_stale} "
+            f"dropped + {counts.removed} removed + {counts.buffered} buffered",
+        )
+        found = [counts.accepted, counts.trained, counts.dropped_stale, counts.buffered, counts.leased]
+        found += [counts.reused, counts.refused, counts.failed]
+        groups = [tally.accepted, tally.trained, tally.dropped, len(self._buffered), len(self.held)]
+        groups += [tally.reused, tally.refused, tally.failed]
+        expected = [n * number for number in groups]
+        if found != expected:
+            names = "accepted, trained, dropped, buffered, leased, reused, refused, failed"
+            raise InvariantError(f"ledger: {names} are {found}, should be {expected}")
+        require(counts.expired == tally.expired, f"{counts.expired} leases expired, not {tally.expired}")
+        waiting = tuple(sorted(i for i, place in self._place.items() if place == "waiting"))
+        returned = self._cursor.returned
+        require(returned == waiting, f"prompts {returned} wait to go out again, should be {waiting}")
+        require(
+            "pulled" not in self._place.values() and self._cursor.next_index == len(self._place),
+            f"{self._cursor.next_index} prompts were handed out, {len(self._place)} were leased",
+        )
+
+    # --- versions and workers --------------------------------------------------------------------
+
+    def publish(self, version: int, digest: str) -> None:
+        super().publish(version, digest)
+        self._digests[version] = digest
+
+    def register(self, worker_id: str, epoch: int) -> None:
+        self.log.add("register", worker_id, epoch)
+        super().register(worker_id, epoch)
+        self._end_all(worker_id)
+        self._epoch[worker_id], self._serving[worker_id] = epoch, -1
+
+    def lose(self, worker_id: str) -> int:
+        self.log.add("lose", worker_id)
+        ended = super().lose(worker_id)
+        self._epoch.pop(worker_id, None)
+        self._serving.pop(worker_id, None)
+        expected = self._end_all(worker_id)
+        require(ended == expected, f"{worker_id} was lost: {ended} leases ended, it had {expected}")
+        return ended
+
+    def installed(self, worker_id: str, version: int) -> None:
+        self.log.add("installed", worker_id, version)
+        super().installed(worker_id, version)
+        if worker_id in self._serving:
+            before = self._serving[worker_id]
+            require(version >= before, f"{worker_id} serves version {version} after {before}")
+            require(version < 0 or version in self._digests, f"{worker_id} serves {version}: unpublished")
+            self._serving[worker_id] = version
+
+    # --- leases ----------------------------------------------------------------------------------
+
+    def pull(self, worker_id: str, epoch: int, room: int, now_s: float) -> list[int]:
+        if not self.is_there(worker_id, epoch):
+            super().pull(worker_id, epoch, room, now_s)  # raises
+            raise InvariantError(f"{worker_id} epoch {epoch} is fenced, and was given prompts")
+        indices = super().pull(worker_id, epoch, room, now_s)
+        expected = min(room, self._share(self._serving[worker_id]))
+        self.log.add("pull", worker_id, epoch, f"room {room}:", indices)
+        require(
+            len(indices) == expected,
+            f"{worker_id} at version {self._serving[worker_id]} was given {len(indices)} permits at step "
+            f"{self._step}, should be {expected}",
+        )
+        for index in indices:
+            place = self._place.get(index, "waiting")
+            require(place == "waiting", f"prompt {index} was handed out, and it is {place}")
+            self._place[index] = "pulled"
+        return indices
+
+    def lease(self, worker_id: str, epoch: int, prompt: Prompt, now_s: float) -> Lease:
+        outstanding = self._num_outstanding()
+        lease = super().lease(worker_id, epoch, prompt, now_s)
+        name, index, version = lease.lease_id, prompt.index, self._serving[worker_id]
+        self.log.add("lease", name, f"prompt {index}", worker_id, epoch, f"v{lease.version}")
+        require(name not in self._names, f"lease {name} was issued twice")
+        require(
+            (worker_id, epoch) not in self.leaving, f"{worker_id} epoch {epoch} leaves, and was given {name}"
+        )
+        calls = self._check_drafts(lease, self._kept.pop(index, []), outstanding)
+        oldest = min((label[1] for call in calls for label in call.tokens), default=version)
+        require(
+            lease.version == min(oldest, version),
+            f"lease {name} says version {lease.version}; its drafts are of {oldest}, its worker of {version}",
+        )
+        most = self._ceiling(lease.version)
+        require(outstanding < most, f"lease {name} of v{lease.version} is group {outstanding + 1} of {most}")
+        self._names.add(name)
+        self._place[index] = "leased"
+        self.held[name] = _Held(lease, calls, now_s, lease.expires_s)
+        return lease
+
+    def stream(
+        self, worker_id: str, epoch: int, messages: Sequence[LeaseTokens], now_s: float
+    ) -> tuple[str, ...]:
+        held = self._keep(worker_id, epoch, messages, now_s)
+        unwanted = super().stream(worker_id, epoch, messages, now_s)
+        names = [message.lease_id for message in messages]
+        self.log.add("stream", worker_id, epoch, names, "unwanted", unwanted)
+        recalled = [
+            n for n, known in self.held.items() if known.recalled and known.lease.worker_id == worker_id
+        ]
+        wanted_back = sorted(recalled) if self.is_there(worker_id, epoch) else []
+        expected = (*(name for name in names if name not in held), *wanted_back)
+        require(unwanted == expected, f"{worker_id} epoch {epoch} is to give up {unwanted}, not {expected}")
+        for name in held:
+            known = self.held[name]
+            known.ends_s = max(known.ends_s, now_s + self._leases.lease_s)
+        return unwanted
+
+    def recall(self, worker_id: str, num_leases: int) -> int:
+        mine = sorted(
+            (known.issued_s, name)
+            for name, known in self.held.items()
+            if known.lease.worker_id == worker_id and not known.recalled
+        )
+        chosen = [name for _, name in mine[::-1][:num_leases]]
+        found = super().recall(worker_id, num_leases)
+        self.log.add("recall", worker_id, chosen)
+        require(found == len(chosen), f"{found} leases of {worker_id} were recalled, not {len(chosen)}")
+        for name in chosen:
+            self.held[name].recalled = True
+        return found
+
+    def hand_over(self, worker_id: str, epoch: int, messages: Sequence[LeaseTokens], now_s: float) -> int:
+        held = self._keep(worker_id, epoch, messages, now_s)
+        given = super().hand_over(worker_id, epoch, messages, now_s)
+        self.log.add("hand over", worker_id, epoch, [message.lease_id for message in messages], given)
+        require(given == len(held), f"{worker_id} epoch {epoch} gave up {given} leases, it had {len(held)}")
+        for name in held:
+            self._end(name)
+        return given
+
+    def submit(self, worker_id: str, epoch: int, lease_id: str, group: Group, now_s: float) -> Receipt:
+        known = self.held.get(lease_id)
+        lives = known is not None and self._lives(known, worker_id, epoch, now_s)
+        honest = known is not None and lives and self._is_sound(known.lease, group)
+        receipt = super().submit(worker_id, epoch, lease_id, group, now_s)
+        self.log.add("submit", worker_id, epoch, lease_id, receipt.reason or "accepted", f"v{group.version}")
+        said = f"{lease_id} of {worker_id} epoch {epoch}"
+        require(receipt.accepted or not honest, f"an honest result was refused: {said}: {receipt.reason}")
+        require(honest or not receipt.accepted, f"a result that is not honest was accepted: {said}")
+        if not receipt.accepted:
+            self.tally.refused += 1
+        if known is not None and lives:
+            del self.held[lease_id]
+            if honest:
+                self._accepted(group, known.lease.prompt.index)
+            else:
+                self._failed(group, known.lease.prompt.index)
+        return receipt
+
+    def expire(self, now_s: float) -> int:
+        over = [name for name, known in self.held.items() if known.ends_s <= now_s]
+        ended = super().expire(now_s)
+        require(ended == len(over), f"{ended} leases expired, should be {over}")
+        if over:
+            self.log.add("expired", over)
+        for name in over:
+            self.tally.expired += 1
+            self._end(name)
+        return ended
+
+    # --- batches ---------------------------------------------------------------------------------
+
+    def next_batch(self, step: int, now_s: float) -> list[Accepted] | NotReady:
+        found = super().next_batch(step, now_s)
+        budget, size = self._staleness.max_staleness, self._groups_per_step
+        for name, (index, version) in list(self._buffered.items()):
+            if step - version > budget:
+                self._too_old(name, index)
+        if isinstance(found, NotReady):
+            self._check_excuse(found, step)
+            return found
+        self.log.add("batch", step, [group.group_id for group in found])
+        names = {group.group_id for group in found}
+        require(
+            len(found) == len(names) == size, f"the batch of step {step} has {len(names)} of {size} groups"
+        )
+        for name in sorted(names):
+            self._train(name, step)
+        if self._staleness.policy == "wait":
+            for name, known in self.held.items():
+                version = known.lease.version
+                require(
+                    step - version != budget,
+                    f"the batch of step {step} was formed, and lease {name} of version {version} still lived",
+                )
+        return found
+
+    # --- the model -------------------------------------------------------------------------------
+
+    def is_there(self, worker_id: str, epoch: int) -> bool:
+        """Whether this incarnation is the one that the data plane was told of last."""
+        return self._epoch.get(worker_id) == epoch
+
+    def _lives(self, known: _Held, worker_id: str, epoch: int, now_s: float) -> bool:
+        mine = (known.lease.worker_id, known.lease.epoch) == (worker_id, epoch)
+        return mine and self.is_there(worker_id, epoch) and known.ends_s > now_s
+
+    def _is_sound(self, lease: Lease, group: Group) -> bool:
+        """Whole, of its lease, and made under published versions only."""
+        return (
+            group.group_id == lease.group_id
+            and len(group.trajectories) == lease.num_samples
+            and all(t.status == "ok" and t.prompt == lease.prompt for t in group.trajectories)
+            and all(t.worker_id == lease.worker_id for t in group.trajectories)
+            and all(
+                self._digests.get(span.version) == span.digest
+                for t in group.trajectories
+                for span in t.episode.spans
+            )
+        )
+
+    def _keep(self, worker_id: str, epoch: int, messages: Sequence[LeaseTokens], now_s: float) -> list[str]:
+        """Enter the tokens of leases that live, as far as none before them is missing; their names."""
+        held = []
+        for message in messages:
+            known = self.held.get(message.lease_id)
+            if known is None or not self._lives(known, worker_id, epoch, now_s):
+                continue
+            held.append(message.lease_id)
+            for number, piece in message.pieces:
+                if number == len(known.calls) and piece.first == 0 and piece.context:
+                    known.calls.append(_Call(piece.context))
+                if number < len(known.calls) and piece.first == len(known.calls[number].tokens):
+                    known.calls[number].tokens += _labels(piece)
+        return held
+
+    def _end_all(self, worker_id: str) -> int:
+        names = [name for name, known in self.held.items() if known.lease.worker_id == worker_id]
+        for name in names:
+            self._end(name)
+        return len(names)
+
+    def _end(self, name: str) -> None:
+        """A lease ended without a result: its prompt waits, with what was streamed of it."""
+        known = self.held.pop(name)
+        index = known.lease.prompt.index
+        self._place[index] = "waiting"
+        calls = [call for call in known.calls if call.tokens and self._is_published(call)]
+        if calls:
+            self._kept[index] = calls
+
+    def _is_published(self, call: _Call) -> bool:
+        return all(self._digests.get(version) == digest for _, version, digest in call.tokens)
+
+    def _check_drafts(self, lease: Lease, kept: list[_Call], outstanding: int) -> list[_Call]:
+        """Drafts are what was streamed, token for token, unless nobody may go on from something so old."""
+        given = [(draft.context, _labels(draft)) for draft in lease.drafts]
+        oldest = min((label[1] for call in kept for label in call.tokens), default=0)
+        expected = kept if kept and outstanding < self._ceiling(oldest) else []
+        require(
+            given == [(call.context, call.tokens) for call in expected],
+            f"lease {lease.lease_id} of prompt {lease.prompt.index}: its {len(given)} drafts are not the "
+            f"{len(expected)} that were streamed",
+        )
+        return expected
+
+    def _accepted(self, group: Group, index: int) -> None:
+        name = group.group_id
+        version = min(span.version for t in group.trajectories for span in t.episode.spans)
+        self.tally.accepted += 1
+        self._tries.pop(index, None)
+        self._oldest[name], self._place[index] = version, "buffered"
+        self._buffered[name] = index, version
+        if self._step - version > self._staleness.max_staleness:
+            self._too_old(name, index)
+
+    def _failed(self, group: Group, index: int) -> None:
+        self._tries[index] = self._tries.get(index, 0) + 1
+        self._place[index] = "waiting" if self._tries[index] < MAX_ATTEMPTS else "set aside"
+        self.tally.failed += any(t.status != "ok" for t in group.trajectories)
+
+    def _too_old(self, name: str, index: int) -> None:
+        """A group is dropped: its prompt goes out again."""
+        self.log.add("dropped", name)
+        del self._buffered[name]
+        self._place[index] = "waiting"
+        self.tally.dropped += 1
+
+    def _train(self, name: str, step: int) -> None:
+        oldest, budget = self._oldest[name], self._staleness.max_staleness
+        require(step - oldest <= budget, f"group {name} of v{oldest} is in the batch of step {step}")
+        uses = self._uses[name] = self._uses.get(name, 0) + 1
+        require(uses <= self._staleness.reuse, f"group {name} was trained {uses} times")
+        if name in self._buffered:
+            index, _ = self._buffered.pop(name)
+            self._place[index] = "trained"
+            self.tally.trained += 1
+        else:
+            require(uses > 1, f"group {name} was dropped, and is in the batch of step {step}")
+            self.tally.reused += 1
+
+    def _check_excuse(self, found: NotReady, step: int) -> None:
+        """Why there is no batch must be true."""
+        budget, enough = self._staleness.max_staleness, len(self._buffered) >= self._groups_per_step
+        leased = [known for known in self.held.values() if step - known.lease.version <= budget]
+        said = f"step {step}: no batch ({found.reason}) with {len(self._buffered)} groups buffered"
+        holds = self._staleness.policy == "wait" and bool(leased)
+        require(found.reason != "holding" or holds, f"{said} and {len(leased)} leases that could be held for")
+        require(found.reason == "holding" or not enough, said)
+        if found.reason == "starved":
+            require(not any(step - v <= budget for v in self._serving.values() if v >= 0), f"{said}, not so")
+
+    def _num_outstanding(self) -> int:
+        budget = self._staleness.max_staleness
+        leased = sum(self._step - known.lease.version <= budget for known in self.held.values())
+        return len(self._buffered) + leased
+
+    def _ceiling(self, version: int) -> int:
+        """Groups that may be outstanding for one more of `version` to be begun: (p + S - t + 1) batches."""
+        batches = version + self._staleness.max_staleness - self._step + 1
+        return int(max(min(float(batches), self._staleness.queue_batches), 0.0) * self._groups_per_step)
+
+    def _share(self, version: int) -> int:
+        """Permits of one worker that serves `version`."""
+        if version < 0:
+            return 0
+        permits = max(0, self._ceiling(version) - self._num_outstanding())
+        return -(-permits // sum(serves >= 0 for serves in self._serving.values()))
+
+
+def _labels(draft: Draft) -> list[Label]:
+    """Every token of a draft with its label."""
+    ids, spans = draft.sample.token_ids, draft.sample.spans
+    return [(ids[i], span.version, span.digest) for span in spans for i in range(span.start, span.stop)]

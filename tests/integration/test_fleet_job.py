@@ -1,0 +1,120 @@
+"""A job on Ray's real autoscaler with machines of two SKUs: the cheap one first, the next when it runs out.
+
+Real vLLM workers on nodes of their own, in namespaces of their own (tests/integration/fake_cluster.py). A
+spot machine is taken in mid-run, with notice; the reward keeps rising, and what is too much is let go.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration import fake_cluster
+from tests.integration.harness import (
+    ROOT,
+    RUN_LIMIT_S,
+    SLOW_PROGRAM,
+    Program,
+    events,
+    metrics,
+    program,
+    summary,
+    wait_until,
+)
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(fake_cluster.missing()), reason=f"no private cluster: {fake_cluster.missing()}"),
+]
+
+STEPS = 40
+CHEAP, DEAR = "cpu-a/spot", "cpu-b/on_demand"
+NODES = (f"{CHEAP}=2,sku=cpu-a", f"{DEAR}=1,sku=cpu-b")
+NOTICE_S = 15.0
+CLUSTER = ("tests.integration.fake_cluster", *(w for n in NODES for w in ("--nodes", n)), "--head-cpus", "1")
+INSIDE = ("--", sys.executable, "-m", *SLOW_PROGRAM)
+
+
+def fleet_words() -> list[str]:
+    """Two kinds, and a first guess of their speed so low that more of them are bought than are needed."""
+    same = {"engine": {"max_num_seqs": 64}, "max_groups": 8, "resources": {"CPU": 0.5}, "mu": 5.0}
+    cheap = {"sku": "cpu-a", "market": "spot", "usd_per_hour": 0.02, "count": 1, "max_count": 2}
+    dear = {"sku": "cpu-b", "usd_per_hour": 0.08, "count": 0, "max_count": 1}
+    kinds = [{**same, **kind, "labels": {"sku": kind["sku"]}} for kind in (cheap, dear)]
+    return [f"fleet.workers={json.dumps(kinds)}", "fleet.scale=ray", "fleet.tick_s=1", "fleet.sustain_s=4"]
+
+
+def placed(run_dir: Path) -> list[tuple[str, str, str]]:
+    """Worker, offer and node of every worker that was given a machine, in order."""
+    texts = [event["text"].split() for event in events(run_dir, "machine")]
+    return [(worker, offer, node) for worker, offer, node in texts]
+
+
+def wait(running: Program, condition: Any, what: str) -> None:
+    def reached() -> Any:
+        assert running.process.poll() is None, running.tail()
+        return condition()
+
+    wait_until(reached, RUN_LIMIT_S, what)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("fleet")
+    folder = base / "run"
+    words = [*fleet_words(), f"run.steps={STEPS}", "eval.num_prompts=64", "learner.resources={CPU: 0.5}"]
+    with program(base / "work", folder, *words, command=(*CLUSTER, *INSIDE)) as running:
+        wait(running, lambda: len({offer for _, offer, _ in placed(folder)}) == 2, "both SKUs")
+        running.wait_for_step(4)
+        _, _, node = placed(folder)[0]
+        words = [sys.executable, "-m", "tests.integration.fake_cluster", "preempt", node, str(NOTICE_S)]
+        subprocess.run([*fake_cluster.enter(running.process.pid), *words], check=True, timeout=120, cwd=ROOT)
+        assert running.wait() == 0, running.tail()
+        assert running.left_behind() == []
+    return folder
+
+
+def test_the_cheap_sku_is_taken_first_and_the_next_when_its_quota_is_used_up(run_dir: Path) -> None:
+    offers = [offer for _, offer, _ in placed(run_dir)]
+    assert offers[:3] == [CHEAP, CHEAP, DEAR]
+    assert len({node for _, _, node in placed(run_dir)[:3]}) == 3  # a node of its own for each
+
+
+def test_a_preempted_worker_hands_over_and_another_comes(run_dir: Path) -> None:
+    first = placed(run_dir)[0][0]
+    left = [event for event in events(run_dir, "worker left") if event["worker"] == first]
+    assert left
+    assert "its machine goes" in next(
+        event["text"] for event in events(run_dir, "worker leaves") if event["worker"] == first
+    )
+    later = [worker for worker, _, _ in placed(run_dir)[3:]]
+    print(f"after the preemption came {placed(run_dir)[3:]}; {len(left)} workers left")
+    serving = [row for row in metrics(run_dir) if row["time_s"] > left[0]["time_s"]]
+    assert later or serving
+
+
+def test_what_is_too_much_is_let_go(run_dir: Path) -> None:
+    reasons = [event["text"] for event in events(run_dir, "worker leaves")]
+    released = [text for text in reasons if "its machine goes" not in text]
+    print(released)
+    assert released
+
+
+def test_the_reward_keeps_rising_and_nothing_is_lost(run_dir: Path) -> None:
+    told = summary(run_dir)
+    assert told["status"] == "done"
+    assert told["steps"] == STEPS
+    assert told["lost_trajectories"] == told["duplicate_trajectories"] == told["digest_mismatches"] == 0
+    rewards = [row["reward_mean"] for row in metrics(run_dir)]
+    thirds = [sum(part) / len(part) for part in (rewards[:10], rewards[15:25], rewards[-10:])]
+    print(f"mean reward of the first, middle and last ten steps: {[round(r, 3) for r in thirds]}")
+    assert thirds == sorted(thirds)
+    assert told["eval_last"] > told["eval_first"]
+    used = {row["sku"] for row in told["workers"] if row["trajectories"]}
+    assert used == {"cpu-a", "cpu-b"}

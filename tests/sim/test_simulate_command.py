@@ -1,0 +1,95 @@
+"""`python -m echo_planes.simulate`: what it prints, what it writes, and how it says what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from echo_planes.simulate import main
+
+SHORT = ["scenario=steady", "run.hours=2", "network.snapshot_mb=500"]
+
+
+def test_what_is_written_says_that_it_is_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "made" / "here"
+    faults = 'faults=[{at_s: 3000, kind: kill, worker: w1}, {at_s: 4000, kind: slow, worker: "w2"}]'
+    assert main([*SHORT, faults, f"out={out}"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("SIMULATED: steady")
+    assert "kill w1 at 3,000 s" in shown
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["simulated"] is True
+    assert [fault["what"] for fault in summary["faults"]] == ["kill w1", "slow w2"]
+    lines = [json.loads(line) for line in (out / "trace.jsonl").read_text().splitlines()]
+    assert all(line["simulated"] for line in lines)
+    assert len([line for line in lines if "t_train_s" in line]) == summary["steps"] > 10
+    assert (out / "scenario.yaml").read_text().startswith("# simulated")
+    page = (out / "report.html").read_text()
+    assert "<title>steady (simulated)</title>" in page
+    assert "Nothing on this page was measured" in page
+    assert "kill w1" in page
+    assert "http" not in page.replace("http-equiv", "")
+
+
+def test_a_hostile_name_is_text_on_the_page(tmp_path: Path) -> None:
+    assert main([*SHORT, "name=<script>alert(1)</script>", f"out={tmp_path}"]) == 0
+    assert "<script>alert" not in (tmp_path / "report.html").read_text()
+
+
+def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT, "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["simulated"] is True
+    assert summary["lost_trajectories"] == 0
+
+
+def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for key in ("learner.t_train_s=60.0", "offers.0.usd_per_hour=", "faults", "staleness.max_staleness=3"):
+        assert key in shown
+
+
+def test_the_resolved_scenario_can_be_simulated_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SHORT, "seed=3", "--print"]) == 0
+    path = tmp_path / "again.yaml"
+    path.write_text(capsys.readouterr().out)
+    assert main([f"scenario={path}", "--json"]) == 0
+    again = capsys.readouterr().out
+    assert main([*SHORT, "seed=3", "--json"]) == 0
+    assert capsys.readouterr().out == again
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["scenario=stedy"], "did you mean 'steady'"),
+        ([*SHORT, "learner.t_train=1"], "learner.t_train=1: unknown key"),
+        ([*SHORT, "offers.0.trace=no.csv"], "no.csv"),
+        (["scenario=no.yaml"], "no.yaml cannot be read"),
+        ([*SHORT, "offers.3.count=1"], "'3' is not an index"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: list[str], why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ECHO_PLANES_DATA", raising=False)
+    assert main(words) == 2
+    heard = capsys.readouterr()
+    assert heard.out == ""
+    assert why in heard.err
+    assert heard.err.count("\n") == 1
+
+
+def test_a_run_that_fails_ends_with_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SHORT, "fleet.restarts=0", "faults=[{at_s: 2000, kind: kill, count: 10}]"]
+    assert main(words) == 1
+    heard = capsys.readouterr()
+    assert "failed" in heard.out
+    assert "no worker is left" in heard.err

@@ -1,0 +1,501 @@
+"""The keeper of a fleet between its machines, its runner and its decisions, on machines that a test moves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from echo_planes.broadcasts import BroadcastBook
+from echo_planes.config import Config, FleetConfig, WorkerConfig
+from echo_planes.errors import ClusterError, RunError, WaitTimeoutError
+from echo_planes.fakes import FakeLearner, Faults
+from echo_planes.keeper import MAX_FAILED_LOOKS, NODE_LABEL, FleetKeeper, limits_of, offers_of
+from echo_planes.rollout.actuator import Node, NodeState
+from echo_planes.testing import replace_section, tiny_config
+from echo_planes.types import (
+    BufferCounts,
+    InstallReport,
+    Manifest,
+    StepStats,
+    TrainBatch,
+    WorkerInfo,
+    WorkerStats,
+)
+from echo_planes.virtual_time import VirtualTimeLoop, run_virtual
+
+TICK_S = 1.0
+T_TRAIN_S = 10.0
+
+
+class Machines:
+    """An `Actuator` whose machines come after `boot_s`, and do otherwise what a test says."""
+
+    def __init__(self, boot_s: Mapping[str, float] | float = 2.0) -> None:
+        self.boot_s = boot_s  # inf: they never come
+        self.there: dict[str, Node] = {}
+        self.wanted: dict[str, int] = {}
+        self.calls: list[str] = []
+        self.fail_with: Exception | None = None
+        self._issued = 0
+        self._coming: dict[str, tuple[str, float]] = {}  # node -> offer, when
+
+    async def want(self, counts: Mapping[str, int]) -> None:
+        self._check()
+        self.wanted = {name: count for name, count in counts.items() if count}
+        self.calls.append(f"want {sum(counts.values())}")
+        for name, count in counts.items():
+            boot_s = self.boot_s if isinstance(self.boot_s, float) else self.boot_s[name]
+            up = sum(node.state == "up" and node.offer_name == name for node in self.there.values())
+            coming = [node for node, (offer, _) in self._coming.items() if offer == name]
+            for _ in range(count - up - len(coming)):
+                self._coming[f"n{self._issued}"] = (name, self._now_s() + boot_s)
+                self._issued += 1
+            for node in coming[max(0, count - up) :]:
+                del self._coming[node]
+
+    async def nodes(self) -> tuple[Node, ...]:
+        self._check()
+        for node, (offer, at_s) in list(self._coming.items()):
+            if self._now_s() >= at_s:
+                del self._coming[node]
+                self.there[node] = Node(node, offer, "up")
+        pending = (
+            Node(f"pending/{offer}/{i}", offer, "pending")
+            for i, (offer, _) in enumerate(self._coming.values())
+        )
+        return (*self.there.values(), *pending)
+
+    def assign(self, node_id: str, worker_id: str) -> None:
+        self.there[node_id] = replace(self.there[node_id], worker_id=worker_id)
+
+    async def notice(self, node_id: str, deadline_s: float) -> None:
+        self._check()
+        self.calls.append(f"notice {node_id}")
+        self.change(node_id, "draining", deadline_s)
+
+    async def release(self, node_id: str) -> None:
+        self._check()
+        self.calls.append(f"release {node_id}")
+        del self.there[node_id]
+
+    async def close(self) -> None:
+        self.calls.append("close")
+        self._check()
+
+    def change(self, node_id: str, state: NodeState, deadline_s: float | None = None) -> None:
+        self.there[node_id] = replace(self.there[node_id], state=state, notice_deadline_s=deadline_s)
+
+    def of(self, worker_id: str) -> str:
+        return next(node.node_id for node in self.there.values() if node.worker_id == worker_id)
+
+    def _check(self) -> None:
+        if self.fail_with is not None:
+            raise self.fail_with
+
+    @staticmethod
+    def _now_s() -> float:
+        return asyncio.get_running_loop().time()
+
+
+@dataclass
+class Scene:
+    """A keeper with everybody it talks to. It is also its runner and its roster."""
+
+    config: Config
+    machines: Machines = field(default_factory=Machines)
+    usd_left: Callable[[], float | None] | None = None
+    told: list[str] = field(default_factory=list)
+    wanted: dict[str, WorkerInfo] = field(default_factory=dict)
+    unwanted: dict[str, float] = field(default_factory=dict)  # worker -> limit
+    kinds: dict[str, WorkerConfig] = field(default_factory=dict)
+    stats: dict[str, WorkerStats] = field(default_factory=dict)  # answered at the next tick
+
+    def play(self, act: Callable[[Scene], Coroutine[object, object, None]]) -> None:
+        """Run the keeper in virtual time until `act` has ended; its failure is raised."""
+
+        async def main(loop: VirtualTimeLoop) -> None:
+            self.books = BroadcastBook()
+            self.keeper = FleetKeeper(
+                self.config,
+                self.machines,
+                self,
+                self.books,
+                loop,
+                lambda kind, text: self.told.append(f"{kind}: {text}"),
+                self.usd_left,
+            )
+            running = asyncio.ensure_future(self.keeper.run(self))
+            acting = asyncio.ensure_future(act(self))
+            await asyncio.wait({running, acting}, return_when=asyncio.FIRST_COMPLETED)
+            running.cancel()
+            acting.cancel()
+            for result in await asyncio.gather(running, acting, return_exceptions=True):
+                if isinstance(result, Exception):
+                    raise result
+
+        run_virtual(main)
+
+    def want_worker(self, info: WorkerInfo) -> None:
+        assert info.worker_id not in self.wanted, "one name, one worker"
+        assert info.worker_id in self.kinds, "its kind must be known before it is started"
+        self.wanted[info.worker_id] = info
+
+    def unwant_worker(self, worker_id: str, reason: str, limit_s: float) -> None:
+        assert worker_id in self.wanted
+        assert worker_id not in self.unwanted, "asked to leave once"
+        self.unwanted[worker_id] = limit_s
+
+    async def collect_worker_stats(self) -> None:
+        for stats in self.stats.values():
+            self.keeper.on_stats(0, stats)
+
+    def enlist(self, worker_id: str, kind: WorkerConfig) -> None:
+        self.kinds[worker_id] = kind
+
+    # --- what a runner would tell ---
+
+    def serve(self, *worker_ids: str, version: int = 0) -> None:
+        for worker_id in worker_ids:
+            report = InstallReport(worker_id, version, f"d{version}", True, 0.1)
+            self.keeper.on_installed(report)
+            self.books.on_installed(report, len(worker_ids), asyncio.get_running_loop().time())
+
+    async def publish(self, version: int = 0) -> None:
+        learner = FakeLearner(T_TRAIN_S, Faults(), "L")
+        manifest: Manifest = await learner.publish(version)
+        self.keeper.on_published(manifest, 0.1)
+        self.books.on_published(manifest, 0.1, asyncio.get_running_loop().time())
+
+    def step(self, idle_s: float = 0.0, t_train_s: float = T_TRAIN_S) -> None:
+        zeros = dict.fromkeys((f for f in StepStats.__dataclass_fields__ if f != "t_train_s"), 0)
+        stats = StepStats(t_train_s=t_train_s, **zeros)
+        ints, floats = np.zeros(0, np.int64), np.zeros(0, np.float32)
+        bools = np.zeros(0, np.bool_)
+        batch = TrainBatch(0, (), ints, ints, bools, floats, floats, ints, floats, ints, bools)
+        self.keeper.on_step(batch, stats, idle_s, BufferCounts())
+
+    def gone(self, worker_id: str) -> None:
+        self.keeper.on_worker(self.wanted[worker_id], alive=False)
+
+
+def settings(*kinds: WorkerConfig, max_staleness: int = 3, **fleet: object) -> Config:
+    given = {"scale": "ray", "tick_s": TICK_S, "sustain_s": 5.0, "boot_limit_s": 60.0, **fleet}
+    config = tiny_config(max_staleness=max_staleness)
+    section = FleetConfig(workers=list(kinds), **given)  # type: ignore[arg-type]
+    return config.model_copy(update={"fleet": section})
+
+
+def kind(sku: str = "a", count: int = 1, **values: object) -> WorkerConfig:
+    known = {"usd_per_hour": 1.0, "max_count": 4, "mu": 1.0, **values}
+    return WorkerConfig(sku=sku, count=count, **known)  # type: ignore[arg-type]
+
+
+async def until(condition: Callable[[], bool], limit_s: float = 1000.0) -> None:
+    deadline_s = asyncio.get_running_loop().time() + limit_s
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline_s, "it never happened"
+        await asyncio.sleep(TICK_S / 4)
+
+
+# --- a life --------------------------------------------------------------------------------------
+
+
+def test_a_worker_is_started_on_the_machine_that_came_for_it_and_the_machine_goes_after_it() -> None:
+    scene = Scene(settings(kind(labels={"pool": "x"}, resources={"GPU": 1.0}, region="r")))
+
+    async def act(scene: Scene) -> None:
+        await until(lambda: "w0" in scene.wanted)
+        node = scene.machines.of("w0")
+        assert scene.kinds["w0"].labels == {"pool": "x", NODE_LABEL: node}
+        assert scene.kinds["w0"].resources == {"GPU": 1.0, scene.kinds["w0"].offer: 1.0}
+        assert scene.wanted["w0"].usd_per_hour == 1.0
+        await scene.publish()
+        scene.serve("w0")
+        before = len(scene.machines.calls)
+        scene.gone("w0")
+        scene.gone("w0")
+        await until(lambda: f"release {node}" in scene.machines.calls)
+        # Asked for less before it goes, else another one would come in its place.
+        assert scene.machines.calls[before:][:2] == ["want 0", f"release {node}"]
+
+    scene.play(act)
+    assert scene.machines.calls[-1] == "close"
+    assert scene.unwanted == {}
+
+
+def test_machines_there_anyway_are_taken_without_the_labels_of_a_node() -> None:
+    scene = Scene(settings(kind(), scale="static"))
+
+    async def act(scene: Scene) -> None:
+        await until(lambda: "w0" in scene.wanted)
+        assert scene.kinds["w0"] == scene.config.fleet.workers[0]
+
+    scene.play(act)
+
+
+def test_a_machine_that_dies_with_its_worker_is_not_asked_for_any_more() -> None:
+    """The floor outlives what it was for: another machine would come for nobody, and stay."""
+    scene = Scene(settings(kind(market="spot")))
+
+    async def act(scene: Scene) -> None:
+        await until(lambda: "w0" in scene.wanted)
+        scene.machines.change(scene.machines.of("w0"), "dead")
+        scene.gone("w0")  # young: its offer is backed off
+        await until(lambda: scene.machines.wanted == {})
+
+    scene.play(act)
+
+
+def test_an_engine_that_never_serves_is_ended_and_a_machine_that_never_comes_is_forgotten() -> None:
+    kinds = [kind("a", max_count=1), kind("b", max_count=1)]
+    scene = Scene(settings(*kinds), Machines({"a/on_demand": 2.0, "b/on_demand": float("inf")}))
+
+    async def act(scene: Scene) -> None:
+        await scene.publish()
+        await until(lambda: "w0" in scene.unwanted)
+        await until(lambda: scene.keeper.fleet.counts == {})
+        assert set(scene.wanted) == {"w0"}
+        await until(lambda: scene.machines.wanted == {})
+
+    scene.play(act)
+
+
+def test_engines_are_not_given_up_while_the_learner_starts() -> None:
+    scene = Scene(settings(kind()))
+
+    async def act(scene: Scene) -> None:
+        await asyncio.sleep(10 * scene.config.fleet.boot_limit_s)
+        assert scene.unwanted == {}
+        await scene.publish()
+        await until(lambda: "w0" in scene.unwanted)
+
+    scene.play(act)
+
+
+# --- notices -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_the_notice_a_cloud_gave_its_worker_is_told_to_the_cluster_once(serves: bool) -> None:
+    scene = Scene(settings(kind(market="spot")))
+
+    async def act(scene: Scene) -> None:
+        await until(lambda: "w0" in scene.wanted)
+        if serves:
+            scene.serve("w0")
+        scene.stats["w0"] = WorkerStats("w0", 0, "", 0, 0, 0, 0.0, leaves_in_s=25.0)
+        await until(lambda: "w0" in scene.unwanted)
+        assert 20.0 < scene.unwanted["w0"] <= 25.0
+        node = scene.machines.of("w0")
+        await asyncio.sleep(5 * TICK_S)  # the worker goes on saying so
+        assert scene.machines.calls.count(f"notice {node}") == 1
+        scene.gone("w0")
+        assert scene.keeper.fleet.counts.get("a/spot", 0) <= 1
+
+    scene.play(act)
+
+
+@pytest.mark.parametrize(
+    ("state", "deadline_s", "limit_s"),
+    [("draining", 40.0, 30.0), ("draining", None, 30.0), ("dead", None, 1.0)],
+)
+def test_a_worker_whose_machine_goes_or_is_gone_leaves(
+    state: NodeState, deadline_s: float | None, limit_s: float
+) -> None:
+    scene = Scene(settings(kind()))
+
+    async def act(scene: Scene) -> None:
+        await until(lambda: "w0" in scene.wanted)
+        await asyncio.sleep(10.0 - asyncio.get_running_loop().time())
+        scene.machines.change(scene.machines.of("w0"), state, deadline_s)
+        await until(lambda: "w0" in scene.unwanted)
+        assert scene.unwanted["w0"] == pytest.approx(limit_s, abs=2 * TICK_S)
+        # It is the machine's own end: nobody asks the autoscaler for it.
+        assert not [call for call in scene.machines.calls if call.startswith("release")]
+
+    scene.play(act)
+
+
+def test_a_notice_is_not_lost_where_the_cluster_does_not_answer() -> None:
+    scene = Scene(settings(kind(market="spot")))
+
+    async def act(scene: Scene) -> None:
+        await until(lambda: "w0" in scene.wanted)
+        scene.machines.fail_with = RunError("the head does not answer")
+        scene.stats["w0"] = WorkerStats("w0", 0, "", 0, 0, 0, 0.0, leaves_in_s=25.0)
+        await asyncio.sleep(2 * TICK_S)
+        scene.machines.fail_with = None
+        await until(lambda: "w0" in scene.unwanted)
+        await until(lambda: f"notice {scene.machines.of('w0')}" in scene.machines.calls)
+
+    scene.play(act)
+
+
+# --- a cluster that fails ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [RunError("the head is gone"), WaitTimeoutError("cluster status", 20.0)])
+def test_a_cluster_that_is_away_for_a_while_is_told_and_survived(error: RunError) -> None:
+    scene = Scene(settings(kind()))
+
+    async def act(scene: Scene) -> None:
+        await until(lambda: "w0" in scene.wanted)
+        for _ in range(3):
+            scene.machines.fail_with = error
+            await until(lambda: any(f"({MAX_FAILED_LOOKS} in a row)" in text for text in scene.told))
+            scene.machines.fail_with = None
+            await asyncio.sleep(2 * TICK_S)
+            scene.told.clear()
+        scene.machines.fail_with = error
+        scene.gone("w0")
+        await asyncio.sleep(2 * TICK_S)
+        scene.machines.fail_with = None
+        # What could not be asked for is asked for later.
+        await until(lambda: scene.machines.wanted == {} and scene.machines.there == {})
+
+    scene.play(act)
+
+
+def test_a_cluster_that_stays_away_ends_the_run_and_says_why() -> None:
+    scene = Scene(settings(kind()))
+
+    async def act(scene: Scene) -> None:
+        await until(lambda: "w0" in scene.wanted)
+        scene.machines.fail_with = RunError("the head is gone")
+        await asyncio.sleep(100 * TICK_S)
+        pytest.fail("it went on without a cluster")
+
+    with pytest.raises(RunError, match=rf"{MAX_FAILED_LOOKS + 1} looks .* in a row failed: the head is gone"):
+        scene.play(act)
+    assert scene.machines.calls[-1] == "close"
+
+
+def test_what_a_cluster_can_never_give_ends_the_run_at_once() -> None:
+    scene = Scene(settings(kind()))
+
+    async def act(scene: Scene) -> None:
+        scene.machines.fail_with = ClusterError("the cluster can never have 1 a")
+        await asyncio.sleep(100 * TICK_S)
+
+    with pytest.raises(ClusterError, match="can never have"):
+        scene.play(act)
+
+
+# --- what it decides with ------------------------------------------------------------------------
+
+
+def test_no_worker_is_added_when_the_money_is_spent() -> None:
+    left = [1.0]
+    scene = Scene(settings(kind(mu=0.1)), usd_left=lambda: left[0])
+
+    async def act(scene: Scene) -> None:
+        await until(lambda: "w0" in scene.wanted)
+        await scene.publish()
+        scene.serve("w0")
+        left[0] = 0.0
+        scene.step()  # 8 trajectories in 10 s and more are needed, 0.1/s are there
+        await asyncio.sleep(60.0)
+        assert set(scene.wanted) == {"w0"}
+        assert any("usd_left" in text for text in scene.told)
+        left[0] = 5.0
+        await until(lambda: len(scene.wanted) > 1)
+
+    scene.play(act)
+
+
+def test_it_says_once_that_no_fleet_is_enough_and_what_would_help() -> None:
+    scene = Scene(settings(kind(mu=0.2, max_count=1)))
+
+    async def act(scene: Scene) -> None:
+        await until(lambda: "w0" in scene.wanted)
+        await scene.publish()
+        scene.serve("w0")
+        scene.step()
+        await asyncio.sleep(300.0)
+
+    scene.play(act)
+    (said,) = [text for text in scene.told if "no fleet within the limits is enough" in text]
+    assert "quota" in said
+    assert "what would help: train on 1 trajectories a step instead of 8" in said
+
+
+@pytest.mark.parametrize(("idle_s", "num_wanted"), [(30.0, 3), (2000.0, 4), (0.0, 1)])
+def test_without_staleness_as_many_workers_as_sampling_takes_steps_of_the_learner(
+    idle_s: float, num_wanted: int
+) -> None:
+    """N_prem: one worker samples a batch in 30 s, the learner trains it in 10 s; the quota is 4."""
+    scene = Scene(settings(kind(), max_staleness=0))
+
+    async def act(scene: Scene) -> None:
+        await until(lambda: "w0" in scene.wanted)
+        await scene.publish()
+        scene.serve("w0")
+        for _ in range(8):
+            scene.step(idle_s)
+        await asyncio.sleep(40.0)
+        assert len(scene.wanted) == num_wanted
+
+    scene.play(act)
+
+
+def test_without_staleness_the_last_worker_is_replaced() -> None:
+    scene = Scene(settings(kind(), max_staleness=0))
+
+    async def act(scene: Scene) -> None:
+        await until(lambda: "w0" in scene.wanted)
+        await scene.publish()
+        scene.serve("w0")
+        scene.step(5.0)
+        await asyncio.sleep(150.0)
+        scene.gone("w0")
+        await until(lambda: "w1" in scene.wanted)
+
+    scene.play(act)
+
+
+def test_the_setting_is_the_most_workers_whatever_is_useful() -> None:
+    scene = Scene(settings(kind(), max_staleness=0, max_workers=2))
+
+    async def act(scene: Scene) -> None:
+        await until(lambda: "w0" in scene.wanted)
+        await scene.publish()
+        scene.serve("w0")
+        scene.step(2000.0)
+        await asyncio.sleep(40.0)
+        assert len(scene.wanted) == 2
+
+    scene.play(act)
+
+
+def test_counters_that_cannot_be_are_refused_and_the_run_goes_on() -> None:
+    scene = Scene(settings(kind()))
+
+    async def act(scene: Scene) -> None:
+        await until(lambda: "w0" in scene.wanted)
+        scene.stats["w0"] = WorkerStats("w0", 0, "", 0, 0, -5, 0.0)
+        await until(lambda: any(text.startswith("refused: ") and "w0" in text for text in scene.told))
+        scene.stats.clear()
+        await asyncio.sleep(5 * TICK_S)
+
+    scene.play(act)
+
+
+def test_offers_and_limits_are_those_of_the_settings() -> None:
+    config = settings(
+        kind("a", mu=2.0, region="r", market="spot", interruptions_per_hour=0.5, min_count=1),
+        kind("b", 2, mu=None, max_count=None),
+        usd_per_hour=9.0,
+        interruptions_per_hour=3.0,
+        max_workers=5,
+    )
+    a, b = offers_of(config)
+    assert (a.name, a.mu, a.max_count, a.min_count, a.market) == ("a/r/spot", 2.0, 4, 1, "spot")
+    assert a.interruptions_per_hour == 0.5
+    assert (b.name, b.mu, b.max_count) == ("b/on_demand", 2.0, 2)  # as the slowest that is known
+    limits = limits_of(config)
+    assert (limits.usd_per_hour, limits.interruptions_per_hour, limits.max_workers) == (9.0, 3.0, 5)
+    assert replace_section(config.fleet, scale="static").fixed() == {}
