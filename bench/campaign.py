@@ -1,8 +1,8 @@
 """The fault campaign from the command line: `python -m bench.campaign --seeds N --json FILE`.
 
-    python -m bench.campaign --seeds 100000 --json FILE    every core; seeds, violations, bugs, seconds
-    python -m bench.campaign --seed 1234                   one seed again, with its last events
-    python -m bench.campaign --bug "drafts are attached twice" --seed 1      the same, with that bug put in
+    python -m bench.campaign --seeds 100000 --json FILE          every core; seeds, violations, bugs, seconds
+    python -m bench.campaign --seed 1234                         one seed again, with its last events
+    python -m bench.campaign --bug "a group is trained twice" --seed 0    the same, with that bug put in
 
 Each seed is one small simulated run (`echo_planes.sim.campaign`). Then every bug of `mutants.py` is put in, one
 at a time, and seeds are run from 0 on until one finds it.

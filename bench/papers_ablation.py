@@ -59,7 +59,9 @@ def figure_4(workers: tuple[int, ...] = figure4.WORKERS) -> Claim:
         "ECHO-2, figure 4 and 5.5.1",
         tuple(rows),
         notes=(
-            "16 GB, 100 Mbit/s per worker, as bench/figure4.py says; N = " + ", ".join(map(str, workers)) + ".",
+            "16 GB, 100 Mbit/s per worker, as bench/figure4.py says; N = "
+            + ", ".join(map(str, workers))
+            + ".",
             "Boot delay, throughput and price do not matter here.",
         ),
         figures={"t_bcast": figures},
@@ -104,7 +106,9 @@ def claim(assumed: dict[str, Values], *, sensitivity: bool = True) -> Claim:
             found["full"] = simulate(values, setting, variation, "chain", None)
         ratios = ", ".join(f"{ratio:.3f}" for ratio in _ratios(found).values())
         machines = found["full"].machines
-        varied.append(Row(f"$/step of full's, {variation.name}", "1.041, 1.066, 1.153", f"{ratios}; full: {machines}"))
+        varied.append(
+            Row(f"$/step of full's, {variation.name}", "1.041, 1.066, 1.153", f"{ratios}; full: {machines}")
+        )
     return Claim(
         "3. ablation on a mixed-price pool",
         "ECHO-2, table 2",

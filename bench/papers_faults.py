@@ -159,7 +159,9 @@ def _relay(cut: Scenario) -> str:
     world = World(cut)
     world.run()
     names = [member.name for member in world.crew.serving()]
-    upstream = {name for other in names if (part := world.crew.network.transfer(other)) for name in part.upstream}
+    upstream = {
+        name for other in names if (part := world.crew.network.transfer(other)) for name in part.upstream
+    }
     return min(upstream)
 
 

@@ -87,11 +87,11 @@ def claim(assumed: dict[str, Values], *, sensitivity: bool = True) -> Claim:
         )
         figures.append(_figure(staleness, kappa, count, found, bubbles))
     order = [knees[staleness] for staleness in sorted(knees)]
-    fewer = None not in order and all(
-        (a or 0) >= (b or 0) for a, b in zip(order, order[1:], strict=False)
-    )
+    fewer = None not in order and all((a or 0) >= (b or 0) for a, b in zip(order, order[1:], strict=False))
     ours = " >= ".join(map(str, order))
-    rows.append(Row("larger S needs fewer workers (kappa = S-1)", "yes", ours, fewer and order[-1] != order[0]))
+    rows.append(
+        Row("larger S needs fewer workers (kappa = S-1)", "yes", ours, fewer and order[-1] != order[0])
+    )
     varied = []
     for variation in variations("throughput") if sensitivity else ():
         count, bubbles = curve(values, steps, (3, 2), variation, beside=2)

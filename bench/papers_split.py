@@ -86,7 +86,9 @@ def _next(engine: Engine) -> float:
 def throughputs(values: Values, lengths: tuple[float, float, int], variation: Variation) -> dict[str, float]:
     """Tokens/s end to end of the equal split, the split by speed, and the default."""
     median, sigma, longest = lengths
-    model = LengthModel(0, num_samples=values["requests"], median_tokens=median, sigma=sigma, max_tokens=longest)
+    model = LengthModel(
+        0, num_samples=values["requests"], median_tokens=median, sigma=sigma, max_tokens=longest
+    )
     rates = {}
     for name in ("uniform", "proportional", "pull"):
         actors, policy = Actors(values, variation), Proportional(0.5, values["ema"])

@@ -17,14 +17,13 @@ WORKER_MBIT = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One setting. Bounds are in learner steps."""
+    """One setting. Staleness is in learner steps."""
 
     max_staleness: int
     kappa: int
     t_bcast_share: float
     mu_share: float
     bound: int
-    fluid_bound: int  # by the plain formula
     observed: int
 
 
@@ -37,12 +36,14 @@ def settings(values: Values) -> Iterator[tuple[int, int, float, float]]:
                 yield staleness, kappa, bcast, mu
 
 
-def observe(values: Values, staleness: int, kappa: int, bcast: float, mu_share: float) -> Observed:
-    """One run."""
+def observe(
+    values: Values, setting: tuple[int, int, float, float], queue_batches: float | None = None
+) -> Observed:
+    """One run. `queue_batches`: leased and buffered at once; default: as assumed."""
+    staleness, kappa, bcast, mu_share = setting
     t_train_s, size = values["t_train_s"], values["samples_per_prompt"]
     need = Need(staleness, kappa, values["prompts_per_step"] * size, t_train_s, bcast * t_train_s)
     mu = mu_share * (need.mu_min or 0.0)
-    group_s = values["workers"] * size / mu  # a worker makes one group at a time
     simulated = scenario(
         values | {"median_tokens": TOKENS, "sigma": 0.0, "max_tokens": TOKENS},
         staleness={
@@ -50,7 +51,7 @@ def observe(values: Values, staleness: int, kappa: int, bcast: float, mu_share: 
             "publish_every": kappa,
             "selector": values["selector"],
             "policy": values["policy"],
-            "queue_batches": staleness + 1.0,
+            "queue_batches": queue_batches or values["queue_batches"],
         },
         network={
             "mode": "star_unlimited",
@@ -74,44 +75,41 @@ def observe(values: Values, staleness: int, kappa: int, bcast: float, mu_share: 
         ],
     )
     summary = run(simulated).summary
-    grained = Need(staleness, kappa, need.per_step, t_train_s, need.t_bcast_s + group_s)
-    return Observed(
-        staleness,
-        kappa,
-        bcast,
-        mu_share,
-        staleness_bound(grained, mu) or 0,
-        staleness_bound(need, mu) or 0,
-        summary["max_staleness_observed"],
-    )
+    bound = staleness_bound(need, mu) or 0
+    return Observed(staleness, kappa, bcast, mu_share, bound, summary["max_staleness_observed"])
 
 
-def claim(assumed: dict[str, Values]) -> Claim:
-    """The bound over a sweep."""
+def claim(assumed: dict[str, Values], every: int = 1) -> Claim:
+    """The bound over a sweep. `every`: only every so many-th setting."""
     values = assumed["staleness"]
-    found = [observe(values, *setting) for setting in settings(values)]
+    swept = list(settings(values))[::every]
+    found = [observe(values, setting) for setting in swept]
+    default = [
+        observe(values, setting, values["default_queue_batches"])
+        for setting in swept[:: values["default_every"]]
+    ]
     beyond = [one for one in found if one.observed > one.bound]
-    beyond_fluid = [one for one in found if one.observed > one.fluid_bound]
-    beyond_s = [one for one in found if one.observed > one.max_staleness]
+    beyond_s = [one for one in found + default if one.observed > one.max_staleness]
+    within = sum(one.observed <= one.bound for one in default)
     met = sum(one.observed == one.bound for one in found)
     total = len(found)
+    runs = total + len(default)
     rows = (
-        Row("settings", "-", f"{total}", total >= 200),
-        Row("observed staleness <= S", "always", f"{total - len(beyond_s)} of {total}", not beyond_s),
-        Row("observed <= bound", "always", f"{total - len(beyond)} of {total}", not beyond),
+        Row("observed <= S", "always", f"{runs - len(beyond_s)} of {runs} runs", not beyond_s),
+        Row("observed <= bound", "always", f"{total - len(beyond)} of {total} settings", not beyond),
         Row("observed = bound", "-", f"{met} of {total}"),
-        Row("observed <= bound of a fluid", "-", f"{total - len(beyond_fluid)} of {total}"),
+        Row("observed <= bound, 1.5 batches queued", "-", f"{within} of {len(default)}"),
     )
     return Claim(
         "5. bound on staleness",
         "ECHO-2, appendix B, eq. 7",
         rows,
         notes=(
-            "The formula's rollouts are a fluid. Ours come in groups, and one that began before an install is of "
-            "the old version: the bound that is claimed has the time of one group added to T_bcast.",
-            "Settings are ratios to T_train: boot delay and price do not matter, throughput is swept (mu / mu_min).",
-            *(f"beyond the bound: {one}" for one in (beyond + beyond_s)[:5]),
+            "The bound counts no time in a queue. So at most one batch is leased and buffered at once. With the "
+            "library's default of 1.5 a surplus may rest, and only S bounds its age.",
+            "All are ratios to T_train: boot delay and price do not matter, throughput is swept (mu / mu_min).",
+            *(f"beyond: {one}" for one in (beyond + beyond_s)[:5]),
         ),
         assumptions=("staleness",),
-        figures={"beyond_the_bound": len(beyond), "beyond_the_fluid_bound": len(beyond_fluid), "settings": total},
+        figures={"settings": total, "beyond_the_bound": len(beyond), "beyond_s": len(beyond_s)},
     )

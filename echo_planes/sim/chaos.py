@@ -68,6 +68,9 @@ def draw(seed: int) -> tuple[Scenario, Plan]:
     t_train_s = rng.choice((4.0, 10.0, 25.0))
     span_s = steps * t_train_s * rng.choice((1.0, 2.0))
     offers = _offers(rng, mode, rng.choice((2, 2, 3, 4, 6, 8)))
+    plan = _plan(rng, span_s)
+    # A worker that waits for weights in place would wait for ever for an install that never comes.
+    in_place = rng.random() < 0.2 and all(one.kind != "no installs" for one in plan.disturbances)
     first_usd = sum(offer["count"] * offer["usd_per_hour"] for offer in offers)
     scenario: dict[str, Any] = {
         "name": f"campaign-{seed}",
@@ -105,7 +108,7 @@ def draw(seed: int) -> tuple[Scenario, Plan]:
             "snapshot_mb": rng.choice((1, 50, 300)),
             "patch_mb": rng.choice((None, 1)),
             "detection_s": rng.choice((1.0, 10.0)),
-            "receive_in_place": rng.random() < 0.2,
+            "receive_in_place": in_place,
         },
         "fleet": {
             "mode": mode,
@@ -118,7 +121,7 @@ def draw(seed: int) -> tuple[Scenario, Plan]:
         "offers": offers,
         "faults": [_fault(rng, span_s) for _ in range(rng.choice((0, 2, 5)))],
     }
-    return parse_scenario(scenario), _plan(rng, span_s)
+    return parse_scenario(scenario), plan
 
 
 def _offers(rng: random.Random, mode: str, workers: int) -> list[dict[str, Any]]:

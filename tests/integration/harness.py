@@ -32,7 +32,8 @@ RUN_LIMIT_S = 420.0  # a whole run takes a minute on two idle cores; the machine
 POLL_S = 0.1
 PROGRAM = ("echo_planes.run",)
 LOSSY_PROGRAM = ("tests.integration.harness", "lossy")
-SLOW_STEP_S = 2.0
+SLOW_STEP_S = 1.0  # more for every step of the slow program
+SLOWER_FROM, SLOWER_STEP_S = 25, 4.0  # and from this step on
 SLOW_PROGRAM = ("tests.integration.harness", "slow")
 WATCHED_PROGRAM = ("tests.integration.harness", "watched")
 LOST_VERSIONS = (4, 5)  # what the lossy network does not deliver
@@ -263,15 +264,16 @@ def lossy_run(words: list[str]) -> int:
 
 
 def slow_run(words: list[str]) -> int:
-    """The program with a learner as slow as a large model's: `SLOW_STEP_S` more for every step."""
+    """The program with a learner as slow as a large model's, which gets slower still on the way."""
     from echo_planes import launch
     from echo_planes.types import StepStats, TrainBatch
 
     class SlowLearner(launch.RemoteLearner):
         async def train_step(self, batch: TrainBatch) -> StepStats:
             stats = await super().train_step(batch)
-            await asyncio.sleep(SLOW_STEP_S)
-            return replace(stats, t_train_s=stats.t_train_s + SLOW_STEP_S)
+            more_s = SLOW_STEP_S if batch.step < SLOWER_FROM else SLOWER_STEP_S
+            await asyncio.sleep(more_s)
+            return replace(stats, t_train_s=stats.t_train_s + more_s)
 
     setattr(launch, launch.RemoteLearner.__name__, SlowLearner)
     return _run_on(launch.RayPlanes, words)

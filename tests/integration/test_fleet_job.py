@@ -1,7 +1,7 @@
 """A job on Ray's real autoscaler with machines of two SKUs: the cheap one first, the next when it runs out.
 
 Real vLLM workers on nodes of their own, in namespaces of their own (tests/integration/fake_cluster.py). A
-spot machine is taken in mid-run, with notice; the reward keeps rising, and what is too much is let go.
+spot machine is taken in mid-run, with notice; the learner gets slower, and what is then too much is let go.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ INSIDE = ("--", sys.executable, "-m", *SLOW_PROGRAM)
 
 
 def fleet_words() -> list[str]:
-    """Two kinds, and a first guess of their speed so low that more of them are bought than are needed."""
-    same = {"engine": {"max_num_seqs": 64}, "max_groups": 8, "resources": {"CPU": 0.5}, "mu": 5.0}
+    """Two kinds; the run begins with one worker of the cheap one."""
+    same = {"engine": {"max_num_seqs": 64}, "max_groups": 8, "resources": {"CPU": 0.5}}
     cheap = {"sku": "cpu-a", "market": "spot", "usd_per_hour": 0.02, "count": 1, "max_count": 2}
     dear = {"sku": "cpu-b", "usd_per_hour": 0.08, "count": 0, "max_count": 1}
     kinds = [{**same, **kind, "labels": {"sku": kind["sku"]}} for kind in (cheap, dear)]

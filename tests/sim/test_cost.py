@@ -125,10 +125,12 @@ def test_the_optimum_never_costs_more_than_a_random_fleet() -> None:
 
 
 def test_a_random_fleet_makes_up_for_what_is_taken_away() -> None:
-    only_spot = replace(small_market(), offers=(small_market().offers[0], offer("steady", 4.0, 0.5, 2)))
-    drawn = random_fleet(only_spot, NEED, STEPS, random.Random(0))
-    assert drawn.workers == pytest.approx(2.0)  # always two of half a trajectory/s, whichever they are
-    assert drawn.usd >= (2 * 1.0 * 500 + 2 * 4.0 * 500) / 3600 * (1 - 1e-12)
+    few = replace(small_market(), offers=(small_market().offers[0], offer("steady", 4.0, 0.5, 2)))
+    draws = [random_fleet(few, NEED, STEPS, random.Random(seed)) for seed in range(20)]
+    for drawn in draws:
+        assert drawn.workers == pytest.approx(2.0)  # always two of half a trajectory/s, whichever they are
+    # Two spot workers as long as they are there is the least that one can draw.
+    assert min(drawn.usd for drawn in draws) == pytest.approx((2 * 1.0 * 500 + 2 * 4.0 * 500) / 3600)
 
 
 def test_the_cheapest_single_offer_counts_whole_workers_and_only_on_demand() -> None:

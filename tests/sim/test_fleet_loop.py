@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from echo_planes.config import Config, FleetConfig, WorkerConfig
+from echo_planes.rollout.actuator import Node
 from echo_planes.testing import Faults, Simulation, Trace, tiny_config
 from tests.sim.test_loop import check
 from tests.unit.test_keeper import Machines
@@ -42,9 +43,7 @@ def ended(trace: Trace) -> list[str]:
     ]
 
 
-def check_fleet(
-    trace: Trace, machines: Machines | None = None, quota: Mapping[str, int] | None = None
-) -> None:
+def check_fleet(trace: Trace, machines: Machines | None = None) -> None:
     """What must hold however the fleet went: nobody twice, nobody ended who never began, no end twice."""
     assert max(Counter(started(trace)).values()) == 1
     assert max(Counter(ended(trace)).values(), default=1) == 1
@@ -64,7 +63,7 @@ class Stormy(Machines):
         self._ends_s: dict[str, float] = {}
         self.num_gone = 0
 
-    async def nodes(self):  # type: ignore[no-untyped-def]
+    async def nodes(self) -> tuple[Node, ...]:
         now_s = self._now_s()
         for node in list(self.there.values()):
             if node.offer_name != CHEAP:
@@ -140,7 +139,7 @@ def test_a_run_whose_machines_never_come_ends_and_asks_for_nothing_more(tmp_path
 
 
 def test_the_optimum_is_gone_over_to_without_a_moment_of_nobody(tmp_path: Path) -> None:
-    """The cheap machines take longer to come than a surplus must last: the dear one stays until they serve."""
+    """Cheap machines take longer to come than a surplus must last: the dear one stays until they serve."""
     config = fleet_config(60, counts=(0, 1), scale="ray", boot_limit_s=100.0)
     machines = Machines({CHEAP: 60.0, DEAR: 2.0})
     simulation = Simulation(config, tmp_path, actuator=machines, t_train_s=8.0, seconds_per_token=(0.2,))

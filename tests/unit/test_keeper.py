@@ -170,6 +170,12 @@ class Scene:
         self.keeper.on_published(manifest, 0.1)
         self.books.on_published(manifest, 0.1, asyncio.get_running_loop().time())
 
+    async def publish_and_serve(self) -> None:
+        """Twice: how long the first broadcast took depends on when engines were built."""
+        for version in range(2):
+            await self.publish(version)
+            self.serve("w0", version=version)
+
     def step(self, idle_s: float = 0.0, t_train_s: float = T_TRAIN_S) -> None:
         zeros = dict.fromkeys((f for f in StepStats.__dataclass_fields__ if f != "t_train_s"), 0)
         stats = StepStats(t_train_s=t_train_s, **zeros)
@@ -213,8 +219,7 @@ def test_a_worker_is_started_on_the_machine_that_came_for_it_and_the_machine_goe
         assert scene.kinds["w0"].labels == {"pool": "x", NODE_LABEL: node}
         assert scene.kinds["w0"].resources == {"GPU": 1.0, scene.kinds["w0"].offer: 1.0}
         assert scene.wanted["w0"].usd_per_hour == 1.0
-        await scene.publish()
-        scene.serve("w0")
+        await scene.publish_and_serve()
         before = len(scene.machines.calls)
         scene.gone("w0")
         scene.gone("w0")
@@ -394,8 +399,7 @@ def test_no_worker_is_added_when_the_money_is_spent() -> None:
 
     async def act(scene: Scene) -> None:
         await until(lambda: "w0" in scene.wanted)
-        await scene.publish()
-        scene.serve("w0")
+        await scene.publish_and_serve()
         left[0] = 0.0
         scene.step()  # 8 trajectories in 10 s and more are needed, 0.1/s are there
         await asyncio.sleep(60.0)
@@ -412,8 +416,7 @@ def test_it_says_once_that_no_fleet_is_enough_and_what_would_help() -> None:
 
     async def act(scene: Scene) -> None:
         await until(lambda: "w0" in scene.wanted)
-        await scene.publish()
-        scene.serve("w0")
+        await scene.publish_and_serve()
         scene.step()
         await asyncio.sleep(300.0)
 
@@ -432,8 +435,7 @@ def test_without_staleness_as_many_workers_as_sampling_takes_steps_of_the_learne
 
     async def act(scene: Scene) -> None:
         await until(lambda: "w0" in scene.wanted)
-        await scene.publish()
-        scene.serve("w0")
+        await scene.publish_and_serve()
         for _ in range(8):
             scene.step(idle_s)
         await asyncio.sleep(40.0)
@@ -447,8 +449,7 @@ def test_without_staleness_the_last_worker_is_replaced() -> None:
 
     async def act(scene: Scene) -> None:
         await until(lambda: "w0" in scene.wanted)
-        await scene.publish()
-        scene.serve("w0")
+        await scene.publish_and_serve()
         scene.step(5.0)
         await asyncio.sleep(150.0)
         scene.gone("w0")
@@ -462,8 +463,7 @@ def test_the_setting_is_the_most_workers_whatever_is_useful() -> None:
 
     async def act(scene: Scene) -> None:
         await until(lambda: "w0" in scene.wanted)
-        await scene.publish()
-        scene.serve("w0")
+        await scene.publish_and_serve()
         scene.step(2000.0)
         await asyncio.sleep(40.0)
         assert len(scene.wanted) == 2

@@ -210,3 +210,108 @@ def test_a_store_that_cannot_be_written(tmp_path: Path) -> None:
     message = refusal(ConfigError, config(weights={"store": str(tmp_path / "file")}), tmp_path / "run")
     assert f"weights.store={tmp_path / 'file'} is a file" in message
     preflight.check(config(weights={"store": str(tmp_path / "store")}), tmp_path / "run")
+
+
+def changing(*kinds: dict[str, Any], **fleet: Any) -> Config:
+    """A fleet that follows price and need."""
+    return config(fleet={"workers": list(kinds), "scale": "static", **fleet})
+
+
+@pytest.mark.parametrize("scale", ["static", "ray"])
+def test_a_fleet_that_changes_passes_with_what_only_it_looks_at(tmp_path: Path, scale: str) -> None:
+    spot = {"sku": "a", "market": "spot", "min_count": 1, "max_count": 3, "mu": 2.0, "cloud": "aws"}
+    other = {"sku": "a", "region": "r", "market": "spot", "interruptions_per_hour": 0.5}
+    settings = changing(spot, other, scale=scale, usd_per_hour=3.0, max_workers=4, tick_s=1.0, gamma=1.2)
+    preflight.check(settings, tmp_path / "run")
+
+
+def test_kinds_of_a_fleet_that_changes_have_names_of_their_own(tmp_path: Path) -> None:
+    kinds = [{"sku": "a", "region": "r", "usd_per_hour": price} for price in (1.0, 2.0)]
+    message = refusal(ConfigError, changing(*kinds), tmp_path / "run")
+    assert "a/r/on_demand" in message
+    assert "another sku, region or market" in message
+    preflight.check(config(fleet={"workers": kinds}), tmp_path / "run")  # a fixed one needs none
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ({"count": 3, "max_count": 2}, ["count=3", "max_count=2"]),
+        ({"count": 1, "min_count": 2}, ["min_count=2", "max_count=1"]),
+        ({"count": 0, "min_count": 5, "max_count": 4}, ["min_count=5", "max_count=4"]),
+    ],
+)
+def test_counts_beyond_a_quota(tmp_path: Path, kind: dict[str, Any], parts: list[str]) -> None:
+    message = refusal(ConfigError, changing({"sku": "a"}, {"sku": "b", **kind}), tmp_path / "run")
+    for part in [*parts, "b/on_demand", "lower"]:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("min_count", 1),
+        ("max_count", 2),
+        ("mu", 1.5),
+        ("interruptions_per_hour", 0.5),
+        ("cloud", "gcp"),
+        ("metadata_url", "http://127.0.0.1:1"),
+    ],
+)
+def test_what_a_fixed_fleet_would_ignore_of_a_worker(tmp_path: Path, key: str, value: object) -> None:
+    kinds: list[dict[str, Any]] = [{"sku": "a"}, {"sku": "b", key: value}]
+    message = refusal(ConfigError, config(fleet={"workers": kinds}), tmp_path / "run")
+    assert f"fleet.workers.{key}: " in message
+    assert "fleet.scale=ray or static" in message
+    assert message.count("fleet.workers.") == 1
+    fine = {**kinds[1], "count": 2, "max_count": 2} if key == "max_count" else kinds[1]
+    preflight.check(changing(kinds[0], fine), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("gamma", 1.2),
+        ("tick_s", 1.0),
+        ("sustain_s", 1.0),
+        ("boot_limit_s", 1.0),
+        ("usd_per_hour", 1.0),
+        ("interruptions_per_hour", 1.0),
+        ("max_workers", 3),
+    ],
+)
+def test_what_a_fixed_fleet_would_ignore_of_a_fleet(tmp_path: Path, key: str, value: object) -> None:
+    message = refusal(ConfigError, config(fleet={key: value}), tmp_path / "run")
+    assert message.startswith(f"fleet.{key}: ")
+    preflight.check(changing({"sku": "a"}, **{key: value}), tmp_path / "run")
+
+
+def test_every_setting_of_a_fleet_is_looked_at_or_refused() -> None:
+    """A new setting that a fixed fleet ignores has to be named there."""
+    known = {"workers", "restarts", "scale"}
+    changed: dict[str, Any] = {
+        "gamma": 1.2,
+        "tick_s": 1.0,
+        "sustain_s": 1.0,
+        "boot_limit_s": 1.0,
+        "usd_per_hour": 1.0,
+        "interruptions_per_hour": 1.0,
+        "max_workers": 3,
+    }
+    assert set(changed) | known == set(type(Config().fleet).model_fields)
+    with pytest.raises(ConfigError) as caught:
+        preflight.check_ignored(config(fleet=changed).fleet)
+    for key in changed:
+        assert f"fleet.{key}" in str(caught.value)
+
+
+def test_a_fleet_that_changes_must_fit_with_all_its_quotas_unless_nodes_come() -> None:
+    kind = {"sku": "a", "count": 1, "max_count": 4, "resources": {"GPU": 1.0}, "labels": {"pool": "x"}}
+    has = {"CPU": 8.0, "GPU": 3.0}
+    nodes = [{"pool": "x"}]
+    with pytest.raises(ClusterError, match="need 4 GPU, the cluster has 3"):
+        preflight.check_fit(changing(kind), has, nodes)
+    with pytest.raises(ClusterError, match="no node of the cluster carries the labels"):
+        preflight.check_fit(changing(kind), has | {"GPU": 4.0}, [{"pool": "y"}])
+    preflight.check_fit(changing(kind), has | {"GPU": 4.0}, nodes)
+    preflight.check_fit(changing(kind, scale="ray"), {"CPU": 8.0}, [])

@@ -1,0 +1,97 @@
+"""The fault campaign: no invariant is violated, every seed replays, and every bug that is put in is found."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.campaign import BUG_SEEDS, find, main, run_seeds, show
+from bench.mutants import MUTANTS, Mutant
+from echo_planes.data.leases import LeaseBook
+from echo_planes.sim.campaign import run_seed
+from echo_planes.sim.chaos import KINDS, draw
+
+SEEDS = 2000
+PARTS = 8
+REPLAY_EVERY = 20
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_invariant_is_violated_and_every_seed_replays(part: int) -> None:
+    size = SEEDS // PARTS
+    tally = run_seeds(range(part * size, (part + 1) * size), REPLAY_EVERY)
+    assert not tally.bad, "\n".join(show(outcome) for outcome in tally.bad[:3])
+    assert not tally.unequal, f"seeds {tally.unequal} came to something else the second time"
+    assert tally.replayed >= size // REPLAY_EVERY
+    assert tally.statuses["done"] > size // 2
+
+
+def test_what_is_drawn_covers_what_is_promised() -> None:
+    drawn = [draw(seed) for seed in range(300)]
+    scenarios = [scenario for scenario, _ in drawn]
+    assert {scenario.staleness.max_staleness for scenario in scenarios} == set(range(7))
+    assert {scenario.staleness.policy for scenario in scenarios} == {"drop", "wait"}
+    assert {scenario.fleet.mode for scenario in scenarios} == {"fixed", "kept", "provisioned"}
+    assert len({scenario.staleness.selector for scenario in scenarios}) == 5
+    assert any(scenario.staleness.reuse > 1 for scenario in scenarios)
+    assert {sum(o.quota for o in scenario.offers) for scenario in scenarios} <= set(range(2, 9))
+    assert {scenario.run.steps for scenario in scenarios} <= set(range(6, 21))
+    assert {one.kind for _, plan in drawn for one in plan.disturbances} == set(KINDS)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_bug_that_is_put_in_is_found(mutant: Mutant) -> None:
+    outcome = find(mutant, range(BUG_SEEDS))
+    assert outcome is not None, f"{mutant.name}: not found in {BUG_SEEDS} seeds"
+    assert not run_seed(outcome.seed).violation  # without the bug
+
+
+def test_a_violation_names_the_command_that_replays_it(capsys: pytest.CaptureFixture[str]) -> None:
+    bug = MUTANTS[0]
+    outcome = find(bug, range(BUG_SEEDS))
+    assert outcome is not None
+    words = ["--bug", bug.name, "--seed", str(outcome.seed)]
+    assert main(words) == 1
+    said = capsys.readouterr().out
+    assert outcome.violation in said
+    assert f'replay: python -m bench.campaign --bug "{bug.name}" --seed {outcome.seed}' in said
+    assert outcome.last[-1] in said
+    assert main(["--seed", str(outcome.seed)]) == 0
+
+
+def test_another_process_comes_to_the_same_bytes() -> None:
+    code = (
+        "from echo_planes.sim.campaign import run_seed\n"
+        "print(*(run_seed(seed).checksum for seed in range(20)))"
+    )
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    ]
+    assert said[0] == said[1]
+    assert said[0].split() == [str(run_seed(seed).checksum) for seed in range(20)]
+
+
+def test_a_mutant_whose_line_is_gone_says_so() -> None:
+    stale = Mutant("stale", LeaseBook, "close", "no such text", "")
+    with pytest.raises(ValueError, match="write it anew"), stale.applied():
+        pass
+
+
+def test_a_mutant_is_taken_out_again() -> None:
+    before = LeaseBook.__dict__["close"]
+    with MUTANTS[0].applied():
+        assert LeaseBook.__dict__["close"] is not before
+    assert LeaseBook.__dict__["close"] is before
