@@ -55,11 +55,11 @@ def claim(assumed: dict[str, Values], *, sensitivity: bool = True) -> Claim:
         tuple(rows),
         tuple(varied),
         (
-            f"A replacement boots for {values['boot_s']} s and then fetches 16.38 GB at {values['worker_mbit']} "
-            "Mbit/s. Claimed: recovery and bubble increase no worse than the paper's.",
+            f"A replacement boots for {values['boot_s']} s and then fetches 16.38 GB at "
+            f"{values['worker_mbit']} Mbit/s. Claimed: recovery and bubble no worse than the paper's.",
             "Recovery ends when the capacity is what it was and the broadcast in hand is complete at all who "
-            "live. A slow worker is not replaced by a fleet of fixed size: it is slow for as long as assumed.",
-            "Bubble increase: idle seconds beyond those without a fault, over one step (see the assumptions).",
+            "live. A fleet of fixed size does not replace a slow worker: it stays slow as long as assumed.",
+            "Bubble increase: idle seconds beyond those without a fault, over one step.",
             "provisioned: the provisioner, at gamma = 1.0, does not stay at eight workers.",
             "Throughput x0.5 or x2: eight workers saturate a learner that is as much slower or quicker.",
             "Prices do not matter here.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from bench.papers_base import (
@@ -76,7 +77,9 @@ def claim(assumed: dict[str, Values], *, sensitivity: bool = True) -> Claim:
     limit = steps["bubble"]
     rows, knees, figures = [], {}, []
     for staleness, kappa in steps["settings"]:
-        count, bubbles = curve(values, steps, (staleness, kappa), BASE, beside=2)
+        count, bubbles = curve(
+            values, steps, (staleness, kappa), BASE, beside=2 if kappa == staleness - 1 else 1
+        )
         found = knee(bubbles, limit)
         if kappa == staleness - 1:
             knees[staleness] = found
@@ -87,14 +90,14 @@ def claim(assumed: dict[str, Values], *, sensitivity: bool = True) -> Claim:
         )
         figures.append(_figure(staleness, kappa, count, found, bubbles))
     order = [knees[staleness] for staleness in sorted(knees)]
-    fewer = None not in order and all((a or 0) >= (b or 0) for a, b in zip(order, order[1:], strict=False))
+    fewer = None not in order and all((a or 0) >= (b or 0) for a, b in itertools.pairwise(order))
     ours = " >= ".join(map(str, order))
     rows.append(
         Row("larger S needs fewer workers (kappa = S-1)", "yes", ours, fewer and order[-1] != order[0])
     )
     varied = []
     for variation in variations("throughput") if sensitivity else ():
-        count, bubbles = curve(values, steps, (3, 2), variation, beside=2)
+        count, bubbles = curve(values, steps, (3, 2), variation, beside=1)
         found = knee(bubbles, limit)
         varied.append(Row(f"S=3, {variation.name}", f"{count} predicted", f"knee at {found}"))
     return Claim(

@@ -127,7 +127,8 @@ def claim(assumed: dict[str, Values], *, sensitivity: bool = True) -> Claim:
     for dataset, lengths in values["datasets"].items():
         found = figures[dataset] = throughputs(values, tuple(lengths), BASE)
         gains = _gains(found)
-        ours = f"{100 * gains['proportional']:+.1f} % ({found['uniform']:,.0f} to {found['proportional']:,.0f} tokens/s)"
+        rates = f"{found['uniform']:,.0f} to {found['proportional']:,.0f} tokens/s"
+        ours = f"{100 * gains['proportional']:+.1f} % ({rates})"
         holds = gains["proportional"] >= LEAST_GAIN
         rows.append(Row(f"{dataset}: proportional over uniform", PAPER[dataset], ours, holds))
         rows.append(Row(f"{dataset}: pull over uniform", "-", f"{100 * gains['pull']:+.1f} %"))

@@ -105,9 +105,9 @@ def claim(assumed: dict[str, Values], every: int = 1) -> Claim:
         "ECHO-2, appendix B, eq. 7",
         rows,
         notes=(
-            "The bound counts no time in a queue. So at most one batch is leased and buffered at once. With the "
+            "The bound counts no time in a queue: at most one batch is leased and buffered at once. With the "
             "library's default of 1.5 a surplus may rest, and only S bounds its age.",
-            "All are ratios to T_train: boot delay and price do not matter, throughput is swept (mu / mu_min).",
+            "Boot delay and price do not matter; throughput is swept, as mu / mu_min.",
             *(f"beyond: {one}" for one in (beyond + beyond_s)[:5]),
         ),
         assumptions=("staleness",),

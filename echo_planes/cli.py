@@ -48,8 +48,8 @@ def load_config(words: Sequence[str]) -> Config:
         if key in GROUPS:
             chosen[key] = text
         else:
-            overrides.append((key, _parse(key, text)))
-    tree = _read_yaml(config_dir() / "default.yaml")
+            overrides.append((key, parse_value(key, text)))
+    tree = read_yaml(config_dir() / "default.yaml")
     resume = dict(overrides).get("run.resume")
     if resume is not None:
         tree = _resumed(Path(str(resume)), tree)
@@ -63,7 +63,7 @@ def load_config(words: Sequence[str]) -> Config:
         if resume is None or group in named:
             tree[group] = _group(group, chosen[group])
     for key, value in overrides:
-        _set(tree, key, value)
+        set_key(tree, key, value)
     try:
         config = Config.model_validate(tree)
         adapter_options(config.task)
@@ -84,16 +84,16 @@ def describe() -> str:
     for name, field in Config.model_fields.items():
         section = field.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
-            lines += [*_describe_section(name, section), ""]
+            lines += [*describe_section(name, section), ""]
     cls, _ = adapter_options(TaskConfig.model_validate(_group("task", "math")))
-    lines += ["options of task=math:", *_describe_section("task", cls.Options)]
+    lines += ["options of task=math:", *describe_section("task", cls.Options)]
     return "\n".join(lines)
 
 
 # --- reading -------------------------------------------------------------------------------------
 
 
-def _parse(key: str, text: str) -> Any:
+def parse_value(key: str, text: str) -> Any:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -106,7 +106,7 @@ def _parse(key: str, text: str) -> Any:
     return value
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -122,7 +122,7 @@ def _resumed(folder: Path, default: dict[str, Any]) -> dict[str, Any]:
     path = folder / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"run.resume={folder}: no config.yaml there; give the folder of an earlier run")
-    tree = _read_yaml(path)
+    tree = read_yaml(path)
     _merge(tree, {"run": {"dir": str(folder)}})
     return tree
 
@@ -134,9 +134,9 @@ def _names(group: str) -> list[str]:
 def _group(group: str, name: str) -> dict[str, Any]:
     path = config_dir() / group / f"{name}.yaml"
     if path.is_file():
-        return _read_yaml(path)
+        return read_yaml(path)
     if name.endswith((".yaml", ".yml")):
-        return _read_yaml(Path(name))
+        return read_yaml(Path(name))
     if group == "task" and ":" in name:
         return {"name": name.partition(":")[2], "adapter": name}
     if group == "model" and name and Path(name).is_dir():
@@ -146,7 +146,7 @@ def _group(group: str, name: str) -> dict[str, Any]:
         if adapter := installed_adapter(name):
             return {"name": name, "adapter": adapter}
         known += installed_tasks()
-    raise ConfigError(f"{group}={name}: unknown; allowed: {', '.join(known)}{_nearest(name, known)}")
+    raise ConfigError(f"{group}={name}: unknown; allowed: {', '.join(known)}{nearest(name, known)}")
 
 
 def _task(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -169,7 +169,7 @@ def _merge(tree: dict[str, Any], changes: dict[str, Any]) -> None:
             tree[key] = value
 
 
-def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+def set_key(tree: dict[str, Any], key: str, value: Any) -> None:
     """Put a value at a dotted key; numbers index lists (fleet.workers.0.count=2)."""
     *path, last = key.split(".")
     node: Any = tree
@@ -197,7 +197,7 @@ def _index(key: str, part: str, node: list[Any]) -> int:
 # --- explaining ----------------------------------------------------------------------------------
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
+def nearest(name: str, known: Sequence[str]) -> str:
     match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean '{match[0]}'?" if match else ""
 
@@ -235,7 +235,7 @@ def _explain(error: ValidationError, tree: dict[str, Any]) -> str:
     path = ".".join(str(part) for part in location)
     if first["type"] == "extra_forbidden":
         allowed = sorted(_fields_at(location[:-1], tree))
-        hint = _nearest(str(location[-1]), allowed)
+        hint = nearest(str(location[-1]), allowed)
         return f"{path}={first['input']}: unknown key{hint or '; allowed: ' + ', '.join(allowed)}"
     if first["type"] == "missing":
         return f"{path}=...: this setting is needed, it has no default"
@@ -246,11 +246,11 @@ def _explain(error: ValidationError, tree: dict[str, Any]) -> str:
     if first["type"] == "literal_error":
         allowed = [word.strip("' ") for word in str(first.get("ctx", {}).get("expected", "")).split(" or ")]
         options = [option.strip("' ") for part in allowed for option in part.split(",")]
-        hint = _nearest(str(first["input"]), options)
+        hint = nearest(str(first["input"]), options)
     return f"{path}={first['input']!r}: {message[0].lower()}{message[1:]}{hint}"
 
 
-def _describe_section(name: str, section: type[BaseModel]) -> list[str]:
+def describe_section(name: str, section: type[BaseModel]) -> list[str]:
     rows = []
     for key, field in section.model_fields.items():
         nested = _section_in(field)
@@ -258,5 +258,5 @@ def _describe_section(name: str, section: type[BaseModel]) -> list[str]:
             rows.append(f"  {f'{name}.{key}={field.default}':44s} {field.description or ''}".rstrip())
         else:
             index = ".0" if isinstance(field.default, list) else ""
-            rows += _describe_section(f"{name}.{key}{index}", nested)
+            rows += describe_section(f"{name}.{key}{index}", nested)
     return rows

@@ -84,7 +84,17 @@ async def run_job(
         watches.append(BudgetGuard(config, budget, clock, lambda why: runner.request_stop(why), journal))
     if config.fleet.scale != "fixed":
         actuator = await make_actuator(config, clock)
-        watches.append(FleetKeeper(config, actuator, planes, journal.broadcasts, clock, journal.on_event))
+        watches.append(
+            FleetKeeper(
+                config,
+                actuator,
+                planes,
+                journal.broadcasts,
+                clock,
+                journal.on_event,
+                usd_left=(lambda: budget.left(clock.now_s())) if budget is not None else None,
+            )
+        )
 
     async def save(step: int, data: DataPlane, learner: LearnerPlane) -> None:
         next_epoch = meta.next_epoch + sum(runner.controller.restarts.values()) + 1

@@ -195,7 +195,7 @@ class Fleet:
     def notice(self, worker_id: str, left_s: float, now_s: float) -> list[FleetAction]:
         """A worker's machine says that it will be taken in `left_s` seconds."""
         member = self._members.get(worker_id)
-        if member is None or member.noticed:
+        if member is None:
             return []
         member.noticed = True
         if member.state == "leaving":

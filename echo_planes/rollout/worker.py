@@ -93,6 +93,7 @@ class RolloutWorker:
         self._install_lock = asyncio.Lock()
         self._sending = asyncio.Lock()  # one message at a time, so that none is overtaken
         self._stopping = False
+        self._evaluating = False
         self._leaving = False  # takes no new leases
         self._trajectories = 0
         self._tokens = 0
@@ -201,14 +202,24 @@ class RolloutWorker:
 
     async def evaluate(self, indices: Sequence[int], samples_per_prompt: int) -> list[Trajectory]:
         """Answer held-out prompts with the weights that serve now."""
-        groups = await asyncio.gather(
-            *(
-                self._player.group(
-                    f"eval-{i}", self._task.eval_prompt(i), samples_per_prompt, lambda *_: None, lambda: None
+        self._evaluating = True
+        self._account()
+        try:
+            groups = await asyncio.gather(
+                *(
+                    self._player.group(
+                        f"eval-{i}",
+                        self._task.eval_prompt(i),
+                        samples_per_prompt,
+                        lambda *_: None,
+                        lambda: None,
+                    )
+                    for i in indices
                 )
-                for i in indices
             )
-        )
+        finally:
+            self._evaluating = False
+            self._account()
         return [trajectory for group in groups for trajectory in group.trajectories]
 
     async def stats(self) -> WorkerStats:
@@ -312,4 +323,5 @@ class RolloutWorker:
 
     def _account(self) -> None:
         full = bool(self._work) and self._room() < self._enough_room
-        self._load.now(self._clock.now_s(), busy=bool(self._work), full=full)
+        busy = bool(self._work) or self._evaluating
+        self._load.now(self._clock.now_s(), busy=busy, full=full)

@@ -34,7 +34,7 @@ class Scaling:
         self._kernel = world.kernel
         self._offers = {offer.name: offer for offer in scenario.offers}
         self._model = CapacityModel()
-        self._broadcast = -1  # newest version whose T_bcast was observed
+        self._broadcast = 0  # newest version whose T_bcast was observed; the first goes out whole, once
         self._reason = ""
         fleet = scenario.fleet
         limits = Limits(usd_per_hour=fleet.usd_per_hour, interruptions_per_hour=fleet.interruptions_per_hour)

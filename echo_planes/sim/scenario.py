@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from echo_planes.cli import _describe_section, _nearest, _parse, _read_yaml, _set, config_dir
+from echo_planes.cli import config_dir, describe_section, nearest, parse_value, read_yaml, set_key
 from echo_planes.config import NonNegativeFloat, PositiveFloat, PositiveInt, Section, StalenessConfig
 from echo_planes.errors import ConfigError
 from echo_planes.sim.engine_model import EngineSpec
@@ -208,13 +208,13 @@ def load_scenario(words: Sequence[str]) -> Scenario:
         if key == "scenario":
             name = text
         else:
-            overrides.append((key, _parse(key, text)))
+            overrides.append((key, parse_value(key, text)))
     if not name:
         raise ConfigError(f"no scenario is named; known: {', '.join(scenario_names())}; usage: {USAGE}")
-    tree = _read_yaml(_path(name))
+    tree = read_yaml(_path(name))
     tree.setdefault("name", Path(name).stem)
     for key, value in overrides:
-        _set(tree, key, value)
+        set_key(tree, key, value)
     return parse_scenario(tree)
 
 
@@ -239,7 +239,7 @@ def parse_scenario(tree: dict[str, Any]) -> Scenario:
 
 def describe() -> str:
     """Every key with its default and meaning, for `--help`; `...` stands for what has no default."""
-    rows = _describe_section("", Scenario)
+    rows = describe_section("", Scenario)
     return "\n".join(row.replace("  .", "  ", 1).replace("PydanticUndefined", "...") for row in rows)
 
 
@@ -278,5 +278,5 @@ def _path(name: str) -> Path:
         return Path(name)
     known = scenario_names()
     if name not in known:
-        raise ConfigError(f"scenario={name}: unknown; allowed: {', '.join(known)}{_nearest(name, known)}")
+        raise ConfigError(f"scenario={name}: unknown; allowed: {', '.join(known)}{nearest(name, known)}")
     return config_dir() / "scenario" / f"{name}.yaml"

@@ -179,6 +179,7 @@ def test_back_off_grows_up_to_an_hour_and_ends() -> None:
     waits_s = []
     for number in range(9):
         story.serve([Launch(f"w{number}", "a")])
+        story.wait(YOUNG_S - TICK_S, None)
         story.fleet.gone(f"w{number}", "died", story.now_s)
         begun_s = story.now_s
         while not story.wait(TICK_S, None):
@@ -217,6 +218,28 @@ def test_one_worker_that_is_well_does_not_end_the_back_off_of_a_market_that_is_e
     assert story.fleet.counts == {"a": 1}
     assert story.wait(FIRST_BACK_OFF_S - TICK_S, None) == []
     assert launches(story.wait(TICK_S, None)) == ["a"]
+
+
+def test_one_worker_that_stays_well_does_not_end_a_back_off_that_began_meanwhile() -> None:
+    story = Story([offer("a")], {"a": 2})
+    story.serve(story.fleet.begin(0.0)[:1])
+    story.wait(YOUNG_S - TICK_S, None)
+    story.fleet.gone("w1", "died", story.now_s)
+    assert story.wait(TICK_S, None) == []
+    assert story.fleet.offers(story.now_s)[0].max_count == 1
+
+
+def test_others_stand_in_for_an_offer_that_is_backed_off_only_while_nobody_serves() -> None:
+    offers = [offer("a", 1.0), offer("b", 3.0), offer("c", 2.0, max_count=1), offer("d", 9.0)]
+    story = Story(offers, {"a": 3}, Limits(usd_per_hour=6.0))
+    asked = story.fleet.begin(0.0)
+    actions = story.wait(BOOT_LIMIT_S + TICK_S, None)
+    assert leaves(actions) == [action.worker_id for action in asked]
+    assert launches(actions) == ["c", "b"]  # a third would cost more than is allowed
+    assert story.wait(TICK_S, None) == []
+    story = Story(offers, {"a": 3})
+    story.serve(story.fleet.begin(0.0)[:1])
+    assert launches(story.wait(BOOT_LIMIT_S + TICK_S, None)) == []
 
 
 @pytest.mark.parametrize("cause", ["died", "preempted"])
@@ -279,6 +302,18 @@ def test_who_serves_stays_until_the_cheaper_worker_that_was_asked_for_serves() -
     assert story.wait(BOOT_LIMIT_S - 120.0, need(1.0)) == []  # long beyond the release wait
     story.serve([asked])
     assert leaves(story.wait(240.0, need(1.0))) == [dear]
+
+
+def test_enough_serve_while_others_are_on_their_way() -> None:
+    """Two are needed and three serve: one may go, whatever the cheap ones that were asked for do."""
+    story = Story([offer("dear", 4.0), offer("cheap", 1.0)], {"dear": 3})
+    dear = story.serve(story.fleet.begin(0.0))
+    asked = story.wait(BOOT_LIMIT_S, need(2.0))
+    gone = leaves(asked)
+    assert len(gone) == 1
+    assert launches(asked) == ["cheap"] * 2
+    story.serve(asked)
+    assert {*gone, *leaves(story.wait(240.0, need(2.0)))} == set(dear)
 
 
 def test_the_last_one_that_serves_is_never_let_go() -> None:

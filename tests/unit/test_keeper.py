@@ -40,6 +40,7 @@ class Machines:
         self.wanted: dict[str, int] = {}
         self.calls: list[str] = []
         self.fail_with: Exception | None = None
+        self.when_seen: Callable[[], None] = lambda: None  # what happens while somebody looks
         self._issued = 0
         self._coming: dict[str, tuple[str, float]] = {}  # node -> offer, when
 
@@ -63,6 +64,7 @@ class Machines:
             if self._now_s() >= at_s:
                 del self._coming[node]
                 self.there[node] = Node(node, offer, "up")
+        self.when_seen()
         pending = (
             Node(f"pending/{offer}/{i}", offer, "pending")
             for i, (offer, _) in enumerate(self._coming.values())
@@ -230,6 +232,19 @@ def test_a_worker_is_started_on_the_machine_that_came_for_it_and_the_machine_goe
     scene.play(act)
     assert scene.machines.calls[-1] == "close"
     assert scene.unwanted == {}
+
+
+def test_less_is_asked_for_before_a_machine_goes_whose_worker_ends_while_it_is_looked_at() -> None:
+    scene = Scene(settings(kind()))
+
+    async def act(scene: Scene) -> None:
+        await until(lambda: "w0" in scene.wanted)
+        before = len(scene.machines.calls)
+        scene.machines.when_seen = lambda: scene.gone("w0")
+        await until(lambda: "release n0" in scene.machines.calls)
+        assert scene.machines.calls[before:][:2] == ["want 0", "release n0"]
+
+    scene.play(act)
 
 
 def test_machines_there_anyway_are_taken_without_the_labels_of_a_node() -> None:
