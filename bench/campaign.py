@@ -1,8 +1,8 @@
 """The fault campaign from the command line: `python -m bench.campaign --seeds N --json FILE`.
 
-    python -m bench.campaign --seeds 100000 --json FILE          every core; seeds, violations, bugs, seconds
-    python -m bench.campaign --seed 1234                         one seed again, with its last events
-    python -m bench.campaign --bug "a group is trained twice" --seed 0    the same, with that bug put in
+    python -m bench.campaign --seeds 100000 --json FILE                      every core
+    python -m bench.campaign --seed 1234                                     one seed, with its last events
+    python -m bench.campaign --bug "a group is trained twice" --seed 0       the same, with that bug put in
 
 Each seed is one small simulated run (`echo_planes.sim.campaign`). Then every bug of `mutants.py` is put in, one
 at a time, and seeds are run from 0 on until one finds it.
@@ -72,9 +72,13 @@ def run_seeds(seeds: Iterable[int], replay_every: int = REPLAY_EVERY) -> Tally:
 
 
 def find(mutant: Mutant, seeds: Iterable[int]) -> Outcome | None:
-    """The first seed that finds a bug, and what it says."""
-    with mutant.applied():
-        return next((outcome for outcome in map(run_seed, seeds) if outcome.violation), None)
+    """The first seed that finds a bug, and what it says: without the bug nothing is wrong with it."""
+    for seed in seeds:
+        with mutant.applied():
+            outcome = run_seed(seed)
+        if outcome.violation and not run_seed(seed).violation:
+            return outcome
+    return None
 
 
 def show(outcome: Outcome, bug: str = "") -> str:

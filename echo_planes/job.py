@@ -16,6 +16,7 @@ from echo_planes.errors import EchoPlanesError
 from echo_planes.journal import Journal
 from echo_planes.keeper import FleetKeeper, Roster, worker_info
 from echo_planes.metrics import MetricsWriter
+from echo_planes.money import Budget
 from echo_planes.observers import Observers
 from echo_planes.planes import DataPlane, LearnerPlane, Planes
 from echo_planes.report import write_report
@@ -84,17 +85,7 @@ async def run_job(
         watches.append(BudgetGuard(config, budget, clock, lambda why: runner.request_stop(why), journal))
     if config.fleet.scale != "fixed":
         actuator = await make_actuator(config, clock)
-        watches.append(
-            FleetKeeper(
-                config,
-                actuator,
-                planes,
-                journal.broadcasts,
-                clock,
-                journal.on_event,
-                usd_left=(lambda: budget.left(clock.now_s())) if budget is not None else None,
-            )
-        )
+        watches.append(_keeper(config, actuator, planes, journal, budget, clock))
 
     async def save(step: int, data: DataPlane, learner: LearnerPlane) -> None:
         next_epoch = meta.next_epoch + sum(runner.controller.restarts.values()) + 1
@@ -144,6 +135,13 @@ async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _keeper(
+    config: Config, actuator: Actuator, roster: Roster, journal: Journal, budget: Budget | None, clock: Clock
+) -> FleetKeeper:
+    left = None if budget is None else lambda: budget.left(clock.now_s())
+    return FleetKeeper(config, actuator, roster, journal.broadcasts, clock, journal.on_event, usd_left=left)
 
 
 @contextmanager

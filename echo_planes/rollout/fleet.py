@@ -289,8 +289,13 @@ class Fleet:
         """Who goes, of as many as are too many.
 
         The provisioner counts what is on its way, which may never come. So who serves stays while others are
-        on their way and those that serve already are too few without it, and the last one stays anyway.
+        on their way and those that serve already are too few without it, and the last one stays anyway; but
+        not where all of them together cost more than the limit.
         """
+        limit, counts = self._provisioner.limits.usd_per_hour, self.counts
+        usd_per_hour = math.fsum(self._offers[name].usd_per_hour * n for name, n in counts.items())
+        if limit is not None and usd_per_hour > limit:
+            return [worker_id for name, n in release.items() for worker_id in self._least_missed(name)[:n]]
         mu = {offer.name: offer.mu for offer in self.offers(now_s)}
         states = [(member.offer, member.state) for member in self._members.values()]
         serving = [mu[name] for name, state in states if state == "serving"]

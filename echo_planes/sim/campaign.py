@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,6 +29,7 @@ from echo_planes.types import InstallReport, Manifest
 GHOST_WORDS = 5  # messages of a worker that was cut off
 GHOST_S = 60.0  # within this time
 SAME_USD = 1e-9
+OVER_LIMIT_S = 90.0  # how long a minimum that is made good may break the fleet's price limit
 
 LearnerWork = ev.FormBatch | ev.Train | ev.Publish | ev.Checkpoint
 
@@ -98,6 +100,7 @@ class ChaosWorld(World):
         self._epochs: dict[str, int] = {}  # newest that was started
         self._starts: Counter[str] = Counter()
         self._no_installs_until_s = 0.0
+        self._over_since_s: float | None = None  # the fleet's price limit
         self._stop_due_s: float | None = None  # when the budget was seen to be spent
         self.kernel.after_each = self._check
         self.kernel.after(plan.stream_every_s, self._stream)
@@ -203,10 +206,21 @@ class ChaosWorld(World):
             quota = self._offers[name].quota
             if count > quota:
                 raise InvariantError(f"{count} workers of {name} are wanted: its quota is {quota}")
-        limit = self.scenario.fleet.usd_per_hour
-        if limit is not None:
-            rate = sum(self._offers[name].usd_per_hour * count for name, count in counts.items())
-            require(rate <= limit + SAME_USD, f"the fleet is to cost {rate} $/h, the limit is {limit}")
+        self._check_price(counts)
+
+    def _check_price(self, counts: Mapping[str, int]) -> None:
+        """The fleet's price limit. Only a minimum that is made good may break it, until others have gone."""
+        limit, now_s = self.scenario.fleet.usd_per_hour, self.kernel.now_s
+        rate = sum(self._offers[name].usd_per_hour * count for name, count in counts.items())
+        if limit is None or rate <= limit + SAME_USD:
+            self._over_since_s = None
+            return
+        if self._over_since_s is None:
+            self._over_since_s = now_s
+        lasts_s = now_s - self._over_since_s
+        least = any(count <= self._offers[name].min_count for name, count in counts.items())
+        if not least or lasts_s > OVER_LIMIT_S:
+            raise InvariantError(f"the fleet costs {rate} $/h for {lasts_s:.0f} s, the limit is {limit}")
 
     def _spent_usd(self) -> float:
         """What was spent on all machines, by the prices of those that were held."""

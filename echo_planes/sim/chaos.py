@@ -93,7 +93,7 @@ def draw(seed: int) -> tuple[Scenario, Plan]:
             "policy": rng.choice(("drop", "wait")),
             "selector": rng.choice(("fifo", "freshest", "uniform", "staleness", "reward")),
             "queue_batches": rng.choice((1.0, 1.5, 3.0, 100.0)),
-            "reuse": rng.choice((1, 1, max_staleness + 1)),
+            "reuse": rng.choice((1, 1, min(2, max_staleness + 1), rng.randint(1, max_staleness + 1))),
         },
         "learner": {
             "t_train_s": t_train_s,

@@ -35,7 +35,7 @@ pytestmark = [
 
 STEPS = 40
 CHEAP, DEAR = "cpu-a/spot", "cpu-b/on_demand"
-NODES = (f"{CHEAP}=2,sku=cpu-a", f"{DEAR}=1,sku=cpu-b")
+NODES = (f"{CHEAP}=2,sku=cpu-a", f"{DEAR}=1,sku=cpu-b")  # one more of the cheap one than the run may have
 NOTICE_S = 15.0
 CLUSTER = ("tests.integration.fake_cluster", *(w for n in NODES for w in ("--nodes", n)), "--head-cpus", "1")
 INSIDE = ("--", sys.executable, "-m", *SLOW_PROGRAM)
@@ -43,8 +43,10 @@ INSIDE = ("--", sys.executable, "-m", *SLOW_PROGRAM)
 
 def fleet_words() -> list[str]:
     """Two kinds; the run begins with one worker of the cheap one."""
-    same = {"engine": {"max_num_seqs": 64}, "max_groups": 8, "resources": {"CPU": 0.5}}
-    cheap = {"sku": "cpu-a", "market": "spot", "usd_per_hour": 0.02, "count": 1, "max_count": 2}
+    # As slow as larger models: at most 16 groups of 8 answers in 2 s, 64 trajectories/s, whatever the machine.
+    slow = {"max_groups": 16, "slowdown_s": 2.0}
+    same = {"engine": {"max_num_seqs": 128}, "resources": {"CPU": 0.5}, **slow}
+    cheap = {"sku": "cpu-a", "market": "spot", "usd_per_hour": 0.02, "count": 1, "max_count": 1}
     dear = {"sku": "cpu-b", "usd_per_hour": 0.08, "count": 0, "max_count": 1}
     kinds = [{**same, **kind, "labels": {"sku": kind["sku"]}} for kind in (cheap, dear)]
     return [f"fleet.workers={json.dumps(kinds)}", "fleet.scale=ray", "fleet.tick_s=1", "fleet.sustain_s=4"]
@@ -68,7 +70,7 @@ def wait(running: Program, condition: Any, what: str) -> None:
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("fleet")
     folder = base / "run"
-    words = [*fleet_words(), f"run.steps={STEPS}", "eval.num_prompts=64", "learner.resources={CPU: 0.5}"]
+    words = [*fleet_words(), f"run.steps={STEPS}", "sampling.prompts_per_step=16", "learner.resources={CPU: 0.5}"]
     with program(base / "work", folder, *words, command=(*CLUSTER, *INSIDE)) as running:
         wait(running, lambda: len({offer for _, offer, _ in placed(folder)}) == 2, "both SKUs")
         running.wait_for_step(4)
@@ -82,21 +84,20 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_cheap_sku_is_taken_first_and_the_next_when_its_quota_is_used_up(run_dir: Path) -> None:
     offers = [offer for _, offer, _ in placed(run_dir)]
-    assert offers[:3] == [CHEAP, CHEAP, DEAR]
-    assert len({node for _, _, node in placed(run_dir)[:3]}) == 3  # a node of its own for each
+    assert offers[:2] == [CHEAP, DEAR]
+    nodes = [node for _, _, node in placed(run_dir)]
+    assert len(set(nodes)) == len(nodes)  # a node of its own for each
 
 
 def test_a_preempted_worker_hands_over_and_another_comes(run_dir: Path) -> None:
     first = placed(run_dir)[0][0]
-    left = [event for event in events(run_dir, "worker left") if event["worker"] == first]
-    assert left
-    assert "its machine goes" in next(
-        event["text"] for event in events(run_dir, "worker leaves") if event["worker"] == first
-    )
-    later = [worker for worker, _, _ in placed(run_dir)[3:]]
-    print(f"after the preemption came {placed(run_dir)[3:]}; {len(left)} workers left")
-    serving = [row for row in metrics(run_dir) if row["time_s"] > left[0]["time_s"]]
-    assert later or serving
+    (left,) = [event for event in events(run_dir, "worker left") if event["worker"] == first]
+    (leaves,) = [event for event in events(run_dir, "worker leaves") if event["worker"] == first]
+    assert "its machine goes" in leaves["text"]
+    assert left["time_s"] - leaves["time_s"] < NOTICE_S
+    came = [event for event in events(run_dir, "machine") if event["time_s"] > leaves["time_s"]]
+    print(f"left after {left['time_s'] - leaves['time_s']:.2f} s; then came {[e['text'][:16] for e in came]}")
+    assert CHEAP in came[0]["text"]
 
 
 def test_what_is_too_much_is_let_go(run_dir: Path) -> None:

@@ -66,17 +66,17 @@ def test_mu_of_equal_answers_is_what_the_engine_model_says() -> None:
 
 
 def test_a_worker_makes_what_was_measured(assumed: dict[str, dict[str, Any]]) -> None:
-    values = assumed["echo2"] | {"t_train_s": 1.0}
+    values = assumed["echo2"] | {"t_train_s": 1.0, "sigma": 0.0}
     simulated = scenario(
         values,
         staleness={"max_staleness": 8, "queue_batches": 9.0},
         network={"snapshot_mb": 0.001, "install_s": 0.0},
-        run={"steps": 60},
+        run={"steps": 30},
         offers=[offer(values, "worker", 0.5, count=1)],
     )
     result = run(simulated)
     seconds = result.steps[-1]["time_s"] - result.steps[9]["time_s"]
-    assert 50 * simulated.per_step / seconds == pytest.approx(0.5, rel=0.03)
+    assert 20 * simulated.per_step / seconds == pytest.approx(0.5, rel=0.01)
 
 
 # --- claims ----------------------------------------------------------------------------------------
@@ -158,10 +158,10 @@ def test_a_split_by_speed_beats_an_equal_one_only_where_speeds_differ(
 def test_without_migration_answers_begin_anew(assumed: dict[str, dict[str, Any]]) -> None:
     row = papers_spot._migration(assumed["spot"] | {"prompts_per_step": 48}, 100)
     assert row.holds
-    values = assumed["spot"] | {"prompts_per_step": 16}
+    values = assumed["spot"] | {"prompts_per_step": 48}
     machines = papers_spot._offer(values, BASE, "spot", 2, 1.0)
-    fault = {"at_s": 400.0, "kind": "preempt", "count": 1}
-    simulated = papers_spot._scenario(values, 1, [machines], run={"steps": 4}, faults=[fault])
+    fault = {"at_s": 200.0, "kind": "preempt", "count": 1}
+    simulated = papers_spot._scenario(values, 1, [machines], run={"steps": 2}, faults=[fault])
     migrated, again = run(simulated).summary, papers_spot.recompute(simulated).summary
     assert migrated["continued_tokens"] > 0 == again["continued_tokens"]
     assert again["lost_tokens"] > 10 * migrated["lost_tokens"]
