@@ -4,7 +4,7 @@
     python -m bench.campaign --seed 1234                                     one seed, with its last events
     python -m bench.campaign --bug "a group is trained twice" --seed 0       the same, with that bug put in
 
-Each seed is one small simulated run (`echo_planes.sim.campaign`). Then every bug of `mutants.py` is put in, one
+    python -m bench.campaign --bug "a group is trained twice" --seed 0       the same, with that bug in it
 at a time, and seeds are run from 0 on until one finds it.
 """
 

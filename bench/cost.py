@@ -121,6 +121,10 @@ class Outcome:
     def above_best(self) -> float:
         return self.ours.per_step / self.best.per_step - 1
 
+    @property
+    def total_above_best(self) -> float:
+        return self.ours.total_per_step / self.best.total_per_step - 1
+
 
 def simulate(name: str, what: Scenario) -> Run:
     """A simulated run.
@@ -327,13 +331,17 @@ def judge(outcomes: Sequence[Outcome], assumptions: Assumptions) -> list[tuple[s
     bars, verdicts = assumptions.bars, []
     for outcome in outcomes:
         trace = outcome.case.trace
-        below, above = outcome.below_single, outcome.above_best
+        below, above, total = outcome.below_single, outcome.above_best, outcome.total_above_best
         verdicts += [
             (
                 f"{trace}: {below:.1%} below (a), at least {bars.below_on_demand:.0%}",
                 below >= bars.below_on_demand,
             ),
             (f"{trace}: {above:+.1%} of (c), at most {bars.above_optimum:+.0%}", above <= bars.above_optimum),
+            (
+                f"{trace}: {total:+.1%} of (c) with the learner, at most {bars.total_above_optimum:+.0%}",
+                total <= bars.total_above_optimum,
+            ),
         ]
     return verdicts
 
@@ -350,7 +358,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {data / missing[0]} is not there: set ECHO_PLANES_DATA or --data", file=sys.stderr)
         return 2
     rows = read_prices(data / PRICES)
-    print(f"SIMULATED. R = {assumptions.per_step}, T_train = {assumptions.t_train_s:.0f} s, S = 3, kappa = 2")
+    need = assumptions.need(0.0)
+    print(
+        f"SIMULATED. R = {need.per_step}, T_train = {need.t_train_s:.0f} s, S = {need.max_staleness}, "
+        f"kappa = {need.kappa}; percentages are of the rollout fleet's dollars"
+    )
     outcomes = []
     for trace in assumptions.traces:
         outcomes.append(compare(assumptions, rows, Case(trace), data, simulate_single=True))

@@ -82,6 +82,7 @@ class MarketShape(Section):
 class Bars(Section):
     below_on_demand: float
     above_optimum: float
+    total_above_optimum: float  # learner and fleet: a fleet that lets the learner wait is no saving
 
 
 class Assumptions(Section):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from echo_planes.errors import (
 from echo_planes.keeper import offers_of
 from echo_planes.learning.actor import LearnerProcess
 from echo_planes.metrics import GAUGES
+from echo_planes.process import free_port
 from echo_planes.rollout.actor import WorkerProcess
 from echo_planes.rollout.actuator import Actuator, StaticActuator
 from echo_planes.rollout.ray_nodes import RayNodes
@@ -173,6 +173,10 @@ class RemoteData:
         counts: BufferCounts = await self._actor.call("counts")
         return counts
 
+    async def accepted(self) -> dict[tuple[str, int], tuple[int, int]]:
+        accepted: dict[tuple[str, int], tuple[int, int]] = await self._actor.call("accepted")
+        return accepted
+
     async def save(self, folder: Path) -> None:
         await self._actor.call("save", folder)
 
@@ -188,7 +192,7 @@ class RemoteLearner:
         self, config: Config, link: WeightLink, signing_key: bytes, run_dir: Path, start_step: int
     ) -> None:
         settings = config.learner
-        port = settings.master_port or _free_port()
+        port = settings.master_port or free_port()
         options = _actor_options(settings.resources, {})
         remote = ray.remote(LearnerProcess).options(**options)
         checkpoints = run_dir / "checkpoints"
@@ -391,9 +395,3 @@ def _reachable(weights: WeightsConfig) -> WeightsConfig:
     if "host" not in weights.model_fields_set and len([n for n in ray.nodes() if n["Alive"]]) > 1:
         return weights.model_copy(update={"host": "node"})
     return weights
-
-
-def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

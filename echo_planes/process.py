@@ -7,6 +7,7 @@ import gc
 import os
 import secrets
 import signal
+import socket
 import sys
 
 PR_SET_PDEATHSIG = 1
@@ -38,3 +39,10 @@ def settle() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def free_port() -> int:
+    """A port of loopback that nobody has now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

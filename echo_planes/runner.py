@@ -18,10 +18,10 @@ from echo_planes.clock import Clock
 from echo_planes.config import Config
 from echo_planes.controller import Controller
 from echo_planes.errors import ClusterError, EchoPlanesError, LeaseError, RunError, WaitTimeoutError
+from echo_planes.evaluation import report_of
 from echo_planes.planes import DataPlane, LearnerPlane, Observer, Planes, Worker
 from echo_planes.types import (
     BufferCounts,
-    EvalReport,
     Manifest,
     TrainBatch,
     Trajectory,
@@ -82,7 +82,9 @@ class Runner:
         self.controller = Controller(config, list(fleet), first_epoch)
         self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
         self._workers: dict[str, tuple[int, Worker]] = {}
-        self._ended: set[tuple[str, int]] = set()  # incarnations reported lost
+        self._epochs: dict[str, int] = {}  # newest incarnation of each worker
+        self._built: set[tuple[str, int]] = set()  # incarnations that answer
+        self._ended: set[tuple[str, int]] = set()  # incarnations that are over
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: EchoPlanesError | None = None
         self._free_since_s = 0.0
@@ -143,6 +145,7 @@ class Runner:
             case ev.LeaveWorker(worker_id, epoch, limit_s):
                 await self._leave(worker_id, epoch, limit_s)
             case ev.StopWorker(worker_id):
+                self._gone(worker_id, self._epochs[worker_id])
                 await self._end_worker(worker_id)
             case ev.Install(worker_id, epoch, fresh):
                 await self._install(worker_id, epoch, fresh)
@@ -175,16 +178,25 @@ class Runner:
 
     async def _start_worker(self, worker_id: str, epoch: int, delay_s: float) -> None:
         info = self._fleet[worker_id]
+        self._epochs[worker_id] = epoch
         await self._end_worker(worker_id)
         await asyncio.sleep(delay_s)
+        if (worker_id, epoch) in self._ended:
+            return
         self._observer.on_worker(replace(info, epoch=epoch), alive=True)
         limit_s = self._config.run.wait_limit_s
         try:
             with self._observer.phase(f"rollout worker {worker_id} ({info.sku})"):
                 worker = await self._planes.spawn_worker(worker_id, epoch)
                 self._workers[worker_id] = (epoch, worker)
-                await self._within("engine start", limit_s, worker.start(), worker=worker_id)
-            await self._planes.data.register(worker_id, epoch)
+                if (worker_id, epoch) not in self._ended:
+                    await self._within("engine start", limit_s, worker.start(), worker=worker_id)
+            if (worker_id, epoch) not in self._ended:
+                await self._planes.data.register(worker_id, epoch)
+            if (worker_id, epoch) in self._ended:  # it was stopped meanwhile
+                await self._end_worker(worker_id)
+                return
+            self._built.add((worker_id, epoch))
             self._events.put_nowait(ev.WorkerReady(worker_id, epoch))
             await worker.run()
         except (RunError, LeaseError, ClusterError) as why:  # LeaseError: replaced meanwhile
@@ -272,24 +284,7 @@ class Runner:
                 self._events.put_nowait(ev.EvaluationLost(step))
                 return
             answers += result
-        failed = [t.error for t in answers if t.status == "failed" and not t.episode.response_ids]
-        if failed:
-            raise RunError(f"{len(failed)} of {len(answers)} evaluation samples failed: {failed[0]}")
-        unscored = [t.error for t in answers if t.status != "ok"]
-        scored = [t for t in answers if t.status == "ok"]
-        if not scored:
-            raise RunError(f"not one of {len(answers)} evaluation samples has a reward: {unscored[0]}")
-        report = EvalReport(
-            step=step,
-            version=min(t.version for t in answers),
-            num_prompts=settings.num_prompts,
-            samples_per_prompt=settings.samples_per_prompt,
-            accuracy=sum(t.reward.correct for t in scored) / len(scored),
-            reward_mean=sum(t.reward.value for t in scored) / len(scored),
-            num_unscored=len(unscored),
-            prompt_rewards=_by_prompt(scored),
-            trajectories=tuple(answers[: 8 * settings.samples_per_prompt]),
-        )
+        report = report_of(step, settings, answers)
         # Before the first update and after the last, sampler and learner hold the same version.
         same = {t.version for t in answers} == {step} and step in (0, self._config.run.steps)
         mismatch = await self._planes.learner.mismatch(answers) if same else None
@@ -323,18 +318,26 @@ class Runner:
 
     def _gone(self, worker_id: str, epoch: int) -> None:
         """The end of an incarnation: what fails in it from now on is no loss, and it costs nothing more."""
+        if (worker_id, epoch) in self._ended:
+            return
         self._ended.add((worker_id, epoch))
         self._observer.on_worker(replace(self._fleet[worker_id], epoch=epoch), alive=False)
 
     async def collect_worker_stats(self) -> None:
-        """Ask every worker for its counters, and tell whoever keeps the books."""
+        """Ask every worker for its counters, and tell whoever keeps the books.
+
+        What was accepted of it the data plane says, not the worker.
+        """
+        accepted = await self._planes.data.accepted()
 
         async def ask(worker_id: str, epoch: int, worker: Worker) -> None:
-            with suppress(RunError):  # its run() reports the loss; one that is being built has none yet
+            with suppress(RunError):  # its run() reports the loss
                 stats = await self._within("worker statistics", STATS_S, worker.stats(), worker=worker_id)
-                self._observer.on_stats(epoch, stats)
+                tokens, trajectories = accepted.get((worker_id, epoch), (0, 0))
+                self._observer.on_stats(epoch, replace(stats, tokens=tokens, trajectories=trajectories))
 
-        await asyncio.gather(*(ask(name, *current) for name, current in self._workers.items()))
+        built = [(w, *current) for w, current in self._workers.items() if (w, current[0]) in self._built]
+        await asyncio.gather(*(ask(*one) for one in built))
 
     async def _collect_stats(self) -> None:
         await self.collect_worker_stats()
@@ -380,14 +383,6 @@ class Runner:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         closing = [worker.stop() for _, worker in self._workers.values()] + [self._planes.learner.close()]
         await asyncio.wait([asyncio.ensure_future(work) for work in closing], timeout=20.0)
-
-
-def _by_prompt(answers: list[Trajectory]) -> tuple[tuple[int, float], ...]:
-    """Mean reward of every prompt, in the order of their indices."""
-    rewards: dict[int, list[float]] = {}
-    for answer in answers:
-        rewards.setdefault(answer.prompt.index, []).append(answer.reward.value)
-    return tuple((index, sum(found) / len(found)) for index, found in sorted(rewards.items()))
 
 
 def _cancelled_by_nobody(task: asyncio.Task[None]) -> RunError:

@@ -1,4 +1,4 @@
-"""Samples put together of the pieces in which they arrive."""
+"""Samples: put together of the pieces in which they arrive, and checked."""
 
 from __future__ import annotations
 
@@ -25,3 +25,19 @@ def joined(pieces: Sequence[Sample]) -> Sample:
         finish_reason=pieces[-1].finish_reason if pieces else "",
         top_logprobs=tuple(top for piece in pieces for top in piece.top_logprobs),
     )
+
+
+def is_whole(sample: Sample) -> bool:
+    """Whether every token has its logprob, and belongs to exactly one span, in order."""
+    length = len(sample.token_ids)
+    return length == len(sample.logprobs) and cover(sample.spans, length)
+
+
+def cover(spans: Sequence[Span], length: int) -> bool:
+    """Whether spans cover [0, length) exactly, in order."""
+    end = 0
+    for span in spans:
+        if span.start != end or span.stop <= span.start:
+            return False
+        end = span.stop
+    return end == length

@@ -57,16 +57,6 @@ class Sample:
     finish_reason: Literal["stop", "length", "abort", ""]  # "": more is to come
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()  # per token, k pairs (token id, logprob)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether every token has its logprob, and belongs to exactly one span, in order."""
-        end = 0
-        for span in self.spans:
-            if span.start != end or span.stop <= span.start:
-                return False
-            end = span.stop
-        return end == len(self.token_ids) == len(self.logprobs)
-
 
 @dataclass(frozen=True, slots=True)
 class Episode:

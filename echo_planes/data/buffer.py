@@ -29,7 +29,8 @@ from echo_planes.data.prompts import PromptCursor
 from echo_planes.data.store.choose import choose
 from echo_planes.data.store.index import Fate, GroupIndex
 from echo_planes.errors import LeaseError
-from echo_planes.types import BufferCounts, Draft, Group, Lease, LeaseTokens, Prompt, Receipt, Span
+from echo_planes.samples import cover
+from echo_planes.types import BufferCounts, Draft, Group, Lease, LeaseTokens, Prompt, Receipt
 
 MAX_ATTEMPTS = 3  # a prompt that fails this often is set aside, and counted
 
@@ -357,7 +358,7 @@ class ReplayBuffer:
                 return "failed"
             if trajectory.prompt != lease.prompt or trajectory.worker_id != lease.worker_id:
                 return "mismatched"
-            if not _is_whole(episode.spans, len(episode.response_ids)):
+            if not episode.response_ids or not cover(episode.spans, len(episode.response_ids)):
                 return "unspanned"
             for span in episode.spans:
                 if self._published.get((trajectory.lineage, span.version)) != span.digest:
@@ -394,13 +395,3 @@ class ReplayBuffer:
         self._counts = replace(
             self._counts, **{key: getattr(self._counts, key) + value for key, value in more.items()}
         )
-
-
-def _is_whole(spans: tuple[Span, ...], length: int) -> bool:
-    """Whether spans cover [0, length) exactly, in order."""
-    end = 0
-    for span in spans:
-        if span.start != end or span.stop <= span.start:
-            return False
-        end = span.stop
-    return end == length and length > 0

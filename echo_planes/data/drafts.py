@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from echo_planes.errors import LeaseError
-from echo_planes.samples import joined
+from echo_planes.samples import is_whole, joined
 from echo_planes.types import Draft, Lease, LeaseTokens, Sample
 
 
@@ -34,7 +34,7 @@ class DraftBook:
             LeaseError: a piece is not whole, or goes on after its call's end ("malformed").
         """
         for number, piece in tokens.pieces:
-            if not piece.sample.is_whole or number < 0:
+            if not is_whole(piece.sample) or number < 0:
                 raise LeaseError("malformed")
             if number == len(self._pieces) and piece.first == 0 and piece.context:
                 self._contexts.append(piece.context)

@@ -20,21 +20,20 @@ from echo_planes.clock import Clock, MonotonicClock
 from echo_planes.config import Config, ReplayConfig
 from echo_planes.data.batch import make_batch
 from echo_planes.data.buffer import ReplayBuffer
-from echo_planes.data.buffer_state import Accepted, BufferState, NotReady
-from echo_planes.data.cut import CUT_NAME, dump_cut, load_cut, rejoin
+from echo_planes.data.buffer_state import Accepted, NotReady
+from echo_planes.data.cut import CUT_NAME, dump_cut
+from echo_planes.data.opening import LEVELS_NAME, open_store
 from echo_planes.data.prompts import Curriculum
 from echo_planes.data.registry import build_adapter, load_tokenizer
 from echo_planes.data.store.files import on_disk
 from echo_planes.data.store.index import Fate
 from echo_planes.data.store.retention import Retention
-from echo_planes.data.store.store import ReplayStore
 from echo_planes.data.task import TaskAdapter
-from echo_planes.errors import ConfigError, DataError, EchoPlanesError, LeaseError, TaskError
+from echo_planes.errors import DataError, EchoPlanesError, LeaseError, TaskError
 from echo_planes.process import settle
 from echo_planes.types import BufferCounts, Group, IntArray, Lease, LeaseTokens, Receipt, TrainBatch
 
 SHORTEST_LEASE_STREAMS = 10  # a lease is at least so many streaming intervals
-LEVELS_NAME = "levels.txt"  # of a curriculum, in the store's folder
 
 
 @dataclass(eq=False, slots=True)
@@ -80,7 +79,7 @@ class DataService:
         self._batch_size = config.sampling.trajectories_per_step
         self._broken: EchoPlanesError | None = None
         try:
-            self._store, state, self._forgotten = _open(store_dir, lineage, restore_dir, config)
+            self._store, state, self._forgotten = open_store(store_dir, lineage, restore_dir, config)
             try:
                 self._curriculum = Curriculum(self._adapter, store_dir / LEVELS_NAME)
             except BaseException:  # as in `_open`
@@ -101,6 +100,7 @@ class DataService:
             index=self._store.index,
             state=state,
         )
+        self._accepted: dict[tuple[str, int], tuple[int, int]] = {}
         self._pulls: list[_Pull] = []  # in order of arrival
         self._changed = asyncio.Event()
         self._closed = False
@@ -168,6 +168,10 @@ class DataService:
         now_s = self._clock.now_s()
         receipts = [self._buffer.submit(worker_id, epoch, lease, group, now_s) for lease, group in groups]
         accepted = [group for (_, group), receipt in zip(groups, receipts, strict=True) if receipt.accepted]
+        tokens, trajectories = self._accepted.get((worker_id, epoch), (0, 0))
+        members = [member for group in accepted for member in group.trajectories]
+        tokens += sum(sum(member.episode.response_mask) for member in members)
+        self._accepted[worker_id, epoch] = (tokens, trajectories + len(members))
         try:
             with self._whole(f"groups {', '.join(group.group_id for group in accepted)} cannot be kept"):
                 self._keep(accepted)
@@ -223,6 +227,10 @@ class DataService:
         """The ledger."""
         damage = len(self._store.recovery.damage) + self._store.num_damaged + self._forgotten
         return replace(self._buffer.counts, damaged=damage)
+
+    async def accepted(self) -> dict[tuple[str, int], tuple[int, int]]:
+        """Sampled tokens and trajectories that were accepted of every incarnation (worker, epoch)."""
+        return dict(self._accepted)
 
     async def save(self, folder: Path) -> None:
         """Write the consistent cut of `ReplayBuffer.state` to a checkpoint's data folder.
@@ -352,57 +360,3 @@ def _retention(settings: ReplayConfig, step: int) -> Retention:
         min_version=-1 if settings.max_versions is None else step + 1 - settings.max_versions,
         max_bytes=settings.max_gib * 2**30,
     )
-
-
-def _open(
-    folder: Path, lineage: str, restore_dir: Path | None, config: Config
-) -> tuple[ReplayStore, BufferState | None, int]:
-    """The store, the state to go on from, and how many groups' fates were forgotten by a damaged log."""
-    store = ReplayStore(folder, holder=f"{folder.parent} ({lineage})")
-    try:
-        if restore_dir:
-            return store, *_restore(store, restore_dir, config.sampling.samples_per_prompt)
-        # What a run left that ended before its first checkpoint is not this run's.
-        others = np.isin(store.index.groups["fate"], (Fate.BUFFERED, Fate.TRAINED, Fate.DROPPED))
-        store.settle(np.flatnonzero(others), Fate.QUARANTINED)
-        with on_disk(folder):
-            (folder / LEVELS_NAME).unlink(missing_ok=True)
-    except BaseException:  # whatever it is: the lock must not outlive it
-        store.close()
-        raise
-    return store, None, 0
-
-
-def _restore(store: ReplayStore, folder: Path, samples: int) -> tuple[BufferState, int]:
-    """Take the store back to a checkpoint; see `_open`.
-
-    Raises:
-        ConfigError: groups have another number of samples now.
-        DataError: the checkpoint is not readable, or the store is another one's.
-    """
-    state, num_groups = load_cut(folder / CUT_NAME)
-    if num_groups and not store.counts().accepted:
-        raise DataError(
-            f"the replay store is empty, and the checkpoint {folder.parent} was written when it had "
-            f"{num_groups} groups; restore the whole run folder, or resume another run"
-        )
-    store.expect(num_groups)
-    sequences = store.roll_back(state.step)
-    # Whatever was open at the cut is in it. Of others the fate is forgotten: trained perhaps, so not again.
-    known = {group.group_id for group in state.groups}
-    is_open = [
-        i >= num_groups or name in known for i, name in zip(sequences, store.ids(sequences), strict=True)
-    ]
-    forgotten = sequences[~np.array(is_open, np.bool_)]
-    store.settle(forgotten, Fate.QUARANTINED, step=state.step)
-    sequences = sequences[np.array(is_open, np.bool_)]
-    groups = store.gather_groups(sequences) if len(sequences) else []
-    for group in groups:
-        if len(group.trajectories) != samples:
-            raise ConfigError(
-                f"sampling.samples_per_prompt={samples}, but the run has groups of {len(group.trajectories)} "
-                "to train; resume with the number it was started with"
-            )
-    kept = [Accepted.of(group) for group in groups]
-    later = [group for sequence, group in zip(sequences, kept, strict=True) if sequence >= num_groups]
-    return rejoin(state, later, kept, store.trajectory_counts()), len(forgotten)

@@ -242,13 +242,14 @@ class Fleet:
                 self.gone(worker_id, "never came", now_s)
                 reason = f"{member.offer} did not generate within {self._boot_limit_s:.0f} s"
                 actions.append(Leave(worker_id, reason, RELEASE_LIMIT_S))
-        # Where no fleet is enough (kappa T_train <= T_bcast) the provisioner adds nobody; without any the run
-        # would never end.
-        if need is None or (need.mu_min is None and not self.counts):
+        if need is None:
             return actions + self._keep_first(now_s)
         self.decision = self._provisioner.decide(need, self.offers(now_s), self.counts, now_s)
         for name, count in self.decision.launch.items():
             actions += [self._launch(name, now_s) for _ in range(count)]
+        if not self.counts:
+            # Whatever the provisioner thinks of it (no fleet may be enough): without any the run never ends.
+            actions += self._keep_first(now_s)
         for worker_id in self._dispensable(self.decision.release, need, now_s):
             self._enter(worker_id, "leaving", now_s)
             actions.append(Leave(worker_id, self.decision.reason, RELEASE_LIMIT_S))

@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(bool(fake_cluster.missing()), reason=f"no private cluster: {fake_cluster.missing()}"),
 ]
 
-STEPS = 40
+STEPS = 36
 CHEAP, DEAR = "cpu-a/spot", "cpu-b/on_demand"
 NODES = (f"{CHEAP}=2,sku=cpu-a", f"{DEAR}=1,sku=cpu-b")  # one more of the cheap one than the run may have
 NOTICE_S = 15.0
@@ -43,7 +43,7 @@ INSIDE = ("--", sys.executable, "-m", *SLOW_PROGRAM)
 
 def fleet_words() -> list[str]:
     """Two kinds; the run begins with one worker of the cheap one."""
-    # As slow as larger models: at most 16 groups of 8 answers in 2 s, 64 trajectories/s, whatever the machine.
+    # As slow as larger models: at most 16 groups of 8 answers in 2 s, on whatever machine.
     slow = {"max_groups": 16, "slowdown_s": 2.0}
     same = {"engine": {"max_num_seqs": 128}, "resources": {"CPU": 0.5}, **slow}
     cheap = {"sku": "cpu-a", "market": "spot", "usd_per_hour": 0.02, "count": 1, "max_count": 1}
@@ -70,13 +70,27 @@ def wait(running: Program, condition: Any, what: str) -> None:
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("fleet")
     folder = base / "run"
-    words = [*fleet_words(), f"run.steps={STEPS}", "sampling.prompts_per_step=16", "learner.resources={CPU: 0.5}"]
+    words = [
+        *fleet_words(),
+        f"run.steps={STEPS}",
+        "sampling.prompts_per_step=16",
+        "learner.resources={CPU: 0.5}",
+    ]
     with program(base / "work", folder, *words, command=(*CLUSTER, *INSIDE)) as running:
         wait(running, lambda: len({offer for _, offer, _ in placed(folder)}) == 2, "both SKUs")
-        running.wait_for_step(4)
+        wait(running, lambda: "worker w1 (cpu-b) ... ready" in running.stdout, "the second worker")
         _, _, node = placed(folder)[0]
         words = [sys.executable, "-m", "tests.integration.fake_cluster", "preempt", node, str(NOTICE_S)]
-        subprocess.run([*fake_cluster.enter(running.process.pid), *words], check=True, timeout=120, cwd=ROOT)
+        told = subprocess.run(
+            [*fake_cluster.enter(running.process.pid), *words],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        # Drained and without a worker, it may have ended before its time was up.
+        assert told.returncode == 0 or "no machine" in told.stderr, told.stderr
         assert running.wait() == 0, running.tail()
         assert running.left_behind() == []
     return folder
@@ -113,7 +127,7 @@ def test_the_reward_keeps_rising_and_nothing_is_lost(run_dir: Path) -> None:
     assert told["steps"] == STEPS
     assert told["lost_trajectories"] == told["duplicate_trajectories"] == told["digest_mismatches"] == 0
     rewards = [row["reward_mean"] for row in metrics(run_dir)]
-    thirds = [sum(part) / len(part) for part in (rewards[:10], rewards[15:25], rewards[-10:])]
+    thirds = [sum(part) / len(part) for part in (rewards[:10], rewards[13:23], rewards[-10:])]
     print(f"mean reward of the first, middle and last ten steps: {[round(r, 3) for r in thirds]}")
     assert thirds == sorted(thirds)
     assert told["eval_last"] > told["eval_first"]

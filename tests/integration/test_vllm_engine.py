@@ -22,7 +22,7 @@ from echo_planes.config import BUILTIN_MODELS, EngineConfig, SamplingConfig
 from echo_planes.errors import RunError, TaskError, WeightsError
 from echo_planes.rollout.vllm_engine import VllmEngine
 from echo_planes.rollout.vllm_plugin import LiveTensors, WorkerExtension
-from echo_planes.samples import joined
+from echo_planes.samples import is_whole, joined
 from echo_planes.types import Publication, Sample
 from echo_planes.weights.codec import Applied, Change
 from echo_planes.weights.digest import BitTensor, bit_tensor
@@ -419,7 +419,7 @@ def test_requests_in_flight_survive_an_install(bench: Bench) -> None:
     pieces: list[list[Sample]] = [[] for _ in range(8)]
 
     def arrived(index: int, piece: Sample) -> None:
-        assert piece.is_whole
+        assert is_whole(piece)
         pieces[index].append(piece)
         started.set()
 

@@ -215,13 +215,18 @@ def single_price(run: Run) -> float:
 
 
 @pytest.mark.parametrize(
-    ("ours", "expected"), [(1.02, [True, True]), (1.04, [True, False]), (1.45, [False, False])]
+    ("ours", "learner", "expected"),
+    [
+        (1.02, 5.0, [True, True, True]),
+        (1.04, 5.0, [True, False, True]),
+        (1.45, 5.0, [False, False, False]),
+        (0.8, 6.5, [True, True, False]),  # a small fleet that the learner waits for
+    ],
 )
-def test_the_bars(ours: float, expected: list[bool], assumptions: Assumptions) -> None:
-    runs = {
-        name: Run(name, 1, 1.0, usd, 5.0) for name, usd in (("ours", ours), ("single", 2.0), ("best", 1.0))
-    }
-    outcome = Outcome(Case("t"), runs["ours"], runs["single"], None, runs["single"], runs["best"], 0.0, 0.0)
+def test_the_bars(ours: float, learner: float, expected: list[bool], assumptions: Assumptions) -> None:
+    mine = Run("ours", 1, 1.0, ours, learner)
+    single, best = Run("single", 1, 1.0, 2.0, 5.0), Run("best", 1, 1.0, 1.0, 5.0)
+    outcome = Outcome(Case("t"), mine, single, None, single, best, 0.0, 0.0)
     assert [holds for _, holds in judge([outcome], assumptions)] == expected
 
 

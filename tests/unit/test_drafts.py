@@ -7,7 +7,7 @@ import pytest
 from echo_planes.data.drafts import DraftBook
 from echo_planes.data.leases import LeaseBook
 from echo_planes.errors import LeaseError
-from echo_planes.samples import joined
+from echo_planes.samples import is_whole, joined
 from echo_planes.types import Draft, Lease, LeaseTokens, Prompt, Sample, Span
 from tests.unit.test_buffer import Buffer, answer, lease, make_buffer, submit
 
@@ -38,7 +38,7 @@ def test_joined_pieces_are_the_sample_with_its_versions() -> None:
     assert whole.token_ids == (5, 6, 7, 8, 9)
     assert whole.spans == (Span(0, 3, 0, "d0"), Span(3, 5, 2, "d2"))
     assert whole.finish_reason == "stop"
-    assert whole.is_whole
+    assert is_whole(whole)
 
 
 @pytest.mark.parametrize(
