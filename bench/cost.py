@@ -9,8 +9,7 @@ recorded spot markets, and make a fixed number of steps. Their dollars are compa
 - (c) the optimum: at every moment the cheapest fleet of what there is then, changed at once and for nothing.
 
 (b) and (c) pay for no boot, no wait and no lost work; (a) and the provisioner do. Percentages are of the
-rollout fleet's dollars; those of learner and fleet together stand beside them. What is assumed:
-cost_assumptions.yaml.
+rollout fleet's dollars; those of learner and fleet stand beside them. Assumed: cost_assumptions.yaml.
 Everything here is simulated. The exit status is 1 where a bar is missed.
 """
 

@@ -12,8 +12,7 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType
-from typing import Any
+from functools import cache
 
 from echo_planes.controller import Controller
 from echo_planes.data.buffer import ReplayBuffer
@@ -45,7 +44,7 @@ class Mutant:
             ValueError: the method does not have that text once.
         """
         found = self.owner.__dict__[self.method]
-        source = textwrap.dedent(inspect.getsource(_function(found)))
+        source = _source(self.owner, self.method)
         if source.count(self.right) != 1:
             raise ValueError(
                 f"mutant '{self.name}': {self.method} has not '{self.right}' once; write it anew"
@@ -61,11 +60,11 @@ class Mutant:
             setattr(self.owner, self.method, found)
 
 
-def _function(found: Any) -> FunctionType:
+@cache
+def _source(owner: type, method: str) -> str:
+    found = owner.__dict__[method]
     function = found.fget if isinstance(found, property) else found
-    if not isinstance(function, FunctionType):
-        raise ValueError(f"{found} is no method and no property")
-    return function
+    return textwrap.dedent(inspect.getsource(function))
 
 
 _HELD = "held = self._keep_tokens(worker_id, epoch, messages, now_s)"
@@ -268,6 +267,14 @@ MUTANTS = (
         'm.state != "leaving"',
         'm.state == "serving"',
     ),
+    Mutant("a fleet of nobody stays one", Fleet, "tick", "if not self.counts:", "if False:"),
+    Mutant(
+        "who is let go stays whatever it costs",
+        Fleet,
+        "_dispensable",
+        "limit is not None and usd_per_hour > limit",
+        "False",
+    ),
     Mutant(
         "a back-off never ends", Fleet, "_is_backed_off", " and now_s < self._back_offs[name].until_s", ""
     ),
@@ -290,3 +297,6 @@ MUTANTS = (
     ),
     Mutant("the budget is ignored", Budget, "spent", ">= self._left", ">= 2 * self._left"),
 )
+
+for _mutant in MUTANTS:  # as they were imported: a campaign is long, and somebody may edit them meanwhile
+    _source(_mutant.owner, _mutant.method)

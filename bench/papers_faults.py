@@ -59,11 +59,10 @@ def claim(assumed: dict[str, Values], *, sensitivity: bool = True) -> Claim:
             f"{values['worker_mbit']} Mbit/s. Claimed: recovery and bubble no worse than the paper's.",
             "Recovery ends when the capacity is what it was and the broadcast in hand is complete at all who "
             "live. A fleet of fixed size does not replace a slow worker: it stays slow as long as assumed.",
-            "Drop: of what those who serve can make. One that stands still for longer as it receives counts, so "
-            "the paper's cascade is in the bubble, not in the drop.",
+            "Drop: of what those who serve can make, standing still or not: the cascade is in the bubble.",
             "Bubble increase: idle seconds beyond those without a fault, over one step.",
-            "provisioned: at gamma = 1.0 the provisioner does not stay at eight workers, and its estimates of "
-            "throughput vary by more than half a worker: it does not replace the slow one.",
+            "provisioned: at gamma = 1.0 the provisioner does not stay at eight workers, and its "
+            "estimates of throughput vary by more than half a worker: it does not replace the slow one.",
             "Throughput x0.5 or x2: eight workers saturate a learner that is as much slower or quicker.",
             "Prices do not matter here.",
         ),

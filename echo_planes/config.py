@@ -143,8 +143,11 @@ class FleetConfig(Section):
     sustain_s: NonNegativeFloat = Field(
         30.0, description="a shortage must last so long before workers are added; a surplus twice as long"
     )
+    ask_limit_s: PositiveFloat = Field(
+        120.0, description="a machine that is not there by then is given up, its kind backed off"
+    )
     boot_limit_s: PositiveFloat = Field(
-        600.0, description="a worker that does not generate by then is given up, its kind backed off"
+        600.0, description="a worker that does not generate so long after that is given up, its kind backed off"
     )
     usd_per_hour: PositiveFloat | None = Field(None, description="all workers together, at most")
     interruptions_per_hour: PositiveFloat | None = Field(

@@ -113,6 +113,7 @@ class FleetKeeper(QuietObserver):
             provisioner=self._provisioner,
             model=self._model,
             boot_limit_s=config.fleet.boot_limit_s,
+            ask_limit_s=config.fleet.ask_limit_s,
             guesses=[kind.offer for kind in config.fleet.workers if kind.mu is None],
         )
 

@@ -147,6 +147,7 @@ def check_ignored(fleet: FleetConfig) -> None:
         "gamma",
         "tick_s",
         "sustain_s",
+        "ask_limit_s",
         "boot_limit_s",
         "usd_per_hour",
         "interruptions_per_hour",

@@ -25,8 +25,9 @@ from echo_planes.rollout.estimates import CapacityModel, InterruptionRates, Thro
 from echo_planes.rollout.offers import Need, Offer
 from echo_planes.rollout.provisioner import Decision, Provisioner
 
-FIRST_BACK_OFF_S = 10.0
-MOST_BACK_OFF_S = 3600.0
+FIRST_BACK_OFF_S = 10.0  # of workers that die young
+FIRST_WITHOUT_S = 60.0  # of machines that do not come
+MOST_BACK_OFF_S = 600.0  # spot capacity comes back within minutes, or for the night: asking costs nothing
 PRIOR_HOURS = 10.0  # what is believed of interruptions counts as so many worker-hours of watching
 YOUNG_S = 120.0  # who dies within this time of its first prompt was never well
 RELEASE_LIMIT_S = 60.0  # a worker that is no longer needed has so long to hand over what it has
@@ -67,8 +68,8 @@ class _Member:
 
 @dataclass
 class _BackOff:
+    next_s: float
     until_s: float = 0.0
-    next_s: float = FIRST_BACK_OFF_S
 
 
 class Fleet:
@@ -95,6 +96,7 @@ class Fleet:
         provisioner: Provisioner,
         model: CapacityModel,
         boot_limit_s: float,
+        ask_limit_s: float = 120.0,
         guesses: Collection[str] = (),
     ) -> None:
         self._offers = {offer.name: offer for offer in offers}
@@ -112,6 +114,7 @@ class Fleet:
         }
         self._guesses = frozenset(guesses)
         self._boot_limit_s = boot_limit_s
+        self._ask_limit_s = ask_limit_s
         self._members: dict[str, _Member] = {}
         self._back_offs: dict[str, _BackOff] = {}
         self._issued = 0
@@ -223,7 +226,8 @@ class Fleet:
         if cause == "preempted" or member.noticed:
             self._rates[offer.name].observe_interruption(offer.sku, offer.region, offer.market)
         if cause == "never came" or (cause != "left" and young):
-            self._back_off(member.offer, now_s)
+            first_s = FIRST_WITHOUT_S if cause == "never came" else FIRST_BACK_OFF_S
+            self._back_off(member.offer, first_s, now_s)
 
     def tick(self, now_s: float, need: Need | None, *, published: bool = True) -> list[FleetAction]:
         """What to do now.
@@ -238,9 +242,11 @@ class Fleet:
             self._prove(member, now_s)
             if member.state == "booting" and not published:
                 member.since_s = now_s
-            if member.state in ("asked", "booting") and now_s - member.since_s > self._boot_limit_s:
+            limit_s = {"asked": self._ask_limit_s, "booting": self._boot_limit_s}.get(member.state)
+            if limit_s is not None and now_s - member.since_s > limit_s:
+                what = "did not come" if member.state == "asked" else "did not generate"
                 self.gone(worker_id, "never came", now_s)
-                reason = f"{member.offer} did not generate within {self._boot_limit_s:.0f} s"
+                reason = f"{member.offer} {what} within {limit_s:.0f} s"
                 actions.append(Leave(worker_id, reason, RELEASE_LIMIT_S))
         if need is None:
             return actions + self._keep_first(now_s)
@@ -345,8 +351,8 @@ class Fleet:
     def _is_backed_off(self, name: str, now_s: float) -> bool:
         return name in self._back_offs and now_s < self._back_offs[name].until_s
 
-    def _back_off(self, name: str, now_s: float) -> None:
-        known = self._back_offs.setdefault(name, _BackOff())
+    def _back_off(self, name: str, first_s: float, now_s: float) -> None:
+        known = self._back_offs.setdefault(name, _BackOff(next_s=first_s))
         if now_s >= known.until_s:  # several workers that failed together count once
             known.until_s = now_s + known.next_s
             known.next_s = min(2 * known.next_s, MOST_BACK_OFF_S)

@@ -18,6 +18,7 @@ Both fleets are made again only where the inputs drifted (`plans.DRIFT`) or some
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -73,7 +74,7 @@ class Provisioner:
         self._release_margin, self._saving_margin = release_margin, saving_margin
         self._seen: dict[str, Offer] = {}
         self._since: dict[str, float] = {}  # what lasts, and since when
-        self._lowest_ratio = math.inf  # of throughput to target since the surplus began
+        self._ratios: deque[tuple[float, float]] = deque()  # of throughput to target in a surplus, and when
         self._expected: dict[str, int] = {}  # what should run after the last decision
         self._released_s = -math.inf
         self._settled_s = -math.inf  # when what was launched last has booted
@@ -184,10 +185,15 @@ class Provisioner:
         """Enough is there: lets go what is too much, or goes over to a cheaper fleet."""
         pool = problem.plan(counts)
         ratio = pool.mu / problem.mu_target
-        self._lowest_ratio = min(ratio, self._lowest_ratio if "surplus" in self._since else math.inf)
+        if "surplus" not in self._since:
+            self._ratios.clear()
+        self._ratios.append((now_s, ratio))
+        while self._ratios[0][0] < now_s - self._release_wait_s:
+            self._ratios.popleft()
         release = {}
         if ratio > 1 + self._release_margin:
-            release = spare(problem, counts, (self._lowest_ratio - 1) * problem.mu_target)
+            lowest = min(one for _, one in self._ratios)
+            release = spare(problem, counts, (lowest - 1) * problem.mu_target)
         states = ["surplus"] if release else []
         best = self._whole.best if self._whole is not None else None
         if isinstance(best, FleetPlan):

@@ -18,10 +18,11 @@ from functools import partial
 from echo_planes import events as ev
 from echo_planes.errors import ClusterError, EchoPlanesError
 from echo_planes.money import Budget
-from echo_planes.sim.chaos import ChaosDataPlane, ChaosMarket, Disturbance, Ghost, Plan, draw
+from echo_planes.sim.chaos import ChaosDataPlane, ChaosMarket, Ghost
 from echo_planes.sim.data_plane import SimDataPlane
+from echo_planes.sim.draws import Disturbance, Plan, draw
 from echo_planes.sim.flow import Member
-from echo_planes.sim.invariants import InvariantError, require
+from echo_planes.sim.log import InvariantError, require
 from echo_planes.sim.scenario import Scenario
 from echo_planes.sim.world import LINEAGE, Result, World
 from echo_planes.types import InstallReport, Manifest

@@ -1,6 +1,6 @@
-"""What goes wrong in a run of the fault campaign: scenario, plan and faults, all drawn from one seed.
+"""What goes wrong in a run of the fault campaign, as its plan (`draws.py`) says.
 
-Besides the faults of a scenario (`faults.py`) these are planned here: workers that are cut off, given up, and
+Besides the faults of a scenario (`faults.py`) there are: workers that are cut off, given up, and
 come back with results of an old epoch; messages that are lost, come late or twice; workers whose clock runs
 slow, so that they renew too rarely; results that are no results; leases that are recalled; installs that
 never happen, and ones of an old publication that come late; offers of which no machine comes; a disk that is
@@ -9,172 +9,24 @@ full. After `calm_s` nothing goes wrong any more, so that every run can end.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from echo_planes.errors import ClusterError, LeaseError
 from echo_planes.sim.data_plane import SimDataPlane
-from echo_planes.sim.invariants import InvariantError, Log, WatchedBuffer
+from echo_planes.sim.draws import Plan
+from echo_planes.sim.invariants import WatchedBuffer
 from echo_planes.sim.kernel import Kernel
+from echo_planes.sim.log import InvariantError, Log
 from echo_planes.sim.market import Market, Tenant
-from echo_planes.sim.scenario import OfferModel, Scenario, parse_scenario
+from echo_planes.sim.scenario import OfferModel
 from echo_planes.sim.worker import Work
 from echo_planes.types import Draft, Group, Lease, LeaseTokens, Receipt, Sample, Span
 
-WAIT_LIMIT_S = 3000.0  # longer than all that goes wrong, and what is backed off for it
 LATE_S = 40.0  # so late a message comes at most
-
-Kind = Literal["cut off", "recall", "no installs", "old install", "no machines", "slow clock"]
-KINDS: tuple[Kind, ...] = ("cut off", "recall", "no installs", "old install", "no machines", "slow clock")
-Tokens = tuple[tuple[int, Draft], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Disturbance:
-    """One thing that goes wrong."""
-
-    at_s: float
-    kind: Kind
-    lasts_s: float
-    pick: float  # in [0, 1): which worker or offer it befalls
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What goes wrong in one run."""
-
-    disturbances: tuple[Disturbance, ...]
-    calm_s: float  # from then on nothing goes wrong
-    stream_every_s: float  # how often workers stream
-    lost: float  # share of messages that get lost, ...
-    late: float  # ... come late
-    twice: float  # ... or twice
-    spoilt: float  # share of results that are none
-    leave_s: float  # a worker takes so long at most to leave
-    disk_full_s: float = math.inf
-    budget_usd: float | None = None
-
-
-def draw(seed: int) -> tuple[Scenario, Plan]:
-    """The scenario and the plan of a seed."""
-    rng = random.Random(f"{seed}/campaign")
-    steps = rng.choice((6, 6, 8, 10, 12, 20))
-    max_staleness = rng.randint(0, 6)
-    mode = rng.choice(("fixed", "kept", "provisioned"))
-    t_train_s = rng.choice((4.0, 10.0, 25.0))
-    span_s = steps * t_train_s * rng.choice((1.0, 2.0))
-    offers = _offers(rng, mode, rng.choice((2, 2, 3, 4, 6, 8)))
-    plan = _plan(rng, span_s)
-    # A worker that waits for weights in place would wait for ever for an install that never comes.
-    in_place = rng.random() < 0.2 and all(one.kind != "no installs" for one in plan.disturbances)
-    first_usd = sum(offer["count"] * offer["usd_per_hour"] for offer in offers)
-    scenario: dict[str, Any] = {
-        "name": f"campaign-{seed}",
-        "seed": seed,
-        "run": {"hours": 24, "steps": steps, "wait_limit_s": WAIT_LIMIT_S, "batch_wait_s": 15.0},
-        "sampling": {
-            "prompts_per_step": rng.choice((1, 2, 3, 4, 6)),
-            "samples_per_prompt": rng.choice((2, 2, 3)),
-            "lease_s": rng.choice((15.0, 40.0, 120.0)),
-            "stream_s": 2.0,
-        },
-        "lengths": {
-            "median_tokens": rng.choice((20, 60)),
-            "sigma": rng.choice((0.3, 1.0)),
-            "max_tokens": 300,
-        },
-        "staleness": {
-            "max_staleness": max_staleness,
-            "publish_every": rng.choice((None, rng.randint(1, max_staleness + 1))),
-            "policy": rng.choice(("drop", "wait")),
-            "selector": rng.choice(("fifo", "freshest", "uniform", "staleness", "reward")),
-            "queue_batches": rng.choice((1.0, 1.5, 3.0, 100.0)),
-            "reuse": rng.choice((1, 1, min(2, max_staleness + 1), rng.randint(1, max_staleness + 1))),
-        },
-        "learner": {
-            "t_train_s": t_train_s,
-            "jitter": rng.choice((0.0, 0.3)),
-            "publish_s": rng.choice((0.0, 1.0)),
-            "checkpoint_every": rng.choice((0, 3)),
-            "checkpoint_s": 2.0,
-            "usd_per_hour": rng.choice((0.0, 20.0)),
-        },
-        "network": {
-            "mode": rng.choice(("chain", "star")),
-            "snapshot_mb": rng.choice((1, 50, 300)),
-            "patch_mb": rng.choice((None, 1)),
-            "detection_s": rng.choice((1.0, 10.0)),
-            "receive_in_place": in_place,
-        },
-        "fleet": {
-            "mode": mode,
-            "restarts": rng.choice((1, 4, 12)),
-            "boot_limit_s": 60.0,
-            "sustain_s": 30.0,
-            "tick_s": 15.0,
-            "usd_per_hour": rng.choice((None, max(first_usd, 4.0))) if mode == "provisioned" else None,
-        },
-        "offers": offers,
-        "faults": [_fault(rng, span_s) for _ in range(rng.choice((0, 2, 5)))],
-    }
-    return parse_scenario(scenario), plan
-
-
-def _offers(rng: random.Random, mode: str, workers: int) -> list[dict[str, Any]]:
-    kinds = rng.randint(1, min(3, workers))
-    counts = [workers // kinds + (i < workers % kinds) for i in range(kinds)]
-    return [
-        {
-            "name": f"offer{i}",
-            "sku": f"gpu{i}",
-            "market": rng.choice(("spot", "on_demand")),
-            "region": rng.choice(("", "east")),
-            "usd_per_hour": rng.choice((0.5, 1.0, 2.5)),
-            "count": count if mode != "provisioned" else min(count, 1),
-            "max_count": count,
-            "min_count": int(mode == "provisioned" and i == 0),
-            "peak_tokens_per_s": rng.choice((20.0, 60.0, 200.0)),
-            "half_batch": 4.0,
-            "max_groups": rng.randint(1, 4),
-            "boot_s": rng.choice((1.0, 20.0)),
-            "notice_s": rng.choice((0.0, 5.0, 30.0)),
-        }
-        for i, count in enumerate(counts)
-    ]
-
-
-def _fault(rng: random.Random, span_s: float) -> dict[str, Any]:
-    kinds = ("kill", "kill", "preempt", "preempt", "slow", "slow_link", "silence", "refuse_install")
-    return {
-        "at_s": rng.uniform(0.0, span_s),
-        "kind": rng.choice(kinds),
-        "count": rng.choice((1, 1, 2)),
-        "factor": rng.choice((0.1, 0.5)),
-        "duration_s": rng.choice((5.0, 30.0, 120.0)),
-    }
-
-
-def _plan(rng: random.Random, span_s: float) -> Plan:
-    disturbances = [
-        Disturbance(rng.uniform(0.0, span_s), rng.choice(KINDS), rng.uniform(5.0, 100.0), rng.random())
-        for _ in range(rng.choice((0, 2, 4, 8)))
-    ]
-    return Plan(
-        disturbances=tuple(sorted(disturbances, key=lambda one: one.at_s)),
-        calm_s=span_s + 200.0,
-        stream_every_s=rng.choice((7.0, 20.0)),
-        lost=rng.choice((0.0, 0.05)),
-        late=rng.choice((0.0, 0.1)),
-        twice=rng.choice((0.0, 0.1)),
-        spoilt=rng.choice((0.0, 0.0, 0.15)),
-        leave_s=rng.choice((0.0, 50.0)),
-        disk_full_s=rng.uniform(0.0, span_s) if rng.random() < 0.05 else math.inf,
-        budget_usd=rng.uniform(0.02, 0.4) if rng.random() < 0.15 else None,
-    )
 
 
 # --- messages ------------------------------------------------------------------------------------

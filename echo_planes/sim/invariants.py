@@ -12,91 +12,17 @@ result must be accepted, and no other one.
 
 from __future__ import annotations
 
-import zlib
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from echo_planes.data.buffer import MAX_ATTEMPTS, ReplayBuffer
 from echo_planes.data.buffer_state import Accepted, NotReady
-from echo_planes.errors import RunError
-from echo_planes.types import Draft, Group, Lease, LeaseTokens, Prompt, Receipt
-
-KEEP_EVENTS = 40  # of the log, for whoever reads about a violation
+from echo_planes.sim.buffer_model import Call, Held, Tally, labels
+from echo_planes.sim.log import InvariantError, Log, require
+from echo_planes.types import Group, Lease, LeaseTokens, Prompt, Receipt
 
 Place = Literal["pulled", "leased", "buffered", "waiting", "trained", "set aside"]
-Label = tuple[int, int, str]  # a token, and version and digest of what made it
 Incarnation = tuple[str, int]
-
-
-class InvariantError(RunError):
-    """The code that decides broke one of its invariants."""
-
-
-def require(holds: bool, broken: str) -> None:
-    """Stop where an invariant does not hold.
-
-    Raises:
-        InvariantError: `broken` says which, and with what values.
-    """
-    if not holds:
-        raise InvariantError(broken)
-
-
-class Log:
-    """What happened: the last of it to read, and a checksum of all of it.
-
-    Args:
-        now_s: the clock.
-    """
-
-    def __init__(self, now_s: Callable[[], float]) -> None:
-        self._now_s = now_s
-        self.last: deque[tuple[Any, ...]] = deque(maxlen=KEEP_EVENTS)
-        self.checksum = 0
-
-    def add(self, *what: Any) -> None:
-        """Something happened; what is told must print alike in equal runs."""
-        line = (round(self._now_s(), 6), *what)
-        self.last.append(line)
-        self.checksum = zlib.crc32(repr(line).encode(), self.checksum)
-
-    def lines(self) -> list[str]:
-        """The last of it."""
-        return [f"{line[0]:12.3f} s  {' '.join(str(word) for word in line[1:])}" for line in self.last]
-
-
-@dataclass(slots=True)
-class _Call:
-    """One call of the policy, as its tokens were streamed."""
-
-    context: tuple[int, ...]
-    tokens: list[Label] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Held:
-    """A lease that lives."""
-
-    lease: Lease
-    calls: list[_Call]
-    issued_s: float
-    ends_s: float
-    recalled: bool = False
-
-
-@dataclass(slots=True)
-class _Tally:
-    """What the ledger should say, in groups."""
-
-    accepted: int = 0
-    trained: int = 0
-    dropped: int = 0
-    reused: int = 0
-    refused: int = 0
-    failed: int = 0
-    expired: int = 0
 
 
 class WatchedBuffer(ReplayBuffer):
@@ -110,13 +36,13 @@ class WatchedBuffer(ReplayBuffer):
         super().__init__(*arguments, **settings)
         self.log = Log(lambda: 0.0)
         self.leaving: set[Incarnation] = set()  # were told to take nothing more
-        self.held: dict[str, _Held] = {}
-        self.tally = _Tally()
+        self.held: dict[str, Held] = {}
+        self.tally = Tally()
         self._place: dict[int, Place] = {}  # of every prompt that was ever handed out
         self._digests: dict[int, str] = {}  # published
         self._epoch: dict[str, int] = {}  # of those that are there
         self._serving: dict[str, int] = {}  # version; -1: none yet
-        self._kept: dict[int, list[_Call]] = {}  # of prompts that wait
+        self._kept: dict[int, list[Call]] = {}  # of prompts that wait
         self._buffered: dict[str, tuple[int, int]] = {}  # group -> prompt, oldest version
         self._oldest: dict[str, int] = {}  # of every accepted group: version of its oldest token
         self._uses: dict[str, int] = {}
@@ -224,7 +150,7 @@ class WatchedBuffer(ReplayBuffer):
         require(outstanding < most, f"lease {name} of v{lease.version} is group {outstanding + 1} of {most}")
         self._names.add(name)
         self._place[index] = "leased"
-        self.held[name] = _Held(lease, calls, now_s, lease.expires_s)
+        self.held[name] = Held(lease, calls, now_s, lease.expires_s)
         return lease
 
     def stream(
@@ -331,7 +257,7 @@ class WatchedBuffer(ReplayBuffer):
         """Whether this incarnation is the one that the data plane was told of last."""
         return self._epoch.get(worker_id) == epoch
 
-    def _lives(self, known: _Held, worker_id: str, epoch: int, now_s: float) -> bool:
+    def _lives(self, known: Held, worker_id: str, epoch: int, now_s: float) -> bool:
         mine = (known.lease.worker_id, known.lease.epoch) == (worker_id, epoch)
         return mine and self.is_there(worker_id, epoch) and known.ends_s > now_s
 
@@ -359,9 +285,9 @@ class WatchedBuffer(ReplayBuffer):
             held.append(message.lease_id)
             for number, piece in message.pieces:
                 if number == len(known.calls) and piece.first == 0 and piece.context:
-                    known.calls.append(_Call(piece.context))
+                    known.calls.append(Call(piece.context))
                 if number < len(known.calls) and piece.first == len(known.calls[number].tokens):
-                    known.calls[number].tokens += _labels(piece)
+                    known.calls[number].tokens += labels(piece)
         return held
 
     def _end_all(self, worker_id: str) -> int:
@@ -379,12 +305,12 @@ class WatchedBuffer(ReplayBuffer):
         if calls:
             self._kept[index] = calls
 
-    def _is_published(self, call: _Call) -> bool:
+    def _is_published(self, call: Call) -> bool:
         return all(self._digests.get(version) == digest for _, version, digest in call.tokens)
 
-    def _check_drafts(self, lease: Lease, kept: list[_Call], outstanding: int) -> list[_Call]:
+    def _check_drafts(self, lease: Lease, kept: list[Call], outstanding: int) -> list[Call]:
         """Drafts are what was streamed, token for token, unless nobody may go on from something so old."""
-        given = [(draft.context, _labels(draft)) for draft in lease.drafts]
+        given = [(draft.context, labels(draft)) for draft in lease.drafts]
         oldest = min((label[1] for call in kept for label in call.tokens), default=0)
         expected = kept if kept and outstanding < self._ceiling(oldest) else []
         require(
@@ -456,9 +382,3 @@ class WatchedBuffer(ReplayBuffer):
             return 0
         permits = max(0, self._ceiling(version) - self._num_outstanding())
         return -(-permits // sum(serves >= 0 for serves in self._serving.values()))
-
-
-def _labels(draft: Draft) -> list[Label]:
-    """Every token of a draft with its label."""
-    ids, spans = draft.sample.token_ids, draft.sample.spans
-    return [(ids[i], span.version, span.digest) for span in spans for i in range(span.start, span.stop)]

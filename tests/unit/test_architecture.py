@@ -33,7 +33,8 @@ ALLOWED = {
     "events": BASE,
     "controller": BASE | {"events"},
     "planes": BASE,
-    "runner": BASE | {"controller", "events", "planes"},
+    "runner": BASE | {"controller", "evaluation", "events", "planes"},
+    "evaluation": BASE,
 }
 HEAVY = {
     "ray": lambda path: path.name in ("launch.py", "actor.py", "ray_nodes.py"),

@@ -380,3 +380,17 @@ def test_what_cannot_be_added_to_is_not_searched_again_at_every_tick(searches: l
         fleet.tick(float(now_s), [noisy])
     assert fleet.running == {"small": 3}
     assert len(searches) <= 6
+
+
+def test_a_low_of_long_ago_does_not_keep_a_surplus_for_ever() -> None:
+    """The need falls in two moves: what the first permits is forgotten once the second has lasted."""
+    provisioner = Provisioner(Limits(), sustain_s=4.0, release_sustain_s=8.0)
+    offers = [Offer("a", "a", 0.02, 35.0, 1), Offer("b", "b", 0.08, 48.0, 1)]
+    released = {}
+    for tick in range(40):
+        need = Need(3, 2, 128, 4.6 if tick < 4 else 8.1, 0.1, 1.1)
+        released = dict(provisioner.decide(need, offers, {"a": 1, "b": 1}, float(tick)).release)
+        if released:
+            break
+    assert released == {"b": 1}
+    assert tick > 8

@@ -1,0 +1,47 @@
+"""What `invariants.WatchedBuffer` knows of leases, tokens and the ledger, beside the real buffer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from echo_planes.types import Draft, Lease
+
+Label = tuple[int, int, str]  # a token, and version and digest of what made it
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of the policy, as its tokens were streamed."""
+
+    context: tuple[int, ...]
+    tokens: list[Label] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Held:
+    """A lease that lives."""
+
+    lease: Lease
+    calls: list[Call]
+    issued_s: float
+    ends_s: float
+    recalled: bool = False
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the ledger should say, in groups."""
+
+    accepted: int = 0
+    trained: int = 0
+    dropped: int = 0
+    reused: int = 0
+    refused: int = 0
+    failed: int = 0
+    expired: int = 0
+
+
+def labels(draft: Draft) -> list[Label]:
+    """Every token of a draft with its label."""
+    ids, spans = draft.sample.token_ids, draft.sample.spans
+    return [(ids[i], span.version, span.digest) for span in spans for i in range(span.start, span.stop)]
