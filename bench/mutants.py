@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from echo_planes.controller import Controller
 from echo_planes.data.buffer import ReplayBuffer
@@ -63,7 +64,7 @@ class Mutant:
 @cache
 def _source(owner: type, method: str) -> str:
     found = owner.__dict__[method]
-    function = found.fget if isinstance(found, property) else found
+    function: Any = found.fget if isinstance(found, property) else found
     return textwrap.dedent(inspect.getsource(function))
 
 
@@ -268,13 +269,6 @@ MUTANTS = (
         'm.state == "serving"',
     ),
     Mutant("a fleet of nobody stays one", Fleet, "tick", "if not self.counts:", "if False:"),
-    Mutant(
-        "who is let go stays whatever it costs",
-        Fleet,
-        "_dispensable",
-        "limit is not None and usd_per_hour > limit",
-        "False",
-    ),
     Mutant(
         "a back-off never ends", Fleet, "_is_backed_off", " and now_s < self._back_offs[name].until_s", ""
     ),

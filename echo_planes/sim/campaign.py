@@ -9,6 +9,7 @@ its disk was full, or when no worker is left that may be started again.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Mapping
@@ -101,6 +102,7 @@ class ChaosWorld(World):
         self._epochs: dict[str, int] = {}  # newest that was started
         self._starts: Counter[str] = Counter()
         self._no_installs_until_s = 0.0
+        self._counts: Mapping[str, int] = {}  # workers of each offer, at the last look
         self._over_since_s: float | None = None  # the fleet's price limit
         self._stop_due_s: float | None = None  # when the budget was seen to be spent
         self.kernel.after_each = self._check
@@ -213,15 +215,16 @@ class ChaosWorld(World):
         """The fleet's price limit. Only a minimum that is made good may break it, until others have gone."""
         limit, now_s = self.scenario.fleet.usd_per_hour, self.kernel.now_s
         rate = sum(self._offers[name].usd_per_hour * count for name, count in counts.items())
+        before, self._counts = self._counts, counts
         if limit is None or rate <= limit + SAME_USD:
             self._over_since_s = None
             return
-        if self._over_since_s is None:
+        made_good = any(before.get(name, 0) < offer.min_count for name, offer in self._offers.items())
+        if self._over_since_s is None and made_good:
             self._over_since_s = now_s
-        lasts_s = now_s - self._over_since_s
-        least = any(count <= self._offers[name].min_count for name, count in counts.items())
-        if not least or lasts_s > OVER_LIMIT_S:
-            raise InvariantError(f"the fleet costs {rate} $/h for {lasts_s:.0f} s, the limit is {limit}")
+        lasts_s = math.inf if self._over_since_s is None else now_s - self._over_since_s
+        if lasts_s > OVER_LIMIT_S:
+            raise InvariantError(f"the fleet costs {rate} $/h, the limit is {limit}")
 
     def _spent_usd(self) -> float:
         """What was spent on all machines, by the prices of those that were held."""

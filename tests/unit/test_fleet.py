@@ -10,6 +10,7 @@ from echo_planes.errors import ConfigError
 from echo_planes.rollout.estimates import CapacityModel, ThroughputSample
 from echo_planes.rollout.fleet import (
     FIRST_BACK_OFF_S,
+    FIRST_WITHOUT_S,
     MOST_BACK_OFF_S,
     PRIOR_HOURS,
     YOUNG_S,
@@ -48,6 +49,7 @@ class Story:
             provisioner=Provisioner(limits or Limits(), sustain_s=0.0, release_sustain_s=30.0),
             model=CapacityModel(),
             boot_limit_s=BOOT_LIMIT_S,
+            ask_limit_s=BOOT_LIMIT_S,
         )
         self.now_s = 0.0
 
@@ -216,7 +218,7 @@ def test_one_worker_that_is_well_does_not_end_the_back_off_of_a_market_that_is_e
     story.serve(story.fleet.begin(0.0)[:1])
     story.wait(BOOT_LIMIT_S + TICK_S, None)  # the other one never came
     assert story.fleet.counts == {"a": 1}
-    assert story.wait(FIRST_BACK_OFF_S - TICK_S, None) == []
+    assert story.wait(FIRST_WITHOUT_S - TICK_S, None) == []
     assert launches(story.wait(TICK_S, None)) == ["a"]
 
 
@@ -400,6 +402,7 @@ def test_kinds_that_nobody_knows_count_as_the_others_until_they_are_measured() -
         provisioner=Provisioner(Limits()),
         model=CapacityModel(),
         boot_limit_s=BOOT_LIMIT_S,
+        ask_limit_s=BOOT_LIMIT_S,
         guesses=["b"],
     )
     (asked,) = fleet.begin(0.0)

@@ -293,6 +293,7 @@ def test_every_setting_of_a_fleet_is_looked_at_or_refused() -> None:
         "gamma": 1.2,
         "tick_s": 1.0,
         "sustain_s": 1.0,
+        "ask_limit_s": 1.0,
         "boot_limit_s": 1.0,
         "usd_per_hour": 1.0,
         "interruptions_per_hour": 1.0,

@@ -384,7 +384,7 @@ def test_what_cannot_be_added_to_is_not_searched_again_at_every_tick(searches: l
 
 def test_a_low_of_long_ago_does_not_keep_a_surplus_for_ever() -> None:
     """The need falls in two moves: what the first permits is forgotten once the second has lasted."""
-    provisioner = Provisioner(Limits(), sustain_s=4.0, release_sustain_s=8.0)
+    provisioner = Provisioner(Limits(), sustain_s=4.0, release_sustain_s=8.0, saving_margin=10.0)
     offers = [Offer("a", "a", 0.02, 35.0, 1), Offer("b", "b", 0.08, 48.0, 1)]
     released = {}
     for tick in range(40):
