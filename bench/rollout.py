@@ -33,7 +33,7 @@ from echo_planes.rollout.vllm_engine import VllmEngine
 from echo_planes.rollout.worker import RolloutWorker
 from echo_planes.tasks.math.adapter import MathTask
 from echo_planes.tasks.math.options import MathOptions
-from echo_planes.types import Group, Lease, Prompt, Receipt
+from echo_planes.types import Group, Lease, LeaseTokens, Prompt, Receipt
 
 BAR = 0.95
 
@@ -68,8 +68,13 @@ class ListedWork:
             for p in taken
         ]
 
-    async def renew(self, worker_id: str, epoch: int, lease_ids: list[str]) -> None:
-        """Leases here never run out."""
+    async def stream(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> tuple[str, ...]:
+        """Leases here never run out, and are never asked back."""
+        return ()
+
+    async def hand_over(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> int:
+        """Nobody leaves."""
+        return 0
 
     async def submit(self, worker_id: str, epoch: int, groups: list[tuple[str, Group]]) -> list[Receipt]:
         for _, group in groups:

@@ -147,7 +147,7 @@ class FleetConfig(Section):
         120.0, description="a machine that is not there by then is given up, its kind backed off"
     )
     boot_limit_s: PositiveFloat = Field(
-        600.0, description="a worker that does not generate so long after that is given up, its kind backed off"
+        600.0, description="a worker that does not generate so long after that is given up likewise"
     )
     usd_per_hour: PositiveFloat | None = Field(None, description="all workers together, at most")
     interruptions_per_hour: PositiveFloat | None = Field(
