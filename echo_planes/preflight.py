@@ -118,8 +118,20 @@ def check_fleet(config: Config) -> None:
     if config.fleet.scale == "fixed":
         check_ignored(config.fleet)
         return
+    fleet = config.fleet
+    first_usd_per_hour = sum(kind.count * kind.usd_per_hour for kind in fleet.workers)
+    if fleet.max_workers is not None and fleet.num_workers > fleet.max_workers:
+        raise ConfigError(
+            f"fleet.max_workers={fleet.max_workers} is below the {fleet.num_workers} workers to begin with; "
+            "raise it, or lower the counts"
+        )
+    if fleet.usd_per_hour is not None and first_usd_per_hour > fleet.usd_per_hour:
+        raise ConfigError(
+            f"fleet.usd_per_hour={fleet.usd_per_hour:g} is below ${first_usd_per_hour:g}/h, the price of the "
+            "workers to begin with; raise it, or lower the counts"
+        )
     seen: set[str] = set()
-    for kind in config.fleet.workers:
+    for kind in fleet.workers:
         if kind.offer in seen:
             raise ConfigError(
                 f"fleet.workers: two kinds are called {kind.offer}; give them another sku, region or market"

@@ -87,7 +87,8 @@ class Runner:
         self._ended: set[tuple[str, int]] = set()  # incarnations that are over
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: EchoPlanesError | None = None
-        self._free_since_s = 0.0
+        self._free_since_s = 0.0  # the learner, while it does nothing
+        self._idle_s = 0.0  # it waited since its last step, but for the wait that goes on
         self._manifest: Manifest | None = None  # of the newest publication
         self._steps_seen = 0
         self._serving = False  # some worker serves a published version
@@ -224,6 +225,7 @@ class Runner:
 
     async def _publish(self, version: int) -> None:
         begun_s = self._clock.now_s()
+        self._idle_s += begun_s - self._free_since_s  # a starved learner publishes in mid-wait
         limit_s = self._config.run.wait_limit_s
         manifest = await self._within(
             "publication", limit_s, self._planes.learner.publish(version), version=version
@@ -252,17 +254,21 @@ class Runner:
         except RunError as why:
             self._lost(worker_id, epoch, str(why))
             return
+        now = self._workers.get(worker_id)
+        if now is None or now[0] != epoch:
+            return  # late news of one that its successor has replaced
         await self._planes.data.installed(worker_id, report.version)
         if report.ok and not self._serving:
             self._serving = True
             self._free_since_s = self._clock.now_s()  # start-up is not the learner's idle time
+            self._idle_s = 0.0
         self._observer.on_installed(report)
         if not report.ok:
             self._observer.on_event("refused", report.error, worker=worker_id, version=version)
         self._events.put_nowait(ev.Installed(report, epoch))
 
     async def _train(self, batch: TrainBatch) -> None:
-        idle_s = self._clock.now_s() - self._free_since_s
+        idle_s, self._idle_s = self._idle_s + self._clock.now_s() - self._free_since_s, 0.0
         stats = await self._within(
             "learner step", self._config.run.wait_limit_s, self._planes.learner.train_step(batch)
         )

@@ -274,6 +274,7 @@ def test_what_a_fixed_fleet_would_ignore_of_a_worker(tmp_path: Path, key: str, v
         ("gamma", 1.2),
         ("tick_s", 1.0),
         ("sustain_s", 1.0),
+        ("ask_limit_s", 1.0),
         ("boot_limit_s", 1.0),
         ("usd_per_hour", 1.0),
         ("interruptions_per_hour", 1.0),
@@ -284,6 +285,17 @@ def test_what_a_fixed_fleet_would_ignore_of_a_fleet(tmp_path: Path, key: str, va
     message = refusal(ConfigError, config(fleet={key: value}), tmp_path / "run")
     assert message.startswith(f"fleet.{key}: ")
     preflight.check(changing({"sku": "a"}, **{key: value}), tmp_path / "run")
+
+
+def test_the_first_workers_are_within_the_limits_of_the_fleet(tmp_path: Path) -> None:
+    kinds: list[dict[str, Any]] = [{"sku": "a", "count": 2, "usd_per_hour": 1.5}, {"sku": "b"}]
+    message = refusal(ConfigError, changing(*kinds, max_workers=2), tmp_path / "run")
+    assert "max_workers=2" in message
+    assert "3 workers" in message
+    message = refusal(ConfigError, changing(*kinds, usd_per_hour=2.5), tmp_path / "run")
+    assert "usd_per_hour=2.5" in message
+    assert "$3/h" in message
+    preflight.check(changing(*kinds, max_workers=3, usd_per_hour=3.0), tmp_path / "run")
 
 
 def test_every_setting_of_a_fleet_is_looked_at_or_refused() -> None:
