@@ -16,7 +16,7 @@ Invariants (kept by property tests):
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -80,7 +80,7 @@ class ReplayBuffer:
         self.last_failure = ""
         self._step = state.step if state else 0
         self._issued = state.issued if state else 0
-        self._counts = state.counts if state else BufferCounts()
+        self._tally = asdict(state.counts if state else BufferCounts())
         self._cursor = PromptCursor(state.next_index, state.returned) if state else PromptCursor()
         self._published: dict[tuple[str, int], str] = (
             {(line, version): digest for line, version, digest in state.published} if state else {}
@@ -96,11 +96,8 @@ class ReplayBuffer:
 
     @property
     def counts(self) -> BufferCounts:
-        return replace(
-            self._counts,
-            buffered=len(self._groups) * self._samples,
-            leased=len(self._leases) * self._samples,
-        )
+        now = {"buffered": len(self._groups) * self._samples, "leased": len(self._leases) * self._samples}
+        return BufferCounts(**{**self._tally, **now})
 
     def state(self) -> BufferState:
         """The cut to save. Leased prompts count as returned: their work is done again after a resume."""
@@ -226,10 +223,11 @@ class ReplayBuffer:
             return Receipt(lease_id, accepted=False, reason=refusal)
         self._attempts.pop(lease.prompt.index, None)
         self._count(accepted=self._samples)
-        if is_admissible(group.version, self._step, self._staleness.max_staleness):
-            self._groups[group.group_id] = Accepted.of(group)
+        taken = Accepted.of(group)
+        if is_admissible(taken.version, self._step, self._staleness.max_staleness):
+            self._groups[group.group_id] = taken
         else:
-            self._drop(Accepted.of(group))
+            self._drop(taken)
         return Receipt(lease_id, accepted=True)
 
     def expire(self, now_s: float) -> int:
@@ -392,6 +390,5 @@ class ReplayBuffer:
         self._dropped.append(group)
 
     def _count(self, **more: int) -> None:
-        self._counts = replace(
-            self._counts, **{key: getattr(self._counts, key) + value for key, value in more.items()}
-        )
+        for key, value in more.items():
+            self._tally[key] += value
