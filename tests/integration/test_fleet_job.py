@@ -73,7 +73,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = [
         *fleet_words(),
         f"run.steps={STEPS}",
-        "sampling.prompts_per_step=12",
+        "sampling.prompts_per_step=16",
         "learner.resources={CPU: 0.5}",
     ]
     with program(base / "work", folder, *words, command=(*CLUSTER, *INSIDE)) as running:
