@@ -7,7 +7,7 @@ learner it makes no difference how many workers an answer has seen.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from echo_planes.errors import LeaseError
 from echo_planes.samples import is_whole, joined
@@ -54,12 +54,7 @@ class DraftBook:
             published: digest of every version of this lineage. What was made under anything else is left out.
         """
         drafts = [Draft(c, joined(p)) for c, p in zip(self._contexts, self._pieces, strict=True)]
-        return tuple(
-            draft
-            for draft in drafts
-            if draft.sample.token_ids
-            and all(published.get(span.version) == span.digest for span in draft.sample.spans)
-        )
+        return made_under([draft for draft in drafts if draft.sample.token_ids], published)
 
     @property
     def num_tokens(self) -> int:
@@ -67,11 +62,15 @@ class DraftBook:
 
 
 class DraftShelf:
-    """The drafts of live leases, and those that wait for another worker."""
+    """The drafts of live leases, and those that wait for another worker.
 
-    def __init__(self) -> None:
+    Args:
+        waiting: of a cut, by prompt index.
+    """
+
+    def __init__(self, waiting: Mapping[int, tuple[Draft, ...]]) -> None:
         self._books: dict[str, DraftBook] = {}  # by lease
-        self._waiting: dict[int, tuple[Draft, ...]] = {}  # by prompt index
+        self._waiting = dict(waiting)  # by prompt index
 
     def open(self, lease: Lease) -> None:
         """A lease begins, with its drafts."""
@@ -99,6 +98,37 @@ class DraftShelf:
     def take(self, prompt_index: int) -> tuple[Draft, ...]:
         """What was made of a prompt so far; it leaves the shelf."""
         return self._waiting.pop(prompt_index, ())
+
+    def cut(
+        self, live: Iterable[Lease], published: Mapping[int, str], oldest: int
+    ) -> tuple[dict[int, tuple[Draft, ...]], int]:
+        """What a resume can go on from: the drafts that wait, and those of live leases, as if all had ended.
+
+        Args:
+            live: the live leases.
+            published: as for `DraftBook.drafts`.
+            oldest: version below which nothing is trained any more.
+
+        Returns:
+            Drafts by prompt index, and how many tokens were left out.
+        """
+        drafts = dict(self._waiting)
+        total = sum(num_tokens(waiting) for waiting in drafts.values())
+        for lease in live:
+            book = self._books[lease.lease_id]
+            total += book.num_tokens
+            drafts[lease.prompt.index] = book.drafts(published)
+        kept = {index: mine for index, mine in drafts.items() if mine and oldest_version(mine) >= oldest}
+        return kept, total - sum(num_tokens(mine) for mine in kept.values())
+
+
+def made_under(drafts: Iterable[Draft], published: Mapping[int, str]) -> tuple[Draft, ...]:
+    """Those of which every token was made under a published version."""
+    return tuple(
+        draft
+        for draft in drafts
+        if all(published.get(span.version) == span.digest for span in draft.sample.spans)
+    )
 
 
 def oldest_version(drafts: tuple[Draft, ...]) -> int:
