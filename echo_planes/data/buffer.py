@@ -191,8 +191,8 @@ class ReplayBuffer:
         return (*lost, *self._leases.recalled_from(worker_id, epoch))
 
     def recall(self, worker_id: str, num_leases: int) -> int:
-        """Have a worker give up its newest leases when it streams next. Returns how many."""
-        return self._leases.recall(worker_id, num_leases)
+        """Have a worker give up so many leases, or fewer, when it streams next. Returns how many."""
+        return self._leases.recall(worker_id, num_leases, self._drafts.prefill_tokens, self._drafts.is_far)
 
     def hand_over(self, worker_id: str, epoch: int, messages: Sequence[LeaseTokens], now_s: float) -> int:
         """A worker gives up leases, with their last tokens; they go on elsewhere. Returns how many."""
@@ -225,6 +225,7 @@ class ReplayBuffer:
             return Receipt(lease_id, accepted=False, reason=refusal)
         self._attempts.pop(lease.prompt.index, None)
         self._count(accepted=self._samples)
+        self._drafts.finished(sum(sum(t.episode.response_mask) for t in group.trajectories))
         taken = Accepted.of(group)
         if is_admissible(taken.version, self._step, self._staleness.max_staleness):
             self._groups[group.group_id] = taken

@@ -7,8 +7,11 @@ learner it makes no difference how many workers an answer has seen.
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Iterable, Mapping
 
+from echo_planes.data.leases import ENOUGH_COMPLETIONS, RECENT_COMPLETIONS
 from echo_planes.errors import LeaseError
 from echo_planes.samples import is_whole, joined
 from echo_planes.types import Draft, Lease, LeaseTokens, Sample
@@ -60,6 +63,16 @@ class DraftBook:
     def num_tokens(self) -> int:
         return sum(self._lengths)
 
+    @property
+    def prefill_tokens(self) -> int:
+        """What another worker computes before it samples on: context and answer of every unfinished call.
+
+        Where all are finished (an episode is between two turns), those of the longest.
+        """
+        lengths = [len(c) + n for c, n in zip(self._contexts, self._lengths, strict=True)]
+        unfinished = [n for n, p in zip(lengths, self._pieces, strict=True) if not p[-1].finish_reason]
+        return sum(unfinished) or max(lengths, default=0)
+
 
 class DraftShelf:
     """The drafts of live leases, and those that wait for another worker.
@@ -71,6 +84,7 @@ class DraftShelf:
     def __init__(self, waiting: Mapping[int, tuple[Draft, ...]]) -> None:
         self._books: dict[str, DraftBook] = {}  # by lease
         self._waiting = dict(waiting)  # by prompt index
+        self._finished: deque[int] = deque(maxlen=RECENT_COMPLETIONS)  # tokens of accepted groups
 
     def open(self, lease: Lease) -> None:
         """A lease begins, with its drafts."""
@@ -83,6 +97,23 @@ class DraftShelf:
     def close(self, lease_id: str) -> int:
         """A lease ended with a result. Returns how many tokens were streamed for it."""
         return self._books.pop(lease_id).num_tokens
+
+    def finished(self, group_tokens: int) -> None:
+        """A group was accepted: so many tokens were sampled for it."""
+        self._finished.append(group_tokens)
+
+    def prefill_tokens(self, lease: Lease) -> int:
+        """What another worker would compute before it goes on with a live lease."""
+        return self._books[lease.lease_id].prefill_tokens or len(lease.prompt.token_ids)
+
+    def is_far(self, lease: Lease) -> bool:
+        """Whether more was streamed of a live lease than half of what recent groups came to (their median).
+
+        Such a one is sooner finished where it is. While few groups are finished, none is said to be far.
+        """
+        if len(self._finished) < ENOUGH_COMPLETIONS:
+            return False
+        return self._books[lease.lease_id].num_tokens > statistics.median(self._finished) / 2
 
     def shelve(self, lease: Lease, published: Mapping[int, str]) -> int:
         """A lease ended without a result: keep its drafts for whoever is next.
