@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from echo_planes.config import Config
+from echo_planes.data.cut import CUT_NAME, load_cut
 from echo_planes.data.line import VersionLine
 from echo_planes.data.store.snapshot import StoreSnapshot
 from echo_planes.errors import LeaseError
@@ -96,6 +97,9 @@ def test_a_prompt_that_was_finished_after_the_cut_is_not_gone_on_with(tmp_path: 
         assert given(leases[:1]) == [(6,)]
         assert done.prompt not in [one.prompt for one in leases]
         assert (counts.continued, counts.buffered) == (1, 2)
+        await plane.data.save(tmp_path / "again")
+        cut, _ = load_cut(tmp_path / "again" / CUT_NAME)
+        assert list(cut.drafts) == [unfinished.prompt.index]
         await plane.data.close()
 
     asyncio.run(main())
@@ -134,6 +138,8 @@ def test_what_is_too_old_or_unpublished_stays_out_of_the_cut_and_is_counted(tmp_
         await stream(plane, three, 10, version=1)
         await plane.data.save(tmp_path / "saved")
         assert (await plane.data.counts()).discarded_tokens == 0  # their leases live
+        cut, _ = load_cut(tmp_path / "saved" / CUT_NAME)
+        assert list(cut.drafts) == [three.prompt.index]
         await plane.data.close()
         plane = Plane(tmp_path, "L1", tmp_path / "saved", config=config)
         assert await plane.data.ready() == 1
