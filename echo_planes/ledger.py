@@ -20,6 +20,7 @@ LEDGER_DETAILS = (
     "continued",
     "continued_tokens",
     "discarded_tokens",
+    "unreadable_tokens",
     "damaged",
 )
 
@@ -40,7 +41,10 @@ def ledger_equation(metrics: Mapping[str, Any]) -> str:
         parts.insert(2, shown("removed", "removed"))
     again = f"; {shown('reused', 'trained again')}" if number(metrics.get("reused")) else ""
     damaged = f"; {shown('damaged', 'damaged places in replay/')}" if number(metrics.get("damaged")) else ""
-    return f"{shown('accepted', 'accepted')} = {' + '.join(parts)}{again}{damaged}"
+    lost = ""
+    if number(metrics.get("unreadable_tokens")):
+        lost = f"; {shown('unreadable_tokens', 'tokens of the checkpoint unreadable, sampled again')}"
+    return f"{shown('accepted', 'accepted')} = {' + '.join(parts)}{again}{damaged}{lost}"
 
 
 def reward_failures(metrics: Mapping[str, Any]) -> str:

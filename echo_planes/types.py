@@ -381,6 +381,7 @@ class BufferCounts:
     continued: int = 0  # leases that went on from the tokens of another worker
     continued_tokens: int = 0  # those tokens
     discarded_tokens: int = 0  # of leases that ended without a result, and that nobody could go on from
+    unreadable_tokens: int = 0  # of the discarded: were in a checkpoint, and could not be read on a resume
     damaged: int = 0  # places in the replay store that are not what was written
 
     @property

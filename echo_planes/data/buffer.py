@@ -22,9 +22,10 @@ import numpy as np
 
 from echo_planes.config import StalenessConfig
 from echo_planes.data.buffer_state import Accepted, BufferState, NotReady
-from echo_planes.data.drafts import DraftShelf, num_tokens, oldest_version
+from echo_planes.data.drafts import DraftShelf, made_under, num_tokens, oldest_version
 from echo_planes.data.leases import LeaseBook
 from echo_planes.data.limiter import is_admissible, num_permits, num_urgent
+from echo_planes.data.line import VersionLine
 from echo_planes.data.prompts import PromptCursor
 from echo_planes.data.store.choose import choose
 from echo_planes.data.store.index import Fate, GroupIndex
@@ -71,7 +72,7 @@ class ReplayBuffer:
         self._rng = np.random.default_rng(seed)
         self._index = index
         self._leases = LeaseBook(lease_s, shortest_lease_s)
-        self._drafts = DraftShelf()
+        self._drafts = DraftShelf(state.drafts if state else {})
         self._workers: dict[str, int] = {}  # worker -> version it serves
         self._num_serving = 0  # of them, those that serve a version
         self._attempts: dict[int, int] = {}
@@ -82,9 +83,7 @@ class ReplayBuffer:
         self._issued = state.issued if state else 0
         self._tally = asdict(state.counts if state else BufferCounts())
         self._cursor = PromptCursor(state.next_index, state.returned) if state else PromptCursor()
-        self._published: dict[tuple[str, int], str] = (
-            {(line, version): digest for line, version, digest in state.published} if state else {}
-        )
+        self._line = VersionLine(lineage, state.published, state.step) if state else VersionLine(lineage)
         self._groups: dict[str, Accepted] = {g.group_id: g for g in state.groups} if state else {}
 
     # --- what others may look at -----------------------------------------------------------------
@@ -100,25 +99,28 @@ class ReplayBuffer:
         return BufferCounts(**{**self._tally, **now})
 
     def state(self) -> BufferState:
-        """The cut to save. Leased prompts count as returned: their work is done again after a resume."""
-        leased = tuple(lease.prompt.index for lease in self._leases.live)
+        """The cut to save. Leased prompts count as returned, with the tokens that were streamed of them."""
+        live = self._leases.live
+        leased = tuple(lease.prompt.index for lease in live)
+        oldest = self._step - self._staleness.max_staleness
+        drafts, left_out = self._drafts.cut(live, self._line.digests, oldest)
+        counts = self.counts
         return BufferState(
             step=self._step,
             next_index=self._cursor.next_index,
             returned=tuple(sorted(self._cursor.returned + leased)),
             issued=self._issued,
             groups=tuple(self._groups.values()),
-            counts=replace(self.counts, leased=0),
-            published=tuple((line, v, d) for (line, v), d in self._published.items()),
+            counts=replace(counts, leased=0, discarded_tokens=counts.discarded_tokens + left_out),
+            published=self._line.published,
+            drafts=drafts,
         )
 
     # --- versions and workers --------------------------------------------------------------------
 
     def publish(self, version: int, digest: str) -> None:
         """A version exists from now on: work sampled under it can be accepted."""
-        known = self._published.setdefault((self._lineage, version), digest)
-        if known != digest:
-            raise LeaseError(f"version {version} was published twice with different digests")
+        self._line.publish(version, digest)
 
     def register(self, worker_id: str, epoch: int) -> None:
         """A new incarnation of a worker, serving nothing yet."""
@@ -189,8 +191,8 @@ class ReplayBuffer:
         return (*lost, *self._leases.recalled_from(worker_id, epoch))
 
     def recall(self, worker_id: str, num_leases: int) -> int:
-        """Have a worker give up its newest leases when it streams next. Returns how many."""
-        return self._leases.recall(worker_id, num_leases)
+        """Have a worker give up so many leases, or fewer, when it streams next. Returns how many."""
+        return self._leases.recall(worker_id, num_leases, self._drafts.prefill_tokens, self._drafts.is_far)
 
     def hand_over(self, worker_id: str, epoch: int, messages: Sequence[LeaseTokens], now_s: float) -> int:
         """A worker gives up leases, with their last tokens; they go on elsewhere. Returns how many."""
@@ -223,6 +225,7 @@ class ReplayBuffer:
             return Receipt(lease_id, accepted=False, reason=refusal)
         self._attempts.pop(lease.prompt.index, None)
         self._count(accepted=self._samples)
+        self._drafts.finished(sum(sum(t.episode.response_mask) for t in group.trajectories))
         taken = Accepted.of(group)
         if is_admissible(taken.version, self._step, self._staleness.max_staleness):
             self._groups[group.group_id] = taken
@@ -325,10 +328,11 @@ class ReplayBuffer:
 
     def _take_drafts(self, prompt_index: int) -> tuple[Draft, ...]:
         """What others had made of a prompt, if a group of that age may still be begun."""
-        drafts = self._drafts.take(prompt_index)
+        waiting = self._drafts.take(prompt_index)
+        drafts = made_under(waiting, self._line.digests)
         if drafts and self._permits(oldest_version(drafts)) < 1:
-            self._count(discarded_tokens=num_tokens(drafts))
-            return ()
+            drafts = ()
+        self._count(discarded_tokens=num_tokens(waiting) - num_tokens(drafts))
         if drafts:
             self._count(continued=1, continued_tokens=num_tokens(drafts))
         return drafts
@@ -358,9 +362,8 @@ class ReplayBuffer:
                 return "mismatched"
             if not episode.response_ids or not cover(episode.spans, len(episode.response_ids)):
                 return "unspanned"
-            for span in episode.spans:
-                if self._published.get((trajectory.lineage, span.version)) != span.digest:
-                    return "unpublished"
+            if not self._line.has_made(trajectory):
+                return "unpublished"
         return ""
 
     def _attempt_failed(self, lease: Lease, group: Group, refusal: str) -> None:
@@ -376,9 +379,8 @@ class ReplayBuffer:
             self._cursor.give_back(lease.prompt.index)
 
     def _give_back(self, leases: list[Lease]) -> None:
-        published = {v: digest for (line, v), digest in self._published.items() if line == self._lineage}
         for lease in leases:
-            self._count(discarded_tokens=self._drafts.shelve(lease, published))
+            self._count(discarded_tokens=self._drafts.shelve(lease, self._line.digests))
             self._cursor.give_back(lease.prompt.index)
 
     def _drop(self, group: Accepted) -> None:

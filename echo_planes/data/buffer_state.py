@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
-from echo_planes.types import BufferCounts, Group
+from echo_planes.types import BufferCounts, Draft, Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +52,4 @@ class BufferState:
     groups: tuple[Accepted, ...]  # buffered
     counts: BufferCounts
     published: tuple[tuple[str, int, str], ...]  # lineage, version, digest
+    drafts: Mapping[int, tuple[Draft, ...]] = field(default_factory=dict)  # by index of a returned prompt

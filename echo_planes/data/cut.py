@@ -3,6 +3,15 @@
 The store is the truth about groups: it has every accepted one, also those of the time between checkpoint and
 crash. The checkpoint is the truth about training and prompts. Put together, no prompt is skipped, none whose
 work is there is done again, and the ledger adds up.
+
+In a checkpoint's data folder::
+
+    state.json      everything but the drafts, and what the file beside it must be (null where there is none)
+    drafts.arrows   tokens of unfinished prompts (see `cut_drafts.py`, which numbers its format)
+
+A cut that was written before there were drafts names none, and is read. Drafts only spare work: where their
+file is missing, damaged or of another format, the run goes on without them, and the ledger counts the tokens
+(`unreadable_tokens`). The rest of the cut must be whole.
 """
 
 from __future__ import annotations
@@ -13,25 +22,35 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from echo_planes.data.buffer_state import Accepted, BufferState
+from echo_planes.data.cut_drafts import DraftsRecord, read_drafts, write_drafts
 from echo_planes.data.store.index import StoreCounts
 from echo_planes.errors import DataError
 from echo_planes.types import BufferCounts
 
 CUT_NAME = "state.json"  # in a checkpoint's data folder
+DRAFTS_NAME = "drafts.arrows"  # beside it
 
 
-def dump_cut(state: BufferState, *, num_groups: int) -> str:
-    """A cut as JSON.
+def write_cut(folder: Path, state: BufferState, *, num_groups: int) -> None:
+    """Write a cut into a new folder.
 
     Args:
+        folder: a checkpoint's data folder, empty.
         state: the cut.
         num_groups: how many groups the store had accepted.
+
+    Raises:
+        OSError: the disk is full or cannot be written.
     """
-    return json.dumps({**asdict(state), "num_groups": num_groups})
+    drafts = asdict(write_drafts(folder / DRAFTS_NAME, state.drafts)) if state.drafts else None
+    record = {**asdict(replace(state, drafts={})), "drafts": drafts, "num_groups": num_groups}
+    (folder / CUT_NAME).write_text(json.dumps(record))
 
 
 def load_cut(path: Path) -> tuple[BufferState, int]:
-    """The inverse of `dump_cut`: the cut in a file, and the number of groups in the store.
+    """The inverse of `write_cut`: the cut whose `CUT_NAME` is `path`, and the number of groups in the store.
+
+    Drafts that cannot be read are left out, and their tokens counted.
 
     Raises:
         DataError: the file is no cut.
@@ -47,11 +66,26 @@ def load_cut(path: Path) -> tuple[BufferState, int]:
             counts=BufferCounts(**record["counts"]),
             published=tuple((line, version, digest) for line, version, digest in record["published"]),
         )
-        return state, int(record["num_groups"])
+        drafts = DraftsRecord(**record["drafts"]) if record.get("drafts") else None
+        num_groups = int(record["num_groups"])
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise DataError(
             f"the checkpoint's {path} is not readable ({error}); restore it, or remove the checkpoint"
         ) from error
+    return (_with_drafts(state, path.parent / DRAFTS_NAME, drafts) if drafts else state), num_groups
+
+
+def _with_drafts(state: BufferState, path: Path, record: DraftsRecord) -> BufferState:
+    try:
+        return replace(state, drafts=read_drafts(path, record))
+    except DataError:  # their work is done again; the ledger says how much that is
+        counts = state.counts
+        lost = replace(
+            counts,
+            discarded_tokens=counts.discarded_tokens + record.num_tokens,
+            unreadable_tokens=counts.unreadable_tokens + record.num_tokens,
+        )
+        return replace(state, counts=lost)
 
 
 def rejoin(
@@ -79,10 +113,12 @@ def rejoin(
         removed=counts.removed,
         buffered=counts.buffered,
     )
+    returned = open_ - there
     return replace(
         state,
         next_index=next_index,
-        returned=tuple(sorted(open_ - there)),
+        returned=tuple(sorted(returned)),
         groups=tuple(kept),
         counts=ledger,
+        drafts={index: drafts for index, drafts in state.drafts.items() if index in returned},
     )

@@ -7,8 +7,11 @@ learner it makes no difference how many workers an answer has seen.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping
 
+from echo_planes.data.leases import ENOUGH_COMPLETIONS, RECENT_COMPLETIONS
 from echo_planes.errors import LeaseError
 from echo_planes.samples import is_whole, joined
 from echo_planes.types import Draft, Lease, LeaseTokens, Sample
@@ -54,24 +57,34 @@ class DraftBook:
             published: digest of every version of this lineage. What was made under anything else is left out.
         """
         drafts = [Draft(c, joined(p)) for c, p in zip(self._contexts, self._pieces, strict=True)]
-        return tuple(
-            draft
-            for draft in drafts
-            if draft.sample.token_ids
-            and all(published.get(span.version) == span.digest for span in draft.sample.spans)
-        )
+        return made_under([draft for draft in drafts if draft.sample.token_ids], published)
 
     @property
     def num_tokens(self) -> int:
         return sum(self._lengths)
 
+    @property
+    def prefill_tokens(self) -> int:
+        """What another worker computes before it samples on: context and answer of every unfinished call.
+
+        Where all are finished (an episode is between two turns), those of the longest.
+        """
+        lengths = [len(c) + n for c, n in zip(self._contexts, self._lengths, strict=True)]
+        unfinished = [n for n, p in zip(lengths, self._pieces, strict=True) if not p[-1].finish_reason]
+        return sum(unfinished) or max(lengths, default=0)
+
 
 class DraftShelf:
-    """The drafts of live leases, and those that wait for another worker."""
+    """The drafts of live leases, and those that wait for another worker.
 
-    def __init__(self) -> None:
+    Args:
+        waiting: of a cut, by prompt index.
+    """
+
+    def __init__(self, waiting: Mapping[int, tuple[Draft, ...]]) -> None:
         self._books: dict[str, DraftBook] = {}  # by lease
-        self._waiting: dict[int, tuple[Draft, ...]] = {}  # by prompt index
+        self._waiting = dict(waiting)  # by prompt index
+        self._finished: deque[int] = deque(maxlen=RECENT_COMPLETIONS)  # tokens of accepted groups
 
     def open(self, lease: Lease) -> None:
         """A lease begins, with its drafts."""
@@ -84,6 +97,23 @@ class DraftShelf:
     def close(self, lease_id: str) -> int:
         """A lease ended with a result. Returns how many tokens were streamed for it."""
         return self._books.pop(lease_id).num_tokens
+
+    def finished(self, group_tokens: int) -> None:
+        """A group was accepted: so many tokens were sampled for it."""
+        self._finished.append(group_tokens)
+
+    def prefill_tokens(self, lease: Lease) -> int:
+        """What another worker would compute before it goes on with a live lease."""
+        return self._books[lease.lease_id].prefill_tokens or len(lease.prompt.token_ids)
+
+    def is_far(self, lease: Lease) -> bool:
+        """Whether more was streamed of a live lease than half of what recent groups came to (their median).
+
+        Such a one is sooner finished where it is. While few groups are finished, none is said to be far.
+        """
+        if len(self._finished) < ENOUGH_COMPLETIONS:
+            return False
+        return self._books[lease.lease_id].num_tokens > statistics.median(self._finished) / 2
 
     def shelve(self, lease: Lease, published: Mapping[int, str]) -> int:
         """A lease ended without a result: keep its drafts for whoever is next.
@@ -99,6 +129,37 @@ class DraftShelf:
     def take(self, prompt_index: int) -> tuple[Draft, ...]:
         """What was made of a prompt so far; it leaves the shelf."""
         return self._waiting.pop(prompt_index, ())
+
+    def cut(
+        self, live: Iterable[Lease], published: Mapping[int, str], oldest: int
+    ) -> tuple[dict[int, tuple[Draft, ...]], int]:
+        """What a resume can go on from: the drafts that wait, and those of live leases, as if all had ended.
+
+        Args:
+            live: the live leases.
+            published: as for `DraftBook.drafts`.
+            oldest: version below which nothing is trained any more.
+
+        Returns:
+            Drafts by prompt index, and how many tokens were left out.
+        """
+        drafts = dict(self._waiting)
+        total = sum(num_tokens(waiting) for waiting in drafts.values())
+        for lease in live:
+            book = self._books[lease.lease_id]
+            total += book.num_tokens
+            drafts[lease.prompt.index] = book.drafts(published)
+        kept = {index: mine for index, mine in drafts.items() if mine and oldest_version(mine) >= oldest}
+        return kept, total - sum(num_tokens(mine) for mine in kept.values())
+
+
+def made_under(drafts: Iterable[Draft], published: Mapping[int, str]) -> tuple[Draft, ...]:
+    """Those of which every token was made under a published version."""
+    return tuple(
+        draft
+        for draft in drafts
+        if all(published.get(span.version) == span.digest for span in draft.sample.spans)
+    )
 
 
 def oldest_version(drafts: tuple[Draft, ...]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import statistics
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from echo_planes.errors import LeaseError
@@ -135,10 +135,30 @@ class LeaseBook:
             return []
         return sorted(self._recalled & self._by_worker.get(worker_id, set()))
 
-    def recall(self, worker_id: str, num_leases: int) -> int:
-        """Mark so many leases of a worker, the newest first, to be given up. Returns how many."""
-        mine = [lease.lease_id for lease in reversed(self.of_worker(worker_id))]
-        chosen = [lease_id for lease_id in mine if lease_id not in self._recalled][:num_leases]
+    def recall(
+        self,
+        worker_id: str,
+        num_leases: int,
+        prefill_tokens: Callable[[Lease], int],
+        is_far: Callable[[Lease], bool],
+    ) -> int:
+        """Mark so many leases of a worker to be given up, or fewer. Returns how many.
+
+        An episode of several turns is one lease. So it stays with its worker, and with what that worker has
+        cached of its context, until the worker goes or the lease is recalled here. What is recalled must be
+        computed again elsewhere: the leases that are cheapest to go on with go first, among equals the newest
+        (the least of its time is spent). One that is far stays where it is, unless all of them are far.
+
+        Args:
+            worker_id: the worker.
+            num_leases: how many at most.
+            prefill_tokens: that another worker would compute before it goes on with a lease.
+            is_far: whether a lease is so far that moving it costs more than it brings.
+        """
+        mine = self.of_worker(worker_id)[::-1]
+        movable = [lease for lease in mine if not is_far(lease)] or mine
+        open_ = [lease for lease in movable if lease.lease_id not in self._recalled]
+        chosen = [lease.lease_id for lease in sorted(open_, key=prefill_tokens)[:num_leases]]
         self._recalled.update(chosen)
         return len(chosen)
 

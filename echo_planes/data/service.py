@@ -21,7 +21,7 @@ from echo_planes.config import Config, ReplayConfig
 from echo_planes.data.batch import make_batch
 from echo_planes.data.buffer import ReplayBuffer
 from echo_planes.data.buffer_state import Accepted, NotReady
-from echo_planes.data.cut import CUT_NAME, dump_cut
+from echo_planes.data.cut import write_cut
 from echo_planes.data.opening import LEVELS_NAME, open_store
 from echo_planes.data.prompts import Curriculum
 from echo_planes.data.registry import build_adapter, load_tokenizer
@@ -240,10 +240,11 @@ class DataService:
             EchoPlanesError: what has parted buffer and store: there is no consistent cut any more.
         """
         self._check()
-        cut = dump_cut(self._buffer.state(), num_groups=self._store.counts().accepted)
         with on_disk(folder):
             folder.mkdir(parents=True)
-            (folder / CUT_NAME).write_text(cut)
+            state, num_groups = self._buffer.state(), self._store.counts().accepted
+            # In a thread: drafts may be millions of tokens, and leases must not run out meanwhile.
+            await asyncio.to_thread(write_cut, folder, state, num_groups=num_groups)
 
     async def close(self) -> BufferCounts:
         """No more leases; let go of the store. Returns the final ledger."""

@@ -36,7 +36,9 @@ class GroupPolicy:
         self._on_piece = on_piece
         self._drafts: dict[tuple[int, ...], list[tuple[int, Sample]]] = {}
         for number, draft in enumerate(drafts):
-            self._drafts.setdefault(draft.context, []).append((number, draft.sample))
+            # One that is too long already is begun anew: a resume may have lowered the limit.
+            if draft.sample.finish_reason or len(draft.sample.token_ids) < max_new_tokens:
+                self._drafts.setdefault(draft.context, []).append((number, draft.sample))
         self._num_calls = len(drafts)
         self._waiting: dict[tuple[int, ...], list[asyncio.Future[Sample]]] = {}
         self._requests: set[asyncio.Task[None]] = set()

@@ -172,15 +172,17 @@ class WatchedBuffer(ReplayBuffer):
         return unwanted
 
     def recall(self, worker_id: str, num_leases: int) -> int:
-        mine = sorted(
-            (known.issued_s, name)
-            for name, known in self.held.items()
-            if known.lease.worker_id == worker_id and not known.recalled
-        )
-        chosen = [name for _, name in mine[::-1][:num_leases]]
+        mine = {name: known for name, known in self.held.items() if known.lease.worker_id == worker_id}
+        wanted = {name for name, known in mine.items() if not known.recalled}
         found = super().recall(worker_id, num_leases)
+        marked = self._leases.recalled_from(worker_id, self._epoch.get(worker_id, -1))
+        chosen = sorted(wanted.intersection(marked))
         self.log.add("recall", worker_id, chosen)
         require(found == len(chosen), f"{found} leases of {worker_id} were recalled, not {len(chosen)}")
+        # Those without a token are never too far to be moved.
+        untouched = sum(not any(call.tokens for call in mine[name].calls) for name in wanted)
+        fewest, most = min(num_leases, untouched), min(num_leases, len(wanted))
+        require(fewest <= found <= most, f"{found} leases of {worker_id} were recalled: {fewest} to {most}")
         for name in chosen:
             self.held[name].recalled = True
         return found

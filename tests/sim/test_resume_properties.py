@@ -1,13 +1,15 @@
 """Random lives of the data plane, cut off at random: after every resume the books are whole.
 
-Each life pulls, submits, trains, saves and publishes at random, then dies without a word. The next one goes
-on from the newest checkpoint. Every draw comes from one seed, which a failure names.
+Each life pulls, streams, submits, trains, saves and publishes at random, then dies without a word. The next
+one goes on from the newest checkpoint, and with every prompt from the last token that was streamed of it
+before that. Every draw comes from one seed, which a failure names.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -24,19 +26,22 @@ from echo_planes.data.store.snapshot import StoreSnapshot
 from echo_planes.data.task import TaskOptions
 from echo_planes.fakes import FakeTask, FakeTokenizer
 from echo_planes.testing import replace_section, tiny_config
-from echo_planes.types import Lease, TrainBatch
+from echo_planes.types import Draft, Lease, LeaseTokens, Sample, Span, TrainBatch
 from tests.unit.test_buffer import answer
 from tests.unit.test_checkpoint import of_lineage
 
 LIVES = 4
-MOVES = 25
+MOVES = 30
+
+Tokens = list[tuple[int, float, int]]  # token, logprob, version
+Saved = dict[str, dict[int, Tokens]]  # of every checkpoint: what was streamed of unfinished prompts
 
 
 class Life:
     """One incarnation of a data plane, from the newest checkpoint or from nothing."""
 
-    def __init__(self, folder: Path, number: int, rng: random.Random, config: Config) -> None:
-        self.folder, self.number, self.rng, self.config = folder, number, rng, config
+    def __init__(self, folder: Path, number: int, rng: random.Random, config: Config, known: Saved) -> None:
+        self.folder, self.number, self.rng, self.config, self.known = folder, number, rng, config, known
         saved = sorted(folder.glob("saved-*"), key=lambda path: int(path.name.rpartition("-")[2]))
         self.lineage = f"L{number}"
         self.data = DataService(
@@ -48,18 +53,25 @@ class Life:
             clock=ManualClock(),
             wall_s=lambda: 1000.0,
         )
+        self.waiting = dict(known[saved[-1].name]) if saved else {}
+        self.tokens: dict[str, Tokens] = {}  # of each lease in hand
+        self.continued = self.discarded = 0
         self.leases: list[Lease] = []
         self.step = self.newest = 0
 
     async def live(self) -> None:
         self.step = self.newest = await self.data.ready()
+        counts = await self.data.counts()
+        self.continued, self.discarded = counts.continued_tokens, counts.discarded_tokens
         await self.check()
         await self.check_prompts()
         await self.publish()
         await self.data.register("w", 0)
         await self.data.installed("w", self.newest)
         for _ in range(MOVES):
-            await self.rng.choice([self.pull, self.submit, self.submit, self.train, self.save])()
+            await self.rng.choice(
+                [self.pull, self.stream, self.stream, self.submit, self.submit, self.train, self.save]
+            )()
             await self.check()
         # Dies: nothing is saved, only the system takes the lock away.
         await self.data.close()
@@ -67,12 +79,16 @@ class Life:
     async def check(self) -> None:
         counts = await self.data.counts()
         assert counts.lost == 0
+        assert (counts.continued_tokens, counts.discarded_tokens) == (self.continued, self.discarded)
         assert counts.trained == self.step * self.config.sampling.trajectories_per_step - counts.reused
 
     async def check_prompts(self) -> None:
         """Every prompt handed out so far was trained, is buffered, or goes out again: in one place, once."""
         await self.data.save(self.folder / f"look-{self.number}")
         cut, _ = load_cut(self.folder / f"look-{self.number}" / "state.json")
+        # What was finished after the checkpoint is not gone on with.
+        self.waiting = {index: tokens for index, tokens in self.waiting.items() if index in cut.returned}
+        assert {index: tokens_of(drafts) for index, drafts in cut.drafts.items()} == self.waiting
         store = StoreSnapshot(self.folder / REPLAY_FOLDER)
         rows = store.gather(np.flatnonzero(store.index.groups["fate"] == Fate.TRAINED))
         trained = rows.column("prompt_index").to_pylist()[:: self.config.sampling.samples_per_prompt]
@@ -87,7 +103,25 @@ class Life:
         await self.data.publish(self.newest, f"d{self.newest}")
 
     async def pull(self) -> None:
-        self.leases += await self.data.pull("w", 0, self.rng.randint(1, 6), 0.0)
+        leases = await self.data.pull("w", 0, self.rng.randint(1, 6), 0.0)
+        for lease in leases:
+            expected = self.waiting.pop(lease.prompt.index, [])
+            found = self.tokens[lease.lease_id] = tokens_of(lease.drafts)
+            assert found in (expected, [])  # nothing where it is too old to be begun
+            self.continued += len(found)
+            self.discarded += len(expected) - len(found)
+        self.leases += leases
+
+    async def stream(self) -> None:
+        if self.leases:
+            lease = self.rng.choice(self.leases)
+            mine = self.tokens[lease.lease_id]
+            new = [(self.rng.randrange(99), self.rng.random(), self.newest) for _ in range(3)]
+            ids, logprobs, _ = zip(*new, strict=True)
+            piece = Sample(ids, logprobs, (Span(0, 3, self.newest, f"d{self.newest}"),), "")
+            sent = Draft(() if mine else lease.prompt.token_ids, piece, len(mine))
+            assert await self.data.stream("w", 0, [LeaseTokens(lease.lease_id, ((0, sent),))]) == ()
+            mine += new
 
     async def submit(self) -> None:
         if self.leases:
@@ -107,8 +141,27 @@ class Life:
 
     async def save(self) -> None:
         target = self.folder / f"saved-{self.step}"
-        if not target.exists():
-            await self.data.save(target)
+        shutil.rmtree(target, ignore_errors=True)
+        await self.data.save(target)
+        open_ = {one.prompt.index: list(self.tokens[one.lease_id]) for one in self.leases} | self.waiting
+        oldest = self.step - self.config.staleness.max_staleness
+        self.known[target.name] = {
+            index: tokens
+            for index, tokens in open_.items()
+            if tokens and min(version for _, _, version in tokens) >= oldest
+        }
+
+
+def tokens_of(drafts: tuple[Draft, ...]) -> Tokens:
+    """What was streamed, of one call at most."""
+    samples = [draft.sample for draft in drafts]
+    assert len(samples) <= 1
+    return [
+        (sample.token_ids[i], sample.logprobs[i], span.version)
+        for sample in samples
+        for span in sample.spans
+        for i in range(span.start, span.stop)
+    ]
 
 
 @pytest.mark.parametrize("policy", ["drop", "wait"])
@@ -116,6 +169,7 @@ class Life:
 def test_no_prompt_is_skipped_or_trained_twice_however_often_a_run_dies(
     tmp_path: Path, policy: str, reuse: int
 ) -> None:
+    went_on: list[int] = []
     for seed in range(12):
         config = tiny_config(max_staleness=2, policy=policy, publish_every=1, reuse=reuse)
         if seed % 2:
@@ -124,9 +178,11 @@ def test_no_prompt_is_skipped_or_trained_twice_however_often_a_run_dies(
         rng = random.Random(seed)
 
         async def main(folder: Path = folder, rng: random.Random = rng, config: Config = config) -> Life:
+            known: Saved = {}
             for number in range(LIVES):
-                life = Life(folder, number, rng, config)
+                life = Life(folder, number, rng, config, known)
                 await life.live()
+                went_on.append(life.continued)
             return life
 
         life = asyncio.run(main())
@@ -142,3 +198,4 @@ def test_no_prompt_is_skipped_or_trained_twice_however_often_a_run_dies(
             assert (trained == groups_per_step).all(), f"seed {seed}"
         else:
             assert (trained * reuse >= groups_per_step).all(), f"seed {seed}"
+    assert sum(went_on) > 50, f"{went_on}: hardly anything was gone on with"

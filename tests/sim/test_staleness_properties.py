@@ -2,7 +2,7 @@
 
 The schedule is adversarial: workers are slow, die, come back, miss publications; they stream tokens, hand
 leases over, are recalled, and go on for a while after they were replaced; leases expire; the learner trains
-whenever it may. Every draw comes from one seed, which a failure names.
+whenever it may; the run is saved, dies and is resumed. Every draw comes from one seed, which a failure names.
 
 Beside the buffer runs a model of it that knows only what was sent and what was answered: which leases live,
 and which tokens were kept of every prompt. The ledger of tokens that holds at every moment:
@@ -13,15 +13,22 @@ and which tokens were kept of every prompt. The ledger of tokens that holds at e
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from echo_planes.config import StalenessConfig
-from echo_planes.data.buffer_state import Accepted, NotReady
+from echo_planes.data.buffer_state import Accepted, BufferState, NotReady
+from echo_planes.data.cut import CUT_NAME, load_cut, write_cut
+from echo_planes.data.store.index import GroupIndex
 from echo_planes.types import Draft, Group, Lease, LeaseTokens, Prompt, Sample, Span
 from tests.unit.test_buffer import Buffer, answer
+from tests.unit.test_checkpoint import of_lineage
 
 STEPS = 12
 SEEDS_PER_SETTING = 50
@@ -68,14 +75,10 @@ class Schedule:
             reuse=self.rng.randint(1, max_staleness + 1) if self.rng.random() < 0.5 else 1,
         )
         self.groups_per_step = self.rng.randint(1, 4)
-        self.buffer = Buffer(
-            self.staleness,
-            groups_per_step=self.groups_per_step,
-            samples_per_prompt=2,
-            lease_s=LEASE_S,
-            lineage="L0",
-            seed=seed,
-        )
+        self.seed = seed
+        self.resumes = 0
+        self.finished: list[int] = []  # tokens of accepted groups
+        self.buffer = self.build(GroupIndex())
         self.now_s = 0.0
         self.trained = 0
         self.newest = 0
@@ -94,6 +97,18 @@ class Schedule:
         for worker in self.epochs:
             self.buffer.register(worker, 0)
 
+    def build(self, index: GroupIndex, state: BufferState | None = None) -> Buffer:
+        return Buffer(
+            self.staleness,
+            groups_per_step=self.groups_per_step,
+            samples_per_prompt=2,
+            lease_s=LEASE_S,
+            lineage=f"L{self.resumes}",
+            seed=self.seed,
+            index=index,
+            state=state,
+        )
+
     def run(self) -> None:
         for _ in range(20_000):
             if self.trained >= STEPS:
@@ -105,6 +120,8 @@ class Schedule:
                 moves = [self.hand_over, self.recall]
             if self.rng.random() < 0.02:
                 moves = [self.die]
+            if self.rng.random() < 0.005 and not self.training:
+                moves = [self.resume]
             self.rng.choice(moves)()
             self.check()
         raise AssertionError(f"stuck at step {self.trained}")
@@ -258,11 +275,21 @@ class Schedule:
     def recall(self) -> None:
         worker = self.rng.choice(list(self.epochs))
         wanted = self.rng.randint(1, 3)
-        mine = [h for h in self.live() if h.lease.worker_id == worker and not h.recalled]
-        newest = sorted(mine, key=lambda held: (held.issued_s, held.lease.lease_id))[-wanted:]
-        assert self.buffer.recall(worker, wanted) == len(newest)
-        for held in newest:
+        mine = [held for held in self.live() if held.lease.worker_id == worker]
+        done = self.finished[-64:]
+        half = median(done) / 2 if len(done) >= 16 else math.inf
+        near = [held for held in mine if sum(len(call.tokens) for call in held.calls) <= half]
+        newest = sorted(near or mine, key=lambda held: (held.issued_s, held.lease.lease_id), reverse=True)
+        cheapest = sorted((held for held in newest if not held.recalled), key=self.prefill_tokens)[:wanted]
+        assert self.buffer.recall(worker, wanted) == len(cheapest)
+        for held in cheapest:
             held.recalled = True
+
+    def prefill_tokens(self, held: Held) -> int:
+        """What another worker would compute before it goes on."""
+        unfinished = [len(call.context) + len(call.tokens) for call in held.calls if not call.ended]
+        longest = max((len(call.context) + len(call.tokens) for call in held.calls), default=1)
+        return sum(unfinished) or longest
 
     def finish(self) -> None:
         """Some lease ends: in time or long after, with whatever versions its tokens are of."""
@@ -277,11 +304,13 @@ class Schedule:
         spans = [(lease.version, f"d{lease.version}"), *(label for c in held.calls for _, label in c.tokens)]
         if self.rng.random() < 0.5:
             spans.append(self.serving(held))
-        group = answer(lease, *dict.fromkeys(spans))
+        group = of_lineage(f"L{self.resumes}", answer(lease, *dict.fromkeys(spans)))
         self.answers[group.group_id] = group
         receipt = self.buffer.submit(lease.worker_id, lease.epoch, lease.lease_id, group, self.now_s)
         damaged = any(digest == "damaged" for _, digest in spans)
         assert receipt.accepted == (self.holds(held) and not damaged)
+        if receipt.accepted:
+            self.finished.append(sum(len(one.episode.response_ids) for one in group.trajectories))
         if self.holds(held):
             tokens = sum(len(call.tokens) for call in self.kept.pop(lease.prompt.index))
             self.in_accepted += tokens if receipt.accepted else 0
@@ -306,6 +335,26 @@ class Schedule:
         self.buffer.register(worker, self.epochs[worker])
         for held in mine:
             self.ended(held)
+
+    def resume(self) -> None:
+        """The run is saved and dies at once; another lineage goes on, with new incarnations of workers."""
+        for held in self.live():
+            self.ended(held)
+        oldest = self.buffer.step - self.staleness.max_staleness
+        for index, calls in self.kept.items():
+            if any(version < oldest for call in calls for _, (version, _) in call.tokens):
+                self.kept[index] = []
+        with TemporaryDirectory() as folder:
+            write_cut(Path(folder), self.buffer.state(), num_groups=0)
+            state, _ = load_cut(Path(folder) / CUT_NAME)
+        self.resumes += 1
+        self.buffer = self.build(self.buffer.index, state)
+        self.finished = []
+        self.publish()
+        for worker in self.epochs:
+            self.epochs[worker] += 1
+            self.serves[worker] = -1
+            self.buffer.register(worker, self.epochs[worker])
 
     def learn(self) -> None:
         """Finish the step in hand, or form the next batch."""
@@ -349,6 +398,7 @@ class Schedule:
 @pytest.mark.parametrize("policy", ["drop", "wait"])
 def test_bound_ledger_and_liveness(max_staleness: int, policy: str) -> None:
     seen = {"accepted": 0, "refused": 0, "expired": 0, "continued": 0, "discarded_tokens": 0}
+    resumes = 0
     for seed in range(SEEDS_PER_SETTING * len(SELECTORS)):
         selector = SELECTORS[seed % len(SELECTORS)]
         schedule = Schedule(seed, max_staleness, policy, selector)
@@ -362,4 +412,5 @@ def test_bound_ledger_and_liveness(max_staleness: int, policy: str) -> None:
             assert schedule.buffer.counts.dropped_stale == 0, f"seed {seed}: wait dropped work"
         for name in seen:
             seen[name] += getattr(schedule.buffer.counts, name)
-    assert min(seen.values()) > 100, f"the schedules do not try enough: {seen}"
+        resumes += schedule.resumes
+    assert min(*seen.values(), resumes) > 100, f"the schedules do not try enough: {seen}, {resumes} resumes"

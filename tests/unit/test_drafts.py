@@ -163,6 +163,57 @@ def test_a_recalled_lease_is_asked_back_when_its_worker_streams_next() -> None:
     assert submit(buffer, one, answer(one)) == "accepted"  # it was finished meanwhile
 
 
+def recalled(buffer: Buffer, count: int) -> list[str]:
+    """Leases that a recall adds to those to be given up, by name."""
+    before = set(buffer.stream("w0", 0, [], 0.0))
+    found = buffer.recall("w0", count)
+    added = sorted(set(buffer.stream("w0", 0, [], 0.0)) - before)
+    assert found == len(added)
+    return added
+
+
+def test_what_is_recalled_is_what_costs_least_to_compute_again() -> None:
+    buffer = make_buffer()
+    long, short, done, between, fresh, newest = (one for one in lease(buffer, 6))
+    stream(buffer, long, (0, CONTEXT, piece(*range(20)), 0))
+    stream(buffer, short, (0, CONTEXT, piece(5), 0), (1, CONTEXT, piece(6), 0))  # two times three tokens
+    # One sample is finished, and is answered at once wherever the other one goes on.
+    stream(buffer, done, (0, CONTEXT, piece(*range(30), finish="stop"), 0), (1, CONTEXT, piece(7), 0))
+    # Between two turns: what comes next begins with the longer call.
+    turns = [(0, CONTEXT, piece(8, finish="stop"), 0), (1, (*CONTEXT, 8, 9), piece(4, 4, finish="stop"), 0)]
+    stream(buffer, between, *turns)
+    order = [newest, fresh, done, between, short, long]  # 1, 1, 3, 6, 6, 22 tokens: the newest among equals
+    assert [recalled(buffer, 1) for _ in order] == [[one.lease_id] for one in order]
+    assert recalled(buffer, 1) == []
+
+
+def finish(buffer: Buffer, count: int) -> None:
+    """So many groups of four tokens each."""
+    for _ in range(count):
+        (one,) = lease(buffer)
+        assert submit(buffer, one, answer(one, (0, "d0"), (0, "d0"))) == "accepted"
+
+
+def test_what_is_far_stays_with_its_worker_unless_all_is() -> None:
+    buffer = make_buffer(max_staleness=30)
+    finish(buffer, 16)
+    far, half, one, two = lease(buffer, 4)
+    stream(buffer, far, (0, CONTEXT, piece(5, 6, 7), 0))
+    stream(buffer, half, (0, CONTEXT, piece(5, 6), 0))  # half of the median is not past it
+    assert recalled(buffer, 4) == sorted(each.lease_id for each in (half, one, two))
+    assert recalled(buffer, 4) == []  # while others are there, however often it is asked
+    buffer.hand_over("w0", 0, [message(each.lease_id) for each in (half, one, two)], 0.0)
+    assert recalled(buffer, 4) == [far.lease_id]
+
+
+def test_nothing_is_far_before_enough_groups_are_finished() -> None:
+    buffer = make_buffer(max_staleness=30)
+    finish(buffer, 15)
+    far, other = lease(buffer, 2)
+    stream(buffer, far, (0, CONTEXT, piece(*range(50)), 0))
+    assert recalled(buffer, 2) == sorted([far.lease_id, other.lease_id])
+
+
 def test_leases_follow_the_median_completion_between_their_bounds() -> None:
     book = LeaseBook(longest_s=60.0, shortest_s=10.0)
     book.register("w0", 0)

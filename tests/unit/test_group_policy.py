@@ -162,6 +162,14 @@ def test_half_a_draft_goes_on_with_one_prefill_and_what_is_left_of_its_length() 
     assert streamed.numbers == {0}
 
 
+def test_a_draft_longer_than_a_call_may_be_now_is_begun_anew() -> None:
+    engine = Engine()
+    too_long, whole = draft(CONTEXT, *range(5, 5 + LONGEST)), draft(CONTEXT, *range(12), finish="stop")
+    answers, _, _ = ask(engine, [CONTEXT, CONTEXT], [too_long, whole])
+    assert engine.requests == [(CONTEXT, 1, LONGEST)]
+    assert whole.sample in answers  # it was finished when more was allowed
+
+
 def test_an_answer_of_two_workers_is_no_longer_than_one_of_one() -> None:
     engine = Engine(length=100)
     (answer,), _, _ = ask(engine, [CONTEXT], [draft(CONTEXT, *range(5, 5 + LONGEST - 1))])
