@@ -286,9 +286,8 @@ class _Frame:
             y = self.y(value)
             kind = "zero" if value == 0 else "grid"
             parts.append(f'<line class="{kind}" x1="{LEFT}" x2="{chart.width - RIGHT}" y1="{y}" y2="{y}"/>')
-            parts.append(
-                f'<text class="tick end" x="{LEFT - 8}" y="{y + 3.5:.1f}">{escape(chart.show(value))}</text>'
-            )
+            label = escape(chart.show(value).removesuffix(".00"))  # of dollars, to fit
+            parts.append(f'<text class="tick end" x="{LEFT - 8}" y="{y + 3.5:.1f}">{label}</text>')
         bottom = chart.height - BOTTOM
         for value in self.x_ticks:
             parts.append(f'<text class="tick mid" x="{self.x(value)}" y="{bottom + 16}">{value:,.0f}</text>')

@@ -141,14 +141,12 @@ def _capacity(history: History) -> str:
         "trajectories/s",
         1140,
     )
-    return line_chart(
-        chart,
-        [
-            Series("provided", [one.mu for one in rows], 1),
-            Series("target", [one.mu_target for one in rows], 2),
-            Series("mu_min", [one.mu_min for one in rows], 5),
-        ],
-    )
+    lines = [
+        Series("provided", [one.mu for one in rows], 1),
+        Series("target", [one.mu_target for one in rows], 2),
+        Series("mu_min", [one.mu_min for one in rows], 5),
+    ]
+    return line_chart(chart, [line for line in lines if any(v is not None for v in line.values)])
 
 
 def _lanes(history: History) -> str:
@@ -206,11 +204,19 @@ def _offers(history: History) -> str:
         boots = [life.served_from_s - life.begin_s for life in lives if life.served_from_s is not None]
         ends = Counter(life.end for life in lives)
         hours = sum(life.served_s for life in lives) / 3600.0
-        cells = [f"{len(lives):,}", f"{_most(lives):,}", f"{hours:,.3g}"]
+        cells = [f"{len(lives):,}", f"{_most(lives):,}", f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"]
         cells += [_time(median(boots)) if boots else "-", f"{ends['lost']:,}"]
         cells += [f"{ends['left'] + ends['gone']:,}", f"{ends['here']:,}"]
         rows.append([offer, *cells])
-    numbers = ("Came", "At once, at most", "Hours served", "Served after, median", "Lost", "Left", "At the end")
+    numbers = (
+        "Came",
+        "At once, at most",
+        "Hours served",
+        "Served after, median",
+        "Lost",
+        "Left",
+        "At the end",
+    )
     return _table("Kinds of workers", [("Kind", ""), *((name, "num") for name in numbers)], rows)
 
 
@@ -286,7 +292,7 @@ def _counted(sign: str, counts: Mapping[str, int]) -> str:
 
 
 def _rate(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
+    return "-" if value is None else si(value)
 
 
 def _last(title: str, total: int) -> str:

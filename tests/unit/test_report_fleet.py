@@ -1,4 +1,4 @@
-"""The report's fleet section: its numbers are those of the record, and it is safe and small whatever that holds."""
+"""The fleet section of a report: its numbers are those of the record; it is safe and small whatever that holds."""
 
 from __future__ import annotations
 
