@@ -116,7 +116,8 @@ def read_history(events: Sequence[Record], seconds: float) -> History:
             if worker in living:
                 life = living.pop(worker)
                 _close(life, now_s)
-                life.end = "left" if life.stretches[-1].state == LEAVING else "gone"
+                if life.end == "here":
+                    life.end = "left" if life.stretches[-1].state == LEAVING else "gone"
         elif kind == WORKER_STATE and worker in living:
             _enter(living[worker], text, now_s)
         elif kind == WORKER_STATE:
@@ -132,7 +133,7 @@ def read_history(events: Sequence[Record], seconds: float) -> History:
 
 
 def _explain(life: Life, kind: str, text: str, now_s: float, *, living: bool) -> None:
-    """What is said of how a worker goes; a loss is told just after its end."""
+    """What is said of how a worker goes; a loss is told just before its end or just after."""
     life.reasons.append(text)
     if kind == "worker leaves" and living:
         _enter(life, LEAVING, now_s)

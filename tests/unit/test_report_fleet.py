@@ -1,4 +1,4 @@
-"""The fleet section of a report: its numbers are those of the record; it is safe and small whatever that holds."""
+"""A report's fleet section: its numbers are those of the record; it is safe and small whatever that holds."""
 
 from __future__ import annotations
 
@@ -151,6 +151,16 @@ def test_the_section_shows_the_numbers_of_the_record() -> None:
     assert set(series(section, "Workers by state")) == {"serving", "booting", "leaving"}
 
 
+def test_who_serves_only_after_it_was_told_to_leave_is_leaving() -> None:
+    late = [
+        state(0.0, "w0", "booting"),
+        said(5.0, "w0", "worker leaves", "too late"),
+        state(6.0, "w0", "serving"),
+    ]
+    [life] = read_history(late, 10.0).lives
+    assert [s.state for s in life.stretches] == ["booting", "leaving"]
+
+
 def test_a_fleet_of_fixed_size_has_lanes_and_no_decisions() -> None:
     section = fleet([event for event in A_LIFE if event["kind"] != FLEET_STATE], 120.0)
     assert "Worker by worker" in section
@@ -191,11 +201,12 @@ def test_counts_over_time_are_those_of_the_spans(most_points: int) -> None:
         assert times == sorted(times)
         assert (times[0], times[-1]) == (0.0, 100.0)
         for i, at_s in enumerate(times):
-            if i + 1 < len(times) and times[i + 1] == at_s:
-                continue  # what was so before
+            before = i + 1 < len(times) and times[i + 1] == at_s  # this point says what was so until then
             for name, values in counts.items():
-                there = sum(b <= at_s and (at_s < e or e == 100.0) for b, e, n in spans if n == name)
-                assert values[i] == there, (spans, at_s, name)
+                mine = [(b, e) for b, e, n in spans if n == name and (b < e or e == 100.0)]
+                until = sum(b < at_s <= e for b, e in mine)
+                there = sum(b <= at_s and (at_s < e or e == 100.0) for b, e in mine)
+                assert values[i] == (until if before else there), (spans, at_s, name)
 
 
 # --- runs ----------------------------------------------------------------------------------------
@@ -249,6 +260,7 @@ def test_hostile_names_and_reasons_are_text(tmp_path: Path) -> None:
     page = render(tmp_path)
     parsed = outline(page)
     assert "<h2>Fleet</h2>" in page
+    assert "<script>alert" not in page
     assert parsed.seen.count("script") == 1
     assert parsed.seen.count("img") == 0
     assert not [name for name, _ in parsed.attributes if name.startswith("on")]
