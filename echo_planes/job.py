@@ -141,7 +141,16 @@ def _keeper(
     config: Config, actuator: Actuator, roster: Roster, journal: Journal, budget: Budget | None, clock: Clock
 ) -> FleetKeeper:
     left = None if budget is None else lambda: budget.left(clock.now_s())
-    return FleetKeeper(config, actuator, roster, journal.broadcasts, clock, journal.on_event, usd_left=left)
+    return FleetKeeper(
+        config,
+        actuator,
+        roster,
+        journal.broadcasts,
+        clock,
+        journal.on_event,
+        usd_left=left,
+        record=journal.on_fleet,
+    )
 
 
 @contextmanager

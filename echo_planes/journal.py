@@ -17,7 +17,7 @@ from echo_planes.broadcasts import BroadcastBook
 from echo_planes.clock import Clock
 from echo_planes.config import Config
 from echo_planes.ledger import LEDGER_DETAILS
-from echo_planes.metrics import MetricsWriter
+from echo_planes.metrics import FLEET_STATE, WORKER_STATE, MetricsWriter
 from echo_planes.rollout.capacity import needed_capacity
 from echo_planes.spending import Spending
 from echo_planes.terminal import View
@@ -94,6 +94,7 @@ class Journal:
             return  # late news of a machine that its successor has replaced
         self._infos[info.worker_id] = info
         self._serving.discard(info.worker_id)
+        self._worker_state(info, "booting" if alive else "gone")
         self.spending.worker(info, self._clock.now_s(), alive=alive)
 
     def on_stats(self, epoch: int, stats: WorkerStats) -> None:
@@ -118,6 +119,9 @@ class Journal:
         if report.caught_up:
             self.on_event("caught up", report.caught_up, worker=report.worker_id, version=report.version)
         if report.ok:
+            info = self._infos.get(report.worker_id)
+            if info is not None and report.worker_id not in self._serving:
+                self._worker_state(info, "serving")
             self._serving.add(report.worker_id)
             self.spending.serves(report.worker_id, self._clock.now_s())
             self.broadcasts.on_installed(report, len(self._serving), self._clock.now_s())
@@ -202,6 +206,10 @@ class Journal:
         self.on_event("eval", text, version=report.version)
         self._view.event(text)
 
+    def on_fleet(self, text: str, numbers: Mapping[str, Any]) -> None:
+        """Where a fleet that follows price and need stands, and what was done (`rollout.fleet_record`)."""
+        self._writer.event(self._elapsed_s(), FLEET_STATE, text, **numbers)
+
     # --- the end ---------------------------------------------------------------------------------
 
     def summary(
@@ -262,6 +270,13 @@ class Journal:
             "usd": self.spending.book.usd(info.worker_id, now_s),
             "restarts": restarts.get(info.worker_id, 0),
         }
+
+    def _worker_state(self, info: WorkerInfo, state: str) -> None:
+        """For the report, not for the terminal."""
+        offer = info.offer or info.sku
+        self._writer.event(
+            self._elapsed_s(), WORKER_STATE, state, worker=info.worker_id, offer=offer, epoch=info.epoch
+        )
 
     def _elapsed_s(self) -> float:
         return self._clock.now_s() - self._start_s

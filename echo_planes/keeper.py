@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
 from echo_planes.broadcasts import BroadcastBook
 from echo_planes.clock import Clock
@@ -24,6 +24,7 @@ from echo_planes.rollout.actuator import Actuator, Node
 from echo_planes.rollout.capacity import useful_instances
 from echo_planes.rollout.estimates import LEARNER_WINDOW, CapacityModel, ThroughputSample
 from echo_planes.rollout.fleet import Cause, Fleet, FleetAction, Launch, Leave
+from echo_planes.rollout.fleet_record import FleetRecord
 from echo_planes.rollout.offers import Limits, Need, Offer
 from echo_planes.rollout.provisioner import Provisioner
 from echo_planes.types import (
@@ -69,6 +70,7 @@ class FleetKeeper(QuietObserver):
         clock: seconds.
         tell: called with a kind and a text about every decision.
         usd_left: dollars that are left of the budget, asked before every decision; None: there is no budget.
+        record: called with a text and numbers when something is done, and now and then (`FleetRecord`).
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class FleetKeeper(QuietObserver):
         clock: Clock,
         tell: TellDecision,
         usd_left: Callable[[], float | None] | None = None,
+        record: Callable[[str, Mapping[str, Any]], None] | None = None,
     ) -> None:
         self._config = config
         self._actuator = actuator
@@ -88,6 +91,7 @@ class FleetKeeper(QuietObserver):
         self._clock = clock
         self._tell = tell
         self._usd_left = usd_left
+        self._record = record
         self._kinds = {kind.offer: kind for kind in config.fleet.workers}
         self._model = CapacityModel()
         self._known_bcast: int | None = None  # version whose T_bcast was taken in
@@ -116,6 +120,7 @@ class FleetKeeper(QuietObserver):
             ask_limit_s=config.fleet.ask_limit_s,
             guesses=[kind.offer for kind in config.fleet.workers if kind.mu is None],
         )
+        self._fleet_record = FleetRecord(self.fleet)
 
     # --- what it does ----------------------------------------------------------------------------
 
@@ -128,7 +133,9 @@ class FleetKeeper(QuietObserver):
         """
         failed = 0
         try:
-            self._act(hands, self.fleet.begin(self._clock.now_s()))
+            first = self.fleet.begin(self._clock.now_s())
+            self._fleet_record.begun(first)
+            self._act(hands, first)
             while True:
                 try:
                     await self._look(hands)
@@ -141,9 +148,13 @@ class FleetKeeper(QuietObserver):
                 await asyncio.sleep(self._config.fleet.tick_s)
                 await hands.collect_worker_stats()
                 self._provisioner.limits = self._limits()
-                now_s = self._clock.now_s()
-                self._act(hands, self.fleet.tick(now_s, self._need(), published=self._published))
+                now_s, need = self._clock.now_s(), self._need()
+                actions = self.fleet.tick(now_s, need, published=self._published)
+                self._act(hands, actions)
                 self._explain()
+                written = self._fleet_record.tick(need, actions, now_s)
+                if written is not None and self._record is not None:
+                    self._record(*written)
         finally:
             with suppress(RunError):  # the cluster may be gone, which is what ended the run
                 await self._actuator.close()
@@ -291,7 +302,7 @@ class TellDecision(Protocol):
 
 def worker_info(worker_id: str, kind: WorkerConfig, epoch: int) -> WorkerInfo:
     """Who a worker of a kind is."""
-    return WorkerInfo(worker_id, kind.sku, kind.usd_per_hour, epoch, kind.market)
+    return WorkerInfo(worker_id, kind.sku, kind.usd_per_hour, epoch, kind.market, kind.offer)
 
 
 def offers_of(config: Config) -> tuple[Offer, ...]:

@@ -23,6 +23,10 @@ EVENTS_FILE = "events.jsonl"
 SUMMARY_FILE = "summary.json"
 SPARSITY_FILE = "sparsity.json"  # share of weights changed, one object per layer
 
+# Kinds of events that hold numbers more than words: the report's fleet section is made of them.
+WORKER_STATE = "worker state"  # a worker is `booting`, `serving` or `gone` from now on
+FLEET_STATE = "fleet state"  # `rollout.fleet_record`
+
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
@@ -116,15 +120,22 @@ class MetricsWriter:
         self.aggregates.add(metrics)
 
     def event(
-        self, time_s: float, kind: str, text: str, *, worker: str | None = None, version: int | None = None
+        self,
+        time_s: float,
+        kind: str,
+        text: str,
+        *,
+        worker: str | None = None,
+        version: int | None = None,
+        **more: Any,
     ) -> None:
-        """Append one event to events.jsonl. `time_s`: seconds since the start of the run."""
+        """Append one event to events.jsonl, with `more` fields. `time_s`: seconds since the run's start."""
         record: Record = {"time_s": round(time_s, 3), "kind": kind, "text": text}
         if worker is not None:
             record["worker"] = worker
         if version is not None:
             record["version"] = version
-        self._append(EVENTS_FILE, record)
+        self._append(EVENTS_FILE, {**record, **more})
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replace summary.json as a whole: a reader sees the old one or the new one."""

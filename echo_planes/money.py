@@ -370,10 +370,8 @@ class Budget:
 
     def steps_left(self, now_s: float) -> int | None:
         """Whole steps that what is left pays for, at the recent price; None where that is not known."""
-        step_usd = self._book.recent_step_usd()
-        if not step_usd:
-            return None
-        return max(0, math.floor((self._left - self._book.total(now_s)) / Fraction(step_usd)))
+        step_usd, left = self._book.recent_step_usd(), self._left - self._book.total(now_s)
+        return max(0, math.floor(left / Fraction(step_usd))) if step_usd else None
 
 
 def _share_out(units: int, fates: Mapping[Fate, int], tokens: int, parts: dict[str, int]) -> None:

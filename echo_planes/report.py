@@ -33,6 +33,7 @@ from echo_planes.metrics import (
 from echo_planes.report_assets import sections
 from echo_planes.report_assets.charts import show_percent, show_usd
 from echo_planes.report_assets.dissemination import dissemination
+from echo_planes.report_assets.fleet import fleet
 from echo_planes.report_assets.money import money
 from echo_planes.report_assets.rollouts import read_rollouts, rollout_card, run_tokenizer
 from echo_planes.report_assets.style import CSS, JS
@@ -67,7 +68,8 @@ def render(folder: Path) -> str:
     if steps:
         body += [sections.learning(steps, summary), sections.asynchrony(steps, summary)]
     sparsity = read_rows(folder / SPARSITY_FILE)
-    body += [sections.throughput(steps, summary), money(steps, summary), dissemination(summary, sparsity)]
+    body += [sections.throughput(steps, summary), fleet(events, number(summary.get("seconds")) or 0.0)]
+    body += [money(steps, summary), dissemination(summary, sparsity)]
     body += [sections.data(steps, summary, events)]
     body += [_rollouts(folder, config), _config(config_text)]
     policy = (

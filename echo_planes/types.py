@@ -322,6 +322,7 @@ class WorkerInfo:
     usd_per_hour: float
     epoch: int
     market: Market = "on_demand"
+    offer: str = ""  # its kind, where fleets are chosen
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,12 +34,13 @@ class Chart:
 
     title: str
     note: str
-    x: Sequence[float]  # steps, ascending
+    x: Sequence[float]  # steps, ascending; or time since the start, in `x_unit`
     y_label: str  # with its unit
     show: Format  # a value for people
     width: int = 560
     height: int = 240
     y_max: float | None = None  # at least this much room
+    x_unit: str = ""  # of time; none: x counts learner steps
 
 
 def si(value: float) -> str:
@@ -207,6 +208,53 @@ def timeline(title: str, note: str, events: Sequence[tuple[float, str, str]], en
     return _card(chart, "", f'<svg viewBox="0 0 {width} {height}" role="img">{"".join(body)}</svg>')
 
 
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One row of `lanes_chart`: stretches of time, and a mark where it ends badly."""
+
+    name: str
+    bars: Sequence[tuple[float, float, int, str]]  # from, to, color (1 to 5), hover text
+    marks: Sequence[tuple[float, str]] = ()  # when, hover text
+
+
+def lanes_chart(
+    chart: Chart, lanes: Sequence[Lane], end: float, keys: Sequence[tuple[int, str]], marks_name: str
+) -> str:
+    """A lane for each of several; `chart.x_unit` is the unit of all times, `keys` name the colors."""
+    row, left, right = 22, 190, 24
+    scale_ticks = ticks(0.0, max(end, 1e-3), 8)
+    scale = (chart.width - left - right) / scale_ticks[-1]
+    height = len(lanes) * row + 46
+    body = []
+    for tick in scale_ticks:
+        at = f"{left + tick * scale:.1f}"
+        body.append(f'<line class="grid" x1="{at}" x2="{at}" y1="6" y2="{height - 38}"/>')
+        body.append(f'<text class="tick mid" x="{at}" y="{height - 22}">{si(tick)}</text>')
+    middle = (left + chart.width) / 2
+    axis = f"{chart.x_unit} since start"
+    body.append(f'<text class="axis mid" x="{middle}" y="{height - 4}">{axis}</text>')
+    for i, lane in enumerate(lanes):
+        y = 6 + row * i
+        short = lane.name if len(lane.name) <= 28 else lane.name[:27] + "…"
+        body.append(f'<text class="barlabel" x="{left - 12}" y="{y + 15}">{escape(short)}</text>')
+        for begin, stop, color, text in lane.bars:
+            x, length = left + begin * scale, max(1.0, (stop - begin) * scale)
+            body.append(
+                f'<rect class="area f{color}" x="{x:.1f}" y="{y + 4}" width="{length:.1f}" height="14" '
+                f'rx="2"><title>{escape(text)}</title></rect>'
+            )
+        for when, text in lane.marks:
+            body.append(
+                f'<circle class="dot fbad" cx="{left + when * scale:.1f}" cy="{y + 11}" r="4.5">'
+                f"<title>{escape(text)}</title></circle>"
+            )
+    legend = _legend([(f"k{color} box", name) for color, name in keys])
+    if any(lane.marks for lane in lanes):
+        legend += f'<span class="key"><i class="kbad"></i>{escape(marks_name)}</span>'
+    svg = f'<svg viewBox="0 0 {chart.width} {height}" role="img">{"".join(body)}</svg>'
+    return _card(chart, legend, svg)
+
+
 class _Frame:
     """Scales of one chart, from data to pixels."""
 
@@ -238,15 +286,14 @@ class _Frame:
             y = self.y(value)
             kind = "zero" if value == 0 else "grid"
             parts.append(f'<line class="{kind}" x1="{LEFT}" x2="{chart.width - RIGHT}" y1="{y}" y2="{y}"/>')
-            parts.append(
-                f'<text class="tick end" x="{LEFT - 8}" y="{y + 3.5:.1f}">{escape(chart.show(value))}</text>'
-            )
+            label = escape(chart.show(value).removesuffix(".00"))  # of dollars, to fit
+            parts.append(f'<text class="tick end" x="{LEFT - 8}" y="{y + 3.5:.1f}">{label}</text>')
         bottom = chart.height - BOTTOM
         for value in self.x_ticks:
             parts.append(f'<text class="tick mid" x="{self.x(value)}" y="{bottom + 16}">{value:,.0f}</text>')
-        parts.append(
-            f'<text class="axis mid" x="{LEFT + self._width / 2}" y="{chart.height - 4}">learner step</text>'
-        )
+        name = f"{chart.x_unit} since start" if chart.x_unit else "learner step"
+        middle = LEFT + self._width / 2
+        parts.append(f'<text class="axis mid" x="{middle}" y="{chart.height - 4}">{name}</text>')
         return "".join(parts)
 
     def svg(self, chart: Chart, body: str, hover: str) -> str:
@@ -295,7 +342,8 @@ def _hover(frame: _Frame, chart: Chart, x: Sequence[float], series: Sequence[Ser
         for s in series
         if s.style != "faint"
     ]
-    return json.dumps({"px": [frame.x(v) for v in x], "x": [f"step {v:,.0f}" for v in x], "rows": rows})
+    at = [f"{v:,.4g} {chart.x_unit}" if chart.x_unit else f"step {v:,.0f}" for v in x]
+    return json.dumps({"px": [frame.x(v) for v in x], "x": at, "rows": rows})
 
 
 def _legend(entries: Sequence[tuple[str, str]]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from echo_planes.ledger import ledger_equation, reward_failures
-from echo_planes.metrics import Record, number
+from echo_planes.metrics import FLEET_STATE, WORKER_STATE, Record, number
 from echo_planes.report_assets.charts import (
     Chart,
     Series,
@@ -206,7 +206,11 @@ def data(steps: Sequence[Record], summary: Record, events: Sequence[Record]) -> 
                 outline=Series("accepted", _column(steps, "accepted"), 5, pool="last"),
             )
         )
-    shown = [(number(e.get("time_s")) or 0.0, str(e.get("kind", "event")), _event_text(e)) for e in events]
+    shown = [
+        (number(e.get("time_s")) or 0.0, str(e.get("kind", "event")), _event_text(e))
+        for e in events
+        if e.get("kind") not in (FLEET_STATE, WORKER_STATE)  # the fleet's own section shows them
+    ]
     end_s = number(summary.get("seconds")) or 0.0
     if shown:
         cards.append(timeline("Events", "Point at a dot to read it", shown, end_s))

@@ -54,6 +54,7 @@ figcaption p { margin:1px 0 0; color:var(--soft); font-size:13px; }
 .key { display:inline-flex; align-items:center; gap:6px; }
 .key i { width:14px; height:3px; border-radius:2px; background:var(--k); }
 .key i.box { height:10px; width:10px; } .key i.faint { opacity:.4; }
+.key i.kbad { width:9px; height:9px; border-radius:50%; background:var(--bad); }
 .key i.kmark { width:9px; height:9px; border-radius:50%; background:var(--card); border:2px solid var(--s2); }
 .k1 { --k:var(--s1); } .k2 { --k:var(--s2); } .k3 { --k:var(--s3); } .k4 { --k:var(--s4); } .k5 {
   --k:var(--s5); }

@@ -55,6 +55,15 @@ class Leave:
 FleetAction = Launch | Leave
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a fleet is at a moment."""
+
+    workers: Mapping[str, int]  # by state
+    mu: float  # trajectories/s of those that serve
+    usd_per_hour: float  # of all machines that are there
+
+
 @dataclass
 class _Member:
     offer: str
@@ -138,6 +147,15 @@ class Fleet:
     def num_serving(self) -> int:
         """Workers that generate and are to stay."""
         return sum(member.state == "serving" for member in self._members.values())
+
+    def standing(self, now_s: float) -> Standing:
+        """What there is, with throughput as measured until now."""
+        mu, members = {offer.name: offer.mu for offer in self.offers(now_s)}, self._members.values()
+        return Standing(
+            Counter(m.state for m in members),
+            math.fsum(mu[m.offer] for m in members if m.state == "serving"),
+            math.fsum(self._offers[m.offer].usd_per_hour for m in members if m.state != "asked"),
+        )
 
     def offer_of(self, worker_id: str) -> Offer | None:
         """What a worker is, if it is one of the fleet's."""

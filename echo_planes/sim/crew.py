@@ -113,6 +113,8 @@ class Crew:
         if member is None:
             return
         member.cause = "left"
+        if self.market.holds(worker_id):
+            self._trace.event(self._kernel.now_s, "worker leaves", reason, worker=worker_id)
         if member.epoch >= 0:
             self._world.tell(ev.WorkerUnwanted(worker_id, reason, limit_s))
         else:
@@ -141,6 +143,7 @@ class Crew:
             self._engine_ready(member)  # its machine has booted before it was wanted
         else:
             self._trace.money.mark(worker_id, "booting", self._kernel.now_s)
+            self._trace.worker(self._kernel.now_s, worker_id, "booting", member.offer.name)
             self._kernel.after(member.offer.boot_s, partial(self._restarted, worker_id, epoch))
 
     def _restarted(self, worker_id: str, epoch: int) -> None:
@@ -187,6 +190,7 @@ class Crew:
         member = self.members.pop(worker_id)
         self.market.release(worker_id)
         self._trace.money.stop(worker_id, self._kernel.now_s)
+        self._trace.worker(self._kernel.now_s, worker_id, "gone", member.offer.name)
         self.network.forget(worker_id)
         if self.scaling is not None:
             self.scaling.gone(worker_id, member.cause or "died")
@@ -198,6 +202,7 @@ class Crew:
         self._trace.money.start(
             worker_id, offer.usd_per_hour, self._kernel.now_s, sku=offer.sku, market=offer.market
         )
+        self._trace.worker(self._kernel.now_s, worker_id, "booting", offer.name)
         if self.scaling is not None:
             self.scaling.came(worker_id)
 
@@ -220,6 +225,7 @@ class Crew:
         if member.engine is not None:
             self.lose(member, "its machine was taken")
         elif member.epoch >= 0:
+            self._trace.worker(self._kernel.now_s, worker_id, "gone", member.offer.name)
             self._told_lost(worker_id, member.epoch, "its machine was taken while it booted")
         else:  # the controller never heard of it
             self._forget(worker_id)
@@ -227,6 +233,7 @@ class Crew:
     def lose(self, member: Member, reason: str) -> None:
         """A worker's process ends without a word."""
         self._num_lost += 1
+        self._trace.worker(self._kernel.now_s, member.name, "gone", member.offer.name)
         self._trace.event(self._kernel.now_s, "worker lost", reason, worker=member.name)
         self._stop_engine(member)
         noticed = partial(self._told_lost, member.name, member.epoch, reason)
@@ -316,6 +323,7 @@ class Crew:
         now_s = self._kernel.now_s
         if member.name not in self._serving:
             self._serving.add(member.name)
+            self._trace.worker(now_s, member.name, "serving", member.offer.name)
             self._most = max(self._most, len(self._serving))
             self.first_served_s = min(self.first_served_s, now_s)
             if self.scaling is not None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from echo_planes.ledger import ledger_equation
+from echo_planes.metrics import FLEET_STATE, WORKER_STATE
 from echo_planes.report import csp_hash
 from echo_planes.report_assets.charts import (
     Chart,
@@ -18,6 +19,8 @@ from echo_planes.report_assets.charts import (
     stacked_chart,
     timeline,
 )
+from echo_planes.report_assets.fleet import fleet_cards
+from echo_planes.report_assets.fleet_history import read_history
 from echo_planes.report_assets.html import pill, safe
 from echo_planes.report_assets.style import CSS, JS
 from echo_planes.sim.trace import Record
@@ -38,7 +41,7 @@ def render(result: Result, scenario_text: str) -> str:
     summary, steps = result.summary, result.steps
     body = [_header(summary)]
     if steps:
-        body += [_overlap(steps, summary), _fleet(steps, summary)]
+        body += [_overlap(steps, summary), _fleet(steps, summary, result.events)]
     body += [_money(steps, summary), _data(steps, summary, result.events)]
     body.append(
         '<section><h2>Scenario</h2><details class="card"><summary>scenario.yaml</summary>'
@@ -159,14 +162,13 @@ def _overlap(steps: Sequence[Record], summary: Record) -> str:
     )
 
 
-def _fleet(steps: Sequence[Record], summary: Record) -> str:
-    x = _x(steps)
-    workers = Chart("Workers", "That serve a version when a step ends", x, "workers", si)
-    capacity = Chart("Capacity", "Of all of them with full batches", x, "tokens/s", si)
-    cards = [
-        line_chart(workers, [Series("workers", _column(steps, "workers"), 1, pool="last")]),
-        line_chart(capacity, [Series("tokens/s", _column(steps, "capacity_tokens_per_s"), 1, pool="last")]),
-    ]
+def _fleet(steps: Sequence[Record], summary: Record, events: Sequence[Record]) -> str:
+    cards = fleet_cards(read_history(events, summary["seconds"]))
+    note = "Of all workers that serve, with full batches"
+    capacity = Chart("Capacity", note, _x(steps), "tokens/s", si, 1140)
+    cards.append(
+        line_chart(capacity, [Series("tokens/s", _column(steps, "capacity_tokens_per_s"), 1, pool="last")])
+    )
     if summary["faults"]:
         cards.append(_faults(summary["faults"]))
     return _section("Fleet", cards)
@@ -213,8 +215,10 @@ def _money(steps: Sequence[Record], summary: Record) -> str:
     return _section("Money", cards)
 
 
-def _data(steps: Sequence[Record], summary: Record, events: Sequence[Record]) -> str:
+def _data(steps: Sequence[Record], summary: Record, every: Sequence[Record]) -> str:
     cards = []
+    # The fleet's section shows the others.
+    events = [event for event in every if event["kind"] not in (FLEET_STATE, WORKER_STATE)]
     if steps:
         ledger = Chart("Ledger", ledger_equation(summary), _x(steps), "trajectories so far", si, 1140, 260)
         cards.append(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+from echo_planes.metrics import FLEET_STATE
 from echo_planes.rollout.estimates import CapacityModel, ThroughputSample
 from echo_planes.rollout.fleet import Cause, Fleet, FleetAction, Launch
+from echo_planes.rollout.fleet_record import FleetRecord
 from echo_planes.rollout.offers import Limits, Offer
 from echo_planes.rollout.provisioner import Provisioner
 from echo_planes.sim.flow import Member
@@ -45,10 +47,13 @@ class Scaling:
             model=self._model,
             boot_limit_s=fleet.boot_limit_s,
         )
+        self._record = FleetRecord(self.fleet)
 
     def begin(self) -> None:
         """The first workers, and the first tick."""
-        self._carry_out(self.fleet.begin(0.0))
+        first = self.fleet.begin(0.0)
+        self._record.begun(first)
+        self._carry_out(first)
         self._kernel.after(self._world.scenario.fleet.tick_s, self._tick)
 
     # --- what happens ----------------------------------------------------------------------------
@@ -94,6 +99,10 @@ class Scaling:
         if decision is not None and actions and decision.reason != self._reason:
             self._reason = decision.reason
             self._world.trace.event(now_s, "fleet", decision.reason)
+        written = self._record.tick(need, actions, now_s)
+        if written is not None:
+            text, numbers = written
+            self._world.trace.event(now_s, FLEET_STATE, text, **numbers)
         self._carry_out(actions)
         self._kernel.after(scenario.fleet.tick_s, self._tick)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from echo_planes.broadcasts import BroadcastBook
 from echo_planes.data.buffer_state import Accepted
+from echo_planes.metrics import WORKER_STATE
 from echo_planes.money import MoneyBook
 from echo_planes.rollout.capacity import needed_capacity
 from echo_planes.sim.scenario import Scenario
@@ -47,6 +48,7 @@ class Trace:
         self.learner_s = {"train": 0.0, "idle": 0.0}
         self._capacity: dict[str, float] = {}  # tokens/s of every worker that serves, at its present speed
         self._total = 0.0  # of them
+        self._states: dict[str, str] = {}  # of workers that came
         self._faults: list[_Fault] = []
         self._paid: dict[str, Mapping[str, int]] = {}  # of buffered groups: tokens by machine
         self._fates: Counter[str] = Counter()  # tokens
@@ -58,6 +60,12 @@ class Trace:
     def event(self, now_s: float, kind: str, text: str, **more: Any) -> None:
         """Something worth a line."""
         self.events.append({"time_s": round(now_s, 3), "kind": kind, "text": text, **more})
+
+    def worker(self, now_s: float, worker_id: str, state: str, offer: str) -> None:
+        """What a worker is from now on: `booting`, `serving` or `gone`."""
+        if self._states.get(worker_id, "gone") != state:
+            self._states[worker_id] = state
+            self.event(now_s, WORKER_STATE, state, worker=worker_id, offer=offer)
 
     def capacity(self, now_s: float, worker_id: str, tokens_per_s: float) -> None:
         """What a worker can make from now on; 0: it does not serve."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from echo_planes.metrics import FLEET_STATE, WORKER_STATE
 from echo_planes.simulate import main
+from tests.unit.test_report_fleet import table
 
 SHORT = ["scenario=steady", "run.hours=2", "network.snapshot_mb=500"]
 
@@ -33,6 +36,36 @@ def test_what_is_written_says_that_it_is_simulated(
     assert "Nothing on this page was measured" in page
     assert "kill w1" in page
     assert "http" not in page.replace("http-equiv", "")
+
+
+def test_the_page_shows_the_fleet_as_the_trace_has_it(tmp_path: Path) -> None:
+    assert main(["scenario=provisioned", "run.hours=2", f"out={tmp_path}"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+    came = Counter(e["offer"] for e in lines if (e.get("kind"), e.get("text")) == (WORKER_STATE, "booting"))
+    decided = [e for e in lines if e.get("kind") == FLEET_STATE and (e.get("launched") or e.get("released"))]
+    assert came["spot"] > 1
+    assert decided
+    page = (tmp_path / "report.html").read_text()
+    assert {row["Kind"]: int(row["Came"]) for row in table(page, "Hours served")} == came
+    rows = table(page, "Launched")
+    assert [row["Why"] for row in rows] == [event["text"] for event in decided]
+    assert [float(row["Provided"]) for row in rows] == pytest.approx([e["mu"] for e in decided], rel=0.01)
+    assert WORKER_STATE not in page
+    # Whoever leaves is said to do so where it can be read why.
+    left = [row["How"] for row in table(page, "How") if row["How"] != "was there at the end"]
+    assert left
+    assert all("its machine" in how or "margin" in how for how in left), left
+
+
+def test_a_fleet_of_fixed_size_shows_who_was_lost(tmp_path: Path) -> None:
+    faults = "faults=[{at_s: 3000, kind: kill, worker: w1}]"
+    assert main([*SHORT, faults, f"out={tmp_path}"]) == 0
+    page = (tmp_path / "report.html").read_text()
+    lives = [row for row in table(page, "How") if row["Worker"] == "w1"]
+    assert [row["How"] == "was there at the end" for row in lives] == [False, True]
+    assert lives[0]["How"].startswith("lost")
+    assert lives[0]["Went"] == "0:50:00"
+    assert "Decisions" not in page
 
 
 def test_a_hostile_name_is_text_on_the_page(tmp_path: Path) -> None:

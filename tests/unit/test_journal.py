@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,14 @@ import pytest
 from echo_planes.clock import ManualClock
 from echo_planes.config import Config
 from echo_planes.journal import Journal
-from echo_planes.metrics import MetricsWriter, read_events, read_metrics, read_summary
+from echo_planes.metrics import (
+    FLEET_STATE,
+    WORKER_STATE,
+    MetricsWriter,
+    read_events,
+    read_metrics,
+    read_summary,
+)
 from echo_planes.terminal import View
 from echo_planes.testing import replace_section, tiny_config
 from echo_planes.types import (
@@ -247,6 +255,37 @@ def test_the_summary_holds_the_ledger_and_the_evaluations(tmp_path: Path) -> Non
     assert summary["digest_mismatches"] == 3
     assert (summary["max_staleness"], summary["publish_every"]) == (3, 2)
     assert read_summary(tmp_path) == json.loads(json.dumps(summary))
+
+
+def test_what_a_worker_is_goes_into_the_file_and_not_to_the_terminal(tmp_path: Path) -> None:
+    books = Books(tmp_path)
+    offered = replace(info(epoch=1), offer="L4/eu/spot")
+    refused = InstallReport("w0", 0, "d0", False, 0.5)
+    books.journal.on_worker(info(epoch=0), alive=True)
+    books.journal.on_worker(info(epoch=0), alive=False)
+    books.journal.on_worker(offered, alive=True)
+    books.journal.on_worker(info(epoch=0), alive=False)  # late news
+    books.clock.advance(2.0)
+    books.journal.on_installed(refused)
+    for version in (0, 1):
+        books.clock.advance(1.0)
+        books.journal.on_installed(InstallReport("w0", version, f"d{version}", True, 0.5))
+    books.journal.on_fleet("too few", {"mu": 1.5, "launched": {"L4/eu/spot": 1}})
+    *states, fleet = read_events(tmp_path)
+    assert [(e["time_s"], e["kind"], e["text"], e["epoch"], e["offer"]) for e in states] == [
+        (0.0, WORKER_STATE, "booting", 0, "L4"),
+        (0.0, WORKER_STATE, "gone", 0, "L4"),
+        (0.0, WORKER_STATE, "booting", 1, "L4/eu/spot"),
+        (3.0, WORKER_STATE, "serving", 1, "L4/eu/spot"),
+    ]
+    assert fleet == {
+        "time_s": 4.0,
+        "kind": FLEET_STATE,
+        "text": "too few",
+        "mu": 1.5,
+        "launched": {"L4/eu/spot": 1},
+    }
+    assert books.screen.getvalue() == ""
 
 
 def test_publications_and_losses_are_events(tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ class Scene:
     machines: Machines = field(default_factory=Machines)
     usd_left: Callable[[], float | None] | None = None
     told: list[str] = field(default_factory=list)
+    records: list[tuple[str, Mapping[str, object]]] = field(default_factory=list)
     wanted: dict[str, WorkerInfo] = field(default_factory=dict)
     unwanted: dict[str, float] = field(default_factory=dict)  # worker -> limit
     kinds: dict[str, WorkerConfig] = field(default_factory=dict)
@@ -129,6 +130,7 @@ class Scene:
                 loop,
                 lambda kind, text: self.told.append(f"{kind}: {text}"),
                 self.usd_left,
+                lambda text, numbers: self.records.append((text, numbers)),
             )
             running = asyncio.ensure_future(self.keeper.run(self))
             acting = asyncio.ensure_future(act(self))
@@ -294,6 +296,28 @@ def test_engines_are_not_given_up_while_the_learner_starts() -> None:
         await until(lambda: "w0" in scene.unwanted)
 
     scene.play(act)
+
+
+def test_what_is_bought_is_written_down_with_what_is_needed_and_paid() -> None:
+    scene = Scene(settings(kind()))
+
+    async def act(scene: Scene) -> None:
+        await until(lambda: "w0" in scene.wanted)
+        assert scene.wanted["w0"].offer == "a/on_demand"
+        await scene.publish_and_serve()
+        scene.step(t_train_s=1.0)  # more than one worker can make
+        await until(lambda: "w1" in scene.wanted)
+
+    scene.play(act)  # up to its quota of four
+    bought = [(text, numbers) for text, numbers in scene.records if numbers.get("launched")]
+    [text, numbers] = bought[0]
+    assert f"fleet: {text}" in scene.told
+    need = scene.keeper._need()
+    assert need is not None
+    assert need.mu_target is not None
+    assert numbers["mu_target"] == pytest.approx(need.mu_target, rel=1e-3)
+    assert (numbers["mu"], numbers["usd_per_hour"]) == (1.0, 1.0)
+    assert numbers["workers"] == {"serving": 1, "asked": 3}
 
 
 # --- notices -------------------------------------------------------------------------------------
