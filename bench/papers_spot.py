@@ -12,10 +12,11 @@ from typing import Any
 
 from bench.papers_base import BASE, Claim, Row, Values, Variation, run, scenario, variations
 from echo_planes.errors import ConfigError
-from echo_planes.sim.flow import Flow, Member
+from echo_planes.sim.flow import Flow
 from echo_planes.sim.scenario import Scenario, offer_trace, parse_scenario
 from echo_planes.sim.worker import SimWorker, Work
 from echo_planes.sim.world import Result, World
+from echo_planes.types import LeaseTokens
 
 FOLDER = "spot_traces/bamboo"
 LEAST_THROUGHPUT, LEAST_PER_USD = 1.51, 1.28  # the smallest of RLBoost's gains over three models
@@ -26,8 +27,9 @@ FAULT_STEP = 3  # the machines go while this step's rollouts are made
 class Recomputing(Flow):
     """Tokens stay with their worker: an answer whose worker is lost begins anew."""
 
-    def _stream(self, member: Member, engine: SimWorker, work: Work) -> None:
+    def _so_far(self, engine: SimWorker, work: Work) -> LeaseTokens:
         """Nothing is sent before the answer is finished."""
+        return LeaseTokens(work.lease.lease_id, ())
 
 
 def recompute(simulated: Scenario) -> Result:

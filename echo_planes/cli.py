@@ -6,7 +6,6 @@ files < a resumed run's config.yaml < `key=value` words.
 
 from __future__ import annotations
 
-import difflib
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from echo_planes.config import Config, TaskConfig
 from echo_planes.data.registry import adapter_class, adapter_options, installed_adapter, installed_tasks
-from echo_planes.errors import ConfigError
+from echo_planes.errors import ConfigError, nearest
 
 GROUPS = ("task", "model", "fleet")
 
@@ -195,11 +194,6 @@ def _index(key: str, part: str, node: list[Any]) -> int:
 
 
 # --- explaining ----------------------------------------------------------------------------------
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean '{match[0]}'?" if match else ""
 
 
 def _fields_at(path: Sequence[Any], tree: dict[str, Any]) -> dict[str, FieldInfo]:

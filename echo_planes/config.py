@@ -132,7 +132,11 @@ class FleetConfig(Section):
     """The rollout workers."""
 
     workers: list[WorkerConfig] = Field([WorkerConfig()], description="kinds of workers")
-    restarts: int = Field(3, ge=0, description="times a lost worker is started again, each (scale=fixed)")
+    restarts: int = Field(
+        3,
+        ge=0,
+        description="times a lost worker is started again, each, after 0, 1, 3, 7, ... 60 s (scale=fixed)",
+    )
     scale: Literal["fixed", "static", "ray"] = Field(
         "fixed",
         description="fixed: `count` workers of each kind; static: as many as pay, on the nodes there are; "

@@ -58,6 +58,7 @@ from echo_planes.types import InstallReport, Manifest
 STARVED_AGAIN_S = 2.0  # a starved learner publishes again after this long, and the same version ever later
 MOST_STARVED_AGAIN_S = 120.0
 MAX_INSTALL_FAILURES = 3  # then the worker is replaced
+MOST_RESTART_DELAY_S = 60  # a lost worker comes back after 0 s, 1 s, 3 s, 7 s, ..., but no later than this
 
 
 @dataclass
@@ -97,7 +98,7 @@ class Controller:
         self._waiting_since_s: float | None = None
         self._evaluations_due: set[int] = set()
         self._evaluating = False
-        self._stop_reason = ""
+        self._stop: StopRequested | None = None  # the first request: it says why the run ends
         self._over = False
         self.digest_mismatches = 0
 
@@ -153,9 +154,9 @@ class Controller:
             case EvaluationLost():
                 self._evaluating = False
                 actions = self._evaluate_if_due()
-            case StopRequested(reason):
-                self._stop_reason = reason
-                actions = [] if self._busy else self._finish("stopped", reason)
+            case StopRequested(reason, status):
+                self._stop = self._stop or event
+                actions = [] if self._busy else self._finish(status, reason)
         return actions
 
     # --- learner ---------------------------------------------------------------------------------
@@ -166,9 +167,9 @@ class Controller:
         if self._todo:
             self._busy = True
             return [self._todo.pop(0)]
-        if self._stop_reason and self._saved_step == self._step:
-            return self._finish("stopped", self._stop_reason)
-        if self._stop_reason:
+        if self._stop and self._saved_step == self._step:
+            return self._finish(self._stop.status, self._stop.reason)
+        if self._stop:
             self._busy = True
             return [Checkpoint(self._step)]
         if self._step >= self._config.run.steps:
@@ -208,7 +209,7 @@ class Controller:
                 f"timed out after {waited_s:.0f} s waiting for the batch of step {self._step} "
                 f"({event.reason}: {event.detail})",
             )
-        if self._stop_reason:
+        if self._stop:
             return self._learner_free(now_s)
         if event.reason != "starved" or not any(worker.up for worker in self._workers.values()):
             self._starved_since_s = None
@@ -270,7 +271,8 @@ class Controller:
                 return self._finish("failed", f"no worker is left; the last one, {worker_id}: {reason}")
             return [StopWorker(worker_id)]
         worker.restarts += 1
-        return [StartWorker(worker_id, worker.epoch, delay_s=float(2 ** (worker.restarts - 1) - 1))]
+        delay_s = min(2 ** (worker.restarts - 1) - 1, MOST_RESTART_DELAY_S)
+        return [StartWorker(worker_id, worker.epoch, float(delay_s))]
 
     def _install(self, worker_id: str, worker: _Worker) -> list[Action]:
         if self._manifest is None:
@@ -317,7 +319,7 @@ class Controller:
             return self._finish("done")
         return []
 
-    def _finish(self, status: Literal["done", "stopped", "failed"], error: str = "") -> list[Action]:
+    def _finish(self, status: Literal["done", "stopped", "spent", "failed"], error: str = "") -> list[Action]:
         self._over = True
         return [Finish(status, error)]
 

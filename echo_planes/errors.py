@@ -22,6 +22,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class EchoPlanesError(Exception):
     """Root of the tree above."""
@@ -115,3 +118,10 @@ class WeightsError(RefusedError):
 
 class TaskError(EchoPlanesError):
     """A task adapter broke its contract."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What to add to a message about an unknown name: the known one it is nearly, or nothing."""
+    folded = {one.lower(): one for one in known}
+    match = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.5)
+    return f"; did you mean '{folded[match[0]]}'?" if match else ""

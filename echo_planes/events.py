@@ -106,9 +106,10 @@ class EvaluationLost:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """Ctrl-C or SIGTERM."""
+    """Ctrl-C or SIGTERM, or the budget is spent: `status` is what the run will have ended as."""
 
     reason: str
+    status: Literal["stopped", "spent"] = "stopped"
 
 
 Event = (
@@ -201,9 +202,9 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The run is over. `error` is empty unless it failed."""
+    """The run is over. `error` says why, where it is not done."""
 
-    status: Literal["done", "stopped", "failed"]
+    status: Literal["done", "stopped", "spent", "failed"]
     error: str = ""
 
 

@@ -82,7 +82,7 @@ async def run_job(
     planes = make_planes(config, lineage, folder, checkpoint, meta.step, kinds)
     watches: list[BudgetGuard | FleetKeeper] = []
     if budget is not None:
-        watches.append(BudgetGuard(config, budget, clock, lambda why: runner.request_stop(why), journal))
+        watches.append(BudgetGuard(config, budget, clock, lambda w: runner.request_stop(w, "spent"), journal))
     if config.fleet.scale != "fixed":
         actuator = await make_actuator(config, clock)
         watches.append(_keeper(config, actuator, planes, journal, budget, clock))
@@ -122,7 +122,8 @@ async def run_job(
                 restarts=runner.controller.restarts,
             )
             write_sparsity(folder, config.weights.store)
-            view.final(summary, write_report(folder))
+            go_on = journal.spending.way_on(clock.now_s()) if outcome.status == "spent" else ""
+            view.final(summary, write_report(folder), go_on)
     return outcome
 
 

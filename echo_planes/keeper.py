@@ -98,7 +98,9 @@ class FleetKeeper(QuietObserver):
         self._waiting: dict[str, str] = {}  # workers without a machine yet -> their offer
         self._nodes: dict[str, Node] = {}  # machines as last seen, by worker
         self._notices: dict[str, float] = {}  # workers whose machine announced its end -> when, run's clock
-        self._wanted: Mapping[str, int] = {}  # machines that were asked for last
+        self._wanted: Mapping[str, int] | None = None  # machines asked for last; None: maybe by a dead run
+        self._releases: dict[str, asyncio.Task[None]] = {}  # machines that are let go
+        self._not_released: RunError | None = None  # why one could not be, until a look tells it
         self._published = False
         self._num_served = 0  # workers that served when the last step ended
         self._useful: deque[int] = deque(maxlen=LEARNER_WINDOW)  # S = 0: N_prem of each step
@@ -156,6 +158,9 @@ class FleetKeeper(QuietObserver):
                 if written is not None and self._record is not None:
                     self._record(*written)
         finally:
+            for task in self._releases.values():
+                task.cancel()
+            await asyncio.gather(*self._releases.values(), return_exceptions=True)
             with suppress(RunError):  # the cluster may be gone, which is what ended the run
                 await self._actuator.close()
 
@@ -170,11 +175,14 @@ class FleetKeeper(QuietObserver):
 
     async def _look(self, hands: Hands) -> None:
         """See which machines came, which are about to go, and which are no longer used."""
+        self._forget_releases()
         await self._ask()
         now_s = self._clock.now_s()
         nodes = await self._actuator.nodes()
         self._nodes = {node.worker_id: node for node in nodes if node.worker_id}
-        free = [node for node in nodes if node.state == "up" and not node.worker_id]
+        # One whose release ended while they were looked at may still be seen as it was before.
+        kept = [node for node in nodes if node.node_id not in self._releases]
+        free = [node for node in kept if node.state == "up" and not node.worker_id]
         for worker_id, offer in list(self._waiting.items()):
             node = next((one for one in free if one.offer_name == offer), None)
             if node is not None:
@@ -191,8 +199,23 @@ class FleetKeeper(QuietObserver):
                 await self._actuator.notice(node.node_id, told_s)
         await self._ask()  # before machines are released: else others come in their place
         for worker_id, node in self._nodes.items():
-            if self.fleet.offer_of(worker_id) is None and node.state in self._releasable:
-                await self._actuator.release(node.node_id)
+            is_unused = self.fleet.offer_of(worker_id) is None and node.state in self._releasable
+            if is_unused and node.node_id not in self._releases:
+                # Beside the looks: a cluster that refuses for a while is asked again until the call's limit.
+                self._releases[node.node_id] = asyncio.create_task(self._actuator.release(node.node_id))
+        why, self._not_released = self._not_released, None
+        if why is not None:
+            raise why
+
+    def _forget_releases(self) -> None:
+        """Of machines whose release is over. Its error ends the look, once all else of it is done."""
+        for node_id, task in list(self._releases.items()):
+            if task.done():
+                del self._releases[node_id]
+                try:
+                    task.result()
+                except RunError as why:
+                    self._not_released = why
 
     async def _ask(self) -> None:
         """Ask for the machines that the fleet uses, where that is not what was asked for last.

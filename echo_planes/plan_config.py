@@ -8,8 +8,7 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from echo_planes.config import NonNegativeFloat, PositiveFloat, PositiveInt, Section, StalenessConfig
-from echo_planes.errors import ConfigError
-from echo_planes.rollout.sku_facts import nearest
+from echo_planes.errors import ConfigError, nearest
 
 Count = Annotated[int, Field(ge=0)]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from echo_planes.config import ModelConfig
-from echo_planes.errors import ConfigError, DataError
+from echo_planes.errors import ConfigError, DataError, nearest
 from echo_planes.plan_config import PlanConfig
 from echo_planes.rollout.advice import advise
 from echo_planes.rollout.capacity import predicted_bubble, staleness_bound
@@ -20,7 +20,7 @@ from echo_planes.rollout.exact import exact
 from echo_planes.rollout.offers import FleetPlan, Limits, Need, Offer, Shortfall
 from echo_planes.rollout.prices import PriceRow, offers_from_prices, read_prices
 from echo_planes.rollout.provisioner import greedy
-from echo_planes.rollout.sku_facts import SKU_FACTS, nearest
+from echo_planes.rollout.sku_facts import SKU_FACTS
 from echo_planes.rollout.throughput import (
     Answers,
     ModelSize,

@@ -15,6 +15,7 @@ from echo_planes.data.store.files import LOCK_NAME, REPLAY_FOLDER, Lock
 from echo_planes.data.store.recovery import STORE_NAME, read_store_id
 from echo_planes.errors import ClusterError, ConfigError, ModelError
 from echo_planes.metrics import METRICS_FILE
+from echo_planes.spending import check_budget
 from echo_planes.weights.objects import check_store
 from echo_planes.weights.signing import Signer
 
@@ -40,6 +41,8 @@ def check(config: Config, run_dir: Path) -> None:
             check_port(key, port)
     if config.run.resume is None:
         check_new(run_dir)
+    elif config.budget.usd is not None:
+        check_budget(config.budget.usd, run_dir)
     check_replay(run_dir)
     check_disk(run_dir)
     check_weights(config.weights)

@@ -19,6 +19,7 @@ from echo_planes.config import Config, cluster_address
 from echo_planes.errors import EchoPlanesError, RunError, StoppedError, UserError
 from echo_planes.metrics import write_atomic
 from echo_planes.process import keep_ray_private
+from echo_planes.runner import Outcome
 from echo_planes.terminal import View
 
 HEAR_S = 0.01  # for the loop to hear of a Ctrl-C that came while something else ran
@@ -145,9 +146,18 @@ async def _run(
             kinds=config.fleet.fixed(),
             export=launch.prometheus(),
         )
+    return exit_status(outcome)
+
+
+def exit_status(outcome: Outcome) -> int:
+    """0 also where the budget is spent: that is an end as planned, and a job that ends so has not failed.
+
+    Raises:
+        RunError: the run failed.
+    """
     if outcome.status == "failed":
         raise RunError(outcome.error)
-    return 0 if outcome.status == "done" else StoppedError.exit_status
+    return StoppedError.exit_status if outcome.status == "stopped" else 0
 
 
 if __name__ == "__main__":

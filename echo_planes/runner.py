@@ -40,7 +40,7 @@ LEAVE_SHARE = 0.7  # of the time until a worker must be gone, for what is being 
 class Outcome:
     """How a run ended."""
 
-    status: Literal["done", "stopped", "failed"]
+    status: Literal["done", "stopped", "spent", "failed"]
     error: str
     counts: BufferCounts
 
@@ -95,9 +95,9 @@ class Runner:
         self._beside = beside
         self._ending = False
 
-    def request_stop(self, reason: str) -> None:
+    def request_stop(self, reason: str, status: Literal["stopped", "spent"] = "stopped") -> None:
         """Finish the step in hand, checkpoint, and end. Safe to call from a signal handler of this loop."""
-        self._events.put_nowait(ev.StopRequested(reason))
+        self._events.put_nowait(ev.StopRequested(reason, status))
 
     def want_worker(self, info: WorkerInfo) -> None:
         """Have another worker, of a name that was never used."""

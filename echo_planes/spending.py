@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,21 @@ class Spending:
     def total_usd(self, now_s: float) -> float:
         """Dollars of all parts of the run."""
         return self.earlier_usd + self.book.total_usd(now_s)
+
+    def way_on(self, now_s: float) -> str:
+        """How to go on where the budget is spent: a command, if there is a checkpoint to go on from.
+
+        The budget in it is what the whole run will have cost at the recent price of a step, and a tenth more;
+        twice what was spent where no step tells its price.
+        """
+        done = self._totals.num_steps
+        projected = self.book.projected_usd(now_s, self._steps - done)
+        usd = 2 * self.total_usd(now_s) if projected is None else 1.1 * (self.earlier_usd + projected)
+        unit = 10.0 ** (math.floor(math.log10(usd)) - 1)
+        budget = f"budget.usd={math.ceil(usd / unit) * unit:.6g}"
+        if not done:
+            return f"nothing was trained, so there is no checkpoint: start anew, with {budget} or more"
+        return f"python -m echo_planes.run {shlex.quote(f'run.resume={self._path.parent}')} {budget}"
 
     # --- what happens ----------------------------------------------------------------------------
 
@@ -257,12 +274,28 @@ def open_budget(config: Config, spending: Spending) -> Budget | None:
     usd = config.budget.usd
     if usd is None:
         return None
-    if spending.earlier_usd >= usd:
+    _refuse_spent(usd, spending.earlier_usd)
+    return Budget(usd, spending.book, earlier_usd=spending.earlier_usd)
+
+
+def check_budget(usd: float, folder: Path) -> None:
+    """Something of `budget.usd` is left, as far as the spending.json of a run that is resumed can say.
+
+    Raises:
+        ConfigError: the earlier parts of the run have spent it.
+        DataError: spending.json is damaged.
+    """
+    path = folder / SPENDING_FILE
+    if path.exists():  # otherwise only the steps that the checkpoint keeps tell it: see `open_budget`
+        _refuse_spent(usd, sum(_read(path, 0.0)["usd_by_part"].values()))
+
+
+def _refuse_spent(usd: float, earlier_usd: float) -> None:
+    if earlier_usd >= usd:
         raise ConfigError(
-            f"budget.usd={usd:g}: the run has spent ${spending.earlier_usd:.4g} already; give more, or "
+            f"budget.usd={usd:g}: the run has spent ${earlier_usd:.4g} already; give more, or "
             "budget.usd=null for no limit"
         )
-    return Budget(usd, spending.book, earlier_usd=spending.earlier_usd)
 
 
 def _read(path: Path, total_usd: float) -> dict[str, dict[str, float]]:

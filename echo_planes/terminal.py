@@ -79,12 +79,12 @@ class View:
         """Show one line about something that happened; the live line stays below it."""
         self._line(f"{self._stamp()} {text}")
 
-    def final(self, summary: Mapping[str, Any], report: Path | None = None) -> None:
-        """The closing block: what was learned, at which staleness and cost, and where to read on."""
+    def final(self, summary: Mapping[str, Any], report: Path | None = None, go_on: str = "") -> None:
+        """The closing block: what was learned, at which staleness and cost, where to read, how to go on."""
         if self._live:
             self._write("\n")
             self._live = ""
-        for line in closing_lines(summary, report):
+        for line in closing_lines(summary, report, self._total_steps, go_on):
             self._line(line)
 
     def _stamp(self) -> str:
@@ -109,8 +109,10 @@ class View:
         self._stream.flush()
 
 
-def closing_lines(summary: Mapping[str, Any], report: Path | None) -> list[str]:
-    """`summary` (the content of summary.json) as a short block of text."""
+def closing_lines(
+    summary: Mapping[str, Any], report: Path | None, total_steps: int, go_on: str = ""
+) -> list[str]:
+    """`summary` (the content of summary.json) as a short block of text; `go_on`: how to, where one can."""
 
     def show(key: str, spec: str = ",.0f", scale: float = 1.0) -> str:
         value = number(summary.get(key))
@@ -121,13 +123,15 @@ def closing_lines(summary: Mapping[str, Any], report: Path | None) -> list[str]:
         return "$-" if value is None else show_usd(value)
 
     status = summary.get("status", "unknown")
+    of_all = "" if number(summary.get("steps")) == total_steps else f" of {total_steps:,}"
     lines = [
         "",
         f"{status}: {summary.get('task', '-')} with {summary.get('model', '-')}, "
-        f"{show('steps')} steps in {show('seconds', '.1f')} s",
+        f"{show('steps')}{of_all} steps in {show('seconds', '.1f')} s",
     ]
     if summary.get("error"):
-        lines.append(f"  error      {summary['error']}")
+        label = "budget" if status == "spent" else "error"
+        lines.append(f"  {label:9s}  {summary['error']}")
     lines += [
         f"  eval       {show('eval_first', '.3f')} -> {show('eval_last', '.3f')} held-out accuracy",
         f"  reward     {show('reward_first', '.3f')} -> {show('reward_last', '.3f')}",
@@ -147,6 +151,8 @@ def closing_lines(summary: Mapping[str, Any], report: Path | None) -> list[str]:
         lines.append(f"  rewards    {failures}; their groups were not trained")
     if report is not None:
         lines.append(f"  report     {report}")
+    if go_on:
+        lines.append(f"  go on      {go_on}")
     return lines
 
 

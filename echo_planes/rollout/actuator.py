@@ -26,6 +26,8 @@ class Node:
 class Actuator(Protocol):
     """Machines: asked for, seen, let go. All is called from one event loop; each call has a limit of its own.
 
+    `release` may run beside the other calls, once for each of several machines.
+
     Raises (all methods but `assign`):
         ClusterError: the cluster can never give what is asked for; says what to change.
         WaitTimeoutError: no answer within the limit.

@@ -91,7 +91,8 @@ class Fleet:
         provisioner: chooses the fleet.
         model: throughput and need, as measured.
         guesses: offers whose `mu` nobody knows: until it is measured they count as the others do.
-        boot_limit_s: a worker that does not serve by then is given up.
+        boot_limit_s: a worker that does not serve so long after its machine came is given up.
+        ask_limit_s: a machine that has not come so long after it was asked for is given up.
 
     Raises:
         ConfigError: `first` names an unknown offer, or more than its quota.

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from echo_planes.errors import ConfigError, DataError
+from echo_planes.errors import ConfigError, DataError, nearest
 from echo_planes.rollout.offers import Offer
-from echo_planes.rollout.sku_facts import SKU_FACTS, nearest
+from echo_planes.rollout.sku_facts import SKU_FACTS
 from echo_planes.types import Market
 
 COLUMNS = (

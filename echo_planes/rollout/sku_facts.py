@@ -6,8 +6,6 @@ Names are those of the public price lists (`A100-80GB`, `RTX-PRO-6000`).
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 AS_OF = "2026-11"  # when the table was last gone through
@@ -52,10 +50,3 @@ SKU_FACTS = {
     "RTX-5090": SkuFacts(32, 1792, 210, "NVIDIA RTX Blackwell white paper"),
     "MI300X": SkuFacts(192, 5300, 1307, "AMD Instinct MI300X data sheet"),
 }
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """What to add to a message about an unknown name: the known one it is nearly, or nothing."""
-    folded = {one.lower(): one for one in known}
-    match = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.5)
-    return f"; did you mean '{folded[match[0]]}'?" if match else ""

@@ -72,7 +72,7 @@ class ChaosDataPlane(SimDataPlane):
             return Receipt(lease.lease_id, accepted=False, reason="lost on the way")
         if self._happens(plan.late):
             handed_in = partial(self._submit, worker_id, epoch, lease, group)
-            self._kernel.after(self.rng.uniform(0.0, LATE_S), lambda: _ignore(handed_in()))
+            self._kernel.after(self.rng.uniform(0.0, LATE_S), handed_in)
             return Receipt(lease.lease_id, accepted=False, reason="on the way")
         receipt = self._submit(worker_id, epoch, lease, group)
         if self._happens(plan.twice):
@@ -89,7 +89,7 @@ class ChaosDataPlane(SimDataPlane):
             return ()
         if self._happens(plan.late):
             sent = partial(super().stream, worker_id, epoch, numbered)
-            self._kernel.after(self.rng.uniform(0.0, LATE_S), lambda: _ignore(sent()))
+            self._kernel.after(self.rng.uniform(0.0, LATE_S), sent)
             return ()
         if self._happens(plan.twice):
             super().stream(worker_id, epoch, numbered)
@@ -250,7 +250,3 @@ class Ghost:
                 work.sent[sample] += 1
                 return LeaseTokens(work.lease.lease_id, ((number, piece),))
         return LeaseTokens(work.lease.lease_id, ())
-
-
-def _ignore(_: object) -> None:
-    """The answer to a message that came late reaches nobody."""

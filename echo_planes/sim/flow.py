@@ -236,13 +236,17 @@ class Flow:
 
     def _stream(self, member: Member, engine: SimWorker, work: Work) -> None:
         """Send what a lease has by now."""
-        message = engine.unsent(work)
+        message = self._so_far(engine, work)
         if not message.pieces:
             return
         if self._data.stream(member.name, member.epoch, [message]):
             self._trace.lost(member.name, _num_tokens(message), "refused")
         else:
             self._drafts[work.lease.prompt.index] = dict(work.paid)
+
+    def _so_far(self, engine: SimWorker, work: Work) -> LeaseTokens:
+        """What is to be sent of a lease before its answers are finished."""
+        return engine.unsent(work)
 
     def _heard_again(self, member: Member, engine: SimWorker) -> None:
         if member.engine is not engine or self._is_silent(member):

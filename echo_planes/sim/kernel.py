@@ -10,12 +10,12 @@ from echo_planes.errors import RunError
 
 
 class Timer:
-    """An event to come, which may be called off."""
+    """An event to come, which may be called off. Whatever its action returns reaches nobody."""
 
     __slots__ = ("action",)
 
-    def __init__(self, action: Callable[[], None]) -> None:
-        self.action: Callable[[], None] | None = action
+    def __init__(self, action: Callable[[], object]) -> None:
+        self.action: Callable[[], object] | None = action
 
     def cancel(self) -> None:
         """Nothing happens then. Calling off what has happened already does nothing."""
@@ -33,7 +33,7 @@ class Kernel:
         self._sequence = 0
         self._stopped = False
 
-    def at(self, when_s: float, action: Callable[[], None]) -> Timer:
+    def at(self, when_s: float, action: Callable[[], object]) -> Timer:
         """Call `action` at a moment; what is due at one moment happens in the order it was asked for.
 
         Raises:
@@ -49,7 +49,7 @@ class Kernel:
         self._sequence += 1
         return timer
 
-    def after(self, delay_s: float, action: Callable[[], None]) -> Timer:
+    def after(self, delay_s: float, action: Callable[[], object]) -> Timer:
         """Call `action` so many seconds from now."""
         return self.at(self.now_s + delay_s, action)
 

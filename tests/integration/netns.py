@@ -212,10 +212,14 @@ def _sink() -> None:
 def _source(address: str, seconds: float, congestion: str) -> None:
     """Send for so long."""
     block = os.urandom(1 << 18)
+    give_up_s = time.monotonic() + READY_S
     while True:
-        with contextlib.suppress(ConnectionRefusedError):
+        try:
             connection = socket.create_connection((address, 5201), timeout=10)
             break
+        except ConnectionRefusedError:
+            if time.monotonic() > give_up_s:
+                raise
         time.sleep(0.05)
     deadline_s = time.monotonic() + seconds
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())

@@ -34,6 +34,7 @@ NOTICE_S = 8.0  # what the fake cloud gives a machine
 LIMIT_S = 90.0  # of any one wait, on busy cores
 
 TOLD = 1  # where the program inside tells what it sees
+CLOCK = MonotonicClock()
 
 Told = dict[str, dict[str, Any]]
 
@@ -57,10 +58,39 @@ async def old() -> None:
 
     ray.init(log_to_driver=False, logging_level="ERROR")
     try:
-        await RayNodes(LABELS, MonotonicClock()).check()
+        await RayNodes(LABELS, CLOCK).check()
     except ClusterError as error:
         tell("old", error=str(error), namespace=os.readlink("/proc/self/ns/pid"))
     await asyncio.get_running_loop().create_future()
+
+
+def up(nodes: tuple[Node, ...], offer_name: str) -> list[str]:
+    return [n.node_id for n in nodes if n.state == "up" and n.offer_name == offer_name]
+
+
+async def until(
+    actuator: Actuator, condition: Callable[[tuple[Node, ...]], bool], what: str
+) -> tuple[Node, ...]:
+    """What there is, once the condition holds."""
+    deadline_s = CLOCK.now_s() + LIMIT_S
+    while not condition(nodes := await actuator.nodes()):
+        if CLOCK.now_s() > deadline_s:
+            raise AssertionError(f"waited in vain for {what}: {shown(nodes)}")
+        await asyncio.sleep(0.2)
+    return nodes
+
+
+def idle_ones_are_gone(nodes: tuple[Node, ...]) -> bool:
+    return all(node.state == "dead" for node in nodes)
+
+
+class Occupant:
+    """An actor that says where it is."""
+
+    def node(self) -> str:
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
 
 
 async def scenario() -> None:
@@ -70,93 +100,100 @@ async def scenario() -> None:
     from echo_planes.rollout.ray_nodes import RayNodes
 
     ray.init(log_to_driver=False, logging_level="ERROR")
-    clock = MonotonicClock()
-    machines = RayNodes(LABELS, clock)
-
-    async def until(
-        condition: Callable[[tuple[Node, ...]], bool], what: str, actuator: Actuator = machines
-    ) -> tuple[Node, ...]:
-        deadline_s = clock.now_s() + LIMIT_S
-        while not condition(nodes := await actuator.nodes()):
-            if clock.now_s() > deadline_s:
-                raise AssertionError(f"waited in vain for {what}: {shown(nodes)}")
-            await asyncio.sleep(0.2)
-        return nodes
-
-    def up(nodes: tuple[Node, ...], offer_name: str) -> list[str]:
-        return [n.node_id for n in nodes if n.state == "up" and n.offer_name == offer_name]
-
-    class Occupant:
-        def node(self) -> str:
-            return str(ray.get_runtime_context().get_node_id())
-
+    machines = RayNodes(LABELS, CLOCK)
     await machines.check()
     tell("empty", namespace=os.readlink("/proc/self/ns/pid"), nodes=shown(await machines.nodes()))
+    occupants = await two_come(machines)
+    first, second = occupants
+    await one_is_preempted(machines, first)
+    await what_is_told_goes(machines, second, occupants[second])
+    await impossible_wishes(machines, RayNodes({SPOT: {"market": "elsewhere"}}, CLOCK))
+    await machines.want({SPOT: 1})
+    await until(machines, lambda nodes: len(up(nodes, SPOT)) == 1, "one more machine")
+    await machines.close()
+    nodes = await until(machines, idle_ones_are_gone, "the end of what is idle")
+    tell("closed", nodes=shown(nodes))
+
+
+async def two_come(machines: Actuator) -> dict[str, Any]:
+    """Two spot machines, with an actor on each; returns the actors by machine."""
+    import ray
 
     await machines.want({SPOT: 2, SURE: 0})
-    coming = await until(lambda nodes: any(n.state == "pending" for n in nodes), "machines on their way")
+    coming = await until(
+        machines, lambda nodes: any(n.state == "pending" for n in nodes), "machines on their way"
+    )
     tell("coming", nodes=shown(coming))
-    nodes = await until(lambda nodes: len(up(nodes, SPOT)) == 2, "two spot machines")
-    first, second = up(nodes, SPOT)
+    nodes = await until(machines, lambda nodes: len(up(nodes, SPOT)) == 2, "two spot machines")
     occupants = {}
-    for worker_id, node_id in (("w0", first), ("w1", second)):
+    for worker_id, node_id in zip(("w0", "w1"), up(nodes, SPOT), strict=True):
         placed = {"resources": {SPOT: 1}, "label_selector": {"ray.io/node-id": node_id}}
         occupants[node_id] = ray.remote(Occupant).options(num_cpus=0, **placed).remote()
         machines.assign(node_id, worker_id)
-    where = [await occupants[node_id].node.remote() for node_id in (first, second)]
+    where = [await occupant.node.remote() for occupant in occupants.values()]
     tell("two", nodes=shown(await machines.nodes()), where=where)
+    return occupants
 
-    # The test gives `first` its notice, from outside, and ends it at its deadline.
-    nodes = await until(lambda nodes: any(n.state == "draining" for n in nodes), "the notice")
+
+async def one_is_preempted(machines: Actuator, doomed: str) -> None:
+    """The test gives `doomed` its notice, from outside, and ends it at its deadline."""
+    nodes = await until(machines, lambda nodes: any(n.state == "draining" for n in nodes), "the notice")
     (leaving,) = (node for node in nodes if node.state == "draining")
-    tell("notice", node_id=leaving.node_id, left_s=(leaving.notice_deadline_s or 0.0) - clock.now_s())
-    nodes = await until(lambda nodes: len(up(nodes, SPOT)) == 2, "a machine instead of the one that leaves")
+    tell("notice", node_id=leaving.node_id, left_s=(leaving.notice_deadline_s or 0.0) - CLOCK.now_s())
+    nodes = await until(
+        machines, lambda nodes: len(up(nodes, SPOT)) == 2, "a machine instead of the one that leaves"
+    )
     tell("replaced", nodes=shown(nodes), dead_already=any(n.state == "dead" for n in nodes))
     nodes = await until(
-        lambda nodes: any(n.node_id == first and n.state == "dead" for n in nodes), "the end of a machine"
+        machines,
+        lambda nodes: any(n.node_id == doomed and n.state == "dead" for n in nodes),
+        "the end of a machine",
     )
     tell("preempted", nodes=shown(nodes))
 
+
+async def what_is_told_goes(machines: Actuator, released: str, occupant: Any) -> None:
+    """A dear machine comes; one is released, one gets a notice, and then nobody wants any."""
+    import ray
+
     await machines.want({SPOT: 2, SURE: 1})
-    nodes = await until(lambda nodes: len(up(nodes, SURE)) == 1, "the dear machine")
+    nodes = await until(machines, lambda nodes: len(up(nodes, SURE)) == 1, "the dear machine")
     labels = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
     tell("dear", nodes=shown(nodes), market=labels[up(nodes, SURE)[0]].get("market"))
 
     # The one with a worker may go; the one that nobody released stays.
     await machines.want({SPOT: 1, SURE: 1})
-    ray.kill(occupants[second])
-    await machines.release(second)
-    nodes = await until(lambda nodes: second not in up(nodes, SPOT), "the end of the released machine")
-    tell("released", nodes=shown(nodes), released=second)
+    ray.kill(occupant)
+    await machines.release(released)
+    nodes = await until(
+        machines, lambda nodes: released not in up(nodes, SPOT), "the end of the released machine"
+    )
+    tell("released", nodes=shown(nodes), released=released)
 
     sure = up(nodes, SURE)[0]
-    await machines.notice(sure, clock.now_s() + 1000.0)  # it is idle: Ray ends it at once
+    await machines.notice(sure, CLOCK.now_s() + 1000.0)  # it is idle: Ray ends it at once
     nodes = await until(
-        lambda nodes: sure not in up(nodes, SURE), "the drain of a machine whose cloud spoke up"
+        machines,
+        lambda nodes: sure not in up(nodes, SURE),
+        "the drain of a machine whose cloud spoke up",
     )
     tell("noticed", nodes=shown(nodes), node_id=sure)
 
     await machines.want({})
-    nodes = await until(lambda nodes: all(n.state == "dead" for n in nodes), "the end of what is idle")
-    tell("none", nodes=shown(nodes))
+    tell("none", nodes=shown(await until(machines, idle_ones_are_gone, "the end of what is idle")))
 
-    try:
-        await machines.want({SPOT: 99})
-        await until(lambda nodes: False, "a refusal")
-    except ClusterError as error:
-        tell("impossible", error=str(error))
-    elsewhere = RayNodes({SPOT: {"market": "elsewhere"}}, clock)
-    try:
-        await elsewhere.want({SPOT: 1})
-        await until(lambda nodes: False, "a refusal", elsewhere)
-    except ClusterError as error:
-        tell("mislabelled", error=str(error))
 
-    await machines.want({SPOT: 1})
-    nodes = await until(lambda nodes: len(up(nodes, SPOT)) == 1, "one more machine")
-    await machines.close()
-    nodes = await until(lambda nodes: all(n.state == "dead" for n in nodes), "the end of what is idle")
-    tell("closed", nodes=shown(nodes))
+async def impossible_wishes(machines: Actuator, elsewhere: Actuator) -> None:
+    """More than there can be, and labels that no machine has."""
+    for event, actuator, wanted in (
+        ("impossible", machines, {SPOT: 99}),
+        ("mislabelled", elsewhere, {SPOT: 1}),
+    ):
+        try:
+            await actuator.want(wanted)
+            await until(actuator, lambda nodes: False, "a refusal")
+        except ClusterError as error:
+            tell(event, error=str(error))
 
 
 # --- outside -------------------------------------------------------------------------------------

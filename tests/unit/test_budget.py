@@ -18,14 +18,15 @@ from echo_planes.clock import Clock, ManualClock
 from echo_planes.config import Config, WorkerConfig
 from echo_planes.data.service import DataService
 from echo_planes.data.store.files import REPLAY_FOLDER
-from echo_planes.errors import ConfigError, DataError
+from echo_planes.errors import ConfigError, DataError, RunError
 from echo_planes.job import run_job
 from echo_planes.metrics import Aggregates, read_events, read_metrics, read_summary
 from echo_planes.money import Budget, MoneyBook
 from echo_planes.observers import QuietObserver
 from echo_planes.rollout.actuator import Actuator
+from echo_planes.run import exit_status
 from echo_planes.runner import Outcome
-from echo_planes.spending import LOOK_S, SPENDING_FILE, BudgetGuard, Spending, open_budget
+from echo_planes.spending import LOOK_S, SPENDING_FILE, BudgetGuard, Spending, check_budget, open_budget
 from echo_planes.terminal import View
 from echo_planes.testing import Faults, Simulation, replace_section, tiny_config
 from echo_planes.types import (
@@ -237,6 +238,34 @@ def test_a_budget_that_earlier_parts_have_spent_ends_before_it_begins(tmp_path: 
     assert budget.left(10.0) == 20.0
 
 
+@pytest.mark.parametrize(
+    ("status", "expected"), [("done", 0), ("spent", 0), ("stopped", 130), ("failed", None)]
+)
+def test_what_a_run_ends_with(status: Any, expected: int | None) -> None:
+    outcome = Outcome(status, "why", BufferCounts())
+    if expected is None:
+        with pytest.raises(RunError, match=r"^why$"):
+            exit_status(outcome)
+    else:
+        assert exit_status(outcome) == expected
+
+
+def test_the_way_on_names_a_budget_that_the_rest_fits_in(tmp_path: Path) -> None:
+    """One of ten steps is made for 100 $, another was in an earlier part; a shell wants the name quoted."""
+    folder = tmp_path / "a run"
+    folder.mkdir()
+    first = Spent(folder)
+    assert first.spending.way_on(3.0) == (
+        "nothing was trained, so there is no checkpoint: start anew, with budget.usd=6 or more"
+    )
+    first.step(10)
+    resumed = Spent(folder, of_steps(100.0))
+    resumed.step(10)
+    assert resumed.spending.way_on(100.0) == (  # 100 + 100 + 9 * 100, a tenth more, two digits
+        f"python -m echo_planes.run 'run.resume={folder}' budget.usd=1300"
+    )
+
+
 class Heard(QuietObserver):
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -371,12 +400,19 @@ def test_a_run_stops_at_its_budget_with_a_checkpoint_and_goes_on_with_a_larger_o
     job = Job(tmp_path / "run")
     stopped = job.run(12.0)
     assert (stopped.status, stopped.error) == (
-        "stopped",
+        "spent",
         "budget.usd=12 is spent; give a larger one to go on",
     )
+    assert exit_status(stopped) == 0
     summary = read_summary(job.folder)
     steps = summary["steps"]
     assert 0 < steps < 20
+    assert summary["status"] == "spent"
+    closing = job.screen.getvalue().splitlines()
+    assert f"spent: math with builtin:tiny-math, {steps} of 20 steps in " in job.screen.getvalue()
+    assert f"  budget     {stopped.error}" in closing
+    command, _, enough_usd = closing[-1].rpartition(" budget.usd=")
+    assert command == f"  go on      python -m echo_planes.run run.resume={job.folder}"
     _, meta = newest_checkpoint(job.folder)
     assert meta.step == steps
     # A step that was under way, and the checkpoint, are all it took more.
@@ -391,8 +427,13 @@ def test_a_run_stops_at_its_budget_with_a_checkpoint_and_goes_on_with_a_larger_o
     assert job.num_planes == 1
     assert read_summary(job.folder) == summary
 
-    done = job.run(100.0, resume=True)
-    assert done.status == "done"
+    with pytest.raises(ConfigError, match=r"budget\.usd=12: the run has spent \$1\d\.\d+ already"):
+        check_budget(12.0, job.folder)  # before anything is started
+    check_budget(float(enough_usd), job.folder)
+
+    done = job.run(float(enough_usd), resume=True)
+    assert (done.status, exit_status(done)) == ("done", 0)
+    assert job.screen.getvalue().count("go on  ") == 1
     whole = read_summary(job.folder)
     assert whole["steps"] == 20
     assert whole["usd_total"] > summary["usd_total"]
@@ -403,7 +444,8 @@ def test_a_run_stops_at_its_budget_with_a_checkpoint_and_goes_on_with_a_larger_o
 
 def test_a_run_that_has_not_made_a_step_stops_at_its_budget_too(tmp_path: Path) -> None:
     job = Job(tmp_path / "run", Faults(lose_installs={("w0", 0), ("w1", 0)}))
-    assert job.run(2.5).status == "stopped"
+    assert job.run(2.5).status == "spent"
+    assert "go on      nothing was trained" in job.screen.getvalue()
     summary = read_summary(job.folder)
     assert summary["steps"] == 0
     assert 2.5 <= summary["usd_total"] <= 2.5 + 1.5 * LOOK_S  # 1.5 $/s

@@ -9,7 +9,12 @@ import pytest
 
 from echo_planes import events as ev
 from echo_planes.config import Config
-from echo_planes.controller import MAX_INSTALL_FAILURES, STARVED_AGAIN_S, Controller
+from echo_planes.controller import (
+    MAX_INSTALL_FAILURES,
+    MOST_RESTART_DELAY_S,
+    STARVED_AGAIN_S,
+    Controller,
+)
 from echo_planes.testing import replace_section, tiny_config
 from echo_planes.types import EvalReport, InstallReport, Manifest, StepStats, TrainBatch
 
@@ -246,6 +251,19 @@ def test_a_lost_worker_comes_back_with_a_new_epoch_and_a_growing_delay() -> None
     assert loop.controller.restarts == {"w0": 3, "w1": 0}
 
 
+def test_the_delay_of_a_lost_worker_has_a_ceiling() -> None:
+    """Also where a float could not hold what doubling comes to."""
+    loop = Loop(settings(restarts=2000), ("w0", "w1"))
+    loop.start()
+    delays = []
+    for epoch in range(2000):
+        (again,) = loop.tell(ev.WorkerLost("w0", epoch, "died"))
+        assert isinstance(again, ev.StartWorker)
+        delays.append(again.delay_s)
+    assert delays[:8] == [0.0, 1.0, 3.0, 7.0, 15.0, 31.0, MOST_RESTART_DELAY_S, MOST_RESTART_DELAY_S]
+    assert set(delays[8:]) == {MOST_RESTART_DELAY_S}
+
+
 def test_news_of_an_older_incarnation_changes_nothing() -> None:
     loop = Loop(settings())
     loop.start()
@@ -379,6 +397,22 @@ def test_a_stop_during_a_checkpoint_does_not_save_twice() -> None:
     assert loop.train(0) == [ev.Checkpoint(1)]
     assert stop(loop) == []
     assert loop.tell(ev.Checkpointed(1)) == [ev.Finish("stopped", "Ctrl-C")]
+
+
+def test_a_spent_budget_is_an_end_of_its_own_and_the_first_reason_to_stop_counts() -> None:
+    spent = ev.StopRequested("the money is gone", "spent")
+    assert Loop(settings()).tell(spent) == [ev.Finish("spent", "the money is gone")]
+    for first, second, end in (
+        (spent, ev.StopRequested("Ctrl-C"), ev.Finish("spent", "the money is gone")),
+        (ev.StopRequested("Ctrl-C"), spent, ev.Finish("stopped", "Ctrl-C")),
+    ):
+        loop = Loop(settings())
+        loop.start()
+        loop.tell(ev.BatchReady(batch(0)))
+        assert loop.tell(first) == []
+        assert loop.tell(ev.StepDone(STATS)) == [ev.Checkpoint(1)]
+        assert loop.tell(second) == []
+        assert loop.tell(ev.Checkpointed(1)) == [end]
 
 
 def test_a_stop_does_not_wait_for_the_last_evaluation() -> None:

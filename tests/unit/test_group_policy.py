@@ -17,30 +17,25 @@ from echo_planes.rollout.group_policy import GroupPolicy
 from echo_planes.rollout.play import Player
 from echo_planes.rollout.work import Work
 from echo_planes.samples import joined
-from echo_planes.types import Draft, Episode, Group, Lease, Prompt, Publication, Sample, Span
+from echo_planes.types import Draft, Episode, Group, Lease, Prompt, Sample, Span
 from echo_planes.virtual_time import run_virtual
+from tests.unit.stub_engine import StubEngine
 
 LONGEST = 9  # tokens of one call
 CONTEXT = (1, 2)
 
 
-class Engine:
+class Engine(StubEngine):
     """A token per second for every sample, each a new one; answers are `length` tokens long."""
 
     new_tokens = count(1000)  # no two are equal: equal words can only be kept ones
 
     def __init__(self, *, length: int = 4, version: int = 0, limit: int = LONGEST) -> None:
-        self.version, self.digest, self.digest_mismatches = version, f"d{version}", 0
-        self.last_pause_s = 0.0
+        super().__init__(version)
         self.length = length
         self.limit = limit
         self.refuses: tuple[int, ...] = ()  # contexts that end with these tokens, after a second
-        self.requests: list[tuple[tuple[int, ...], int, int]] = []  # context, samples, longest answer
         self.sampled = 0
-        self.open = 0
-
-    async def start(self) -> None:
-        return None
 
     async def generate(
         self,
@@ -51,11 +46,9 @@ class Engine:
         on_tokens: Callable[[int, Sample], None],
     ) -> list[Sample]:
         context = tuple(prompt_ids)
-        self.requests.append((context, num_samples, max_new_tokens))
         done = self.limit - max_new_tokens
         pieces: list[list[Sample]] = [[] for _ in range(num_samples)]
-        self.open += 1
-        try:
+        with self.request(context, num_samples, max_new_tokens):
             for position in range(done, min(self.length, self.limit)):
                 await asyncio.sleep(1.0)
                 if self.refuses and context[-len(self.refuses) :] == self.refuses:
@@ -68,18 +61,7 @@ class Engine:
                     pieces[i].append(piece)
                     self.sampled += 1
                     on_tokens(i, piece)
-        finally:
-            self.open -= 1
         return [joined(sample) for sample in pieces]
-
-    async def install(self, publication: Publication) -> None:
-        self.version, self.digest = publication.manifest.version, publication.manifest.digest
-
-    async def live_digest(self) -> str:
-        return self.digest
-
-    async def close(self) -> None:
-        return None
 
 
 def draft(context: tuple[int, ...], *tokens: int, finish: str = "", version: int = 0) -> Draft:

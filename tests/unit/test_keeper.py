@@ -249,6 +249,16 @@ def test_less_is_asked_for_before_a_machine_goes_whose_worker_ends_while_it_is_l
     scene.play(act)
 
 
+def test_a_fleet_of_nobody_asks_for_no_machines_at_once() -> None:
+    """What a run that was killed had asked for stands until somebody asks for something else."""
+    scene = Scene(settings(kind(count=0)))
+
+    async def act(scene: Scene) -> None:
+        await until(lambda: scene.machines.calls == ["want 0"], limit_s=TICK_S)
+
+    scene.play(act)
+
+
 def test_machines_there_anyway_are_taken_without_the_labels_of_a_node() -> None:
     scene = Scene(settings(kind(), scale="static"))
 
@@ -377,6 +387,114 @@ def test_a_notice_is_not_lost_where_the_cluster_does_not_answer() -> None:
         await until(lambda: f"notice {scene.machines.of('w0')}" in scene.machines.calls)
 
     scene.play(act)
+
+
+# --- machines that take their time to go ---------------------------------------------------------
+
+
+class Reluctant(Machines):
+    """A machine is seen up, and with nobody on it, for `release_s` after it was to go."""
+
+    def __init__(self, release_s: float) -> None:
+        super().__init__()
+        self.release_s = release_s
+        self.released: list[str] = []
+        self.refusal: Exception | None = None
+
+    async def release(self, node_id: str) -> None:
+        self.calls.append(f"release {node_id}")
+        try:
+            await asyncio.sleep(self.release_s)
+        except asyncio.CancelledError:
+            self.calls.append(f"cancelled {node_id}")
+            raise
+        if self.refusal is not None:
+            raise self.refusal
+        del self.there[node_id]
+        self.released.append(node_id)
+
+
+def test_machines_that_are_slow_to_go_stand_in_nobodys_way() -> None:
+    machines = Reluctant(release_s=10.0)
+    scene = Scene(settings(kind(count=3, market="spot")), machines)
+
+    async def act(scene: Scene) -> None:
+        await until(lambda: len(scene.wanted) == 3)
+        now_s = asyncio.get_running_loop().time
+        scene.gone("w0")
+        scene.gone("w1")
+        await until(lambda: sum(call.startswith("release") for call in machines.calls) == 2)
+        begun_s = now_s()
+        scene.stats["w2"] = WorkerStats("w2", 0, "", 0, 0, 0, 0.0, leaves_in_s=25.0)
+        await until(lambda: f"notice {machines.of('w2')}" in machines.calls)
+        assert now_s() - begun_s <= 2 * TICK_S
+        assert machines.released == []
+        await until(lambda: len(machines.released) == 2)
+        assert now_s() - begun_s <= machines.release_s + TICK_S  # one beside the other
+        assert sum(call.startswith("release") for call in machines.calls) == 2
+
+    scene.play(act)
+
+
+def test_a_machine_that_is_let_go_is_not_given_to_the_next_worker() -> None:
+    machines = Reluctant(release_s=10.0)
+    scene = Scene(settings(kind(max_count=1)), machines)
+
+    async def act(scene: Scene) -> None:
+        await until(lambda: "w0" in scene.wanted)
+        await scene.publish_and_serve()
+        scene.gone("w0")
+        await until(lambda: "release n0" in machines.calls)
+        machines.there["n0"] = replace(machines.there["n0"], worker_id=None)  # as Ray's actuator sees it
+        scene.step()
+        await until(lambda: "w1" in scene.wanted)
+        assert machines.of("w1") != "n0"
+
+    scene.play(act)
+
+
+def test_what_keeps_a_machine_from_going_is_told_and_it_is_tried_again() -> None:
+    machines = Reluctant(release_s=3 * TICK_S)
+    machines.refusal = RunError("drain refused")
+    scene = Scene(settings(kind(count=2)), machines)
+
+    async def act(scene: Scene) -> None:
+        await until(lambda: len(scene.wanted) == 2)
+        scene.gone("w0")
+        await until(lambda: "release n0" in machines.calls)
+        await until(lambda: any("(1 in a row): drain refused" in text for text in scene.told))
+        machines.refusal = None
+        await until(lambda: machines.released == ["n0"])
+        assert machines.calls.count("release n0") >= 2
+
+    scene.play(act)
+
+
+def test_a_cluster_that_can_never_let_a_machine_go_ends_the_run() -> None:
+    machines = Reluctant(release_s=TICK_S)
+    machines.refusal = ClusterError("no such machine")
+    scene = Scene(settings(kind()), machines)
+
+    async def act(scene: Scene) -> None:
+        await until(lambda: "w0" in scene.wanted)
+        scene.gone("w0")
+        await asyncio.sleep(100 * TICK_S)
+
+    with pytest.raises(ClusterError, match="no such machine"):
+        scene.play(act)
+
+
+def test_the_end_of_a_run_does_not_wait_for_machines_to_go() -> None:
+    machines = Reluctant(release_s=float("inf"))
+    scene = Scene(settings(kind()), machines)
+
+    async def act(scene: Scene) -> None:
+        await until(lambda: "w0" in scene.wanted)
+        scene.gone("w0")
+        await until(lambda: "release n0" in machines.calls)
+
+    scene.play(act)
+    assert machines.calls[-2:] == ["cancelled n0", "close"]
 
 
 # --- a cluster that fails ------------------------------------------------------------------------

@@ -297,7 +297,7 @@ def test_the_closing_block_says_what_matters() -> None:
     )
     text = stream.getvalue()
     for expected in (
-        "failed: math with m, 3 steps in - s",
+        "failed: math with m, 3 of 120 steps in - s",
         "DivergedError: loss is nan",
         "0.500 -> 0.900 held-out accuracy",
         "max 2 (bound 3)",

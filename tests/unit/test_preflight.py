@@ -15,6 +15,7 @@ from echo_planes import preflight
 from echo_planes.config import Config
 from echo_planes.data.store.store import ReplayStore
 from echo_planes.errors import ClusterError, ConfigError, DataError, ModelError, UserError
+from echo_planes.spending import SPENDING_FILE
 from echo_planes.testing import replace_section
 
 
@@ -147,6 +148,19 @@ def test_a_folder_that_another_run_has_is_refused_unless_it_is_resumed(tmp_path:
     assert f"run.dir={tmp_path}" in message
     assert f"run.resume={tmp_path}" in message
     preflight.check(config(run={"resume": str(tmp_path)}), tmp_path)
+
+
+@pytest.mark.parametrize(("usd", "fits"), [(12.0, False), (12.5, False), (12.6, True), (None, True)])
+def test_a_resumed_run_whose_budget_is_spent(tmp_path: Path, usd: float | None, fits: bool) -> None:
+    spent = {"usd_by_sku": {"learner": 12.5}, "usd_by_part": {"learner": 8.0, "booting": 4.5}}
+    (tmp_path / SPENDING_FILE).write_text(json.dumps(spent))
+    settings = config(run={"resume": str(tmp_path)}, budget={"usd": usd})
+    if fits:
+        preflight.check(settings, tmp_path)
+    else:
+        message = refusal(ConfigError, settings, tmp_path)
+        for part in (f"budget.usd={usd:g}", "has spent $12.5 already", "give more", "budget.usd=null"):
+            assert part in message
 
 
 def test_a_replay_store_that_another_run_has_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

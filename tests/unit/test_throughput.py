@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from echo_planes.config import BUILTIN_MODELS
-from echo_planes.errors import ModelError
-from echo_planes.rollout.sku_facts import SKU_FACTS, nearest
+from echo_planes.errors import ModelError, nearest
+from echo_planes.rollout.sku_facts import SKU_FACTS
 from echo_planes.rollout.throughput import (
     ENGINE_EFFICIENCY,
     LEARNER_EFFICIENCY,

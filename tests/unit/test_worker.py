@@ -31,6 +31,7 @@ from echo_planes.types import (
     Span,
 )
 from echo_planes.virtual_time import run_virtual
+from tests.unit.stub_engine import StubEngine
 
 T = TypeVar("T")
 LEASE_S = 8.0
@@ -43,21 +44,15 @@ def virtual(coroutine: Coroutine[Any, Any, T]) -> T:
     return run_virtual(lambda _: main())
 
 
-class Engine:
+class Engine(StubEngine):
     """Answers every request after `seconds`, with a token per second on the way."""
 
     def __init__(self, seconds: float = 1.0, error: Exception | None = None) -> None:
-        self.version, self.digest, self.digest_mismatches = 0, "d0", 0
+        super().__init__()
         self.last_pause_s = 0.25
         self.seconds = seconds
         self.error = error
         self.refuses = ""
-        self.requests: list[tuple[tuple[int, ...], int, int]] = []  # prompt, samples, longest answer
-        self.open = 0
-        self.most_open = 0
-
-    async def start(self) -> None:
-        return None
 
     async def generate(
         self,
@@ -67,10 +62,7 @@ class Engine:
         max_new_tokens: int,
         on_tokens: Callable[[int, Sample], None],
     ) -> list[Sample]:
-        self.requests.append((tuple(prompt_ids), num_samples, max_new_tokens))
-        self.open += 1
-        self.most_open = max(self.most_open, self.open)
-        try:
+        with self.request(prompt_ids, num_samples, max_new_tokens):
             left_s = self.seconds
             while left_s > 0:
                 await asyncio.sleep(min(1.0, left_s))
@@ -79,21 +71,13 @@ class Engine:
                     on_tokens(i, Sample((ord(" "),), (-0.5,), (Span(0, 1, self.version, self.digest),), ""))
             if self.error:
                 raise self.error
-        finally:
-            self.open -= 1
         span = (Span(0, 2, self.version, self.digest),)
         return [Sample((ord("0") + i, 0), (-0.5, -0.1), span, "stop") for i in range(num_samples)]
 
     async def install(self, publication: Publication) -> None:
         if self.refuses:
             raise WeightsError(self.refuses)
-        self.version, self.digest = publication.manifest.version, publication.manifest.digest
-
-    async def live_digest(self) -> str:
-        return self.digest
-
-    async def close(self) -> None:
-        return None
+        await super().install(publication)
 
 
 class Source:
