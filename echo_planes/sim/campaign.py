@@ -204,7 +204,10 @@ class ChaosWorld(World):
         if self.scenario.fleet.mode == "fixed":
             return
         # Who is to go, or is gone, has a cause.
-        counts = Counter(member.offer.name for member in self.crew.members.values() if not member.cause)
+        counts: dict[str, int] = {}
+        for member in self.crew.members.values():
+            if not member.cause:
+                counts[member.offer.name] = counts.get(member.offer.name, 0) + 1
         for name, count in counts.items():
             quota = self._offers[name].quota
             if count > quota:
@@ -214,9 +217,11 @@ class ChaosWorld(World):
     def _check_price(self, counts: Mapping[str, int]) -> None:
         """The fleet's price limit. Only a minimum that is made good may break it, until others have gone."""
         limit, now_s = self.scenario.fleet.usd_per_hour, self.kernel.now_s
-        rate = sum(self._offers[name].usd_per_hour * count for name, count in counts.items())
+        if limit is None:
+            return
+        rate = sum([self._offers[name].usd_per_hour * count for name, count in counts.items()])
         before, self._counts = self._counts, counts
-        if limit is None or rate <= limit + SAME_USD:
+        if rate <= limit + SAME_USD:
             self._over_since_s = None
             return
         made_good = any(before.get(name, 0) < offer.min_count for name, offer in self._offers.items())

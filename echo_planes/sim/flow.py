@@ -171,8 +171,9 @@ class Flow:
             for work in ended:
                 self._submit(member, engine, work)
         if member.engine is engine:
-            self.plan(member)
             self.ask(member)
+            if member.ending is None:  # leases that came at once have set it
+                self.plan(member)
 
     def _submit(self, member: Member, engine: SimWorker, work: Work) -> None:
         unsent = work.made - work.num_sent
