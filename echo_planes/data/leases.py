@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import statistics
+from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -37,7 +38,8 @@ class LeaseBook:
         self._ends: list[tuple[float, str]] = []  # a heap; renewed ones are put right when they come up
         self._versions: Counter[int] = Counter()
         self._recalled: set[str] = set()
-        self._took_s: deque[float] = deque(maxlen=RECENT_COMPLETIONS)
+        self._took_s: deque[float] = deque()  # recent completions, the oldest first, ...
+        self._sorted_s: list[float] = []  # ... and the shortest first
         self._lease_s = longest_s
         self._epochs: dict[str, int] = {}  # newest incarnation of each worker
         self._gone: set[str] = set()
@@ -124,11 +126,18 @@ class LeaseBook:
             raise LeaseError("fenced")
         if self._expires_s[lease_id] <= now_s:
             raise LeaseError("expired")
-        self._took_s.append(now_s - self._issued_s[lease_id])
-        if len(self._took_s) >= ENOUGH_COMPLETIONS:
-            wanted_s = TIMES_MEDIAN * statistics.median(self._took_s)
-            self._lease_s = min(max(wanted_s, self._shortest_s), self._longest_s)
+        self._observe(now_s - self._issued_s[lease_id])
         return self._remove(lease_id)
+
+    def _observe(self, took_s: float) -> None:
+        """A lease was completed: how long the next ones are."""
+        if len(self._took_s) == RECENT_COMPLETIONS:
+            del self._sorted_s[bisect_left(self._sorted_s, self._took_s.popleft())]
+        self._took_s.append(took_s)
+        insort(self._sorted_s, took_s)
+        if len(self._took_s) >= ENOUGH_COMPLETIONS:
+            wanted_s = TIMES_MEDIAN * statistics.median(self._sorted_s)
+            self._lease_s = min(max(wanted_s, self._shortest_s), self._longest_s)
 
     def recalled_from(self, worker_id: str, epoch: int) -> list[str]:
         """Live leases that this incarnation is to give up."""

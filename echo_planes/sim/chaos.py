@@ -122,7 +122,7 @@ class ChaosDataPlane(SimDataPlane):
         for number, piece in message.pieces:
             first, self._num_tokens = self._num_tokens, self._num_tokens + len(piece.sample.token_ids)
             sample = replace(piece.sample, token_ids=tuple(range(first, self._num_tokens)))
-            pieces.append((number, Draft(piece.context, sample, piece.first)))
+            pieces.append((number, replace(piece, sample=sample)))
         return LeaseTokens(message.lease_id, tuple(pieces))
 
     def _spoilt(self, group: Group) -> Group:

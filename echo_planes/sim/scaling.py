@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
+
 from echo_planes.rollout.estimates import CapacityModel, ThroughputSample
 from echo_planes.rollout.fleet import Cause, Fleet, FleetAction, Launch
 from echo_planes.rollout.offers import Limits, Offer
@@ -118,11 +120,10 @@ class GroupShape:
 
     @classmethod
     def of(cls, lengths: LengthModel) -> GroupShape:
-        groups = [lengths.tokens(index) for index in range(SAMPLE_PROMPTS)]
-        num_samples = len(groups[0])
-        longest = sum([max(tokens) / SAMPLE_PROMPTS for tokens in groups])
-        mean = sum([sum(tokens) / num_samples / SAMPLE_PROMPTS for tokens in groups])
-        return cls(num_samples, mean, longest)
+        groups = np.array([lengths.tokens(index) for index in range(SAMPLE_PROMPTS)])
+        num_samples = groups.shape[1]
+        mean = sum((groups.sum(1) / num_samples / SAMPLE_PROMPTS).tolist())
+        return cls(num_samples, mean, float(groups.max(1).sum() / SAMPLE_PROMPTS))
 
 
 def expected_mu(offer: OfferModel, shape: GroupShape) -> float:
