@@ -393,7 +393,7 @@ def _decimal(value: float) -> Fraction:
 
 
 def _whole(value: float, units: int) -> int:
-    # As `_decimal`, but a decimal number takes a fifth of a fraction's time, and this is called at every event.
+    # As `_decimal`, in a fifth of the time that a fraction takes: this is called at every event.
     return round(_EXACT.multiply(decimal.Decimal(str(value)), units))
 
 

@@ -49,7 +49,7 @@ class Engine:
         self._spec = spec
         self._max_groups = max_groups
         self._now_s = now_s
-        self._peak = spec.peak_tokens_per_s  # at its present speed; with b samples each gets peak / (b + half)
+        self._peak = spec.peak_tokens_per_s  # at its present speed; each of b samples gets peak / (b + half)
         self._paused = False
         self._mark = 0.0  # tokens of a sample that had been running from the start
         self._ends: list[float] = []  # of all running samples, ascending
