@@ -267,6 +267,8 @@ class SimDataPlane:
 
     def _longest_waiting(self, refused: int) -> str | None:
         """Of the workers that serve a newer version than `refused`, the one that waits longest."""
+        if not self._asks:
+            return None
         best: tuple[int, str] | None = None
         for version in list(self._queues):
             queue = self._queues[version]
@@ -284,7 +286,7 @@ class SimDataPlane:
 
     def _enter(self, group: Group, version: int) -> None:
         size = len(group.trajectories)
-        reward = sum(t.reward.value for t in group.trajectories) / size
+        reward = sum([t.reward.value for t in group.trajectories]) / size
         entry = (version, reward, 0.0, size, 0, len(group.group_id), 0)
         self._new[group.group_id] = entry
 

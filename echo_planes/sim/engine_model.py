@@ -51,13 +51,14 @@ class Engine:
         self._now_s = now_s
         self._peak = spec.peak_tokens_per_s  # at its present speed; each of b samples gets peak / (b + half)
         self._paused = False
+        self.clock_rate = 1.0  # seconds of its machine's clock in a second
         self._mark = 0.0  # tokens of a sample that had been running from the start
         self._ends: list[float] = []  # of all running samples, ascending
         self._groups: dict[str, _Running] = {}
         self._group_ends: list[tuple[float, str]] = []  # ascending
         self.tokens = 0.0  # decoded so far
         self.busy_s = 0.0  # with at least one sample running
-        self.saturated_s = 0.0  # without a free place
+        self.saturated_s = 0.0  # without a free place, by its machine's clock
         self.saturated_tokens = 0.0
 
     @property
@@ -115,7 +116,7 @@ class Engine:
             return
         full, before = self.room == 0, self.tokens
         if full:
-            self.saturated_s += left_s
+            self.saturated_s += left_s * self.clock_rate
         ends, peak, half = self._ends, self._peak, self._spec.half_batch
         while ends and left_s > 0:
             batch = len(ends)

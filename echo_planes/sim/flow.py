@@ -83,7 +83,7 @@ class Flow:
                 paid = {}
             engine.begin(lease, paid)
         self._lease_s = leases[-1].expires_s - self._kernel.now_s
-        self._plan_renewal(member)
+        self._plan_renewal(member, engine)
         self.plan(member)
         self.ask(member)
 
@@ -191,9 +191,9 @@ class Flow:
             # What it had streamed is with the prompt, which others go on with.
             self._trace.refused(group.group_id, member.name, unsent)
 
-    def _plan_renewal(self, member: Member) -> None:
-        """Renew in good time before the leases end that are issued now."""
-        when_s = self._kernel.now_s + RENEW_SHARE * self._lease_s
+    def _plan_renewal(self, member: Member, engine: SimWorker) -> None:
+        """Renew in good time before the leases end that are issued now, as far as its clock is right."""
+        when_s = self._kernel.now_s + RENEW_SHARE * self._lease_s / engine.engine.clock_rate
         if member.renewal is not None:
             if member.renews_s <= when_s:
                 return
@@ -207,7 +207,7 @@ class Flow:
         engine = member.engine
         if engine is None or not engine.work:
             return
-        self._plan_renewal(member)
+        self._plan_renewal(member, engine)
         if self._is_silent(member):
             return
         messages = [LeaseTokens(lease_id, ()) for lease_id in engine.work]
