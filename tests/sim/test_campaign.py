@@ -104,7 +104,8 @@ def test_what_an_interrupted_campaign_found_is_kept(how: signal.Signals, tmp_pat
     try:
         limit_s = time.monotonic() + 300.0
         while not path.exists():  # until its first line of progress
-            assert campaign.poll() is None and time.monotonic() < limit_s
+            assert campaign.poll() is None
+            assert time.monotonic() < limit_s
             time.sleep(0.05)
         campaign.send_signal(how)
         said, progress = campaign.communicate(timeout=300.0)
