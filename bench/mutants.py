@@ -73,7 +73,9 @@ _KNOWN = "[m.lease_id for m in messages if m.lease_id in {x.lease_id for x in se
 
 MUTANTS = (
     # leases
-    Mutant("a lease is accepted after its end", LeaseBook, "close", "lease.expires_s <= now_s", "False"),
+    Mutant(
+        "a lease is accepted after its end", LeaseBook, "close", "self._expires_s[lease_id] <= now_s", "False"
+    ),
     Mutant("the epoch is not checked on stream", ReplayBuffer, "stream", _HELD, f"{_HELD} + {_KNOWN}"),
     Mutant("the epoch is not checked on hand_over", ReplayBuffer, "hand_over", _HELD, f"held = {_KNOWN}"),
     Mutant(

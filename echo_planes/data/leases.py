@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import statistics
+from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -33,10 +34,12 @@ class LeaseBook:
         self._live: dict[str, Lease] = {}
         self._issued_s: dict[str, float] = {}
         self._by_worker: dict[str, set[str]] = {}
+        self._expires_s: dict[str, float] = {}  # as last renewed
         self._ends: list[tuple[float, str]] = []  # a heap; renewed ones are put right when they come up
         self._versions: Counter[int] = Counter()
         self._recalled: set[str] = set()
-        self._took_s: deque[float] = deque(maxlen=RECENT_COMPLETIONS)
+        self._took_s: deque[float] = deque()  # recent completions, the oldest first, ...
+        self._sorted_s: list[float] = []  # ... and the shortest first
         self._lease_s = longest_s
         self._epochs: dict[str, int] = {}  # newest incarnation of each worker
         self._gone: set[str] = set()
@@ -87,6 +90,7 @@ class LeaseBook:
         lease = replace(lease, expires_s=now_s + self._lease_s)
         self._live[lease.lease_id] = lease
         self._issued_s[lease.lease_id] = now_s
+        self._expires_s[lease.lease_id] = lease.expires_s
         self._by_worker.setdefault(lease.worker_id, set()).add(lease.lease_id)
         self._versions[lease.version] += 1
         heapq.heappush(self._ends, (lease.expires_s, lease.lease_id))
@@ -99,7 +103,7 @@ class LeaseBook:
             lease is not None
             and lease.worker_id == worker_id
             and lease.epoch == epoch
-            and lease.expires_s > now_s
+            and self._expires_s[lease_id] > now_s
             and self.is_current(worker_id, epoch)
         )
 
@@ -107,8 +111,7 @@ class LeaseBook:
         """Streamed tokens renew a lease; unknown or fenced ones are left alone."""
         for lease_id in lease_ids:
             if self.holds(lease_id, worker_id, epoch, now_s):
-                expires_s = max(self._live[lease_id].expires_s, now_s + self._lease_s)
-                self._live[lease_id] = replace(self._live[lease_id], expires_s=expires_s)
+                self._expires_s[lease_id] = max(self._expires_s[lease_id], now_s + self._lease_s)
 
     def close(self, lease_id: str, worker_id: str, epoch: int, now_s: float) -> Lease:
         """End a lease with a result.
@@ -121,13 +124,20 @@ class LeaseBook:
             raise LeaseError("unknown")
         if lease.worker_id != worker_id or lease.epoch != epoch or not self.is_current(worker_id, epoch):
             raise LeaseError("fenced")
-        if lease.expires_s <= now_s:
+        if self._expires_s[lease_id] <= now_s:
             raise LeaseError("expired")
-        self._took_s.append(now_s - self._issued_s[lease_id])
-        if len(self._took_s) >= ENOUGH_COMPLETIONS:
-            wanted_s = TIMES_MEDIAN * statistics.median(self._took_s)
-            self._lease_s = min(max(wanted_s, self._shortest_s), self._longest_s)
+        self._observe(now_s - self._issued_s[lease_id])
         return self._remove(lease_id)
+
+    def _observe(self, took_s: float) -> None:
+        """A lease was completed: how long the next ones are."""
+        if len(self._took_s) == RECENT_COMPLETIONS:
+            del self._sorted_s[bisect_left(self._sorted_s, self._took_s.popleft())]
+        self._took_s.append(took_s)
+        insort(self._sorted_s, took_s)
+        if len(self._took_s) >= ENOUGH_COMPLETIONS:
+            wanted_s = TIMES_MEDIAN * statistics.median(self._sorted_s)
+            self._lease_s = min(max(wanted_s, self._shortest_s), self._longest_s)
 
     def recalled_from(self, worker_id: str, epoch: int) -> list[str]:
         """Live leases that this incarnation is to give up."""
@@ -171,18 +181,18 @@ class LeaseBook:
         ended = []
         while self._ends and self._ends[0][0] <= now_s:
             _, lease_id = heapq.heappop(self._ends)
-            lease = self._live.get(lease_id)
-            if lease is None:
+            expires_s = self._expires_s.get(lease_id)
+            if expires_s is None:
                 continue
-            if lease.expires_s > now_s:
-                heapq.heappush(self._ends, (lease.expires_s, lease_id))
+            if expires_s > now_s:
+                heapq.heappush(self._ends, (expires_s, lease_id))
             else:
                 ended.append(self._remove(lease_id))
         return ended
 
     def _remove(self, lease_id: str) -> Lease:
         lease = self._live.pop(lease_id)
-        del self._issued_s[lease_id]
+        del self._issued_s[lease_id], self._expires_s[lease_id]
         self._recalled.discard(lease_id)
         self._by_worker[lease.worker_id].discard(lease_id)
         self._versions[lease.version] -= 1

@@ -25,12 +25,14 @@ from echo_planes.sim.draws import Disturbance, Plan, draw
 from echo_planes.sim.flow import Member
 from echo_planes.sim.log import InvariantError, require
 from echo_planes.sim.scenario import Scenario
+from echo_planes.sim.worker import SimWorker
 from echo_planes.sim.world import LINEAGE, Result, World
 from echo_planes.types import InstallReport, Manifest
 
 GHOST_WORDS = 5  # messages of a worker that was cut off
 GHOST_S = 60.0  # within this time
 SAME_USD = 1e-9
+CLOCK_RATES = (0.1, 0.5, 2.0, 10.0)  # of clocks that are wrong
 OVER_LIMIT_S = 90.0  # how long a minimum that is made good may break the fleet's price limit
 
 LearnerWork = ev.FormBatch | ev.Train | ev.Publish | ev.Checkpoint
@@ -102,6 +104,7 @@ class ChaosWorld(World):
         self._epochs: dict[str, int] = {}  # newest that was started
         self._starts: Counter[str] = Counter()
         self._no_installs_until_s = 0.0
+        self._streamed_s: dict[str, float] = {}  # when each worker streamed last
         self._counts: Mapping[str, int] = {}  # workers of each offer, at the last look
         self._over_since_s: float | None = None  # the fleet's price limit
         self._stop_due_s: float | None = None  # when the budget was seen to be spent
@@ -204,7 +207,10 @@ class ChaosWorld(World):
         if self.scenario.fleet.mode == "fixed":
             return
         # Who is to go, or is gone, has a cause.
-        counts = Counter(member.offer.name for member in self.crew.members.values() if not member.cause)
+        counts: dict[str, int] = {}
+        for member in self.crew.members.values():
+            if not member.cause:
+                counts[member.offer.name] = counts.get(member.offer.name, 0) + 1
         for name, count in counts.items():
             quota = self._offers[name].quota
             if count > quota:
@@ -214,9 +220,11 @@ class ChaosWorld(World):
     def _check_price(self, counts: Mapping[str, int]) -> None:
         """The fleet's price limit. Only a minimum that is made good may break it, until others have gone."""
         limit, now_s = self.scenario.fleet.usd_per_hour, self.kernel.now_s
-        rate = sum(self._offers[name].usd_per_hour * count for name, count in counts.items())
+        if limit is None:
+            return
+        rate = sum([self._offers[name].usd_per_hour * count for name, count in counts.items()])
         before, self._counts = self._counts, counts
-        if limit is None or rate <= limit + SAME_USD:
+        if rate <= limit + SAME_USD:
             self._over_since_s = None
             return
         made_good = any(before.get(name, 0) < offer.min_count for name, offer in self._offers.items())
@@ -275,7 +283,7 @@ class ChaosWorld(World):
 
     def _stream(self) -> None:
         for member in self.crew.serving():
-            if self.kernel.now_s >= member.silent_until_s:
+            if self._streams_now(member):
                 self.crew.flow.stream(member)
         if self.kernel.now_s < self.plan.calm_s:
             self.kernel.after(self.plan.stream_every_s, self._stream)
@@ -296,11 +304,29 @@ class ChaosWorld(World):
                 case "recall":
                     for one in serving:
                         self.plane.watched.recall(one.name, 1 + int(what.lasts_s) % 3)
-                case "slow clock":
-                    self.plane.slow_clocks[member.name] = until_s
+                case "wrong clock" if member.engine is not None:
+                    self._set_clock(member, member.engine, self.chaos.choice(CLOCK_RATES))
+                    self.kernel.after(what.lasts_s, partial(self._set_clock, member, member.engine, 1.0))
                 case "old install" if self.manifest is not None:
                     late = partial(self._install_old, member, self.manifest)
                     self.kernel.after(what.lasts_s, late)
+
+    def _set_clock(self, member: Member, engine: SimWorker, rate: float) -> None:
+        """A worker's clock goes at that rate from now on."""
+        if member.engine is engine:
+            self.crew.flow.advance(member)
+            engine.engine.clock_rate = rate
+
+    def _streams_now(self, member: Member) -> bool:
+        """Whether it is time to stream by a worker's own clock, and it is heard."""
+        engine, now_s = member.engine, self.kernel.now_s
+        if engine is None or now_s < member.silent_until_s:
+            return False
+        passed_s = (now_s - self._streamed_s.get(member.name, -math.inf)) * engine.engine.clock_rate
+        if engine.engine.clock_rate < 1 and passed_s < self.plan.stream_every_s:
+            return False
+        self._streamed_s[member.name] = now_s
+        return True
 
     def _no_install(self, worker_id: str, epoch: int) -> None:
         """An install did not end in its time: its worker is given up."""

@@ -2,9 +2,10 @@
 
 Besides the faults of a scenario (`faults.py`) there are: workers that are cut off, given up, and
 come back with results of an old epoch; messages that are lost, come late or twice; workers whose clock runs
-slow, so that they renew too rarely; results that are no results; leases that are recalled; installs that
-never happen, and ones of an old publication that come late; offers of which no machine comes; a disk that is
-full. After `calm_s` nothing goes wrong any more, so that every run can end.
+slow or fast, so that they stream and renew too rarely or too often, and measure themselves wrongly (only its
+rate matters: no moment of a worker's clock ever reaches the data plane); results that are no results; leases
+that are recalled; installs that never happen, and ones of an old publication that come late; offers of which
+no machine comes; a disk that is full. After `calm_s` nothing goes wrong any more, so that every run can end.
 """
 
 from __future__ import annotations
@@ -45,7 +46,6 @@ class ChaosDataPlane(SimDataPlane):
     def begin(self, plan: Plan, rng: random.Random) -> None:
         """What goes wrong, before anything happens."""
         self.plan, self.rng = plan, rng
-        self.slow_clocks: dict[str, float] = {}  # worker -> until when its clock runs slow
         self._num_tokens = 0
         self.watched.log = Log(lambda: self._kernel.now_s)
 
@@ -84,8 +84,7 @@ class ChaosDataPlane(SimDataPlane):
 
     def stream(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> tuple[str, ...]:
         plan, numbered = self.plan, [self._numbered(message) for message in messages]
-        slow = self.slow_clocks.get(worker_id, 0.0) > self._kernel.now_s
-        if self._happens(max(plan.lost, 0.5 * slow)):
+        if self._happens(plan.lost):
             return ()
         if self._happens(plan.late):
             sent = partial(super().stream, worker_id, epoch, numbered)

@@ -77,6 +77,7 @@ class SimDataPlane:
         self._on_leases = on_leases
         self._on_dropped = on_dropped
         self._index = GroupIndex()
+        self._new: dict[str, tuple[float, ...]] = {}  # entries of accepted groups that are not indexed yet
         sampling = scenario.sampling
         self._buffer = self.buffer_type(
             scenario.staleness,
@@ -214,6 +215,7 @@ class SimDataPlane:
             self._look()
 
     def _form(self, step: int) -> Answer:
+        self._index_new()
         found = self._buffer.next_batch(step, self._kernel.now_s)
         self._settle_dropped()
         if isinstance(found, list):
@@ -265,6 +267,8 @@ class SimDataPlane:
 
     def _longest_waiting(self, refused: int) -> str | None:
         """Of the workers that serve a newer version than `refused`, the one that waits longest."""
+        if not self._asks:
+            return None
         best: tuple[int, str] | None = None
         for version in list(self._queues):
             queue = self._queues[version]
@@ -282,10 +286,17 @@ class SimDataPlane:
 
     def _enter(self, group: Group, version: int) -> None:
         size = len(group.trajectories)
-        reward = sum(t.reward.value for t in group.trajectories) / size
+        reward = sum([t.reward.value for t in group.trajectories]) / size
         entry = (version, reward, 0.0, size, 0, len(group.group_id), 0)
-        message = (0, 0, self._index.num_groups, 1)
-        self._index.add_new(0, [message], np.array([entry], GROUP_ENTRY), [group.group_id])
+        self._new[group.group_id] = entry
+
+    def _index_new(self) -> None:
+        """Enter what was accepted since the last call, as one message."""
+        if self._new:
+            message = (0, 0, self._index.num_groups, len(self._new))
+            entries = np.array(list(self._new.values()), GROUP_ENTRY)
+            self._index.add_new(0, [message], entries, list(self._new))
+            self._new.clear()
 
     def _sequences(self, groups: Sequence[Accepted]) -> IntArray:
         return np.array([self._index.by_id[group.group_id] for group in groups], np.int64)
@@ -293,5 +304,6 @@ class SimDataPlane:
     def _settle_dropped(self) -> None:
         dropped = self._buffer.take_dropped()
         if dropped:
+            self._index_new()
             self._index.settle(self._sequences(dropped), Fate.DROPPED, -1)
             self._on_dropped(dropped)

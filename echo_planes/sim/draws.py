@@ -11,8 +11,8 @@ from echo_planes.sim.scenario import Scenario, parse_scenario
 
 WAIT_LIMIT_S = 3000.0  # longer than all that goes wrong, and what is backed off for it
 
-Kind = Literal["cut off", "recall", "no installs", "old install", "no machines", "slow clock"]
-KINDS: tuple[Kind, ...] = ("cut off", "recall", "no installs", "old install", "no machines", "slow clock")
+Kind = Literal["cut off", "recall", "no installs", "old install", "no machines", "wrong clock"]
+KINDS: tuple[Kind, ...] = ("cut off", "recall", "no installs", "old install", "no machines", "wrong clock")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ where a group ends: the ends of its samples between two events are gone through 
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,15 +49,16 @@ class Engine:
         self._spec = spec
         self._max_groups = max_groups
         self._now_s = now_s
-        self._speed = 1.0
+        self._peak = spec.peak_tokens_per_s  # at its present speed; each of b samples gets peak / (b + half)
         self._paused = False
+        self.clock_rate = 1.0  # seconds of its machine's clock in a second
         self._mark = 0.0  # tokens of a sample that had been running from the start
         self._ends: list[float] = []  # of all running samples, ascending
         self._groups: dict[str, _Running] = {}
         self._group_ends: list[tuple[float, str]] = []  # ascending
         self.tokens = 0.0  # decoded so far
         self.busy_s = 0.0  # with at least one sample running
-        self.saturated_s = 0.0  # without a free place
+        self.saturated_s = 0.0  # without a free place, by its machine's clock
         self.saturated_tokens = 0.0
 
     @property
@@ -83,10 +84,10 @@ class Engine:
             have: tokens of each that were made elsewhere; empty: none.
         """
         had = tuple(have) or (0,) * len(lengths)
-        ends = [self._mark + max(length - done, 0) for length, done in zip(lengths, had, strict=True)]
-        for end in ends:
-            if end > self._mark:
-                insort(self._ends, end)
+        mark = self._mark
+        ends = [mark + max(length - done, 0) for length, done in zip(lengths, had, strict=True)]
+        self._ends += [end for end in ends if end > mark]
+        self._ends.sort()
         self._groups[key] = _Running(self._mark, ends, had)
         insort(self._group_ends, (max(ends), key))
 
@@ -115,17 +116,17 @@ class Engine:
             return
         full, before = self.room == 0, self.tokens
         if full:
-            self.saturated_s += left_s
-        while self._ends and left_s > 0:
-            batch = len(self._ends)
-            rate = self._rate(batch)
-            part_s = min((self._ends[0] - self._mark) / rate, left_s)
+            self.saturated_s += left_s * self.clock_rate
+        ends, peak, half = self._ends, self._peak, self._spec.half_batch
+        while ends and left_s > 0:
+            batch = len(ends)
+            rate = peak / (batch + half)
+            part_s = min((ends[0] - self._mark) / rate, left_s)
             self._mark += part_s * rate
             self.tokens += part_s * rate * batch
             self.busy_s += part_s
             left_s -= part_s
-            while self._ends and self._ends[0] <= self._mark + _SAME_TOKENS:
-                del self._ends[0]
+            del ends[: bisect_right(ends, self._mark + _SAME_TOKENS)]
         if full:
             self.saturated_tokens += self.tokens - before
 
@@ -142,24 +143,21 @@ class Engine:
         if self._paused or not self._group_ends:
             return math.inf
         target, mark, when_s, batch = self._group_ends[0][0], self._mark, self._now_s, len(self._ends)
+        peak, half = self._peak, self._spec.half_batch
         for end in self._ends:
             if end > target:
                 break
-            when_s += (end - mark) / self._rate(batch)
+            when_s += (end - mark) / (peak / (batch + half))
             mark, batch = end, batch - 1
         return when_s
 
     def set_speed(self, factor: float) -> None:
         """From now on it decodes at so much of its usual rate."""
-        self._speed = factor
+        self._peak = factor * self._spec.peak_tokens_per_s
 
     def pause(self, paused: bool) -> None:
         """Stand still from now on, or go on."""
         self._paused = paused
-
-    def _rate(self, batch: int) -> float:
-        """Tokens/s of each running sample."""
-        return self._speed * self._spec.peak_tokens_per_s / (batch + self._spec.half_batch)
 
     def _tokens_of(self, group: _Running) -> tuple[int, ...]:
         return tuple(

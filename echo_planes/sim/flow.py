@@ -83,7 +83,7 @@ class Flow:
                 paid = {}
             engine.begin(lease, paid)
         self._lease_s = leases[-1].expires_s - self._kernel.now_s
-        self._plan_renewal(member)
+        self._plan_renewal(member, engine)
         self.plan(member)
         self.ask(member)
 
@@ -171,8 +171,9 @@ class Flow:
             for work in ended:
                 self._submit(member, engine, work)
         if member.engine is engine:
-            self.plan(member)
             self.ask(member)
+            if member.ending is None:  # leases that came at once have set it
+                self.plan(member)
 
     def _submit(self, member: Member, engine: SimWorker, work: Work) -> None:
         unsent = work.made - work.num_sent
@@ -190,9 +191,9 @@ class Flow:
             # What it had streamed is with the prompt, which others go on with.
             self._trace.refused(group.group_id, member.name, unsent)
 
-    def _plan_renewal(self, member: Member) -> None:
-        """Renew in good time before the leases end that are issued now."""
-        when_s = self._kernel.now_s + RENEW_SHARE * self._lease_s
+    def _plan_renewal(self, member: Member, engine: SimWorker) -> None:
+        """Renew in good time before the leases end that are issued now, as far as its clock is right."""
+        when_s = self._kernel.now_s + RENEW_SHARE * self._lease_s / engine.engine.clock_rate
         if member.renewal is not None:
             if member.renews_s <= when_s:
                 return
@@ -206,7 +207,7 @@ class Flow:
         engine = member.engine
         if engine is None or not engine.work:
             return
-        self._plan_renewal(member)
+        self._plan_renewal(member, engine)
         if self._is_silent(member):
             return
         messages = [LeaseTokens(lease_id, ()) for lease_id in engine.work]

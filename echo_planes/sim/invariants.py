@@ -39,6 +39,8 @@ class WatchedBuffer(ReplayBuffer):
         self.held: dict[str, Held] = {}
         self.tally = Tally()
         self._place: dict[int, Place] = {}  # of every prompt that was ever handed out
+        self._waiting: set[int] = set()  # of them, those that wait
+        self._num_pulled = 0  # of them, those that were handed out without a lease
         self._digests: dict[int, str] = {}  # published
         self._epoch: dict[str, int] = {}  # of those that are there
         self._serving: dict[str, int] = {}  # version; -1: none yet
@@ -59,11 +61,11 @@ class WatchedBuffer(ReplayBuffer):
         self._checked = self.log.checksum
         counts, tally, n = self.counts, self.tally, self._samples
         parts = counts.trained + counts.dropped_stale + counts.removed + counts.buffered
-        require(
-            counts.accepted == parts,
-            f"ledger: {counts.accepted} accepted, but {counts.trained} trained + {counts.dropped_stale} "
-            f"dropped + {counts.removed} removed + {counts.buffered} buffered",
-        )
+        if counts.accepted != parts:
+            raise InvariantError(
+                f"ledger: {counts.accepted} accepted, but {counts.trained} trained + {counts.dropped_stale} "
+                f"dropped + {counts.removed} removed + {counts.buffered} buffered"
+            )
         found = [counts.accepted, counts.trained, counts.dropped_stale, counts.buffered, counts.leased]
         found += [counts.reused, counts.refused, counts.failed]
         groups = [tally.accepted, tally.trained, tally.dropped, len(self._buffered), len(self.held)]
@@ -72,14 +74,14 @@ class WatchedBuffer(ReplayBuffer):
         if found != expected:
             names = "accepted, trained, dropped, buffered, leased, reused, refused, failed"
             raise InvariantError(f"ledger: {names} are {found}, should be {expected}")
-        require(counts.expired == tally.expired, f"{counts.expired} leases expired, not {tally.expired}")
-        waiting = tuple(sorted(i for i, place in self._place.items() if place == "waiting"))
-        returned = self._cursor.returned
-        require(returned == waiting, f"prompts {returned} wait to go out again, should be {waiting}")
-        require(
-            "pulled" not in self._place.values() and self._cursor.next_index == len(self._place),
-            f"{self._cursor.next_index} prompts were handed out, {len(self._place)} were leased",
-        )
+        if counts.expired != tally.expired:
+            raise InvariantError(f"{counts.expired} leases expired, not {tally.expired}")
+        waiting, returned = tuple(sorted(self._waiting)), self._cursor.returned
+        if returned != waiting:
+            raise InvariantError(f"prompts {returned} wait to go out again, should be {waiting}")
+        handed_out, known, pulled = self._cursor.next_index, len(self._place), self._num_pulled
+        if pulled or handed_out != known:
+            raise InvariantError(f"{handed_out} prompts were handed out, {known - pulled} were leased")
 
     # --- versions and workers --------------------------------------------------------------------
 
@@ -120,15 +122,15 @@ class WatchedBuffer(ReplayBuffer):
         indices = super().pull(worker_id, epoch, room, now_s)
         expected = min(room, self._share(self._serving[worker_id]))
         self.log.add("pull", worker_id, epoch, f"room {room}:", indices)
-        require(
-            len(indices) == expected,
-            f"{worker_id} at version {self._serving[worker_id]} was given {len(indices)} permits at step "
-            f"{self._step}, should be {expected}",
-        )
+        if len(indices) != expected:
+            raise InvariantError(
+                f"{worker_id} at version {self._serving[worker_id]} was given {len(indices)} permits at step "
+                f"{self._step}, should be {expected}"
+            )
         for index in indices:
             place = self._place.get(index, "waiting")
             require(place == "waiting", f"prompt {index} was handed out, and it is {place}")
-            self._place[index] = "pulled"
+            self._move(index, "pulled")
         return indices
 
     def lease(self, worker_id: str, epoch: int, prompt: Prompt, now_s: float) -> Lease:
@@ -149,7 +151,7 @@ class WatchedBuffer(ReplayBuffer):
         most = self._ceiling(lease.version)
         require(outstanding < most, f"lease {name} of v{lease.version} is group {outstanding + 1} of {most}")
         self._names.add(name)
-        self._place[index] = "leased"
+        self._move(index, "leased")
         self.held[name] = Held(lease, calls, now_s, lease.expires_s)
         return lease
 
@@ -259,6 +261,15 @@ class WatchedBuffer(ReplayBuffer):
         """Whether this incarnation is the one that the data plane was told of last."""
         return self._epoch.get(worker_id) == epoch
 
+    def _move(self, index: int, place: Place) -> None:
+        """A prompt is somewhere else from now on."""
+        before, self._place[index] = self._place.get(index), place
+        if before == "waiting":
+            self._waiting.remove(index)
+        if place == "waiting":
+            self._waiting.add(index)
+        self._num_pulled += (place == "pulled") - (before == "pulled")
+
     def _lives(self, known: Held, worker_id: str, epoch: int, now_s: float) -> bool:
         mine = (known.lease.worker_id, known.lease.epoch) == (worker_id, epoch)
         return mine and self.is_there(worker_id, epoch) and known.ends_s > now_s
@@ -302,7 +313,7 @@ class WatchedBuffer(ReplayBuffer):
         """A lease ended without a result: its prompt waits, with what was streamed of it."""
         known = self.held.pop(name)
         index = known.lease.prompt.index
-        self._place[index] = "waiting"
+        self._move(index, "waiting")
         calls = [call for call in known.calls if call.tokens and self._is_published(call)]
         if calls:
             self._kept[index] = calls
@@ -327,21 +338,22 @@ class WatchedBuffer(ReplayBuffer):
         version = min(span.version for t in group.trajectories for span in t.episode.spans)
         self.tally.accepted += 1
         self._tries.pop(index, None)
-        self._oldest[name], self._place[index] = version, "buffered"
+        self._oldest[name] = version
+        self._move(index, "buffered")
         self._buffered[name] = index, version
         if self._step - version > self._staleness.max_staleness:
             self._too_old(name, index)
 
     def _failed(self, group: Group, index: int) -> None:
         self._tries[index] = self._tries.get(index, 0) + 1
-        self._place[index] = "waiting" if self._tries[index] < MAX_ATTEMPTS else "set aside"
+        self._move(index, "waiting" if self._tries[index] < MAX_ATTEMPTS else "set aside")
         self.tally.failed += any(t.status != "ok" for t in group.trajectories)
 
     def _too_old(self, name: str, index: int) -> None:
         """A group is dropped: its prompt goes out again."""
         self.log.add("dropped", name)
         del self._buffered[name]
-        self._place[index] = "waiting"
+        self._move(index, "waiting")
         self.tally.dropped += 1
 
     def _train(self, name: str, step: int) -> None:
@@ -351,7 +363,7 @@ class WatchedBuffer(ReplayBuffer):
         require(uses <= self._staleness.reuse, f"group {name} was trained {uses} times")
         if name in self._buffered:
             index, _ = self._buffered.pop(name)
-            self._place[index] = "trained"
+            self._move(index, "trained")
             self.tally.trained += 1
         else:
             require(uses > 1, f"group {name} was dropped, and is in the batch of step {step}")

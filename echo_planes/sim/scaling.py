@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
+
+import numpy as np
 
 from echo_planes.metrics import FLEET_STATE
 from echo_planes.rollout.estimates import CapacityModel, ThroughputSample
@@ -40,8 +43,9 @@ class Scaling:
         self._reason = ""
         fleet = scenario.fleet
         limits = Limits(usd_per_hour=fleet.usd_per_hour, interruptions_per_hour=fleet.interruptions_per_hour)
+        shape = GroupShape.of(world.lengths)
         self.fleet = Fleet(
-            [_offer(offer, expected_mu(offer, world.lengths)) for offer in scenario.offers],
+            [_offer(offer, expected_mu(offer, shape)) for offer in scenario.offers],
             {offer.name: offer.count for offer in scenario.offers},
             provisioner=Provisioner(limits, sustain_s=fleet.sustain_s),
             model=self._model,
@@ -115,20 +119,30 @@ class Scaling:
                 self._crew.unwant(action.worker_id, action.reason, action.limit_s)
 
 
-def expected_mu(offer: OfferModel, lengths: LengthModel) -> float:
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """Answers of a group, on average over `SAMPLE_PROMPTS` prompts."""
+
+    num_samples: int
+    mean: float  # tokens of an answer
+    longest: float  # tokens of a group's longest answer
+
+    @classmethod
+    def of(cls, lengths: LengthModel) -> GroupShape:
+        groups = np.array([lengths.tokens(index) for index in range(SAMPLE_PROMPTS)])
+        num_samples = groups.shape[1]
+        mean = sum((groups.sum(1) / num_samples / SAMPLE_PROMPTS).tolist())
+        return cls(num_samples, mean, float(groups.max(1).sum() / SAMPLE_PROMPTS))
+
+
+def expected_mu(offer: OfferModel, shape: GroupShape) -> float:
     """Trajectories/s of one worker with all places taken: what a measurement would say.
 
     A place is taken until the longest answer of its group ends, so fewer samples run than there are places
     for.
     """
-    longest = mean = 0.0
-    num_samples = len(lengths.tokens(0))
-    for index in range(SAMPLE_PROMPTS):
-        tokens = lengths.tokens(index)
-        longest += max(tokens) / SAMPLE_PROMPTS
-        mean += sum(tokens) / num_samples / SAMPLE_PROMPTS
-    batch = offer.max_groups * num_samples * mean / longest
-    return offer.engine.tokens_per_s(batch) / mean
+    batch = offer.max_groups * shape.num_samples * shape.mean / shape.longest
+    return offer.engine.tokens_per_s(batch) / shape.mean
 
 
 def _offer(offer: OfferModel, mu: float) -> Offer:

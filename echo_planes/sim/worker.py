@@ -56,12 +56,15 @@ class Answers:
     def span(self, start: int, stop: int, version: int) -> Span:
         return Span(start, stop, version, self.digest(version))
 
-    def trajectory(self, lease: Lease, sample: int, versions: Versions, right: bool) -> Trajectory:
+    def episode(self, versions: Versions) -> Episode:
         episode = self._episodes.get(versions)
         if episode is None:
             spans = tuple(self.span(i, i + 1, version) for i, version in enumerate(versions))
             episode = Episode((0,) * len(spans), (True,) * len(spans), (0.0,) * len(spans), spans, "stop")
             self._episodes[versions] = episode
+        return episode
+
+    def trajectory(self, lease: Lease, sample: int, episode: Episode, right: bool) -> Trajectory:
         return Trajectory(
             f"{lease.group_id}/{sample}",
             lease.group_id,
@@ -138,15 +141,14 @@ class SimWorker:
         lease, size = work.lease, len(work.lengths)
         right, shift = round(accuracy * size), lease.prompt.index
         # Nearly all groups: begun here, and no version came meanwhile.
-        alone = (self.version,) if not work.calls and self._since[-1] <= work.begun else ()
+        alone = not work.calls and self._since[-1] <= work.begun
+        newest = self._answers.episode((self.version,))
         trajectories = []
-        for sample, (length, had) in enumerate(zip(work.lengths, work.have, strict=True)):
-            versions = alone or work.versions[sample]
-            if not alone and length > had:
-                versions = versions + self._between(work.begun, work.begun + length - had)
+        for sample in range(size):
+            episode = newest if alone else self._answers.episode(self._versions_of(work, sample))
             # Which samples are right changes from prompt to prompt, how many does not.
             is_right = (sample + shift) % size < right
-            trajectories.append(self._answers.trajectory(lease, sample, versions, is_right))
+            trajectories.append(self._answers.trajectory(lease, sample, episode, is_right))
         return Group(lease.group_id, tuple(trajectories))
 
     def drop(self, lease_id: str) -> Work:
@@ -181,6 +183,11 @@ class SimWorker:
         keep = max(bisect_right(self._since, oldest) - 1, 0)
         self._since = [*self._since[keep:], self.engine.mark]
         self._served = [*self._served[keep:], version]
+
+    def _versions_of(self, work: Work, sample: int) -> Versions:
+        """Versions under which a sample that has ended was made, here and elsewhere."""
+        versions, made = work.versions[sample], work.lengths[sample] - work.have[sample]
+        return versions + self._between(work.begun, work.begun + made) if made > 0 else versions
 
     def _between(self, start: float, stop: float) -> Versions:
         """Versions under which the tokens between two marks were made, oldest first."""

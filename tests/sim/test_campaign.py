@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -85,6 +88,38 @@ def test_another_process_comes_to_the_same_bytes() -> None:
     ]
     assert said[0] == said[1]
     assert said[0].split() == [str(run_seed(seed).checksum) for seed in range(20)]
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_what_an_interrupted_campaign_found_is_kept(how: signal.Signals, tmp_path: Path) -> None:
+    path = tmp_path / "campaign.json"
+    words = ["--seeds", "100000", "--processes", "1", "--json", str(path)]
+    campaign = subprocess.Popen(
+        [sys.executable, "-m", "bench.campaign", *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        limit_s = time.monotonic() + 300.0
+        while not path.exists():  # until its first line of progress
+            assert campaign.poll() is None
+            assert time.monotonic() < limit_s
+            time.sleep(0.05)
+        campaign.send_signal(how)
+        said, progress = campaign.communicate(timeout=300.0)
+    finally:
+        campaign.kill()
+        campaign.wait()
+    result = json.loads(path.read_text())
+    assert campaign.returncode == 1
+    assert not result["complete"]
+    assert result["stopped"] == "it was interrupted"
+    assert 0 < result["seeds"] < result["seeds_asked"] == 100000
+    assert sum(result["ended"].values()) == result["seeds"]
+    assert f"NOT COMPLETE: it was interrupted after {result['seeds']:,} of 100,000 seeds" in said
+    assert "seeds/s" in progress
 
 
 def test_a_mutant_whose_line_is_gone_says_so() -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from echo_planes.errors import ConfigError, DataError
 from echo_planes.rollout.capacity import needed_capacity
 from echo_planes.rollout.fleet import MOST_BACK_OFF_S
-from echo_planes.sim.scaling import expected_mu
+from echo_planes.sim.scaling import GroupShape, expected_mu
 from echo_planes.sim.scenario import parse_scenario
 from echo_planes.sim.world import Result, World
 
@@ -71,6 +71,22 @@ def check(world: World, result: Result) -> None:
     assert fated <= made
 
 
+@pytest.mark.parametrize(("rate", "expires"), [(0.1, True), (1.0, False), (10.0, False)])
+def test_workers_whose_clock_is_slow_renew_their_leases_too_rarely(rate: float, expires: bool) -> None:
+    sampling = {"prompts_per_step": 32, "samples_per_prompt": 4, "lease_s": 20.0, "stream_s": 2.0}
+    world = World(parse_scenario(small(sampling=sampling)))
+
+    def skew() -> None:
+        for member in world.crew.serving():
+            assert member.engine is not None
+            member.engine.engine.clock_rate = rate
+
+    world.kernel.at(1000.0, skew)
+    result = world.run()
+    check(world, result)
+    assert (result.summary["expired_leases"] > 0) == expires
+
+
 # --- the capacity rule (ECHO-2, section 3.3) --------------------------------------------------------
 
 T_TRAIN_S, T_BCAST_S, MU = 100.0, 40.0, 0.4
@@ -99,7 +115,7 @@ def rule(max_staleness: int, count: int, *, in_place: bool = True, steps: int = 
     world = World(parse_scenario(tree))
     result = world.run()
     check(world, result)
-    assert expected_mu(world.scenario.offers[0], world.lengths) == pytest.approx(MU)
+    assert expected_mu(world.scenario.offers[0], GroupShape.of(world.lengths)) == pytest.approx(MU)
     assert result.summary["t_bcast_s_median"] == pytest.approx(T_BCAST_S, rel=1e-3)
     later = result.steps[1:]
     idle_s = sum(row["t_idle_s"] for row in later)
@@ -142,7 +158,7 @@ def test_how_long_the_learner_asks_for_a_batch_changes_nothing() -> None:
 
 def test_a_saturated_worker_makes_what_is_expected_of_it() -> None:
     world, result = simulate(offer={"count": 1}, run={"hours": 6.0})
-    expected = expected_mu(world.scenario.offers[0], world.lengths)
+    expected = expected_mu(world.scenario.offers[0], GroupShape.of(world.lengths))
     assert result.summary["trajectories_per_s"] == pytest.approx(expected, rel=0.05)
 
 
@@ -365,7 +381,7 @@ def test_the_fleet_grows_to_what_the_learner_needs_by_price() -> None:
     world, result = simulate(
         offers=offers(max_count=4), fleet=fleet, network=network, run={"hours": 4.0}, learner={"jitter": 0.0}
     )
-    mu = expected_mu(world.scenario.offers[0], world.lengths)
+    mu = expected_mu(world.scenario.offers[0], GroupShape.of(world.lengths))
     needed = result.summary["mu_min"] / mu
     assert needed <= result.steps[-1]["workers"] <= math.ceil(1.1 * needed) + 1
     late = [row for row in result.steps if row["time_s"] > 2 * 3600]

@@ -145,6 +145,15 @@ def test_a_slow_engine_takes_longer_from_then_on() -> None:
     assert engine.next_end_s() == pytest.approx(1.5)
 
 
+def test_a_worker_measures_itself_by_its_own_clock() -> None:
+    engine = Engine(EngineSpec(100.0, 0.0), 1, 0.0)
+    engine.add("a", [1000])
+    engine.clock_rate = 0.5
+    engine.advance(4.0)
+    assert engine.saturated_s == 2.0
+    assert engine.saturated_tokens == pytest.approx(400.0)
+
+
 # --- lengths -------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo_planes.errors import ConfigError, RefusedError
-from echo_planes.money import FATES, Budget, MoneyBook
+from echo_planes.money import FATES, Budget, MoneyBook, _whole
 
 
 def at_work(usd_per_hour: float = 3.6) -> MoneyBook:
@@ -25,6 +25,23 @@ def at_work(usd_per_hour: float = 3.6) -> MoneyBook:
 def parts(book: MoneyBook, now_s: float) -> dict[str, Fraction]:
     """Those that are not zero."""
     return {part: value for part, value in book.parts(now_s).items() if value}
+
+
+# --- units ---------------------------------------------------------------------------------------
+
+
+@given(
+    value=st.one_of(
+        st.floats(allow_nan=False, allow_infinity=False),
+        st.decimals(-1000, 1000, places=17).map(float),
+        st.integers(0, 10**12),
+    ),
+    units=st.sampled_from((10**15, 10**24)),
+)
+def test_a_number_in_whole_units_is_the_decimal_that_was_written_rounded_once(
+    value: float, units: int
+) -> None:
+    assert _whole(value, units) == round(Fraction(str(value)) * units)
 
 
 # --- machines ------------------------------------------------------------------------------------

@@ -210,7 +210,8 @@ class GroupIndex:
         appended, self._appended = self._appended, []
         segments = np.array([segment for segment, messages, _ in appended for _ in messages])
         table = np.array([message for _, messages, _ in appended for message in messages], MESSAGE_ENTRY)
-        groups = np.concatenate([entries for _, _, entries in appended])
+        # With its type said, numpy does not work out a common one of all these.
+        groups = np.concatenate([entries for _, _, entries in appended], dtype=GROUP_ENTRY)
         self._open(self._enter(segments, table, groups))
 
     def _enter(self, segments: IntArray, messages: Entries, groups: Entries) -> IntArray:
