@@ -166,7 +166,7 @@ class RoutedBuffer(ReplayBuffer):
 
     def _of_split(self, now_s: float) -> dict[str, int]:
         """Of those that wait, what is left of their shares. What is nobody's goes to those without one."""
-        if self._split_due and self._num_serving:
+        if self._split_due and self._free():  # at S = 0 there are no permits until somebody serves t
             self._split(now_s)
         for worker in list(self._shares):
             if self._leases.of_worker(worker):
