@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import statistics
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
 from echo_planes.errors import LeaseError
@@ -135,10 +135,14 @@ class LeaseBook:
             return []
         return sorted(self._recalled & self._by_worker.get(worker_id, set()))
 
-    def recall(self, worker_id: str, num_leases: int) -> int:
-        """Mark so many leases of a worker, the newest first, to be given up. Returns how many."""
+    def recall(self, worker_id: str, num_leases: int, spare: Container[str] = ()) -> int:
+        """Mark so many leases of a worker, the newest first but for those to `spare`, to be given up.
+
+        Returns how many.
+        """
         mine = [lease.lease_id for lease in reversed(self.of_worker(worker_id))]
-        chosen = [lease_id for lease_id in mine if lease_id not in self._recalled][:num_leases]
+        free = [lease_id for lease_id in mine if lease_id not in self._recalled and lease_id not in spare]
+        chosen = free[:num_leases]
         self._recalled.update(chosen)
         return len(chosen)
 

@@ -7,7 +7,8 @@ the others are pending.
 
 A move is a recall: its source hands the prompt over with its tokens when it streams next, and the prompt is
 set aside for its target for a moment. Until then it counts at its target, so that no second move makes up
-for what one is doing already.
+for what one is doing already. Whoever a prompt was moved to keeps it: each move costs a prefill, and what is
+newest at its worker would be the first to move on, to and fro between workers that fill up and run dry.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 from echo_planes.data.buffer import ReplayBuffer
 from echo_planes.data.buffer_state import Accepted, NotReady
 from echo_planes.data.limiter import is_admissible, num_permits
-from echo_planes.types import Lease, LeaseTokens, WorkerStats
+from echo_planes.types import Lease, LeaseTokens, Prompt, WorkerStats
 
 KEEP_TICKS = 2  # a moved prompt is kept so long for its target; then anybody may have it
 LAPSE_TICKS = 10  # a share that an idle worker does not take goes to others then
@@ -92,6 +93,8 @@ class RoutedBuffer(ReplayBuffer):
         self._split_due = True
         self._going: dict[str, str] = {}  # recalled lease -> who goes on with it
         self._kept: dict[int, tuple[str, float]] = {}  # prompt -> for whom, and until when
+        self._arriving: set[int] = set()  # prompts that are leased next to whom they were kept for
+        self._moved: set[str] = set()  # leases that came of a move
 
     # --- versions and workers --------------------------------------------------------------------
 
@@ -155,7 +158,7 @@ class RoutedBuffer(ReplayBuffer):
         mine = [index for index, (target, _) in self._kept.items() if target == worker_id][:most]
         for index in mine:
             del self._kept[index]
-            self._cursor.take_aside(index)
+            self._arriving.add(self._cursor.take_aside(index))
         count = min(self._granted.pop(worker_id, 0), most - len(mine))
         share = self._shares.get(worker_id)
         if share is not None:
@@ -163,6 +166,13 @@ class RoutedBuffer(ReplayBuffer):
         if mine or count:
             self._rooms.pop(worker_id, None)
         return mine + [self._cursor.take() for _ in range(count)]
+
+    def lease(self, worker_id: str, epoch: int, prompt: Prompt, now_s: float) -> Lease:
+        lease = super().lease(worker_id, epoch, prompt, now_s)
+        if prompt.index in self._arriving:
+            self._arriving.remove(prompt.index)
+            self._moved.add(lease.lease_id)
+        return lease
 
     def _of_split(self, now_s: float) -> dict[str, int]:
         """Of those that wait, what is left of their shares. What is nobody's goes to those without one."""
@@ -223,6 +233,7 @@ class RoutedBuffer(ReplayBuffer):
         self._next_tick_s = now_s + self._tick_s
         live = {lease.lease_id for lease in self._leases.live}
         self._going = {name: target for name, target in self._going.items() if name in live}
+        self._moved &= live
         sources = []
         for source, target, count in self._router.rebalance(self._newest, self._seats()):
             recalled = self._recall(source, count)
@@ -255,12 +266,12 @@ class RoutedBuffer(ReplayBuffer):
         return chosen
 
     def _recall(self, source: str, count: int) -> list[str]:
-        """Recall so many leases, but none whose tokens would be too old for another lease."""
-        newest_first = self._leases.of_worker(source)[::-1][:count]
-        count = sum(self._can_go_on(lease) for lease in newest_first)
+        """Recall so many leases, but none that moved already or whose tokens nobody could go on from."""
+        mine = self._leases.of_worker(source)
+        spare = {one.lease_id for one in mine if one.lease_id in self._moved or not self._can_go_on(one)}
         epoch = self._epochs[source]
         before = set(self._leases.recalled_from(source, epoch))
-        self.recall(source, count)
+        self._leases.recall(source, count, spare)
         return [name for name in self._leases.recalled_from(source, epoch) if name not in before]
 
     def _can_go_on(self, lease: Lease) -> bool:
