@@ -135,6 +135,15 @@ def test_free_slots_are_filled_alike_before_any_queue() -> None:
     assert plane.ask("w0", "w1") == {"w0": 3, "w1": 3}  # 1 and 2 slots; then queues
 
 
+def test_nothing_is_queued_while_another_has_a_free_slot() -> None:
+    plane = Plane("jsq", 6)
+    plane.join("w0", slots=2)
+    assert plane.ask("w0") == {"w0": 4}
+    plane.finish("w0", 2)  # full, with an empty queue
+    plane.join("w1", slots=4)
+    assert plane.ask("w0", "w1") == {"w0": 0, "w1": 2}
+
+
 def test_those_being_scored_take_no_slot() -> None:
     plane = Plane("jsq", 100)
     plane.join("w0")
@@ -326,11 +335,14 @@ def test_who_comes_or_goes_changes_the_shares_that_are_left() -> None:
     plane = Plane("proportional", 12)
     plane.join("w0", slots=2)
     assert plane.ask("w0") == {"w0": 4}  # its room
-    plane.join("w1", slots=40)
-    assert plane.ask("w1") == {"w1": 4}  # half of the other eight
+    plane.join("w1", slots=40, version=-1)
+    plane.finish("w0", 2)
+    assert plane.ask("w0") == {"w0": 2}
+    plane.buffer.installed("w1", 0)
+    assert plane.ask("w1") == {"w1": 3}  # half of the other six
     plane.buffer.lose("w0")
     plane.wait("w1")
-    assert len(plane.work["w1"]) == 12
+    assert len(plane.work["w1"]) == 10  # two are done
 
 
 # --- whatever happens --------------------------------------------------------------------------------
