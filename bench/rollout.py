@@ -33,7 +33,7 @@ from echo_planes.rollout.vllm_engine import VllmEngine
 from echo_planes.rollout.worker import RolloutWorker
 from echo_planes.tasks.math.adapter import MathTask
 from echo_planes.tasks.math.options import MathOptions
-from echo_planes.types import Group, Lease, LeaseTokens, Prompt, Receipt
+from echo_planes.types import Group, Lease, LeaseTokens, Prompt, Receipt, WorkerStats
 
 BAR = 0.95
 
@@ -71,6 +71,9 @@ class ListedWork:
     async def stream(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> tuple[str, ...]:
         """Leases here never run out, and are never asked back."""
         return ()
+
+    async def tell(self, epoch: int, stats: WorkerStats) -> None:
+        """Nobody routes."""
 
     async def hand_over(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> int:
         """Nobody leaves."""

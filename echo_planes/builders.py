@@ -1,6 +1,6 @@
-"""What a worker's process builds for itself of the data plane: the task adapter, and its rewards' processes.
+"""What a plane's process gets of another plane, sent to it as plain data.
 
-Sent to the process, so plain data.
+A worker's builds its task adapter and the processes of its rewards; the data plane's has the router.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 from echo_planes.config import Config
 from echo_planes.data.registry import build_adapter, load_tokenizer
+from echo_planes.data.routing import Router
 from echo_planes.data.task import TaskAdapter
+from echo_planes.rollout.router import PolicyName, policy_named
+from echo_planes.rollout.routing import Routing
 from echo_planes.rollout.scoring import ProcessScorer
 
 
@@ -39,3 +42,8 @@ class ScorerBuilder:
             "seed": config.run.seed,
         }
         return ProcessScorer("echo_planes.data.reward_child", json.dumps(setup), limit_s)
+
+
+def make_router(name: PolicyName, theta: int) -> Router | None:
+    """Who hands the leases out, by its name in the settings; None where workers just pull."""
+    return None if name == "pull" else Routing(policy_named(name, theta=theta))

@@ -194,6 +194,10 @@ class SamplingConfig(Section):
     stream_s: PositiveFloat = Field(
         1.0, description="workers send their tokens this often; so much at most is sampled again after a loss"
     )
+    router: Literal["pull", "jsq", "proportional"] = Field(
+        "pull", description="which worker gets the prompts"
+    )
+    theta: int = Field(2, ge=1, le=65536, description="router=jsq: prompts queued at a worker, at most")
 
     @property
     def trajectories_per_step(self) -> int:

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.metrics import Gauge as RayGauge
 
 from echo_planes import preflight
-from echo_planes.builders import ScorerBuilder, TaskBuilder
+from echo_planes.builders import ScorerBuilder, TaskBuilder, make_router
 from echo_planes.clock import Clock
 from echo_planes.config import Config, WeightsConfig, WorkerConfig, cluster_address
 from echo_planes.data.batch import make_batch, train_everything
@@ -143,12 +143,13 @@ class RemoteData:
         await self._actor.call("register", worker_id, epoch)
 
     async def pull(self, worker_id: str, epoch: int, room: int, wait_s: float) -> list[Lease]:
-        leases: list[Lease] = await self._actor.call("pull", worker_id, epoch, room, wait_s)
-        return leases
+        return list(await self._actor.call("pull", worker_id, epoch, room, wait_s))
 
     async def stream(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> tuple[str, ...]:
-        recalled: tuple[str, ...] = await self._actor.call("stream", worker_id, epoch, messages)
-        return recalled
+        return tuple(await self._actor.call("stream", worker_id, epoch, messages))
+
+    async def tell(self, epoch: int, stats: WorkerStats) -> None:
+        await self._actor.call("tell", epoch, stats)
 
     async def hand_over(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> int:
         return int(await self._actor.call("hand_over", worker_id, epoch, messages))
@@ -319,7 +320,9 @@ class RayPlanes:
         self._workers: dict[str, RemoteWorker] = {}
         service = ray.remote(DataService).options(num_cpus=0)
         restore = resume_dir / "data" if resume_dir else None
-        self.data = RemoteData(service.remote(config, lineage, run_dir / REPLAY_FOLDER, restore), run_dir)
+        router = make_router(config.sampling.router, config.sampling.theta)
+        data = service.remote(config, lineage, run_dir / REPLAY_FOLDER, restore, router=router)
+        self.data = RemoteData(data, run_dir)
         key = config.weights.key_file
         # Kept, so that what a resumed run publishes continues its store.
         signer = Signer.from_file(key) if key else Signer.kept_in(run_dir / "signing_key.pem")

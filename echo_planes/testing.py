@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from echo_planes.broadcasts import BroadcastBook
+from echo_planes.builders import make_router
 from echo_planes.checkpoint import CheckpointMeta, save_checkpoint
 from echo_planes.clock import Clock
 from echo_planes.config import Config, WorkerConfig
@@ -207,6 +208,7 @@ class Simulation:
                 resume_dir / "data" if resume_dir else None,
                 adapter=self.task,
                 clock=loop,
+                router=make_router(self.config.sampling.router, self.config.sampling.theta),
             )
             fleet = {f"w{i}": WorkerInfo(f"w{i}", "fake", 1.0, 0) for i in range(len(self.seconds_per_token))}
             observer: Observer = trace

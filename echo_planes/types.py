@@ -340,6 +340,9 @@ class WorkerStats:
     full_s: float = 0.0  # without a free place: only then it shows how fast it is
     full_tokens: int = 0  # sampled in that time
     leaves_in_s: float | None = None  # its machine announced that it will be taken by then
+    slots: int = 1  # groups it samples at once
+    scoring: int = 0  # of its groups, those that are sampled: they take no slot
+    plateau: int = 0  # groups at which its throughput levels off; 0: not known
 
 
 @dataclass(frozen=True, slots=True)

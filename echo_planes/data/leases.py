@@ -6,7 +6,7 @@ import heapq
 import statistics
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 
 from echo_planes.errors import LeaseError
@@ -151,6 +151,7 @@ class LeaseBook:
         num_leases: int,
         prefill_tokens: Callable[[Lease], int],
         is_far: Callable[[Lease], bool],
+        spare: Container[str] = (),
     ) -> int:
         """Mark so many leases of a worker to be given up, or fewer. Returns how many.
 
@@ -164,8 +165,9 @@ class LeaseBook:
             num_leases: how many at most.
             prefill_tokens: that another worker would compute before it goes on with a lease.
             is_far: whether a lease is so far that moving it costs more than it brings.
+            spare: leases that stay, whatever they cost.
         """
-        mine = self.of_worker(worker_id)[::-1]
+        mine = [lease for lease in self.of_worker(worker_id)[::-1] if lease.lease_id not in spare]
         movable = [lease for lease in mine if not is_far(lease)] or mine
         open_ = [lease for lease in movable if lease.lease_id not in self._recalled]
         chosen = [lease.lease_id for lease in sorted(open_, key=prefill_tokens)[:num_leases]]

@@ -24,6 +24,7 @@ class PromptCursor:
     def __init__(self, next_index: int = 0, returned: Iterable[int] = ()) -> None:
         self._next_index = next_index
         self._returned = list(returned)
+        self._aside: set[int] = set()  # of those that came back: `take` passes them over
         heapq.heapify(self._returned)
 
     @property
@@ -34,7 +35,7 @@ class PromptCursor:
     @property
     def returned(self) -> tuple[int, ...]:
         """Indices waiting to go out again, ascending."""
-        return tuple(sorted(self._returned))
+        return tuple(sorted([*self._returned, *self._aside]))
 
     def take(self) -> int:
         """The next index to work on."""
@@ -46,6 +47,17 @@ class PromptCursor:
     def give_back(self, index: int) -> None:
         """An index whose work ended without an accepted result."""
         heapq.heappush(self._returned, index)
+
+    def set_aside(self, index: int) -> None:
+        """An index that came back waits for somebody: only `take_aside` hands it out."""
+        self._returned.remove(index)
+        heapq.heapify(self._returned)
+        self._aside.add(index)
+
+    def take_aside(self, index: int) -> int:
+        """Hand out an index that was set aside."""
+        self._aside.remove(index)
+        return index
 
 
 class Curriculum:

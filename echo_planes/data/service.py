@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +26,23 @@ from echo_planes.data.cut import write_cut
 from echo_planes.data.opening import LEVELS_NAME, open_store
 from echo_planes.data.prompts import Curriculum
 from echo_planes.data.registry import build_adapter, load_tokenizer
+from echo_planes.data.routing import RoutedBuffer, Router
 from echo_planes.data.store.files import on_disk
 from echo_planes.data.store.index import Fate
 from echo_planes.data.store.retention import Retention
 from echo_planes.data.task import TaskAdapter
 from echo_planes.errors import DataError, EchoPlanesError, LeaseError, TaskError
 from echo_planes.process import settle
-from echo_planes.types import BufferCounts, Group, IntArray, Lease, LeaseTokens, Receipt, TrainBatch
+from echo_planes.types import (
+    BufferCounts,
+    Group,
+    IntArray,
+    Lease,
+    LeaseTokens,
+    Receipt,
+    TrainBatch,
+    WorkerStats,
+)
 
 SHORTEST_LEASE_STREAMS = 10  # a lease is at least so many streaming intervals
 
@@ -57,6 +68,7 @@ class DataService:
         adapter: the task, if already built (in-process use); otherwise built from `config`.
         clock: seconds; the machine's by default.
         wall_s: seconds since 1970, for the rows.
+        router: who hands the leases out; None: each worker that asks gets its even share of the permits.
     """
 
     def __init__(
@@ -69,6 +81,7 @@ class DataService:
         adapter: TaskAdapter | None = None,
         clock: Clock | None = None,
         wall_s: Callable[[], float] = time.time,
+        router: Router | None = None,
     ) -> None:
         self._clock = clock or MonotonicClock()
         self._adapter = adapter or build_adapter(
@@ -89,12 +102,14 @@ class DataService:
             # Told by `ready`: what an actor raises while it is made reaches nobody as what it is.
             self._broken = error
             return
-        self._buffer = ReplayBuffer(
+        stream_s = config.sampling.stream_s
+        make = partial(RoutedBuffer, router=router, tick_s=stream_s) if router else ReplayBuffer
+        self._buffer = make(
             config.staleness,
             groups_per_step=config.sampling.prompts_per_step,
             samples_per_prompt=config.sampling.samples_per_prompt,
             lease_s=config.sampling.lease_s,
-            shortest_lease_s=SHORTEST_LEASE_STREAMS * config.sampling.stream_s,
+            shortest_lease_s=SHORTEST_LEASE_STREAMS * stream_s,
             lineage=lineage,
             seed=config.run.seed,
             index=self._store.index,
@@ -145,6 +160,11 @@ class DataService:
     async def stream(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> tuple[str, ...]:
         """Tokens that arrived, by lease. Returns the leases that the worker must give up."""
         return self._buffer.stream(worker_id, epoch, messages, self._clock.now_s())
+
+    async def tell(self, epoch: int, stats: WorkerStats) -> None:
+        """How a worker is, for whoever routes."""
+        if isinstance(self._buffer, RoutedBuffer):
+            self._buffer.tell(epoch, stats)
 
     async def hand_over(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> int:
         """Leases that a worker gives up, with their last tokens. Returns how many it still had."""
@@ -318,6 +338,8 @@ class DataService:
         """Issue the leases that may be issued now to those who wait."""
         now_s = self._clock.now_s()
         waiting = [request for request in self._pulls if not request.leases.done()]
+        if isinstance(self._buffer, RoutedBuffer):
+            self._buffer.ask({one.worker_id: one.room for one in waiting}, now_s)
         for request in [] if self._closed else waiting:
             worker_id, epoch = request.worker_id, request.epoch
             try:

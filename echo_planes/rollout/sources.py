@@ -15,6 +15,7 @@ from echo_planes.types import (
     Publication,
     Receipt,
     Sample,
+    WorkerStats,
 )
 
 
@@ -24,6 +25,8 @@ class WorkSource(Protocol):
     async def pull(self, worker_id: str, epoch: int, room: int, wait_s: float) -> list[Lease]: ...
 
     async def stream(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> tuple[str, ...]: ...
+
+    async def tell(self, epoch: int, stats: WorkerStats) -> None: ...
 
     async def hand_over(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> int: ...
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from echo_planes.config import SamplingConfig, WorkerConfig
+from echo_planes.rollout.plateau import BatchProfile
 from echo_planes.samples import joined
 from echo_planes.types import Draft, Lease, LeaseTokens, Sample
 
@@ -15,7 +18,7 @@ class Work:
 
     lease: Lease
     sampling: bool = True  # False: its samples are there and being scored
-    serving: asyncio.Task[None] | None = None
+    serving: asyncio.Task[None] | None = None  # None: it waits for its turn
     # Since the last message: by call, its context where it is new, and pieces of its sample.
     pieces: dict[int, tuple[tuple[int, ...], list[Sample]]] = field(default_factory=dict)
     sent: dict[int, int] = field(default_factory=dict)  # tokens of each call that the data plane was told
@@ -38,6 +41,44 @@ class Work:
         return LeaseTokens(self.lease.lease_id, tuple(drafts))
 
 
+def places(kind: WorkerConfig, sampling: SamplingConfig) -> tuple[int, int]:
+    """Groups that a worker samples at once, and groups that may wait at it for their turn.
+
+    A router that keeps queues must know what executes, so nothing waits in the engine then: a group begins
+    when the engine has room for all its requests. Otherwise that is left to the engine.
+    """
+    if sampling.router != "jsq":
+        return kind.max_groups, 0
+    at_once = max(1, kind.engine.max_num_seqs // sampling.samples_per_prompt)
+    return min(kind.max_groups, at_once), sampling.theta
+
+
+class Plateau:
+    """Finds the number of groups at which a worker's throughput levels off, from one interval to the next.
+
+    Args:
+        slots: groups it samples at once.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._profile = BatchProfile(slots)
+        self._before = (0.0, 0.0, 0)
+
+    def groups(self, now_s: float, load: Load, works: Iterable[Work]) -> int:
+        """After one more interval; 0 while it is not known."""
+        now = (now_s, load.group_s, load.tokens)
+        seconds, group_s, tokens = (new - old for new, old in zip(now, self._before, strict=True))
+        self._before = now
+        sampling = [work for work in works if work.sampling and work.serving is not None]
+        if sampling and seconds > 0:
+            contexts = [
+                len(work.lease.prompt.token_ids) + sum(work.sent.values()) / work.lease.num_samples
+                for work in sampling
+            ]
+            self._profile.observe(group_s / seconds, int(tokens), seconds, sum(contexts) / len(contexts))
+        return self._profile.plateau() or 0
+
+
 class Load:
     """What a worker did, and how long it had no free place.
 
@@ -48,16 +89,21 @@ class Load:
         self.busy_s = 0.0  # with at least one lease in hand
         self.full_s = 0.0  # without a free place
         self.full_tokens = 0  # sampled in that time
+        self.tokens = 0  # sampled
+        self.group_s = 0.0  # seconds of sampling, of all groups
         self._since_s: float | None = None
         self._busy = self._full = False
+        self._num_sampling = 0
 
-    def now(self, now_s: float, *, busy: bool, full: bool) -> None:
+    def now(self, now_s: float, *, busy: bool, full: bool, num_sampling: int) -> None:
         """How it is from `now_s` on."""
         if self._since_s is not None:
             self.busy_s += self._busy * (now_s - self._since_s)
             self.full_s += self._full * (now_s - self._since_s)
-        self._since_s, self._busy, self._full = now_s, busy, full
+            self.group_s += self._num_sampling * (now_s - self._since_s)
+        self._since_s, self._busy, self._full, self._num_sampling = now_s, busy, full, num_sampling
 
     def sampled(self, num_tokens: int) -> None:
         """Tokens arrived."""
+        self.tokens += num_tokens
         self.full_tokens += self._full * num_tokens

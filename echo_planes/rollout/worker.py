@@ -15,8 +15,10 @@ lease from it, somebody else goes on from them.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from echo_planes.clock import Clock, MonotonicClock
 from echo_planes.config import SamplingConfig, WorkerConfig
@@ -25,7 +27,7 @@ from echo_planes.rollout.generate import Engine
 from echo_planes.rollout.play import Player
 from echo_planes.rollout.scoring import Scorer
 from echo_planes.rollout.sources import Task, WeightSource, WorkSource
-from echo_planes.rollout.work import Load, Work
+from echo_planes.rollout.work import Load, Plateau, Work, places
 from echo_planes.types import (
     Group,
     InstallReport,
@@ -100,6 +102,9 @@ class RolloutWorker:
         # Places are filled a few at a time: a call for every single one costs more than it brings.
         self._enough_room = max(1, kind.max_groups // 16)
         self._load = Load()
+        self._slots, self._queue_groups = places(kind, sampling)
+        self._queue: deque[Work] = deque()  # leases that wait for a slot
+        self._plateau = Plateau(self._slots)
 
     # --- life ------------------------------------------------------------------------------------
 
@@ -109,6 +114,7 @@ class RolloutWorker:
 
     async def run(self) -> None:
         """Pull and work until `stop`. An error in any lease ends the worker: nothing is swallowed."""
+        await self._tell()
         helpers = {asyncio.create_task(self._stream_tokens()), asyncio.create_task(self._submit_finished())}
         for helper in helpers:
             helper.add_done_callback(lambda _: self._stirred.set())
@@ -128,6 +134,7 @@ class RolloutWorker:
                 else:
                     await self._stirred.wait()
         finally:
+            self._queue.clear()  # what ends now makes room for nothing
             for task in helpers | self._tasks:
                 task.cancel()
 
@@ -235,22 +242,34 @@ class RolloutWorker:
             busy_s=self._load.busy_s,
             full_s=self._load.full_s,
             full_tokens=self._load.full_tokens,
+            slots=self._slots,
+            scoring=sum(not work.sampling for work in self._work.values()),
         )
 
     # --- inside ----------------------------------------------------------------------------------
 
     def _room(self) -> int:
-        """Groups that may be begun now: those being scored leave the engine free, up to as many again."""
+        """Groups that may be taken on now: those being scored leave the engine free, up to as many again."""
         sampling = sum(work.sampling for work in self._work.values())
-        return min(self._kind.max_groups - sampling, 2 * self._kind.max_groups - len(self._work))
+        return self._queue_groups + min(self._slots - sampling, 2 * self._slots - len(self._work))
 
     def _begin(self, lease: Lease) -> Work:
         work = self._work[lease.lease_id] = Work(lease)
-        work.serving = asyncio.create_task(self._serve(work))
-        work.serving.add_done_callback(lambda _: self._stirred.set())
-        self._tasks.add(work.serving)
-        self._account()
+        self._queue.append(work)
+        self._begin_queued()
         return work
+
+    def _begin_queued(self) -> None:
+        """Begin the leases that wait, the oldest first, as long as there are slots."""
+        while self._queue and self._num_sampling() < self._slots:
+            work = self._queue.popleft()
+            work.serving = asyncio.create_task(self._serve(work))
+            work.serving.add_done_callback(lambda _: self._stirred.set())
+            self._tasks.add(work.serving)
+        self._account()
+
+    def _num_sampling(self) -> int:
+        return sum(work.sampling for work in self._work.values()) - len(self._queue)
 
     async def _serve(self, work: Work) -> None:
         lease = work.lease
@@ -261,7 +280,7 @@ class RolloutWorker:
 
         def on_sampled() -> None:
             work.sampling = False
-            self._account()
+            self._begin_queued()
             self._stirred.set()
 
         try:
@@ -274,7 +293,7 @@ class RolloutWorker:
             self._has_finished.set()
         finally:
             self._work.pop(lease.lease_id, None)  # not there where it was given up
-            self._account()
+            self._begin_queued()
             self._emptied.set()
 
     async def _submit_finished(self) -> None:
@@ -302,11 +321,20 @@ class RolloutWorker:
             await asyncio.sleep(interval_s)
             if not self._work:
                 continue
+            await self._tell()
             async with self._sending:
-                messages = [w.take_tokens() for w in self._work.values() if w.pieces or not w.sampling]
+                works = [w for w in self._work.values() if w.pieces or not w.sampling or w.serving is None]
+                messages = [work.take_tokens() for work in works]
                 # Also without a message: what it is to give up may have no tokens yet.
                 refused = set(await self._source.stream(self._id, self._epoch, messages))
             await self._give_up([self._work[lease_id] for lease_id in refused & self._work.keys()])
+
+    async def _tell(self) -> None:
+        """Say how full this worker is, and how fast, where somebody decides by it."""
+        if self._sampling.router != "pull":
+            stats = await self.stats()
+            plateau = self._plateau.groups(self._clock.now_s(), self._load, self._work.values())
+            await self._source.tell(self._epoch, replace(stats, plateau=plateau))
 
     async def _give_up(self, works: Sequence[Work]) -> int:
         """End leases that go on elsewhere, and send their last tokens. Returns how many were still ours."""
@@ -314,7 +342,8 @@ class RolloutWorker:
             self._work.pop(work.lease.lease_id, None)
             if work.serving is not None:
                 work.serving.cancel()
-        self._account()
+        self._queue = deque(work for work in self._queue if work not in works)
+        self._begin_queued()
         if not works:
             return 0
         async with self._sending:
@@ -322,6 +351,7 @@ class RolloutWorker:
             return await self._source.hand_over(self._id, self._epoch, messages)
 
     def _account(self) -> None:
-        full = bool(self._work) and self._room() < self._enough_room
+        full = bool(self._work) and self._room() - self._queue_groups < self._enough_room
         busy = bool(self._work) or self._evaluating
-        self._load.now(self._clock.now_s(), busy=busy, full=full)
+        now_s, num_sampling = self._clock.now_s(), self._num_sampling()
+        self._load.now(now_s, busy=busy, full=full, num_sampling=num_sampling)

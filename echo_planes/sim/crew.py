@@ -62,6 +62,9 @@ class Crew:
         self._serving: set[str] = set()
         self._most = 0  # workers that served at once
         self._num_lost = 0
+        self._tick_s = scenario.sampling.stream_s
+        if scenario.sampling.router != "pull":
+            self._kernel.after(self._tick_s, self._tick)
         self.scaling = None if scenario.fleet.mode == "fixed" else Scaling(world, self)
 
     def begin(self, offers: Mapping[str, OfferModel]) -> None:
@@ -133,6 +136,17 @@ class Crew:
         if self._settings.receive_in_place:
             for name in there:
                 self._pause(self.members[name], True)
+
+    def _tick(self) -> None:
+        """Workers tell how they are; those that something is recalled from hear of it."""
+        self._kernel.after(self._tick_s, self._tick)
+        told = [
+            (member.epoch, self.flow.stats(member, member.engine))
+            for member in self.members.values()
+            if member.engine is not None and self._kernel.now_s >= member.silent_until_s
+        ]
+        for worker_id in self._data.tick(told):
+            self.flow.renew_now(self.members[worker_id])
 
     def _start(self, worker_id: str, epoch: int) -> None:
         member = self.members[worker_id]

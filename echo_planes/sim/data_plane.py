@@ -10,17 +10,29 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
+from echo_planes.builders import make_router
 from echo_planes.data.buffer import ReplayBuffer
 from echo_planes.data.buffer_state import Accepted, NotReady
+from echo_planes.data.routing import RoutedBuffer
 from echo_planes.data.service import SHORTEST_LEASE_STREAMS
 from echo_planes.data.store.index import Fate, GroupIndex
 from echo_planes.data.store.segment import GROUP_ENTRY
 from echo_planes.sim.kernel import Kernel, Timer
 from echo_planes.sim.scenario import Scenario
-from echo_planes.types import BufferCounts, Group, IntArray, Lease, LeaseTokens, Prompt, Receipt
+from echo_planes.types import (
+    BufferCounts,
+    Group,
+    IntArray,
+    Lease,
+    LeaseTokens,
+    Prompt,
+    Receipt,
+    WorkerStats,
+)
 
 EXPIRE_EVERY_S = 5.0  # how late a lease's end may be noticed
 HOLD_SHARE = 1e-3  # of T_train: how late the end of a hold may be noticed
@@ -79,7 +91,9 @@ class SimDataPlane:
         self._index = GroupIndex()
         self._new: dict[str, tuple[float, ...]] = {}  # entries of accepted groups that are not indexed yet
         sampling = scenario.sampling
-        self._buffer = self.buffer_type(
+        router = make_router(sampling.router, sampling.theta)
+        make = partial(RoutedBuffer, router=router, tick_s=sampling.stream_s) if router else self.buffer_type
+        self._buffer = make(
             scenario.staleness,
             groups_per_step=sampling.prompts_per_step,
             samples_per_prompt=sampling.samples_per_prompt,
@@ -156,6 +170,16 @@ class SimDataPlane:
     def stream(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> tuple[str, ...]:
         """Tokens that arrived. Returns the leases that the worker must give up."""
         return self._buffer.stream(worker_id, epoch, messages, self._kernel.now_s)
+
+    def tick(self, told: Sequence[tuple[int, WorkerStats]]) -> list[str]:
+        """How every worker is, with its epoch. Returns those that are to give something up."""
+        if not isinstance(self._buffer, RoutedBuffer):
+            return []
+        for epoch, stats in told:
+            self._buffer.tell(epoch, stats)
+        sources = self._buffer.tick(self._kernel.now_s)
+        self._serve()  # what was kept for somebody may be free by now
+        return sources
 
     def hand_over(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> int:
         """Leases that a worker gives up. Returns how many it still had."""
@@ -251,6 +275,11 @@ class SimDataPlane:
         if self._serving_asks:
             return  # a worker that was just served asks for more: it is at the end of the queue
         self._serving_asks = True
+        if isinstance(self._buffer, RoutedBuffer):
+            while self._serve_routed(self._buffer):
+                pass
+            self._serving_asks = False
+            return
         refused = -1
         while (worker_id := self._longest_waiting(refused)) is not None:
             ask = self._asks[worker_id]
@@ -259,11 +288,28 @@ class SimDataPlane:
             if not indices:
                 refused = ask.version
                 continue
-            del self._asks[worker_id]
-            prompts = [Prompt(index, (index,)) for index in indices]
-            leases = [self._buffer.lease(worker_id, ask.epoch, prompt, now_s) for prompt in prompts]
-            self._on_leases(worker_id, leases)
+            self._issue(worker_id, indices)
         self._serving_asks = False
+
+    def _serve_routed(self, buffer: RoutedBuffer) -> bool:
+        """One round; whether anybody got anything."""
+        waiting = sorted(self._asks, key=lambda worker_id: self._asks[worker_id].number)
+        buffer.ask({worker_id: self._asks[worker_id].room for worker_id in waiting}, self._kernel.now_s)
+        served = False
+        for worker_id in waiting:
+            ask = self._asks[worker_id]
+            indices = buffer.pull(worker_id, ask.epoch, ask.room, self._kernel.now_s)
+            if indices:
+                self._issue(worker_id, indices)
+                served = True
+        return served
+
+    def _issue(self, worker_id: str, indices: Sequence[int]) -> None:
+        epoch, now_s = self._asks.pop(worker_id).epoch, self._kernel.now_s
+        prompts = [Prompt(index, (index,)) for index in indices]
+        self._on_leases(
+            worker_id, [self._buffer.lease(worker_id, epoch, prompt, now_s) for prompt in prompts]
+        )
 
     def _longest_waiting(self, refused: int) -> str | None:
         """Of the workers that serve a newer version than `refused`, the one that waits longest."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,8 +13,9 @@ from echo_planes.sim.kernel import Kernel, Timer
 from echo_planes.sim.scenario import OfferModel, SamplingModel
 from echo_planes.sim.trace import Trace
 from echo_planes.sim.worker import SimWorker, Work
-from echo_planes.types import Lease, LeaseTokens, Manifest
+from echo_planes.types import Lease, LeaseTokens, Manifest, WorkerStats
 
+PLATEAU_SHARE = 0.9  # of the throughput with all places taken
 RENEW_SHARE = 0.4  # of a lease's length: how often it is renewed
 
 
@@ -37,6 +39,7 @@ class Member:
     renewal: Timer | None = None
     renews_s: float = 0.0  # when
     install: Timer | None = None
+    queue: deque[tuple[Lease, dict[str, int]]] = field(default_factory=deque)  # leases without a place, paid
     finished: list[Work] = field(default_factory=list)  # while silent: not handed in
     accepted: int = 0  # trajectories
     accepted_tokens: int = 0
@@ -58,6 +61,7 @@ class Flow:
         self._trace = trace
         self._data = data
         self._drafts: dict[int, dict[str, int]] = {}  # prompt -> tokens of its drafts, by machine
+        self._theta = sampling.theta if sampling.router == "jsq" else 0
         self._lease_s = sampling.lease_s  # as the newest lease says
 
     def ask(self, member: Member) -> None:
@@ -65,7 +69,7 @@ class Flow:
         engine = member.engine
         if engine is None or engine.version < 0 or member.leaving or self._is_silent(member):
             return
-        room = engine.engine.room - len(member.finished)
+        room = engine.engine.room + self._theta - len(member.queue) - len(member.finished)
         if room > 0:
             self._data.ask(member.name, member.epoch, room)
 
@@ -81,7 +85,8 @@ class Flow:
                 for machine, tokens in paid.items():
                     self._trace.lost(machine, tokens, "lost")
                 paid = {}
-            engine.begin(lease, paid)
+            member.queue.append((lease, paid))
+        self._begin_queued(member, engine)
         self._lease_s = leases[-1].expires_s - self._kernel.now_s
         self._plan_renewal(member, engine)
         self.plan(member)
@@ -110,7 +115,31 @@ class Flow:
             return 0
         self.advance(member)
         self._data.withdraw(member.name)
-        return sum(self._give_up(member, engine, lease_id) for lease_id in list(engine.work))
+        given = sum(self._give_up_queued(member, lease.lease_id) for lease, _ in list(member.queue))
+        return given + sum(self._give_up(member, engine, lease_id) for lease_id in list(engine.work))
+
+    def renew_now(self, member: Member) -> None:
+        """A worker hears what it is to give up."""
+        if member.renewal is not None:
+            member.renewal.cancel()
+        self._renew(member)
+
+    def stats(self, member: Member, engine: SimWorker) -> WorkerStats:
+        """What a worker tells of itself."""
+        self.advance(member)
+        slots, size = member.offer.max_groups, self._sampling.samples_per_prompt
+        speeds = [member.offer.engine.tokens_per_s(groups * size) for groups in range(1, slots + 1)]
+        return WorkerStats(
+            worker_id=member.name,
+            version=engine.version,
+            digest="",
+            groups_in_flight=engine.engine.num_groups,
+            trajectories=member.accepted,
+            tokens=member.accepted_tokens,
+            busy_s=engine.engine.busy_s,
+            slots=slots,
+            plateau=1 + next(i for i, speed in enumerate(speeds) if speed >= PLATEAU_SHARE * speeds[-1]),
+        )
 
     def die(self, member: Member, engine: SimWorker) -> None:
         """A worker's process ends without a word: what it had streamed goes on elsewhere."""
@@ -124,6 +153,9 @@ class Flow:
             self._trace.money.made(member.name, work.made)
             self._trace.lost(member.name, work.made - work.num_sent, "lost")
         member.finished.clear()
+        for lease, paid in member.queue:
+            self._drafts[lease.prompt.index] = paid
+        member.queue.clear()
         for timer in (member.ending, member.renewal, member.install):
             if timer is not None:
                 timer.cancel()
@@ -171,9 +203,15 @@ class Flow:
             for work in ended:
                 self._submit(member, engine, work)
         if member.engine is engine:
+            self._begin_queued(member, engine)
             self.ask(member)
             if member.ending is None:  # leases that came at once have set it
                 self.plan(member)
+
+    def _begin_queued(self, member: Member, engine: SimWorker) -> None:
+        """The leases that wait take the places that are free. The engine is up to date."""
+        while member.queue and engine.engine.room > 0:
+            engine.begin(*member.queue.popleft())
 
     def _submit(self, member: Member, engine: SimWorker, work: Work) -> None:
         unsent = work.made - work.num_sent
@@ -210,13 +248,17 @@ class Flow:
         self._plan_renewal(member, engine)
         if self._is_silent(member):
             return
-        messages = [LeaseTokens(lease_id, ()) for lease_id in engine.work]
+        queued = [lease.lease_id for lease, _ in member.queue]
+        messages = [LeaseTokens(lease_id, ()) for lease_id in [*engine.work, *queued]]
         unwanted = self._data.stream(member.name, member.epoch, messages)
         if unwanted:
             self.advance(member)
             for lease_id in unwanted:
                 if lease_id in engine.work:
                     self._give_up(member, engine, lease_id)
+                else:
+                    self._give_up_queued(member, lease_id)
+            self._begin_queued(member, engine)
             self.plan(member)
             self.ask(member)
 
@@ -234,6 +276,18 @@ class Flow:
                 self._drafts[index] = before
             self._trace.lost(member.name, _num_tokens(message), "refused")
         return held
+
+    def _give_up_queued(self, member: Member, lease_id: str) -> int:
+        """Hand over a lease that has not begun here; returns 1, or 0 where the worker has it no longer."""
+        for place, (lease, paid) in enumerate(member.queue):
+            if lease.lease_id == lease_id:
+                del member.queue[place]
+                self._drafts[lease.prompt.index] = paid
+                held = self._data.hand_over(member.name, member.epoch, [LeaseTokens(lease_id, ())])
+                if not held:
+                    self._drafts.pop(lease.prompt.index, None)
+                return held
+        return 0
 
     def _stream(self, member: Member, engine: SimWorker, work: Work) -> None:
         """Send what a lease has by now."""
@@ -255,13 +309,8 @@ class Flow:
         finished, member.finished = member.finished, []
         for work in finished:
             self._submit(member, engine, work)
-        self._renew_now(member)
+        self.renew_now(member)
         self.ask(member)
-
-    def _renew_now(self, member: Member) -> None:
-        if member.renewal is not None:
-            member.renewal.cancel()
-        self._renew(member)
 
 
 def _num_tokens(message: LeaseTokens) -> int:

@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError, model_validator
 from echo_planes.cli import config_dir, describe_section, parse_value, read_yaml, set_key
 from echo_planes.config import NonNegativeFloat, PositiveFloat, PositiveInt, Section, StalenessConfig
 from echo_planes.errors import ConfigError, nearest
+from echo_planes.rollout.router import PolicyName
 from echo_planes.sim.engine_model import EngineSpec
 from echo_planes.sim.network import Dissemination
 from echo_planes.sim.spot import AtEnd, SpotTrace, read_trace
@@ -35,6 +36,8 @@ class SamplingModel(Section):
     samples_per_prompt: int = Field(8, ge=2, description="samples in a group (n)")
     lease_s: PositiveFloat = Field(3600.0, description="longest lease, seconds")
     stream_s: PositiveFloat = Field(1.0, description="workers send their tokens this often, seconds")
+    router: PolicyName = Field("pull", description="which worker gets the prompts: pull, jsq or proportional")
+    theta: int = Field(2, ge=1, le=65536, description="router=jsq: prompts queued at a worker, at most")
     accuracy: float = Field(0.5, ge=0, le=1, description="share of the answers that are right")
 
 
