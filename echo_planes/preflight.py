@@ -30,6 +30,7 @@ def check(config: Config, run_dir: Path) -> None:
     """
     check_model(config.model.folder)
     check_fleet(config)
+    check_engines(config.fleet)
     check_lengths(config)
     for key, port in (
         ("run.metrics_port", config.run.metrics_port),
@@ -144,6 +145,26 @@ def check_fleet(config: Config) -> None:
                     f"fleet.workers: {key}={wanted} of {kind.offer} is above its quota "
                     f"max_count={kind.quota}; lower the one or raise the other"
                 )
+
+
+def check_engines(fleet: FleetConfig) -> None:
+    """A worker is given what its engine's ranks need, all on one node: GPUs, or CPUs where it has none."""
+    for kind in fleet.workers:
+        resource = "GPU" if kind.resources.get("GPU") else "CPU"
+        amount, num_ranks = kind.resources.get(resource, 0.0), kind.engine.num_ranks
+        if num_ranks > 1 and amount < num_ranks:
+            raise ConfigError(
+                f"fleet.workers: the engine of SKU '{kind.sku}' spans {num_ranks} devices "
+                f"(tensor_parallel_size={kind.engine.tensor_parallel_size}, "
+                f"pipeline_parallel_size={kind.engine.pipeline_parallel_size}), but its resources hold "
+                f"{amount:g} {resource}; ask for {resource}: {num_ranks} or more, or make the engine smaller"
+            )
+        if num_ranks > 1 and kind.engine.dtype == "float32":
+            raise ConfigError(
+                f"fleet.workers: dtype=float32 for the engine of SKU '{kind.sku}', which spans {num_ranks} "
+                "devices: several ranks hold weights as they are published, in bfloat16; leave dtype out, or "
+                "give each engine one device"
+            )
 
 
 def check_ignored(fleet: FleetConfig) -> None:
