@@ -73,6 +73,27 @@ def check_fit(config: Config, has: Mapping[str, float], labels: Sequence[Mapping
             )
 
 
+def check_nodes(fleet: FleetConfig, nodes: Sequence[Mapping[str, float]]) -> None:
+    """Refuse an engine whose devices lie on no single node: its worker would wait for ever.
+
+    Args:
+        nodes: what each node of the cluster has.
+
+    Raises:
+        ClusterError: names the SKU and what its engine needs.
+    """
+    for kind in fleet.workers if fleet.scale != "ray" else []:
+        if kind.engine.num_ranks > 1 and not any(
+            all(amount <= node.get(resource, 0.0) for resource, amount in kind.resources.items())
+            for node in nodes
+        ):
+            needs = ", ".join(f"{amount:g} {resource}" for resource, amount in kind.resources.items())
+            raise ClusterError(
+                f"fleet: an engine of SKU '{kind.sku}' needs {needs} on one node, and no node of the cluster "
+                "has that; start such a node, or make the engine smaller"
+            )
+
+
 def check_weights(weights: WeightsConfig) -> None:
     """The key, the certificates and the store that were named are there and can be used."""
     if weights.key_file:

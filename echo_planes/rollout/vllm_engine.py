@@ -118,6 +118,8 @@ class VllmEngine:
             raise ModelError(f"{self._model_folder} holds no config.json: not a Hugging Face model folder")
         self._staging = Path(tempfile.mkdtemp(prefix="echo_planes_", dir=staging_parent()))  # mode 0700
         self._vllm = self._build()
+        if self._config.pipeline_parallel_size > 1:
+            await self._ask("echo_planes_make_room")
         self._digest = await self.live_digest()
         await self._vllm.update_weight_version(label(self._version, self._digest))
         await self.generate([0], num_samples=1, max_new_tokens=1, on_tokens=lambda *_: None)
@@ -350,6 +352,10 @@ class VllmEngine:
         try:
             async with self._limit():
                 await self.vllm.update_weights(request)
+        except TimeoutError as error:
+            raise RunError(
+                f"the ranks of the vLLM engine installed nothing in {_RANKS_LIMIT_S:g} s"
+            ) from error
         except Exception as error:  # noqa: BLE001  bare Exceptions are what vLLM hands over
             return error
         if self._config.num_ranks == 1:

@@ -297,6 +297,18 @@ class WorkerExtension:
 
     weight_transfer_engine: LiveWeightTransferEngine
     vllm_config: VllmConfig
+    model_runner: Any
+
+    def echo_planes_make_room(self) -> None:
+        """Make the buffers for what a stage of a pipeline is sent; before the first request.
+
+        vLLM makes them in a warm-up, which eager engines on CPUs skip.
+        """
+        runner = self.model_runner
+        if current_platform.is_cpu() and not get_pp_group().is_first_rank:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
+            )
 
     def echo_planes_live_digest(self) -> str:
         """Canonical digest of the live tensors, computed now."""

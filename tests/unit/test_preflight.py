@@ -353,6 +353,15 @@ def test_every_setting_of_a_fleet_is_looked_at_or_refused() -> None:
         assert f"fleet.{key}" in str(caught.value)
 
 
+def test_the_devices_of_one_engine_lie_on_one_node() -> None:
+    kind = {"sku": "a", "resources": {"CPU": 4.0, "GPU": 4.0}, "engine": {"tensor_parallel_size": 4}}
+    small = [{"CPU": 16.0, "GPU": 2.0}, {"CPU": 2.0, "GPU": 8.0}]
+    with pytest.raises(ClusterError, match="'a' needs 4 CPU, 4 GPU on one node, and no node"):
+        preflight.check_nodes(config(fleet={"workers": [kind]}).fleet, small)
+    preflight.check_nodes(config(fleet={"workers": [kind]}).fleet, [*small, {"CPU": 4.0, "GPU": 4.0}])
+    preflight.check_nodes(changing(kind, scale="ray").fleet, small)  # nodes come when asked for
+
+
 def test_a_fleet_that_changes_must_fit_with_all_its_quotas_unless_nodes_come() -> None:
     kind = {"sku": "a", "count": 1, "max_count": 4, "resources": {"GPU": 1.0}, "labels": {"pool": "x"}}
     has = {"CPU": 8.0, "GPU": 3.0}
