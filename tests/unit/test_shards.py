@@ -315,6 +315,23 @@ def test_a_rank_that_cannot_take_its_old_bits_breaks_the_engine(engine: Engine) 
     assert engine.standing() == "broken"
 
 
+def test_a_rank_that_silently_keeps_the_new_bits_breaks_the_engine(engine: Engine) -> None:
+    old, target = model_state(0), engine.locals[1]
+    write, num_writes = target.exchange, len(target.state)
+
+    def exchange(change: Change) -> Applied:
+        if target.writes < first + num_writes:
+            return write(change)
+        return Applied(change, change.values)
+
+    first = target.writes
+    target.exchange = exchange  # type: ignore[method-assign]
+    engine.complaints[0] = "not finite"
+    with pytest.raises(RunError, match=r"rank 1: RunError: tensor .* did not take its old bits"):
+        engine.install(publication(1, changed(old, 3, 0.5), old))
+    assert engine.standing() == "broken"
+
+
 def test_a_rank_that_cannot_be_read_makes_the_digest_fail_everywhere(engine: Engine) -> None:
     def gone(name: str) -> BitTensor:
         raise OSError("no such device")
