@@ -19,8 +19,10 @@ from echo_planes.config import BUILTIN_MODELS
 from echo_planes.errors import RunError, WeightsError
 from echo_planes.rollout.vllm_engine import VllmEngine
 from echo_planes.rollout.vllm_plugin import WorkerExtension
-from echo_planes.types import Publication
+from echo_planes.rollout.vllm_shards import Piece, check_loaded
+from echo_planes.types import Publication, TensorSpec
 from echo_planes.weights.digest import BitTensor, state_digest
+from echo_planes.weights.shards import Shard
 from tests.integration.test_vllm_engine import (
     LOGPROB_TOLERANCE,
     PROBE,
@@ -98,6 +100,26 @@ def bench(
         yield bench
     finally:
         bench.close()
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 3])
+def test_a_shard_that_lies_elsewhere_than_thought_is_refused(tmp_path: Path, start: int) -> None:
+    """Installs would write to the wrong place, and the digest, read from there too, would not tell."""
+    whole = torch.arange(16.0, dtype=torch.bfloat16).reshape(4, 4)
+    save_file({"w": whole}, tmp_path / "model.safetensors")
+    view = whole[:, 1:2].contiguous()  # what the rank holds
+    pieces = [Piece("w", view, torch.nn.Module(), "weight", 0)]
+    where = {"w": (TensorSpec("w", "bfloat16", (4, 4)), Shard.along((4, 4), 1, start, start + 1))}
+    if start == 1:
+        check_loaded(tmp_path, pieces, where)
+        return
+    with pytest.raises(WeightsError, match="tensor 'w' was not loaded where"):
+        check_loaded(tmp_path, pieces, where)
+
+
+def test_a_shard_of_a_tensor_that_the_folder_lacks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"tensor 'w' is in no \*.safetensors file"):
+        check_loaded(tmp_path, [Piece("w", torch.zeros(2), torch.nn.Module(), "bias", 0)], {})
 
 
 def ranks() -> list[psutil.Process]:
