@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +55,11 @@ class CorruptingExtension(WorkerExtension):
             linear = torch.nn.functional.linear
             module.cpu_linear = (lambda x, weight, bias: linear(x, copy, bias)) if copying else linear
 
+    def die_when_writing(self, rank: int) -> None:
+        if self.rank == rank:
+            local = self.weight_transfer_engine.receiver.tensors.local  # type: ignore[attr-defined]
+            local.exchange = lambda change: os.kill(os.getpid(), signal.SIGKILL)
+
 
 class CorruptibleEngine(VllmEngine):
     worker_extension = f"{__name__}.CorruptingExtension"
@@ -60,6 +67,10 @@ class CorruptibleEngine(VllmEngine):
 
 class ParallelBench(Bench):
     kind = CorruptibleEngine
+
+    @property
+    def pipeline_stages(self) -> int:
+        return self.engine.vllm.vllm_config.parallel_config.pipeline_parallel_size
 
     def call(self, method: str, *arguments: object) -> None:
         self.run(self.engine.vllm.collective_rpc(method, args=arguments))
@@ -212,7 +223,8 @@ def test_a_layer_of_one_rank_that_computes_with_a_copy_is_noticed(bench: Paralle
 
 
 def test_requests_in_flight_survive_an_install_and_a_lost_rank_ends_them(bench: ParallelBench) -> None:
-    """The last test: it ends the engine."""
+    """The last test: it ends the engine. A rank dies while it generates, or in the middle of an install."""
+    in_an_install = bench.pipeline_stages > 1
     make_answers_long(bench)
     old = bench.engine.version
     bench.step(0.05, seed=5)
@@ -239,11 +251,16 @@ def test_requests_in_flight_survive_an_install_and_a_lost_rank_ends_them(bench: 
             )
         )
         await started.wait()
-        ranks()[-1].kill()
+        if in_an_install:
+            await bench.engine.vllm.collective_rpc("die_when_writing", args=(1,))
+        else:
+            ranks()[-1].kill()
+            with pytest.raises(RunError):
+                await asyncio.wait_for(answering, 100)
         with pytest.raises(RunError):
-            await asyncio.wait_for(answering, 60)
+            await asyncio.wait_for(bench.engine.install(bench.publish(full=True)), 100)
         with pytest.raises(RunError):
-            await asyncio.wait_for(bench.engine.install(bench.publish(full=True)), 60)
+            await asyncio.wait_for(answering, 100)
 
     bench.run(survive())
     bench.run(lose())
