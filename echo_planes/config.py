@@ -79,7 +79,8 @@ class EngineConfig(Section):
     """Options of one vLLM engine."""
 
     max_num_seqs: PositiveInt = Field(256, description="requests decoded together")
-    tensor_parallel_size: Literal[1] = Field(1, description="GPUs per engine; only 1 is supported so far")
+    tensor_parallel_size: PositiveInt = Field(1, description="GPUs that share every layer of one engine")
+    pipeline_parallel_size: PositiveInt = Field(1, description="stages of layers, each on GPUs of its own")
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="share of GPU memory (GPU only)")
     kv_cache_gib: PositiveFloat = Field(0.25, description="KV cache size on CPU, GiB")
     enforce_eager: bool = Field(False, description="no CUDA graphs (GPU only)")
@@ -87,6 +88,11 @@ class EngineConfig(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="what the engine holds and computes in; published weights are bfloat16"
     )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of one engine that hold weights, each with a device."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class WorkerConfig(Section):

@@ -85,9 +85,9 @@ def ray_session(config: Config) -> Iterator[None]:
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ClusterError(f"Ray cluster '{address or 'local'}' cannot be reached: {error}") from error
     try:
-        preflight.check_fit(
-            config, ray.cluster_resources(), [node["Labels"] for node in ray.nodes() if node["Alive"]]
-        )
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        preflight.check_fit(config, ray.cluster_resources(), [node["Labels"] for node in nodes])
+        preflight.check_nodes(config.fleet, [node["Resources"] for node in nodes])
         yield
     finally:
         ray.shutdown()

@@ -31,6 +31,7 @@ def check(config: Config, run_dir: Path) -> None:
     """
     check_model(config.model.folder)
     check_fleet(config)
+    check_engines(config.fleet)
     check_lengths(config)
     for key, port in (
         ("run.metrics_port", config.run.metrics_port),
@@ -72,6 +73,27 @@ def check_fit(config: Config, has: Mapping[str, float], labels: Sequence[Mapping
             raise ClusterError(
                 f"fleet: workers and learner need {amount:g} {resource}, the cluster has "
                 f"{has.get(resource, 0.0):g}; choose a smaller fleet, or lower its 'resources'"
+            )
+
+
+def check_nodes(fleet: FleetConfig, nodes: Sequence[Mapping[str, float]]) -> None:
+    """Refuse an engine whose devices lie on no single node: its worker would wait for ever.
+
+    Args:
+        nodes: what each node of the cluster has.
+
+    Raises:
+        ClusterError: names the SKU and what its engine needs.
+    """
+    for kind in fleet.workers if fleet.scale != "ray" else []:
+        if kind.engine.num_ranks > 1 and not any(
+            all(amount <= node.get(resource, 0.0) for resource, amount in kind.resources.items())
+            for node in nodes
+        ):
+            needs = ", ".join(f"{amount:g} {resource}" for resource, amount in kind.resources.items())
+            raise ClusterError(
+                f"fleet: an engine of SKU '{kind.sku}' needs {needs} on one node, and no node of the cluster "
+                "has that; start such a node, or make the engine smaller"
             )
 
 
@@ -147,6 +169,26 @@ def check_fleet(config: Config) -> None:
                     f"fleet.workers: {key}={wanted} of {kind.offer} is above its quota "
                     f"max_count={kind.quota}; lower the one or raise the other"
                 )
+
+
+def check_engines(fleet: FleetConfig) -> None:
+    """A worker is given what its engine's ranks need, all on one node: GPUs, or CPUs where it has none."""
+    for kind in fleet.workers:
+        resource = "GPU" if kind.resources.get("GPU") else "CPU"
+        amount, num_ranks = kind.resources.get(resource, 0.0), kind.engine.num_ranks
+        if num_ranks > 1 and amount < num_ranks:
+            raise ConfigError(
+                f"fleet.workers: the engine of SKU '{kind.sku}' spans {num_ranks} devices "
+                f"(tensor_parallel_size={kind.engine.tensor_parallel_size}, "
+                f"pipeline_parallel_size={kind.engine.pipeline_parallel_size}), but its resources hold "
+                f"{amount:g} {resource}; ask for {resource}: {num_ranks} or more, or make the engine smaller"
+            )
+        if num_ranks > 1 and kind.engine.dtype == "float32":
+            raise ConfigError(
+                f"fleet.workers: dtype=float32 for the engine of SKU '{kind.sku}', which spans {num_ranks} "
+                "devices: several ranks hold weights as they are published, in bfloat16; leave dtype out, or "
+                "give each engine one device"
+            )
 
 
 def check_ignored(fleet: FleetConfig) -> None:

@@ -37,6 +37,8 @@ BACKEND = "echo_planes"  # what the plugin registers itself as
 _GIB = 1 << 30
 # Tokens per streamed chunk: enough to renew leases, and a fraction of the work of one chunk per token.
 _STREAM_INTERVAL_TOKENS = 16
+# An answer of several ranks, at most: the install of a model that fills eight GPUs takes a few minutes.
+_RANKS_LIMIT_S = 600.0
 
 
 class VllmEngine:
@@ -116,6 +118,8 @@ class VllmEngine:
             raise ModelError(f"{self._model_folder} holds no config.json: not a Hugging Face model folder")
         self._staging = Path(tempfile.mkdtemp(prefix="echo_planes_", dir=staging_parent()))  # mode 0700
         self._vllm = self._build()
+        if self._config.pipeline_parallel_size > 1:
+            await self._ask("echo_planes_make_room")
         self._digest = await self.live_digest()
         await self._vllm.update_weight_version(label(self._version, self._digest))
         await self.generate([0], num_samples=1, max_new_tokens=1, on_tokens=lambda *_: None)
@@ -127,14 +131,9 @@ class VllmEngine:
 
     async def _check_live(self) -> None:
         # After a request: by then whatever copies of the weights this vLLM makes are made.
-        try:
-            await self._ask("echo_planes_check_live")
-        except RunError:
-            raise
-        except Exception as error:  # vLLM hands over what the engine process raised as a bare Exception
-            raise RunError(
-                f"published weights would not reach what this vLLM computes with: {error}"
-            ) from error
+        found = await self._ask("echo_planes_check_live")
+        if found:
+            raise RunError(f"published weights would not reach what this vLLM computes with: {found}")
 
     async def close(self) -> None:
         """End the engine and its process. Requests in flight fail with `RunError`."""
@@ -165,6 +164,7 @@ class VllmEngine:
             max_model_len=self._max_model_len,
             max_num_seqs=self._config.max_num_seqs,
             tensor_parallel_size=self._config.tensor_parallel_size,
+            pipeline_parallel_size=self._config.pipeline_parallel_size,
             enable_prefix_caching=self._config.enable_prefix_caching,
             seed=self._seed,
             logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
@@ -175,7 +175,7 @@ class VllmEngine:
             worker_extension_cls=self.worker_extension,
             **(self._cpu_options() if on_cpu else self._gpu_options()),
         )
-        with engine_environment(on_cpu):
+        with engine_environment(on_cpu, self._config.num_ranks):
             try:
                 return AsyncLLM.from_engine_args(arguments)
             except RuntimeError as error:
@@ -188,14 +188,16 @@ class VllmEngine:
             "enforce_eager": True,
             "kv_cache_memory_bytes": int(self._config.kv_cache_gib * _GIB),
             # As a class: the name "uni" is replaced by an executor with one more process, which only
-            # engines of several OpenMP threads need.
-            "distributed_executor_backend": UniProcExecutor,
+            # engines of several ranks or OpenMP threads need.
+            "distributed_executor_backend": UniProcExecutor if self._config.num_ranks == 1 else "mp",
         }
 
     def _gpu_options(self) -> dict[str, Any]:
         return {
             "enforce_eager": self._config.enforce_eager,
             "gpu_memory_utilization": self._config.gpu_memory_utilization,
+            # All ranks on this node, in processes of this engine: vLLM would choose Ray inside an actor.
+            "distributed_executor_backend": None if self._config.num_ranks == 1 else "mp",
         }
 
     # --- sampling --------------------------------------------------------------------------------
@@ -348,10 +350,20 @@ class VllmEngine:
     async def _refusal(self, request: WeightTransferUpdateRequest) -> Exception | None:
         """Have the engine process install; what it raised, which does not say whether it may go on."""
         try:
-            await self.vllm.update_weights(request)
+            async with self._limit():
+                await self.vllm.update_weights(request)
+        except TimeoutError as error:
+            raise RunError(
+                f"the ranks of the vLLM engine installed nothing in {_RANKS_LIMIT_S:g} s"
+            ) from error
         except Exception as error:  # noqa: BLE001  bare Exceptions are what vLLM hands over
             return error
-        return None
+        if self._config.num_ranks == 1:
+            return None
+        refusal = await self._ask("echo_planes_refusal")
+        if refusal:
+            await self.vllm.finish_weight_update()  # of vLLM's session: it heard of no error
+        return WeightsError(refusal) if refusal else None
 
     async def _resume(self) -> None:
         await self.vllm.resume_generation()
@@ -365,10 +377,18 @@ class VllmEngine:
         return str(await self._ask("echo_planes_live_digest"))
 
     async def _ask(self, method: str) -> Any:
-        """What the engine process answers to a call of its weight-transfer part."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
+        """What the engine's ranks answer, all alike, to a call of their weight-transfer part."""
         try:
-            return (await self.vllm.collective_rpc(method))[0]
-        except EngineDeadError as error:
-            raise RunError(f"the vLLM engine died before it answered {method}") from error
+            async with self._limit():
+                answers = await self.vllm.collective_rpc(method)
+        except RunError:
+            raise
+        except Exception as error:  # vLLM hands over what the engine process raised as a bare Exception
+            raise RunError(f"the vLLM engine died before it answered {method}: {error!r}") from error
+        if any(answer != answers[0] for answer in answers):
+            raise RunError(f"the ranks of the vLLM engine answer {method} differently: {answers}")
+        return answers[0]
+
+    def _limit(self) -> asyncio.Timeout:
+        # Of several ranks one may wait for another: whoever asks them must not wait for ever.
+        return asyncio.timeout(None if self._config.num_ranks == 1 else _RANKS_LIMIT_S)

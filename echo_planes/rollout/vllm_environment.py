@@ -21,13 +21,24 @@ def staging_parent() -> str | None:
 
 
 @contextmanager
-def engine_environment(on_cpu: bool) -> Iterator[None]:
-    """What the engine's process inherits and this one must not keep."""
+def engine_environment(on_cpu: bool, num_ranks: int = 1) -> Iterator[None]:
+    """What the engine's processes inherit and this one must not keep.
+
+    Args:
+        on_cpu: whether the engine computes on the CPU.
+        num_ranks: processes of the engine that hold weights.
+    """
     variables = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if on_cpu:
         # Even in eager mode vLLM compiles a small sampling helper with g++ at the first request: 20-30 s
         # for a gain too small to measure.
         variables["TORCHDYNAMO_DISABLE"] = "1"
+    if num_ranks > 1:
+        # All ranks are on this machine. Without this they would listen on its address for others.
+        loopback = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        variables |= loopback
+        # vLLM would bind each rank to a NUMA node of its own, and refuse to start where there are fewer.
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -9,7 +9,7 @@ people who start vLLM themselves.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -28,13 +29,17 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
+from vllm.sequence import IntermediateTensors
 
 from echo_planes.errors import WeightsError
+from echo_planes.process import die_with_parent
+from echo_planes.rollout.vllm_shards import GlooRanks, check_loaded, hugging_face_pieces, placed
 from echo_planes.types import Manifest, TensorSpec
 from echo_planes.weights.codec import Applied, Change
 from echo_planes.weights.digest import BIT_DTYPES, BitTensor, bit_tensor
 from echo_planes.weights.exchange import exchange, warm_up
 from echo_planes.weights.receiver import Receiver, Standing, open_staged
+from echo_planes.weights.shards import ShardedTensors, ShardReceiver, together
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig, WeightTransferConfig
@@ -69,7 +74,7 @@ class LiveTensors:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._views = hugging_face_views(model)
+        self._views = {piece.name: piece.view for piece in hugging_face_pieces(model)}
         self._specs = {name: _published_spec(name, view) for name, view in self._views.items()}
 
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -102,49 +107,6 @@ class LiveTensors:
         return Applied(change, (replaced >> 16).astype(values.dtype) if widened else replaced)
 
 
-def hugging_face_views(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter of a vLLM model under its checkpoint name, as views that share its memory.
-
-    Fused layers are cut by the model's `packed_modules_mapping`, the padding of vocabulary tables is left
-    out, and a tied tensor appears once, under its first name.
-
-    Raises:
-        WeightsError: a parameter that cannot be mapped; the message names it.
-    """
-    packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
-    views: dict[str, torch.Tensor] = {}
-    for full_name, parameter in model.named_parameters():
-        module_name, _, leaf = full_name.rpartition(".")
-        parent, _, child = module_name.rpartition(".")
-        module = model.get_submodule(module_name)
-        tensor = parameter.data
-        if hasattr(module, "org_vocab_size"):
-            tensor = tensor[: module.org_vocab_size]
-        _check_mappable(full_name, leaf, module, tensor)
-        parts = packed.get(child, [child])
-        if list(parts) == [child]:
-            views[full_name] = tensor
-            continue
-        sizes = list(getattr(module, "output_sizes", []))
-        if len(sizes) != len(parts) or sum(sizes) != tensor.shape[0]:
-            raise WeightsError(
-                f"cannot cut parameter {full_name} of shape {tuple(tensor.shape)} into {', '.join(parts)}: "
-                f"its layer {type(module).__name__} says {sizes}"
-            )
-        for part, piece in zip(parts, torch.split(tensor, sizes), strict=True):
-            views[".".join(filter(None, (parent, part, leaf)))] = piece
-    return views
-
-
-def _check_mappable(full_name: str, leaf: str, module: torch.nn.Module, tensor: torch.Tensor) -> None:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if leaf not in ("weight", "bias") or dtype not in BIT_DTYPES or not tensor.is_contiguous():
-        raise WeightsError(
-            f"cannot map parameter {full_name} ({dtype}, shape {tuple(tensor.shape)}, layer "
-            f"{type(module).__name__}) to a Hugging Face name: only unquantized dense layers are supported"
-        )
-
-
 def _published_spec(name: str, view: torch.Tensor) -> TensorSpec:
     dtype = str(view.dtype).removeprefix("torch.")
     return TensorSpec(name, "bfloat16" if dtype == "float32" else dtype, tuple(view.shape))
@@ -173,16 +135,19 @@ class Probe:
         Raises:
             WeightsError: the answer is not finite.
         """
-        if not bool(torch.isfinite(self._model.compute_logits(self._forward())).all()):
+        hidden = self._forward()
+        logits = None if hidden is None else self._model.compute_logits(hidden)
+        if logits is not None and not bool(torch.isfinite(logits).all()):
             raise WeightsError("these weights do not serve: their answer to a probe is not finite")
 
-    def check_computes_with_parameters(self) -> None:
+    def check_computes_with_parameters(self) -> str:
         """Whether every matrix computes with the very memory that installs write to, and no copy of it.
 
-        Each is set to zero for a moment, and what it makes of the probe must be zero then.
+        Each is set to zero for a moment, and what it makes of the probe must be zero then. What ranks compute
+        together is zeroed on all of them at once, so no rank stops before the last layer.
 
-        Raises:
-            WeightsError: a layer that computes with a copy; the message names it.
+        Returns:
+            The first layer that computes with a copy, in words; "": there is none.
         """
         inputs: dict[torch.nn.Module, tuple[Any, ...]] = {}
 
@@ -196,21 +161,33 @@ class Probe:
         }
         with _hooked(module.register_forward_pre_hook(keep) for module in layers.values()):
             hidden = self._forward()
+        copies = []
         for name, module in layers.items():
             with torch.inference_mode(), self._context(), _zeroed(module):
                 answers = [module(*inputs[module])] if module in inputs else []
-                if module is getattr(self._model, "lm_head", None):
+                if hidden is not None and module is getattr(self._model, "lm_head", None):
                     answers.append(self._model.compute_logits(hidden))
-            for answer in answers:
-                if bool((answer[0] if isinstance(answer, tuple) else answer).any()):
-                    raise WeightsError(f"layer {name} computes with a copy of its weights")
+            # Of logits that were gathered, all but one rank have none.
+            parts = [answer[0] if isinstance(answer, tuple) else answer for answer in answers]
+            if any(bool(part.any()) for part in parts if part is not None):
+                copies.append(f"layer {name} computes with a copy of its weights")
+        return next(iter(copies), "")
 
-    def _forward(self) -> torch.Tensor:
-        """Hidden states, shape (tokens, hidden size)."""
+    def _forward(self) -> torch.Tensor | None:
+        """Hidden states, shape (tokens, hidden size). None on ranks that hold no last layer."""
+        stages = get_pp_group()
         hooks = (module.register_forward_hook(_attend) for module in self._attentions)
         with torch.inference_mode(), self._context(), _hooked(hooks):
-            hidden: torch.Tensor = self._model(input_ids=self._token_ids, positions=self._positions)
-        return hidden
+            before = None
+            if not stages.is_first_rank:
+                before = IntermediateTensors(stages.recv_tensor_dict(all_gather_group=get_tp_group()))
+            hidden = self._model(
+                input_ids=self._token_ids, positions=self._positions, intermediate_tensors=before
+            )
+            if stages.is_last_rank:
+                return hidden  # type: ignore[no-any-return]
+            stages.send_tensor_dict(hidden.tensors, all_gather_group=get_tp_group())
+        return None
 
     def _context(self) -> AbstractContextManager[None]:
         context: AbstractContextManager[None] = set_forward_context(
@@ -268,11 +245,18 @@ class LiveWeightTransferEngine(WeightTransferEngine[NoInfo, InstallInfo]):  # ty
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        if self.parallel_config.world_size != 1:
-            raise WeightsError("weights can be installed only where an engine has one worker")
         warm_up()
         self.probe = Probe(model, vllm_config, device)
-        self.receiver = Receiver(LiveTensors(model), self.probe)
+        self.refusal = ""  # of several ranks: why the last update was not installed; "": it was
+        if self.parallel_config.world_size == 1:
+            self.receiver = Receiver(LiveTensors(model), self.probe)
+            return
+        die_with_parent()  # a rank that waits for a lost one would outlive its engine
+        pieces = list(hugging_face_pieces(model))
+        where = placed(pieces)
+        ranks = GlooRanks()
+        together(ranks, lambda: check_loaded(Path(self.model_config.model), pieces, where))
+        self.receiver = ShardReceiver(ShardedTensors(LiveTensors(model), where, ranks), self.probe)
 
     def init_transfer_engine(self, init_info: NoInfo) -> None:
         """Nothing to connect to: payloads come as files."""
@@ -286,11 +270,23 @@ class LiveWeightTransferEngine(WeightTransferEngine[NoInfo, InstallInfo]):  # ty
     def receive_weights(self, update_info: InstallInfo) -> None:
         """Install one publication from its staged file.
 
+        Of several ranks none raises: `refusal` says what was wrong. vLLM hears the first rank's error only,
+        and takes the others' for answers to what is asked next.
+
         Raises:
             WeightsError, RunError: see `Receiver.install`. Whoever asked hears only their text, and asks
                 for `echo_planes_standing` before anything computes again.
         """
-        self.receiver.install(open_staged(Manifest(**update_info.manifest), Path(update_info.payload_path)))
+        manifest, path = Manifest(**update_info.manifest), Path(update_info.payload_path)
+        if not isinstance(self.receiver, ShardReceiver):
+            self.receiver.install(open_staged(manifest, path))
+            return
+        self.refusal = ""
+        try:
+            ranks = self.receiver.tensors.ranks
+            self.receiver.install(together(ranks, lambda: open_staged(manifest, path)))
+        except Exception as error:  # noqa: BLE001  vLLM would hand it on as text as well
+            self.refusal = str(error) or repr(error)
 
     def shutdown(self) -> None:
         """Nothing to release."""
@@ -301,15 +297,35 @@ class WorkerExtension:
 
     weight_transfer_engine: LiveWeightTransferEngine
     vllm_config: VllmConfig
+    model_runner: Any
+
+    def echo_planes_make_room(self) -> None:
+        """Make the buffers for what a stage of a pipeline is sent; before the first request.
+
+        vLLM makes them in a warm-up, which eager engines on CPUs skip.
+        """
+        runner = self.model_runner
+        if current_platform.is_cpu() and not get_pp_group().is_first_rank:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
+            )
 
     def echo_planes_live_digest(self) -> str:
         """Canonical digest of the live tensors, computed now."""
         return self.weight_transfer_engine.receiver.live_digest()
 
-    def echo_planes_check_live(self) -> None:
-        """See `Probe.check_computes_with_parameters`; between requests."""
+    def echo_planes_check_live(self) -> str:
+        """What `Probe.check_computes_with_parameters` finds on any rank, "" if nothing; between requests."""
+        engine = self.weight_transfer_engine
         with set_current_vllm_config(self.vllm_config):
-            self.weight_transfer_engine.probe.check_computes_with_parameters()
+            found = engine.probe.check_computes_with_parameters()
+        if isinstance(engine.receiver, ShardReceiver):
+            found = next(filter(None, engine.receiver.tensors.ranks.tell(found)), "")
+        return found
+
+    def echo_planes_refusal(self) -> str:
+        """`LiveWeightTransferEngine.refusal` of the last update, of any rank."""
+        return self.weight_transfer_engine.refusal
 
     def echo_planes_standing(self) -> Standing:
         """`Receiver.standing` now."""

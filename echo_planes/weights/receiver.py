@@ -165,12 +165,15 @@ class Receiver:
         changes = decode(manifest.codec, publication.payload, 0, self._target.specs(), self._bits)
         done = self._replace(manifest, changes, before)
         expected = publication.replaced_digest
-        if expected and digest_of_replaced(applied.old for applied in done) != expected:
+        if expected and self._digest_of_replaced(done) != expected:
             self.digest_mismatches += 1
         return self._line.advance(manifest)
 
     def _bits(self, name: str) -> BitArray:
         return self._target.read(name).bits
+
+    def _digest_of_replaced(self, done: Sequence[Applied]) -> str:
+        return digest_of_replaced(applied.old for applied in done)
 
     def _digest_before(self, manifest: Manifest) -> str:
         algorithm = algorithm_of(manifest.digest)

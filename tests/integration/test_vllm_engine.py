@@ -77,13 +77,16 @@ class CorruptibleEngine(VllmEngine):
 class Bench:
     """One engine on a loop of its own, the learner whose versions it installs, and the stager between."""
 
-    def __init__(self, *, prefix_caching: bool) -> None:
+    kind: type[VllmEngine] = CorruptibleEngine
+
+    def __init__(self, *, prefix_caching: bool, model: Path = MODEL, **options: int) -> None:
         self.loop = asyncio.new_event_loop()
         self.prefix_caching = prefix_caching
-        config = EngineConfig(max_num_seqs=32, enable_prefix_caching=prefix_caching)
-        self.engine = CorruptibleEngine(config, SamplingConfig(top_logprobs=3), MODEL, MAX_MODEL_LEN, seed=0)
+        self.model = model
+        config = EngineConfig(max_num_seqs=32, enable_prefix_caching=prefix_caching, **options)
+        self.engine = self.kind(config, SamplingConfig(top_logprobs=3), model, MAX_MODEL_LEN, seed=0)
         self.state: State = {
-            name: bit_tensor(tensor) for name, tensor in load_file(MODEL / "model.safetensors").items()
+            name: bit_tensor(tensor) for name, tensor in load_file(model / "model.safetensors").items()
         }
         self.learner = Learner(self.state)
         self.folder = Path(tempfile.mkdtemp())
@@ -138,13 +141,15 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     bench.close()
 
 
-def hf_logprobs(state: State, sample: Sample, folder: Path, prompt: tuple[int, ...] = PROBE) -> list[float]:
+def hf_logprobs(
+    state: State, sample: Sample, folder: Path, prompt: tuple[int, ...] = PROBE, model_folder: Path = MODEL
+) -> list[float]:
     """What Hugging Face's model, on these very bits, gives the sampled tokens."""
     tensors = {
         name: torch.from_numpy(t.bits.copy()).view(torch.bfloat16).reshape(t.shape)
         for name, t in state.items()
     }
-    (folder / "config.json").write_bytes((MODEL / "config.json").read_bytes())
+    (folder / "config.json").write_bytes((model_folder / "config.json").read_bytes())
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     ids = torch.tensor([[*prompt, *sample.token_ids]])
@@ -158,7 +163,7 @@ def assert_computes(bench: Bench, folder: Path) -> None:
     """The engine's log-probabilities are those of a fresh model on the published weights."""
     for sample in bench.sample(n=3):
         assert sample.logprobs == pytest.approx(
-            hf_logprobs(bench.state, sample, folder), abs=LOGPROB_TOLERANCE
+            hf_logprobs(bench.state, sample, folder, model_folder=bench.model), abs=LOGPROB_TOLERANCE
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 from collections.abc import Iterator
@@ -120,6 +121,40 @@ def test_a_fleet_of_nobody(tmp_path: Path) -> None:
     assert "fleet.workers" in message
     assert "zero workers" in message
     preflight.check(config(fleet={"workers": [{"count": 0}, {"count": 1}]}), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("resources", "engine", "lacks"),
+    [
+        ({"CPU": 8.0, "GPU": 4.0}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, ""),
+        ({"CPU": 8.0, "GPU": 3.0}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "3 GPU"),
+        ({"CPU": 8.0, "GPU": 1.0}, {"tensor_parallel_size": 2}, "1 GPU"),
+        ({"CPU": 2.0}, {"tensor_parallel_size": 2}, ""),
+        ({"CPU": 1.0}, {"pipeline_parallel_size": 2}, "1 CPU"),
+        ({"CPU": 0.5}, {}, ""),
+    ],
+)
+def test_an_engine_over_several_devices_is_given_them(
+    tmp_path: Path, resources: dict[str, float], engine: dict[str, int], lacks: str
+) -> None:
+    settings = config(fleet={"workers": [{"sku": "L40S", "resources": resources, "engine": engine}]})
+    if not lacks:
+        preflight.check(settings, tmp_path / "run")
+        return
+    message = refusal(ConfigError, settings, tmp_path / "run")
+    num_ranks = math.prod(engine.values())
+    device = lacks.split()[1]
+    for part in ("L40S", f"spans {num_ranks} devices", lacks, f"{device}: {num_ranks} or more"):
+        assert part in message
+
+
+def test_several_ranks_hold_what_is_published(tmp_path: Path) -> None:
+    engine = {"tensor_parallel_size": 2, "dtype": "float32"}
+    settings = config(fleet={"workers": [{"resources": {"CPU": 2.0}, "engine": engine}]})
+    message = refusal(ConfigError, settings, tmp_path / "run")
+    assert "dtype=float32" in message
+    assert "one device" in message
+    preflight.check(config(fleet={"workers": [{"engine": {"dtype": "float32"}}]}), tmp_path / "run")
 
 
 @pytest.mark.parametrize(("tokens", "fits"), [(511, True), (512, False), (600, False)])
@@ -330,6 +365,15 @@ def test_every_setting_of_a_fleet_is_looked_at_or_refused() -> None:
         preflight.check_ignored(config(fleet=changed).fleet)
     for key in changed:
         assert f"fleet.{key}" in str(caught.value)
+
+
+def test_the_devices_of_one_engine_lie_on_one_node() -> None:
+    kind = {"sku": "a", "resources": {"CPU": 4.0, "GPU": 4.0}, "engine": {"tensor_parallel_size": 4}}
+    small = [{"CPU": 16.0, "GPU": 2.0}, {"CPU": 2.0, "GPU": 8.0}]
+    with pytest.raises(ClusterError, match="'a' needs 4 CPU, 4 GPU on one node, and no node"):
+        preflight.check_nodes(config(fleet={"workers": [kind]}).fleet, small)
+    preflight.check_nodes(config(fleet={"workers": [kind]}).fleet, [*small, {"CPU": 4.0, "GPU": 4.0}])
+    preflight.check_nodes(changing(kind, scale="ray").fleet, small)  # nodes come when asked for
 
 
 def test_a_fleet_that_changes_must_fit_with_all_its_quotas_unless_nodes_come() -> None:
