@@ -154,14 +154,6 @@ class CapacityModel:
             return self._last_mu.get(offer_name, prior)
         return median(self._bounded(rate, rates) for rate in rates) / length
 
-    def tokens_per_s_of_others(self, worker_id: str, offer_name: str) -> float | None:
-        """The median of the other workers of an offer while they are full; None where none was measured."""
-        worker, rates = self._workers.get(worker_id), self._rates(offer_name)
-        own = worker.rate if worker is not None and worker.offer_name == offer_name else None
-        if own is not None:
-            return _middle_without(own, rates) if len(rates) > 1 else None
-        return median(rates) if rates else None
-
     def _believed(self, worker: _Worker) -> float | None:
         """Median rate, tokens/s, cut to what was accepted; None where that cannot be said yet."""
         newest = worker.newest
@@ -181,7 +173,13 @@ class CapacityModel:
     @staticmethod
     def _bounded(rate: float, of_offer: list[float]) -> float:
         """A worker's rate, at most LIE_FACTOR times the median of the others of its offer."""
-        return min(rate, LIE_FACTOR * _middle_without(rate, of_offer)) if len(of_offer) > 1 else rate
+        others = len(of_offer) - 1
+        if others < 1:
+            return rate
+        own = bisect_left(of_offer, rate)
+        low, high = ((others - 1) // 2, others // 2)  # the middle of the list without its own place
+        middle = (of_offer[low + (low >= own)] + of_offer[high + (high >= own)]) / 2
+        return min(rate, LIE_FACTOR * middle)
 
     def _tokens_per_trajectory(self) -> float | None:
         """Of what was accepted within the windows: the median over workers, so none can move it alone."""
@@ -225,13 +223,6 @@ class InterruptionRates:
         key = (sku, region, market)
         events = self._prior_events + self._events.get(key, 0.0)
         return events / (self._prior_hours + self._hours.get(key, 0.0))
-
-
-def _middle_without(rate: float, ascending: list[float]) -> float:
-    """The median of a list of at least two without one `rate` that is in it."""
-    others, own = len(ascending) - 1, bisect_left(ascending, rate)
-    low, high = (others - 1) // 2, others // 2  # the middle of the list without its own place
-    return (ascending[low + (low >= own)] + ascending[high + (high >= own)]) / 2
 
 
 def _possible(name: str, value: float, above: float | None = None) -> float:

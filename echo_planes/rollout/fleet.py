@@ -30,7 +30,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from echo_planes.errors import ConfigError
 from echo_planes.rollout.estimates import CapacityModel, ThroughputSample
-from echo_planes.rollout.health import Slowness, SpeedWatch, worst
+from echo_planes.rollout.health import SpeedWatch, worst
 from echo_planes.rollout.members import (
     Activate,
     Cause,
@@ -319,26 +319,26 @@ class Fleet:
     def _replace_slow(self, now_s: float) -> list[FleetAction]:
         """Let slow workers go whose place is taken, and see to it that others take the place of the next."""
         actions: list[FleetAction] = []
-        slow: dict[str, dict[str, Slowness]] = {}
+        serving: dict[str, list[str]] = {}  # by offer, those whose successor is not on its way
         for worker_id, member in self._members.items():
             if member.state != "serving":
                 continue
-            others = self._model.tokens_per_s_of_others(worker_id, member.offer)
-            slowness = self._speeds.slowness(worker_id, others)
             successor = self._members.get(member.successor)
             if successor is not None and successor.state == "serving":
                 actions.append(self._let_go(worker_id, f"{member.slow}; {member.successor} serves", now_s))
             elif successor is None or successor.state == "leaving":
                 member.successor = ""
-                if slowness is not None:
-                    slow.setdefault(member.offer, {})[worker_id] = slowness
-        for name, found in slow.items():
-            mine = [member for member in self._members if member.offer == name]
-            chosen = worst(found, sum(member.state == "serving" for member in mine))
+                serving.setdefault(member.offer, []).append(worker_id)
+        for name, workers in serving.items():
             # One at a time: what was asked for in another's place is awaited.
+            mine = [member for member in self._members if member.offer == name]
             busy = any(m.successor or (m.counts and m.state in ("asked", "booting")) for m in mine)
-            if chosen is not None and not busy and not self._book.back_offs.holds(name, now_s):
-                actions += self._succeed(chosen, found[chosen].text, now_s)
+            if busy or self._book.back_offs.holds(name, now_s):
+                continue
+            slow = self._speeds.slow(workers)
+            chosen = worst(slow, len(workers))
+            if chosen is not None:
+                actions += self._succeed(chosen, slow[chosen].text, now_s)
         return actions
 
     def _succeed(self, worker_id: str, why: str, now_s: float) -> list[FleetAction]:

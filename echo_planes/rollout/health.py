@@ -1,29 +1,30 @@
 """Workers that are slow: told from the others of their offer by what they make while they are full.
 
-A worker is slow once it stayed below `SLOW_SHARE` of what its offer gives for `SLOW_S` seconds in which it
-had no free place: time in which it waited for permits counts neither for it nor against it. What its offer
-gives is the median of the other workers of it. One that is alone is held against itself: the median of what
-it made before, in the last `WINDOW_S` seconds without a free place. What the settings believe of an offer is
-no measure: a fleet file that promises too much would have every worker of it replaced, for ever.
+A worker is slow if, over the last `SLOW_S` seconds in which it had no free place, it made less than
+`SLOW_SHARE` of what its offer gives. Time in which it waited for permits counts neither for it nor against
+it. What its offer gives is the median over the other workers of it, each over as long a time. One that is
+alone is held against itself: what it made in the `PAST_S` seconds before that, likewise full. What the
+settings believe of an offer is no measure: a fleet file that promises too much would have every worker of it
+replaced, for ever.
 
-Against noise: every one of the measures of these `SLOW_S` seconds must be below. One that is not, and the
-worker is no longer slow.
+Why so long: a full worker waits for the longest answers of its groups, and makes little meanwhile. With two
+groups of 16 at once, what it makes varies by 23 % over 60 s, by 8 % over 240 s and by 5 % over 480 s
+(simulated, lognormal lengths). A worker that falls to half its speed is below after 200 s.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 from echo_planes.rollout.estimates import ThroughputSample
 
-SLOW_SHARE = 0.7  # of what its offer gives
-SLOW_S = 60.0
+SLOW_SHARE = 2 / 3  # of what its offer gives
+SLOW_S = 300.0  # without a free place
+PAST_S = 900.0  # of a worker that is alone
 MEASURE_S = 10.0  # of one measure; shorter ones are joined
-WINDOW_S = 900.0
-MIN_MEASURES = 6  # before them a worker that is alone has no past
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,6 @@ class Slowness:
 
     tokens_per_s: float  # while it was full
     usual_tokens_per_s: float  # what its offer gives
-    full_s: float  # how long that lasts, time without a free place
     alone: bool  # measured against its own past
 
     @property
@@ -43,24 +43,45 @@ class Slowness:
     def text(self) -> str:
         whose = "it made before" if self.alone else "others of its kind make"
         return (
-            f"{self.tokens_per_s:.0f} tokens/s in {self.full_s:.0f} s without a free place, "
-            f"{self.share:.0%} of the {self.usual_tokens_per_s:.0f} that {whose}: below {SLOW_SHARE:.0%}"
+            f"{self.tokens_per_s:.0f} tokens/s over {SLOW_S:.0f} s without a free place, {self.share:.0%} of "
+            f"the {self.usual_tokens_per_s:.0f} that {whose}: below {SLOW_SHARE:.0%}"
         )
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """The newest measures that come to so many seconds."""
+
+    most_s: float
+    measures: deque[tuple[float, float]] = field(default_factory=deque)  # tokens, seconds
+    tokens: float = 0.0
+    full_s: float = 0.0
+
+    def add(self, tokens: float, full_s: float) -> list[tuple[float, float]]:
+        """One more measure; returns the oldest, which are no longer of it."""
+        self.measures.append((tokens, full_s))
+        self.tokens, self.full_s = self.tokens + tokens, self.full_s + full_s
+        out = []
+        while self.full_s - self.measures[0][1] >= self.most_s:
+            out.append(self.measures.popleft())
+            self.tokens, self.full_s = self.tokens - out[-1][0], self.full_s - out[-1][1]
+        return out
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None: it is not long enough yet."""
+        return self.tokens / self.full_s if self.full_s >= self.most_s else None
 
 
 @dataclass(slots=True)
 class _Pace:
     begin: ThroughputSample  # where the measure in the making begins
-    fresh: list[tuple[float, float]] = field(default_factory=list)  # tokens and seconds, not judged yet
-    # tokens/s while it was not slow, the newest last
-    past: deque[float] = field(default_factory=lambda: deque(maxlen=round(WINDOW_S / MEASURE_S)))
-    slow_s: float = 0.0  # how long it has been slow
-    slow_tokens: float = 0.0  # made in that time
-    usual: float = 0.0  # as judged last
+    now: _Stretch = field(default_factory=lambda: _Stretch(SLOW_S))
+    past: _Stretch = field(default_factory=lambda: _Stretch(PAST_S))  # before that
 
 
 class SpeedWatch:
-    """Tells which workers are slow. Give every sample to `measured`, and ask `slowness` at every look."""
+    """Tells which workers are slow. Give every sample to `measured`, and ask `slow` at every look."""
 
     def __init__(self) -> None:
         self._paces: dict[str, _Pace] = {}
@@ -73,37 +94,35 @@ class SpeedWatch:
             return
         full_s = sample.saturated_s - pace.begin.saturated_s
         if full_s >= MEASURE_S:
-            pace.fresh.append((sample.saturated_tokens - pace.begin.saturated_tokens, full_s))
+            for measure in pace.now.add(sample.saturated_tokens - pace.begin.saturated_tokens, full_s):
+                pace.past.add(*measure)
             pace.begin = sample
 
     def forget(self, worker_id: str) -> None:
         """The worker is gone."""
         self._paces.pop(worker_id, None)
 
-    def slowness(self, worker_id: str, of_others: float | None) -> Slowness | None:
-        """How slow a worker is; None: it is not, or not yet for long enough.
+    def slow(self, workers: Sequence[str]) -> dict[str, Slowness]:
+        """Which of the workers of one offer are slow, and how."""
+        known = {name: speed for name in workers if (speed := self._speed(name)) is not None}
+        if len(known) == 1:
+            ((name, speed),) = known.items()
+            before = self._paces[name].past.tokens_per_s
+            if before is None or speed >= SLOW_SHARE * before:
+                return {}
+            return {name: Slowness(speed, before, alone=True)}
+        found, most = {}, max(known.values(), default=0.0)
+        for name, speed in known.items():
+            if speed >= SLOW_SHARE * most:
+                continue
+            usual = median(other for one, other in known.items() if one != name)
+            if speed < SLOW_SHARE * usual:
+                found[name] = Slowness(speed, usual, alone=False)
+        return found
 
-        Args:
-            worker_id: who.
-            of_others: tokens/s that the others of its offer make, the median; None: it is alone.
-        """
+    def _speed(self, worker_id: str) -> float | None:
         pace = self._paces.get(worker_id)
-        if pace is None:
-            return None
-        for tokens, full_s in pace.fresh:
-            usual = of_others
-            if usual is None and len(pace.past) >= MIN_MEASURES:
-                usual = median(pace.past)
-            if usual is not None and tokens < SLOW_SHARE * usual * full_s:
-                pace.slow_s, pace.slow_tokens = pace.slow_s + full_s, pace.slow_tokens + tokens
-                pace.usual = usual
-            else:
-                pace.slow_s = pace.slow_tokens = 0.0
-                pace.past.append(tokens / full_s)
-        pace.fresh.clear()
-        if pace.slow_s < SLOW_S:
-            return None
-        return Slowness(pace.slow_tokens / pace.slow_s, pace.usual, pace.slow_s, of_others is None)
+        return None if pace is None else pace.now.tokens_per_s
 
 
 def worst(slow: Mapping[str, Slowness], num_serving: int) -> str | None:
