@@ -279,12 +279,13 @@ def test_what_a_fixed_fleet_would_ignore_of_a_worker(tmp_path: Path, key: str, v
         ("usd_per_hour", 1.0),
         ("interruptions_per_hour", 1.0),
         ("max_workers", 3),
+        ("standby", 1),
     ],
 )
 def test_what_a_fixed_fleet_would_ignore_of_a_fleet(tmp_path: Path, key: str, value: object) -> None:
     message = refusal(ConfigError, config(fleet={key: value}), tmp_path / "run")
     assert message.startswith(f"fleet.{key}: ")
-    preflight.check(changing({"sku": "a"}, **{key: value}), tmp_path / "run")
+    preflight.check(changing({"sku": "a", "max_count": 2}, **{key: value}), tmp_path / "run")
 
 
 def test_the_first_workers_are_within_the_limits_of_the_fleet(tmp_path: Path) -> None:
