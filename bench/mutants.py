@@ -22,6 +22,8 @@ from echo_planes.data.leases import LeaseBook
 from echo_planes.data.prompts import PromptCursor
 from echo_planes.money import Budget, MoneyBook
 from echo_planes.rollout.fleet import Fleet
+from echo_planes.rollout.members import Member
+from echo_planes.rollout.offer_book import BackOffs
 from echo_planes.rollout.provisioner import Provisioner
 from echo_planes.sim.crew import Crew
 from echo_planes.sim.flow import Flow
@@ -265,15 +267,13 @@ MUTANTS = (
     # the fleet and its dollars
     Mutant(
         "the fleet launches above its quota",
-        Fleet,
+        Member,
         "counts",
-        'm.state != "leaving"',
-        'm.state == "serving"',
+        'self.state != "leaving"',
+        'self.state == "serving"',
     ),
     Mutant("a fleet of nobody stays one", Fleet, "tick", "if not self.counts:", "if False:"),
-    Mutant(
-        "a back-off never ends", Fleet, "_is_backed_off", " and now_s < self._back_offs[name].until_s", ""
-    ),
+    Mutant("a back-off never ends", BackOffs, "holds", " and now_s < self._of[offer].until_s", ""),
     Mutant(
         "the fleet's limits are ignored",
         Provisioner,

@@ -20,6 +20,7 @@ PAPER = {  # drop, recovery in s, bubble increase
     "rollout: worker drops out": (12.50, 240, 1.88),
 }
 SLOW_WORKER = "rollout: worker slows 0.5x"
+ROLLOUT_FAULTS = (SLOW_WORKER, "rollout: worker drops out")
 DROP_OUTS = ("broadcast: forwarder drops out", "rollout: worker drops out")
 
 
@@ -43,6 +44,8 @@ def claim(assumed: dict[str, Values], *, sensitivity: bool = True) -> Claim:
             name: [recovery.drop, recovery.seconds, recovery.bubble] for name, recovery in found.items()
         }
         rows += [_row(f"{kind}, {name}", name, one, not in_place) for name, one in found.items()]
+    for name, one in recoveries(values | {"ready": 1}, BASE, False, ROLLOUT_FAULTS).items():
+        rows.append(_row(f"with one standby, {name}", name, one, False))
     (slow,) = recoveries(values | {"fleet": "provisioned"}, BASE, False, [SLOW_WORKER]).values()
     rows.append(_row(f"provisioned, {SLOW_WORKER}", SLOW_WORKER, slow, False))
     varied = []
@@ -58,11 +61,12 @@ def claim(assumed: dict[str, Values], *, sensitivity: bool = True) -> Claim:
             f"A replacement boots for {values['boot_s']} s and then fetches 16.38 GB at "
             f"{values['worker_mbit']} Mbit/s. Claimed: recovery and bubble no worse than the paper's.",
             "Recovery ends when the capacity is what it was and the broadcast in hand is complete at all who "
-            "live. A fleet of fixed size does not replace a slow worker: it stays slow as long as assumed.",
+            "live. A slow worker is told from the others over 240 s of full work; then another boots, or, "
+            "with one standby (fleet.standby=1) that one takes its place at once.",
             "Drop: of what those who serve can make, standing still or not: the cascade is in the bubble.",
             "Bubble increase: idle seconds beyond those without a fault, over one step.",
-            "provisioned: at gamma = 1.0 the provisioner does not stay at eight workers, and its "
-            "estimates of throughput vary by more than half a worker: it does not replace the slow one.",
+            "provisioned: at gamma = 1.0 the provisioner does not stay at eight workers: its estimates of "
+            "throughput vary by more than half a worker.",
             "Throughput x0.5 or x2: eight workers saturate a learner that is as much slower or quicker.",
             "Prices do not matter here.",
         ),
@@ -139,7 +143,7 @@ def _scenario(
         values,
         staleness={"max_staleness": STALENESS, "queue_batches": STALENESS + 1.0},
         network={**{key: values[key] for key in keys}, "receive_in_place": in_place},
-        fleet={"mode": values["fleet"], "gamma": values["gamma"]},
+        fleet={"mode": values["fleet"], "gamma": values["gamma"], "standby": values["ready"]},
         run={"steps": values["steps"], **limits},
         offers=[
             offer(

@@ -164,6 +164,9 @@ class FleetConfig(Section):
         None, description="expected preemptions of all workers together, at most"
     )
     max_workers: PositiveInt | None = Field(None, description="all kinds together, at most")
+    standby: int = Field(
+        0, ge=0, description="workers beside these that are kept ready, idle, for the place of a lost one"
+    )
 
     @property
     def num_workers(self) -> int:

@@ -23,8 +23,9 @@ from echo_planes.observers import QuietObserver
 from echo_planes.rollout.actuator import Actuator, Node
 from echo_planes.rollout.capacity import useful_instances
 from echo_planes.rollout.estimates import LEARNER_WINDOW, CapacityModel, ThroughputSample
-from echo_planes.rollout.fleet import Cause, Fleet, FleetAction, Launch, Leave
+from echo_planes.rollout.fleet import Fleet
 from echo_planes.rollout.fleet_record import FleetRecord
+from echo_planes.rollout.members import Activate, Cause, FleetAction, Launch, Leave, Park
 from echo_planes.rollout.offers import Limits, Need, Offer
 from echo_planes.rollout.provisioner import Provisioner
 from echo_planes.types import (
@@ -53,9 +54,17 @@ class Hands(Protocol):
     async def collect_worker_stats(self) -> None: ...
 
 
-class Roster(Protocol):
-    """Who must know what kind a new worker is (`launch.RayPlanes`)."""
+class Parking(Protocol):
+    """What parks workers (`planes.DataPlane`)."""
 
+    async def park(self, worker_id: str, parked: bool) -> None: ...
+
+
+class Roster(Protocol):
+    """Who must know what kind a new worker is, and what parks it (`launch.RayPlanes`)."""
+
+    @property
+    def data(self) -> Parking: ...
     def enlist(self, worker_id: str, kind: WorkerConfig) -> None: ...
 
 
@@ -65,7 +74,7 @@ class FleetKeeper(QuietObserver):
     Args:
         config: the run's settings.
         actuator: where machines come from.
-        roster: told what kind a new worker is, before it is started.
+        roster: told what kind a new worker is, and that it is parked, before it is started.
         broadcasts: where T_bcast is measured.
         clock: seconds.
         tell: called with a kind and a text about every decision.
@@ -108,19 +117,19 @@ class FleetKeeper(QuietObserver):
         self._stuck: tuple[object, ...] = ()  # what stood in the way of a fleet that is enough, as last said
         # What is draining on a cluster goes by itself; a machine that is there anyway is parked.
         self._releasable = ("up", "draining") if config.fleet.scale == "static" else ("up",)
-        self._provisioner = Provisioner(
-            limits_of(config),
-            sustain_s=config.fleet.sustain_s,
-            release_sustain_s=RELEASE_TIMES * config.fleet.sustain_s,
-        )
         self.fleet = Fleet(
             offers_of(config),
             {kind.offer: kind.count for kind in config.fleet.workers if kind.count},
-            provisioner=self._provisioner,
+            provisioner=Provisioner(
+                limits_of(config),
+                sustain_s=config.fleet.sustain_s,
+                release_sustain_s=RELEASE_TIMES * config.fleet.sustain_s,
+            ),
             model=self._model,
             boot_limit_s=config.fleet.boot_limit_s,
             ask_limit_s=config.fleet.ask_limit_s,
             guesses=[kind.offer for kind in config.fleet.workers if kind.mu is None],
+            standby=config.fleet.standby,
         )
         self._fleet_record = FleetRecord(self.fleet)
 
@@ -137,7 +146,7 @@ class FleetKeeper(QuietObserver):
         try:
             first = self.fleet.begin(self._clock.now_s())
             self._fleet_record.begun(first)
-            self._act(hands, first)
+            await self._act(hands, first)
             while True:
                 try:
                     await self._look(hands)
@@ -149,10 +158,10 @@ class FleetKeeper(QuietObserver):
                     self._tell("fleet", f"the machines could not be looked at ({failed} in a row): {why}")
                 await asyncio.sleep(self._config.fleet.tick_s)
                 await hands.collect_worker_stats()
-                self._provisioner.limits = self._limits()
-                now_s, need = self._clock.now_s(), self._need()
-                actions = self.fleet.tick(now_s, need, published=self._published)
-                self._act(hands, actions)
+                self.fleet.limits = self._limits()
+                need, useful, now_s = self._need(), self._num_useful(), self._clock.now_s()
+                actions = self.fleet.tick(now_s, need, published=self._published, useful=useful)
+                await self._act(hands, actions)
                 self._explain()
                 written = self._fleet_record.tick(need, actions, now_s)
                 if written is not None and self._record is not None:
@@ -164,7 +173,7 @@ class FleetKeeper(QuietObserver):
             with suppress(RunError):  # the cluster may be gone, which is what ended the run
                 await self._actuator.close()
 
-    def _act(self, hands: Hands, actions: list[FleetAction]) -> None:
+    async def _act(self, hands: Hands, actions: list[FleetAction]) -> None:
         for action in actions:
             match action:
                 case Launch(worker_id, offer):
@@ -172,6 +181,12 @@ class FleetKeeper(QuietObserver):
                 case Leave(worker_id, reason, limit_s):
                     if self._waiting.pop(worker_id, None) is None:
                         hands.unwant_worker(worker_id, reason, limit_s)
+                case Park(worker_id):
+                    await self._roster.data.park(worker_id, parked=True)
+                    self._tell("fleet", f"{worker_id} is to be a standby")
+                case Activate(worker_id, reason):
+                    await self._roster.data.park(worker_id, parked=False)
+                    self._tell("fleet", f"standby {worker_id} takes part: {reason}")
 
     async def _look(self, hands: Hands) -> None:
         """See which machines came, which are about to go, and which are no longer used."""
@@ -194,7 +209,7 @@ class FleetKeeper(QuietObserver):
                 deadline_s = node.notice_deadline_s if told_s is None else told_s
                 left_s = NOTICE_S if deadline_s is None else max(GONE_S, deadline_s - now_s)
                 left_s = GONE_S if node.state == "dead" else left_s
-                self._act(hands, self.fleet.notice(worker_id, left_s, now_s))
+                await self._act(hands, self.fleet.notice(worker_id, left_s, now_s))
             if told_s is not None and node.state == "up":  # Ray is to put nothing there any more
                 await self._actuator.notice(node.node_id, told_s)
         await self._ask()  # before machines are released: else others come in their place
@@ -251,14 +266,13 @@ class FleetKeeper(QuietObserver):
         )
 
     def _limits(self) -> Limits:
-        """As set, with what is left of the budget, and at S = 0 no more workers than are useful."""
+        """As set, with what is left of the budget."""
         limits = limits_of(self._config)
-        if self._usd_left is not None:
-            limits = replace(limits, usd_left=self._usd_left())
-        if self._useful:
-            useful = max(1, math.ceil(median(self._useful)))
-            limits = replace(limits, max_workers=min(useful, limits.max_workers or useful))
-        return limits
+        return limits if self._usd_left is None else replace(limits, usd_left=self._usd_left())
+
+    def _num_useful(self) -> int | None:
+        """At S = 0, no more workers than that shorten a step."""
+        return max(1, math.ceil(median(self._useful))) if self._useful else None
 
     def _explain(self) -> None:
         """Say what is done, and what is in the way of a fleet that is enough, each when it is new."""

@@ -142,6 +142,9 @@ class RemoteData:
     async def register(self, worker_id: str, epoch: int) -> None:
         await self._actor.call("register", worker_id, epoch)
 
+    async def park(self, worker_id: str, parked: bool) -> None:
+        await self._actor.call("park", worker_id, parked)
+
     async def pull(self, worker_id: str, epoch: int, room: int, wait_s: float) -> list[Lease]:
         return list(await self._actor.call("pull", worker_id, epoch, room, wait_s))
 

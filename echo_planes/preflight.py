@@ -155,6 +155,7 @@ def check_fleet(config: Config) -> None:
             f"fleet.usd_per_hour={fleet.usd_per_hour:g} is below ${first_usd_per_hour:g}/h, the price of the "
             "workers to begin with; raise it, or lower the counts"
         )
+    check_standby(fleet)
     seen: set[str] = set()
     for kind in fleet.workers:
         if kind.offer in seen:
@@ -191,6 +192,19 @@ def check_engines(fleet: FleetConfig) -> None:
             )
 
 
+def check_standby(fleet: FleetConfig) -> None:
+    """The limits leave room for the standbys beside the workers to begin with."""
+    if fleet.standby == 0:
+        return
+    wanted, quota = fleet.num_workers + fleet.standby, sum(kind.quota for kind in fleet.workers)
+    for limit, most in (("max_workers", fleet.max_workers), ("workers.max_count (of all kinds)", quota)):
+        if most is not None and most < wanted:
+            raise ConfigError(
+                f"fleet.standby={fleet.standby}: fleet.{limit}={most} leaves no room for so many beside the "
+                f"{fleet.num_workers} workers to begin with; raise it to {wanted}, or lower the counts"
+            )
+
+
 def check_ignored(fleet: FleetConfig) -> None:
     """Nothing is set that a fleet of fixed size never looks at."""
     usual = WorkerConfig()
@@ -209,6 +223,7 @@ def check_ignored(fleet: FleetConfig) -> None:
         "usd_per_hour",
         "interruptions_per_hour",
         "max_workers",
+        "standby",
     )
     names += [
         f"fleet.{key}" for key in of_fleet if getattr(fleet, key) != FleetConfig.model_fields[key].default

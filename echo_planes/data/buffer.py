@@ -27,6 +27,7 @@ from echo_planes.data.leases import LeaseBook
 from echo_planes.data.limiter import is_admissible, num_permits, num_urgent
 from echo_planes.data.line import VersionLine
 from echo_planes.data.prompts import PromptCursor
+from echo_planes.data.roll import WorkerRoll
 from echo_planes.data.store.choose import choose
 from echo_planes.data.store.index import Fate, GroupIndex
 from echo_planes.errors import LeaseError
@@ -73,8 +74,7 @@ class ReplayBuffer:
         self._index = index
         self._leases = LeaseBook(lease_s, shortest_lease_s)
         self._drafts = DraftShelf(state.drafts if state else {})
-        self._workers: dict[str, int] = {}  # worker -> version it serves
-        self._num_serving = 0  # of them, those that serve a version
+        self._workers = WorkerRoll()
         self._attempts: dict[int, int] = {}
         self._dropped: list[Accepted] = []
         self._again: dict[Accepted, int] = {}  # trained, and how often; may be once more
@@ -126,11 +126,11 @@ class ReplayBuffer:
         """A new incarnation of a worker, serving nothing yet."""
         self._give_back(self._leases.forget(worker_id))
         self._leases.register(worker_id, epoch)
-        self._serves(worker_id, -1)
+        self._workers.serves(worker_id, -1)
 
     def lose(self, worker_id: str) -> int:
         """A worker is gone: its leases end, its prompts go to others. Returns how many."""
-        self._serves(worker_id, None)
+        self._workers.remove(worker_id)
         ended = self._leases.forget(worker_id)
         self._give_back(ended)
         return len(ended)
@@ -138,13 +138,11 @@ class ReplayBuffer:
     def installed(self, worker_id: str, version: int) -> None:
         """A worker serves `version` from now on."""
         if worker_id in self._workers:
-            self._serves(worker_id, version)
+            self._workers.serves(worker_id, version)
 
-    def _serves(self, worker_id: str, version: int | None) -> None:
-        before = self._workers.pop(worker_id, -1)
-        if version is not None:
-            self._workers[worker_id] = version
-        self._num_serving += (version is not None and version >= 0) - (before >= 0)
+    def park(self, worker_id: str, parked: bool) -> None:
+        """A parked worker is leased nothing; what it was leased before goes on. It need not be there yet."""
+        self._workers.park(worker_id, parked)
 
     # --- leases ----------------------------------------------------------------------------------
 
@@ -153,10 +151,10 @@ class ReplayBuffer:
         if not self._leases.is_current(worker_id, epoch):
             raise LeaseError(f"worker {worker_id} epoch {epoch} is fenced")
         self.expire(now_s)
-        if self._workers[worker_id] < 0:
+        if not self._workers.may_lease(worker_id):
             return []
         # A worker comes back for more as it finishes; taking all at once, a slow one would hoard.
-        share = -(-self._permits(self._workers[worker_id]) // self._num_serving)
+        share = -(-self._permits(self._workers.version(worker_id)) // self._workers.num_leasing)
         return [self._cursor.take() for _ in range(min(room, share))]
 
     def lease(self, worker_id: str, epoch: int, prompt: Prompt, now_s: float) -> Lease:
@@ -164,7 +162,7 @@ class ReplayBuffer:
         name = f"{self._lineage}.{self._issued}"
         self._issued += 1
         drafts = self._take_drafts(prompt.index)
-        version = self._workers[worker_id]
+        version = self._workers.version(worker_id)
         lease = Lease(
             lease_id=name,
             group_id=name,
@@ -344,9 +342,9 @@ class ReplayBuffer:
     def _what_is_missing(self) -> NotReady:
         budget = self._staleness.max_staleness
         have = f"{len(self._groups)} of {self._groups_per_step} groups buffered"
-        serving = any(is_admissible(v, self._step, budget) for v in self._workers.values() if v >= 0)
+        serving = any(is_admissible(v, self._step, budget) for _, v in self._workers.leasing())
         if not serving and self._outstanding() < self._groups_per_step:
-            newest = max(self._workers.values(), default=-1)
+            newest = max((version for _, version in self._workers.leasing()), default=-1)
             return NotReady("starved", f"{have}; newest version any worker serves is {newest}")
         return NotReady("filling", f"{have}; {len(self._leases)} leased to {len(self._workers)} workers")
 

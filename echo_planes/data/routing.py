@@ -112,9 +112,14 @@ class RoutedBuffer(ReplayBuffer):
         return super().lose(worker_id)
 
     def installed(self, worker_id: str, version: int) -> None:
-        if self._workers.get(worker_id, 0) < 0 <= version:
+        if worker_id in self._workers and self._workers.version(worker_id) < 0 <= version:
             self._split_due = True  # it takes part from now on
         super().installed(worker_id, version)
+
+    def park(self, worker_id: str, parked: bool) -> None:
+        super().park(worker_id, parked)
+        self._shares.pop(worker_id, None)
+        self._expect_nothing_of(worker_id)
 
     def tell(self, epoch: int, stats: WorkerStats) -> None:
         """How a worker is. What an older incarnation says is passed over."""
@@ -123,9 +128,13 @@ class RoutedBuffer(ReplayBuffer):
             self._settled.setdefault(stats.worker_id, (stats.tokens, stats.busy_s))
 
     def _forget(self, worker_id: str) -> None:
-        self._split_due = True
         for known in (self._epochs, self._stats, self._settled, self._rooms, self._granted, self._shares):
             known.pop(worker_id, None)
+        self._expect_nothing_of(worker_id)
+
+    def _expect_nothing_of(self, worker_id: str) -> None:
+        """What was to go to a worker goes to others, and the next split is made anew."""
+        self._split_due = True
         self._going = {name: target for name, target in self._going.items() if target != worker_id}
         self._release([index for index, (target, _) in self._kept.items() if target == worker_id])
 
@@ -139,7 +148,7 @@ class RoutedBuffer(ReplayBuffer):
         """
         self.expire(now_s)
         self._release([index for index, (_, until_s) in self._kept.items() if until_s <= now_s])
-        self._rooms = dict(rooms)
+        self._rooms = {worker: room for worker, room in rooms.items() if self._workers.may_lease(worker)}
         if self._router.splits:
             self._granted = self._of_split(now_s)
             return
@@ -189,7 +198,7 @@ class RoutedBuffer(ReplayBuffer):
             share = self._shares.get(worker)
             if share is None or not share.count:
                 others.append((worker, room))
-            elif self._workers[worker] >= share.version:
+            elif self._workers.version(worker) >= share.version:
                 granted[worker] = min(share.count, room)
         free = self._free() - sum(share.count for share in self._shares.values())
         even = -(-free // max(len(others), 1))
@@ -215,14 +224,15 @@ class RoutedBuffer(ReplayBuffer):
 
     def _free(self) -> int:
         """Groups that may be leased to whoever serves the newest version, and are kept for nobody."""
-        newest = max(self._workers.values(), default=-1)
+        newest = max((version for _, version in self._workers.leasing()), default=-1)
         return max(0, self._permits(newest) - len(self._kept)) if newest >= 0 else 0
 
     def _most(self, worker_id: str) -> int:
         """Groups that may be leased to a worker, but for those kept for others."""
-        version = self._workers[worker_id]
+        if not self._workers.may_lease(worker_id):
+            return 0
         others = sum(target != worker_id for target, _ in self._kept.values())
-        return max(0, self._permits(version) - others) if version >= 0 else 0
+        return max(0, self._permits(self._workers.version(worker_id)) - others)
 
     # --- what moves ------------------------------------------------------------------------------
 
@@ -300,12 +310,10 @@ class RoutedBuffer(ReplayBuffer):
         return len(self._publications) - 1
 
     def _seats(self, room: int | None = None) -> list[Seat]:
-        """Of all workers that serve. `room`: of each; default: what it asks for."""
+        """Of all workers that may be given prompts. `room`: of each; default: what it asks for."""
         coming = Counter(self._going.values()) + Counter(target for target, _ in self._kept.values())
         return [
-            self._seat(worker, version, coming[worker], room)
-            for worker, version in self._workers.items()
-            if version >= 0
+            self._seat(worker, version, coming[worker], room) for worker, version in self._workers.leasing()
         ]
 
     def _seat(self, worker: str, version: int, num_coming: int, room: int | None) -> Seat:

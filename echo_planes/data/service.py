@@ -138,6 +138,12 @@ class DataService:
         self._check()
         self._buffer.register(worker_id, epoch)
 
+    async def park(self, worker_id: str, parked: bool) -> None:
+        """A worker is leased nothing from now on, or takes part again. It need not be registered yet."""
+        self._check()
+        self._buffer.park(worker_id, parked)
+        self._notify()
+
     async def pull(self, worker_id: str, epoch: int, room: int, wait_s: float) -> list[Lease]:
         """Up to `room` leases; waits up to `wait_s` for the first. Empty when none came, or none will.
 

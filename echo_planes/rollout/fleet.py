@@ -2,13 +2,24 @@
 
 ::
 
-    asked --came--> booting --serving--> serving --notice, surplus--> leaving --gone--> (forgotten)
-      |                |                    |                                              ^
-      +--- boot limit, died, preempted -----+----------------------------------------------+
+    asked --came--> booting --serving--> serving --notice, surplus, slow--> leaving --gone--> (forgotten)
+      |                |  |                 ^  |                                                 ^
+      |                |  +--> standby -----+  |    takes the place of one that is lost          |
+      |                |          |            |                                                 |
+      +--- boot limit, died, preempted --------+-------------------------------------------------+
 
 How many workers of which offer there should be is the provisioner's to say; which of them, when, and what
 happens to offers that do not keep their word, is decided here. An offer whose machines do not come, or whose
 workers die young, is backed off for a growing time, and the provisioner takes the next cheapest meanwhile.
+
+Standbys are workers beside the provisioner's fleet: they take every version and are leased nothing. They
+count towards all limits and not towards the capacity. Whatever the fleet lacks comes first: a standby takes
+the place of a worker that is lost or slow, and where no fleet within the limits is enough all of them take
+part.
+
+A slow worker (`health.py`) is replaced: a standby takes its place, or it stays until one that is launched for
+it serves; only where the limits leave no room for that it goes first. Its offer is backed off as for a worker
+that died young, shortly: one slow machine says little about the next one, several in a row do.
 """
 
 from __future__ import annotations
@@ -16,69 +27,25 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from statistics import median
-from typing import Literal
 
 from echo_planes.errors import ConfigError
-from echo_planes.rollout.estimates import CapacityModel, InterruptionRates, ThroughputSample
-from echo_planes.rollout.offers import Need, Offer
+from echo_planes.rollout.estimates import CapacityModel, ThroughputSample
+from echo_planes.rollout.health import SpeedWatch, worst
+from echo_planes.rollout.members import (
+    Activate,
+    Cause,
+    FleetAction,
+    Leave,
+    Member,
+    Members,
+    Park,
+    Standing,
+)
+from echo_planes.rollout.offer_book import FIRST_BACK_OFF_S, FIRST_WITHOUT_S, YOUNG_S, OfferBook
+from echo_planes.rollout.offers import Need, Offer, cheapest_beside, limits_beside
 from echo_planes.rollout.provisioner import Decision, Provisioner
 
-FIRST_BACK_OFF_S = 10.0  # of workers that die young
-FIRST_WITHOUT_S = 60.0  # of machines that do not come
-MOST_BACK_OFF_S = 600.0  # spot capacity comes back within minutes, or for the night: asking costs nothing
-PRIOR_HOURS = 10.0  # what is believed of interruptions counts as so many worker-hours of watching
-YOUNG_S = 120.0  # who dies within this time of its first prompt was never well
 RELEASE_LIMIT_S = 60.0  # a worker that is no longer needed has so long to hand over what it has
-
-Cause = Literal["preempted", "died", "left", "never came"]
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Get a worker of an offer."""
-
-    worker_id: str
-    offer: str
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """Have a worker hand over what it has and go, within `limit_s`."""
-
-    worker_id: str
-    reason: str
-    limit_s: float
-
-
-FleetAction = Launch | Leave
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """What a fleet is at a moment."""
-
-    workers: Mapping[str, int]  # by state
-    mu: float  # trajectories/s of those that serve
-    usd_per_hour: float  # of all machines that are there
-
-
-@dataclass
-class _Member:
-    offer: str
-    since_s: float  # of its state
-    state: Literal["asked", "booting", "serving", "leaving"] = "asked"
-    noticed: bool = False  # its machine announced that it will go
-    served_since_s: float | None = None
-    proved: bool = False  # served for YOUNG_S
-    seen_s: float | None = None  # until when its hours are in the interruption rates
-
-
-@dataclass
-class _BackOff:
-    next_s: float
-    until_s: float = 0.0
 
 
 class Fleet:
@@ -93,6 +60,9 @@ class Fleet:
         guesses: offers whose `mu` nobody knows: until it is measured they count as the others do.
         boot_limit_s: a worker that does not serve so long after its machine came is given up.
         ask_limit_s: a machine that has not come so long after it was asked for is given up.
+        standby: workers beside the fleet that are kept ready, where the limits leave room for them.
+
+    `limits` are those of the provisioner at first; replace them as money is spent.
 
     Raises:
         ConfigError: `first` names an unknown offer, or more than its quota.
@@ -108,6 +78,7 @@ class Fleet:
         boot_limit_s: float,
         ask_limit_s: float = 120.0,
         guesses: Collection[str] = (),
+        standby: int = 0,
     ) -> None:
         self._offers = {offer.name: offer for offer in offers}
         for name, count in first.items():
@@ -118,44 +89,47 @@ class Fleet:
         self._first = dict(first)
         self._provisioner = provisioner
         self._model = model
-        self._rates = {
-            offer.name: InterruptionRates(offer.interruptions_per_hour * PRIOR_HOURS, PRIOR_HOURS)
-            for offer in offers
-        }
-        self._guesses = frozenset(guesses)
+        self._book = OfferBook(offers, model, guesses)
         self._boot_limit_s = boot_limit_s
         self._ask_limit_s = ask_limit_s
-        self._members: dict[str, _Member] = {}
-        self._back_offs: dict[str, _BackOff] = {}
-        self._issued = 0
+        self._standby = standby
+        self._members = Members()
+        self._speeds = SpeedWatch()
+        self._vacant: list[str] = []  # who served and was lost since the last look
+        self.limits = provisioner.limits
         self.decision: Decision | None = None  # the newest
 
     # --- what others may look at -----------------------------------------------------------------
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Workers of each offer that are there or on their way, those that leave not counted."""
-        return Counter(m.offer for m in self._members.values() if m.state != "leaving")
+        """Workers of each offer that are there or on their way, but for standbys and those that leave."""
+        return self._members.counts
 
     @property
     def machines(self) -> Mapping[str, int]:
         """Machines of each offer to ask for, within its quota. One that announced its end goes by itself."""
-        used = Counter(member.offer for member in self._members.values() if not member.noticed)
+        used = Counter(member.offer for member in self._members if not member.noticed)
         # A leaving worker and its successor may be one too many for the quota: then the latter waits.
         return {name: min(count, self._offers[name].max_count) for name, count in used.items()}
 
     @property
     def num_serving(self) -> int:
         """Workers that generate and are to stay."""
-        return sum(member.state == "serving" for member in self._members.values())
+        return sum(member.state == "serving" for member in self._members)
+
+    @property
+    def num_standby(self) -> int:
+        """Workers that are parked and ready."""
+        return len(self._members.ready)
 
     def standing(self, now_s: float) -> Standing:
         """What there is, with throughput as measured until now."""
-        mu, members = {offer.name: offer.mu for offer in self.offers(now_s)}, self._members.values()
+        mu = {offer.name: offer.mu for offer in self.offers(now_s)}
         return Standing(
-            Counter(m.state for m in members),
-            math.fsum(mu[m.offer] for m in members if m.state == "serving"),
-            math.fsum(self._offers[m.offer].usd_per_hour for m in members if m.state != "asked"),
+            Counter(m.state for m in self._members),
+            math.fsum(mu[m.offer] for m in self._members if m.state == "serving"),
+            math.fsum(self._offers[m.offer].usd_per_hour for m in self._members if m.state != "asked"),
         )
 
     def offer_of(self, worker_id: str) -> Offer | None:
@@ -165,47 +139,29 @@ class Fleet:
 
     def offers(self, now_s: float) -> tuple[Offer, ...]:
         """What can be had now, with what was measured of it."""
-        counts = self.counts
-        measured = [self._model.mu_of_offer(name, math.nan) for name in self._offers]
-        known = [mu for mu in measured if not math.isnan(mu)]
-        return tuple(
-            replace(
-                offer,
-                mu=self._model.mu_of_offer(
-                    offer.name, median(known) if known and offer.name in self._guesses else offer.mu
-                ),
-                interruptions_per_hour=self._rates[offer.name].per_hour(
-                    offer.sku, offer.region, offer.market
-                ),
-                max_count=min(offer.max_count, counts.get(offer.name, 0))
-                if self._is_backed_off(offer.name, now_s)
-                else offer.max_count,
-                min_count=min(offer.min_count, counts.get(offer.name, 0))
-                if self._is_backed_off(offer.name, now_s)
-                else offer.min_count,
-            )
-            for offer in self._offers.values()
-        )
+        return self._book.offers(self.counts, self._members.beside, now_s)
 
     # --- what happens ----------------------------------------------------------------------------
 
     def begin(self, now_s: float) -> list[FleetAction]:
         """The workers to begin with."""
-        return [self._launch(name, now_s) for name, count in self._first.items() for _ in range(count)]
+        return [
+            self._members.launch(name, now_s) for name, count in self._first.items() for _ in range(count)
+        ]
 
     def came(self, worker_id: str, now_s: float) -> None:
         """A worker's machine is there; its engine is being built."""
-        self._enter(worker_id, "booting", now_s)
+        self._members.enter(worker_id, "booting", now_s)
         member = self._members.get(worker_id)
         if member is not None:
             member.seen_s = now_s
 
     def serving(self, worker_id: str, now_s: float) -> None:
-        """A worker generates."""
+        """A worker generates, or could: a standby."""
         member = self._members.get(worker_id)
         if member is not None and member.served_since_s is None:
-            self._enter(worker_id, "serving", now_s)
-            self._learn_hours(member, now_s)
+            self._members.enter(worker_id, "standby" if member.spare else "serving", now_s)
+            self._book.learn_hours(member, now_s)
             member.served_since_s = member.seen_s = now_s
 
     def measured(self, worker_id: str, sample: ThroughputSample, now_s: float) -> None:
@@ -213,6 +169,7 @@ class Fleet:
         member = self._members.get(worker_id)
         if member is not None:
             self._model.observe_worker(worker_id, member.offer, sample, now_s)
+            self._speeds.measured(worker_id, sample)
 
     def notice(self, worker_id: str, left_s: float, now_s: float) -> list[FleetAction]:
         """A worker's machine says that it will be taken in `left_s` seconds."""
@@ -222,8 +179,9 @@ class Fleet:
         member.noticed = True
         if member.state == "leaving":
             return []
-        self._enter(worker_id, "leaving", now_s)
-        return [Leave(worker_id, f"its machine goes in {left_s:.0f} s", left_s)]
+        self._note_vacancy(worker_id, member)
+        self._members.enter(worker_id, "leaving", now_s)
+        return [Leave(worker_id, f"its machine goes in {left_s:.0f} s", left_s), *self._fill_vacancies(now_s)]
 
     def gone(self, worker_id: str, cause: Cause, now_s: float) -> None:
         """A worker is no more. Its hours, and its interruption if it was one, are learnt.
@@ -231,11 +189,13 @@ class Fleet:
         Clouds do not always say so first: a spot worker that died after it had been well counts as
         preempted, and one that was to leave anyway has left.
         """
-        member = self._members.pop(worker_id, None)
+        member = self._members.remove(worker_id)
         if member is None:
             return
+        self._note_vacancy(worker_id, member)
         self._model.forget(worker_id)
-        self._learn_hours(member, now_s)
+        self._speeds.forget(worker_id)
+        self._book.learn_hours(member, now_s)
         offer = self._offers[member.offer]
         young = member.served_since_s is None or now_s - member.served_since_s < YOUNG_S
         if cause == "died" and member.state == "leaving" and not member.noticed:
@@ -243,22 +203,25 @@ class Fleet:
         elif cause == "died" and offer.market == "spot" and not young:
             cause = "preempted"
         if cause == "preempted" or member.noticed:
-            self._rates[offer.name].observe_interruption(offer.sku, offer.region, offer.market)
+            self._book.interrupted(offer)
         if cause == "never came" or (cause != "left" and young):
             first_s = FIRST_WITHOUT_S if cause == "never came" else FIRST_BACK_OFF_S
-            self._back_off(member.offer, first_s, now_s)
+            self._book.back_offs.begin(member.offer, first_s, now_s)
 
-    def tick(self, now_s: float, need: Need | None, *, published: bool = True) -> list[FleetAction]:
+    def tick(
+        self, now_s: float, need: Need | None, *, published: bool = True, useful: int | None = None
+    ) -> list[FleetAction]:
         """What to do now.
 
         Args:
             need: None while nothing is known of it: then the first fleet is kept.
             published: there is something to serve. Before, no worker can, whatever its health.
+            useful: no more workers than that are to generate, whatever the limits (S = 0).
         """
         actions: list[FleetAction] = []
-        for worker_id, member in list(self._members.items()):
-            self._learn_hours(member, now_s)
-            self._prove(member, now_s)
+        for worker_id, member in self._members.items():
+            self._book.learn_hours(member, now_s)
+            self._book.prove(member, now_s)
             if member.state == "booting" and not published:
                 member.since_s = now_s
             limit_s = {"asked": self._ask_limit_s, "booting": self._boot_limit_s}.get(member.state)
@@ -267,18 +230,26 @@ class Fleet:
                 self.gone(worker_id, "never came", now_s)
                 reason = f"{member.offer} {what} within {limit_s:.0f} s"
                 actions.append(Leave(worker_id, reason, RELEASE_LIMIT_S))
+        actions += self._fill_vacancies(now_s)
+        self._vacant.clear()  # what no standby fills is the provisioner's to fill
+        actions += self._replace_slow(now_s)
         if need is None:
-            return actions + self._keep_first(now_s)
-        self.decision = self._provisioner.decide(need, self.offers(now_s), self.counts, now_s)
+            return actions + self._keep_first(now_s) + self._keep_standbys(now_s, self._standby)
+        offers = self.offers(now_s)
+        self._provisioner.limits = limits_beside(self.limits, offers, self._members.beside, useful)
+        self.decision = self._provisioner.decide(need, offers, self.counts, now_s)
         for name, count in self.decision.launch.items():
-            actions += [self._launch(name, now_s) for _ in range(count)]
+            actions += [self._add(name, now_s) for _ in range(count)]
         if not self.counts:
             # Whatever the provisioner thinks of it (no fleet may be enough): without any the run never ends.
             actions += self._keep_first(now_s)
         for worker_id in self._dispensable(self.decision.release, need, now_s):
-            self._enter(worker_id, "leaving", now_s)
+            self._members.enter(worker_id, "leaving", now_s)
             actions.append(Leave(worker_id, self.decision.reason, RELEASE_LIMIT_S))
-        return actions
+        if self.decision.shortfall is None:
+            return actions + self._keep_standbys(now_s, self._standby)
+        actions += [self._activate(one, "what runs is not enough", now_s) for one in self._members.ready]
+        return actions + self._keep_standbys(now_s, 0)
 
     # --- inside ----------------------------------------------------------------------------------
 
@@ -287,13 +258,13 @@ class Fleet:
 
         While nobody serves nothing is ever measured: then the cheapest of the others stand in.
         """
-        counts, limits = Counter(self.counts), self._provisioner.limits
+        counts, limits = Counter(self.counts), self.limits
         offers = sorted(self.offers(now_s), key=lambda offer: (offer.rho, offer.name))
         goals = [(offer, min(self._first.get(offer.name, 0), offer.max_count)) for offer in offers]
         if self.num_serving == 0:
             goals += [(offer, offer.max_count) for offer in offers]
         missing = sum(self._first.values()) - counts.total()
-        usd_per_hour = math.fsum(self._offers[name].usd_per_hour * n for name, n in counts.items())
+        usd_per_hour = self._usd_per_hour(self._members.held)
         launches: list[FleetAction] = []
         for offer, goal in goals:
             for _ in range(min(goal - counts[offer.name], missing - len(launches))):
@@ -301,15 +272,107 @@ class Fleet:
                 stands_in = counts[offer.name] >= self._first.get(offer.name, 0)
                 if stands_in and limits.usd_per_hour is not None and usd_per_hour > limits.usd_per_hour:
                     return launches
-                launches.append(self._launch(offer.name, now_s))
+                launches.append(self._members.launch(offer.name, now_s))
                 counts[offer.name] += 1
         return launches
 
-    def _launch(self, name: str, now_s: float) -> Launch:
-        worker_id = f"w{self._issued}"
-        self._issued += 1
-        self._members[worker_id] = _Member(name, now_s)
-        return Launch(worker_id, name)
+    # --- standbys ---
+
+    def _add(self, name: str, now_s: float) -> FleetAction:
+        """One more worker of an offer: a standby of it that is ready, or a new one."""
+        for worker_id in self._members.ready:
+            if self._members[worker_id].offer == name:
+                return self._activate(worker_id, "one more is needed", now_s)
+        return self._members.launch(name, now_s)
+
+    def _activate(self, worker_id: str, reason: str, now_s: float) -> Activate:
+        self._members[worker_id].spare = False
+        self._members.enter(worker_id, "serving", now_s)
+        return Activate(worker_id, reason)
+
+    def _note_vacancy(self, worker_id: str, member: Member) -> None:
+        if member.state == "serving" and member.counts:
+            self._vacant.append(worker_id)
+
+    def _fill_vacancies(self, now_s: float) -> list[FleetAction]:
+        """Standbys take the places of those that were lost."""
+        filled = list(zip(self._members.ready, self._vacant, strict=False))
+        self._vacant = self._vacant[len(filled) :]
+        return [self._activate(one, f"in place of {lost}, which goes", now_s) for one, lost in filled]
+
+    def _keep_standbys(self, now_s: float, standby: int) -> list[FleetAction]:
+        """So many, as far as the limits permit them beside the fleet; those that they do not permit go."""
+        actions: list[FleetAction] = []
+        spares = self._members.spares
+        while spares and not self.limits.permit(self.offers(now_s), self._members.held):
+            self._members.enter(spares[-1], "leaving", now_s)
+            reason = "a standby for which the limits leave no room"
+            actions.append(Leave(spares.pop(), reason, RELEASE_LIMIT_S))
+        missing = 0 if actions else standby - len(spares)
+        for _ in range(missing):
+            offer = self._cheapest(now_s)
+            if offer is None:
+                break
+            launch = self._members.launch(offer, now_s, spare=True)
+            actions += [launch, Park(launch.worker_id)]
+        return actions
+
+    def _cheapest(self, now_s: float, prefer: str = "") -> str | None:
+        """The offer of which one worker more is permitted beside all that are there: `prefer`, or the best
+        rho."""
+        return cheapest_beside(self.limits, self.offers(now_s), self.counts, self._members.held, prefer)
+
+    def _usd_per_hour(self, counts: Mapping[str, int]) -> float:
+        return math.fsum(self._offers[name].usd_per_hour * n for name, n in counts.items())
+
+    # --- slow workers ---
+
+    def _replace_slow(self, now_s: float) -> list[FleetAction]:
+        """Let slow workers go whose place is taken, and see to it that others take the place of the next."""
+        actions: list[FleetAction] = []
+        serving: dict[str, list[str]] = {}  # by offer, those whose successor is not on its way
+        for worker_id, member in self._members.items():
+            if member.state != "serving":
+                continue
+            successor = self._members.get(member.successor)
+            if successor is not None and successor.state == "serving":
+                actions.append(self._let_go(worker_id, f"{member.slow}; {member.successor} serves", now_s))
+            elif successor is None or successor.state == "leaving":
+                member.successor = ""
+                serving.setdefault(member.offer, []).append(worker_id)
+        for name, workers in serving.items():
+            # One at a time: what was asked for in another's place is awaited.
+            mine = [member for member in self._members if member.offer == name]
+            busy = any(m.successor or (m.counts and m.state in ("asked", "booting")) for m in mine)
+            if busy or self._book.back_offs.holds(name, now_s):
+                continue
+            slow = self._speeds.slow(workers)
+            chosen = worst(slow, len(workers))
+            if chosen is not None:
+                actions += self._succeed(chosen, slow[chosen].text, now_s)
+        return actions
+
+    def _succeed(self, worker_id: str, why: str, now_s: float) -> list[FleetAction]:
+        """A slow worker is replaced: by a standby at once, else by one that is launched while it stays."""
+        member = self._members[worker_id]
+        if ready := self._members.ready:
+            left = self._let_go(worker_id, f"{why}; {ready[0]} takes its place", now_s)
+            return [self._activate(ready[0], f"in place of {worker_id}, which is slow", now_s), left]
+        offer = self._cheapest(now_s, prefer=member.offer)
+        if offer is not None:
+            launch = self._members.launch(offer, now_s)
+            member.successor, member.slow = launch.worker_id, why
+            return [launch]
+        if self.num_serving > 1:
+            return [self._let_go(worker_id, f"{why}; the limits leave no room for another beside it", now_s)]
+        return []
+
+    def _let_go(self, worker_id: str, reason: str, now_s: float) -> Leave:
+        self._book.back_offs.begin(self._members[worker_id].offer, FIRST_BACK_OFF_S, now_s)
+        self._members.enter(worker_id, "leaving", now_s)
+        return Leave(worker_id, reason, RELEASE_LIMIT_S)
+
+    # --- who goes ---
 
     def _dispensable(self, release: Mapping[str, int], need: Need, now_s: float) -> list[str]:
         """Who goes, of as many as are too many.
@@ -319,59 +382,20 @@ class Fleet:
         not where all of them together cost more than the limit.
         """
         limit, counts = self._provisioner.limits.usd_per_hour, self.counts
-        usd_per_hour = math.fsum(self._offers[name].usd_per_hour * n for name, n in counts.items())
-        if limit is not None and usd_per_hour > limit:
-            return [worker_id for name, n in release.items() for worker_id in self._least_missed(name)[:n]]
+        if limit is not None and self._usd_per_hour(counts) > limit:
+            return [one for name, n in release.items() for one in self._members.least_missed(name)[:n]]
         mu = {offer.name: offer.mu for offer in self.offers(now_s)}
-        states = [(member.offer, member.state) for member in self._members.values()]
+        states = [(member.offer, member.state) for member in self._members if member.counts]
         serving = [mu[name] for name, state in states if state == "serving"]
         num_left, mu_left = len(serving), math.fsum(serving)
         coming = any(state in ("asked", "booting") for _, state in states)
         least = (need.mu_min or 0.0) if coming and need.max_staleness > 0 else 0.0
         leaving = []
         for name, count in release.items():
-            for worker_id in self._least_missed(name)[:count]:
+            for worker_id in self._members.least_missed(name)[:count]:
                 if self._members[worker_id].state == "serving":
                     if num_left == 1 or mu_left - mu[name] < least:
                         continue
                     num_left, mu_left = num_left - 1, mu_left - mu[name]
                 leaving.append(worker_id)
         return leaving
-
-    def _least_missed(self, name: str) -> list[str]:
-        """Workers of an offer, those first that would be missed least: not serving yet, then the newest."""
-        mine = [
-            (member.state == "serving", -member.since_s, worker_id)
-            for worker_id, member in self._members.items()
-            if member.offer == name and member.state != "leaving"
-        ]
-        return [worker_id for _, _, worker_id in sorted(mine)]
-
-    def _enter(self, worker_id: str, state: Literal["booting", "serving", "leaving"], now_s: float) -> None:
-        member = self._members.get(worker_id)
-        if member is not None and member.state != "leaving":
-            member.state, member.since_s = state, now_s
-
-    def _prove(self, member: _Member, now_s: float) -> None:
-        """A worker that is no longer young shows that its offer keeps its word, once."""
-        since_s = member.served_since_s
-        if since_s is not None and not member.proved and now_s - since_s >= YOUNG_S:
-            member.proved = True
-            if not self._is_backed_off(member.offer, now_s):
-                self._back_offs.pop(member.offer, None)
-
-    def _learn_hours(self, member: _Member, now_s: float) -> None:
-        if member.seen_s is not None:
-            offer = self._offers[member.offer]
-            hours = (now_s - member.seen_s) / 3600.0
-            self._rates[offer.name].observe_hours(offer.sku, offer.region, offer.market, hours)
-            member.seen_s = now_s
-
-    def _is_backed_off(self, name: str, now_s: float) -> bool:
-        return name in self._back_offs and now_s < self._back_offs[name].until_s
-
-    def _back_off(self, name: str, first_s: float, now_s: float) -> None:
-        known = self._back_offs.setdefault(name, _BackOff(next_s=first_s))
-        if now_s >= known.until_s:  # several workers that failed together count once
-            known.until_s = now_s + known.next_s
-            known.next_s = min(2 * known.next_s, MOST_BACK_OFF_S)

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from echo_planes.rollout.fleet import Fleet, FleetAction, Launch
+from echo_planes.rollout.fleet import Fleet
+from echo_planes.rollout.members import Activate, FleetAction, Launch, Leave
 from echo_planes.rollout.offers import Need
 
 EVERY_S = 60.0  # at least, between two records of a fleet to which nothing is done
@@ -51,7 +52,7 @@ class FleetRecord:
             return None
         self.begun(actions)
         launched = Counter(action.offer for action in actions if isinstance(action, Launch))
-        leaves = [action for action in actions if not isinstance(action, Launch)]
+        leaves = [action for action in actions if isinstance(action, Leave)]
         released = Counter(self._offers.pop(leave.worker_id, "?") for leave in leaves)
         overlaps = need is not None and need.max_staleness > 0
         standing = self._fleet.standing(now_s)
@@ -72,8 +73,8 @@ class FleetRecord:
             reason = "nothing is known of the need yet: the first fleet is kept"
         else:
             reason = decision.reason
-        given_up = dict.fromkeys(leave.reason for leave in leaves if leave.reason != reason)
-        text = "; ".join((*given_up, reason))
+        own = [action.reason for action in actions if isinstance(action, Leave | Activate)]
+        text = "; ".join((*dict.fromkeys(why for why in own if why != reason), reason))
         return text, {**numbers, "launched": dict(launched), "released": dict(released)}
 
 

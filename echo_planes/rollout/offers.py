@@ -6,11 +6,15 @@ inference engine on one machine, whatever number of GPUs it spans.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from echo_planes.rollout.capacity import needed_capacity
 from echo_planes.types import Market
+
+SAME = 1e-9  # a sum of prices may be off by so much
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,17 @@ class Limits:
     min_workers: int = 0
     max_workers: int | None = None
 
+    def permit(self, offers: Sequence[Offer], counts: Mapping[str, int]) -> bool:
+        """Whether so many workers of these offers may be there together. What is left of a budget is not
+        looked at: it stops what is new."""
+        some = [(offer, counts.get(offer.name, 0)) for offer in offers]
+        found = (
+            (self.usd_per_hour, math.fsum(n * offer.usd_per_hour for offer, n in some)),
+            (self.interruptions_per_hour, math.fsum(n * offer.interruptions_per_hour for offer, n in some)),
+            (self.max_workers, sum(n for _, n in some)),
+        )
+        return all(limit is None or value <= limit + SAME for limit, value in found)
+
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
@@ -92,3 +107,47 @@ class Shortfall:
     binding: tuple[
         str, ...
     ]  # which limits stop it: "quota", "usd_per_hour", "usd_left", "interruptions", "max_workers"
+
+
+def limits_beside(
+    limits: Limits, offers: Sequence[Offer], beside: Mapping[str, int], useful: int | None
+) -> Limits:
+    """What is left for a fleet where others run beside it, of which no more than `useful` are to generate."""
+    some = [(offer, beside.get(offer.name, 0)) for offer in offers]
+    usd = math.fsum(n * offer.usd_per_hour for offer, n in some)
+    events = math.fsum(n * offer.interruptions_per_hour for offer, n in some)
+    num, most = sum(beside.values()), limits.max_workers
+    left = useful if most is None else max(most - num, 0)
+    return replace(
+        limits,
+        usd_per_hour=_less(limits.usd_per_hour, usd),
+        interruptions_per_hour=_less(limits.interruptions_per_hour, events),
+        max_workers=left if useful is None or left is None else min(left, useful),
+    )
+
+
+def cheapest_beside(
+    limits: Limits,
+    offers: Sequence[Offer],
+    counts: Mapping[str, int],
+    held: Mapping[str, int],
+    prefer: str = "",
+) -> str | None:
+    """Of which offer one worker more is permitted: `prefer` first, then the lowest rho; None: of none.
+
+    Args:
+        limits: of all workers together.
+        offers: their `max_count` is for `counts`.
+        counts: workers of each offer that count towards it.
+        held: all workers that are there.
+    """
+    for offer in sorted(offers, key=lambda one: (one.name != prefer, one.rho, one.name)):
+        spent = limits.usd_left is not None and limits.usd_left <= 0 and offer.usd_per_hour > 0
+        room = counts.get(offer.name, 0) < offer.max_count and not spent
+        if room and limits.permit(offers, Counter(held) + Counter([offer.name])):
+            return offer.name
+    return None
+
+
+def _less(limit: float | None, taken: float) -> float | None:
+    return None if limit is None else max(limit - taken, 0.0)

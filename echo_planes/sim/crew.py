@@ -88,8 +88,9 @@ class Crew:
         return {"workers_most": self._most, "workers_lost": self._num_lost}
 
     def serving(self) -> list[Member]:
-        """Workers that serve a version, in the order in which they were asked for."""
-        return [member for name, member in self.members.items() if name in self._serving]
+        """Workers that serve a version, in the order in which they were asked for; no standbys."""
+        served = [member for name, member in self.members.items() if name in self._serving]
+        return [member for member in served if not member.parked]
 
     # --- what the controller asks ----------------------------------------------------------------
 
@@ -122,6 +123,15 @@ class Crew:
             self._world.tell(ev.WorkerUnwanted(worker_id, reason, limit_s))
         else:
             self._forget(worker_id)
+
+    def park(self, worker_id: str, *, parked: bool, reason: str) -> None:
+        """The fleet has a worker stand by, or take part."""
+        member = self.members[worker_id]
+        member.parked = parked
+        self._trace.event(self._kernel.now_s, "standby" if parked else "takes part", reason, worker=worker_id)
+        self._data.park(worker_id, parked)
+        self.tell_capacity(member)
+        self.flow.ask(member)
 
     def on_leases(self, worker_id: str, leases: Sequence[Lease]) -> None:
         """The data plane has work for a worker."""
@@ -346,7 +356,8 @@ class Crew:
 
     def tell_capacity(self, member: Member) -> None:
         """Enter what a worker can make now in the books."""
-        able = member.name in self._serving and self._kernel.now_s >= member.silent_until_s
+        able = member.name in self._serving and not member.parked
+        able = able and self._kernel.now_s >= member.silent_until_s
         batch = member.offer.max_groups * self._world.scenario.sampling.samples_per_prompt
         full = member.offer.engine.tokens_per_s(batch) * member.speed
         self._trace.capacity(self._kernel.now_s, member.name, full if able else 0.0)

@@ -104,6 +104,7 @@ class SimDataPlane:
             index=self._index,
         )
         self._versions: dict[str, int] = {}  # that workers serve
+        self._parked: set[str] = set()
         self._asks: dict[str, _Ask] = {}
         self._queues: dict[int, list[tuple[int, str]]] = {}  # by version: asks in order of arrival
         self._num_asks = 0
@@ -128,6 +129,12 @@ class SimDataPlane:
         self._versions[worker_id] = -1
         self._buffer.register(worker_id, epoch)
 
+    def park(self, worker_id: str, parked: bool) -> None:
+        """A worker is leased nothing from now on, or may ask again."""
+        self._buffer.park(worker_id, parked)
+        (self._parked.add if parked else self._parked.discard)(worker_id)
+        self._changed()
+
     def publish(self, version: int, digest: str) -> None:
         """A version exists."""
         self._buffer.publish(version, digest)
@@ -147,12 +154,15 @@ class SimDataPlane:
     def lose(self, worker_id: str) -> None:
         """A worker is gone; its prompts go to others."""
         self._asks.pop(worker_id, None)
-        self._versions.pop(worker_id, None)
+        if self._versions.pop(worker_id, None) is not None:
+            self._parked.discard(worker_id)
         self._buffer.lose(worker_id)
         self._changed()
 
     def ask(self, worker_id: str, epoch: int, room: int) -> None:
         """A worker has room; leases come when there are some. Asked again, it keeps its place."""
+        if worker_id in self._parked:
+            return  # whoever waits with it for a version would be refused as it is
         version = self._versions.get(worker_id, -1)
         known = self._asks.get(worker_id)
         if known is not None:

@@ -29,6 +29,7 @@ class Member:
     starting: bool = False  # the controller waits for its engine
     engine: SimWorker | None = None
     leaving: bool = False
+    parked: bool = False  # a standby: it is leased nothing
     busy: bool = False
     speed: float = 1.0
     silent_until_s: float = 0.0

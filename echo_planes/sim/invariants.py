@@ -44,6 +44,7 @@ class WatchedBuffer(ReplayBuffer):
         self._digests: dict[int, str] = {}  # published
         self._epoch: dict[str, int] = {}  # of those that are there
         self._serving: dict[str, int] = {}  # version; -1: none yet
+        self._standbys: set[str] = set()
         self._kept: dict[int, list[Call]] = {}  # of prompts that wait
         self._buffered: dict[str, tuple[int, int]] = {}  # group -> prompt, oldest version
         self._oldest: dict[str, int] = {}  # of every accepted group: version of its oldest token
@@ -113,6 +114,11 @@ class WatchedBuffer(ReplayBuffer):
             require(version < 0 or version in self._digests, f"{worker_id} serves {version}: unpublished")
             self._serving[worker_id] = version
 
+    def park(self, worker_id: str, parked: bool) -> None:
+        self.log.add("park", worker_id, parked)
+        super().park(worker_id, parked)
+        self._standbys = self._standbys | {worker_id} if parked else self._standbys - {worker_id}
+
     # --- leases ----------------------------------------------------------------------------------
 
     def pull(self, worker_id: str, epoch: int, room: int, now_s: float) -> list[int]:
@@ -120,7 +126,7 @@ class WatchedBuffer(ReplayBuffer):
             super().pull(worker_id, epoch, room, now_s)  # raises
             raise InvariantError(f"{worker_id} epoch {epoch} is fenced, and was given prompts")
         indices = super().pull(worker_id, epoch, room, now_s)
-        expected = min(room, self._share(self._serving[worker_id]))
+        expected = min(room, self._share(worker_id))
         self.log.add("pull", worker_id, epoch, f"room {room}:", indices)
         if len(indices) != expected:
             raise InvariantError(
@@ -378,7 +384,7 @@ class WatchedBuffer(ReplayBuffer):
         require(found.reason != "holding" or holds, f"{said} and {len(leased)} leases that could be held for")
         require(found.reason == "holding" or not enough, said)
         if found.reason == "starved":
-            require(not any(step - v <= budget for v in self._serving.values() if v >= 0), f"{said}, not so")
+            require(not any(step - v <= budget for v in self._leasing()), f"{said}, not so")
 
     def _num_outstanding(self) -> int:
         budget = self._staleness.max_staleness
@@ -390,9 +396,14 @@ class WatchedBuffer(ReplayBuffer):
         batches = version + self._staleness.max_staleness - self._step + 1
         return int(max(min(float(batches), self._staleness.queue_batches), 0.0) * self._groups_per_step)
 
-    def _share(self, version: int) -> int:
-        """Permits of one worker that serves `version`."""
-        if version < 0:
+    def _leasing(self) -> list[int]:
+        """Versions of those that serve one and are no standbys."""
+        return [v for name, v in self._serving.items() if v >= 0 and name not in self._standbys]
+
+    def _share(self, worker_id: str) -> int:
+        """Permits of one worker."""
+        version = self._serving[worker_id]
+        if version < 0 or worker_id in self._standbys:
             return 0
         permits = max(0, self._ceiling(version) - self._num_outstanding())
-        return -(-permits // sum(serves >= 0 for serves in self._serving.values()))
+        return -(-permits // len(self._leasing()))

@@ -9,8 +9,9 @@ import numpy as np
 
 from echo_planes.metrics import FLEET_STATE
 from echo_planes.rollout.estimates import CapacityModel, ThroughputSample
-from echo_planes.rollout.fleet import Cause, Fleet, FleetAction, Launch
+from echo_planes.rollout.fleet import Fleet
 from echo_planes.rollout.fleet_record import FleetRecord
+from echo_planes.rollout.members import Activate, Cause, FleetAction, Launch, Leave, Park
 from echo_planes.rollout.offers import Limits, Offer
 from echo_planes.rollout.provisioner import Provisioner
 from echo_planes.sim.flow import Member
@@ -50,6 +51,7 @@ class Scaling:
             provisioner=Provisioner(limits, sustain_s=fleet.sustain_s),
             model=self._model,
             boot_limit_s=fleet.boot_limit_s,
+            standby=fleet.standby,
         )
         self._record = FleetRecord(self.fleet)
 
@@ -91,9 +93,9 @@ class Scaling:
     def _tick(self) -> None:
         now_s, scenario = self._kernel.now_s, self._world.scenario
         need = None
+        for member in self._crew.serving():
+            self.fleet.measured(member.name, _sample(self._crew, member), now_s)
         if scenario.fleet.mode == "provisioned":
-            for member in self._crew.serving():
-                self.fleet.measured(member.name, _sample(self._crew, member), now_s)
             staleness = scenario.staleness
             need = self._model.need(
                 staleness.max_staleness, staleness.kappa, scenario.per_step, scenario.fleet.gamma
@@ -112,11 +114,16 @@ class Scaling:
 
     def _carry_out(self, actions: list[FleetAction]) -> None:
         for action in actions:
-            if isinstance(action, Launch):
-                self._crew.members[action.worker_id] = Member(action.worker_id, self._offers[action.offer])
-                self._crew.market.ask(action.worker_id, action.offer)
-            else:
-                self._crew.unwant(action.worker_id, action.reason, action.limit_s)
+            match action:
+                case Launch(worker_id, offer):
+                    self._crew.members[worker_id] = Member(worker_id, self._offers[offer])
+                    self._crew.market.ask(worker_id, offer)
+                case Leave(worker_id, reason, limit_s):
+                    self._crew.unwant(worker_id, reason, limit_s)
+                case Park(worker_id):
+                    self._crew.park(worker_id, parked=True, reason="it is to be a standby")
+                case Activate(worker_id, reason):
+                    self._crew.park(worker_id, parked=False, reason=reason)
 
 
 @dataclass(frozen=True, slots=True)

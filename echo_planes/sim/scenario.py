@@ -135,6 +135,7 @@ class FleetModel(Section):
     usd_per_hour: PositiveFloat | None = Field(None, description="of all workers, at most")
     interruptions_per_hour: PositiveFloat | None = Field(None, description="expected, at most")
     tick_s: PositiveFloat = Field(15.0, description="the fleet is looked at this often, seconds")
+    standby: int = Field(0, ge=0, description="kept, provisioned: workers beside these that are kept ready")
 
 
 class FaultConfig(Section):
@@ -188,6 +189,11 @@ class Scenario(Section):
         most = sum(o.quota if self.fleet.mode == "provisioned" else o.count for o in self.offers)
         if not most:
             raise ValueError("offers: there would be no worker: give one a count, or a max_count")
+        if self.fleet.standby and self.fleet.mode == "fixed":
+            raise ValueError(
+                f"fleet.standby={self.fleet.standby}: a fleet of fixed size has none; set fleet.mode=kept or "
+                "provisioned, or leave it out"
+            )
         for fault in self.faults:
             if fault.worker and not re.fullmatch(r"w\d+", fault.worker):
                 raise ValueError(f"faults: {fault.worker} is no worker: they are called w0, w1, ...")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from echo_planes.errors import ConfigError, DataError
 from echo_planes.rollout.capacity import needed_capacity
-from echo_planes.rollout.fleet import MOST_BACK_OFF_S
+from echo_planes.rollout.offer_book import MOST_BACK_OFF_S
 from echo_planes.sim.scaling import GroupShape, expected_mu
 from echo_planes.sim.scenario import parse_scenario
 from echo_planes.sim.world import Result, World

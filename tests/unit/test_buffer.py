@@ -145,6 +145,40 @@ def test_no_permits_before_the_first_install() -> None:
     assert lease(buffer, 5, worker="w1") == []
 
 
+def test_a_parked_worker_is_leased_nothing_and_takes_no_share() -> None:
+    buffer = make_buffer()
+    alone = len(buffer.pull("w0", 0, 99, 0.0))
+    buffer = make_buffer()
+    buffer.park("w1", True)  # before it is there
+    buffer.lose("w1")  # as before every start
+    buffer.register("w1", 0)
+    buffer.installed("w1", 0)
+    assert buffer.pull("w1", 0, 99, 0.0) == []
+    assert len(buffer.pull("w0", 0, 99, 0.0)) == alone
+    buffer = make_buffer()
+    buffer.park("w1", True)
+    buffer.register("w1", 0)
+    buffer.installed("w1", 0)
+    buffer.lose("w0")
+    found = buffer.next_batch(0, 0.0)
+    assert isinstance(found, NotReady)
+    assert found.reason == "starved"  # nobody who may answer serves
+    buffer.park("w1", False)
+    assert len(buffer.pull("w1", 0, 99, 0.0)) == alone
+
+
+def test_who_is_parked_while_it_works_keeps_what_it_has() -> None:
+    buffer = make_buffer()
+    (held,) = lease(buffer)
+    buffer.park("w0", True)
+    assert buffer.pull("w0", 0, 1, 0.0) == []
+    assert submit(buffer, held, answer(held, (0, "d0"))) == "accepted"
+    buffer.lose("w0")
+    buffer.register("w0", 1)  # a lost one is parked no longer
+    buffer.installed("w0", 0)
+    assert buffer.pull("w0", 1, 1, 0.0)
+
+
 def test_permits_are_whole_groups_and_come_back() -> None:
     buffer = make_buffer(max_staleness=0)
     leases = lease(buffer, 10)

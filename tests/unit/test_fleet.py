@@ -8,16 +8,14 @@ import pytest
 
 from echo_planes.errors import ConfigError
 from echo_planes.rollout.estimates import CapacityModel, ThroughputSample
-from echo_planes.rollout.fleet import (
+from echo_planes.rollout.fleet import Fleet
+from echo_planes.rollout.members import FleetAction, Launch, Leave
+from echo_planes.rollout.offer_book import (
     FIRST_BACK_OFF_S,
     FIRST_WITHOUT_S,
     MOST_BACK_OFF_S,
     PRIOR_HOURS,
     YOUNG_S,
-    Fleet,
-    FleetAction,
-    Launch,
-    Leave,
 )
 from echo_planes.rollout.offers import Limits, Need, Offer
 from echo_planes.rollout.provisioner import Provisioner

@@ -116,6 +116,12 @@ class Scene:
     unwanted: dict[str, float] = field(default_factory=dict)  # worker -> limit
     kinds: dict[str, WorkerConfig] = field(default_factory=dict)
     stats: dict[str, WorkerStats] = field(default_factory=dict)  # answered at the next tick
+    parked: list[str] = field(default_factory=list)
+
+    @property
+    def data(self) -> Scene:
+        """It is its data plane, too."""
+        return self
 
     def play(self, act: Callable[[Scene], Coroutine[object, object, None]]) -> None:
         """Run the keeper in virtual time until `act` has ended; its failure is raised."""
@@ -159,6 +165,10 @@ class Scene:
 
     def enlist(self, worker_id: str, kind: WorkerConfig) -> None:
         self.kinds[worker_id] = kind
+
+    async def park(self, worker_id: str, parked: bool) -> None:
+        assert parked == (worker_id not in self.wanted), "parked before it is started, and only then"
+        (self.parked.append if parked else self.parked.remove)(worker_id)
 
     # --- what a runner would tell ---
 
@@ -495,6 +505,28 @@ def test_the_end_of_a_run_does_not_wait_for_machines_to_go() -> None:
 
     scene.play(act)
     assert machines.calls[-2:] == ["cancelled n0", "close"]
+
+
+# --- standbys -------------------------------------------------------------------------------------
+
+
+def test_a_standby_is_parked_before_it_starts_and_takes_part_when_a_machine_goes() -> None:
+    scene = Scene(settings(kind(market="spot"), standby=1))
+
+    async def act(scene: Scene) -> None:
+        await until(lambda: len(scene.wanted) == 2)
+        assert scene.parked == ["w1"]
+        scene.serve("w0", "w1")
+        assert (scene.keeper.fleet.num_serving, scene.keeper.fleet.num_standby) == (1, 1)
+        scene.machines.change(scene.machines.of("w0"), "draining", 500.0)
+        await until(lambda: "w0" in scene.unwanted)
+        assert "w1" not in scene.parked
+        assert scene.keeper.fleet.num_serving == 1
+        await until(lambda: "w2" in scene.wanted)
+        assert scene.parked == ["w2"]
+        assert any(text == "fleet: standby w1 takes part: in place of w0, which goes" for text in scene.told)
+
+    scene.play(act)
 
 
 # --- a cluster that fails ------------------------------------------------------------------------

@@ -328,12 +328,13 @@ def test_what_a_fixed_fleet_would_ignore_of_a_worker(tmp_path: Path, key: str, v
         ("usd_per_hour", 1.0),
         ("interruptions_per_hour", 1.0),
         ("max_workers", 3),
+        ("standby", 1),
     ],
 )
 def test_what_a_fixed_fleet_would_ignore_of_a_fleet(tmp_path: Path, key: str, value: object) -> None:
     message = refusal(ConfigError, config(fleet={key: value}), tmp_path / "run")
     assert message.startswith(f"fleet.{key}: ")
-    preflight.check(changing({"sku": "a"}, **{key: value}), tmp_path / "run")
+    preflight.check(changing({"sku": "a", "max_count": 2}, **{key: value}), tmp_path / "run")
 
 
 def test_the_first_workers_are_within_the_limits_of_the_fleet(tmp_path: Path) -> None:
@@ -345,6 +346,18 @@ def test_the_first_workers_are_within_the_limits_of_the_fleet(tmp_path: Path) ->
     assert "usd_per_hour=2.5" in message
     assert "$3/h" in message
     preflight.check(changing(*kinds, max_workers=3, usd_per_hour=3.0), tmp_path / "run")
+
+
+def test_standbys_must_have_room_beside_the_workers_to_begin_with(tmp_path: Path, model: Path) -> None:
+    kind = {"sku": "a", "count": 2, "max_count": 4}
+    fits = changing(kind, standby=2, max_workers=4)
+    preflight.check_fleet(fits)
+    message = refusal(ConfigError, changing(kind, standby=2, max_workers=3), tmp_path / "run")
+    assert "fleet.standby=2: fleet.max_workers=3" in message
+    assert "raise it to 4" in message
+    message = refusal(ConfigError, changing(kind, standby=3), tmp_path / "run")
+    assert "max_count (of all kinds)=4" in message
+    preflight.check_fleet(changing({"sku": "a", "count": 2}))  # no standby: the quota may be the fleet
 
 
 def test_every_setting_of_a_fleet_is_looked_at_or_refused() -> None:
@@ -359,6 +372,7 @@ def test_every_setting_of_a_fleet_is_looked_at_or_refused() -> None:
         "usd_per_hour": 1.0,
         "interruptions_per_hour": 1.0,
         "max_workers": 3,
+        "standby": 1,
     }
     assert set(changed) | known == set(type(Config().fleet).model_fields)
     with pytest.raises(ConfigError) as caught:
