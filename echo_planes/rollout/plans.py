@@ -105,6 +105,20 @@ def beyond_limits(problem: FleetProblem, counts: Sequence[int]) -> dict[str, int
     return {o.name: a - b for o, a, b in zip(problem.offers, counts, left, strict=True) if a > b}
 
 
+def with_minimums(problem: FleetProblem, counts: Sequence[int]) -> tuple[list[int], dict[str, int]]:
+    """These workers and the minimums they lack, as far as the limits leave room, and who must go for the rest.
+
+    Minimums that break a limit by themselves are kept all the same, once nobody else is there.
+    """
+    wanted = [max(n, floor) for n, floor in zip(counts, problem.floors, strict=True)]
+    release = beyond_limits(problem, wanted)
+    if release:
+        wanted = list(counts)
+        for position, floor in enumerate(problem.floors):
+            wanted[position] += max(0, min(floor - wanted[position], problem.room(wanted, position)[0]))
+    return wanted, release
+
+
 def _greedy(problem: FleetProblem) -> list[int]:
     counts = list(problem.floors)
     if not problem.broken(counts):

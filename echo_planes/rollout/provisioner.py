@@ -26,7 +26,7 @@ from echo_planes.errors import ConfigError
 from echo_planes.rollout.advice import Advice, advise
 from echo_planes.rollout.exact import FleetProblem, exact, fleet_problem
 from echo_planes.rollout.offers import FleetPlan, Limits, Need, Offer, Shortfall
-from echo_planes.rollout.plans import Plans, beyond_limits, greedy, is_close, more, spare
+from echo_planes.rollout.plans import Plans, beyond_limits, greedy, is_close, more, spare, with_minimums
 
 __all__ = ["Advice", "Decision", "Provisioner", "advise", "exact", "greedy"]
 
@@ -80,7 +80,8 @@ class Provisioner:
         self._settled_s = -math.inf  # when what was launched last has booted
         self._whole: Plans | None = None  # the cheapest whole fleets
         self._advised: tuple[Need, Plans, tuple[Advice, ...]] | None = None  # for which need and offers
-        self._futile: tuple[Plans, tuple[Advice, ...]] | None = None  # an addition that found nothing
+        # An addition that found nothing, and beside which workers.
+        self._futile: tuple[Mapping[str, int], Plans, tuple[Advice, ...]] | None = None
 
     def decide(
         self, need: Need, offers: Sequence[Offer], running: Mapping[str, int], now_s: float
@@ -137,7 +138,7 @@ class Provisioner:
             f"{target:.2f} trajectories/s are needed (mu_min {mu_min:.2f} x gamma {need.gamma:.2f}), "
             f"{mu:.2f} are there"
         )
-        below_floor = any(n < floor for n, floor in zip(counts, problem.floors, strict=True))
+        below_floor = not problem.keeps_minimums(counts)
         if problem.reaches(counts) and not below_floor:
             return self._shrink(problem, counts, asked, now_s)
         lasted_s = self._lasted(now_s, "short")
@@ -156,14 +157,18 @@ class Provisioner:
         self, need: Need, problem: FleetProblem, counts: Sequence[int], asked: str, now_s: float
     ) -> Decision:
         """Adds the cheapest that fit beside what runs; where that is not enough, changes the rest too."""
+        wanted_now, room = with_minimums(problem, counts)
+        running = problem.plan(counts).counts
+        if room:
+            launch = more(problem.plan(wanted_now).counts, running)
+            return self._decision(problem, counts, f"{asked}, and there is no room for it", launch, room)
         kept = [
             replace(offer, min_count=max(offer.min_count, n))
             for offer, n in zip(problem.offers, counts, strict=True)
         ]
-        running = problem.plan(counts).counts
         addition = fleet_problem(kept, problem.mu_target, self.limits, running)
-        if self._futile is not None and self._futile[0].holds_for(addition):
-            plans, advice = self._futile
+        if self._futile is not None and self._futile[0] == running and self._futile[1].holds_for(addition):
+            _, plans, advice = self._futile
             return self._decision(problem, counts, asked, best=plans.best, advice=advice)
         plans, advice, wanted = Plans.of(addition), (), None
         best = plans.best
@@ -176,7 +181,7 @@ class Provisioner:
         fleet = best.best if isinstance(best, Shortfall) else best
         launch = more(fleet.counts, running)
         release = more(running, fleet.counts) if wanted is not None else {}
-        self._futile = None if launch or release else (plans, advice)
+        self._futile = None if launch or release else (running, plans, advice)
         if (launch or release) and now_s - self._released_s < self._release_wait_s:
             self._release_wait_s = min(2 * self._release_wait_s, self._longest_wait_s)
         return self._decision(problem, counts, asked, launch, release, best, advice)
@@ -255,20 +260,20 @@ class Provisioner:
         said = f"S = 0: {sum(counts)} workers are there, {limits.max_workers} are useful"
         if problem.broken(counts) and beyond_limits(problem, counts):
             return self._trim(problem, counts, self._release_wait_s, now_s)
-        wanted = [max(n, floor) for n, floor in zip(counts, problem.floors, strict=True)]
-        if not problem.broken(wanted):
+        wanted, release = with_minimums(problem, counts)
+        if not release and not problem.broken(wanted):
             problem.fill(wanted, range(len(wanted)), enough=None)
         launch = more(problem.plan(wanted).counts, problem.plan(counts).counts)
-        if not launch:
+        if not launch and not release:
             self._since.clear()
             return self._decision(problem, counts, said)
         lasted_s = self._lasted(now_s, "short")
         if running and not lost and lasted_s < self._sustain_s:
             return self._decision(problem, counts, f"{said} for {lasted_s:.0f} s: waiting")
-        return self._decision(problem, counts, said, launch)
+        return self._decision(problem, counts, said, launch, release)
 
     def _impossible(self, need: Need, offers: Sequence[Offer], running: Mapping[str, int]) -> Decision:
-        """kappa T_train <= T_bcast: advice only. What runs stays."""
+        """kappa T_train <= T_bcast: advice, and the minimums. What else runs stays where there is room."""
         self._since.clear()
         # Any target: the problem is there to say when the offers have changed.
         problem = fleet_problem(offers, need.gamma * need.per_step, self.limits, running)
@@ -285,7 +290,12 @@ class Provisioner:
         ):
             self._advised = need, Plans.of(problem), advise(need, offers, self.limits)
         advice, self._whole = self._advised[2], None
-        return self._decision(problem, _counts(problem, running), said, advice=advice)
+        counts = _counts(problem, running)
+        launch, release = {}, {}
+        if not problem.keeps_minimums(counts):
+            wanted, release = with_minimums(problem, counts)
+            launch = more(problem.plan(wanted).counts, running)
+        return self._decision(problem, counts, said, launch, release, advice=advice)
 
     # -- what they share ------------------------------------------------------------------------------------
 

@@ -394,3 +394,41 @@ def test_a_low_of_long_ago_does_not_keep_a_surplus_for_ever() -> None:
             break
     assert released == {"b": 1}
     assert tick > 8
+
+
+# -- minimums -----------------------------------------------------------------------------------------------
+
+
+def test_a_minimum_that_is_lost_comes_back_where_nothing_else_can_be_added() -> None:
+    fleet, few = Fleet(), replace(SMALL, max_count=2, min_count=2)
+    for now_s in (0.0, 10.0, 40.0):  # there is no more to be had, and this is remembered
+        fleet.tick(now_s, [few])
+    fleet.running = {"small": 1}
+    fleet.tick(50.0, [few])
+    assert fleet.running == {"small": 2}
+
+
+def test_a_minimum_is_kept_where_no_fleet_is_enough() -> None:
+    fleet, hopeless = Fleet(small=1), replace(NEED, t_bcast_s=40.0)
+    kept = replace(SMALL, min_count=3)
+    assert "+2 small" in fleet.tick(0.0, [kept, LARGE], hopeless)
+    fleet.tick(10.0, [kept, LARGE], hopeless)
+    assert fleet.running == {"small": 3}
+
+
+@pytest.mark.parametrize(
+    "need", [NEED, replace(NEED, t_bcast_s=40.0), replace(NEED, max_staleness=0, kappa=1)]
+)
+def test_a_minimum_waits_until_there_is_room_for_it(need: Need) -> None:
+    """It goes before what is no minimum, but the limit holds at every moment."""
+    fleet = Fleet(Limits(usd_per_hour=6.4, max_workers=8), small=8)
+    steady = replace(LARGE, min_count=1)
+    spent = []
+    for now_s in range(0, 200, 10):
+        fleet.tick(float(now_s), [SMALL, steady], need)
+        spent.append(0.8 * fleet.running.get("small", 0) + 3.0 * fleet.running.get("large", 0))
+        if now_s == 0:
+            assert "large" not in fleet.running
+    assert max(spent) <= 6.4 + 1e-9
+    assert fleet.running["large"] == 1
+    assert fleet.running["small"] == 4
