@@ -71,16 +71,19 @@ def more(wanted: Mapping[str, int], there: Mapping[str, int]) -> dict[str, int]:
     return {name: n - there.get(name, 0) for name, n in wanted.items() if n > there.get(name, 0)}
 
 
-def spare(problem: FleetProblem, counts: Sequence[int], mu_spare: float) -> dict[str, int]:
+def spare(
+    problem: FleetProblem, counts: Sequence[int], mu_spare: float, kept: Mapping[str, int]
+) -> dict[str, int]:
     """Workers to do without for at most `mu_spare` trajectories/s, the dearest by rho first.
 
-    Minimums stay, and so do machines that cost nothing.
+    Minimums stay, and so do machines that cost nothing, and as many of each offer as `kept` says.
     """
     release: dict[str, int] = {}
     workers = sum(counts) - problem.min_workers
     for position in reversed(range(len(counts))):
         offer = problem.offers[position]
-        n = min(counts[position] - problem.floors[position], workers, int(mu_spare / offer.mu))
+        least = max(problem.floors[position], kept.get(offer.name, 0))
+        n = min(counts[position] - least, workers, int(mu_spare / offer.mu))
         if n > 0 and offer.usd_per_hour > 0:
             release[offer.name] = n
             mu_spare, workers = mu_spare - n * offer.mu, workers - n
@@ -106,7 +109,7 @@ def beyond_limits(problem: FleetProblem, counts: Sequence[int]) -> dict[str, int
 
 
 def with_minimums(problem: FleetProblem, counts: Sequence[int]) -> tuple[list[int], dict[str, int]]:
-    """These workers and the minimums they lack, as far as the limits leave room, and who must go for the rest.
+    """These workers and the minimums they lack, as far as limits leave room, and who must go for the rest.
 
     Minimums that break a limit by themselves are kept all the same, once nobody else is there.
     """

@@ -8,6 +8,7 @@ from echo_planes.rollout.estimates import CapacityModel, ThroughputSample
 from echo_planes.rollout.fleet import Cause, Fleet, FleetAction, Launch
 from echo_planes.rollout.offers import Limits, Offer
 from echo_planes.rollout.provisioner import Provisioner
+from echo_planes.sim.exact_policy import ExactPolicy
 from echo_planes.sim.flow import Member
 from echo_planes.sim.lengths import LengthModel
 from echo_planes.sim.scenario import OfferModel
@@ -20,7 +21,7 @@ SAMPLE_PROMPTS = 1024  # for the mean of a group's longest answer
 
 
 class Scaling:
-    """Fleet modes `kept` and `provisioned`.
+    """Fleet modes `kept`, `provisioned` and `exact`.
 
     Args:
         world: the run.
@@ -38,10 +39,11 @@ class Scaling:
         self._reason = ""
         fleet = scenario.fleet
         limits = Limits(usd_per_hour=fleet.usd_per_hour, interruptions_per_hour=fleet.interruptions_per_hour)
+        policy = ExactPolicy if fleet.mode == "exact" else Provisioner
         self.fleet = Fleet(
             [_offer(offer, expected_mu(offer, world.lengths)) for offer in scenario.offers],
             {offer.name: offer.count for offer in scenario.offers},
-            provisioner=Provisioner(limits, sustain_s=fleet.sustain_s),
+            provisioner=policy(limits, sustain_s=fleet.sustain_s),
             model=self._model,
             boot_limit_s=fleet.boot_limit_s,
         )
@@ -82,7 +84,7 @@ class Scaling:
     def _tick(self) -> None:
         now_s, scenario = self._kernel.now_s, self._world.scenario
         need = None
-        if scenario.fleet.mode == "provisioned":
+        if scenario.fleet.follows_need:
             for member in self._crew.serving():
                 self.fleet.measured(member.name, _sample(self._crew, member), now_s)
             staleness = scenario.staleness
