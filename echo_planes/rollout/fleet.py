@@ -23,7 +23,7 @@ from typing import Literal
 from echo_planes.errors import ConfigError
 from echo_planes.rollout.estimates import CapacityModel, InterruptionRates, ThroughputSample
 from echo_planes.rollout.offers import Need, Offer
-from echo_planes.rollout.provisioner import DEAD_BAND, Decision, Provisioner
+from echo_planes.rollout.provisioner import Decision, Provisioner
 
 FIRST_BACK_OFF_S = 10.0  # of workers that die young
 FIRST_WITHOUT_S = 60.0  # of machines that do not come
@@ -266,26 +266,23 @@ class Fleet:
     def _keep_first(self, now_s: float) -> list[FleetAction]:
         """Replace what was lost of the first fleet, where its offer is not backed off.
 
-        What these do not give the cheapest of the others give: as much throughput as the first fleet had, but
-        for what the provisioner too would let pass.
+        Where it is, the cheapest of the others stand in: before the need is known nobody else does.
         """
         counts, limits = Counter(self.counts), self._provisioner.limits
         offers = sorted(self.offers(now_s), key=lambda offer: (offer.rho, offer.name))
         goals = [(offer, min(self._first.get(offer.name, 0), offer.max_count)) for offer in offers]
         goals += [(offer, offer.max_count) for offer in offers]
-        first_mu = math.fsum(self._first.get(offer.name, 0) * offer.mu for offer in offers)
-        missing_mu = first_mu - math.fsum(counts[offer.name] * offer.mu for offer in offers)
+        missing = sum(self._first.values()) - counts.total()
         usd_per_hour = math.fsum(self._offers[name].usd_per_hour * n for name, n in counts.items())
         launches: list[FleetAction] = []
         for offer, goal in goals:
-            while counts[offer.name] < goal and missing_mu > DEAD_BAND * first_mu:
+            for _ in range(min(goal - counts[offer.name], missing - len(launches))):
                 usd_per_hour += offer.usd_per_hour
                 stands_in = counts[offer.name] >= self._first.get(offer.name, 0)
                 if stands_in and limits.usd_per_hour is not None and usd_per_hour > limits.usd_per_hour:
                     return launches
                 launches.append(self._launch(offer.name, now_s))
                 counts[offer.name] += 1
-                missing_mu -= offer.mu
         return launches
 
     def _launch(self, name: str, now_s: float) -> Launch:

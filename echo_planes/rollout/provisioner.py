@@ -35,7 +35,7 @@ from echo_planes.rollout.plans import Plans, beyond_limits, greedy, is_close, mo
 
 __all__ = ["Advice", "Decision", "Provisioner", "advise", "exact", "greedy"]
 
-DEAD_BAND = 0.05  # of the target: a smaller shortage is borne if the learner does not wait for it
+_DEAD_BAND = 0.05  # of the target: a smaller shortage is borne if the learner does not wait for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class Provisioner:
             f"{mu:.2f} are there"
         )
         below_floor = not problem.keeps_minimums(counts)
-        is_near = mu >= max(mu_min, (1 - DEAD_BAND) * target) and sum(counts) >= problem.min_workers
+        is_near = mu >= max(mu_min, (1 - _DEAD_BAND) * target) and sum(counts) >= problem.min_workers
         if (is_near or problem.reaches(counts)) and not below_floor:
             return self._shrink(problem, counts, asked, now_s)
         lasted_s = self._lasted(now_s, "short")
