@@ -6,17 +6,19 @@ recorded spot markets, and make a fixed number of steps. Their dollars are compa
 - (a) a fleet of one on-demand SKU, simulated in the same way: the cheapest such fleet that reaches mu_target,
   which is the bar, and the usual one, H100;
 - (b) random activation (ECHO-2, 5.5.2, "w/o Cost"): the mean over seeds of fleets with the same target;
-- (c) the optimum: at every moment the cheapest fleet of what there is then, changed at once and for nothing.
+- (c) the clairvoyant optimum: at every moment the cheapest fleet of what there is then, changed at once and
+  for nothing;
+- (d) the optimum as a policy: the same integer programme, asked at every tick and obeyed at once, in the
+  provisioner's world: with its estimates, boots, notices and back-off.
 
-(b) and (c) pay for no boot, no wait and no lost work; (a) and the provisioner do. Percentages are of the
-rollout fleet's dollars; those of learner and fleet stand beside them. Assumed: cost_assumptions.yaml.
+(b) and (c) pay for no boot, no wait and no lost work; the others do. Percentages are of the rollout fleet's
+dollars; those of learner and fleet stand beside them. Assumed: cost_assumptions.yaml.
 Everything here is simulated. The exit status is 1 where a bar is missed.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import random
@@ -28,9 +30,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.cost_account import Watch, account, mu_by_offer
 from bench.cost_fleets import (
     HOUR_S,
     Priced,
+    cheapest_fleets,
     cheapest_single,
     homogeneous,
     optimum,
@@ -49,9 +53,9 @@ from bench.cost_market import (
     snapshot_s,
     spot_market,
 )
+from bench.cost_papers import papers_own
 from echo_planes.errors import DataError
-from echo_planes.rollout.exact import exact
-from echo_planes.rollout.offers import FleetPlan, Limits, Need, Offer
+from echo_planes.rollout.offers import Need, Offer
 from echo_planes.rollout.prices import PriceRow, read_prices
 from echo_planes.sim.scenario import Scenario
 from echo_planes.sim.trace import LEARNER
@@ -109,6 +113,8 @@ class Outcome:
     usual: Run | None  # (a) the usual one
     drawn: Run  # (b)
     best: Run  # (c)
+    policy: Run | None  # (d)
+    beyond_best: Mapping[str, float]  # rollout dollars beyond those of (c), by cause
     gap: float  # of (c): share that a better fleet could still save
     boot_usd: float  # that (c) would pay if what it starts had to boot
 
@@ -120,18 +126,23 @@ class Outcome:
     def above_best(self) -> float:
         return self.ours.per_step / self.best.per_step - 1
 
-    @property
-    def total_above_best(self) -> float:
-        return self.ours.total_per_step / self.best.total_per_step - 1
+    def above(self, run: Run) -> tuple[float, float]:
+        """Beyond another's dollars for a step: of the rollout fleet, and with the learner's."""
+        return self.ours.per_step / run.per_step - 1, self.ours.total_per_step / run.total_per_step - 1
 
 
 def simulate(name: str, what: Scenario) -> Run:
-    """A simulated run.
+    """A simulated run; see `finished`."""
+    return finished(name, World(what))
+
+
+def finished(name: str, world: World) -> Run:
+    """A simulated run to its end.
 
     Raises:
         DataError: it did not make its steps.
     """
-    summary = World(what).run().summary
+    summary = world.run().summary
     if summary["status"] != "done":
         raise DataError(f"{name}: the simulated run ended with {summary['status']}: {summary['error']}")
     learner = sum(usd for sku, usd in summary["usd_by_sku"].items() if sku.split()[0] == LEARNER)
@@ -156,22 +167,27 @@ def frictionless(name: str, priced: Priced, assumptions: Assumptions, steps: int
 
 
 def provisioned(
-    assumptions: Assumptions, offers: Sequence[Listed], market: SpotMarket, need: Need, steps: int
-) -> Run:
-    """The provisioner's run. It begins with the fleet that a plan for these quotas says."""
+    assumptions: Assumptions, offers: Sequence[Listed], market: SpotMarket, need: Need, steps: int, mode: str
+) -> tuple[Run, Watch]:
+    """A run in the recorded market. It begins with the fleet that a plan for these quotas says.
+
+    Args:
+        mode: provisioned, or exact for (d).
+    """
     first = plan_counts(market.offers, need)
     with tempfile.TemporaryDirectory() as folder:
-        models = [one.model for one in offers]
         what = scenario(
             assumptions,
-            models,
+            [one.model for one in offers],
             first,
-            mode="provisioned",
+            mode=mode,
             steps=steps,
             market=market,
             folder=Path(folder),
         )
-        return simulate("provisioner", what)
+        world = World(what)
+        watch = Watch(world, mu_by_offer(market.offers))
+        return finished("provisioner" if mode == "provisioned" else "(d) optimum as a policy", world), watch
 
 
 def steady(
@@ -197,18 +213,20 @@ def compare(
     """The provisioner and all that it is compared with, in one market.
 
     Args:
-        simulate_single: simulate (a), and the usual fleet with it; otherwise (a) is priced without friction.
+        simulate_single: simulate (a), and the usual fleet and (d) with it; otherwise (a) is priced without
+            friction.
         most_steps: not more than so many; default: as many as the recording is long.
     """
     offers = listed(assumptions, rows, case)
     market = spot_market(assumptions, [one.offer for one in offers], case, data)
     length_s = max(trace.end_s for trace in market.traces.values())
     steps = min(int(length_s // assumptions.t_train_s), most_steps or sys.maxsize)
-    ours = provisioned(assumptions, offers, market, assumptions.need(0.0), steps)
+    ours, watch = provisioned(assumptions, offers, market, assumptions.need(0.0), steps, "provisioned")
     need = assumptions.need(ours.t_bcast_s or 0.0)
     single = cheapest_single(market.offers, need)
-    usual = None
+    usual = policy = None
     if simulate_single:
+        policy, _ = provisioned(assumptions, offers, market, assumptions.need(0.0), steps, "exact")
         alone = steady("(a) bar", assumptions, offers, single, need, steps)
         h100 = cheapest_single([offer for offer in market.offers if offer.sku == USUAL], need)
         usual = steady("(a) usual", assumptions, offers, h100, need, steps)
@@ -216,7 +234,8 @@ def compare(
         count, seconds = homogeneous(single, need), work_s(need, steps)
         usd = count * single.usd_per_hour * seconds / HOUR_S
         alone = frictionless(f"(a) {count} x {single.name}", Priced(usd, seconds), assumptions, steps)
-    best = optimum(market, need, steps, install_s=snapshot_s(assumptions))
+    fleets = cheapest_fleets(market, need, steps)
+    best = optimum(market.offers, fleets, install_s=snapshot_s(assumptions))
     seeds = range(assumptions.random_seeds)
     draws = [random_fleet(market, need, steps, random.Random(f"{assumptions.seed}/{n}")) for n in seeds]
     drawn = Priced(
@@ -230,60 +249,12 @@ def compare(
         alone,
         usual,
         frictionless(f"(b) random, mean of {len(draws)}", drawn, assumptions, steps),
-        frictionless("(c) optimum", best, assumptions, steps),
+        frictionless("(c) clairvoyant optimum", best, assumptions, steps),
+        policy,
+        account(watch, fleets, ours.rollout_usd - best.usd),
         best.gap,
         best.boot_usd,
     )
-
-
-# --- the papers' own prices ------------------------------------------------------------------------
-
-
-def papers_own(path: Path) -> list[tuple[str, str, str]]:
-    """What the same rule says at the prices that the papers state: what, ours, theirs.
-
-    Raises:
-        DataError: the file lacks a price.
-    """
-    with path.open(newline="", encoding="utf-8") as file:
-        usd = {row["item"]: float(row["usd_per_hour"]) / int(row["gpus"]) for row in csv.DictReader(file)}
-    try:
-        a100, rtx, h100 = usd["A100-80GB on demand"], usd["RTX-5090 on demand"], usd["H100 rollout"]
-        reserved, spot = usd["8xH100 on demand (training)"], usd["2xH100 spot (rollout)"]
-    except KeyError as error:
-        raise DataError(f"{path} has no item {error}: give the list with the papers' prices") from error
-    # E.3: 10 H100 or 76 RTX 5090 keep 8 H100 busy, which make 4,096 trajectories in 1,320 s (table 6).
-    step_s = 1914 / 100 / (18 * h100) * HOUR_S
-    mu = 4096 / step_s
-    offers = [
-        Offer("H100", "H100", h100, mu / 10, 10),
-        Offer("RTX-5090", "RTX-5090", rtx, mu / 76, 76),
-    ]
-    plan = exact(offers, mu, Limits(), {})
-    if not isinstance(plan, FleetPlan):
-        raise DataError(f"{path}: no fleet of 10 H100 and 76 RTX 5090 makes {mu:.2f} trajectories/s")
-    fleet, learner = ", ".join(f"{n} {name}" for name, n in plan.counts.items()), 8 * h100
-    total = 1 - (learner + plan.usd_per_hour) / (learner + 10 * h100)
-    central = 8 * a100 * 1508.2 / HOUR_S  # 5.2: veRL's step on 8 A100
-    split = [(4 * a100 + count * rtx) * 1631.2 / HOUR_S for count in (8, 9)]
-    return [
-        (
-            f"E.3, 32 B: {fleet} for 10 H100",
-            f"rollout {1 - plan.usd_per_hour / (10 * h100):.1%} below, total {total:.1%} below",
-            "total 4.6 % below",
-        ),
-        (
-            "5.2, 8 B: 4 A100 + 8 or 9 RTX 5090 for 8 A100",
-            f"total {1 - split[0] / central:.1%} or {1 - split[1] / central:.1%} below",
-            "total 33.3 - 36.3 % below",
-        ),
-        ("table 2: random activation", "see (b)", f"total {9.339 / 8.098 - 1:.1%} above"),
-        (
-            "RLBoost table 2: a spot H100 for an on-demand one",
-            f"{1 - spot / reserved:.1%} below",
-            "28 - 49 % better tokens/$",
-        ),
-    ]
 
 
 # --- what is printed -------------------------------------------------------------------------------
@@ -297,10 +268,10 @@ def show_outcome(outcome: Outcome) -> list[str]:
         f"  {'fleet':<42}{'hours':>7}{'bubble':>8}{'workers':>8}{'rollout $/step':>15}{'learner':>9}"
         f"{'total':>8}   the provisioner is",
     ]
-    for run in (ours, outcome.single, outcome.usual, outcome.drawn, outcome.best):
+    for run in (ours, outcome.single, outcome.usual, outcome.drawn, outcome.best, outcome.policy):
         if run is None:
             continue
-        change, total = ours.per_step / run.per_step - 1, ours.total_per_step / run.total_per_step - 1
+        change, total = outcome.above(run)
         beside = "" if run is ours else f"   {change:+.1%} (total {total:+.1%})"
         lines.append(
             f"  {run.name:<42}{run.hours:>7.2f}{run.bubble:>8.1%}{run.workers:>8.1f}{run.per_step:>15.3f}"
@@ -309,6 +280,10 @@ def show_outcome(outcome: Outcome) -> list[str]:
     rollout = {part: usd for part, usd in ours.usd_by_part.items() if not part.startswith(LEARNER)}
     parts = ", ".join(f"{part} {usd / ours.rollout_usd:.1%}" for part, usd in rollout.items() if usd)
     lines.append(f"  of the provisioner's rollout dollars: {parts}; {ours.lost} workers lost without notice")
+    causes = ", ".join(
+        f"{cause} {usd / outcome.best.rollout_usd:+.1%}" for cause, usd in outcome.beyond_best.items()
+    )
+    lines.append(f"  beyond (c), in percent of its rollout dollars: {causes}")
     boots = outcome.boot_usd / outcome.best.rollout_usd
     lines.append(f"  if what (c) starts had to boot, it would cost {boots:.1%} more")
     if outcome.gap:
@@ -329,19 +304,28 @@ def judge(outcomes: Sequence[Outcome], assumptions: Assumptions) -> list[tuple[s
     """Each bar in each market."""
     bars, verdicts = assumptions.bars, []
     for outcome in outcomes:
-        trace = outcome.case.trace
-        below, above, total = outcome.below_single, outcome.above_best, outcome.total_above_best
-        verdicts += [
+        trace, below = outcome.case.trace, outcome.below_single
+        verdicts.append(
             (
                 f"{trace}: {below:.1%} below (a), at least {bars.below_on_demand:.0%}",
                 below >= bars.below_on_demand,
-            ),
-            (f"{trace}: {above:+.1%} of (c), at most {bars.above_optimum:+.0%}", above <= bars.above_optimum),
-            (
-                f"{trace}: {total:+.1%} of (c) with the learner, at most {bars.total_above_optimum:+.0%}",
-                total <= bars.total_above_optimum,
-            ),
-        ]
+            )
+        )
+        for run in (outcome.best, outcome.policy):
+            if run is None:
+                continue
+            above, total = outcome.above(run)
+            verdicts += [
+                (
+                    f"{trace}: {above:+.1%} of {run.name}, at most {bars.above_optimum:+.0%}",
+                    above <= bars.above_optimum,
+                ),
+                (
+                    f"{trace}: {total:+.1%} of {run.name} with the learner, "
+                    f"at most {bars.total_above_optimum:+.0%}",
+                    total <= bars.total_above_optimum,
+                ),
+            ]
     return verdicts
 
 

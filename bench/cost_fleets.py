@@ -30,6 +30,16 @@ class Priced:
     boot_usd: float = 0.0  # not in `usd`: for what it starts after its first workers, if that booted
 
 
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """The cheapest fleet between two changes of the market."""
+
+    since_s: float
+    to_s: float
+    plan: FleetPlan
+    gap: float  # share of its price that a better one could still save; 0.0: proved
+
+
 def target_of(need: Need) -> float:
     """mu_target.
 
@@ -57,13 +67,8 @@ def cheapest_single(offers: Sequence[Offer], need: Need) -> Offer:
     return min(steady, key=lambda o: (homogeneous(o, need) * o.usd_per_hour, o.name))
 
 
-def optimum(market: SpotMarket, need: Need, steps: int, install_s: float = 0.0) -> Priced:
-    """The cheapest fleet for the target at every moment, changed at once and for nothing.
-
-    It knows what there is; the integer programme is solved at every change of it.
-
-    Args:
-        install_s: from the end of a boot until the weights are there; for `boot_usd` only.
+def cheapest_fleets(market: SpotMarket, need: Need, steps: int) -> list[Stretch]:
+    """The cheapest fleet for the target of what there is, at every moment until the work is done.
 
     Raises:
         DataError: at some moment there is no fleet for the target.
@@ -80,15 +85,27 @@ def optimum(market: SpotMarket, need: Need, steps: int, install_s: float = 0.0) 
         return known[key]
 
     until_s = work_s(need, steps)
+    return [
+        Stretch(since_s, to_s, *best(market.at(since_s))) for since_s, to_s in _intervals(market, until_s)
+    ]
+
+
+def optimum(offers: Sequence[Offer], fleets: Sequence[Stretch], install_s: float = 0.0) -> Priced:
+    """The cheapest fleet for the target at every moment, changed at once and for nothing.
+
+    Args:
+        fleets: `cheapest_fleets` of these offers.
+        install_s: from the end of a boot until the weights are there; for `boot_usd` only.
+    """
+    until_s = fleets[-1].to_s
     usd = missing = workers = boot_usd = 0.0
     before: Mapping[str, int] | None = None
-    for since_s, to_s in _intervals(market, until_s):
-        plan, gap = best(market.at(since_s))
-        hours = (to_s - since_s) / HOUR_S
+    for stretch in fleets:
+        plan, hours = stretch.plan, (stretch.to_s - stretch.since_s) / HOUR_S
         usd, workers = usd + plan.usd_per_hour * hours, workers + plan.num_workers * hours
-        missing += gap * plan.usd_per_hour * hours
+        missing += stretch.gap * plan.usd_per_hour * hours
         if before is not None:
-            for offer in market.offers:
+            for offer in offers:
                 started = plan.counts.get(offer.name, 0) - before.get(offer.name, 0)
                 boot_usd += max(started, 0) * offer.usd_per_hour * (offer.boot_s + install_s) / HOUR_S
         before = plan.counts

@@ -21,7 +21,7 @@ from echo_planes.rollout.throughput import (
     estimated_t_train_s,
 )
 from echo_planes.sim.lengths import LengthModel
-from echo_planes.sim.scaling import expected_mu
+from echo_planes.sim.scaling import GroupShape, expected_mu
 from echo_planes.sim.scenario import OfferModel, Scenario, parse_scenario
 from echo_planes.sim.spot import SpotTrace, read_trace
 
@@ -186,7 +186,7 @@ def engine_fields(work: Workload, row: PriceRow, throughput: float) -> dict[str,
 def listed(assumptions: Assumptions, rows: Sequence[PriceRow], case: Case) -> tuple[Listed, ...]:
     """Single-GPU offers of a price list with their quotas."""
     target = assumptions.need(SETUP_BCAST_S).mu_target or math.inf
-    shape, lengths, found = assumptions.market, assumptions.lengths, []
+    shape, group, found = assumptions.market, GroupShape.of(assumptions.lengths), []
     boot_s = assumptions.fleet.boot_s if case.boot_s is None else case.boot_s
     for row in rows:
         engine = engine_fields(assumptions.workload, row, case.throughput) if row.gpus == 1 else None
@@ -203,7 +203,7 @@ def listed(assumptions: Assumptions, rows: Sequence[PriceRow], case: Case) -> tu
                 "notice_s": shape.notice_s if spot else 0.0,
                 **engine,
             }
-            mu = expected_mu(OfferModel(max_count=1, **fields), lengths)
+            mu = expected_mu(OfferModel(max_count=1, **fields), group)
             share = shape.spot_share if spot else shape.on_demand_share
             model = OfferModel(max_count=max(1, math.ceil(share * target / mu)), **fields)
             found.append(Listed(model, as_offer(model, mu)))

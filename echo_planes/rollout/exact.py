@@ -55,6 +55,9 @@ class FleetProblem:
         """Whether these workers make the target, and are as many as there must be."""
         return self.total(self.rates, counts) >= self.target and sum(counts) >= self.min_workers
 
+    def keeps_minimums(self, counts: Sequence[int]) -> bool:
+        return all(n >= floor for n, floor in zip(counts, self.floors, strict=True))
+
     def room(self, counts: Sequence[int], position: int) -> tuple[int, tuple[str, ...]]:
         """How many more of one offer fit beside `counts`, and which limits say so."""
         left = {

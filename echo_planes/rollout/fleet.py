@@ -256,13 +256,12 @@ class Fleet:
     def _keep_first(self, now_s: float) -> list[FleetAction]:
         """Replace what was lost of the first fleet, where its offer is not backed off.
 
-        While nobody serves nothing is ever measured: then the cheapest of the others stand in.
+        Where it is, the cheapest of the others stand in: before the need is known nobody else does.
         """
         counts, limits = Counter(self.counts), self.limits
         offers = sorted(self.offers(now_s), key=lambda offer: (offer.rho, offer.name))
         goals = [(offer, min(self._first.get(offer.name, 0), offer.max_count)) for offer in offers]
-        if self.num_serving == 0:
-            goals += [(offer, offer.max_count) for offer in offers]
+        goals += [(offer, offer.max_count) for offer in offers]
         missing = sum(self._first.values()) - counts.total()
         usd_per_hour = self._usd_per_hour(self._members.held)
         launches: list[FleetAction] = []

@@ -71,16 +71,19 @@ def more(wanted: Mapping[str, int], there: Mapping[str, int]) -> dict[str, int]:
     return {name: n - there.get(name, 0) for name, n in wanted.items() if n > there.get(name, 0)}
 
 
-def spare(problem: FleetProblem, counts: Sequence[int], mu_spare: float) -> dict[str, int]:
+def spare(
+    problem: FleetProblem, counts: Sequence[int], mu_spare: float, kept: Mapping[str, int]
+) -> dict[str, int]:
     """Workers to do without for at most `mu_spare` trajectories/s, the dearest by rho first.
 
-    Minimums stay, and so do machines that cost nothing.
+    Minimums stay, and so do machines that cost nothing, and as many of each offer as `kept` says.
     """
     release: dict[str, int] = {}
     workers = sum(counts) - problem.min_workers
     for position in reversed(range(len(counts))):
         offer = problem.offers[position]
-        n = min(counts[position] - problem.floors[position], workers, int(mu_spare / offer.mu))
+        least = max(problem.floors[position], kept.get(offer.name, 0))
+        n = min(counts[position] - least, workers, int(mu_spare / offer.mu))
         if n > 0 and offer.usd_per_hour > 0:
             release[offer.name] = n
             mu_spare, workers = mu_spare - n * offer.mu, workers - n
@@ -103,6 +106,20 @@ def beyond_limits(problem: FleetProblem, counts: Sequence[int]) -> dict[str, int
                 over = problem.total(values, left) - limit
                 left[position] -= min(left[position] - problem.floors[position], -(-over // values[position]))
     return {o.name: a - b for o, a, b in zip(problem.offers, counts, left, strict=True) if a > b}
+
+
+def with_minimums(problem: FleetProblem, counts: Sequence[int]) -> tuple[list[int], dict[str, int]]:
+    """These workers and the minimums they lack, as far as limits leave room, and who must go for the rest.
+
+    Minimums that break a limit by themselves are kept all the same, once nobody else is there.
+    """
+    wanted = [max(n, floor) for n, floor in zip(counts, problem.floors, strict=True)]
+    release = beyond_limits(problem, wanted)
+    if release:
+        wanted = list(counts)
+        for position, floor in enumerate(problem.floors):
+            wanted[position] += max(0, min(floor - wanted[position], problem.room(wanted, position)[0]))
+    return wanted, release
 
 
 def _greedy(problem: FleetProblem) -> list[int]:

@@ -1,16 +1,21 @@
 """Which workers to have, and when to act: ECHO-2's rule (C.2.1) with the optimum beside the greedy fleet.
 
-Workers are added when the fleet stays below its target; the dearest go when it stays above by a margin. In
-between nothing changes, so noise in the estimates moves no machines.
+Workers are added when the fleet stays below its target by a margin; the dearest go when it stays above by
+one. In between nothing changes, so little noise in the estimates moves no machines.
 
-    below the target        for sustain_s       add the cheapest that fit beside what runs
+    below target - margin   for sustain_s       add the cheapest that fit beside what runs; the margin is 5 %,
+                                                or what lies between target and mu_min if that is less
     below mu_min by a loss  at once             the learner would wait, and a loss is no noise
-    no fleet, or a minimum  at once             there is nothing to flap
+    no fleet, or a minimum  at once             there is nothing to flap; a minimum that has no room waits
+                                                until others have gone
     above a limit           for sustain_s       let go the dearest that count towards it
-    above target + margin   for release wait    let go the dearest by rho, as far as the lowest ratio of that
-                                                time permits
-    dearer by a margin      for release wait    add what the cheapest fleet has more; when that has booted,
-                                                let go what it has less
+    above target + margin   for release wait    let go the dearest by rho that the cheapest fleet has not, as
+                                                far as the lowest ratio of that time permits
+    dearer by a margin      for release wait    add what the cheapest fleet has more, one offer at a time;
+                                                when that has booted, let go what it has less
+
+The release wait does not grow with releases that were regretted: spot capacity comes and goes many times an
+hour, and a wait that doubles each time soon keeps dear workers for hours.
 
 Both fleets are made again only where the inputs drifted (`plans.DRIFT`) or something is to be done.
 """
@@ -26,11 +31,11 @@ from echo_planes.errors import ConfigError
 from echo_planes.rollout.advice import Advice, advise
 from echo_planes.rollout.exact import FleetProblem, exact, fleet_problem
 from echo_planes.rollout.offers import FleetPlan, Limits, Need, Offer, Shortfall
-from echo_planes.rollout.plans import Plans, beyond_limits, greedy, is_close, more, spare
+from echo_planes.rollout.plans import Plans, beyond_limits, greedy, is_close, more, spare, with_minimums
 
 __all__ = ["Advice", "Decision", "Provisioner", "advise", "exact", "greedy"]
 
-_LONGEST_WAIT = 16  # times release_sustain_s
+_DEAD_BAND = 0.05  # of the target: a smaller shortage is borne if the learner does not wait for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +58,7 @@ class Provisioner:
     Args:
         limits: an attribute: replace it as money is spent.
         sustain_s: how long a shortage lasts before it is answered.
-        release_sustain_s: the same of a surplus. It doubles, up to 16 times, whenever a shortage is answered
-            within that time of a release.
+        release_sustain_s: the same of a surplus.
         release_margin: of the target; a smaller surplus is kept.
         saving_margin: of the fleet's price; a smaller saving is not worth a change.
     """
@@ -65,22 +69,22 @@ class Provisioner:
         *,
         sustain_s: float = 30.0,
         release_sustain_s: float = 300.0,
-        release_margin: float = 0.15,
-        saving_margin: float = 0.15,
+        release_margin: float = 0.05,
+        saving_margin: float = 0.05,
     ) -> None:
         self.limits = limits
         self._sustain_s = sustain_s
-        self._release_wait_s, self._longest_wait_s = release_sustain_s, _LONGEST_WAIT * release_sustain_s
+        self._release_wait_s = release_sustain_s
         self._release_margin, self._saving_margin = release_margin, saving_margin
         self._seen: dict[str, Offer] = {}
         self._since: dict[str, float] = {}  # what lasts, and since when
         self._ratios: deque[tuple[float, float]] = deque()  # of throughput to target in a surplus, and when
         self._expected: dict[str, int] = {}  # what should run after the last decision
-        self._released_s = -math.inf
         self._settled_s = -math.inf  # when what was launched last has booted
         self._whole: Plans | None = None  # the cheapest whole fleets
         self._advised: tuple[Need, Plans, tuple[Advice, ...]] | None = None  # for which need and offers
-        self._futile: tuple[Plans, tuple[Advice, ...]] | None = None  # an addition that found nothing
+        # An addition that found nothing, and beside which workers.
+        self._futile: tuple[Mapping[str, int], Plans, tuple[Advice, ...]] | None = None
 
     def decide(
         self, need: Need, offers: Sequence[Offer], running: Mapping[str, int], now_s: float
@@ -108,8 +112,6 @@ class Provisioner:
         if decision.launch:
             boots = (offer.boot_s for offer in offers if offer.name in decision.launch)
             self._settled_s = max(self._settled_s, now_s + max(boots))
-        if decision.release:
-            self._released_s = now_s
         if decision.launch or decision.release:
             self._since.clear()
         return decision
@@ -137,8 +139,9 @@ class Provisioner:
             f"{target:.2f} trajectories/s are needed (mu_min {mu_min:.2f} x gamma {need.gamma:.2f}), "
             f"{mu:.2f} are there"
         )
-        below_floor = any(n < floor for n, floor in zip(counts, problem.floors, strict=True))
-        if problem.reaches(counts) and not below_floor:
+        below_floor = not problem.keeps_minimums(counts)
+        is_near = mu >= max(mu_min, (1 - _DEAD_BAND) * target) and sum(counts) >= problem.min_workers
+        if (is_near or problem.reaches(counts)) and not below_floor:
             return self._shrink(problem, counts, asked, now_s)
         lasted_s = self._lasted(now_s, "short")
         asked += f" for {lasted_s:.0f} s"
@@ -150,20 +153,22 @@ class Provisioner:
             asked += ", a worker was lost and the learner would wait (at once)"
         elif lasted_s < self._sustain_s:
             return self._decision(problem, counts, f"{asked}: waiting until {self._sustain_s:.0f} s")
-        return self._grow(need, problem, counts, asked, now_s)
+        return self._grow(need, problem, counts, asked)
 
-    def _grow(
-        self, need: Need, problem: FleetProblem, counts: Sequence[int], asked: str, now_s: float
-    ) -> Decision:
+    def _grow(self, need: Need, problem: FleetProblem, counts: Sequence[int], asked: str) -> Decision:
         """Adds the cheapest that fit beside what runs; where that is not enough, changes the rest too."""
+        running = problem.plan(counts).counts
+        fitting, in_the_way = with_minimums(problem, counts)
+        if in_the_way:
+            launch = more(problem.plan(fitting).counts, running)
+            return self._decision(problem, counts, f"{asked}: room is made", launch, in_the_way)
         kept = [
             replace(offer, min_count=max(offer.min_count, n))
             for offer, n in zip(problem.offers, counts, strict=True)
         ]
-        running = problem.plan(counts).counts
         addition = fleet_problem(kept, problem.mu_target, self.limits, running)
-        if self._futile is not None and self._futile[0].holds_for(addition):
-            plans, advice = self._futile
+        if self._futile is not None and self._futile[0] == running and self._futile[1].holds_for(addition):
+            _, plans, advice = self._futile
             return self._decision(problem, counts, asked, best=plans.best, advice=advice)
         plans, advice, wanted = Plans.of(addition), (), None
         best = plans.best
@@ -176,9 +181,7 @@ class Provisioner:
         fleet = best.best if isinstance(best, Shortfall) else best
         launch = more(fleet.counts, running)
         release = more(running, fleet.counts) if wanted is not None else {}
-        self._futile = None if launch or release else (plans, advice)
-        if (launch or release) and now_s - self._released_s < self._release_wait_s:
-            self._release_wait_s = min(2 * self._release_wait_s, self._longest_wait_s)
+        self._futile = None if launch or release else (running, plans, advice)
         return self._decision(problem, counts, asked, launch, release, best, advice)
 
     def _shrink(self, problem: FleetProblem, counts: Sequence[int], asked: str, now_s: float) -> Decision:
@@ -190,12 +193,14 @@ class Provisioner:
         self._ratios.append((now_s, ratio))
         while self._ratios[0][0] < now_s - self._release_wait_s:
             self._ratios.popleft()
+        best = self._whole.best if self._whole is not None else None
         release = {}
         if ratio > 1 + self._release_margin:
             lowest = min(one for _, one in self._ratios)
-            release = spare(problem, counts, (lowest - 1) * problem.mu_target)
+            # What the cheapest fleet has too would only be bought again.
+            kept = best.counts if isinstance(best, FleetPlan) else {}
+            release = spare(problem, counts, (lowest - 1) * problem.mu_target, kept)
         states = ["surplus"] if release else []
-        best = self._whole.best if self._whole is not None else None
         if isinstance(best, FleetPlan):
             saving = pool.usd_per_hour - best.usd_per_hour
             states += ["dear"] if saving > self._saving_margin * pool.usd_per_hour else []
@@ -213,7 +218,10 @@ class Provisioner:
         return self._decision(problem, counts, f"{asked}: enough")
 
     def _swap(self, problem: FleetProblem, counts: Sequence[int], asked: str) -> Decision:
-        """Towards the cheapest fleet: first what it has more, within the limits, later what it has less."""
+        """Towards the cheapest fleet: first what it has more, within the limits, later what it has less.
+
+        One offer at a time, the best rho first: where its machines do not come, the others would not pay.
+        """
         plans = self._whole = Plans.of(problem)
         if isinstance(plans.best, Shortfall):
             return self._decision(problem, counts, f"{asked}: enough")
@@ -224,14 +232,14 @@ class Provisioner:
             free = {offer.name for offer in problem.offers if offer.usd_per_hour == 0}
             release = {name: n for name, n in more(running, plans.best.counts).items() if name not in free}
             return self._decision(problem, counts, asked, release=release)
-        beside = list(counts)
         for position, offer in enumerate(problem.offers):
-            beside[position] += min(problem.room(beside, position)[0], missing.get(offer.name, 0))
-        launch = more(problem.plan(beside).counts, running)
-        if not launch:
-            self._since.clear()  # not again at every tick
-            asked += ", but the limits leave no room for it beside what runs"
-        return self._decision(problem, counts, asked, launch)
+            n = min(problem.room(counts, position)[0], missing.get(offer.name, 0))
+            if n > 0:
+                return self._decision(problem, counts, asked, {offer.name: n})
+        self._since.clear()  # not again at every tick
+        return self._decision(
+            problem, counts, f"{asked}, but the limits leave no room for it beside what runs"
+        )
 
     def _trim(self, problem: FleetProblem, counts: Sequence[int], wait_s: float, now_s: float) -> Decision:
         """More runs than a limit permits."""
@@ -255,20 +263,20 @@ class Provisioner:
         said = f"S = 0: {sum(counts)} workers are there, {limits.max_workers} are useful"
         if problem.broken(counts) and beyond_limits(problem, counts):
             return self._trim(problem, counts, self._release_wait_s, now_s)
-        wanted = [max(n, floor) for n, floor in zip(counts, problem.floors, strict=True)]
-        if not problem.broken(wanted):
+        wanted, release = with_minimums(problem, counts)
+        if not release and not problem.broken(wanted):
             problem.fill(wanted, range(len(wanted)), enough=None)
         launch = more(problem.plan(wanted).counts, problem.plan(counts).counts)
-        if not launch:
+        if not launch and not release:
             self._since.clear()
             return self._decision(problem, counts, said)
         lasted_s = self._lasted(now_s, "short")
         if running and not lost and lasted_s < self._sustain_s:
             return self._decision(problem, counts, f"{said} for {lasted_s:.0f} s: waiting")
-        return self._decision(problem, counts, said, launch)
+        return self._decision(problem, counts, said, launch, release)
 
     def _impossible(self, need: Need, offers: Sequence[Offer], running: Mapping[str, int]) -> Decision:
-        """kappa T_train <= T_bcast: advice only. What runs stays."""
+        """kappa T_train <= T_bcast: advice, and the minimums. What else runs stays where there is room."""
         self._since.clear()
         # Any target: the problem is there to say when the offers have changed.
         problem = fleet_problem(offers, need.gamma * need.per_step, self.limits, running)
@@ -285,7 +293,13 @@ class Provisioner:
         ):
             self._advised = need, Plans.of(problem), advise(need, offers, self.limits)
         advice, self._whole = self._advised[2], None
-        return self._decision(problem, _counts(problem, running), said, advice=advice)
+        counts = _counts(problem, running)
+        launch: Mapping[str, int] = {}
+        release: Mapping[str, int] = {}
+        if not problem.keeps_minimums(counts):
+            wanted, release = with_minimums(problem, counts)
+            launch = more(problem.plan(wanted).counts, running)
+        return self._decision(problem, counts, said, launch, release, advice=advice)
 
     # -- what they share ------------------------------------------------------------------------------------
 

@@ -33,7 +33,6 @@ GHOST_WORDS = 5  # messages of a worker that was cut off
 GHOST_S = 60.0  # within this time
 SAME_USD = 1e-9
 CLOCK_RATES = (0.1, 0.5, 2.0, 10.0)  # of clocks that are wrong
-OVER_LIMIT_S = 90.0  # how long a minimum that is made good may break the fleet's price limit
 
 LearnerWork = ev.FormBatch | ev.Train | ev.Publish | ev.Checkpoint
 
@@ -105,8 +104,6 @@ class ChaosWorld(World):
         self._starts: Counter[str] = Counter()
         self._no_installs_until_s = 0.0
         self._streamed_s: dict[str, float] = {}  # when each worker streamed last
-        self._counts: Mapping[str, int] = {}  # workers of each offer, at the last look
-        self._over_since_s: float | None = None  # the fleet's price limit
         self._stop_due_s: float | None = None  # when the budget was seen to be spent
         self.kernel.after_each = self._check
         self.kernel.after(plan.stream_every_s, self._stream)
@@ -218,20 +215,10 @@ class ChaosWorld(World):
         self._check_price(counts)
 
     def _check_price(self, counts: Mapping[str, int]) -> None:
-        """The fleet's price limit. Only a minimum that is made good may break it, until others have gone."""
-        limit, now_s = self.scenario.fleet.usd_per_hour, self.kernel.now_s
-        if limit is None:
-            return
-        rate = sum([self._offers[name].usd_per_hour * count for name, count in counts.items()])
-        before, self._counts = self._counts, counts
-        if rate <= limit + SAME_USD:
-            self._over_since_s = None
-            return
-        made_good = any(before.get(name, 0) < offer.min_count for name, offer in self._offers.items())
-        if self._over_since_s is None and made_good:
-            self._over_since_s = now_s
-        lasts_s = math.inf if self._over_since_s is None else now_s - self._over_since_s
-        if lasts_s > OVER_LIMIT_S:
+        """The fleet's price limit, at every moment."""
+        limit = self.scenario.fleet.usd_per_hour
+        rate = sum(self._offers[name].usd_per_hour * count for name, count in counts.items())
+        if limit is not None and rate > limit + SAME_USD:
             raise InvariantError(f"the fleet costs {rate} $/h, the limit is {limit}")
 
     def _spent_usd(self) -> float:

@@ -14,6 +14,7 @@ from echo_planes.rollout.fleet_record import FleetRecord
 from echo_planes.rollout.members import Activate, Cause, FleetAction, Launch, Leave, Park
 from echo_planes.rollout.offers import Limits, Offer
 from echo_planes.rollout.provisioner import Provisioner
+from echo_planes.sim.exact_policy import ExactPolicy
 from echo_planes.sim.flow import Member
 from echo_planes.sim.lengths import LengthModel
 from echo_planes.sim.scenario import OfferModel
@@ -26,7 +27,7 @@ SAMPLE_PROMPTS = 1024  # for the mean of a group's longest answer
 
 
 class Scaling:
-    """Fleet modes `kept` and `provisioned`.
+    """Fleet modes `kept`, `provisioned` and `exact`.
 
     Args:
         world: the run.
@@ -45,10 +46,11 @@ class Scaling:
         fleet = scenario.fleet
         limits = Limits(usd_per_hour=fleet.usd_per_hour, interruptions_per_hour=fleet.interruptions_per_hour)
         shape = GroupShape.of(world.lengths)
+        policy = ExactPolicy if fleet.mode == "exact" else Provisioner
         self.fleet = Fleet(
             [_offer(offer, expected_mu(offer, shape)) for offer in scenario.offers],
             {offer.name: offer.count for offer in scenario.offers},
-            provisioner=Provisioner(limits, sustain_s=fleet.sustain_s),
+            provisioner=policy(limits, sustain_s=fleet.sustain_s),
             model=self._model,
             boot_limit_s=fleet.boot_limit_s,
             standby=fleet.standby,
@@ -95,7 +97,7 @@ class Scaling:
         need = None
         for member in self._crew.serving():
             self.fleet.measured(member.name, _sample(self._crew, member), now_s)
-        if scenario.fleet.mode == "provisioned":
+        if scenario.fleet.follows_need:
             staleness = scenario.staleness
             need = self._model.need(
                 staleness.max_staleness, staleness.kappa, scenario.per_step, scenario.fleet.gamma

@@ -121,10 +121,11 @@ class OfferModel(Section):
 class FleetModel(Section):
     """Who decides how many workers there are."""
 
-    mode: Literal["fixed", "kept", "provisioned"] = Field(
+    mode: Literal["fixed", "kept", "provisioned", "exact"] = Field(
         "fixed",
         description="fixed: `count` of each offer, which are started again when they are lost; kept: others "
-        "take the place of the lost; provisioned: as many as pay",
+        "take the place of the lost; provisioned: as many as pay; exact: the same, by the optimum of every "
+        "moment and without hysteresis, to compare with",
     )
     restarts: int = Field(3, ge=0, description="fixed: times a lost worker is started again, each")
     boot_limit_s: PositiveFloat = Field(
@@ -136,6 +137,11 @@ class FleetModel(Section):
     interruptions_per_hour: PositiveFloat | None = Field(None, description="expected, at most")
     tick_s: PositiveFloat = Field(15.0, description="the fleet is looked at this often, seconds")
     standby: int = Field(0, ge=0, description="kept, provisioned: workers beside these that are kept ready")
+
+    @property
+    def follows_need(self) -> bool:
+        """Whether there are as many workers as the learner needs, not as many as there were."""
+        return self.mode in ("provisioned", "exact")
 
 
 class FaultConfig(Section):
@@ -186,7 +192,7 @@ class Scenario(Section):
         names = [offer.name for offer in self.offers]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"offers {', '.join(twice)} are named twice: give each a name of its own")
-        most = sum(o.quota if self.fleet.mode == "provisioned" else o.count for o in self.offers)
+        most = sum(o.quota if self.fleet.follows_need else o.count for o in self.offers)
         if not most:
             raise ValueError("offers: there would be no worker: give one a count, or a max_count")
         if self.fleet.standby and self.fleet.mode == "fixed":

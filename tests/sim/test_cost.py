@@ -9,8 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from bench.cost import Outcome, Run, compare, judge, main, papers_own
-from bench.cost_fleets import cheapest_single, homogeneous, optimum, random_fleet, target_of, work_s
+from bench.cost import Outcome, Run, compare, judge, main
+from bench.cost_fleets import (
+    Priced,
+    cheapest_fleets,
+    cheapest_single,
+    homogeneous,
+    optimum,
+    random_fleet,
+    target_of,
+    work_s,
+)
 from bench.cost_market import (
     Assumptions,
     Case,
@@ -23,6 +32,7 @@ from bench.cost_market import (
     shifted,
     spot_market,
 )
+from bench.cost_papers import papers_own
 from echo_planes.rollout.offers import Need, Offer
 from echo_planes.rollout.prices import COLUMNS, PriceRow, read_prices
 from echo_planes.rollout.sku_facts import SKU_FACTS
@@ -64,6 +74,10 @@ def slow_market() -> SpotMarket:
     return replace(market, offers=tuple(replace(offer, boot_s=100.0) for offer in market.offers))
 
 
+def best_of(market: SpotMarket, install_s: float = 0.0) -> Priced:
+    return optimum(market.offers, cheapest_fleets(market, NEED, STEPS), install_s)
+
+
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     (tmp_path / "gpu_prices").mkdir()
@@ -101,12 +115,12 @@ def test_the_time_before_the_first_machine_is_left_out() -> None:
 
 
 def test_the_optimum_changes_with_the_market() -> None:
-    best = optimum(small_market(), NEED, STEPS)
+    best = best_of(small_market())
     assert best.seconds == work_s(NEED, STEPS) == 1000.0
     assert best.usd == pytest.approx((2 * 1.0 * 500 + 2 * 4.0 * 500) / 3600)
     assert best.gap == 0.0
     assert best.workers == pytest.approx(2.0)
-    booted = optimum(slow_market(), NEED, STEPS, install_s=20.0)
+    booted = best_of(slow_market(), install_s=20.0)
     assert booted.usd == best.usd
     assert booted.boot_usd == pytest.approx(2 * 4.0 * (100 + 20) / 3600)  # the second two; not the first
 
@@ -119,7 +133,7 @@ def test_the_optimum_never_costs_more_than_a_random_fleet() -> None:
     offers.append(offer("enough", 3.0, 0.5, 9))
     traces = {o.name: shifted(TRACE, i / 6) for i, o in enumerate(offers) if o.market == "spot"}
     market = SpotMarket(tuple(offers), traces)
-    best = optimum(market, NEED, STEPS)
+    best = best_of(market)
     draws = [random_fleet(market, NEED, STEPS, random.Random(seed)).usd for seed in range(30)]
     assert best.usd <= min(draws) < max(draws)
 
@@ -198,13 +212,18 @@ def test_the_simulator_has_the_market_that_the_optimum_sees(
 def test_a_small_market_is_compared_whole(data: Path, assumptions: Assumptions) -> None:
     outcome = compare(assumptions, rows_of(data), Case("small"), data, simulate_single=True, most_steps=4)
     assert outcome.usual is not None
-    for run in (outcome.ours, outcome.single, outcome.usual, outcome.drawn, outcome.best):
+    assert outcome.policy is not None
+    for run in (outcome.ours, outcome.single, outcome.usual, outcome.drawn, outcome.best, outcome.policy):
         assert run.steps == 4
         assert run.rollout_usd > 0
     assert outcome.best.per_step < outcome.ours.per_step
     assert sum(outcome.ours.usd_by_part.values()) == pytest.approx(
         outcome.ours.rollout_usd + outcome.ours.learner_usd
     )
+    beyond = outcome.beyond_best
+    assert sum(beyond.values()) == pytest.approx(outcome.ours.rollout_usd - outcome.best.rollout_usd)
+    assert abs(beyond["rounding of moments"]) < 0.02 * outcome.ours.rollout_usd
+    assert beyond["boots"] > 0
     # Nothing happens to a fleet of one SKU, so its price says for how long it ran.
     single = outcome.single
     assert single.rollout_usd / single.hours == pytest.approx(single.workers * single_price(single), rel=1e-6)
@@ -217,16 +236,17 @@ def single_price(run: Run) -> float:
 @pytest.mark.parametrize(
     ("ours", "learner", "expected"),
     [
-        (1.02, 5.0, [True, True, True]),
-        (1.04, 5.0, [True, False, True]),
-        (1.45, 5.0, [False, False, False]),
-        (0.8, 6.5, [True, True, False]),  # a small fleet that the learner waits for
+        (1.02, 5.0, [True, True, True, True, True]),
+        (1.04, 5.0, [True, False, True, True, True]),
+        (1.45, 5.0, [False, False, False, False, False]),
+        (0.8, 6.5, [True, True, False, True, False]),  # a small fleet that the learner waits for
     ],
 )
 def test_the_bars(ours: float, learner: float, expected: list[bool], assumptions: Assumptions) -> None:
     mine = Run("ours", 1, 1.0, ours, learner)
     single, best = Run("single", 1, 1.0, 2.0, 5.0), Run("best", 1, 1.0, 1.0, 5.0)
-    outcome = Outcome(Case("t"), mine, single, None, single, best, 0.0, 0.0)
+    policy = Run("policy", 1, 1.0, 1.1, 5.1)
+    outcome = Outcome(Case("t"), mine, single, None, single, best, policy, {}, 0.0, 0.0)
     assert [holds for _, holds in judge([outcome], assumptions)] == expected
 
 

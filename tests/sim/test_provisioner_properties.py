@@ -211,6 +211,30 @@ def test_every_advice_is_enough(
             assert fleet(replace(advice.need, per_step=int(advice.value) + 1), limits) is None
 
 
+@settings(max_examples=60, deadline=None)
+@given(market=markets(max_offers=4, max_count=8), counts=st.lists(st.integers(0, 8), min_size=4, max_size=4))
+def test_where_nothing_changes_the_fleet_comes_to_rest(
+    market: tuple[list[Offer], float], counts: list[int]
+) -> None:
+    """Whatever runs at first. At rest it is not dearer than the optimum by more than the margins say."""
+    offers, target = market
+    need = Need(3, 2, round(target * 1e5), 1e5, 0.0, gamma=1.0)
+    running = {o.name: min(n, o.max_count) for o, n in zip(offers, counts, strict=False)}
+    provisioner = Provisioner(Limits(), sustain_s=10.0, release_sustain_s=20.0)
+    changes = []
+    for number in range(150):
+        decision = provisioner.decide(need, offers, running, number * 10.0)
+        if decision.launch or decision.release:
+            changes.append(number)
+        running = dict(decision.plan.counts)
+    assert not [number for number in changes if number > 100]
+    best = exact(offers, need.mu_target or 0.0, Limits(), {})
+    if isinstance(best, FleetPlan):
+        free = {offer.name for offer in offers if offer.usd_per_hour == 0}
+        usd_per_hour = plan_of({n: c for n, c in running.items() if n not in free}, offers).usd_per_hour
+        assert usd_per_hour <= best.usd_per_hour / 0.95 + EPSILON
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
@@ -219,7 +243,8 @@ def test_every_advice_is_enough(
     tick_s=st.sampled_from([1.0, 10.0, 60.0]),
 )
 def test_noise_moves_few_machines(seed: int, noise: float, worker_share: float, tick_s: float) -> None:
-    """Whatever the noise, releases stay as rare as their doubling wait says; little noise brings none."""
+    """Whatever the noise, releases stay as rare as their wait says, and changes few; little noise brings
+    hardly any."""
     rng = random.Random(seed)
     need = Need(5, 4, 256, 10.0, 8.0)
     target = need.mu_target or 0.0
@@ -247,8 +272,8 @@ def test_noise_moves_few_machines(seed: int, noise: float, worker_share: float, 
         releases += bool(decision.release)
     duration_s = ticks * tick_s
     assert releases <= duration_s / 300.0
-    # Each release that was regretted doubled the wait, up to 16 times.
-    assert releases <= 5 + duration_s / (16 * 300.0) + launches
+    if noise <= 0.1:
+        assert launches + releases <= 4 + 10 * duration_s / 3600.0
     if noise <= 0.05 and tick_s <= 10.0:
         assert launches <= 3
         assert releases <= 1

@@ -229,7 +229,7 @@ def test_one_worker_that_stays_well_does_not_end_a_back_off_that_began_meanwhile
     assert story.fleet.offers(story.now_s)[0].max_count == 1
 
 
-def test_others_stand_in_for_an_offer_that_is_backed_off_only_while_nobody_serves() -> None:
+def test_others_stand_in_for_an_offer_that_is_backed_off_within_the_price_limit() -> None:
     offers = [offer("a", 1.0), offer("b", 3.0), offer("c", 2.0, max_count=1), offer("d", 9.0)]
     story = Story(offers, {"a": 3}, Limits(usd_per_hour=6.0))
     asked = story.fleet.begin(0.0)
@@ -237,9 +237,14 @@ def test_others_stand_in_for_an_offer_that_is_backed_off_only_while_nobody_serve
     assert leaves(actions) == [action.worker_id for action in asked]
     assert launches(actions) == ["c", "b"]  # a third would cost more than is allowed
     assert story.wait(TICK_S, None) == []
-    story = Story(offers, {"a": 3})
+
+
+def test_others_stand_in_also_while_some_serve() -> None:
+    """Until the need is known nobody else would replace what did not come."""
+    story = Story([offer("a", 1.0), offer("b", 3.0), offer("c", 9.0)], {"a": 3})
     story.serve(story.fleet.begin(0.0)[:1])
-    assert launches(story.wait(BOOT_LIMIT_S + TICK_S, None)) == []
+    assert launches(story.wait(BOOT_LIMIT_S + TICK_S, None)) == ["b", "b"]
+    assert story.wait(TICK_S, None) == []
 
 
 @pytest.mark.parametrize("cause", ["died", "preempted"])

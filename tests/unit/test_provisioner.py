@@ -255,10 +255,10 @@ def test_what_is_let_go_is_what_the_lowest_ratio_of_that_time_permits() -> None:
 
 
 def test_a_surplus_within_the_margin_is_kept_and_so_are_machines_that_cost_nothing() -> None:
-    fleet = Fleet(small=9)
+    fleet = Fleet(small=33)
     own = replace(SMALL, usd_per_hour=0.0)
     for now_s in range(0, 1000, 50):
-        fleet.tick(float(now_s), [SMALL])
+        fleet.tick(float(now_s), [replace(SMALL, mu=1.0, max_count=40)])
     assert fleet.changes == []
     fleet = Fleet(small=20)
     for now_s in range(0, 1000, 50):
@@ -332,7 +332,7 @@ def test_without_staleness_the_useful_number_is_kept() -> None:
     assert unknown.running == {"small": 1}
 
 
-def test_a_release_that_was_regretted_makes_the_next_one_wait_longer() -> None:
+def test_a_release_that_was_regretted_does_not_keep_the_next_surplus_longer() -> None:
     fleet, half = Fleet(small=8), replace(NEED, per_step=128)
     for now_s in (0.0, 100.0):
         fleet.tick(now_s, [SMALL], half)
@@ -340,11 +340,40 @@ def test_a_release_that_was_regretted_makes_the_next_one_wait_longer() -> None:
     for now_s in (110.0, 140.0):
         fleet.tick(now_s, [SMALL])
     assert fleet.running == {"small": 8}
-    for now_s in (150.0, 260.0):  # 100 s were enough before
+    for now_s in (150.0, 240.0):
         fleet.tick(now_s, [SMALL], half)
     assert fleet.running == {"small": 8}
-    fleet.tick(350.0, [SMALL], half)
+    fleet.tick(250.0, [SMALL], half)
     assert fleet.running == {"small": 4}
+
+
+@pytest.mark.parametrize(
+    ("gamma", "share", "grows"),
+    [(1.1, 0.96, False), (1.1, 0.94, True), (1.02, 0.985, False), (1.02, 0.975, True), (1.0, 0.99, True)],
+)
+def test_a_small_shortage_is_borne_while_the_learner_does_not_wait_for_it(
+    gamma: float, share: float, grows: bool
+) -> None:
+    """The band is 5 % of the target, and never reaches below mu_min."""
+    fleet, need = Fleet(), replace(NEED, gamma=gamma)
+    fine = replace(SMALL, mu=need.mu_target / 100 if need.mu_target else 0.0, max_count=200)
+    fleet.tick(0.0, [fine], need)
+    assert fleet.running == {"small": 100}
+    for now_s in range(10, 100, 10):
+        fleet.tick(float(now_s), [replace(fine, mu=share * fine.mu)], need)
+    assert (fleet.running["small"] > 100) == grows
+
+
+def test_of_a_better_fleet_the_best_part_is_bought_first() -> None:
+    """Its machines may not come; then the other parts alone would be no better fleet."""
+    fleet = Fleet(large=3)
+    parts = [replace(SMALL, max_count=6), replace(SMALL, name="next", usd_per_hour=0.85, max_count=9)]
+    for now_s in range(0, 110, 10):
+        fleet.tick(float(now_s), [*parts, LARGE])
+    assert fleet.running == {"large": 3, "small": 6}
+    for now_s in range(110, 1000, 10):
+        fleet.tick(float(now_s), [*parts, LARGE])
+    assert fleet.running == {"small": 6, "next": 2}
 
 
 @pytest.fixture
@@ -394,3 +423,41 @@ def test_a_low_of_long_ago_does_not_keep_a_surplus_for_ever() -> None:
             break
     assert released == {"b": 1}
     assert tick > 8
+
+
+# -- minimums -----------------------------------------------------------------------------------------------
+
+
+def test_a_minimum_that_is_lost_comes_back_where_nothing_else_can_be_added() -> None:
+    fleet, few = Fleet(), replace(SMALL, max_count=2, min_count=2)
+    for now_s in (0.0, 10.0, 40.0):  # there is no more to be had, and this is remembered
+        fleet.tick(now_s, [few])
+    fleet.running = {"small": 1}
+    fleet.tick(50.0, [few])
+    assert fleet.running == {"small": 2}
+
+
+def test_a_minimum_is_kept_where_no_fleet_is_enough() -> None:
+    fleet, hopeless = Fleet(small=1), replace(NEED, t_bcast_s=40.0)
+    kept = replace(SMALL, min_count=3)
+    assert "+2 small" in fleet.tick(0.0, [kept, LARGE], hopeless)
+    fleet.tick(10.0, [kept, LARGE], hopeless)
+    assert fleet.running == {"small": 3}
+
+
+@pytest.mark.parametrize(
+    "need", [NEED, replace(NEED, t_bcast_s=40.0), replace(NEED, max_staleness=0, kappa=1)]
+)
+def test_a_minimum_waits_until_there_is_room_for_it(need: Need) -> None:
+    """It goes before what is no minimum, but the limit holds at every moment."""
+    fleet = Fleet(Limits(usd_per_hour=6.4, max_workers=8), small=8)
+    steady = replace(LARGE, min_count=1)
+    spent = []
+    for now_s in range(0, 200, 10):
+        fleet.tick(float(now_s), [SMALL, steady], need)
+        spent.append(0.8 * fleet.running.get("small", 0) + 3.0 * fleet.running.get("large", 0))
+        if now_s == 0:
+            assert "large" not in fleet.running
+    assert max(spent) <= 6.4 + 1e-9
+    assert fleet.running["large"] == 1
+    assert fleet.running["small"] == 4

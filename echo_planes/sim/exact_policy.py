@@ -1,0 +1,33 @@
+"""The optimum as a policy: what hysteresis costs and saves is seen beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from echo_planes.rollout.exact import fleet_problem, solve
+from echo_planes.rollout.offers import Need, Offer, Shortfall
+from echo_planes.rollout.plans import more
+from echo_planes.rollout.provisioner import Decision, Provisioner
+
+
+class ExactPolicy(Provisioner):
+    """Asks at every tick for the cheapest fleet of that moment, from the same estimates, and nothing more.
+
+    No wait, no margin, nothing kept for what it cost to boot. At S = 0, where there is no target, and where
+    no fleet is enough, it decides as `Provisioner`.
+    """
+
+    def decide(
+        self, need: Need, offers: Sequence[Offer], running: Mapping[str, int], now_s: float
+    ) -> Decision:
+        """One tick; see `Provisioner.decide`."""
+        if need.max_staleness == 0 or need.mu_target is None:
+            return super().decide(need, offers, running, now_s)
+        outcome = solve(fleet_problem(offers, need.mu_target, self.limits, running)).outcome
+        shortfall = outcome if isinstance(outcome, Shortfall) else None
+        best = outcome.best if isinstance(outcome, Shortfall) else outcome
+        launch, release = more(best.counts, running), more(running, best.counts)
+        reason = f"{need.mu_target:.2f} trajectories/s are needed: the optimum is ${best.usd_per_hour:.2f}/h"
+        return Decision(
+            best, launch, release, reason, exact_usd_per_hour=best.usd_per_hour, shortfall=shortfall
+        )
