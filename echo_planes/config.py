@@ -6,7 +6,6 @@ Nothing here imports torch, ray, vllm or deepspeed: a mistake is found before an
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -400,8 +399,3 @@ class Config(Section):
                 f"give at least {budget + 1}"
             )
         return self
-
-
-def cluster_address(config: Config) -> str | None:
-    """The Ray cluster to join, or None for a private one."""
-    return config.run.ray_address or os.environ.get("RAY_ADDRESS")

@@ -18,7 +18,7 @@ from ray.util.metrics import Gauge as RayGauge
 from echo_planes import preflight
 from echo_planes.builders import ScorerBuilder, TaskBuilder, make_router
 from echo_planes.clock import Clock
-from echo_planes.config import Config, WeightsConfig, WorkerConfig, cluster_address
+from echo_planes.config import Config, WorkerConfig
 from echo_planes.data.batch import make_batch, train_everything
 from echo_planes.data.service import DataService
 from echo_planes.data.store.files import REPLAY_FOLDER
@@ -50,7 +50,7 @@ from echo_planes.types import (
     Trajectory,
     WorkerStats,
 )
-from echo_planes.weights.link import WeightLink
+from echo_planes.weights.link import WeightLink, reachable
 from echo_planes.weights.signing import Signer
 
 PRIVATE_STORE_BYTES = 512 * 1024**2
@@ -69,7 +69,7 @@ def ray_session(config: Config) -> Iterator[None]:
     Raises:
         ClusterError: no cluster at that address, or it lacks what the fleet needs.
     """
-    address = cluster_address(config)
+    address = preflight.cluster_address(config)
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address:
         options["address"] = address
@@ -335,7 +335,7 @@ class RayPlanes:
             public_key=signer.public_bytes().hex(),
             store=config.weights.store or str(run_dir / "weights"),
             model_bytes=sum(file.stat().st_size for file in config.model.folder.glob("*.safetensors")),
-            config=_reachable(config.weights),
+            config=reachable(config.weights, len([node for node in ray.nodes() if node["Alive"]])),
         )
         self.learner = RemoteLearner(config, self._link, signer.private_bytes(), run_dir, start_step)
 
@@ -394,10 +394,3 @@ def _actor_options(resources: Mapping[str, float], labels: Mapping[str, str]) ->
     if labels:
         options["label_selector"] = dict(labels)
     return options
-
-
-def _reachable(weights: WeightsConfig) -> WeightsConfig:
-    """Nodes on loopback cannot reach one another across machines: there each listens on its own address."""
-    if "host" not in weights.model_fields_set and len([n for n in ray.nodes() if n["Alive"]]) > 1:
-        return weights.model_copy(update={"host": "node"})
-    return weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import tempfile
@@ -303,3 +304,8 @@ def check_disk(run_dir: Path) -> None:
             f"run.dir={run_dir}: only {free_bytes // 1024**2} MiB are free on its disk and a run needs "
             f"{MIN_FREE_BYTES // 1024**2}; free some space or choose another folder"
         )
+
+
+def cluster_address(config: Config) -> str | None:
+    """The Ray cluster to join, or None for a private one."""
+    return config.run.ray_address or os.environ.get("RAY_ADDRESS")

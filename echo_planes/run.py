@@ -15,7 +15,7 @@ from echo_planes import preflight
 from echo_planes.checkpoint import CheckpointMeta, newest_checkpoint, open_lineage, rewind_metrics
 from echo_planes.cli import describe, dump_config, load_config
 from echo_planes.clock import Clock, MonotonicClock
-from echo_planes.config import Config, cluster_address
+from echo_planes.config import Config
 from echo_planes.errors import EchoPlanesError, RunError, StoppedError, UserError
 from echo_planes.metrics import write_atomic
 from echo_planes.process import keep_ray_private
@@ -114,7 +114,7 @@ async def _run(
     # Heard by the loop, not by whatever code runs just then: some imports swallow an interruption.
     task = asyncio.current_task()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: task and task.cancel())
-    if not cluster_address(config):
+    if not preflight.cluster_address(config):
         keep_ray_private()
     with view.phase("imports"):
         # Only now: a mistake in the settings is told before these take their seconds.

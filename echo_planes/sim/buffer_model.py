@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from echo_planes.types import Draft, Lease
+from echo_planes.types import Draft, Group, Lease
 
 Label = tuple[int, int, str]  # a token, and version and digest of what made it
 
@@ -45,3 +46,16 @@ def labels(draft: Draft) -> list[Label]:
     """Every token of a draft with its label."""
     ids, spans = draft.sample.token_ids, draft.sample.spans
     return [(ids[i], span.version, span.digest) for span in spans for i in range(span.start, span.stop)]
+
+
+def is_sound(lease: Lease, group: Group, digests: Mapping[int, str]) -> bool:
+    """Whole, of its lease, and made under published versions only. `digests`: of these."""
+    return (
+        group.group_id == lease.group_id
+        and len(group.trajectories) == lease.num_samples
+        and all(t.status == "ok" and t.prompt == lease.prompt for t in group.trajectories)
+        and all(t.worker_id == lease.worker_id for t in group.trajectories)
+        and all(
+            digests.get(span.version) == span.digest for t in group.trajectories for span in t.episode.spans
+        )
+    )

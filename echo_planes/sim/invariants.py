@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from echo_planes.data.buffer import MAX_ATTEMPTS, ReplayBuffer
 from echo_planes.data.buffer_state import Accepted, NotReady
-from echo_planes.sim.buffer_model import Call, Held, Tally, labels
+from echo_planes.sim.buffer_model import Call, Held, Tally, is_sound, labels
 from echo_planes.sim.log import InvariantError, Log, require
 from echo_planes.types import Group, Lease, LeaseTokens, Prompt, Receipt
 
@@ -207,7 +207,7 @@ class WatchedBuffer(ReplayBuffer):
     def submit(self, worker_id: str, epoch: int, lease_id: str, group: Group, now_s: float) -> Receipt:
         known = self.held.get(lease_id)
         lives = known is not None and self._lives(known, worker_id, epoch, now_s)
-        honest = known is not None and lives and self._is_sound(known.lease, group)
+        honest = known is not None and lives and is_sound(known.lease, group, self._digests)
         receipt = super().submit(worker_id, epoch, lease_id, group, now_s)
         self.log.add("submit", worker_id, epoch, lease_id, receipt.reason or "accepted", f"v{group.version}")
         said = f"{lease_id} of {worker_id} epoch {epoch}"
@@ -279,20 +279,6 @@ class WatchedBuffer(ReplayBuffer):
     def _lives(self, known: Held, worker_id: str, epoch: int, now_s: float) -> bool:
         mine = (known.lease.worker_id, known.lease.epoch) == (worker_id, epoch)
         return mine and self.is_there(worker_id, epoch) and known.ends_s > now_s
-
-    def _is_sound(self, lease: Lease, group: Group) -> bool:
-        """Whole, of its lease, and made under published versions only."""
-        return (
-            group.group_id == lease.group_id
-            and len(group.trajectories) == lease.num_samples
-            and all(t.status == "ok" and t.prompt == lease.prompt for t in group.trajectories)
-            and all(t.worker_id == lease.worker_id for t in group.trajectories)
-            and all(
-                self._digests.get(span.version) == span.digest
-                for t in group.trajectories
-                for span in t.episode.spans
-            )
-        )
 
     def _keep(self, worker_id: str, epoch: int, messages: Sequence[LeaseTokens], now_s: float) -> list[str]:
         """Enter the tokens of leases that live, as far as none before them is missing; their names."""

@@ -13,6 +13,13 @@ from echo_planes.weights.node_settings import NodeSettings
 from echo_planes.weights.receiver import open_staged
 
 
+def reachable(config: WeightsConfig, num_machines: int) -> WeightsConfig:
+    """Nodes on loopback cannot reach one another across machines: there each listens on its own address."""
+    if "host" not in config.model_fields_set and num_machines > 1:
+        return config.model_copy(update={"host": "node"})
+    return config
+
+
 @dataclass(frozen=True, slots=True)
 class WeightLink:
     """Made once per run, handed to every actor that sends or receives weights."""
