@@ -11,10 +11,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-BUILTIN_MODELS = {
-    f"builtin:{name}": Path(__file__).parent / "assets" / name
-    for name in ("tiny-math", "tiny-code", "tiny-poker")
-}
+_ASSETS = Path(__file__).parent / "assets"
+BUILTIN_MODELS = {f"builtin:{name}": _ASSETS / name for name in ("tiny-math", "tiny-code", "tiny-poker")}
 
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
