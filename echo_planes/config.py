@@ -148,7 +148,7 @@ class FleetConfig(Section):
     gamma: float = Field(1.1, ge=1, allow_inf_nan=False, description="redundancy: mu_target = gamma mu_min")
     tick_s: PositiveFloat = Field(5.0, description="the fleet is looked at this often, seconds")
     sustain_s: NonNegativeFloat = Field(
-        30.0, description="a shortage must last so long before workers are added; a surplus twice as long"
+        30.0, description="a shortage must last so long before workers are added; a surplus ten times as long"
     )
     ask_limit_s: PositiveFloat = Field(
         120.0, description="a machine that is not there by then is given up, its kind backed off"

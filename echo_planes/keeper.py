@@ -40,7 +40,7 @@ from echo_planes.types import (
 
 NODE_LABEL = "ray.io/node-id"  # Ray gives it to every node
 UNKNOWN_MU = 1.0  # before anything is measured all kinds count as equally fast: the cheapest is tried first
-RELEASE_TIMES = 2  # a surplus must last so many times as long as a shortage
+RELEASE_TIMES = 10  # a surplus must last so many times as long as a shortage: machines take minutes to boot
 NOTICE_S = 30.0  # of a machine that goes without saying when
 GONE_S = 1.0  # for a worker whose machine is gone already
 MAX_FAILED_LOOKS = 5  # at the machines, in a row; after one more the run ends

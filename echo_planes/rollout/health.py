@@ -10,11 +10,13 @@ replaced, for ever.
 Why so long: a full worker waits for the longest answers of its groups, and makes little meanwhile. With two
 groups of 16 at once, what it makes varies by 23 % over 60 s, by 8 % over 240 s and by 5 % over 480 s
 (simulated, lognormal lengths; the least of 10,000 stretches of 240 s was 70 % of the mean). A worker that
-falls to half its speed is below after 192 s.
+falls to half its speed is below after 192 s. Fewer and longer answers vary more. So the noise is measured,
+from one stretch of each worker to its next, and who is within `NOISE_SIGMAS` of it is not slow.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +28,12 @@ SLOW_SHARE = 0.6  # of what its offer gives
 SLOW_S = 240.0  # without a free place
 PAST_S = 900.0  # of a worker that is alone
 MEASURE_S = 10.0  # of one measure; shorter ones are joined
+NOISE_SIGMAS = 4.0  # eight workers for a day are 3,000 stretches
+ENOUGH_CHANGES = 8  # from one stretch to the next, of all workers of an offer; before, nobody is called slow
+RECENT_CHANGES = 16  # of a worker
+_SIGMA_PER_CHANGE = 1 / (
+    0.6745 * math.sqrt(2)
+)  # of normal noise: its standard deviation by the median change
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,7 @@ class Slowness:
         whose = "it made before" if self.alone else "others of its kind make"
         return (
             f"{self.tokens_per_s:.0f} tokens/s over {SLOW_S:.0f} s without a free place, {self.share:.0%} of "
-            f"the {self.usual_tokens_per_s:.0f} that {whose}: below {SLOW_SHARE:.0%}"
+            f"the {self.usual_tokens_per_s:.0f} that {whose}"
         )
 
 
@@ -79,6 +87,21 @@ class _Pace:
     begin: ThroughputSample  # where the measure in the making begins
     now: _Stretch = field(default_factory=lambda: _Stretch(SLOW_S))
     past: _Stretch = field(default_factory=lambda: _Stretch(PAST_S))  # before that
+    whole: _Stretch = field(default_factory=lambda: _Stretch(SLOW_S))  # one that begins where the last ended
+    last: float | None = None  # speed in the one before
+    changes: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_CHANGES))  # relative
+
+    def add(self, tokens: float, full_s: float) -> None:
+        """One more measure."""
+        for measure in self.now.add(tokens, full_s):
+            self.past.add(*measure)
+        self.whole.add(tokens, full_s)
+        speed = self.whole.tokens_per_s
+        if speed is None:
+            return
+        if self.last is not None and speed + self.last > 0:
+            self.changes.append(abs(speed - self.last) / (0.5 * (speed + self.last)))
+        self.whole, self.last = _Stretch(SLOW_S), speed
 
 
 class SpeedWatch:
@@ -95,8 +118,7 @@ class SpeedWatch:
             return
         full_s = sample.saturated_s - pace.begin.saturated_s
         if full_s >= MEASURE_S:
-            for measure in pace.now.add(sample.saturated_tokens - pace.begin.saturated_tokens, full_s):
-                pace.past.add(*measure)
+            pace.add(sample.saturated_tokens - pace.begin.saturated_tokens, full_s)
             pace.begin = sample
 
     def forget(self, worker_id: str) -> None:
@@ -106,20 +128,29 @@ class SpeedWatch:
     def slow(self, workers: Sequence[str]) -> dict[str, Slowness]:
         """Which of the workers of one offer are slow, and how."""
         known = {name: speed for name in workers if (speed := self._speed(name)) is not None}
+        limit = self._limit(workers)
         if len(known) == 1:
             ((name, speed),) = known.items()
             before = self._paces[name].past.tokens_per_s
-            if before is None or speed >= SLOW_SHARE * before:
+            if before is None or speed >= limit * before:
                 return {}
             return {name: Slowness(speed, before, alone=True)}
         found, most = {}, max(known.values(), default=0.0)
         for name, speed in known.items():
-            if speed >= SLOW_SHARE * most:
+            if speed >= limit * most:
                 continue
             usual = median(other for one, other in known.items() if one != name)
-            if speed < SLOW_SHARE * usual:
+            if speed < limit * usual:
                 found[name] = Slowness(speed, usual, alone=False)
         return found
+
+    def _limit(self, workers: Sequence[str]) -> float:
+        """Share of the usual speed below which a worker is slow; 0 where the noise is not known yet."""
+        paces = [self._paces[name] for name in workers if name in self._paces]
+        changes = [change for pace in paces for change in pace.changes]
+        if len(changes) < ENOUGH_CHANGES:
+            return 0.0
+        return min(SLOW_SHARE, 1 - NOISE_SIGMAS * _SIGMA_PER_CHANGE * median(changes))
 
     def _speed(self, worker_id: str) -> float | None:
         pace = self._paces.get(worker_id)

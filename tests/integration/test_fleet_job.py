@@ -49,7 +49,7 @@ def fleet_words() -> list[str]:
     cheap = {"sku": "cpu-a", "market": "spot", "usd_per_hour": 0.02, "count": 1, "max_count": 1}
     dear = {"sku": "cpu-b", "usd_per_hour": 0.08, "count": 0, "max_count": 1}
     kinds = [{**same, **kind, "labels": {"sku": kind["sku"]}} for kind in (cheap, dear)]
-    return [f"fleet.workers={json.dumps(kinds)}", "fleet.scale=ray", "fleet.tick_s=1", "fleet.sustain_s=4"]
+    return [f"fleet.workers={json.dumps(kinds)}", "fleet.scale=ray", "fleet.tick_s=1", "fleet.sustain_s=2"]
 
 
 def placed(run_dir: Path) -> list[tuple[str, str, str]]:

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from echo_planes.rollout.estimates import CapacityModel, ThroughputSample
 from echo_planes.rollout.fleet import Fleet
-from echo_planes.rollout.health import SLOW_S, SLOW_SHARE, SpeedWatch, worst
+from echo_planes.rollout.health import (
+    ENOUGH_CHANGES,
+    RECENT_CHANGES,
+    SLOW_S,
+    SLOW_SHARE,
+    SpeedWatch,
+    worst,
+)
 from echo_planes.rollout.members import Activate, FleetAction, Launch, Leave, Park
 from echo_planes.rollout.offer_book import FIRST_BACK_OFF_S
 from echo_planes.rollout.offers import Limits, Need, Offer
@@ -21,6 +28,8 @@ from tests.unit.test_fleet import TICK_S, launches, leaves, need, offer
 
 TOKENS_PER_S = 100.0
 LENGTH = 100  # tokens of a trajectory
+WATCHED_S = 5 * SLOW_S  # three workers: enough to know the noise
+ALONE_S = (ENOUGH_CHANGES + 2) * SLOW_S  # the same of one
 
 
 class Story:
@@ -201,7 +210,7 @@ def test_surplus_lets_no_standby_go() -> None:
 def test_a_slow_worker_stays_until_the_one_that_is_launched_for_it_serves() -> None:
     story = Story([offer("a", max_count=8)], {"a": 4})
     story.start()
-    assert story.wait(2 * SLOW_S) == []
+    assert story.wait(WATCHED_S) == []
     story.speeds["w1"] = 0.5
     launched, after_s = story.until_any(SLOW_S)
     assert after_s == pytest.approx((1 - SLOW_SHARE) / 0.5 * SLOW_S, abs=15.0)
@@ -222,7 +231,7 @@ def test_a_slow_worker_stays_until_the_one_that_is_launched_for_it_serves() -> N
 def test_a_standby_takes_a_slow_workers_place_at_once_and_its_offer_is_backed_off() -> None:
     story = Story([offer("a", max_count=8), offer("b", 5.0)], {"a": 4}, standby=1)
     story.start()
-    story.wait(SLOW_S)
+    story.wait(WATCHED_S)
     story.speeds["w1"] = 0.3
     actions, _ = story.until_any(SLOW_S)
     assert activated(actions) == ["w4"]
@@ -236,13 +245,13 @@ def test_a_standby_takes_a_slow_workers_place_at_once_and_its_offer_is_backed_of
 def test_without_room_a_slow_worker_goes_first_unless_it_is_the_only_one() -> None:
     story = Story([offer("a", max_count=3)], {"a": 3})
     story.start()
-    story.wait(SLOW_S)
+    story.wait(WATCHED_S)
     story.speeds["w0"] = 0.3
     actions, _ = story.until_any(SLOW_S)
     assert leaves(actions) == ["w0"]
     alone = Story([offer("a", max_count=1)], {"a": 1})
     alone.start()
-    alone.wait(5 * SLOW_S)
+    alone.wait(ALONE_S)
     alone.speeds["w0"] = 0.3
     assert alone.wait(2 * SLOW_S) == []
 
@@ -250,7 +259,7 @@ def test_without_room_a_slow_worker_goes_first_unless_it_is_the_only_one() -> No
 def test_one_that_is_alone_is_held_against_its_own_past() -> None:
     story = Story([offer("a", mu=1000.0, max_count=2)], {"a": 1})
     story.start()
-    assert story.wait(5 * SLOW_S) == []  # whatever was believed of it
+    assert story.wait(ALONE_S) == []  # whatever was believed of it
     story.speeds["w0"] = 0.4
     actions, _ = story.until_any(SLOW_S)
     assert launches(actions) == ["a"]
@@ -265,7 +274,7 @@ def test_waiting_for_permits_is_not_slowness() -> None:
     story.start()
     story.full = 0.2
     story.speeds["w0"] = 0.8
-    assert story.wait(10 * SLOW_S) == []
+    assert story.wait(WATCHED_S / story.full) == []
     story.speeds["w0"] = 0.4
     _, after_s = story.until_any(10 * SLOW_S)
     assert after_s > SLOW_S  # only full time counts
@@ -274,7 +283,7 @@ def test_waiting_for_permits_is_not_slowness() -> None:
 def test_one_at_a_time_and_none_where_most_are_slow() -> None:
     story = Story([offer("a", max_count=8)], {"a": 5})
     story.start()
-    story.wait(SLOW_S)
+    story.wait(WATCHED_S)
     story.speeds |= {"w0": 0.3, "w1": 0.2}
     actions, _ = story.until_any(SLOW_S)
     assert len(actions) == 1
@@ -284,7 +293,7 @@ def test_one_at_a_time_and_none_where_most_are_slow() -> None:
     assert worst({}, 5) is None
     many = Story([offer("a", max_count=8)], {"a": 5})
     many.start()
-    many.wait(SLOW_S)
+    many.wait(WATCHED_S)
     many.speeds |= {"w0": 0.3, "w1": 0.3, "w2": 0.3}
     assert many.wait(5 * SLOW_S) == []
 
@@ -292,7 +301,7 @@ def test_one_at_a_time_and_none_where_most_are_slow() -> None:
 def test_a_successor_that_never_serves_is_asked_for_again() -> None:
     story = Story([offer("a", max_count=8)], {"a": 4})
     story.start()
-    story.wait(SLOW_S)
+    story.wait(WATCHED_S)
     story.speeds["w1"] = 0.5
     (launched,), _ = story.until_any(SLOW_S)
     story.fleet.gone(launched.worker_id, "died", story.now_s)
@@ -301,6 +310,21 @@ def test_a_successor_that_never_serves_is_asked_for_again() -> None:
     assert story.fleet.num_serving == 4
     story.serve(again)
     assert leaves(story.tick()) == ["w1"]
+
+
+def test_the_noise_is_measured_and_who_is_within_it_is_not_slow() -> None:
+    """Few long answers: what a worker makes in one stretch is half as much again as in the next."""
+    story = Story([offer("a", max_count=16)], {"a": 6})
+    story.start()
+    for i in range(round(40 * SLOW_S / TICK_S)):
+        stretch = int(i * TICK_S / SLOW_S)
+        story.speeds |= {f"w{n}": 1.5 if (stretch + n) % 2 else 0.7 for n in range(6)}
+        assert story.tick() == []
+    story.speeds |= {f"w{n}": 1.0 for n in range(6)}
+    story.wait(ALONE_S + RECENT_CHANGES * SLOW_S)  # it is quiet for long
+    story.speeds["w3"] = 0.4
+    actions, _ = story.until_any(2 * SLOW_S)
+    assert launches(actions) == ["a"]
 
 
 @settings(max_examples=15, deadline=None)
@@ -324,7 +348,7 @@ def test_noise_replaces_nobody(seed: int, num_workers: int, spread: float, full:
 
 def test_a_worker_that_began_anew_is_measured_anew() -> None:
     watch = SpeedWatch()
-    for i in range(1, 80):
+    for i in range(1, 160):
         watch.measured("a", ThroughputSample(1000 * i, 10.0 * i, 0, 0))
         watch.measured("b", ThroughputSample(300 * i, 10.0 * i, 0, 0))
     assert list(watch.slow(["a", "b"])) == ["b"]
