@@ -118,7 +118,7 @@ def _offers(rng: random.Random, mode: str, workers: int) -> list[dict[str, Any]]
             "usd_per_hour": rng.choice((0.5, 1.0, 2.5)),
             "count": count if mode != "provisioned" else min(count, 1),
             "max_count": count,
-            "min_count": int(mode == "provisioned" and i == 0),
+            "min_count": int(mode == "provisioned" and i == 0 and count % 2 == 1),
             "peak_tokens_per_s": rng.choice((20.0, 60.0, 200.0)),
             "half_batch": 4.0,
             "max_groups": rng.randint(1, 4),
