@@ -7,7 +7,7 @@ raises a `RunError`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,6 +94,7 @@ class Runner:
         self._serving = False  # some worker serves a published version
         self._beside = beside
         self._ending = False
+        self._collecting = asyncio.Lock()  # two at once could tell counters in the wrong order
 
     def request_stop(self, reason: str, status: Literal["stopped", "spent"] = "stopped") -> None:
         """Finish the step in hand, checkpoint, and end. Safe to call from a signal handler of this loop."""
@@ -334,8 +335,10 @@ class Runner:
 
         What was accepted of it the data plane says, not the worker.
         """
-        accepted = await self._planes.data.accepted()
+        async with self._collecting:
+            await self._ask_for_stats(await self._planes.data.accepted())
 
+    async def _ask_for_stats(self, accepted: Mapping[tuple[str, int], tuple[int, int]]) -> None:
         async def ask(worker_id: str, epoch: int, worker: Worker) -> None:
             with suppress(RunError):  # its run() reports the loss
                 stats = await self._within("worker statistics", STATS_S, worker.stats(), worker=worker_id)

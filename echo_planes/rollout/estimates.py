@@ -114,7 +114,9 @@ class CapacityModel:
             worker.begin = stats
             while len(worker.rates) > RATE_WINDOW or worker.rates[0][0] < now_s - self._window_s:
                 worker.rates.popleft()
-        worker.rate = self._believed(worker)
+        believed = self._believed(worker)
+        if believed is not None or restarted:  # else what it was measured at stands: it is hardly ever full
+            worker.rate = believed
         self._sorted.pop(offer_name, None)
 
     def forget(self, worker_id: str) -> None:

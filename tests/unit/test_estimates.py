@@ -91,6 +91,17 @@ def test_waiting_for_permits_does_not_make_a_worker_look_slow() -> None:
     assert model.mu("w0", prior=9.0) == pytest.approx(0.5)
 
 
+def test_what_was_measured_stands_where_a_worker_is_hardly_ever_full() -> None:
+    model = CapacityModel(window_s=100.0)
+    worker = Worker(model, "w0")
+    for _ in range(4):
+        worker.works(50.0)
+    for _ in range(5):
+        worker.works(10.0, 200.0, saturated=False)
+        worker.works(50.0)
+        assert model.mu("w0", prior=9.0) == pytest.approx(0.5)
+
+
 def test_longer_answers_are_fewer_trajectories() -> None:
     model = CapacityModel()
     worker = Worker(model, "w0")
