@@ -7,13 +7,15 @@ import pytest
 # Files whose whole time is one or two real jobs. What is not named comes after them, as it is collected.
 LONG_FIRST = (
     "test_fleet_job.py",
-    "test_preemption.py",
     "test_long_run.py",
-    "test_ray_autoscaler.py",
+    "test_preemption.py",
     "test_vllm_engine.py",
+    "test_ray_autoscaler.py",
+    "test_vllm_parallel.py",
     "test_faults.py",
     "test_job.py",
     "test_learner.py",
+    "test_run.py",
 )
 
 

@@ -26,9 +26,11 @@ from tests.integration.harness import (
     summary,
     wait_until,
 )
+from tests.thorough import takes_minutes
 
 pytestmark = [
     pytest.mark.integration,
+    takes_minutes,
     pytest.mark.timeout(900),
     pytest.mark.skipif(bool(fake_cluster.missing()), reason=f"no private cluster: {fake_cluster.missing()}"),
 ]

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tests.integration.harness import SMALL, WATCHED_PROGRAM, check_books, json_lines, run_to_end
+from tests.thorough import takes_minutes
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, takes_minutes, pytest.mark.timeout(600)]
 
 STEPS, THETA = 6, 3
 

@@ -34,6 +34,7 @@ from tests.integration.test_vllm_engine import (
     make_answers_long,
     paused,
 )
+from tests.thorough import takes_minutes
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -97,7 +98,7 @@ def shared_heads(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["tensor", "pipeline"])
+@pytest.fixture(scope="module", params=["tensor", pytest.param("pipeline", marks=takes_minutes)])
 def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ParallelBench]:

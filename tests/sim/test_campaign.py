@@ -17,9 +17,9 @@ from bench.mutants import MUTANTS, Mutant
 from echo_planes.data.leases import LeaseBook
 from echo_planes.sim.campaign import run_seed
 from echo_planes.sim.draws import KINDS, draw
+from tests.thorough import THOROUGH
 
 SEEDS = 2000
-THOROUGH = "ECHO_PLANES_THOROUGH" in os.environ
 PARTS = 8
 REPLAY_EVERY = 20
 ROOT = Path(__file__).resolve().parents[2]

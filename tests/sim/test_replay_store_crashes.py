@@ -22,10 +22,10 @@ from echo_planes.data.store.message import Kind, Place, decode
 from echo_planes.data.store.retention import Retention
 from echo_planes.data.store.segment import GROUP_ENTRY, scan
 from echo_planes.data.store.store import ReplayStore
+from tests.thorough import THOROUGH
 from tests.unit.test_replay_store import all_segments, batch_of, everything, rows_of
 
 RECORDS = 200
-THOROUGH = "ECHO_PLANES_THOROUGH" in os.environ  # `make proof`: minutes instead of seconds
 KILLS = 500 if THOROUGH else 40
 WALK_EVERY = 1 if THOROUGH else 16  # bytes; each byte is flipped either way
 
