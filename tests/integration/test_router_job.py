@@ -27,7 +27,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"fleet.workers={json.dumps(kinds)}",
         "sampling.router=jsq",
         f"sampling.theta={THETA}",
-        "sampling.stream_s=0.25",
+        "sampling.stream_s=0.5",  # a lease lasts ten times that: longer than the slow one takes to begin
         "staleness.queue_batches=1",
     ]
     run_to_end(base / "work", base / "run", *words, command=WATCHED_PROGRAM)
