@@ -65,7 +65,7 @@ def is_after_a_full_cut(run_dir: Path) -> bool:
     """Whether steps were made since the newest checkpoint, the first of them of what its buffer held."""
     saved, step = saved_step(run_dir), metrics(run_dir)[-1]["step"]
     # Not shortly before the next checkpoint: it might be made before the learner is killed.
-    return saved < step < saved + EVERY - 3 and buffered_groups(run_dir, saved) >= PROMPTS_PER_STEP
+    return saved < step < saved + EVERY - 2 and buffered_groups(run_dir, saved) >= PROMPTS_PER_STEP
 
 
 def node_beside(running: Program, title: str) -> psutil.Process:
