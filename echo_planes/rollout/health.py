@@ -31,9 +31,8 @@ MEASURE_S = 10.0  # of one measure; shorter ones are joined
 NOISE_SIGMAS = 4.0  # eight workers for a day are 3,000 stretches
 ENOUGH_CHANGES = 8  # from one stretch to the next, of all workers of an offer; before, nobody is called slow
 RECENT_CHANGES = 16  # of a worker
-_SIGMA_PER_CHANGE = 1 / (
-    0.6745 * math.sqrt(2)
-)  # of normal noise: its standard deviation by the median change
+# Of normal noise: its standard deviation by the median change.
+_SIGMA_PER_CHANGE = 1 / (0.6745 * math.sqrt(2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,19 +127,19 @@ class SpeedWatch:
     def slow(self, workers: Sequence[str]) -> dict[str, Slowness]:
         """Which of the workers of one offer are slow, and how."""
         known = {name: speed for name in workers if (speed := self._speed(name)) is not None}
-        limit = self._limit(workers)
         if len(known) == 1:
             ((name, speed),) = known.items()
             before = self._paces[name].past.tokens_per_s
-            if before is None or speed >= limit * before:
+            if before is None or speed >= SLOW_SHARE * before or speed >= self._limit(workers) * before:
                 return {}
             return {name: Slowness(speed, before, alone=True)}
         found, most = {}, max(known.values(), default=0.0)
         for name, speed in known.items():
-            if speed >= limit * most:
+            if speed >= SLOW_SHARE * most:
                 continue
             usual = median(other for one, other in known.items() if one != name)
-            if speed < limit * usual:
+            # The noise of many workers takes long to tell: only where somebody may be slow.
+            if speed < SLOW_SHARE * usual and speed < self._limit(workers) * usual:
                 found[name] = Slowness(speed, usual, alone=False)
         return found
 
