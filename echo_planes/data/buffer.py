@@ -15,7 +15,7 @@ Invariants (kept by property tests):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -92,6 +92,11 @@ class ReplayBuffer:
     def step(self) -> int:
         """t: batches formed so far, which is the updates completed when the next one is formed."""
         return self._step
+
+    @property
+    def lease_s(self) -> float:
+        """How long a lease lasts now, from its last tokens on."""
+        return self._leases.lease_s
 
     @property
     def counts(self) -> BufferCounts:
@@ -188,9 +193,10 @@ class ReplayBuffer:
         lost = [message.lease_id for message in messages if message.lease_id not in held]
         return (*lost, *self._leases.recalled_from(worker_id, epoch))
 
-    def recall(self, worker_id: str, num_leases: int) -> int:
-        """Have a worker give up so many leases, or fewer, when it streams next. Returns how many."""
-        return self._leases.recall(worker_id, num_leases, self._drafts.prefill_tokens, self._drafts.is_far)
+    def recall(self, worker_id: str, num_leases: int, spare: Container[str] = ()) -> list[str]:
+        """Have a worker give up so many leases when it streams next, or fewer, and none to `spare`: which."""
+        shelf = self._drafts
+        return self._leases.recall(worker_id, num_leases, shelf.prefill_tokens, shelf.is_far, spare)
 
     def hand_over(self, worker_id: str, epoch: int, messages: Sequence[LeaseTokens], now_s: float) -> int:
         """A worker gives up leases, with their last tokens; they go on elsewhere. Returns how many."""

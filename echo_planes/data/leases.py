@@ -15,13 +15,16 @@ from echo_planes.types import Lease
 TIMES_MEDIAN = 2.5  # a lease is so many times the median completion: the paper takes 2 to 3
 RECENT_COMPLETIONS = 64
 ENOUGH_COMPLETIONS = 16  # from so many on the median is believed
+_MOST_DOUBLINGS = 30  # any lease is at its longest by then
 
 
 class LeaseBook:
     """Which leases are live. Pure state: every call that depends on time takes `now_s`.
 
     A lease lasts 2.5 times the median time that recent ones took, and starts again whenever tokens arrive for
-    it: so a silent worker's prompts come back soon, and a long answer is not punished.
+    it: so a silent worker's prompts come back soon, and a long answer is not punished. A prompt whose lease
+    expired has twice as long until the first tokens next time: who needs longer to begin than a lease lasts
+    would else be given the same prompt for ever.
 
     Args:
         longest_s: of a lease, and what it is until enough have been completed.
@@ -41,6 +44,7 @@ class LeaseBook:
         self._took_s: deque[float] = deque()  # recent completions, the oldest first, ...
         self._sorted_s: list[float] = []  # ... and the shortest first
         self._lease_s = longest_s
+        self._expiries: Counter[int] = Counter()  # of each prompt, since it was last handed in
         self._epochs: dict[str, int] = {}  # newest incarnation of each worker
         self._gone: set[str] = set()
 
@@ -55,7 +59,7 @@ class LeaseBook:
 
     @property
     def lease_s(self) -> float:
-        """How long a lease lasts now."""
+        """How long a lease lasts now, from its last tokens on."""
         return self._lease_s
 
     def __len__(self) -> int:
@@ -87,7 +91,9 @@ class LeaseBook:
         """Enter a lease, with its expiry set."""
         if lease.lease_id in self._live:
             raise LeaseError(f"lease {lease.lease_id} was issued twice")
-        lease = replace(lease, expires_s=now_s + self._lease_s)
+        patience = 2 ** min(self._expiries[lease.prompt.index], _MOST_DOUBLINGS)
+        lasts_s = min(self._lease_s * patience, self._longest_s)
+        lease = replace(lease, expires_s=now_s + lasts_s)
         self._live[lease.lease_id] = lease
         self._issued_s[lease.lease_id] = now_s
         self._expires_s[lease.lease_id] = lease.expires_s
@@ -127,6 +133,7 @@ class LeaseBook:
         if self._expires_s[lease_id] <= now_s:
             raise LeaseError("expired")
         self._observe(now_s - self._issued_s[lease_id])
+        self._expiries.pop(lease.prompt.index, None)
         return self._remove(lease_id)
 
     def _observe(self, took_s: float) -> None:
@@ -152,8 +159,8 @@ class LeaseBook:
         prefill_tokens: Callable[[Lease], int],
         is_far: Callable[[Lease], bool],
         spare: Container[str] = (),
-    ) -> int:
-        """Mark so many leases of a worker to be given up, or fewer. Returns how many.
+    ) -> list[str]:
+        """Mark so many leases of a worker to be given up, or fewer. Returns which.
 
         An episode of several turns is one lease. So it stays with its worker, and with what that worker has
         cached of its context, until the worker goes or the lease is recalled here. What is recalled must be
@@ -172,7 +179,7 @@ class LeaseBook:
         open_ = [lease for lease in movable if lease.lease_id not in self._recalled]
         chosen = [lease.lease_id for lease in sorted(open_, key=prefill_tokens)[:num_leases]]
         self._recalled.update(chosen)
-        return len(chosen)
+        return chosen
 
     def give_up(self, lease_id: str) -> Lease:
         """End a lease without a result."""
@@ -190,6 +197,7 @@ class LeaseBook:
                 heapq.heappush(self._ends, (expires_s, lease_id))
             else:
                 ended.append(self._remove(lease_id))
+                self._expiries[ended[-1].prompt.index] += 1
         return ended
 
     def _remove(self, lease_id: str) -> Lease:

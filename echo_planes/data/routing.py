@@ -279,10 +279,7 @@ class RoutedBuffer(ReplayBuffer):
         """Recall so many leases, but none that moved already or whose tokens nobody could go on from."""
         mine = self._leases.of_worker(source)
         spare = {one.lease_id for one in mine if one.lease_id in self._moved or not self._can_go_on(one)}
-        epoch = self._epochs[source]
-        before = set(self._leases.recalled_from(source, epoch))
-        self._leases.recall(source, count, self._drafts.prefill_tokens, self._drafts.is_far, spare)
-        return [name for name in self._leases.recalled_from(source, epoch) if name not in before]
+        return self.recall(source, count, spare)
 
     def _can_go_on(self, lease: Lease) -> bool:
         """Whether a group of that age may be leased once this lease has ended."""

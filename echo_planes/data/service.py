@@ -181,7 +181,7 @@ class DataService:
 
     async def recall(self, worker_id: str, num_leases: int) -> int:
         """Have a worker give up so many leases when it streams next. Returns how many it will."""
-        return self._buffer.recall(worker_id, num_leases)
+        return len(self._buffer.recall(worker_id, num_leases))
 
     async def submit(self, worker_id: str, epoch: int, groups: list[tuple[str, Group]]) -> list[Receipt]:
         """Finished groups with their lease ids; one receipt each, in order. What is accepted is durable.

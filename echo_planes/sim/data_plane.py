@@ -121,6 +121,11 @@ class SimDataPlane:
         """t: batches formed so far."""
         return self._buffer.step
 
+    @property
+    def lease_s(self) -> float:
+        """How long a lease lasts now, from its last tokens on."""
+        return self._buffer.lease_s
+
     # --- workers ---------------------------------------------------------------------------------
 
     def register(self, worker_id: str, epoch: int) -> None:

@@ -63,7 +63,6 @@ class Flow:
         self._data = data
         self._drafts: dict[int, dict[str, int]] = {}  # prompt -> tokens of its drafts, by machine
         self._theta = sampling.theta if sampling.router == "jsq" else 0
-        self._lease_s = sampling.lease_s  # as the newest lease says
 
     def ask(self, member: Member) -> None:
         """Ask for work, if there is room and a version to work with."""
@@ -88,7 +87,6 @@ class Flow:
                 paid = {}
             member.queue.append((lease, paid))
         self._begin_queued(member, engine)
-        self._lease_s = leases[-1].expires_s - self._kernel.now_s
         self._plan_renewal(member, engine)
         self.plan(member)
         self.ask(member)
@@ -232,7 +230,7 @@ class Flow:
 
     def _plan_renewal(self, member: Member, engine: SimWorker) -> None:
         """Renew in good time before the leases end that are issued now, as far as its clock is right."""
-        when_s = self._kernel.now_s + RENEW_SHARE * self._lease_s / engine.engine.clock_rate
+        when_s = self._kernel.now_s + RENEW_SHARE * self._data.lease_s / engine.engine.clock_rate
         if member.renewal is not None:
             if member.renews_s <= when_s:
                 return

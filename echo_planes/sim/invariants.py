@@ -12,7 +12,7 @@ result must be accepted, and no other one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, Literal
 
 from echo_planes.data.buffer import MAX_ATTEMPTS, ReplayBuffer
@@ -176,21 +176,24 @@ class WatchedBuffer(ReplayBuffer):
         require(unwanted == expected, f"{worker_id} epoch {epoch} is to give up {unwanted}, not {expected}")
         for name in held:
             known = self.held[name]
-            known.ends_s = max(known.ends_s, now_s + self._leases.lease_s)
+            known.ends_s = max(known.ends_s, now_s + self.lease_s)
         return unwanted
 
-    def recall(self, worker_id: str, num_leases: int) -> int:
+    def recall(self, worker_id: str, num_leases: int, spare: Container[str] = ()) -> list[str]:
         mine = {name: known for name, known in self.held.items() if known.lease.worker_id == worker_id}
-        wanted = {name for name, known in mine.items() if not known.recalled}
-        found = super().recall(worker_id, num_leases)
+        wanted = {name for name, known in mine.items() if not known.recalled and name not in spare}
+        found = super().recall(worker_id, num_leases, spare)
         marked = self._leases.recalled_from(worker_id, self._epoch.get(worker_id, -1))
         chosen = sorted(wanted.intersection(marked))
         self.log.add("recall", worker_id, chosen)
-        require(found == len(chosen), f"{found} leases of {worker_id} were recalled, not {len(chosen)}")
+        require(sorted(found) == chosen, f"{found} of {worker_id} were recalled, not {chosen}")
         # Those without a token are never too far to be moved.
         untouched = sum(not any(call.tokens for call in mine[name].calls) for name in wanted)
         fewest, most = min(num_leases, untouched), min(num_leases, len(wanted))
-        require(fewest <= found <= most, f"{found} leases of {worker_id} were recalled: {fewest} to {most}")
+        require(
+            fewest <= len(found) <= most,
+            f"{len(found)} leases of {worker_id} were recalled: {fewest} to {most}",
+        )
         for name in chosen:
             self.held[name].recalled = True
         return found

@@ -304,9 +304,11 @@ def watched_run(words: list[str]) -> int:
             return leases
 
         async def stream(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> tuple[str, ...]:
+            unwanted = await super().stream(worker_id, epoch, messages)
             for one in messages:
-                self._note("stream", worker_id, epoch, lease=one.lease_id, pieces=asdict(one)["pieces"])
-            return await super().stream(worker_id, epoch, messages)
+                pieces, late = asdict(one)["pieces"], one.lease_id in unwanted
+                self._note("stream", worker_id, epoch, lease=one.lease_id, pieces=pieces, late=late)
+            return unwanted
 
         async def hand_over(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> int:
             for one in messages:

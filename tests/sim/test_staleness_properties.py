@@ -281,7 +281,7 @@ class Schedule:
         near = [held for held in mine if sum(len(call.tokens) for call in held.calls) <= half]
         newest = sorted(near or mine, key=lambda held: (held.issued_s, held.lease.lease_id), reverse=True)
         cheapest = sorted((held for held in newest if not held.recalled), key=self.prefill_tokens)[:wanted]
-        assert self.buffer.recall(worker, wanted) == len(cheapest)
+        assert self.buffer.recall(worker, wanted) == [held.lease.lease_id for held in cheapest]
         for held in cheapest:
             held.recalled = True
 

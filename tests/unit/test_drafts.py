@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from echo_planes.data.drafts import DraftBook
-from echo_planes.data.leases import LeaseBook
+from echo_planes.data.leases import ENOUGH_COMPLETIONS, LeaseBook
 from echo_planes.errors import LeaseError
 from echo_planes.samples import is_whole, joined
 from echo_planes.types import Draft, Lease, LeaseTokens, Prompt, Sample, Span
@@ -154,10 +154,10 @@ def test_tokens_of_an_unpublished_version_are_not_gone_on_from() -> None:
 def test_a_recalled_lease_is_asked_back_when_its_worker_streams_next() -> None:
     buffer = make_buffer()
     one, two = lease(buffer, 2)
-    assert buffer.recall("w0", 1) == 1
+    assert buffer.recall("w0", 1) == [two.lease_id]
     assert stream(buffer, one, (0, CONTEXT, piece(5), 0)) == (two.lease_id,)  # it has no tokens yet
     assert buffer.stream("w0", 1, [], 0.0) == ()  # not of this incarnation
-    assert buffer.recall("w0", 5) == 1  # the other one
+    assert buffer.recall("w0", 5) == [one.lease_id]
     assert buffer.hand_over("w0", 0, [message(two.lease_id)], 0.0) == 1
     assert stream(buffer, one) == (one.lease_id,)
     assert submit(buffer, one, answer(one)) == "accepted"  # it was finished meanwhile
@@ -168,7 +168,7 @@ def recalled(buffer: Buffer, count: int) -> list[str]:
     before = set(buffer.stream("w0", 0, [], 0.0))
     found = buffer.recall("w0", count)
     added = sorted(set(buffer.stream("w0", 0, [], 0.0)) - before)
-    assert found == len(added)
+    assert sorted(found) == added
     return added
 
 
@@ -212,6 +212,46 @@ def test_nothing_is_far_before_enough_groups_are_finished() -> None:
     far, other = lease(buffer, 2)
     stream(buffer, far, (0, CONTEXT, piece(*range(50)), 0))
     assert recalled(buffer, 2) == sorted([far.lease_id, other.lease_id])
+
+
+def test_whoever_is_slow_to_begin_is_given_time_in_the_end() -> None:
+    """Else a lone worker that takes 35 s to its first token would be leased the same prompt for ever."""
+    book = LeaseBook(longest_s=60.0, shortest_s=10.0)
+    book.register("w0", 0)
+    prompt = Prompt(0, (1,))
+
+    def issue(name: str, now_s: float) -> Lease:
+        return book.issue(Lease(name, name, 0, "w0", prompt, 2, 0, 0.0), now_s)
+
+    for i in range(ENOUGH_COMPLETIONS):
+        issue(f"quick{i}", 0.0)
+        book.close(f"quick{i}", "w0", 0, 1.0)
+    lasted_s = []
+    now_s = 1000.0
+    for name in ("first", "second", "third", "fourth"):
+        lasted_s.append(issue(name, now_s).expires_s - now_s)
+        now_s += lasted_s[-1]
+        if lasted_s[-1] <= 35.0:
+            assert [lease.lease_id for lease in book.expire(now_s)] == [name]
+            continue
+        book.renew("w0", 0, [name], now_s - 1.0)  # from its tokens on, it lasts as long as any other
+        assert book.holds(name, "w0", 0, now_s + 8.9)
+        assert not book.holds(name, "w0", 0, now_s + 9.1)
+        book.close(name, "w0", 0, now_s)
+        break
+    assert lasted_s == [10.0, 20.0, 40.0]
+    assert issue("again", now_s).expires_s == now_s + 10.0  # once handed in, it is a prompt like others
+
+
+def test_no_lease_is_longer_than_the_longest() -> None:
+    book = LeaseBook(longest_s=60.0, shortest_s=10.0)
+    book.register("w0", 0)
+    now_s = 0.0
+    for i in range(2000):
+        lease = book.issue(Lease(f"l{i}", f"l{i}", 0, "w0", Prompt(0, (1,)), 2, 0, 0.0), now_s)
+        assert lease.expires_s == now_s + 60.0
+        now_s = lease.expires_s
+        assert book.expire(now_s)
 
 
 def test_leases_follow_the_median_completion_between_their_bounds() -> None:
