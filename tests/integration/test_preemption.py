@@ -131,6 +131,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "sampling.prompts_per_step=8",
         "staleness.queue_batches=3",  # workers always have something to do
         f"staleness.max_staleness={2 * STEPS}",  # on a slow machine too, no prefix is too old to go on from
+        "staleness.publish_every=3",
         "sampling.samples_per_prompt=4",
         "eval.num_prompts=4",
         "eval.samples_per_prompt=1",
