@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
+from operator import attrgetter, lt
 from statistics import median
 
 from echo_planes.errors import RefusedError
@@ -40,6 +41,9 @@ class ThroughputSample:
     saturated_s: float
     tokens: int  # sampled tokens in accepted trajectories
     trajectories: int  # accepted
+
+
+_counters = attrgetter(*ThroughputSample.__slots__)  # `astuple` would copy every number with `deepcopy`
 
 
 @dataclass(slots=True)
@@ -91,7 +95,8 @@ class CapacityModel:
         Raises:
             RefusedError: a counter is negative or not a number. Nothing is changed.
         """
-        for name, value in zip(ThroughputSample.__slots__, astuple(stats), strict=True):
+        counters = _counters(stats)
+        for name, value in zip(ThroughputSample.__slots__, counters, strict=True):
             _possible(f"worker {worker_id}: {name}", value)
         worker = self._workers.get(worker_id)
         if worker is not None and worker.offer_name != offer_name:
@@ -101,7 +106,7 @@ class CapacityModel:
             zero = ThroughputSample(0, 0.0, 0, 0)
             worker = self._workers[worker_id] = _Worker(offer_name, zero, zero)
             self._of_offer.setdefault(offer_name, set()).add(worker_id)
-        restarted = any(new < old for new, old in zip(astuple(stats), astuple(worker.newest), strict=True))
+        restarted = any(map(lt, counters, _counters(worker.newest)))
         if restarted:
             worker.begin = ThroughputSample(0, 0.0, 0, 0)
             worker.rates.clear()
@@ -154,7 +159,9 @@ class CapacityModel:
         rates, length = self._rates(offer_name), self._tokens_per_trajectory()
         if not rates or length is None:
             return self._last_mu.get(offer_name, prior)
-        return median(self._bounded(rate, rates) for rate in rates) / length
+        # What the bound cuts stays above the others: the middle one or two are the same ones as before.
+        middle = rates[(len(rates) - 1) // 2 : len(rates) // 2 + 1]
+        return median(self._bounded(rate, rates) for rate in middle) / length
 
     def _believed(self, worker: _Worker) -> float | None:
         """Median rate, tokens/s, cut to what was accepted; None where that cannot be said yet."""

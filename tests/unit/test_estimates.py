@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from statistics import median
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from echo_planes.errors import RefusedError
 from echo_planes.rollout.estimates import LIE_FACTOR, CapacityModel, InterruptionRates, ThroughputSample
@@ -166,6 +169,18 @@ def test_a_worker_is_believed_up_to_a_factor_of_its_peers() -> None:
     assert model.mu("liar", prior=9.0) == pytest.approx(0.5 * LIE_FACTOR)
     assert model.mu_of_offer("spot", prior=9.0) == pytest.approx(0.5)
     assert model.mu("alone", prior=9.0) > 0.5 * LIE_FACTOR
+
+
+@settings(max_examples=100, deadline=None)
+@given(rates=st.lists(st.integers(1, 9).map(lambda power: 2.0**power), min_size=1, max_size=7))
+def test_an_offer_is_the_median_of_its_workers_each_within_its_bound(rates: list[float]) -> None:
+    model = CapacityModel()
+    for number, rate in enumerate(rates):
+        worker = Worker(model, f"w{number}", length=1)
+        for _ in range(3):
+            worker.works(rate)
+    each = [model.mu(f"w{number}", prior=math.nan) for number in range(len(rates))]
+    assert model.mu_of_offer("spot", prior=math.nan) == median(each)
 
 
 def test_a_worker_of_which_nothing_was_accepted_has_no_estimate() -> None:
