@@ -176,7 +176,7 @@ class ReplayBuffer:
             prompt=prompt,
             num_samples=self._samples,
             version=min(version, oldest_version(drafts)) if drafts else version,
-            expires_s=now_s,
+            expires_s=now_s + self._leases.lasts_s(prompt.index),
             drafts=drafts,
         )
         self._drafts.open(lease)
@@ -261,7 +261,7 @@ class ReplayBuffer:
             raise LeaseError(f"batch {step} was asked for, but {self._step} batches were formed")
         self.expire(now_s)
         budget = self._staleness.max_staleness
-        for group in [g for g in self._groups.values() if not is_admissible(g.version, step, budget)]:
+        for group in [g for g in self._groups.values() if step - g.version > budget]:
             self._drop(self._groups.pop(group.group_id))
         self._again = {g: uses for g, uses in self._again.items() if is_admissible(g.version, step, budget)}
         num_new = min(len(self._groups), self._groups_per_step)
@@ -332,7 +332,8 @@ class ReplayBuffer:
 
     def _take_drafts(self, prompt_index: int) -> tuple[Draft, ...]:
         """What others had made of a prompt, if a group of that age may still be begun."""
-        waiting = self._drafts.take(prompt_index)
+        if not (waiting := self._drafts.take(prompt_index)):
+            return ()
         drafts = made_under(waiting, self._line.digests)
         if drafts and self._permits(oldest_version(drafts)) < 1:
             drafts = ()
@@ -346,11 +347,10 @@ class ReplayBuffer:
         return [lease for lease in self._leases.live if is_admissible(lease.version, self._step, budget)]
 
     def _what_is_missing(self) -> NotReady:
-        budget = self._staleness.max_staleness
         have = f"{len(self._groups)} of {self._groups_per_step} groups buffered"
-        serving = any(is_admissible(v, self._step, budget) for _, v in self._workers.leasing())
+        newest = max(self._workers.versions, default=-1)
+        serving = newest >= 0 and is_admissible(newest, self._step, self._staleness.max_staleness)
         if not serving and self._outstanding() < self._groups_per_step:
-            newest = max((version for _, version in self._workers.leasing()), default=-1)
             return NotReady("starved", f"{have}; newest version any worker serves is {newest}")
         return NotReady("filling", f"{have}; {len(self._leases)} leased to {len(self._workers)} workers")
 

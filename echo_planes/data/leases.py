@@ -7,7 +7,6 @@ import statistics
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import replace
 
 from echo_planes.errors import LeaseError
 from echo_planes.types import Lease
@@ -87,13 +86,15 @@ class LeaseBook:
         self._gone.add(worker_id)
         return [self._remove(lease.lease_id) for lease in self.of_worker(worker_id)]
 
+    def lasts_s(self, prompt_index: int) -> float:
+        """How long a lease of a prompt lasts that is issued now, until its first tokens."""
+        patience: int = 2 ** min(self._expiries.get(prompt_index, 0), _MOST_DOUBLINGS)
+        return min(self._lease_s * patience, self._longest_s)
+
     def issue(self, lease: Lease, now_s: float) -> Lease:
-        """Enter a lease, with its expiry set."""
+        """Enter a lease that begins now, and return it."""
         if lease.lease_id in self._live:
             raise LeaseError(f"lease {lease.lease_id} was issued twice")
-        patience = 2 ** min(self._expiries[lease.prompt.index], _MOST_DOUBLINGS)
-        lasts_s = min(self._lease_s * patience, self._longest_s)
-        lease = replace(lease, expires_s=now_s + lasts_s)
         self._live[lease.lease_id] = lease
         self._issued_s[lease.lease_id] = now_s
         self._expires_s[lease.lease_id] = lease.expires_s

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 
 class WorkerRoll:
@@ -15,7 +16,8 @@ class WorkerRoll:
     def __init__(self) -> None:
         self._versions: dict[str, int] = {}  # that workers serve; -1: none yet
         self._parked: set[str] = set()
-        self.num_leasing = 0  # serve a version and are not parked
+        self._leasing: Counter[int] = Counter()  # those that may be given prompts, by version
+        self.num_leasing = 0
 
     def __len__(self) -> int:
         return len(self._versions)
@@ -35,23 +37,38 @@ class WorkerRoll:
         """Every worker that may be given prompts, and the version that it serves."""
         return ((name, version) for name, version in self._versions.items() if self.may_lease(name))
 
+    @property
+    def versions(self) -> Mapping[int, int]:
+        """How many workers that may be given prompts serve each version."""
+        return self._leasing
+
     def serves(self, worker_id: str, version: int) -> None:
         """A worker is there and serves `version`; -1: nothing yet."""
-        before = self.may_lease(worker_id)
+        self._count(worker_id, -1)
         self._versions[worker_id] = version
-        self.num_leasing += self.may_lease(worker_id) - before
+        self._count(worker_id, 1)
 
     def remove(self, worker_id: str) -> None:
         """A worker is gone. One that was never there may still come, and stays parked if it was."""
-        self.num_leasing -= self.may_lease(worker_id)
+        self._count(worker_id, -1)
         if self._versions.pop(worker_id, None) is not None:
             self._parked.discard(worker_id)
 
     def park(self, worker_id: str, parked: bool) -> None:
         """From now on a worker is parked, or no longer. It need not be there yet."""
-        before = self.may_lease(worker_id)
+        self._count(worker_id, -1)
         if parked:
             self._parked.add(worker_id)
         else:
             self._parked.discard(worker_id)
-        self.num_leasing += self.may_lease(worker_id) - before
+        self._count(worker_id, 1)
+
+    def _count(self, worker_id: str, more: int) -> None:
+        """Count a worker as it is, if it may be given prompts: -1 before it changes, 1 after."""
+        if not self.may_lease(worker_id):
+            return
+        version = self._versions[worker_id]
+        self.num_leasing += more
+        self._leasing[version] += more
+        if not self._leasing[version]:
+            del self._leasing[version]

@@ -224,7 +224,7 @@ class RoutedBuffer(ReplayBuffer):
 
     def _free(self) -> int:
         """Groups that may be leased to whoever serves the newest version, and are kept for nobody."""
-        newest = max((version for _, version in self._workers.leasing()), default=-1)
+        newest = max(self._workers.versions, default=-1)
         return max(0, self._permits(newest) - len(self._kept)) if newest >= 0 else 0
 
     def _most(self, worker_id: str) -> int:

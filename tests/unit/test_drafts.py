@@ -221,7 +221,7 @@ def test_whoever_is_slow_to_begin_is_given_time_in_the_end() -> None:
     prompt = Prompt(0, (1,))
 
     def issue(name: str, now_s: float) -> Lease:
-        return book.issue(Lease(name, name, 0, "w0", prompt, 2, 0, 0.0), now_s)
+        return book.issue(Lease(name, name, 0, "w0", prompt, 2, 0, now_s + book.lasts_s(0)), now_s)
 
     for i in range(ENOUGH_COMPLETIONS):
         issue(f"quick{i}", 0.0)
@@ -248,7 +248,8 @@ def test_no_lease_is_longer_than_the_longest() -> None:
     book.register("w0", 0)
     now_s = 0.0
     for i in range(2000):
-        lease = book.issue(Lease(f"l{i}", f"l{i}", 0, "w0", Prompt(0, (1,)), 2, 0, 0.0), now_s)
+        ends_s = now_s + book.lasts_s(0)
+        lease = book.issue(Lease(f"l{i}", f"l{i}", 0, "w0", Prompt(0, (1,)), 2, 0, ends_s), now_s)
         assert lease.expires_s == now_s + 60.0
         now_s = lease.expires_s
         assert book.expire(now_s)
@@ -260,7 +261,8 @@ def test_leases_follow_the_median_completion_between_their_bounds() -> None:
     lengths = []
     for i, took_s in enumerate([1.0] * 30 + [8.0] * 100 + [100.0] * 100):
         now_s = 1000.0 * i
-        one = book.issue(Lease(f"l{i}", f"l{i}", 0, "w0", Prompt(i, (1,)), 2, 0, 0.0), now_s)
+        ends_s = now_s + book.lasts_s(i)
+        one = book.issue(Lease(f"l{i}", f"l{i}", 0, "w0", Prompt(i, (1,)), 2, 0, ends_s), now_s)
         lengths.append(one.expires_s - now_s)
         while not book.holds(one.lease_id, "w0", 0, now_s + took_s):  # tokens arrive
             took_s -= 5.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from echo_planes.data.leases import LeaseBook
 from echo_planes.data.limiter import is_admissible, num_permits, num_urgent
 from echo_planes.data.prompts import PromptCursor
+from echo_planes.data.roll import WorkerRoll
 from echo_planes.errors import LeaseError
 from echo_planes.types import Lease, Prompt
 
@@ -142,7 +144,8 @@ def book(epoch: int = 0) -> LeaseBook:
 def issue(
     leases: LeaseBook, name: str = "l0", worker: str = "w0", epoch: int = 0, now_s: float = 0.0
 ) -> Lease:
-    return leases.issue(Lease(name, name, epoch, worker, Prompt(0, (1,)), 2, 0, 0.0), now_s)
+    ends_s = now_s + leases.lasts_s(0)
+    return leases.issue(Lease(name, name, epoch, worker, Prompt(0, (1,)), 2, 0, ends_s), now_s)
 
 
 def close(leases: LeaseBook, worker: str = "w0", epoch: int = 0, now_s: float = 0.0, name: str = "l0") -> str:
@@ -264,3 +267,30 @@ def test_no_prompt_is_skipped_or_out_twice_across_any_resume(moves: list[int], s
             cursor.give_back(out.pop(rng.randrange(len(out))))
         cursor = PromptCursor(cursor.next_index, cursor.returned)
         assert sorted([*out, *done, *cursor.returned]) == list(range(cursor.next_index))
+
+
+# --- workers -------------------------------------------------------------------------------------
+
+
+@quick
+@given(
+    moves=st.lists(
+        st.tuples(
+            st.sampled_from(["serve", "park", "unpark", "remove"]), st.integers(0, 3), st.integers(-1, 2)
+        ),
+        max_size=40,
+    )
+)
+def test_the_roll_counts_who_may_be_given_prompts_by_version(moves: list[tuple[str, int, int]]) -> None:
+    roll = WorkerRoll()
+    for move, number, version in moves:
+        name = f"w{number}"
+        if move == "serve":
+            roll.serves(name, version)
+        elif move == "remove":
+            roll.remove(name)
+        else:
+            roll.park(name, move == "park")
+        leasing = dict(roll.leasing())
+        assert roll.versions == Counter(leasing.values())
+        assert roll.num_leasing == len(leasing)
