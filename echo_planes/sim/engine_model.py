@@ -8,7 +8,7 @@ where a group ends: the ends of its samples between two events are gone through 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right, insort
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -85,7 +85,8 @@ class Engine:
         """
         had = tuple(have) or (0,) * len(lengths)
         mark = self._mark
-        ends = [mark + max(length - done, 0) for length, done in zip(lengths, had, strict=True)]
+        left = [length - done for length, done in zip(lengths, had, strict=True)]
+        ends = [mark + more if more > 0 else mark for more in left]
         self._ends += [end for end in ends if end > mark]
         self._ends.sort()
         self._groups[key] = _Running(self._mark, ends, had)
@@ -114,19 +115,23 @@ class Engine:
         self._now_s = now_s
         if self._paused:
             return
-        full, before = self.room == 0, self.tokens
+        full, before = len(self._groups) == self._max_groups, self.tokens
         if full:
             self.saturated_s += left_s * self.clock_rate
-        ends, peak, half = self._ends, self._peak, self._spec.half_batch
-        while ends and left_s > 0:
-            batch = len(ends)
+        ends, mark, tokens, busy_s = self._ends, self._mark, self.tokens, self.busy_s
+        peak, half = self._peak, self._spec.half_batch
+        num_ended, batch = 0, len(ends)
+        while batch and left_s > 0:
             rate = peak / (batch + half)
-            part_s = min((ends[0] - self._mark) / rate, left_s)
-            self._mark += part_s * rate
-            self.tokens += part_s * rate * batch
-            self.busy_s += part_s
+            part_s = min((ends[num_ended] - mark) / rate, left_s)
+            mark += part_s * rate
+            tokens += part_s * rate * batch
+            busy_s += part_s
             left_s -= part_s
-            del ends[: bisect_right(ends, self._mark + _SAME_TOKENS)]
+            while batch and ends[num_ended] <= mark + _SAME_TOKENS:
+                num_ended, batch = num_ended + 1, batch - 1
+        del ends[:num_ended]
+        self._mark, self.tokens, self.busy_s = mark, tokens, busy_s
         if full:
             self.saturated_tokens += self.tokens - before
 

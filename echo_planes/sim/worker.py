@@ -64,12 +64,12 @@ class Answers:
             self._episodes[versions] = episode
         return episode
 
-    def trajectory(self, lease: Lease, sample: int, episode: Episode, right: bool) -> Trajectory:
+    def trajectory(self, lease: Lease, sample: int, versions: Versions, right: bool) -> Trajectory:
         return Trajectory(
             f"{lease.group_id}/{sample}",
             lease.group_id,
             lease.prompt,
-            episode,
+            self.episode(versions),
             _RIGHT if right else _WRONG,
             lease.worker_id,
             self._lineage,
@@ -137,18 +137,24 @@ class SimWorker:
         return ended
 
     def group(self, work: Work, accuracy: float) -> Group:
-        """The result of a lease that has ended, with that share of right answers."""
+        """The result of a lease that has ended, with that share of right answers.
+
+        Samples that are alike but for their number are one object, the first of them.
+        """
         lease, size = work.lease, len(work.lengths)
         right, shift = round(accuracy * size), lease.prompt.index
         # Nearly all groups: begun here, and no version came meanwhile.
         alone = not work.calls and self._since[-1] <= work.begun
-        newest = self._answers.episode((self.version,))
+        newest = (self.version,)
+        first: dict[tuple[Versions, bool], Trajectory] = {}
         trajectories = []
         for sample in range(size):
-            episode = newest if alone else self._answers.episode(self._versions_of(work, sample))
+            versions = newest if alone else self._versions_of(work, sample)
             # Which samples are right changes from prompt to prompt, how many does not.
-            is_right = (sample + shift) % size < right
-            trajectories.append(self._answers.trajectory(lease, sample, episode, is_right))
+            kind = versions, (sample + shift) % size < right
+            if kind not in first:
+                first[kind] = self._answers.trajectory(lease, sample, *kind)
+            trajectories.append(first[kind])
         return Group(lease.group_id, tuple(trajectories))
 
     def drop(self, lease_id: str) -> Work:
