@@ -261,7 +261,7 @@ class ReplayBuffer:
             raise LeaseError(f"batch {step} was asked for, but {self._step} batches were formed")
         self.expire(now_s)
         budget = self._staleness.max_staleness
-        for group in [g for g in self._groups.values() if step - g.version > budget]:
+        for group in [g for g in self._groups.values() if not is_admissible(g.version, step, budget)]:
             self._drop(self._groups.pop(group.group_id))
         self._again = {g: uses for g, uses in self._again.items() if is_admissible(g.version, step, budget)}
         num_new = min(len(self._groups), self._groups_per_step)
