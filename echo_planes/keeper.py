@@ -263,6 +263,7 @@ class FleetKeeper(QuietObserver):
             kappa=staleness.kappa,
             per_step=self._config.sampling.trajectories_per_step,
             gamma=self._config.fleet.gamma,
+            mu_first=self.fleet.mu_first(self._clock.now_s()),
         )
 
     def _limits(self) -> Limits:

@@ -140,11 +140,27 @@ class CapacityModel:
             if not math.isnan(mu):
                 self._last_mu[worker.offer_name] = mu
 
-    def need(self, max_staleness: int, kappa: int, per_step: int, gamma: float = 1.1) -> Need | None:
-        """What the learner asks for now; None until a step and a broadcast were seen."""
-        if not self._t_train_s or not self._t_bcast_s:
+    def need(
+        self, max_staleness: int, kappa: int, per_step: int, gamma: float = 1.1, *, mu_first: float
+    ) -> Need | None:
+        """What the learner asks for now; None until a step was seen, and a broadcast or a worker's rate.
+
+        The first broadcast that counts comes many steps late. Until then whoever chose the first fleet is
+        believed: T_bcast is the longest with which that fleet reaches its target. Where it does not reach
+        it even with none, T_train alone says that it is too small.
+
+        Args:
+            mu_first: trajectories/s of the first fleet.
+        """
+        is_measured = bool(self._last_mu) or any(self._rates(name) for name in self._of_offer)
+        if not self._t_train_s or not (self._t_bcast_s or is_measured):
             return None
-        t_train_s, t_bcast_s = median(self._t_train_s), median(self._t_bcast_s)
+        t_train_s = median(self._t_train_s)
+        if self._t_bcast_s:
+            t_bcast_s = median(self._t_bcast_s)
+        else:
+            sampling_s = gamma * kappa * per_step / mu_first if mu_first > 0 else math.inf
+            t_bcast_s = max(0.0, kappa * t_train_s - sampling_s)
         return Need(max_staleness, kappa, per_step, t_train_s, t_bcast_s, gamma)
 
     def mu(self, worker_id: str, prior: float) -> float:

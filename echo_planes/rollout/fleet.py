@@ -31,18 +31,10 @@ from collections.abc import Collection, Mapping, Sequence
 from echo_planes.errors import ConfigError
 from echo_planes.rollout.estimates import CapacityModel, ThroughputSample
 from echo_planes.rollout.health import SpeedWatch, worst
-from echo_planes.rollout.members import (
-    Activate,
-    Cause,
-    FleetAction,
-    Leave,
-    Member,
-    Members,
-    Park,
-    Standing,
-)
+from echo_planes.rollout.members import Activate, Cause, FleetAction, Leave, Member, Members, Park, Standing
 from echo_planes.rollout.offer_book import FIRST_BACK_OFF_S, FIRST_WITHOUT_S, YOUNG_S, OfferBook
 from echo_planes.rollout.offers import Need, Offer, cheapest_beside, limits_beside
+from echo_planes.rollout.plans import DRIFT
 from echo_planes.rollout.provisioner import Decision, Provisioner
 
 RELEASE_LIMIT_S = 60.0  # a worker that is no longer needed has so long to hand over what it has
@@ -131,6 +123,10 @@ class Fleet:
             math.fsum(mu[m.offer] for m in self._members if m.state == "serving"),
             math.fsum(self._offers[m.offer].usd_per_hour for m in self._members if m.state != "asked"),
         )
+
+    def mu_first(self, now_s: float) -> float:
+        """Trajectories/s of the fleet to begin with, by what was measured until now."""
+        return math.fsum(offer.mu * self._first.get(offer.name, 0) for offer in self.offers(now_s))
 
     def offer_of(self, worker_id: str) -> Offer | None:
         """What a worker is, if it is one of the fleet's."""
@@ -254,25 +250,29 @@ class Fleet:
     # --- inside ----------------------------------------------------------------------------------
 
     def _keep_first(self, now_s: float) -> list[FleetAction]:
-        """Replace what was lost of the first fleet, where its offer is not backed off.
+        """Replace what the first fleet lost of its throughput, where its offer is not backed off.
 
-        Where it is, the cheapest of the others stand in: before the need is known nobody else does.
+        Where it is, the cheapest of the others stand in: before the need is known nobody else does. Machines
+        of an offer that failed before count only when they come: the learner may have nothing to train on.
         """
-        counts, limits = Counter(self.counts), self.limits
+        counts, held, failed = Counter(self.counts), self._members.held, self._book.back_offs.failed
+        asked = (m.offer for m in self._members if m.state == "asked" and m.counts)
+        doubtful = Counter(name for name in asked if failed(name))
         offers = sorted(self.offers(now_s), key=lambda offer: (offer.rho, offer.name))
         goals = [(offer, min(self._first.get(offer.name, 0), offer.max_count)) for offer in offers]
         goals += [(offer, offer.max_count) for offer in offers]
-        missing = sum(self._first.values()) - counts.total()
-        usd_per_hour = self._usd_per_hour(self._members.held)
+        wanted = self.mu_first(now_s)
+        missing = wanted - math.fsum((counts - doubtful)[offer.name] * offer.mu for offer in offers)
         launches: list[FleetAction] = []
         for offer, goal in goals:
-            for _ in range(min(goal - counts[offer.name], missing - len(launches))):
-                usd_per_hour += offer.usd_per_hour
+            while not doubtful[offer.name] and counts[offer.name] < goal and missing > DRIFT * wanted:
+                held[offer.name] += 1
                 stands_in = counts[offer.name] >= self._first.get(offer.name, 0)
-                if stands_in and limits.usd_per_hour is not None and usd_per_hour > limits.usd_per_hour:
+                if stands_in and not self.limits.permit(offers, held):
                     return launches
                 launches.append(self._members.launch(offer.name, now_s))
                 counts[offer.name] += 1
+                missing -= offer.mu
         return launches
 
     # --- standbys ---

@@ -9,8 +9,9 @@ one. In between nothing changes, so little noise in the estimates moves no machi
     no fleet, or a minimum  at once             there is nothing to flap; a minimum that has no room waits
                                                 until others have gone
     above a limit           for sustain_s       let go the dearest that count towards it
-    above target + margin   for release wait    let go the dearest by rho that the cheapest fleet has not, as
-                                                far as the lowest ratio of that time permits
+    above target + margin   for release wait    let go the dearest by rho, as far as the lowest ratio of that
+                                                time permits; where the rest would still be dearer by a margin
+                                                none that the cheapest fleet also has
     dearer by a margin      for release wait    add what the cheapest fleet has more, one offer at a time;
                                                 when that has booted, let go what it has less
 
@@ -197,13 +198,17 @@ class Provisioner:
         release = {}
         if ratio > 1 + self._release_margin:
             lowest = min(one for _, one in self._ratios)
-            # What the cheapest fleet has too would only be bought again.
-            kept = best.counts if isinstance(best, FleetPlan) else {}
-            release = spare(problem, counts, (lowest - 1) * problem.mu_target, kept)
+            mu_spare = (lowest - 1) * problem.mu_target
+            release = spare(problem, counts, mu_spare, {})
+            left = problem.plan(
+                [n - release.get(o.name, 0) for o, n in zip(problem.offers, counts, strict=True)]
+            )
+            if isinstance(best, FleetPlan) and self._is_dear(left, best):
+                # The cheapest fleet will be gone over to: what it has too would only be bought again.
+                release = spare(problem, counts, mu_spare, best.counts)
         states = ["surplus"] if release else []
-        if isinstance(best, FleetPlan):
-            saving = pool.usd_per_hour - best.usd_per_hour
-            states += ["dear"] if saving > self._saving_margin * pool.usd_per_hour else []
+        if isinstance(best, FleetPlan) and self._is_dear(pool, best):
+            states.append("dear")
         lasted_s = self._lasted(now_s, *states)
         if not states:
             return self._decision(problem, counts, f"{asked}: enough")
@@ -216,6 +221,9 @@ class Provisioner:
         if "dear" in states:
             return self._swap(problem, counts, asked)
         return self._decision(problem, counts, f"{asked}: enough")
+
+    def _is_dear(self, fleet: FleetPlan, best: FleetPlan) -> bool:
+        return fleet.usd_per_hour - best.usd_per_hour > self._saving_margin * fleet.usd_per_hour
 
     def _swap(self, problem: FleetProblem, counts: Sequence[int], asked: str) -> Decision:
         """Towards the cheapest fleet: first what it has more, within the limits, later what it has less.

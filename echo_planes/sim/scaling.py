@@ -100,7 +100,11 @@ class Scaling:
         if scenario.fleet.follows_need:
             staleness = scenario.staleness
             need = self._model.need(
-                staleness.max_staleness, staleness.kappa, scenario.per_step, scenario.fleet.gamma
+                staleness.max_staleness,
+                staleness.kappa,
+                scenario.per_step,
+                scenario.fleet.gamma,
+                mu_first=self.fleet.mu_first(now_s),
             )
         actions = self.fleet.tick(now_s, need)
         decision = self.fleet.decision

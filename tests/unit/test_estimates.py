@@ -36,13 +36,36 @@ class Worker:
 
 def test_a_need_once_both_times_were_seen() -> None:
     model = CapacityModel()
-    assert model.need(3, 2, 256) is None
+    assert model.need(3, 2, 256, mu_first=1.0) is None
     model.observe_step(10.0)
-    assert model.need(3, 2, 256) is None
+    assert model.need(3, 2, 256, mu_first=1.0) is None
     model.observe_broadcast(6.0)
-    need = model.need(3, 2, 256)
+    need = model.need(3, 2, 256, mu_first=1.0)
     assert need is not None
     assert (need.t_train_s, need.t_bcast_s, need.gamma) == (10.0, 6.0, 1.1)
+
+
+@pytest.mark.parametrize(
+    ("mu_first", "mu_target", "t_bcast_s"),
+    [(56.32, 56.32, 10.0), (14.0, 28.16, 0.0), (0.0, 28.16, 0.0)],  # gamma R / T_train = 28.16
+)
+def test_before_the_first_broadcast_the_first_fleet_is_the_need_unless_a_step_says_more(
+    mu_first: float, mu_target: float, t_bcast_s: float
+) -> None:
+    model = CapacityModel()
+    worker = Worker(model, "w0")
+    for _ in range(3):
+        worker.works(50.0)
+    assert model.need(3, 2, 256, mu_first=mu_first) is None  # no step yet
+    model.observe_step(10.0)
+    need = model.need(3, 2, 256, mu_first=mu_first)
+    assert need is not None
+    assert need.mu_target == pytest.approx(mu_target)
+    assert need.t_bcast_s == pytest.approx(t_bcast_s)
+    model.observe_broadcast(6.0)
+    need = model.need(3, 2, 256, mu_first=mu_first)
+    assert need is not None
+    assert need.t_bcast_s == 6.0
 
 
 def test_an_outlier_moves_no_estimate() -> None:
@@ -50,7 +73,7 @@ def test_an_outlier_moves_no_estimate() -> None:
     for t_train_s in (10.0, 10.0, 500.0, 10.0, 10.0):
         model.observe_step(t_train_s)
         model.observe_broadcast(t_train_s / 2)
-    need = model.need(3, 2, 256)
+    need = model.need(3, 2, 256, mu_first=1.0)
     assert need is not None
     assert (need.t_train_s, need.t_bcast_s) == (10.0, 5.0)
     worker = Worker(model, "w0")
@@ -66,7 +89,7 @@ def test_windows_slide() -> None:
         model.observe_step(t_train_s)
         model.observe_broadcast(1.0)
         worker.works(5 * t_train_s)
-    need = model.need(3, 2, 256)
+    need = model.need(3, 2, 256, mu_first=1.0)
     assert need is not None
     assert need.t_train_s == 20.0
     assert model.mu("w0", prior=9.0) == pytest.approx(1.0)
@@ -204,7 +227,7 @@ def test_what_is_no_measurement_is_refused_and_changes_nothing(wrong: float) -> 
     ):
         with pytest.raises(RefusedError, match="not used"):
             observe()
-    assert model.need(3, 2, 256) is None
+    assert model.need(3, 2, 256, mu_first=1.0) is None
     assert model.mu("w0", prior=9.0) == pytest.approx(0.5)
     assert rates.per_hour("L40S", "eu", "spot") == 1 / 20
 

@@ -247,6 +247,30 @@ def test_others_stand_in_also_while_some_serve() -> None:
     assert story.wait(TICK_S, None) == []
 
 
+def test_stand_ins_make_up_for_throughput_not_for_heads() -> None:
+    offers = [offer("a", mu=2.0), offer("b", 3.0), offer("c", 3.5, mu=1.9)]
+    story = Story(offers, {"a": 2})
+    story.serve(story.fleet.begin(0.0)[:1])
+    assert launches(story.wait(BOOT_LIMIT_S + TICK_S, None)) == ["c"]  # 3.9 of 4: no other for the rest
+    slow = Story(offers[:2], {"a": 2})
+    slow.serve(slow.fleet.begin(0.0)[:1])
+    assert launches(slow.wait(BOOT_LIMIT_S + TICK_S, None)) == ["b", "b"]
+
+
+@pytest.mark.parametrize(("limits", "stand_ins"), [(Limits(), ["b"]), (Limits(max_workers=1), [])])
+def test_nobody_waits_for_machines_of_an_offer_that_failed_before(
+    limits: Limits, stand_ins: list[str]
+) -> None:
+    """Before the need is known others are asked for beside them, within the limits."""
+    story = Story([offer("a"), offer("b", 3.0)], {"a": 1}, limits)
+    for name, cause in (("a", "died"), ("b", "never came")):  # "a" is backed off for 10 s, "b" for 60 s
+        asked = story.wait(TICK_S, None) if name == "b" else story.fleet.begin(0.0)
+        assert launches(asked) == [name]
+        story.fleet.gone(asked[0].worker_id, cause, story.now_s)  # type: ignore[arg-type]
+    assert launches(story.wait(50.0, None)) == ["a"]
+    assert launches(story.wait(100.0, None)) == stand_ins
+
+
 @pytest.mark.parametrize("cause", ["died", "preempted"])
 def test_a_spot_worker_that_ends_before_it_serves_is_not_launched_again_at_once(cause: str) -> None:
     """An engine that cannot start there would be started for ever."""

@@ -411,6 +411,22 @@ def test_what_cannot_be_added_to_is_not_searched_again_at_every_tick(searches: l
     assert len(searches) <= 6
 
 
+def test_a_surplus_keeps_what_the_cheapest_fleet_has_only_where_the_rest_would_be_dear() -> None:
+    """7 for 4. Without `b` 6 are left for $2.40; the cheapest fleet, 1 `a` and 1 `b`, is $2.30, or $1.90."""
+    a, b = Offer("a", "a", 1.2, 3.0, 2), Offer("b", "b", 1.1, 1.0, 1)
+    need = Need(3, 2, 200, 50.0, 0.0, gamma=1.0)
+    for price, left in ((1.1, {"a": 2}), (0.7, {"a": 1, "b": 1})):
+        offers = [a, replace(b, usd_per_hour=price)]
+        running = {"a": 2, "b": 1}
+        provisioner = Provisioner(Limits(), sustain_s=30.0, release_sustain_s=100.0)
+        changes = 0
+        for now_s in range(0, 3000, 50):
+            decision = provisioner.decide(need, offers, running, float(now_s))
+            changes += bool(decision.launch or decision.release)
+            running = dict(decision.plan.counts)
+        assert (running, changes) == (left, 1)
+
+
 def test_a_low_of_long_ago_does_not_keep_a_surplus_for_ever() -> None:
     """The need falls in two moves: what the first permits is forgotten once the second has lasted."""
     provisioner = Provisioner(Limits(), sustain_s=4.0, release_sustain_s=8.0, saving_margin=10.0)
