@@ -157,6 +157,8 @@ class Proof:
             ("engines over two ranks, tensor and pipeline", "tests/integration/test_vllm_parallel.py"),
             ("seeded faults, every bug that is put in", "tests/sim/test_campaign.py"),
             ("wheel in an empty folder, submitted as a Ray job", "tests/integration/test_job.py"),
+            ("everything that is simulated, with all seeds and examples", "tests/sim"),
+            ("every unit, with all examples", "tests/unit"),
         ):
             print(f"[proof] {path}", flush=True)
             done = subprocess.run(

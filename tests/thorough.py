@@ -1,4 +1,4 @@
-"""Tests that take minutes run where ECHO_PLANES_THOROUGH is set, as by `make proof`; elsewhere they skip."""
+"""What takes minutes runs where ECHO_PLANES_THOROUGH is set, as by `make proof`; elsewhere less, or none."""
 
 from __future__ import annotations
 
@@ -8,3 +8,8 @@ import pytest
 
 THOROUGH = "ECHO_PLANES_THOROUGH" in os.environ
 takes_minutes = pytest.mark.skipif(not THOROUGH, reason="takes minutes: set ECHO_PLANES_THOROUGH=1")
+
+
+def examples(count: int) -> int:
+    """How many of `count` drawn examples or seeds are tried: all where it is thorough, else a quarter."""
+    return count if THOROUGH else max(1, count // 4)

@@ -6,6 +6,7 @@ Every draw comes from one seed, which a failure names.
 from __future__ import annotations
 
 import random
+from functools import cache
 
 import pytest
 
@@ -15,6 +16,7 @@ from echo_planes.weights.link_sim_nodes import SimSettings
 from echo_planes.weights.manifest import PublicationKey
 from echo_planes.weights.tracker import Tracker, TrackerSettings
 from echo_planes.weights.tracker_events import SENDER_ID, Assign, CancelBroadcast, Demote, Throttle
+from tests.thorough import examples
 
 CHUNK = 512 * 1024
 CHUNKS = 200  # 100 MiB: 8.4 s at 100 Mbit/s
@@ -62,6 +64,7 @@ def finish(sim: BroadcastSim, limit_s: float = 90.0) -> None:
     assert sim.num_duplicates == 0
 
 
+@cache
 def unfaulted_s(num_workers: int, uplink_mbit: float) -> float:
     sim = network(num_workers, uplink_mbit)
     finish(sim)
@@ -160,7 +163,7 @@ def test_slow_encoding_moves_nobody_and_costs_no_more_than_itself() -> None:
 
 @pytest.mark.parametrize("uplink_mbit", [100, 300, 800])
 @pytest.mark.parametrize("fault", ["kill", "slow", "cut_off"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(examples(8)))
 def test_one_forwarder_of_eight(fault: str, uplink_mbit: float, seed: int) -> None:
     sim = network(8, uplink_mbit, seed)
     rng = random.Random(seed)
@@ -186,7 +189,7 @@ def test_one_forwarder_of_eight(fault: str, uplink_mbit: float, seed: int) -> No
     assert sim.num_sent <= 8 * CHUNKS + 8 * len(moved_after(sim, fault_s)) + 8
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(examples(60)))
 def test_random_faults(seed: int) -> None:
     rng = random.Random(seed)
     num_workers = rng.randint(2, 14)

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,24 @@ from tests.thorough import THOROUGH
 
 SEEDS = 2000
 PARTS = 8
-REPLAY_EVERY = 20
+REPLAY_EVERY = 20 if THOROUGH else 50
 ROOT = Path(__file__).resolve().parents[2]
+# Bugs that few seeds find, and the first that does (`first_seed_of_bug` of the campaign's figures). It is
+# tried first, so that every bug can be tried; where it finds nothing any more, all seeds are.
+FIRST_SEED = {
+    "a lease is accepted after its end": 13,
+    "the epoch is not checked on stream": 25,
+    "a group is trained once too often": 237,
+    "a dropped group is not counted": 8,
+    "a dropped prompt is forgotten": 8,
+    "a starved learner never publishes again": 71,
+    "a worker is started again for ever": 72,
+    "a leaving worker gets leases": 259,
+    "a leaving worker gets installs": 13,
+    "the fleet launches above its quota": 29,
+    "a fleet of nobody stays one": 86,
+    "the fleet's limits are ignored": 92,
+}
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -49,10 +67,9 @@ def test_what_is_drawn_covers_what_is_promised() -> None:
     assert {one.kind for _, plan in drawn for one in plan.disturbances} == set(KINDS)
 
 
-# Those that few seeds find take long: `python -m bench.campaign` tries all of them.
-@pytest.mark.parametrize("mutant", MUTANTS if THOROUGH else MUTANTS[::2], ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_bug_that_is_put_in_is_found(mutant: Mutant) -> None:
-    outcome = find(mutant, range(BUG_SEEDS))
+    outcome = find(mutant, chain([FIRST_SEED.get(mutant.name, 0)], range(BUG_SEEDS)))
     assert outcome is not None, f"{mutant.name}: not found in {BUG_SEEDS} seeds"
     assert not run_seed(outcome.seed).violation  # without the bug
 
@@ -100,6 +117,7 @@ def test_what_an_interrupted_campaign_found_is_kept(how: signal.Signals, tmp_pat
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,  # a group of its own, so that its pool ends with it
     )
     try:
         limit_s = time.monotonic() + 300.0
@@ -110,7 +128,8 @@ def test_what_an_interrupted_campaign_found_is_kept(how: signal.Signals, tmp_pat
         campaign.send_signal(how)
         said, progress = campaign.communicate(timeout=300.0)
     finally:
-        campaign.kill()
+        with suppress(ProcessLookupError):  # nobody is left: it ended as it should
+            os.killpg(campaign.pid, signal.SIGKILL)
         campaign.wait()
     result = json.loads(path.read_text())
     assert campaign.returncode == 1

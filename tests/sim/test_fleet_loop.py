@@ -13,6 +13,7 @@ from echo_planes.config import Config, FleetConfig, WorkerConfig
 from echo_planes.rollout.actuator import Node
 from echo_planes.testing import Faults, Simulation, Trace, tiny_config
 from tests.sim.test_loop import check
+from tests.thorough import examples
 from tests.unit.test_keeper import Machines
 
 CHEAP, DEAR = "cheap/spot", "dear/on_demand"
@@ -77,7 +78,7 @@ class Stormy(Machines):
         return await super().nodes()
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(examples(8)))
 def test_lost_workers_are_replaced_and_nothing_is_lost(tmp_path: Path, seed: int) -> None:
     config = fleet_config()
     faults = Faults(die_at_s={("w0", 0): 12.0, ("w1", 0): 20.0})
@@ -88,7 +89,7 @@ def test_lost_workers_are_replaced_and_nothing_is_lost(tmp_path: Path, seed: int
     assert len(started(trace)) > 2
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(examples(12)))
 def test_workers_that_die_at_any_time(tmp_path: Path, seed: int) -> None:
     rng = random.Random(f"deaths/{seed}")
     deaths = {(f"w{i}", 0): rng.uniform(0.0, 120.0) for i in range(8)}
@@ -104,7 +105,7 @@ def test_workers_that_die_at_any_time(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 3])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(examples(8)))
 def test_machines_that_are_announced_to_go(tmp_path: Path, seed: int, max_staleness: int) -> None:
     config = fleet_config(60, max_staleness=max_staleness, counts=(3, 1), scale="ray")
     machines = Stormy(seed, mean_s=20.0, notice_s=10.0, boot_s={CHEAP: 3.0, DEAR: 5.0})
@@ -192,7 +193,7 @@ def test_without_staleness_the_fleet_grows_to_what_is_useful(tmp_path: Path) -> 
     assert last_s < 0.7 * first_s  # the learner waits less for its samples
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(examples(4)))
 def test_same_seed_same_fleet(tmp_path: Path, seed: int) -> None:
     lines = []
     for i in range(2):

@@ -12,6 +12,7 @@ from echo_planes.data.store.snapshot import StoreSnapshot
 from echo_planes.errors import RunError
 from echo_planes.runner import Outcome
 from echo_planes.testing import Faults, Simulation, Trace, replace_section, tiny_config
+from tests.thorough import examples
 
 
 def run(tmp_path: Path, config: Config, **settings: object) -> tuple[Outcome, Trace]:
@@ -36,7 +37,7 @@ def check(config: Config, outcome: Outcome, trace: Trace) -> None:
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 3, 6])
 @pytest.mark.parametrize("policy", ["drop", "wait"])
 def test_bound_holds_with_a_slow_worker(tmp_path: Path, max_staleness: int, policy: str) -> None:
-    for seed in range(5):
+    for seed in range(examples(8)):
         config = tiny_config(max_staleness=max_staleness, policy=policy)
         outcome, trace = run(tmp_path / str(seed), config, seconds_per_token=(0.05, 2.0), seed=seed)
         assert outcome.status == "done"

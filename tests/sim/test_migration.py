@@ -22,10 +22,11 @@ from echo_planes.runner import Outcome
 from echo_planes.samples import joined
 from echo_planes.testing import FakeEngine, Faults, Simulation, Trace, replace_section, tiny_config
 from echo_planes.types import Sample, Span
+from tests.thorough import examples
 
 FIRST = 0x10000  # number of the first token: above every character of the prompts
 SECONDS_PER_TOKEN = (0.04, 0.05, 0.08)
-SEEDS = 12
+SEEDS = examples(12)
 STEPS = 15
 
 

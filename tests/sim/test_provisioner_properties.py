@@ -15,6 +15,7 @@ from echo_planes.rollout.advice import advise
 from echo_planes.rollout.exact import exact, fleet_problem, plan_of, solve
 from echo_planes.rollout.offers import FleetPlan, Limits, Need, Offer, Shortfall
 from echo_planes.rollout.provisioner import Provisioner, greedy
+from tests.thorough import examples
 
 EPSILON = 1e-9
 
@@ -79,7 +80,7 @@ def by_hand(offers: list[Offer], target: float, limits: Limits) -> tuple[float |
     return cheapest, most
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(market=markets(max_offers=5, max_count=4), limits=some_limits())
 def test_the_optimum_is_the_best_of_all_fleets(market: tuple[list[Offer], float], limits: Limits) -> None:
     offers, target = market
@@ -112,7 +113,7 @@ def relaxed_usd_per_hour(offers: list[Offer], target: float) -> float:
     return cost
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(market=markets(max_offers=40, max_count=2000))
 def test_greedy_is_within_one_worker_of_the_relaxed_optimum(market: tuple[list[Offer], float]) -> None:
     offers, target = [replace(offer, min_count=0) for offer in market[0]], market[1]
@@ -174,7 +175,7 @@ def test_larger_fleets_against_an_independent_solver(seed: int) -> None:
         assert ours <= other.fun / 100 + solution.gap * ours + 1e-6
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     market=markets(max_offers=5, max_count=6),
     kappa=st.integers(1, 4),
@@ -211,7 +212,7 @@ def test_every_advice_is_enough(
             assert fleet(replace(advice.need, per_step=int(advice.value) + 1), limits) is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(market=markets(max_offers=4, max_count=8), counts=st.lists(st.integers(0, 8), min_size=4, max_size=4))
 def test_where_nothing_changes_the_fleet_comes_to_rest(
     market: tuple[list[Offer], float], counts: list[int]
@@ -235,7 +236,7 @@ def test_where_nothing_changes_the_fleet_comes_to_rest(
         assert usd_per_hour <= best.usd_per_hour / 0.95 + EPSILON
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     noise=st.floats(0, 0.3),
@@ -279,7 +280,7 @@ def test_noise_moves_few_machines(seed: int, noise: float, worker_share: float, 
         assert releases <= 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_a_market_that_moves_never_breaks_a_limit(seed: int) -> None:
     """Prices, quotas and the need change at random: no launch goes above a quota or a limit."""

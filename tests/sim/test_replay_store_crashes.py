@@ -22,10 +22,10 @@ from echo_planes.data.store.message import Kind, Place, decode
 from echo_planes.data.store.retention import Retention
 from echo_planes.data.store.segment import GROUP_ENTRY, scan
 from echo_planes.data.store.store import ReplayStore
-from tests.thorough import THOROUGH
+from tests.thorough import THOROUGH, examples
 from tests.unit.test_replay_store import all_segments, batch_of, everything, rows_of
 
-RECORDS = 200
+RECORDS = examples(200)
 KILLS = 500 if THOROUGH else 40
 WALK_EVERY = 1 if THOROUGH else 16  # bytes; each byte is flipped either way
 
@@ -330,7 +330,7 @@ def _work(store: ReplayStore, number: int, rng: random.Random, acked: dict[str, 
             store.compact(0.9)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(examples(12)))
 def test_a_power_cut_loses_nothing_that_was_acknowledged(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     acked: dict[str, Fate] = {}

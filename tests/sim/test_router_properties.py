@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from bench.dispatch import one_at_a_time, with_a_heap
 from echo_planes.rollout.router import Move, Proportional, Pull, ShortestQueue, Workers
+from tests.thorough import examples
 
 SPEEDS = st.one_of(st.floats(0.1, 1e4), st.sampled_from([0.0, 1.0, 2.0, 1e-9, 1e9]))
 TENTHS = st.integers(0, 12)  # of the places there are
@@ -53,7 +54,7 @@ def is_same(one: Workers, other: Workers) -> bool:
 # --- handing out ---------------------------------------------------------------------------------
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(workers=fleets(), tenths=TENTHS, theta=st.integers(1, 9))
 def test_jsq_is_the_loop_of_the_paper(workers: Workers, tenths: int, theta: int) -> None:
     before = copy_of(workers)
@@ -67,7 +68,7 @@ def test_jsq_is_the_loop_of_the_paper(workers: Workers, tenths: int, theta: int)
     assert is_same(workers, before)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(workers=fleets(), first=st.integers(0, 20), second=st.integers(0, 20), theta=st.integers(1, 9))
 def test_jsq_in_two_batches_is_jsq_in_one(workers: Workers, first: int, second: int, theta: int) -> None:
     policy = ShortestQueue(theta)
@@ -78,7 +79,7 @@ def test_jsq_in_two_batches_is_jsq_in_one(workers: Workers, first: int, second: 
     assert (one + policy.assign(second, workers).counts).tolist() == at_once.tolist()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(workers=fleets(), tenths=TENTHS)
 def test_pull_is_one_worker_after_another(workers: Workers, tenths: int) -> None:
     before = copy_of(workers)
@@ -109,7 +110,7 @@ def exact_quotas(num_requests: int, weights: list[Fraction], room: list[int]) ->
     return quotas
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(workers=fleets(), tenths=TENTHS)
 def test_proportional_is_exact_and_nobody_is_a_request_off(workers: Workers, tenths: int) -> None:
     before = copy_of(workers)
@@ -135,7 +136,7 @@ def test_proportional_is_exact_and_nobody_is_a_request_off(workers: Workers, ten
     assert is_same(workers, before)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(workers=fleets(), num_requests=st.integers(0, 300))
 def test_proportional_gives_the_faster_of_two_no_less(workers: Workers, num_requests: int) -> None:
     workers.version[:] = workers.newest
@@ -158,7 +159,7 @@ def apply(workers: Workers, moves: tuple[Move, ...]) -> None:
         workers.room[target] -= move.count
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(workers=fleets(), theta=st.integers(1, 9))
 def test_queued_requests_move_as_in_the_paper_one_at_a_time(workers: Workers, theta: int) -> None:
     workers.pending[: len(workers.ids) // 2] += 1
@@ -186,7 +187,7 @@ def test_queued_requests_move_as_in_the_paper_one_at_a_time(workers: Workers, th
             assert not (fullness[workers.pending > 0] > fullness[target]).any()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(workers=fleets(), theta=st.integers(1, 9))
 def test_queued_requests_come_to_rest(workers: Workers, theta: int) -> None:
     """Where no worker ever starts anything, a few rounds end it: nothing goes to and fro."""
@@ -205,7 +206,7 @@ def test_queued_requests_come_to_rest(workers: Workers, theta: int) -> None:
     raise AssertionError("requests still move after 100 rounds")
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(workers=fleets(busy=False))
 def test_executing_requests_leave_only_beyond_the_plateau_and_reach_only_the_idle(workers: Workers) -> None:
     before = copy_of(workers)

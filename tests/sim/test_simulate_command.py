@@ -12,7 +12,7 @@ from echo_planes.metrics import FLEET_STATE, WORKER_STATE
 from echo_planes.simulate import main
 from tests.unit.test_report_fleet import table
 
-SHORT = ["scenario=steady", "run.hours=2", "network.snapshot_mb=500"]
+SHORT = ["scenario=steady", "run.hours=1.25", "network.snapshot_mb=500"]
 
 
 def test_what_is_written_says_that_it_is_simulated(

@@ -21,6 +21,7 @@ from echo_planes.rollout.offer_book import MOST_BACK_OFF_S
 from echo_planes.sim.scaling import GroupShape, expected_mu
 from echo_planes.sim.scenario import parse_scenario
 from echo_planes.sim.world import Result, World
+from tests.thorough import examples
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("ECHO_PLANES_DATA", ROOT.parent / "shared" / "data"))
@@ -177,6 +178,7 @@ def test_a_star_slows_with_the_workers_and_chains_do_not() -> None:
 # --- determinism -------------------------------------------------------------------------------------
 
 FAULTY: dict[str, Any] = {
+    "run": {"hours": 0.75},
     "fleet": {"mode": "kept"},
     "offer": {"market": "spot", "interruptions_per_hour": 1.0, "max_count": 8},
     "faults": [{"at_s": 900.0, "kind": "kill", "count": 2}, {"at_s": 2000.0, "kind": "silence"}],
@@ -225,7 +227,7 @@ faults = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     faults=faults,
     seed=st.integers(0, 1000),

@@ -1,4 +1,4 @@
-"""Thousands of random schedules of the pure core: the bound holds, nothing is lost, and it never gets stuck.
+"""Hundreds of random schedules of the pure core: the bound holds, nothing is lost, and it never gets stuck.
 
 The schedule is adversarial: workers are slow, die, come back, miss publications; they stream tokens, hand
 leases over, are recalled, and go on for a while after they were replaced; leases expire; the learner trains
@@ -27,11 +27,12 @@ from echo_planes.data.buffer_state import Accepted, BufferState, NotReady
 from echo_planes.data.cut import CUT_NAME, load_cut, write_cut
 from echo_planes.data.store.index import GroupIndex
 from echo_planes.types import Draft, Group, Lease, LeaseTokens, Prompt, Sample, Span
+from tests.thorough import examples
 from tests.unit.test_buffer import Buffer, answer
 from tests.unit.test_checkpoint import of_lineage
 
 STEPS = 12
-SEEDS_PER_SETTING = 50
+SEEDS_PER_SETTING = examples(50)
 LEASE_S = 40.0
 SELECTORS = ("fifo", "freshest", "uniform", "staleness", "reward")
 
@@ -399,7 +400,8 @@ class Schedule:
 def test_bound_ledger_and_liveness(max_staleness: int, policy: str) -> None:
     seen = {"accepted": 0, "refused": 0, "expired": 0, "continued": 0, "discarded_tokens": 0}
     resumes = 0
-    for seed in range(SEEDS_PER_SETTING * len(SELECTORS)):
+    schedules = SEEDS_PER_SETTING * len(SELECTORS)
+    for seed in range(schedules):
         selector = SELECTORS[seed % len(SELECTORS)]
         schedule = Schedule(seed, max_staleness, policy, selector)
         try:
@@ -413,4 +415,6 @@ def test_bound_ledger_and_liveness(max_staleness: int, policy: str) -> None:
         for name in seen:
             seen[name] += getattr(schedule.buffer.counts, name)
         resumes += schedule.resumes
-    assert min(*seen.values(), resumes) > 100, f"the schedules do not try enough: {seen}, {resumes} resumes"
+    assert min(*seen.values(), resumes) > 0.4 * schedules, (
+        f"the schedules do not try enough: {seen}, {resumes} resumes"
+    )

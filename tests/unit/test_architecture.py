@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,16 +44,23 @@ HEAVY = {
 }
 
 
-def imports(path: Path) -> set[str]:
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """The syntax tree of a module, flat."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
+def imports(path: Path) -> frozenset[str]:
     """Dotted names a module imports, wherever in it."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found.add(node.module)
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return frozenset(found)
 
 
 def part_of(name: str) -> str:
@@ -114,9 +122,8 @@ def test_settings_and_cores_import_without_the_heavy_four() -> None:
 
 def test_modules_and_functions_stay_small() -> None:
     for path in PACKAGE.rglob("*.py"):
-        text = path.read_text()
-        assert text.count("\n") <= 400, f"{path.name} is too long"
-        for node in ast.walk(ast.parse(text)):
+        assert path.read_text().count("\n") <= 400, f"{path.name} is too long"
+        for node in nodes(path):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 assert length <= 80, f"{path.name}:{node.name} has {length} lines"

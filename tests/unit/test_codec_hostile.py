@@ -20,6 +20,7 @@ from echo_planes.types import ByteArray, Codec, TensorSpec
 from echo_planes.weights.codec import Patcher, decode, encode
 from echo_planes.weights.digest import BIT_DTYPES
 from echo_planes.weights.layout import put_number
+from tests.thorough import examples
 from tests.unit.codec_states import CODECS, CODED, copied, model_state, one, same_bits, specs_of, updated
 
 BASE, NEW = model_state(), updated(model_state(), 1, 0.2)
@@ -78,7 +79,7 @@ def damaged(segment: ByteArray, damage: Sequence[tuple[str, int, int]]) -> ByteA
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(damage=damages(), number=st.integers(0, 2), near_the_start=st.booleans())
 def test_mutated_segments(
     codec: Codec, damage: list[tuple[str, int, int]], number: int, near_the_start: bool

@@ -41,6 +41,7 @@ from echo_planes.weights.manifest import (
     parse_manifest,
 )
 from echo_planes.weights.transfer import ChunkSet
+from tests.thorough import examples
 from tests.unit.wire import FULL, LIMITS, PATCH, frame_head, signed
 
 PUBLICATION = signed(bytes(range(256)) * 2, [300, 212], key=PATCH)
@@ -161,7 +162,7 @@ def test_bytes_behind_a_message_are_refused(extra: bytes) -> None:
 # --- fuzzing -------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.binary(max_size=400), st.lists(st.integers(0, 2**20), max_size=5))
 def test_random_bytes_end_in_a_typed_error_or_in_nothing(data: bytes, cuts: list[int]) -> None:
     outcome(data, cuts)
@@ -191,7 +192,7 @@ def mutated(draw: st.DrawFn) -> bytes:
     return bytes(stream)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(mutated(), st.lists(st.integers(0, 2**20), max_size=5))
 def test_mutated_streams_end_in_frames_or_a_typed_error(stream: bytes, cuts: list[int]) -> None:
     frames = outcome(stream, cuts)
@@ -209,7 +210,7 @@ SEGMENT_JSON = segment_to_json(PUBLICATION.segments[0])
 MANIFEST_JSON = manifest_to_json(PUBLICATION.manifest)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.sampled_from(sorted(SEGMENT_JSON)), json_values, json_values)
 def test_any_json_is_a_segment_or_a_typed_error(name: str, value: Any, other: Any) -> None:
     for fields in (
@@ -225,7 +226,7 @@ def test_any_json_is_a_segment_or_a_typed_error(name: str, value: Any, other: An
         segment_from_json(other)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.sampled_from(sorted(MANIFEST_JSON["manifest"])), json_values, json_values)
 def test_any_json_is_a_manifest_or_a_typed_error(name: str, value: Any, other: Any) -> None:
     for fields in (

@@ -171,7 +171,8 @@ def test_queued_prompts_move_to_a_newcomer_and_are_kept_for_it() -> None:
         assert [plane.stream(worker, 1.1) for worker in ("w0", "w1", "w2")] == [[], [], []]
 
 
-def test_who_waits_longer_does_not_get_what_moves_to_another() -> None:
+def with_one_that_moves() -> tuple[Plane, int]:
+    """w0 handed over a prompt, which is kept for w1; w2 came later and has nothing. With its index."""
     plane = Plane("jsq", 6)
     plane.join("w0")
     plane.wait("w0")
@@ -179,20 +180,19 @@ def test_who_waits_longer_does_not_get_what_moves_to_another() -> None:
     plane.wait("w1")
     (index,) = plane.stream("w0")
     plane.join("w2")
+    return plane, index
+
+
+def test_who_waits_longer_does_not_get_what_moves_to_another() -> None:
+    plane, index = with_one_that_moves()
     assert plane.ask("w2") == {"w2": 0}
     assert plane.ask("w2", "w1") == {"w2": 0, "w1": 1}
     assert [one.prompt.index for one in plane.work["w1"].values()] == [index]
 
 
 def test_what_is_kept_goes_to_anybody_after_a_moment() -> None:
-    plane = Plane("jsq", 6)
-    plane.join("w0")
-    plane.wait("w0")
-    plane.join("w1")
-    plane.wait("w1")
-    (index,) = plane.stream("w0")
+    plane, index = with_one_that_moves()
     assert index in plane.buffer.state().returned  # a resume would do it again
-    plane.join("w2")
     plane.now_s += KEEP_TICKS - 0.1
     assert plane.ask("w2") == {"w2": 0}
     plane.now_s += 0.2

@@ -591,8 +591,11 @@ def test_a_new_task_passes_its_own_test_and_the_check(
     assert first.split() == ["python", "-m", "pytest", "test_larger_number.py"]
     assert second.split()[2:] == ["echo_planes.task", "check", "larger_number:LargerNumberTask"]
     assert third.split()[2:] == ["echo_planes.run", "task=larger_number:LargerNumberTask"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for command in (first, second):
+    light = tmp_path / "light"  # its own test needs no real tokenizer; the check is made with one
+    light.mkdir()
+    (light / "transformers.py").write_text(NO_TRANSFORMERS)
+    for command, path in ((first, f"{light}{os.pathsep}{ROOT}"), (second, str(ROOT))):
+        environment = {**os.environ, "PYTHONPATH": path}
         words = [sys.executable, *command.split()[1:]]
         done = subprocess.run(
             words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False

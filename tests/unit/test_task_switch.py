@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -60,6 +61,7 @@ def said(path: Path) -> Iterator[str]:
                 yield text
 
 
+@cache
 def names_a_task(text: str) -> bool:
     """Whether a text or an identifier is about one task of those that there are."""
     if any(name in text for name in CLASSES):
