@@ -8,10 +8,9 @@ import pytest
 from echo_planes.types import Codec
 from echo_planes.weights.codec import Patcher, apply, decode, encode
 from echo_planes.weights.digest import BIT_DTYPES, BitTensor, StateHasher, state_digest
-from tests.thorough import examples
 from tests.unit.codec_states import State, copied, specs_of
 
-NUM_CHAINS, NUM_PATCHES = examples(200), 50
+NUM_CHAINS, NUM_PATCHES = 200, 50
 SHAPES = (("embed", "bfloat16", (37, 8)), ("norm", "float32", (9,)), ("proj", "float16", (70,)))
 SHARES = (0.0, 0.003, 0.02, 0.3, 1.0)
 PATCHES: tuple[Codec, ...] = ("compact", "fast", "overwrite", "compact", "fast")
