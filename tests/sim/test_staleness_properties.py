@@ -31,7 +31,7 @@ from tests.unit.test_buffer import Buffer, answer
 from tests.unit.test_checkpoint import of_lineage
 
 STEPS = 12
-SEEDS_PER_SETTING = 50
+SEEDS_PER_SETTING = 40
 LEASE_S = 40.0
 SELECTORS = ("fifo", "freshest", "uniform", "staleness", "reward")
 
