@@ -255,11 +255,11 @@ class Fleet:
         Where it is, the cheapest of the others stand in: before the need is known nobody else does. Machines
         of an offer that failed before count only when they come: the learner may have nothing to train on.
         """
-        counts, held, failed = Counter(self.counts), self._members.held, self._book.back_offs.failed
+        counts, held, first = Counter(self.counts), self._members.held, Counter(self._first)
         asked = (m.offer for m in self._members if m.state == "asked" and m.counts)
-        doubtful = Counter(name for name in asked if failed(name))
+        doubtful = Counter(name for name in asked if self._book.back_offs.failed(name))
         offers = sorted(self.offers(now_s), key=lambda offer: (offer.rho, offer.name))
-        goals = [(offer, min(self._first.get(offer.name, 0), offer.max_count)) for offer in offers]
+        goals = [(offer, min(first[offer.name], offer.max_count)) for offer in offers]
         goals += [(offer, offer.max_count) for offer in offers]
         wanted = self.mu_first(now_s)
         missing = wanted - math.fsum((counts - doubtful)[offer.name] * offer.mu for offer in offers)
@@ -267,8 +267,8 @@ class Fleet:
         for offer, goal in goals:
             while not doubtful[offer.name] and counts[offer.name] < goal and missing > DRIFT * wanted:
                 held[offer.name] += 1
-                stands_in = counts[offer.name] >= self._first.get(offer.name, 0)
-                if stands_in and not self.limits.permit(offers, held):
+                # The first fleet was held against the limits; anything else is here, stand-ins beside it too.
+                if not held <= first and not self.limits.permit(offers, held):
                     return launches
                 launches.append(self._members.launch(offer.name, now_s))
                 counts[offer.name] += 1

@@ -257,6 +257,24 @@ def test_stand_ins_make_up_for_throughput_not_for_heads() -> None:
     assert launches(slow.wait(BOOT_LIMIT_S + TICK_S, None)) == ["b", "b"]
 
 
+@pytest.mark.parametrize(("usd_per_hour", "back"), [(8.0, ["a"]), (7.9, [])])
+def test_what_comes_back_beside_its_stand_ins_is_within_the_price_limit(
+    usd_per_hour: float, back: list[str]
+) -> None:
+    """They may be slower than was believed when they were taken, so that throughput is missing still."""
+    story = Story([offer("a", 2.0), offer("b", 3.0)], {"a": 2}, Limits(usd_per_hour=usd_per_hour))
+    for action in story.fleet.begin(0.0):
+        story.fleet.came(action.worker_id, 0.0)
+        story.fleet.gone(action.worker_id, "died", 0.0)
+    stand_ins = story.wait(TICK_S, None)
+    assert launches(stand_ins) == ["b", "b"]
+    story.serve(stand_ins)
+    for i in range(1, 5):  # 50 tokens/s, 100 tokens a trajectory
+        sample = ThroughputSample(100 * i, 2.0 * i, 100 * i, i)
+        story.fleet.measured(stand_ins[0].worker_id, sample, story.now_s + 2.0 * i)
+    assert launches(story.wait(FIRST_BACK_OFF_S, None)) == back
+
+
 @pytest.mark.parametrize(("limits", "stand_ins"), [(Limits(), ["b"]), (Limits(max_workers=1), [])])
 def test_nobody_waits_for_machines_of_an_offer_that_failed_before(
     limits: Limits, stand_ins: list[str]
