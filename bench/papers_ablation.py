@@ -82,7 +82,7 @@ def _times(number: int, uplink_mbit: float) -> dict[str, float]:
 class Outcome:
     """One row of table 2."""
 
-    machines: int  # in most of the steps: the fleet follows the need from step to step
+    machines: int  # the upper median of the steps: the fleet follows the need from step to step
     most_machines: int
     usd_per_step: float
     learner_usd_per_step: float

@@ -161,7 +161,8 @@ class CapacityModel:
         else:
             sampling_s = gamma * kappa * per_step / mu_first if mu_first > 0 else math.inf
             t_bcast_s = max(0.0, kappa * t_train_s - sampling_s)
-        return Need(max_staleness, kappa, per_step, t_train_s, t_bcast_s, gamma)
+        assumed = not self._t_bcast_s
+        return Need(max_staleness, kappa, per_step, t_train_s, t_bcast_s, gamma, assumed)
 
     def mu(self, worker_id: str, prior: float) -> float:
         """Trajectories/s of one worker when it never waits; `prior` where too little was measured."""

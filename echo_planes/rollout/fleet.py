@@ -252,24 +252,23 @@ class Fleet:
     def _keep_first(self, now_s: float) -> list[FleetAction]:
         """Replace what the first fleet lost of its throughput, where its offer is not backed off.
 
-        Where it is, the cheapest of the others stand in: before the need is known nobody else does. Machines
-        of an offer that failed before count only when they come: the learner may have nothing to train on.
+        Where it is, the cheapest of the others stand in: before the need is known nobody else does.
         """
         counts, held, first = Counter(self.counts), self._members.held, Counter(self._first)
-        asked = (m.offer for m in self._members if m.state == "asked" and m.counts)
-        doubtful = Counter(name for name in asked if self._book.back_offs.failed(name))
         offers = sorted(self.offers(now_s), key=lambda offer: (offer.rho, offer.name))
         goals = [(offer, min(first[offer.name], offer.max_count)) for offer in offers]
         goals += [(offer, offer.max_count) for offer in offers]
         wanted = self.mu_first(now_s)
-        missing = wanted - math.fsum((counts - doubtful)[offer.name] * offer.mu for offer in offers)
+        missing = wanted - math.fsum(counts[offer.name] * offer.mu for offer in offers)
         launches: list[FleetAction] = []
         for offer, goal in goals:
-            while not doubtful[offer.name] and counts[offer.name] < goal and missing > DRIFT * wanted:
+            # A little is not worth a stand-in; in a large fleet a whole worker is little, and is replaced.
+            while counts[offer.name] < goal and missing > min(offer.mu / 2, DRIFT * wanted):
                 held[offer.name] += 1
-                # The first fleet was held against the limits; anything else is here, stand-ins beside it too.
+                # The first fleet was chosen; anything else is within the limits, stand-ins beside it too.
                 if not held <= first and not self.limits.permit(offers, held):
-                    return launches
+                    held[offer.name] -= 1
+                    break
                 launches.append(self._members.launch(offer.name, now_s))
                 counts[offer.name] += 1
                 missing -= offer.mu

@@ -48,6 +48,7 @@ class Need:
     t_train_s: float  # of a learner step
     t_bcast_s: float  # from a publication until the fraction 1/gamma of the workers serve it
     gamma: float = 1.1  # redundancy: mu_target = gamma mu_min
+    assumed: bool = False  # T_bcast was not measured yet: it stands for the first fleet, as it was chosen
 
     @property
     def mu_min(self) -> float | None:

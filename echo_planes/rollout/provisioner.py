@@ -140,6 +140,8 @@ class Provisioner:
             f"{target:.2f} trajectories/s are needed (mu_min {mu_min:.2f} x gamma {need.gamma:.2f}), "
             f"{mu:.2f} are there"
         )
+        if need.assumed:
+            asked = f"as the first fleet was chosen, before a broadcast was measured: {asked}"
         below_floor = not problem.keeps_minimums(counts)
         is_near = mu >= max(mu_min, (1 - _DEAD_BAND) * target) and sum(counts) >= problem.min_workers
         if (is_near or problem.reaches(counts)) and not below_floor:
@@ -177,7 +179,7 @@ class Provisioner:
             self._whole = Plans.of(problem)
             if isinstance(self._whole.best, FleetPlan):
                 best = wanted = self._whole.best
-            else:
+            elif not need.assumed:  # what nobody measured is no ground for advice
                 advice = advise(need, problem.offers, self.limits)
         fleet = best.best if isinstance(best, Shortfall) else best
         launch = more(fleet.counts, running)

@@ -156,6 +156,8 @@ class WatchedBuffer(ReplayBuffer):
         )
         most = self._ceiling(lease.version)
         require(outstanding < most, f"lease {name} of v{lease.version} is group {outstanding + 1} of {most}")
+        ends_s = lease.expires_s
+        require(ends_s >= now_s + self.lease_s, f"lease {name} of {now_s} s ends at {ends_s} s: too soon")
         self._names.add(name)
         self._move(index, "leased")
         self.held[name] = Held(lease, calls, now_s, lease.expires_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from echo_planes.config import StalenessConfig
 from echo_planes.data.drafts import DraftBook
 from echo_planes.data.leases import ENOUGH_COMPLETIONS, LeaseBook
 from echo_planes.errors import LeaseError
@@ -241,6 +242,32 @@ def test_whoever_is_slow_to_begin_is_given_time_in_the_end() -> None:
         break
     assert lasted_s == [10.0, 20.0, 40.0]
     assert issue("again", now_s).expires_s == now_s + 10.0  # once handed in, it is a prompt like others
+
+
+def test_the_buffer_leases_a_prompt_for_longer_each_time_it_expired() -> None:
+    staleness = StalenessConfig(max_staleness=30, queue_batches=100.0)
+    buffer = Buffer(
+        staleness,
+        groups_per_step=2,
+        samples_per_prompt=2,
+        lease_s=60.0,
+        shortest_lease_s=10.0,
+        lineage="L0",
+        seed=0,
+    )
+    buffer.publish(0, "d0")
+    buffer.register("w0", 0)
+    buffer.installed("w0", 0)
+    finish(buffer, ENOUGH_COMPLETIONS)
+    now_s, prompts, lasted_s = 0.0, set(), []
+    for _ in range(5):
+        (one,) = lease(buffer, now_s=now_s)
+        prompts.add(one.prompt.index)
+        lasted_s.append(one.expires_s - now_s)
+        now_s = one.expires_s
+        assert buffer.expire(now_s) == 1
+    assert prompts == {ENOUGH_COMPLETIONS}
+    assert lasted_s == [10.0, 20.0, 40.0, 60.0, 60.0]
 
 
 def test_no_lease_is_longer_than_the_longest() -> None:

@@ -62,10 +62,12 @@ def test_before_the_first_broadcast_the_first_fleet_is_the_need_unless_a_step_sa
     assert need is not None
     assert need.mu_target == pytest.approx(mu_target)
     assert need.t_bcast_s == pytest.approx(t_bcast_s)
+    assert need.assumed
     model.observe_broadcast(6.0)
     need = model.need(3, 2, 256, mu_first=mu_first)
     assert need is not None
     assert need.t_bcast_s == 6.0
+    assert not need.assumed
 
 
 def test_an_outlier_moves_no_estimate() -> None:

@@ -275,18 +275,22 @@ def test_what_comes_back_beside_its_stand_ins_is_within_the_price_limit(
     assert launches(story.wait(FIRST_BACK_OFF_S, None)) == back
 
 
-@pytest.mark.parametrize(("limits", "stand_ins"), [(Limits(), ["b"]), (Limits(max_workers=1), [])])
-def test_nobody_waits_for_machines_of_an_offer_that_failed_before(
-    limits: Limits, stand_ins: list[str]
-) -> None:
-    """Before the need is known others are asked for beside them, within the limits."""
-    story = Story([offer("a"), offer("b", 3.0)], {"a": 1}, limits)
-    for name, cause in (("a", "died"), ("b", "never came")):  # "a" is backed off for 10 s, "b" for 60 s
-        asked = story.wait(TICK_S, None) if name == "b" else story.fleet.begin(0.0)
-        assert launches(asked) == [name]
-        story.fleet.gone(asked[0].worker_id, cause, story.now_s)  # type: ignore[arg-type]
-    assert launches(story.wait(50.0, None)) == ["a"]
-    assert launches(story.wait(100.0, None)) == stand_ins
+@pytest.mark.parametrize("limits", [Limits(usd_per_hour=6.0), Limits(interruptions_per_hour=0.2)])
+def test_what_does_not_fit_the_limits_is_passed_over(limits: Limits) -> None:
+    """The next one by price and throughput may fit."""
+    big = offer("big", 8.0, mu=7.0, interruptions_per_hour=0.5)
+    story = Story([offer("a", 1.0), big, offer("c", 2.0)], {"a": 2}, limits)
+    assert launches(story.fleet.begin(0.0)) == ["a", "a"]
+    assert launches(story.wait(BOOT_LIMIT_S + TICK_S, None)) == ["c", "c"]
+
+
+@pytest.mark.parametrize("size", [4, 20, 40])
+def test_every_worker_of_the_first_fleet_is_replaced_however_large_it_is(size: int) -> None:
+    story = Story([offer("a", max_count=size)], {"a": size})
+    workers = story.serve(story.fleet.begin(0.0))
+    story.wait(YOUNG_S, None)
+    story.fleet.gone(workers[0], "preempted", story.now_s)
+    assert launches(story.wait(TICK_S, None)) == ["a"]
 
 
 @pytest.mark.parametrize("cause", ["died", "preempted"])

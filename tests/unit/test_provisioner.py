@@ -411,6 +411,15 @@ def test_what_cannot_be_added_to_is_not_searched_again_at_every_tick(searches: l
     assert len(searches) <= 6
 
 
+@pytest.mark.parametrize("assumed", [False, True])
+def test_what_nobody_measured_is_no_ground_for_advice(assumed: bool) -> None:
+    need = replace(NEED, t_bcast_s=30.0, assumed=assumed)
+    decision = Provisioner(Limits()).decide(need, [replace(SMALL, max_count=1)], {}, 0.0)
+    assert decision.launch == {"small": 1}
+    assert bool(decision.advice) is not assumed
+    assert ("before a broadcast was measured" in decision.reason) is assumed
+
+
 def test_a_surplus_keeps_what_the_cheapest_fleet_has_only_where_the_rest_would_be_dear() -> None:
     """7 for 4. Without `b` 6 are left for $2.40; the cheapest fleet, 1 `a` and 1 `b`, is $2.30, or $1.90."""
     a, b = Offer("a", "a", 1.2, 3.0, 2), Offer("b", "b", 1.1, 1.0, 1)
