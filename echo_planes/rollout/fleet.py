@@ -13,9 +13,8 @@ happens to offers that do not keep their word, is decided here. An offer whose m
 workers die young, is backed off for a growing time, and the provisioner takes the next cheapest meanwhile.
 
 Standbys are workers beside the provisioner's fleet: they take every version and are leased nothing. They
-count towards all limits and not towards the capacity. Whatever the fleet lacks comes first: a standby takes
-the place of a worker that is lost or slow, and where no fleet within the limits is enough all of them take
-part.
+count towards all limits, not towards the capacity. What the fleet lacks comes first: a standby takes the
+place of a worker that is lost or slow, and where no fleet within the limits is enough all take part.
 
 A slow worker (`health.py`) is replaced: a standby takes its place, or it stays until one that is launched for
 it serves; only where the limits leave no room for that it goes first. Its offer is backed off as for a worker
@@ -252,18 +251,21 @@ class Fleet:
     def _keep_first(self, now_s: float) -> list[FleetAction]:
         """Replace what the first fleet lost of its throughput, where its offer is not backed off.
 
-        Where it is, the cheapest of the others stand in: before the need is known nobody else does.
+        Where it is, others stand in, the cheapest first, those that failed before last.
         """
         counts, held, first = Counter(self.counts), self._members.held, Counter(self._first)
         offers = sorted(self.offers(now_s), key=lambda offer: (offer.rho, offer.name))
         goals = [(offer, min(first[offer.name], offer.max_count)) for offer in offers]
-        goals += [(offer, offer.max_count) for offer in offers]
+        goals += [(o, o.max_count) for o in sorted(offers, key=lambda o: self._book.back_offs.failed(o.name))]
         wanted = self.mu_first(now_s)
         missing = wanted - math.fsum(counts[offer.name] * offer.mu for offer in offers)
         launches: list[FleetAction] = []
         for offer, goal in goals:
-            # A little is not worth a stand-in; in a large fleet a whole worker is little, and is replaced.
-            while counts[offer.name] < goal and missing > min(offer.mu / 2, DRIFT * wanted):
+            while counts[offer.name] < goal:
+                # A little is not worth a stand-in. In a large fleet a whole worker is little: it comes back.
+                own_mu = offer.mu if counts[offer.name] < first[offer.name] else math.inf
+                if missing <= min(own_mu / 2, DRIFT * wanted):
+                    break
                 held[offer.name] += 1
                 # The first fleet was chosen; anything else is within the limits, stand-ins beside it too.
                 if not held <= first and not self.limits.permit(offers, held):
@@ -316,8 +318,7 @@ class Fleet:
         return actions
 
     def _cheapest(self, now_s: float, prefer: str = "") -> str | None:
-        """The offer of which one worker more is permitted beside all that are there: `prefer`, or the best
-        rho."""
+        """Of what offer one more is permitted beside all that are there: `prefer`, or the best rho."""
         return cheapest_beside(self.limits, self.offers(now_s), self.counts, self._members.held, prefer)
 
     def _usd_per_hour(self, counts: Mapping[str, int]) -> float:

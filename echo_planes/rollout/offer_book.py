@@ -35,6 +35,10 @@ class BackOffs:
         """Whether an offer is backed off now."""
         return offer in self._of and now_s < self._of[offer].until_s
 
+    def failed(self, offer: str) -> bool:
+        """Whether an offer did not keep its word, and has not shown since that it does."""
+        return offer in self._of
+
     def begin(self, offer: str, first_s: float, now_s: float) -> None:
         """Something of an offer failed. Several that fail together count once."""
         known = self._of.setdefault(offer, _BackOff(next_s=first_s))

@@ -284,6 +284,21 @@ def test_what_does_not_fit_the_limits_is_passed_over(limits: Limits) -> None:
     assert launches(story.wait(BOOT_LIMIT_S + TICK_S, None)) == ["c", "c"]
 
 
+def test_who_failed_before_stands_in_last() -> None:
+    """Else its machines are waited for again while others could be there."""
+    story = Story([offer("a", 1.0), offer("b", 2.0), offer("c", 3.0)], {"a": 1})
+    story.fleet.begin(0.0)
+    story.fleet.gone("w0", "died", story.now_s)
+    asked = story.wait(TICK_S, None)
+    assert launches(asked) == ["b"]
+    story.fleet.gone(asked[0].worker_id, "died", story.now_s)
+    asked = story.wait(TICK_S, None)
+    assert launches(asked) == ["a"]  # its back-off is over
+    story.fleet.came(asked[0].worker_id, story.now_s)
+    story.fleet.gone(asked[0].worker_id, "died", story.now_s)
+    assert launches(story.wait(FIRST_BACK_OFF_S, None)) == ["c"]  # and not "b" again
+
+
 @pytest.mark.parametrize("size", [4, 20, 40])
 def test_every_worker_of_the_first_fleet_is_replaced_however_large_it_is(size: int) -> None:
     story = Story([offer("a", max_count=size)], {"a": size})
