@@ -150,14 +150,11 @@ class Proof:
         for name, path in (
             ("kill -9 of a worker and of the learner, Ctrl-C, resume", "tests/integration/test_long_run.py"),
             ("two gloo ranks, ZeRO 0-3, against plain PyTorch", "tests/integration/test_learner.py"),
-            ("random schedules of the pure cores", "tests/sim/test_staleness_properties.py"),
-            ("replay store: every byte cut and flipped, 500 kills", "tests/sim/test_replay_store_crashes.py"),
             ("a fleet on Ray's autoscaler, two SKUs, preemption", "tests/integration/test_fleet_job.py"),
             ("prompts that move between workers (jsq)", "tests/integration/test_router_job.py"),
             ("engines over two ranks, tensor and pipeline", "tests/integration/test_vllm_parallel.py"),
-            ("seeded faults, every bug that is put in", "tests/sim/test_campaign.py"),
             ("wheel in an empty folder, submitted as a Ray job", "tests/integration/test_job.py"),
-            ("everything that is simulated, with all seeds and examples", "tests/sim"),
+            ("schedules, crashes of the store, seeded faults and bugs: all that is simulated", "tests/sim"),
             ("every unit, with all examples", "tests/unit"),
         ):
             print(f"[proof] {path}", flush=True)
