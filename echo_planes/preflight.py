@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import socket
@@ -16,6 +17,7 @@ from echo_planes.data.store.files import LOCK_NAME, REPLAY_FOLDER, Lock
 from echo_planes.data.store.recovery import STORE_NAME, read_store_id
 from echo_planes.errors import ClusterError, ConfigError, ModelError
 from echo_planes.metrics import METRICS_FILE
+from echo_planes.rollout.offers import SAME
 from echo_planes.spending import check_budget
 from echo_planes.weights.objects import check_store
 from echo_planes.weights.signing import Signer
@@ -145,17 +147,24 @@ def check_fleet(config: Config) -> None:
         check_ignored(config.fleet)
         return
     fleet = config.fleet
-    first_usd_per_hour = sum(kind.count * kind.usd_per_hour for kind in fleet.workers)
-    if fleet.max_workers is not None and fleet.num_workers > fleet.max_workers:
-        raise ConfigError(
-            f"fleet.max_workers={fleet.max_workers} is below the {fleet.num_workers} workers to begin with; "
-            "raise it, or lower the counts"
-        )
-    if fleet.usd_per_hour is not None and first_usd_per_hour > fleet.usd_per_hour:
-        raise ConfigError(
-            f"fleet.usd_per_hour={fleet.usd_per_hour:g} is below ${first_usd_per_hour:g}/h, the price of the "
-            "workers to begin with; raise it, or lower the counts"
-        )
+    kinds = fleet.workers
+    usd_per_hour = math.fsum(kind.count * kind.usd_per_hour for kind in kinds)
+    per_hour = math.fsum(kind.count * kind.interruptions_per_hour for kind in kinds)
+    limits: tuple[tuple[str, float | None, float, str], ...] = (
+        ("max_workers", fleet.max_workers, fleet.num_workers, f"the {fleet.num_workers} workers"),
+        ("usd_per_hour", fleet.usd_per_hour, usd_per_hour, f"${usd_per_hour:g}/h, the price of the workers"),
+        (
+            "interruptions_per_hour",
+            fleet.interruptions_per_hour,
+            per_hour,
+            f"{per_hour:g}/h, which is expected of the workers",
+        ),
+    )
+    for limit, most, first, shown in limits:
+        if most is not None and first > most + SAME:
+            raise ConfigError(
+                f"fleet.{limit}={most:g} is below {shown} to begin with; raise it, or lower the counts"
+            )
     check_standby(fleet)
     seen: set[str] = set()
     for kind in fleet.workers:

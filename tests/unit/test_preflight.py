@@ -346,6 +346,12 @@ def test_the_first_workers_are_within_the_limits_of_the_fleet(tmp_path: Path) ->
     assert "usd_per_hour=2.5" in message
     assert "$3/h" in message
     preflight.check(changing(*kinds, max_workers=3, usd_per_hour=3.0), tmp_path / "run")
+    spot: dict[str, Any] = {"sku": "a", "count": 3, "usd_per_hour": 0.1, "interruptions_per_hour": 0.1}
+    message = refusal(ConfigError, changing(spot, interruptions_per_hour=0.2), tmp_path / "run")
+    assert message.startswith("fleet.interruptions_per_hour=0.2 is below 0.3/h")
+    assert "lower the counts" in message
+    # 3 x 0.1 is a little above 0.3 in floating point: as for the fleet later, that is no excess.
+    preflight.check(changing(spot, interruptions_per_hour=0.3, usd_per_hour=0.3), tmp_path / "run")
 
 
 def test_standbys_must_have_room_beside_the_workers_to_begin_with(tmp_path: Path, model: Path) -> None:
