@@ -151,8 +151,8 @@ MUTANTS = (
         "S is off by one when a batch is formed",
         ReplayBuffer,
         "next_batch",
-        "budget = self._staleness.max_staleness",
-        "budget = self._staleness.max_staleness + 1",
+        "oldest = oldest_admissible(step, self._staleness.max_staleness)",
+        "oldest = oldest_admissible(step, self._staleness.max_staleness + 1)",
     ),
     Mutant(
         "the learner does not hold for live leases",

@@ -24,7 +24,7 @@ from echo_planes.config import StalenessConfig
 from echo_planes.data.buffer_state import Accepted, BufferState, NotReady
 from echo_planes.data.drafts import DraftShelf, made_under, num_tokens, oldest_version
 from echo_planes.data.leases import LeaseBook
-from echo_planes.data.limiter import is_admissible, num_permits, num_urgent
+from echo_planes.data.limiter import is_admissible, num_permits, num_urgent, oldest_admissible
 from echo_planes.data.line import VersionLine
 from echo_planes.data.prompts import PromptCursor
 from echo_planes.data.roll import WorkerRoll
@@ -107,7 +107,7 @@ class ReplayBuffer:
         """The cut to save. Leased prompts count as returned, with the tokens that were streamed of them."""
         live = self._leases.live
         leased = tuple(lease.prompt.index for lease in live)
-        oldest = self._step - self._staleness.max_staleness
+        oldest = oldest_admissible(self._step, self._staleness.max_staleness)
         drafts, left_out = self._drafts.cut(live, self._line.digests, oldest)
         counts = self.counts
         return BufferState(
@@ -260,10 +260,10 @@ class ReplayBuffer:
         if step != self._step:
             raise LeaseError(f"batch {step} was asked for, but {self._step} batches were formed")
         self.expire(now_s)
-        budget = self._staleness.max_staleness
-        for group in [g for g in self._groups.values() if not is_admissible(g.version, step, budget)]:
+        oldest = oldest_admissible(step, self._staleness.max_staleness)
+        for group in [g for g in self._groups.values() if g.version < oldest]:
             self._drop(self._groups.pop(group.group_id))
-        self._again = {g: uses for g, uses in self._again.items() if is_admissible(g.version, step, budget)}
+        self._again = {g: uses for g, uses in self._again.items() if g.version >= oldest}
         num_new = min(len(self._groups), self._groups_per_step)
         num_again = self._groups_per_step - num_new
         if num_new * self._staleness.reuse < self._groups_per_step or num_again > len(self._again):
@@ -273,17 +273,17 @@ class ReplayBuffer:
             buffered_versions=[group.version for group in self._groups.values()],
             leased_versions=[lease.version for lease in self._admissible_leases()] if waiting else [],
             step=step,
-            max_staleness=budget,
+            max_staleness=self._staleness.max_staleness,
             groups_per_step=self._groups_per_step,
         )
         if urgent is None:
-            oldest = min(self._admissible_leases(), key=lambda lease: lease.version)
-            return NotReady("holding", f"for version {oldest.version} on worker {oldest.worker_id}")
+            held = min(self._admissible_leases(), key=lambda lease: lease.version)
+            return NotReady("holding", f"for version {held.version} on worker {held.worker_id}")
         sequences = choose(
             self._index,
             num_new,
             selector=self._staleness.selector,
-            min_version=step - budget,
+            min_version=oldest,
             urgent=urgent,
             rng=self._rng,
         )
@@ -315,7 +315,7 @@ class ReplayBuffer:
 
     def _outstanding(self) -> int:
         """Groups that may still be trained: buffered ones, and leases that are not too old already."""
-        oldest = self._step - self._staleness.max_staleness
+        oldest = oldest_admissible(self._step, self._staleness.max_staleness)
         leased = sum(count for version, count in self._leases.versions.items() if version >= oldest)
         return len(self._groups) + leased
 
@@ -343,8 +343,8 @@ class ReplayBuffer:
         return drafts
 
     def _admissible_leases(self) -> list[Lease]:
-        budget = self._staleness.max_staleness
-        return [lease for lease in self._leases.live if is_admissible(lease.version, self._step, budget)]
+        oldest = oldest_admissible(self._step, self._staleness.max_staleness)
+        return [lease for lease in self._leases.live if lease.version >= oldest]
 
     def _what_is_missing(self) -> NotReady:
         have = f"{len(self._groups)} of {self._groups_per_step} groups buffered"
@@ -358,7 +358,7 @@ class ReplayBuffer:
         """Why a group whose lease is good cannot be accepted; empty if it can. A missing field refuses."""
         if group.group_id != lease.group_id or len(group.trajectories) != lease.num_samples:
             return "incomplete"
-        for trajectory in group.trajectories:
+        for trajectory in {id(one): one for one in group.trajectories}.values():  # what is one object, once
             episode = trajectory.episode
             if trajectory.status != "ok":
                 return "failed"

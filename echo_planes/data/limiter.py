@@ -10,9 +10,14 @@ from collections import Counter
 from collections.abc import Iterable
 
 
+def oldest_admissible(step: int, max_staleness: int) -> int:
+    """The oldest version that may be in the batch formed at `step`: t - v <= S."""
+    return step - max_staleness
+
+
 def is_admissible(version: int, step: int, max_staleness: int) -> bool:
-    """Whether a trajectory of `version` may be in the batch formed at `step`: t - v <= S."""
-    return step - version <= max_staleness
+    """Whether a trajectory of `version` may be in the batch formed at `step`."""
+    return version >= oldest_admissible(step, max_staleness)
 
 
 def num_permits(

@@ -96,8 +96,9 @@ class CapacityModel:
             RefusedError: a counter is negative or not a number. Nothing is changed.
         """
         counters = _counters(stats)
-        for name, value in zip(ThroughputSample.__slots__, counters, strict=True):
-            _possible(f"worker {worker_id}: {name}", value)
+        if min(counters) < 0 or not math.isfinite(sum(counters)):  # some is not possible: which
+            for name, value in zip(ThroughputSample.__slots__, counters, strict=True):
+                _possible(f"worker {worker_id}: {name}", value)
         worker = self._workers.get(worker_id)
         if worker is not None and worker.offer_name != offer_name:
             self.forget(worker_id)

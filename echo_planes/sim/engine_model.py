@@ -83,13 +83,17 @@ class Engine:
             lengths: tokens at which its samples end.
             have: tokens of each that were made elsewhere; empty: none.
         """
-        had = tuple(have) or (0,) * len(lengths)
-        mark = self._mark
-        left = [length - done for length, done in zip(lengths, had, strict=True)]
-        ends = [mark + more if more > 0 else mark for more in left]
-        self._ends += [end for end in ends if end > mark]
+        had, mark = tuple(have), self._mark
+        if any(had):
+            left = [length - done for length, done in zip(lengths, had, strict=True)]
+            ends = [mark + more if more > 0 else mark for more in left]
+            self._ends += [end for end in ends if end > mark]
+        else:  # nearly all
+            ends = [mark + length for length in lengths]
+            self._ends += ends
+            had = (0,) * len(ends)
         self._ends.sort()
-        self._groups[key] = _Running(self._mark, ends, had)
+        self._groups[key] = _Running(mark, ends, had)
         insort(self._group_ends, (max(ends), key))
 
     def remove(self, key: str) -> tuple[int, ...]:

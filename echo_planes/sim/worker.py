@@ -142,16 +142,18 @@ class SimWorker:
         Samples that are alike but for their number are one object, the first of them.
         """
         lease, size = work.lease, len(work.lengths)
-        right, shift = round(accuracy * size), lease.prompt.index
-        # Nearly all groups: begun here, and no version came meanwhile.
-        alone = not work.calls and self._since[-1] <= work.begun
-        newest = (self.version,)
+        num_right, shift = round(accuracy * size), lease.prompt.index
+        # Which samples are right changes from prompt to prompt, how many does not.
+        rights = [(sample + shift) % size < num_right for sample in range(size)]
+        if not work.calls and self._since[-1] <= work.begun:
+            # Nearly all groups: begun here, and no version came meanwhile.
+            newest, make = (self.version,), self._answers.trajectory
+            made = {right: make(lease, rights.index(right), newest, right) for right in set(rights)}
+            return Group(lease.group_id, tuple([made[right] for right in rights]))
         first: dict[tuple[Versions, bool], Trajectory] = {}
         trajectories = []
-        for sample in range(size):
-            versions = newest if alone else self._versions_of(work, sample)
-            # Which samples are right changes from prompt to prompt, how many does not.
-            kind = versions, (sample + shift) % size < right
+        for sample, right in enumerate(rights):
+            kind = self._versions_of(work, sample), right
             if kind not in first:
                 first[kind] = self._answers.trajectory(lease, sample, *kind)
             trajectories.append(first[kind])
