@@ -26,7 +26,7 @@ from tests.integration.harness import (
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
-STEPS = 16
+STEPS = 10
 
 # --- rewards go wrong, and the only worker dies --------------------------------------------------
 
