@@ -1,8 +1,8 @@
 """The fault campaign from the command line: `python -m bench.campaign --seeds N --json FILE`.
 
-    python -m bench.campaign --seeds 100000 --json FILE                      seeds 0 .. 99,999 on every core
-    python -m bench.campaign --seed 1234                                     one seed, with its last events
-    python -m bench.campaign --bug "a group is trained twice" --seed 0       the same, with that bug put in
+    python -m bench.campaign --seeds 100000 --json FILE                  seeds 0 .. 99,999 on up to 16 cores
+    python -m bench.campaign --seed 1234                                 one seed, with its last events
+    python -m bench.campaign --bug "a group is trained twice" --seed 0   the same, with that bug put in
 
 After the seeds every bug of `mutants.py` is put in, one at a time, and seeds are run from 0 on until one
 finds it. The file is written anew with every line of progress: whatever ends a campaign early, what was found

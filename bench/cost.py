@@ -332,7 +332,9 @@ def judge(outcomes: Sequence[Outcome], assumptions: Assumptions) -> list[tuple[s
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.cost", description="What the provisioner saves.")
     parser.add_argument("--json", type=Path, help="write all figures as one JSON object")
-    parser.add_argument("--data", type=Path, default=DATA_DIR, help="default $ECHO_PLANES_DATA")
+    parser.add_argument(
+        "--data", type=Path, default=DATA_DIR, help="default $ECHO_PLANES_DATA, else ../shared/data"
+    )
     options = parser.parse_args(arguments)
     assumptions = read_assumptions()
     data: Path = options.data

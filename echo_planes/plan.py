@@ -28,7 +28,8 @@ USAGE = f"""usage: python -m echo_planes.plan [--json] [--html FILE] [--help] pr
   --html FILE   also write it as a page with charts
   --help        show this, with every key
 
-Exit status: 0 a fleet was found, 1 no fleet can do it (advice is printed), 2 a mistake in what was given.
+Exit status: 0 a fleet was found, 1 no fleet can do it (advice is printed), 2 a mistake in what was given,
+or kappa steps end before a publication does.
 """
 
 

@@ -40,9 +40,10 @@ FEW_STEPS = 3  # fewer left in the budget are worth a warning
 class Spending:
     """The dollars of one run.
 
-    Machines: every learner rank costs from the start of the run, every worker from when it is asked for until
-    it is gone. The learner boots until the first worker serves, a worker until its first good install. From
-    then on the worker's own account of its busy seconds tells busy from idle time.
+    Machines: every learner rank costs from the start of the run, every worker from when it is started, on
+    a machine that is there, until it is gone. The learner boots until the first worker serves, a worker until
+    its first good install. From then on the worker's own account of its busy seconds tells busy from idle
+    time.
 
     Tokens: nobody tells the books which worker sampled what was trained, dropped or lost. So the dollars of
     all busy time are shared out evenly over the fleet's tokens, at its average price of a token:
@@ -110,7 +111,7 @@ class Spending:
     # --- what happens ----------------------------------------------------------------------------
 
     def worker(self, info: WorkerInfo, now_s: float, *, alive: bool) -> None:
-        """A worker is asked for, or gone."""
+        """A worker is started, or gone."""
         if alive:
             self.book.start(info.worker_id, info.usd_per_hour, now_s, sku=info.sku, market=info.market)
         else:

@@ -1,7 +1,7 @@
 """Bounded staleness as arithmetic: who may be trained, and how much work may be handed out.
 
 t counts the updates completed when a batch is formed, v the snapshot a trajectory was sampled under,
-S the staleness budget, p the snapshot a worker serves (DESIGN "terms and invariants"; ECHO-2 section 4.1).
+S the staleness budget, p the snapshot a worker serves (ECHO-2 section 4.1).
 """
 
 from __future__ import annotations

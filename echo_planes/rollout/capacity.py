@@ -26,7 +26,7 @@ def needed_capacity(kappa: int, per_step: int, t_train_s: float, t_bcast_s: floa
         kappa: learner steps between publications.
         per_step: R, trajectories a step.
         t_train_s: T_train, seconds of a learner step.
-        t_bcast_s: T_bcast, seconds from a publication until the fraction 1/gamma of the workers serve it.
+        t_bcast_s: T_bcast, seconds from a publication until enough workers serve it: one in gamma.
     """
     window_s = kappa * t_train_s - t_bcast_s
     return kappa * per_step / window_s if window_s > 0 else None

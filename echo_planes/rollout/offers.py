@@ -46,7 +46,7 @@ class Need:
     kappa: int  # learner steps between publications
     per_step: int  # R, trajectories a step
     t_train_s: float  # of a learner step
-    t_bcast_s: float  # from a publication until the fraction 1/gamma of the workers serve it
+    t_bcast_s: float  # from a publication until enough workers serve it: one in 1.1 (`broadcasts.GAMMA`)
     gamma: float = 1.1  # redundancy: mu_target = gamma mu_min
     assumed: bool = False  # T_bcast was not measured yet: it stands for the first fleet, as it was chosen
 

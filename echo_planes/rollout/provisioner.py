@@ -1,7 +1,9 @@
 """Which workers to have, and when to act: ECHO-2's rule (C.2.1) with the optimum beside the greedy fleet.
 
 Workers are added when the fleet stays below its target by a margin; the dearest go when it stays above by
-one. In between nothing changes, so little noise in the estimates moves no machines.
+one. In between nothing changes, so little noise in the estimates moves no machines. So it is where the rule
+of overlap holds; at S = 0 a limit is waited for as a surplus is, a minimum as a shortage, and every loss is
+answered at once; where T_bcast leaves no target, only minimums are kept.
 
     below target - margin   for sustain_s       add the cheapest that fit beside what runs; the margin is 5 %,
                                                 or what lies between target and mu_min if that is less

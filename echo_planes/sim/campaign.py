@@ -1,8 +1,8 @@
 """The fault campaign: thousands of small simulated runs, each with its own faults, all drawn from its seed.
 
 Every run is the real code that decides, on modelled machines (`world.py`), beaten by `chaos.py`, and held
-against the invariants of DESIGN section 4 at every event: those of the data plane in `invariants.py`, those
-of controller and fleet here; dollars are counted whenever the learner is given something to do, and at the
+against invariants at every event: those of the data plane in `invariants.py`, those of controller and fleet
+here; dollars are counted whenever the learner is given something to do, and at the
 end. A run must end, within a day of virtual time: when all steps are done, when it was asked to stop, when
 its disk was full, or when no worker is left that may be started again.
 """

@@ -5,7 +5,8 @@ come back with results of an old epoch; messages that are lost, come late or twi
 slow or fast, so that they stream and renew too rarely or too often, and measure themselves wrongly (only its
 rate matters: no moment of a worker's clock ever reaches the data plane); results that are no results; leases
 that are recalled; installs that never happen, and ones of an old publication that come late; offers of which
-no machine comes; a disk that is full. After `calm_s` nothing goes wrong any more, so that every run can end.
+no machine comes; a disk that is full. After `calm_s` nothing new goes wrong, so that every run can end; ends
+of workers may still be told late or twice, and an install that never came ends its worker.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from echo_planes.rollout.provisioner import Decision, Provisioner
 class ExactPolicy(Provisioner):
     """Asks at every tick for the cheapest fleet of that moment, from the same estimates, and nothing more.
 
-    No wait, no margin, nothing kept for what it cost to boot. At S = 0, where there is no target, and where
-    no fleet is enough, it decides as `Provisioner`.
+    No wait, no margin, nothing kept for what it cost to boot. At S = 0, and where T_bcast leaves no
+    target, it decides as `Provisioner`; where no fleet within the limits is enough, it takes the best one.
     """
 
     def decide(

@@ -1,4 +1,4 @@
-"""The invariants of the data plane (DESIGN section 4), held against a model of it at every call and event.
+"""The invariants of the data plane, held against a model of it at every call and event.
 
 `WatchedBuffer` is the real replay buffer beside a model that knows only what it was told and what it
 answered: who is there, which leases live and until when, what was streamed of every prompt, and where every

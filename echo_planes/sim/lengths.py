@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 BLOCK_PROMPTS = 1024  # drawn together
-MAX_BLOCKS = 64  # kept: 8 samples a prompt come to 4 MiB
+MAX_BLOCKS = 64  # kept: 8 samples a prompt come to about 22 MiB
 _WORDS = npt.NDArray[np.uint64]
 
 

@@ -93,7 +93,7 @@ class OfferModel(Section):
     peak_tokens_per_s: PositiveFloat = Field(2500.0, description="with very many samples running")
     half_batch: NonNegativeFloat = Field(16.0, description="samples at which half of that is reached")
     max_groups: PositiveInt = Field(8, description="prompts in flight at once")
-    boot_s: NonNegativeFloat = Field(120.0, description="from asking for it until its engine is there")
+    boot_s: NonNegativeFloat = Field(120.0, description="from when its machine is there until its engine is")
     interruptions_per_hour: NonNegativeFloat = Field(0.0, description="of one worker, at random")
     notice_s: NonNegativeFloat = Field(0.0, description="warning before an interruption, seconds")
     trace: str | None = Field(None, description=f"recorded spot market: a file, or one in ${DATA_VARIABLE}")
@@ -131,7 +131,9 @@ class FleetModel(Section):
     boot_limit_s: PositiveFloat = Field(
         3600.0, description="a worker that does not generate by then is given up, its offer backed off"
     )
-    sustain_s: NonNegativeFloat = Field(30.0, description="a shortage must last so long before any is added")
+    sustain_s: NonNegativeFloat = Field(
+        30.0, description="a shortage must last so long before any is added (a surplus 300 s)"
+    )
     gamma: float = Field(1.1, ge=1, allow_inf_nan=False, description="mu_target = gamma mu_min")
     usd_per_hour: PositiveFloat | None = Field(None, description="of all workers, at most")
     interruptions_per_hour: PositiveFloat | None = Field(None, description="expected, at most")
