@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import resource
 import signal
@@ -9,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from echo_planes.data.sandbox import jail, probe, wire
+from echo_planes.data.sandbox import jail, pool, probe, wire
 from echo_planes.data.sandbox.model import (
     Limits,
     Outcome,
@@ -131,6 +132,19 @@ def test_the_probe_must_have_run_and_found_nothing() -> None:
 def test_memory_is_limited_only_if_the_limit_was_what_ended_the_hog() -> None:
     assert probe.memory_hole(report("memory")) == ""
     assert "timeout" in probe.memory_hole(report("timeout"))
+
+
+@pytest.mark.parametrize("stalls", [0, 1, pool.PROBES - 1, pool.PROBES])
+def test_a_probe_that_ran_out_of_time_says_nothing_until_it_does_so_every_time(stalls: int) -> None:
+    outcomes = iter([report("timeout")] * stalls + [report("memory"), report("ok")])
+
+    async def run(program: Program) -> Outcome:
+        assert program.source == probe.MEMORY_HOG
+        return next(outcomes)
+
+    found = probe.memory_hole(asyncio.run(pool.in_time(run, Program(probe.MEMORY_HOG))))
+    assert ("timeout" in found) == (stalls == pool.PROBES)
+    assert next(outcomes).status == ("memory" if stalls == pool.PROBES else "ok")  # no more was run than that
 
 
 def test_protection_is_said_in_words() -> None:

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -34,6 +35,7 @@ TIERS: tuple[Tier, ...] = ("namespaces", "landlock")
 START_LIMIT_S = 60.0  # an interpreter on a busy machine
 GRACE_S = 30.0  # after a program's wall time, for a busy machine to clear up
 CLOSE_LIMIT_S = 20.0
+PROBES = 5  # tries of each
 CURE = (
     "install bubblewrap and allow user namespaces (in Docker: --security-opt seccomp=unconfined "
     "--security-opt apparmor=unconfined), or use Linux 6.2 or newer with Landlock"
@@ -158,6 +160,17 @@ async def _empty(group: Path) -> None:
     raise SandboxError(f"the control group {group} does not become empty: remove it by hand")
 
 
+async def in_time(run: Callable[[Program], Awaitable[Outcome]], program: Program) -> Outcome:
+    """The outcome of a probe. One that ran out of time says nothing of the walls, where the machine stood
+    still for seconds: it is tried again, `PROBES` times in all.
+    """
+    for _ in range(PROBES - 1):
+        outcome = await run(program)
+        if outcome.status != "timeout":
+            return outcome
+    return await run(program)
+
+
 class SandboxPool:
     """Runs model-written Python programs behind walls that were tried first.
 
@@ -232,10 +245,11 @@ class SandboxPool:
     async def _probe(self, slot: Slot) -> None:
         """Raises SandboxError if the walls around this slot do not stand."""
         with probe.Canary() as canary:
-            found = probe.holes(await slot.run(canary.program(self.limits, slot.pid)), canary.nonce)
+            report = await in_time(slot.run, canary.program(self.limits, slot.pid))
+            found = probe.holes(report, canary.nonce)
             if found or not canary.untouched():
                 raise SandboxError(found or "a program changed a file outside")
-        found = probe.memory_hole(await slot.run(Program(probe.MEMORY_HOG)))
+        found = probe.memory_hole(await in_time(slot.run, Program(probe.MEMORY_HOG)))
         if found:
             raise SandboxError(found)
 
