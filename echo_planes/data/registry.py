@@ -11,10 +11,12 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -24,6 +26,8 @@ from echo_planes.errors import ConfigError, EchoPlanesError, ModelError, TaskErr
 
 ENTRY_POINTS = "echo_planes.tasks"
 BRIDGES = "echo_planes.tasks.bridges"
+# Of folders that name one of these, `AutoTokenizer` makes a `PreTrainedTokenizerFast`, after importing torch.
+_PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 LIBRARY_TASK = "LIBRARY_TASK"  # what a bridge calls the adapter of a library's tasks
 
 
@@ -151,16 +155,29 @@ def folder_of(cls: type[TaskAdapter]) -> Path | None:
     return Path(file).parent if file else None
 
 
+def _tokenizer_class(folder: Path) -> Any:
+    """What loads a folder's tokenizer. All of it takes seconds to import, and only some processes need it."""
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        settings = None  # what is wrong there is said by the library
+    if isinstance(settings, dict) and settings.get("tokenizer_class") in _PLAIN_TOKENIZERS:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a local Hugging Face model folder; never runs code from it.
 
     Raises:
         ModelError: it cannot be loaded, or has no end token.
     """
-    from transformers import AutoTokenizer  # seconds to import, and only some processes need it
-
     try:
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer: Tokenizer = _tokenizer_class(folder).from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError) as error:

@@ -1,15 +1,18 @@
-"""A learner rank's process: the learner, and on rank 0 the publisher of its weights with its node."""
+"""A learner rank's process: the learner, and on rank 0 the publisher of its weights with its node.
+
+The learner, and torch with it, is imported in that process; whoever only names the class is spared seconds.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ray
 
 from echo_planes.clock import MonotonicClock
 from echo_planes.config import Config
 from echo_planes.errors import RunError
-from echo_planes.learning.learner import Learner
 from echo_planes.process import die_with_parent, settle
 from echo_planes.types import BroadcastStats, FloatArray, Manifest, StepStats, TrainBatch
 from echo_planes.weights.choice import CodecChoice
@@ -19,6 +22,9 @@ from echo_planes.weights.node_client import SenderNode
 from echo_planes.weights.publisher import Publisher
 from echo_planes.weights.signing import Signer
 from echo_planes.weights.warm_up import warm_up
+
+if TYPE_CHECKING:
+    from echo_planes.learning.learner import Learner
 
 
 class LearnerProcess:
@@ -34,8 +40,10 @@ class LearnerProcess:
         self, config: Config, rank: int, world_size: int, master_port: int, failure_dir: Path
     ) -> None:
         die_with_parent()
+        from echo_planes.learning.learner import Learner
+
         self._config = config
-        self._learner = Learner(config, rank, world_size, master_port, failure_dir)
+        self._learner: Learner = Learner(config, rank, world_size, master_port, failure_dir)
         self._node: SenderNode | None = None
         self._publisher: Publisher | None = None
         self._choice: CodecChoice | None = None

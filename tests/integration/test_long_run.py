@@ -162,8 +162,8 @@ def last_step(interrupted: Program) -> int:
 
 @pytest.fixture(scope="module")
 def resumed(base: Path, last_step: int) -> Program:
-    """The same run resumed again, to its end."""
-    words = (f"run.resume={base / 'run'}", f"run.steps={last_step + 5}")
+    """The same run resumed again, on one worker instead of two, to its end."""
+    words = (f"run.resume={base / 'run'}", "fleet=single", f"run.steps={last_step + 5}")
     return run_to_end(base / "resumed", base / "run", *words)
 
 

@@ -113,11 +113,27 @@ def test_tasks_import_only_the_public_interface() -> None:
                 assert any(name == p or name.startswith(f"{p}.") for p in public), f"{path}: {name}"
 
 
+def heavy_after(code: str) -> str:
+    """Which of the heavy four a process has imported after `code`."""
+    code = f"import sys\n{code}\nprint(sorted({{'torch', 'ray', 'vllm', 'deepspeed'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
 def test_settings_and_cores_import_without_the_heavy_four() -> None:
     modules = ", ".join(f"echo_planes.{name}" for name in LIGHT)
-    code = f"import sys, {modules}; print(sorted({{'torch', 'ray', 'vllm', 'deepspeed'}} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert heavy_after(f"import {modules}") == "[]"
+
+
+def test_a_run_begins_without_the_seconds_that_torch_takes() -> None:
+    """The driver, with the task's first prompts made; the data plane's process imports less."""
+    code = (
+        "from echo_planes import job, launch\n"
+        "from echo_planes.cli import load_config\n"
+        "from echo_planes.data.registry import probe_task\n"
+        "probe_task(load_config([]))"
+    )
+    assert heavy_after(code) == "['ray']"
 
 
 def test_modules_and_functions_stay_small() -> None:
