@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.metrics import Gauge as RayGauge
 
-from echo_planes import preflight
 from echo_planes.builders import ScorerBuilder, TaskBuilder, make_router
 from echo_planes.clock import Clock
 from echo_planes.config import Config, WorkerConfig
@@ -23,7 +21,6 @@ from echo_planes.data.batch import make_batch, train_everything
 from echo_planes.data.service import DataService
 from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.errors import (
-    ClusterError,
     EchoPlanesError,
     LearnerLostError,
     RunError,
@@ -31,7 +28,6 @@ from echo_planes.errors import (
 )
 from echo_planes.keeper import offers_of
 from echo_planes.learning.actor import LearnerProcess
-from echo_planes.metrics import GAUGES
 from echo_planes.process import free_port
 from echo_planes.rollout.actor import WorkerProcess
 from echo_planes.rollout.actuator import Actuator, StaticActuator
@@ -53,57 +49,7 @@ from echo_planes.types import (
 from echo_planes.weights.link import WeightLink, reachable
 from echo_planes.weights.signing import Signer
 
-PRIVATE_STORE_BYTES = 512 * 1024**2
 CLOSE_S = 10.0
-
-
-# --- cluster -------------------------------------------------------------------------------------
-
-
-@contextmanager
-def ray_session(config: Config) -> Iterator[None]:
-    """Join the configured cluster, or start a private one, and leave it again.
-
-    A private one keeps to loopback if `process.keep_ray_private` ran before Ray was imported.
-
-    Raises:
-        ClusterError: no cluster at that address, or it lacks what the fleet needs.
-    """
-    address = preflight.cluster_address(config)
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    if address:
-        options["address"] = address
-    else:
-        options |= {
-            "address": "local",
-            "include_dashboard": False,
-            "object_store_memory": PRIVATE_STORE_BYTES,
-            "_metrics_export_port": config.run.metrics_port,
-        }
-    try:
-        ray.init(**options)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ClusterError(f"Ray cluster '{address or 'local'}' cannot be reached: {error}") from error
-    try:
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        preflight.check_fit(config, ray.cluster_resources(), [node["Labels"] for node in nodes])
-        preflight.check_nodes(config.fleet, [node["Resources"] for node in nodes])
-        yield
-    finally:
-        ray.shutdown()
-
-
-def prometheus() -> Any:
-    """A function that exports a step's numbers through Ray's metrics endpoint."""
-    gauges = {gauge.key: RayGauge(gauge.name, gauge.description) for gauge in GAUGES}
-
-    def export(metrics: Mapping[str, float]) -> None:
-        for key, gauge in gauges.items():
-            value = metrics.get(key)
-            if value is not None:
-                gauge.set(value)
-
-    return export
 
 
 # --- calls ---------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ async def _run(
         keep_ray_private()
     with view.phase("imports"):
         # Only now: a mistake in the settings is told before these take their seconds.
-        from echo_planes import launch
+        from echo_planes import cluster, launch
         from echo_planes.data.registry import probe_task
         from echo_planes.job import run_job
 
@@ -129,7 +129,7 @@ async def _run(
         view.event(told)
     with ExitStack() as stack:
         with view.phase("Ray"):
-            stack.enter_context(launch.ray_session(config))
+            stack.enter_context(cluster.ray_session(config))
         await asyncio.sleep(HEAR_S)
         # Only now is anything written: a mistake leaves no run folder behind.
         meta = _open_folder(config, folder, checkpoint, meta)
@@ -144,7 +144,7 @@ async def _run(
             make_planes=launch.RayPlanes,
             make_actuator=launch.make_actuator,
             kinds=config.fleet.fixed(),
-            export=launch.prometheus(),
+            export=cluster.prometheus(),
         )
     return exit_status(outcome)
 

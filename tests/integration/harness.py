@@ -333,7 +333,7 @@ def watched_run(words: list[str]) -> int:
 
 def _run_on(planes: Any, words: list[str]) -> int:
     """The program on other planes."""
-    from echo_planes import launch
+    from echo_planes import cluster, launch
     from echo_planes.checkpoint import CheckpointMeta
     from echo_planes.cli import load_config
     from echo_planes.clock import MonotonicClock
@@ -343,7 +343,7 @@ def _run_on(planes: Any, words: list[str]) -> int:
     config = load_config(words)
     clock = MonotonicClock()
     view = View(sys.stdout, config.run.steps, False, clock)
-    with launch.ray_session(config):
+    with cluster.ray_session(config):
         outcome = asyncio.run(
             run_job(
                 config,

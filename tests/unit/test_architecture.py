@@ -36,9 +36,10 @@ ALLOWED = {
     "planes": BASE,
     "runner": BASE | {"controller", "evaluation", "events", "planes"},
     "evaluation": BASE,
+    "cluster": BASE | {"preflight"},
 }
 HEAVY = {
-    "ray": lambda path: path.name in ("launch.py", "actor.py", "ray_nodes.py"),
+    "ray": lambda path: path.name in ("cluster.py", "launch.py", "actor.py", "ray_nodes.py"),
     "deepspeed": lambda path: path.name == "deepspeed_engine.py",
     "vllm": lambda path: path.name.startswith("vllm_"),
 }
@@ -128,7 +129,7 @@ def test_settings_and_cores_import_without_the_heavy_four() -> None:
 def test_a_run_begins_without_the_seconds_that_torch_takes() -> None:
     """The driver, with the task's first prompts made; the data plane's process imports less."""
     code = (
-        "from echo_planes import job, launch\n"
+        "from echo_planes import cluster, job, launch\n"
         "from echo_planes.cli import load_config\n"
         "from echo_planes.data.registry import probe_task\n"
         "probe_task(load_config([]))"

@@ -1,0 +1,110 @@
+"""A private Ray cluster where Ray gives up on its own processes: real Ray, with a clock that runs ahead."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.integration.harness import ROOT
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+GRANTED_S = 30.0
+
+
+def told(failures: int) -> dict[str, Any]:
+    """What `main` has to tell in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.integration.test_cluster", str(failures)],
+        cwd=ROOT,
+        env={
+            name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ECHO_PLANES_"))
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
+def test_a_start_that_took_too_long_is_made_again_and_leaves_nothing_behind() -> None:
+    said = told(failures=1)
+    assert said["error"] == ""
+    assert said["starts"] == 2
+    assert said["cpus"] >= 1
+    assert said["inside"].count("gcs_server") == 1
+    assert said["after"] == []
+
+
+def test_a_machine_that_is_always_too_busy_is_one_line() -> None:
+    said = told(failures=99)
+    assert said["starts"] == 3
+    assert "not up within 30 s, 3 times: this machine is too busy" in said["error"]
+    assert "\n" not in said["error"]
+    assert said["after"] == []
+
+
+def main(failures: int) -> None:
+    """Open a session while the first `failures` starts of Ray find their time over; print what came of it."""
+    from echo_planes.cli import load_config
+    from echo_planes.errors import ClusterError
+    from echo_planes.process import keep_ray_private
+
+    keep_ray_private()
+    import ray._private.node as node
+    import ray._private.services as services
+
+    from echo_planes import cluster
+
+    starts = 0
+    find_node = services.get_node
+
+    class RunsAhead:
+        """The time module, as Ray sees it."""
+
+        now_s = 0.0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(time, name)
+
+        def monotonic(self) -> float:
+            self.now_s += 2 * GRANTED_S
+            return self.now_s
+
+    def not_found(*arguments: Any) -> Any:
+        if starts <= failures:
+            raise RuntimeError("no such node yet")
+        return find_node(*arguments)
+
+    class Counted(node.Node):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            nonlocal starts
+            starts += 1
+            super().__init__(*arguments, **options)
+
+    node.time = RunsAhead()
+    node.Node = Counted
+    services.get_node = not_found
+    said: dict[str, Any] = {"error": "", "inside": []}
+    try:
+        with cluster.ray_session(load_config(["fleet=single"])):
+            said["inside"] = [one.name() for one in psutil.Process().children(recursive=True)]
+            said["cpus"] = cluster.ray.cluster_resources()["CPU"]
+    except ClusterError as error:
+        said["error"] = str(error)
+    _, left = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=20)
+    print(json.dumps({**said, "starts": starts, "after": [one.name() for one in left]}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
