@@ -65,7 +65,7 @@ def _start(options: Mapping[str, Any]) -> None:
         try:
             ray.init(**options)
             return
-        except Exception as error:
+        except Exception as error:  # Ray raises nothing narrower for it; all others go on
             if _TOO_SLOW not in str(error):
                 raise
         begun = [one for one in psutil.Process().children(recursive=True) if one not in before]

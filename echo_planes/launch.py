@@ -1,4 +1,4 @@
-"""The only file that knows Ray's options: turns plain classes into actors and Ray's errors into ours."""
+"""The only file that knows actors' options: turns plain classes into them and Ray's errors into ours."""
 
 from __future__ import annotations
 

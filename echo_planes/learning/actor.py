@@ -6,7 +6,6 @@ The learner, and torch with it, is imported in that process; whoever only names 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import ray
 
@@ -22,9 +21,6 @@ from echo_planes.weights.node_client import SenderNode
 from echo_planes.weights.publisher import Publisher
 from echo_planes.weights.signing import Signer
 from echo_planes.weights.warm_up import warm_up
-
-if TYPE_CHECKING:
-    from echo_planes.learning.learner import Learner
 
 
 class LearnerProcess:
@@ -43,7 +39,7 @@ class LearnerProcess:
         from echo_planes.learning.learner import Learner
 
         self._config = config
-        self._learner: Learner = Learner(config, rank, world_size, master_port, failure_dir)
+        self._learner = Learner(config, rank, world_size, master_port, failure_dir)
         self._node: SenderNode | None = None
         self._publisher: Publisher | None = None
         self._choice: CodecChoice | None = None
