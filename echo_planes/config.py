@@ -14,8 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 _ASSETS = Path(__file__).parent / "assets"
 BUILTIN_MODELS = {f"builtin:{name}": _ASSETS / name for name in ("tiny-math", "tiny-code", "tiny-poker")}
 
+BUILTIN_LR, MODEL_LR = 2.5e-4, 1e-6  # learner.lr where it is not set
+
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Interval = Annotated[tuple[float, float], Field(strict=False)]  # YAML has lists only
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -203,6 +206,22 @@ class SamplingConfig(Section):
     router: Literal["pull", "jsq", "proportional"] = Field(
         "pull", description="which worker gets the prompts"
     )
+    refill: Literal["off", "reward", "correct"] | None = Field(
+        None,
+        description="groups that do not count towards a batch, others take their place: all rewards equal, or "
+        "all answers right or all wrong; default: off, objective.name=dapo: reward",
+    )
+    refill_limit: PositiveFloat = Field(
+        4.0, description="such groups at most, for one batch, in batches; then they count"
+    )
+    overlong: Literal["keep", "mask", "penalty"] | None = Field(
+        None,
+        description="answers that reach max_new_tokens: trained as they are; not trained; or with less and "
+        "less reward over the last overlong_tokens; default: keep, objective.name=dapo: penalty",
+    )
+    overlong_tokens: PositiveInt | None = Field(
+        None, description="overlong=penalty: tokens before the limit; default: a fifth of max_new_tokens"
+    )
     theta: int = Field(2, ge=1, le=65536, description="router=jsq: prompts queued at a worker, at most")
 
     @property
@@ -296,22 +315,70 @@ class WeightsConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    """The loss. Each name fixes how advantages are normalised and how tokens are averaged."""
+    """The loss. Each name fixes how advantages are normalised, how tokens are averaged, and its defaults."""
 
-    name: Literal["grpo", "dapo", "dr_grpo", "rloo", "gspo"] = Field("grpo", description="see objectives.py")
-    clip_low: NonNegativeFloat = Field(0.2, description="lower clip: ratio >= 1 - clip_low")
-    clip_high: NonNegativeFloat = Field(0.2, description="upper clip: ratio <= 1 + clip_high (DAPO: 0.28)")
-    clip_delta: PositiveFloat | None = Field(
-        4.0, description="second-side clip: ratio <= clip_delta where the advantage is negative; null: none"
+    name: Literal["grpo", "dapo", "dr_grpo", "rloo", "gspo", "cispo"] = Field(
+        "grpo", description="see learning/objectives"
     )
-    tis_level: Literal["token", "sequence", "none"] = Field(
-        "token", description="truncated importance sampling: per token, per sequence, or off"
+    anchor: Literal["sampler", "proximal"] = Field(
+        "sampler",
+        description="what the clipped ratio is against: the policy that sampled, so that the clip holds for "
+        "stale tokens, or the policy at the start of the step, times a truncated weight against the sampler",
+    )
+    clip_low: NonNegativeFloat | None = Field(
+        None, description="lower clip: ratio >= 1 - clip_low; default: the objective's"
+    )
+    clip_high: NonNegativeFloat | None = Field(
+        None, description="upper clip: ratio <= 1 + clip_high; default: the objective's"
+    )
+    clip_delta: NonNegativeFloat | None = Field(
+        None,
+        description="second-side clip: ratio <= clip_delta where the advantage is negative; 0: none; "
+        "default: the objective's",
+    )
+    tis_level: Literal["token", "sequence", "geometric", "none"] | None = Field(
+        None,
+        description="anchor=proximal: level of the truncated importance weight; default: the objective's",
     )
     tis_cap: PositiveFloat = Field(2.0, description="C: importance weights are cut here")
+    uncorrected: bool = Field(False, description="allow tis_level=none on stale data: a biased gradient")
+    token_mask: Interval | None = Field(
+        None, description="[low, high]: tokens whose pi_learner / pi_sampler lies outside are left out"
+    )
+    sequence_mask: Interval | None = Field(
+        None, description="[low, high]: answers whose geometric mean ratio lies outside are left out"
+    )
     kl_beta: NonNegativeFloat = Field(0.0, description="weight of the KL to the frozen reference")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="how the KL is estimated")
+    kl_clamp: PositiveFloat = Field(10.0, description="nats: largest |log ratio| in the KL estimate")
     skip_zero_advantage: bool = Field(
         True, description="leave out groups with equal rewards (no gradient when kl_beta = 0)"
     )
+    score_skipped: bool = Field(
+        False,
+        description="put skipped groups through the model all the same: entropy and drift of all tokens",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.anchor == "sampler" and self.tis_level is not None:
+            raise ValueError(
+                f"anchor=sampler takes the ratio against the policy that sampled, which corrects by itself: "
+                f"leave out tis_level={self.tis_level}, or set anchor=proximal"
+            )
+        if self.name == "cispo" and self.anchor == "proximal":
+            raise ValueError(
+                "name=cispo weights tokens against the policy that sampled: leave anchor=sampler"
+            )
+        if self.name == "gspo" and self.token_mask is not None:
+            raise ValueError("name=gspo has one ratio an answer: give sequence_mask instead of token_mask")
+        for key in ("token_mask", "sequence_mask"):
+            ends = getattr(self, key)
+            if ends is not None and not 0 <= ends[0] < 1 < ends[1]:
+                raise ValueError(
+                    f"{key}={list(ends)} must hold 1 between its ends: the ratio of fresh tokens"
+                )
+        return self
 
 
 class LearnerConfig(Section):
@@ -324,7 +391,15 @@ class LearnerConfig(Section):
     dtype: Literal["auto", "bf16", "fp32"] = Field(
         "auto", description="compute type over fp32 masters; auto: bf16 on GPUs, fp32 on CPUs"
     )
-    lr: NonNegativeFloat = Field(2.5e-4, description="peak learning rate of AdamW")
+    lr: NonNegativeFloat | None = Field(
+        None, description="peak learning rate of AdamW; default 2.5e-4 for builtin models, 1e-6 for others"
+    )
+    drift_target: NonNegativeFloat = Field(
+        0.1,
+        description="nats: the learning rate shrinks while mean |log pi_learner - log pi_sampler| of the "
+        "trained tokens is above it; 0: never",
+    )
+    drift_floor: float = Field(0.02, gt=0, le=1, description="smallest factor drift puts on the rate")
     warmup_steps: int = Field(10, ge=0, description="optimizer updates of linear warm-up")
     decay: float = Field(
         0.3, ge=0, le=1, description="share of the run, at its end, in which lr falls linearly to 0"
@@ -335,6 +410,12 @@ class LearnerConfig(Section):
     weight_decay: NonNegativeFloat = Field(0.0, description="AdamW: decoupled weight decay")
     grad_clip: PositiveFloat = Field(1.0, description="largest gradient norm")
     updates_per_step: PositiveInt = Field(1, description="optimizer updates per batch (ECHO-2 makes 2)")
+    max_skipped_updates: int = Field(
+        3,
+        ge=0,
+        description="updates in a row without a finite gradient that are left out; then the run stops",
+    )
+    dropout: bool = Field(False, description="the model's own dropout, in updates alone; else it is off")
     micro_batch_tokens: PositiveInt = Field(8192, description="tokens packed into one forward pass")
     threads: PositiveInt = Field(1, description="CPU threads per rank")
     usd_per_hour: NonNegativeFloat = Field(0.0, description="price of one rank")
@@ -386,6 +467,33 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     replay: ReplayConfig = ReplayConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @property
+    def lr(self) -> float:
+        """Peak learning rate: the embedded models learn at a rate that would ruin a real one."""
+        if self.learner.lr is not None:
+            return self.learner.lr
+        return BUILTIN_LR if self.model.path in BUILTIN_MODELS else MODEL_LR
+
+    @property
+    def refill(self) -> Literal["off", "reward", "correct"]:
+        """Which groups do not count towards a batch; dynamic sampling is a part of DAPO."""
+        return self.sampling.refill or ("reward" if self.objective.name == "dapo" else "off")
+
+    @property
+    def overlong(self) -> Literal["keep", "mask", "penalty"]:
+        """Treatment of answers that were cut off; the soft penalty is a part of DAPO."""
+        return self.sampling.overlong or ("penalty" if self.objective.name == "dapo" else "keep")
+
+    @model_validator(mode="after")
+    def _corrected(self) -> Self:
+        stale = self.staleness.max_staleness
+        if self.objective.tis_level == "none" and stale and not self.objective.uncorrected:
+            raise ValueError(
+                f"objective.tis_level=none trains data of other versions (staleness.max_staleness={stale}) as "
+                "if it were fresh; choose token or sequence, or say objective.uncorrected=true"
+            )
+        return self
 
     @model_validator(mode="after")
     def _keeps_what_it_trains(self) -> Self:

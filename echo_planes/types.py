@@ -210,6 +210,8 @@ class TrainBatch:
     advantages: FloatArray  # (N,) NaN where the objective computes it
     versions: IntArray  # (N,) oldest version per trajectory
     correct: BoolArray  # (N,)
+    token_versions: IntArray  # (T,) version that sampled the token; -1 outside the response
+    cut_off: BoolArray  # (N,) the answer ended at its token limit
 
     @property
     def num_trajectories(self) -> int:
@@ -222,24 +224,56 @@ class TrainBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class LagStats:
+    """The scored tokens of one lag, t - v of the version v that sampled the token. w: pi_learner / pi_sampler."""
+
+    lag: int
+    tokens: int
+    drift: float  # mean |log w|, nats
+    k3: float  # mean of w - 1 - log w, nats
+    truncated: float  # share whose importance weight was cut at its cap
+    masked: float  # share that a mask left out
+    clipped: float  # share that the clip left without a gradient
+
+
+@dataclass(frozen=True, slots=True)
 class StepStats:
-    """What one learner step measured. All means are over trained tokens unless said."""
+    """What one learner step measured, over the tokens it scored unless said. None: there were none.
+
+    Scored are the trained tokens of groups with a gradient; with `objective.score_skipped` those of all.
+    """
 
     step: int  # t before the step; the step made version t + 1
-    loss: float
-    grad_norm: float
-    learning_rate: float
+    loss: float | None  # mean over the updates; None: no update was made
+    grad_norm: float | None  # likewise, before clipping
+    learning_rate: float | None  # of the last update
     t_train_s: float
     tokens: int  # trained tokens
     tokens_forward: int  # tokens put through the model, prompts included, padding excluded
-    mismatch_mean: float  # |learner logprob - sampler logprob|
-    mismatch_p99: float
-    clip_fraction: float
-    tis_mean: float  # mean truncated importance weight
-    entropy: float
-    kl_reference: float  # 0 when beta = 0
+    mismatch_mean: float | None  # |log w| at the start of the step, w = pi_learner / pi_sampler; nats
+    mismatch_p99: float | None
+    clip_fraction: float | None
+    tis_mean: float | None  # mean truncated importance weight
+    entropy: float | None
+    kl_reference: float | None  # None without a reference
     groups_skipped: int  # groups whose advantages are all zero (no gradient)
-    num_updates: int
+    num_updates: int  # optimizer updates so far
+    tokens_scored: int = 0
+    rate_factor: float = 1.0  # f of drift control: the next step's learning rate is multiplied by it
+    masked_fraction: float | None = None
+    effective_samples: float | None = None  # (sum w)^2 / (M sum w^2), 1: all tokens weigh alike
+    log_weight: tuple[float, float, float, float] | None = None  # |log w|: 50, 99, 99.9 %, largest
+    k3: float | None = None  # mean of w - 1 - log w
+    lags: tuple[LagStats, ...] = ()  # ascending
+    updates_skipped: int = 0  # of this step: without a finite gradient, left out
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustment:
+    """What the guard asks of the learner from its next step on."""
+
+    rate_scale: float = 1.0  # multiplies the learning rate
+    mask_outliers: bool = False  # leave out tokens whose ratio lies outside the guard's ends
 
 
 # --- weights -------------------------------------------------------------------------------------
@@ -364,7 +398,7 @@ class EvalReport:
 class BufferCounts:
     """The data plane's ledger, in trajectories.
 
-    accepted = trained + dropped_stale + removed + buffered, at every moment.
+    accepted = trained + dropped_stale + removed + uninformative + buffered, at every moment.
     """
 
     accepted: int = 0
@@ -374,6 +408,7 @@ class BufferCounts:
     dropped_middling: int = 0  # some were
     dropped_easy: int = 0  # all were
     removed: int = 0  # let go by retention before they were trained, or lost on disk
+    uninformative: int = 0  # taken out by `sampling.refill`: others took their place in the batch
     reused: int = 0  # trained again
     buffered: int = 0
     leased: int = 0
@@ -392,4 +427,5 @@ class BufferCounts:
     @property
     def lost(self) -> int:
         """Accepted trajectories that are nowhere. Always 0, or the run stops."""
-        return self.accepted - self.trained - self.dropped_stale - self.removed - self.buffered
+        gone = self.trained + self.dropped_stale + self.removed + self.uninformative
+        return self.accepted - gone - self.buffered

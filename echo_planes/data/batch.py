@@ -40,6 +40,8 @@ def make_batch(step: int, groups: Sequence[Group], materialize: Materialize) -> 
     advantages: list[float] = []
     versions: list[int] = []
     correct: list[bool] = []
+    token_versions: list[int] = []
+    cut_off: list[bool] = []
     for group in groups:
         omegas = materialize(group.trajectories)
         if len(omegas) != len(group.trajectories):
@@ -56,6 +58,10 @@ def make_batch(step: int, groups: Sequence[Group], materialize: Materialize) -> 
             offsets.append(len(tokens))
             mask += (False,) * num_prompt + tuple(omega.loss_mask)
             logprobs += (0.0,) * num_prompt + episode.logprobs
+            token_versions += [-1] * num_prompt
+            for span in episode.spans:
+                token_versions += [span.version] * (span.stop - span.start)
+            cut_off.append(episode.finish_reason == "length")
             rewards.append(trajectory.reward.value)
             advantage_groups.append(tags.setdefault(omega.advantage_group, len(tags)))
             advantages.append(math.nan if omega.advantage is None else omega.advantage)
@@ -73,4 +79,6 @@ def make_batch(step: int, groups: Sequence[Group], materialize: Materialize) -> 
         advantages=np.asarray(advantages, np.float32),
         versions=np.asarray(versions, np.int64),
         correct=np.asarray(correct, np.bool_),
+        token_versions=np.asarray(token_versions, np.int64),
+        cut_off=np.asarray(cut_off, np.bool_),
     )

@@ -91,7 +91,7 @@ class DeepSpeedEngine:
         self._names = [name.removeprefix("model.") for name, _ in model.named_parameters()]
         optimizer = torch.optim.AdamW(
             model.parameters(),
-            lr=config.lr,
+            lr=0.0,  # set at every step
             betas=(config.beta1, config.beta2),
             eps=config.eps,
             weight_decay=config.weight_decay,

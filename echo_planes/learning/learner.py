@@ -280,7 +280,10 @@ class Learner:
         """Linear warm-up, constant, then linear to 0 over the last `decay` of the run, in updates."""
         config = self._config.learner
         return learning_rate(
-            config, self._num_updates, total_updates=self._config.run.steps * config.updates_per_step
+            self._config.lr,
+            config,
+            self._num_updates,
+            total_updates=self._config.run.steps * config.updates_per_step,
         )
 
     def _stats(
@@ -334,9 +337,9 @@ class Learner:
             raise DivergedError(self._diverged)
 
 
-def learning_rate(config: LearnerConfig, num_updates: int, *, total_updates: int) -> float:
+def learning_rate(peak: float, config: LearnerConfig, num_updates: int, *, total_updates: int) -> float:
     """The rate of the update after `num_updates`: warm-up, plateau, decay (never 0 within the run)."""
     warm = min(1.0, (num_updates + 1) / max(config.warmup_steps, 1))
     decay_updates = config.decay * total_updates
     left = max(total_updates - num_updates, 1)
-    return config.lr * min(warm, left / decay_updates if decay_updates else 1.0, 1.0)
+    return peak * min(warm, left / decay_updates if decay_updates else 1.0, 1.0)

@@ -87,7 +87,9 @@ def policy_loss(tokens: Tokens, config: ObjectiveConfig) -> Loss:
     ratio = log_ratio.exp()
     advantages = tokens.advantages
     plain = ratio * advantages
-    bounded = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * advantages
+    low = 0.2 if config.clip_low is None else config.clip_low
+    high = 0.2 if config.clip_high is None else config.clip_high
+    bounded = ratio.clamp(1.0 - low, 1.0 + high) * advantages
     surrogate = torch.minimum(plain, bounded)
     clipped = bounded.detach() < plain.detach()
     if config.clip_delta is not None:

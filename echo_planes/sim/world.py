@@ -264,22 +264,24 @@ def _batch(step: int, chosen: Sequence[Accepted]) -> TrainBatch:
     none, empty = np.zeros(0, np.int64), np.zeros(0, np.float32)
     flags = np.zeros(0, np.bool_)
     versions = np.array([group.version for group in chosen], np.int64)
-    return TrainBatch(step, (), none, none, flags, empty, empty, none, empty, versions, flags)
+    return TrainBatch(step, (), none, none, flags, empty, empty, none, empty, versions, flags, none, flags)
 
 
 def _stats(step: int, t_train_s: float) -> StepStats:
-    zeros = dict.fromkeys(
-        ("loss", "grad_norm", "learning_rate", "mismatch_mean", "mismatch_p99", "clip_fraction", "tis_mean"),
-        0.0,
-    )
     return StepStats(
         step=step,
+        loss=None,
+        grad_norm=None,
+        learning_rate=None,
         t_train_s=t_train_s,
         tokens=0,
         tokens_forward=0,
-        entropy=0.0,
-        kl_reference=0.0,
+        mismatch_mean=None,
+        mismatch_p99=None,
+        clip_fraction=None,
+        tis_mean=None,
+        entropy=None,
+        kl_reference=None,
         groups_skipped=0,
         num_updates=step + 1,
-        **zeros,
     )

@@ -56,6 +56,8 @@ def make_batch(step: int, num_groups: int = 6, samples: int = 4) -> TrainBatch:
         advantages=np.full(n, np.nan, np.float32),
         versions=np.full(n, step, np.int64),
         correct=np.array(rewards) > 0.5,
+        token_versions=np.where(trained, step, -1),
+        cut_off=np.zeros(n, np.bool_),
     )
 
 

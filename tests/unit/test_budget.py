@@ -67,6 +67,8 @@ def batch(*lengths: int, step: int = 0) -> TrainBatch:
         advantages=np.zeros(n, np.float32),
         versions=np.zeros(n, np.int64),
         correct=np.ones(n, np.bool_),
+        token_versions=np.where(mask, 0, -1),
+        cut_off=np.zeros(n, np.bool_),
     )
 
 

@@ -47,7 +47,7 @@ def manifest(version: int, base: int = -1) -> Manifest:
 
 def batch(step: int) -> TrainBatch:
     ints, floats, bools = np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.bool_)
-    return TrainBatch(step, (), ints, ints, bools, floats, floats, ints, floats, ints, bools)
+    return TrainBatch(step, (), ints, ints, bools, floats, floats, ints, floats, ints, bools, ints, bools)
 
 
 def report(step: int) -> EvalReport:

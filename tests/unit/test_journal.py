@@ -82,6 +82,8 @@ def batch(step: int, *names: str, versions: list[int] | None = None) -> TrainBat
         advantages=np.zeros(n, np.float32),
         versions=np.array(versions or [step] * n, np.int64),
         correct=np.tile(np.array([True, False]), len(names)),
+        token_versions=np.array(versions or [step] * n, np.int64),
+        cut_off=np.zeros(n, np.bool_),
     )
 
 

@@ -195,7 +195,7 @@ class Scene:
         stats = StepStats(t_train_s=t_train_s, **zeros)
         ints, floats = np.zeros(0, np.int64), np.zeros(0, np.float32)
         bools = np.zeros(0, np.bool_)
-        batch = TrainBatch(0, (), ints, ints, bools, floats, floats, ints, floats, ints, bools)
+        batch = TrainBatch(0, (), ints, ints, bools, floats, floats, ints, floats, ints, bools, ints, bools)
         self.keeper.on_step(batch, stats, idle_s, BufferCounts())
 
     def gone(self, worker_id: str) -> None:

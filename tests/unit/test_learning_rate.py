@@ -11,8 +11,8 @@ from echo_planes.learning.learner import learning_rate
 
 
 def rates(**settings: float) -> list[float]:
-    config = LearnerConfig(lr=1.0, **settings)  # type: ignore[arg-type]
-    return [learning_rate(config, n, total_updates=100) for n in range(100)]
+    config = LearnerConfig(**settings)  # type: ignore[arg-type]
+    return [learning_rate(1.0, config, n, total_updates=100) for n in range(100)]
 
 
 def test_warm_up_plateau_decay() -> None:

@@ -37,6 +37,8 @@ def make_batch(sequences: list[tuple[list[int], list[int], list[bool]]]) -> Trai
         advantages=np.zeros(n, np.float32),
         versions=np.zeros(n, np.int64),
         correct=np.zeros(n, np.bool_),
+        token_versions=np.zeros(len(ids), np.int64),
+        cut_off=np.zeros(n, np.bool_),
     )
 
 
