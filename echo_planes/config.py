@@ -208,8 +208,8 @@ class SamplingConfig(Section):
     )
     refill: Literal["off", "reward", "correct"] | None = Field(
         None,
-        description="groups that do not count towards a batch, others take their place: all rewards equal, or "
-        "all answers right or all wrong; default: off, objective.name=dapo: reward",
+        description="groups that do not count towards a batch, others take their place: all rewards equal, "
+        "or all answers right or all wrong; default: off, objective.name=dapo: reward",
     )
     refill_limit: PositiveFloat = Field(
         4.0, description="such groups at most, for one batch, in batches; then they count"
@@ -490,8 +490,8 @@ class Config(Section):
         stale = self.staleness.max_staleness
         if self.objective.tis_level == "none" and stale and not self.objective.uncorrected:
             raise ValueError(
-                f"objective.tis_level=none trains data of other versions (staleness.max_staleness={stale}) as "
-                "if it were fresh; choose token or sequence, or say objective.uncorrected=true"
+                f"objective.tis_level=none trains data of other versions (staleness.max_staleness={stale}) "
+                "as if it were fresh; choose token or sequence, or say objective.uncorrected=true"
             )
         return self
 

@@ -225,7 +225,7 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True)
 class LagStats:
-    """The scored tokens of one lag, t - v of the version v that sampled the token. w: pi_learner / pi_sampler."""
+    """The scored tokens of one lag: t - v, where version v sampled the token. w: pi_learner / pi_sampler."""
 
     lag: int
     tokens: int
@@ -260,7 +260,8 @@ class StepStats:
     num_updates: int  # optimizer updates so far
     tokens_scored: int = 0
     rate_factor: float = 1.0  # f of drift control: the next step's learning rate is multiplied by it
-    masked_fraction: float | None = None
+    masked_fraction: float | None = None  # of the tokens trained
+    truncated_fraction: float | None = None
     effective_samples: float | None = None  # (sum w)^2 / (M sum w^2), 1: all tokens weigh alike
     log_weight: tuple[float, float, float, float] | None = None  # |log w|: 50, 99, 99.9 %, largest
     k3: float | None = None  # mean of w - 1 - log w

@@ -1,25 +1,30 @@
 """Advantages: what each trajectory's reward is worth next to the rest of its group. numpy only.
 
 ====================  ============================================  ==================================
-objective             advantage of trajectory i in a group of n     source
+kind                  advantage of trajectory i in a group of n     source
 ====================  ============================================  ==================================
-grpo, dapo, gspo      (R_i - mean) / (std + EPS), population std    DeepSeekMath (2402.03300) 4.1.2
-dr_grpo               R_i - mean                                    Dr. GRPO (2503.20783) 3.2
-rloo                  R_i - mean of the other n - 1; 0 for n = 1    RLOO (2402.14740)
+standardised          (R_i - mean) / (std + EPS), population std    DeepSeekMath (2402.03300) 4.1.2
+centred               R_i - mean                                    Dr. GRPO (2503.20783) 3.2
+leave_one_out         R_i - mean of the other n - 1; 0 for n = 1    RLOO (2402.14740)
 ====================  ============================================  ==================================
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 
 from echo_planes.types import BoolArray, FloatArray, IntArray
 
+Advantage = Literal["standardised", "centred", "leave_one_out"]
 EPS = 1e-6  # keeps the division finite; rewards that differ by less than this are hardly told apart
 
 
-def compute_advantages(name: str, rewards: FloatArray, groups: IntArray, given: FloatArray) -> FloatArray:
-    """Advantages (N,) of objective `name` for `rewards` (N,), normalised among equal `groups` (N,).
+def compute_advantages(
+    kind: Advantage, rewards: FloatArray, groups: IntArray, given: FloatArray
+) -> FloatArray:
+    """Advantages (N,) of `kind` for `rewards` (N,), normalised among equal `groups` (N,).
 
     Where `given` (N,) is not NaN it is the answer, untouched; its reward still counts in its group's mean.
     A group whose rewards are all equal gets exactly 0.
@@ -35,9 +40,9 @@ def compute_advantages(name: str, rewards: FloatArray, groups: IntArray, given: 
     np.minimum.at(low, index, values)
     np.maximum.at(high, index, values)
     centred[(low == high)[index]] = 0.0
-    if name == "dr_grpo":
+    if kind == "centred":
         advantages = centred
-    elif name == "rloo":
+    elif kind == "leave_one_out":
         advantages = centred * (n / np.maximum(n - 1, 1))
     else:
         std = np.sqrt(np.bincount(index, centred**2) / sizes)[index]

@@ -115,7 +115,8 @@ class DeepSpeedEngine:
     def step(self, learning_rate: float) -> float:
         """Clip the gradient, make one optimizer update and return the norm before clipping.
 
-        Must follow a `backward(..., last=True)`. A non-finite norm means the weights are spoilt.
+        Must follow a `backward(..., last=True)`. Where the norm is not finite there was no update: weights
+        and moments are as they were.
         """
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
@@ -123,6 +124,9 @@ class DeepSpeedEngine:
         if not self._masters_apart:
             gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
             norm = torch.nn.utils.get_total_norm(gradients)
+            if not torch.isfinite(norm):  # DeepSpeed leaves such an update out only where it keeps masters
+                self._engine.zero_grad()
+                return float(norm)
         self._engine.step()
         self._trained = True
         return float(self._engine.get_global_grad_norm() if norm is None else norm)
@@ -166,7 +170,7 @@ class DeepSpeedEngine:
                 self._mirror = DeviceMirror()
         return self._mirror
 
-    def save(self, folder: Path, counters: dict[str, int]) -> None:
+    def save(self, folder: Path, counters: dict[str, float]) -> None:
         """Write weights, masters, moments and RNG into an empty folder (made if need be) for `load`."""
         folder.mkdir(parents=True, exist_ok=True)
         rng: dict[str, Any] = {"cpu": torch.get_rng_state()}
@@ -178,7 +182,7 @@ class DeepSpeedEngine:
             (folder / ABOUT).write_text(json.dumps(self._layout() | counters, indent=2))
         self._barrier()
 
-    def load(self, folder: Path) -> dict[str, int]:
+    def load(self, folder: Path) -> dict[str, float]:
         """Continue from `save`, bit for bit, and return its counters.
 
         Raises:

@@ -1,6 +1,7 @@
 """The learner: one step per batch, from flat columns to updated weights.
 
     advantages -> leave out zero groups -> mini-batches -> pack -> forward, loss, backward -> update
+                                                            drift -> the next step's learning rate
 
 One plain object per data-parallel rank; `actor.py` and tests drive it.
 """
@@ -8,6 +9,7 @@ One plain object per data-parallel rank; `actor.py` and tests drive it.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -15,15 +17,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echo_planes.config import Config, LearnerConfig
+from echo_planes.config import Config
 from echo_planes.errors import ConfigError, DivergedError
 from echo_planes.learning import packing
 from echo_planes.learning.advantages import compute_advantages, zero_groups
 from echo_planes.learning.deepspeed_engine import DeepSpeedEngine, StateBits, pick_device, pick_dtype
-from echo_planes.learning.objectives import Loss, Tokens, policy_loss, token_weights
+from echo_planes.learning.objectives import (
+    OBJECTIVES,
+    Loss,
+    Tokens,
+    outlier_masks,
+    policy_loss,
+    token_weights,
+)
 from echo_planes.learning.packing import Inputs, MicroBatch
 from echo_planes.learning.policy_model import PolicyModel, load_policy
-from echo_planes.types import BoolArray, FloatArray, IntArray, StepStats, TrainBatch
+from echo_planes.learning.rate import DriftControl, decay_left, warm_up
+from echo_planes.learning.statistics import lag_stats, weight_stats
+from echo_planes.types import Adjustment, BoolArray, FloatArray, IntArray, StepStats, TrainBatch
 
 # Longest unit of samples that share their prompt: beyond it the dense mask costs more than the prompts.
 SHARED_TOKENS = 1024
@@ -35,16 +46,18 @@ class _Step:
 
     advantages: Tensor  # (N,)
     sampler_logprobs: Tensor  # (T,)
+    lags: Tensor  # (T,) int64, t - v of each token's version; 0 outside the response
     seen: Tensor  # (T,) logprobs at the start of the step, 0 where not computed
     old: Tensor | None  # the same, all ranks together, once a first pass made them
+    entropy: Tensor  # (T,) nats, 0 where not computed
+    per_lag: Tensor  # (lags, 4): tokens trained, truncated, masked, clipped
     tokens_forward: int = 0
     losses: list[float] = field(default_factory=list)  # per update
     grad_norms: list[float] = field(default_factory=list)
-    learning_rate: float = 0.0
+    learning_rate: float | None = None
     tis: float = 0.0
-    clipped: float = 0.0
-    entropy: float = 0.0
     kl: float = 0.0
+    skipped: int = 0  # updates without a finite gradient
 
 
 class Learner:
@@ -74,7 +87,17 @@ class Learner:
         self._engine_or_none: DeepSpeedEngine | None = None
         self._reference: PolicyModel | None = None
         self._num_updates = 0
+        self._skipped_in_a_row = 0
+        self._rate_left = 1.0  # share of the peak rate that the decay has come down to
+        self._adjustment = Adjustment()
         self._diverged = ""
+        self._objective = OBJECTIVES[config.objective.name]
+        self.drift = DriftControl(config.learner.drift_target, config.learner.drift_floor)
+        self.loss: Callable[[Tokens], Loss] = self._policy_loss
+
+    def adjust(self, adjustment: Adjustment) -> None:
+        """Train with these changes from the next step on; they take the place of earlier ones."""
+        self._adjustment = adjustment
 
     @property
     def num_updates(self) -> int:
@@ -107,49 +130,50 @@ class Learner:
     def train_step(self, batch: TrainBatch) -> StepStats:
         """Train on one batch, `updates_per_step` optimizer updates.
 
-        With one update the step's own forward gives the old logprobs and the ratio is exactly 1. With K, a
-        first pass gives them for the whole batch, which is then split into K mini-batches of whole groups in
-        their order (`packing.split_groups`), one update each, with its own denominators.
+        With one update the step's own forward gives the old logprobs. With K, a first pass gives them for the
+        whole batch, which is then split into K mini-batches of whole groups in their order
+        (`packing.split_groups`), one update each, with its own denominators.
 
         Groups whose advantages are all 0 are not put through the model (when `skip_zero_advantage` and
-        kl_beta = 0). They still count in the denominators, so the gradient is that of the whole batch. The
-        token means in the stats are over the tokens that were put through; loss and grad_norm are means over
-        the updates. A mini-batch with nothing to train makes no update.
+        kl_beta = 0), or only to be scored (`score_skipped`). They still count in the denominators, so the
+        gradient is that of the whole batch. A mini-batch with nothing to train makes no update, and one whose
+        gradient is not finite is left out, at most `max_skipped_updates` in a row.
 
-        Raises DivergedError when a column, the loss or the gradient norm is not finite; the batch is then
-        saved under `failure_dir`. The learner is of no more use afterwards.
+        Raises DivergedError when a column is not finite, or the loss or gradient norm still is not; the batch
+        is then saved under `failure_dir`. The learner is of no more use afterwards.
         """
         began = time.perf_counter()
         self._refuse_if_diverged()
         config = self._config.objective
         self._check_columns(batch)
-        advantages = compute_advantages(config.name, batch.rewards, batch.advantage_groups, batch.advantages)
+        advantages = compute_advantages(
+            self._objective.advantage, batch.rewards, batch.advantage_groups, batch.advantages
+        )
         empty = zero_groups(advantages, batch.advantage_groups)
         skip = empty & (config.skip_zero_advantage and config.kl_beta == 0)
         inputs = packing.find_inputs(batch, ~skip)
-
-        device = self._engine.device
-        step = _Step(
-            torch.from_numpy(advantages).to(device),
-            torch.tensor(batch.sampler_logprobs, device=device),  # a copy: what came through Ray is read-only
-            torch.zeros(len(batch.token_ids), device=device),
-            None,
-        )
+        step = self._begin(batch, advantages)
         parts = packing.split_groups(batch.advantage_groups, self._config.learner.updates_per_step)
         if len(parts) > 1 and inputs.lengths.any():
-            step.seen, forwarded = self._score(batch, inputs)
+            self._see(batch, inputs, step)
             step.old = step.seen
-            step.tokens_forward += forwarded
-        for part in parts:
-            self._update(batch, inputs, part, step)
+        for number, part in enumerate(parts):
+            self._update(batch, inputs, part, step, done=batch.step + number / len(parts))
         if step.old is None:
             self._engine.sum_over_ranks(step.seen)
-        return self._stats(batch, inputs, empty, step, began)
+            self._engine.sum_over_ranks(step.entropy)
+        scored = ~skip
+        if config.score_skipped and skip.any():
+            self._see(batch, packing.find_inputs(batch, skip), step)
+            scored[:] = True
+        stats = self._stats(batch, np.repeat(scored, np.diff(batch.offsets)), empty, step, began)
+        self.drift.observe(stats.mismatch_mean)
+        return replace(stats, rate_factor=self.drift.factor)
 
     def logprobs(self, batch: TrainBatch) -> FloatArray:
         """Logprobs (T,) of the current weights on the trained tokens, after temperature and top-p; else 0."""
-        values, _ = self._score(batch, packing.find_inputs(batch, np.ones(batch.num_trajectories, np.bool_)))
-        return values.cpu().numpy()
+        everything = np.ones(batch.num_trajectories, np.bool_)
+        return self._score(batch, packing.find_inputs(batch, everything))[0].cpu().numpy()
 
     def state_bits(self) -> StateBits:
         """`DeepSpeedEngine.state_bits`: bf16 bits under Hugging Face names on rank 0, {} elsewhere.
@@ -162,11 +186,19 @@ class Learner:
     def save(self, folder: Path) -> None:
         """Write a checkpoint into an empty folder. Making it durable and final is the caller's."""
         self._refuse_if_diverged()
-        self._engine.save(folder, {"num_updates": self._num_updates})
+        counters = {
+            "num_updates": self._num_updates,
+            "rate_left": self._rate_left,
+            "drift_factor": self.drift.factor,
+        }
+        self._engine.save(folder, counters)
 
     def load(self, folder: Path) -> None:
         """Continue from `save`, bit for bit. Call right after `start`. Raises DataError, ConfigError."""
-        self._num_updates = self._engine.load(folder)["num_updates"]
+        counters = self._engine.load(folder)
+        self._num_updates = int(counters["num_updates"])
+        self._rate_left = counters.get("rate_left", 1.0)
+        self.drift.factor = counters.get("drift_factor", 1.0)
 
     def close(self) -> None:
         """Leave the process group. Nothing can be called afterwards."""
@@ -198,118 +230,156 @@ class Learner:
             "targets": torch.from_numpy(micro.targets).to(device),
         }
 
+    def _begin(self, batch: TrainBatch, advantages: FloatArray) -> _Step:
+        device, num_tokens = self._engine.device, len(batch.token_ids)
+        lags = np.where(batch.token_versions < 0, 0, batch.step - batch.token_versions)
+        return _Step(
+            advantages=torch.from_numpy(advantages).to(device),
+            # Copies: what came through Ray is read-only.
+            sampler_logprobs=torch.tensor(batch.sampler_logprobs, device=device),
+            lags=torch.tensor(lags, device=device),
+            seen=torch.zeros(num_tokens, device=device),
+            old=None,
+            entropy=torch.zeros(num_tokens, device=device),
+            per_lag=torch.zeros(int(lags.max(initial=0)) + 1, 4, device=device),
+        )
+
     @torch.no_grad()
-    def _score(self, batch: TrainBatch, inputs: Inputs) -> tuple[Tensor, int]:
-        """Logprobs (T,) of all ranks together, and the tokens all put through the model."""
-        values = torch.zeros(len(batch.token_ids), device=self._engine.device)
+    def _score(self, batch: TrainBatch, inputs: Inputs) -> tuple[Tensor, Tensor, int]:
+        """Logprobs and entropies (T,) of all ranks together, and the tokens put through the model."""
+        values = torch.zeros(2, len(batch.token_ids), device=self._engine.device)
         micro_batches, forwarded = self._micro_batches(batch, inputs)
         for micro in micro_batches:
-            logprobs, _ = self._engine.forward(**self._inputs(micro))
-            values[torch.from_numpy(micro.columns).to(values.device)] = logprobs
-        return self._engine.sum_over_ranks(values), forwarded
+            columns = torch.from_numpy(micro.columns).to(values.device)
+            values[0, columns], values[1, columns] = self._engine.forward(**self._inputs(micro))
+        self._engine.sum_over_ranks(values)
+        return values[0], values[1], forwarded
 
-    def _update(self, batch: TrainBatch, inputs: Inputs, part: IntArray, step: _Step) -> None:
-        """One optimizer update on the trajectories in `part`."""
+    def _see(self, batch: TrainBatch, inputs: Inputs, step: _Step) -> None:
+        """Score trajectories that no training forward of this step has scored."""
+        logprobs, entropy, forwarded = self._score(batch, inputs)
+        step.seen = step.seen + logprobs
+        step.entropy = step.entropy + entropy
+        step.tokens_forward += forwarded
+
+    def _update(self, batch: TrainBatch, inputs: Inputs, part: IntArray, step: _Step, *, done: float) -> None:
+        """One optimizer update on the trajectories in `part`. `done`: steps of the run behind it."""
         lengths = np.zeros_like(inputs.lengths)
         lengths[part] = inputs.lengths[part]
         if not lengths.any():
             return
         counts = np.diff(inputs.bounds)
         weights = np.zeros(len(lengths), np.float32)
-        weights[part] = token_weights(
-            self._config.objective.name, counts[part], self._config.sampling.max_new_tokens
-        )
+        weights[part] = token_weights(self._objective, counts[part], self._config.sampling.max_new_tokens)
         weight = torch.from_numpy(weights).to(self._engine.device)
-        sums = torch.zeros(5, device=self._engine.device)
+        sums = torch.zeros(3, device=self._engine.device)
         micro_batches, forwarded = self._micro_batches(batch, replace(inputs, lengths=lengths))
         for number, micro in enumerate(micro_batches, start=1):
-            arguments = self._inputs(micro)
-            logprobs, entropy = self._engine.forward(**arguments)
-            loss = self._loss(micro, arguments, logprobs, weight, step)
+            loss = self._micro_loss(micro, weight, step)
             self._engine.backward(loss.loss, last=number == len(micro_batches))
-            terms = (loss.tis.sum(), loss.clipped.sum(), entropy.sum(), loss.kl.sum())
-            sums += torch.stack([loss.loss.detach(), *terms])
-        value, tis, clipped, entropy_sum, kl = self._engine.sum_over_ranks(sums).tolist()
-        if not np.isfinite(value):
-            self._diverge(batch, f"loss {value}")
-        step.learning_rate = self._learning_rate()
-        norm = self._engine.step(step.learning_rate)
-        if not np.isfinite(norm):
-            self._diverge(batch, f"gradient norm {norm}")
+            sums += torch.stack([loss.loss.detach(), loss.tis.sum(), loss.kl.sum()])
+        value, tis, kl = self._engine.sum_over_ranks(sums).tolist()
+        step.tokens_forward += forwarded
+        rate = self._learning_rate(done)
+        norm = self._engine.step(rate)
+        if not (np.isfinite(value) and np.isfinite(norm)):
+            self._skipped_in_a_row += 1
+            if np.isfinite(norm) or self._skipped_in_a_row > self._config.learner.max_skipped_updates:
+                self._diverge(batch, f"loss {value}, gradient norm {norm}")
+            step.skipped += 1
+            return
+        self._skipped_in_a_row = 0
         self._num_updates += 1
         step.losses.append(value)
         step.grad_norms.append(norm)
-        step.tokens_forward += forwarded
+        step.learning_rate = rate
         step.tis += tis
-        step.clipped += clipped
-        step.entropy += entropy_sum
         step.kl += kl
 
-    def _loss(
-        self,
-        micro: MicroBatch,
-        arguments: dict[str, Tensor | None],
-        logprobs: Tensor,
-        weight: Tensor,
-        step: _Step,
-    ) -> Loss:
+    def _micro_loss(self, micro: MicroBatch, weight: Tensor, step: _Step) -> Loss:
+        """Forward pass and loss of a micro-batch; what its tokens were is noted in `step`."""
+        arguments = self._inputs(micro)
+        logprobs, entropy = self._engine.forward(**arguments)
         columns = torch.from_numpy(micro.columns).to(logprobs.device)
         trajectories = torch.from_numpy(micro.trajectories).to(logprobs.device)
         if step.old is None:
             old = logprobs.detach()
             step.seen[columns] = old
+            step.entropy[columns] = entropy
         else:
             old = step.old[columns]
         reference = None
         if self._reference is not None:
             with torch.no_grad():
                 reference, _ = self._reference(**arguments)
-        tokens = Tokens(
-            logprobs=logprobs,
-            old_logprobs=old,
-            sampler_logprobs=step.sampler_logprobs[columns],
-            advantages=step.advantages[trajectories],
-            weights=weight[trajectories],
-            trajectory=trajectories,
-            num_trajectories=len(step.advantages),
-            reference_logprobs=reference,
+        loss = self.loss(
+            Tokens(
+                logprobs=logprobs,
+                old_logprobs=old,
+                sampler_logprobs=step.sampler_logprobs[columns],
+                advantages=step.advantages[trajectories],
+                weights=weight[trajectories],
+                trajectory=trajectories,
+                num_trajectories=len(step.advantages),
+                reference_logprobs=reference,
+            )
         )
-        return policy_loss(tokens, self._config.objective)
+        one = torch.ones_like(loss.tis)
+        step.per_lag.index_add_(
+            0, step.lags[columns], torch.stack([one, loss.truncated, loss.masked, loss.clipped], 1).float()
+        )
+        return loss
 
-    def _learning_rate(self) -> float:
-        """Linear warm-up, constant, then linear to 0 over the last `decay` of the run, in updates."""
+    def _policy_loss(self, tokens: Tokens) -> Loss:
+        config = self._config.objective
+        if self._adjustment.mask_outliers:
+            config = config.model_copy(update=outlier_masks(config))
+        return policy_loss(tokens, config, self._objective)
+
+    def _learning_rate(self, done: float) -> float:
+        """Scheduled rate after `done` steps, times the factors of drift control and guard."""
         config = self._config.learner
-        return learning_rate(
-            self._config.lr,
-            config,
-            self._num_updates,
-            total_updates=self._config.run.steps * config.updates_per_step,
+        self._rate_left = min(self._rate_left, decay_left(config.decay, done / self._config.run.steps))
+        factor = self.drift.factor * self._adjustment.rate_scale
+        return (
+            self._config.lr * factor * min(warm_up(config.warmup_steps, self._num_updates), self._rate_left)
         )
 
     def _stats(
-        self, batch: TrainBatch, inputs: Inputs, empty: BoolArray, step: _Step, began: float
+        self, batch: TrainBatch, scored: BoolArray, empty: BoolArray, step: _Step, began: float
     ) -> StepStats:
-        forwarded = np.repeat(inputs.lengths > 0, np.diff(batch.offsets)) & batch.loss_mask
-        seen = step.seen.cpu().numpy()
-        mismatch = np.abs(seen[forwarded] - batch.sampler_logprobs[forwarded])
-        tokens = max(len(mismatch), 1)
-        updates = max(len(step.losses), 1)
+        """`scored` (T,): True on the tokens of trajectories that were put through the model."""
+        chosen = scored & batch.loss_mask
+        log_weight = (step.seen.cpu().numpy() - batch.sampler_logprobs)[chosen]
+        entropy = step.entropy.cpu().numpy()[chosen]
+        per_lag = self._engine.sum_over_ranks(step.per_lag).cpu().numpy()
+        trained, truncated, masked, clipped = per_lag.sum(0).tolist()
+        weights = weight_stats(log_weight)
+        updates = len(step.losses)
         return StepStats(
             step=batch.step,
-            loss=sum(step.losses) / updates,
-            grad_norm=sum(step.grad_norms) / updates,
+            loss=sum(step.losses) / updates if updates else None,
+            grad_norm=sum(step.grad_norms) / updates if updates else None,
             learning_rate=step.learning_rate,
             t_train_s=time.perf_counter() - began,
             tokens=batch.num_tokens,
             tokens_forward=step.tokens_forward,
-            mismatch_mean=float(mismatch.mean()) if len(mismatch) else 0.0,
-            mismatch_p99=float(np.quantile(mismatch, 0.99)) if len(mismatch) else 0.0,
-            clip_fraction=step.clipped / tokens,
-            tis_mean=step.tis / tokens,
-            entropy=step.entropy / tokens,
-            kl_reference=step.kl / tokens,
+            tokens_scored=len(log_weight),
+            mismatch_mean=weights.mean,
+            mismatch_p99=weights.p99,
+            effective_samples=weights.effective,
+            log_weight=weights.quantiles,
+            k3=weights.k3,
+            clip_fraction=clipped / trained if trained else None,
+            masked_fraction=masked / trained if trained else None,
+            truncated_fraction=truncated / trained if trained else None,
+            tis_mean=step.tis / trained if updates else None,
+            entropy=float(entropy.mean()) if len(entropy) else None,
+            kl_reference=step.kl / trained if updates and self._reference is not None else None,
             groups_skipped=len(np.unique(batch.advantage_groups[empty])),
             num_updates=self._num_updates,
+            updates_skipped=step.skipped,
+            lags=lag_stats(log_weight, step.lags.cpu().numpy()[chosen], per_lag),
         )
 
     def _check_columns(self, batch: TrainBatch) -> None:
@@ -335,11 +405,3 @@ class Learner:
     def _refuse_if_diverged(self) -> None:
         if self._diverged:
             raise DivergedError(self._diverged)
-
-
-def learning_rate(peak: float, config: LearnerConfig, num_updates: int, *, total_updates: int) -> float:
-    """The rate of the update after `num_updates`: warm-up, plateau, decay (never 0 within the run)."""
-    warm = min(1.0, (num_updates + 1) / max(config.warmup_steps, 1))
-    decay_updates = config.decay * total_updates
-    left = max(total_updates - num_updates, 1)
-    return peak * min(warm, left / decay_updates if decay_updates else 1.0, 1.0)

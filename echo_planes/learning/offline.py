@@ -29,7 +29,6 @@ from torch import Tensor
 
 from echo_planes.errors import ConfigError, DataError, DivergedError
 from echo_planes.learning.advantages import compute_advantages
-from echo_planes.learning.objectives import token_weights
 from echo_planes.learning.policy_model import PolicyModel
 from echo_planes.types import BoolArray, FloatArray, IntArray
 
@@ -92,7 +91,9 @@ def offline_weights(
     """
     _, index = np.unique(np.array(groups), return_inverse=True)
     # The same normalisation as GRPO's, over the groups of a log.
-    advantages = compute_advantages("grpo", returns, index, np.full(len(returns), np.nan)).astype(np.float64)
+    advantages = compute_advantages("standardised", returns, index, np.full(len(returns), np.nan)).astype(
+        np.float64
+    )
     if objective.name == "filtered":
         weights = (advantages > 0).astype(np.float64)
     else:
@@ -214,7 +215,7 @@ def _backward(
 ) -> float:
     """Gradients of one batch, rectangle by rectangle; returns its loss."""
     device = next(model.parameters()).device
-    per_token = weights * token_weights("dapo", counts, 1)
+    per_token = weights / max(int(counts.sum()), 1)
     total = 0.0
     for rows in _rectangles([len(example.token_ids) for example in examples]):
         batch = rectangle([examples[row] for row in rows])

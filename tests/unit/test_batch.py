@@ -120,9 +120,9 @@ def test_one_word_says_what_is_normalised_together(
     assert [[i for i, tag in enumerate(tags) if tag == known] for known in dict.fromkeys(tags)] == companions
     assert batch.num_tokens == 8 * 2  # environment tokens stay out, however it is normalised
 
-    centred = compute_advantages("dr_grpo", batch.rewards, batch.advantage_groups, batch.advantages)
+    centred = compute_advantages("centred", batch.rewards, batch.advantage_groups, batch.advantages)
     assert centred.tolist() == pytest.approx([r - m for r, m in zip(rewards, means, strict=True)], abs=1e-6)
-    normalised = compute_advantages("grpo", batch.rewards, batch.advantage_groups, batch.advantages)
+    normalised = compute_advantages("standardised", batch.rewards, batch.advantage_groups, batch.advantages)
     for members in companions:
         spread = math.sqrt(sum((rewards[i] - means[i]) ** 2 for i in members) / len(members))
         expected = [(rewards[i] - means[i]) / (spread + EPS) for i in members]

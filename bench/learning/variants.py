@@ -1,0 +1,101 @@
+"""Other proposals against stale data, to hold the defaults against: losses and rate controls.
+
+m2po          second-moment constraint, M2PO (2510.01161): of the tokens that move further away, those with the
+              largest (log w)^2 are left out until the mean of the rest is at most 0.04
+sat           clip ends contracted where the sampled log ratio is large, SAT (2607.18722), in our words:
+              0.2 and 0.28 over 1 + |log w| / 0.1
+rate/(1+lag)  learning rate divided by 1 + lag, staleness-aware SGD (1511.05950)
+kl-adaptive   rate / 1.5 where the mean k2 is above twice 0.01, x 1.5 where it is below half of it, PPO in
+              robotics (2109.11978)
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from bench.learning.harness import Setup
+from echo_planes.learning.learner import Learner
+from echo_planes.learning.objectives import Loss, Tokens
+from echo_planes.learning.rate import DriftControl
+
+M2_LIMIT = 0.04
+SAT_SCALE = 0.1
+KL_TARGET = 0.01
+
+
+def change(learner: Learner, setup: Setup) -> None:
+    """Make a learner the setup's variant."""
+    match setup.variant:
+        case "m2po":
+            learner.loss = m2po
+        case "sat":
+            learner.loss = sat
+        case "rate/(1+lag)":
+            learner.drift = _Fixed(1.0 / (1.0 + setup.lag))
+        case "kl-adaptive":
+            learner.drift = _KlAdaptive()
+
+
+class _Fixed(DriftControl):
+    def __init__(self, factor: float) -> None:
+        super().__init__(0.0, 0.02, factor)
+
+
+class _KlAdaptive(DriftControl):
+    """d is the mean |log w|; for a Gaussian log ratio the mean square is pi / 2 of its square."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0, 0.02)
+
+    def observe(self, drift: float | None) -> None:
+        if drift is None or not math.isfinite(drift):
+            return
+        kl = 0.5 * (math.pi / 2) * drift**2
+        change = 1 / 1.5 if kl > 2 * KL_TARGET else 1.5 if kl < KL_TARGET / 2 else 1.0
+        self.factor = min(max(self.factor * change, self.floor), 1.0)
+
+
+def m2po(tokens: Tokens) -> Loss:
+    """M2PO with a token ratio against the sampler and no other clip."""
+    drift = tokens.old_logprobs - tokens.sampler_logprobs
+    moment = drift**2
+    away = tokens.advantages * drift > 0
+    order = torch.argsort(torch.where(away, moment, torch.full_like(moment, -1.0)), descending=True)
+    left = moment.sum() - torch.cumsum(moment[order], 0)
+    kept = len(order) - 1 - torch.arange(len(order))
+    needed = torch.cat([moment.sum()[None] / len(order), left[:-1] / kept[:-1].clamp(min=1)]) > M2_LIMIT
+    masked = torch.zeros_like(away)
+    masked[order] = torch.cumprod(needed.int(), 0).bool()
+    masked &= away
+    ratio = (tokens.logprobs - tokens.sampler_logprobs).exp()
+    return _loss(tokens, (ratio * tokens.advantages).masked_fill(masked, 0.0), masked=masked)
+
+
+def sat(tokens: Tokens) -> Loss:
+    """Clip ends that shrink where the sampled log ratio is large."""
+    shrink = 1.0 + (tokens.old_logprobs - tokens.sampler_logprobs).abs() / SAT_SCALE
+    ratio = (tokens.logprobs - tokens.sampler_logprobs).exp()
+    plain = ratio * tokens.advantages
+    bounded = torch.clamp(ratio, 1.0 - 0.2 / shrink, 1.0 + 0.28 / shrink) * tokens.advantages
+    return _loss(tokens, torch.minimum(plain, bounded), clipped=bounded.detach() < plain.detach())
+
+
+def _loss(
+    tokens: Tokens,
+    surrogate: torch.Tensor,
+    *,
+    clipped: torch.Tensor | None = None,
+    masked: torch.Tensor | None = None,
+) -> Loss:
+    none = torch.zeros_like(tokens.advantages, dtype=torch.bool)
+    one = torch.ones_like(tokens.advantages)
+    return Loss(
+        -(tokens.weights * surrogate).sum(),
+        none if clipped is None else clipped,
+        none if masked is None else masked,
+        none,
+        one,
+        torch.zeros_like(one),
+    )

@@ -1,0 +1,185 @@
+"""Parts that objectives are made of: tokens in, one partial loss out. Pure functions of tensors.
+
+For every trained token, with A its advantage, w_s = pi / pi_sampler and r the ratio that is clipped:
+
+    loss = sum of weight * m * (c beta KL - c' surrogate(r, A))
+
+=========  ==================  ===========================  ==========================================
+anchor     ratio r             c, the KL's weight           c', the surrogate's weight
+=========  ==================  ===========================  ==========================================
+sampler    pi / pi_sampler     min(w_s, C), detached        1: the ratio corrects by itself
+proximal   pi / pi_old         min(pi_old / pi_sampler, C)  the same: ECHO-2 eq. 24 weights both
+=========  ==================  ===========================  ==========================================
+
+pi_old is the policy at the start of the step. With one update a step pi / pi_old is 1 and its clip never
+bites: then only `anchor=sampler` bounds how far stale tokens can push. m is 0 where a mask leaves a token
+out. Weights come from the whole update, so a micro-batch's loss is a plain partial sum: how a batch is split
+into micro-batches and ranks never changes the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from echo_planes.config import Interval, ObjectiveConfig
+from echo_planes.learning.advantages import Advantage
+
+OUTLIER_TOKENS = (0.5, 2.0)  # ends of the ratio
+OUTLIER_ANSWERS = (0.8, 1.25)  # of its geometric mean
+
+Level = Literal["token", "sequence", "geometric", "none"]
+# Ratio (M,), advantages (M,), logprobs (M,), clip: surrogate (M,) with its gradient, and where it has none.
+Surrogate = Callable[[Tensor, Tensor, Tensor, "Clip"], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """Ends of the trust region of a ratio."""
+
+    low: float  # ratio >= 1 - low
+    high: float  # ratio <= 1 + high
+    delta: float = 0.0  # where the advantage is negative, ratio <= delta; 0: none
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What a name stands for."""
+
+    name: str
+    advantage: Advantage
+    average: Literal["trajectory", "tokens", "constant"]  # see `token_weights`
+    level: Level  # of its ratio, and of the importance weight beside it: token or geometric
+    clip: Clip
+    stale_clip: Clip  # with anchor=sampler: the ratio also holds what changed since the token was sampled
+    surrogate: Surrogate
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """M trained tokens of whole trajectories. All tensors are (M,) float32 unless said."""
+
+    logprobs: Tensor  # of the policy being trained; carries the gradient
+    old_logprobs: Tensor  # of the policy at the start of the step; detached
+    sampler_logprobs: Tensor  # of the policy that sampled them
+    advantages: Tensor
+    weights: Tensor  # see `token_weights`
+    trajectory: Tensor  # (M,) int64, 0 .. num_trajectories - 1
+    num_trajectories: int
+    reference_logprobs: Tensor | None = None  # needed when kl_beta > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A partial loss and what it was made of, token by token."""
+
+    loss: Tensor  # scalar, carries the gradient
+    clipped: Tensor  # (M,) bool: the surrogate has no gradient here
+    masked: Tensor  # (M,) bool: left out by a mask
+    truncated: Tensor  # (M,) bool: its importance weight was cut at C
+    tis: Tensor  # (M,) truncated importance weight
+    kl: Tensor  # (M,) estimate of the KL to the reference, 0 without one
+
+
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, logprobs: Tensor, clip: Clip
+) -> tuple[Tensor, Tensor]:
+    """PPO's clip (1707.06347 eq. 7), and the dual clip (1912.09729): never below delta A where A < 0."""
+    plain = ratio * advantages
+    bounded = ratio.clamp(1.0 - clip.low, 1.0 + clip.high) * advantages
+    surrogate = torch.minimum(plain, bounded)
+    flat = bounded.detach() < plain.detach()
+    if clip.delta:
+        floor = clip.delta * advantages
+        beyond = (advantages < 0) & (surrogate.detach() < floor)
+        surrogate = torch.where(beyond, floor, surrogate)
+        flat = flat | beyond
+    return surrogate, flat
+
+
+def policy_loss(tokens: Tokens, config: ObjectiveConfig, objective: Objective) -> Loss:
+    """The loss above, summed over these tokens."""
+    sampled = tokens.sampler_logprobs
+    stale = config.anchor == "sampler"
+    log_ratio = tokens.logprobs - (sampled if stale else tokens.old_logprobs)
+    ratio = _at_level(log_ratio, objective.level, tokens).exp()
+    surrogate, clipped = objective.surrogate(
+        ratio, tokens.advantages, tokens.logprobs, clip_of(config, objective)
+    )
+
+    level = objective.level if config.tis_level is None else config.tis_level
+    drift = log_ratio.detach() if stale else tokens.old_logprobs - sampled
+    weight = _at_level(drift, level, tokens).exp()
+    truncated = weight > config.tis_cap
+    tis = weight.clamp(max=config.tis_cap)
+    if not stale:
+        surrogate = tis * surrogate
+
+    masked = _masked(tokens.old_logprobs - sampled, tokens, config)
+    per_token = -surrogate
+    kl = torch.zeros_like(per_token)
+    if config.kl_beta > 0 and tokens.reference_logprobs is not None:
+        kl = kl_estimate(tokens.logprobs - tokens.reference_logprobs, config)
+        per_token = per_token + config.kl_beta * tis * kl
+    loss = (tokens.weights * per_token.masked_fill(masked, 0.0)).sum()
+    return Loss(loss, clipped & ~masked, masked, truncated, tis, kl.detach())
+
+
+def clip_of(config: ObjectiveConfig, objective: Objective) -> Clip:
+    """The objective's own ends, where the settings name no others."""
+    own = objective.stale_clip if config.anchor == "sampler" else objective.clip
+    return Clip(
+        own.low if config.clip_low is None else config.clip_low,
+        own.high if config.clip_high is None else config.clip_high,
+        own.delta if config.clip_delta is None else config.clip_delta,
+    )
+
+
+def outlier_masks(config: ObjectiveConfig) -> dict[str, Interval]:
+    """The masks to switch on where stale tokens do harm; those that are set already stay."""
+    if config.name == "gspo":
+        return {"sequence_mask": config.sequence_mask or OUTLIER_ANSWERS}
+    return {"token_mask": config.token_mask or OUTLIER_TOKENS}
+
+
+def kl_estimate(log_ratio: Tensor, config: ObjectiveConfig) -> Tensor:
+    """KL of the policy to the reference from log(pi / pi_reference) (M,), clamped so that no token explodes.
+
+    With d the log ratio: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman, "Approximating KL
+    divergence"; k3 is DeepSeekMath 2402.03300 eq. 4). k1 is unbiased but its gradient is that of the
+    logprob alone, which is 0 on average; k2's gradient is that of the KL; k3 is unbiased and never negative.
+    """
+    d = log_ratio.clamp(-config.kl_clamp, config.kl_clamp)
+    if config.kl_estimator == "k1":
+        return d
+    if config.kl_estimator == "k2":
+        return 0.5 * d * d
+    return torch.exp(-d) - 1.0 + d
+
+
+def _masked(drift: Tensor, tokens: Tokens, config: ObjectiveConfig) -> Tensor:
+    """True (M,) where the token's ratio, or the geometric mean of its answer's, is outside its mask."""
+    masked = torch.zeros_like(drift, dtype=torch.bool)
+    for ends, level in ((config.token_mask, "token"), (config.sequence_mask, "geometric")):
+        if ends is not None:
+            ratio = _at_level(drift, level, tokens).exp()
+            masked = masked | (ratio < ends[0]) | (ratio > ends[1])
+    return masked
+
+
+def _at_level(log_ratio: Tensor, level: str, tokens: Tokens) -> Tensor:
+    """Log ratio (M,) as it is, as its answer's sum or mean, given back to each token, or 0."""
+    if level == "token":
+        return log_ratio
+    if level == "none":
+        return torch.zeros_like(log_ratio)
+    zeros = log_ratio.new_zeros(tokens.num_trajectories)
+    total = zeros.index_add(0, tokens.trajectory, log_ratio)
+    if level == "geometric":
+        counts = zeros.index_add(0, tokens.trajectory, torch.ones_like(log_ratio))
+        total = total / counts.clamp(min=1.0)
+    return total[tokens.trajectory]

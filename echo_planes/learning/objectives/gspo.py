@@ -1,0 +1,23 @@
+"""GSPO: 2507.18071 eq. 5-7.
+
+    J = mean over answers of min(s A, clip(s, 1 - 3e-4, 1 + 4e-4) A), s = exp(mean of log r over its tokens)
+    A = (R - mean) / (std + eps) within the group
+
+One ratio an answer, and one importance weight of the same geometric kind. The ends are those of the paper
+(section 5.1), for a ratio within one step. Against a policy that sampled several versions ago the mean
+log ratio of honest answers is a hundred times that: 0.03 with anchor=sampler, measured by bench.learning.
+"""
+
+from __future__ import annotations
+
+from echo_planes.learning.objectives.base import Clip, Objective, clipped_surrogate
+
+GSPO = Objective(
+    name="gspo",
+    advantage="standardised",
+    average="trajectory",
+    level="geometric",
+    clip=Clip(3e-4, 4e-4),
+    stale_clip=Clip(0.03, 0.03),
+    surrogate=clipped_surrogate,
+)
