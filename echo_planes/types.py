@@ -259,7 +259,7 @@ class StepStats:
     groups_skipped: int  # groups whose advantages are all zero (no gradient)
     num_updates: int  # optimizer updates so far
     tokens_scored: int = 0
-    rate_factor: float = 1.0  # f of drift control: the next step's learning rate is multiplied by it
+    rate_factor: float = 1.0  # f of drift control, which the step's learning rate was multiplied by
     masked_fraction: float | None = None  # of the tokens trained
     truncated_fraction: float | None = None
     effective_samples: float | None = None  # (sum w)^2 / (M sum w^2), 1: all tokens weigh alike

@@ -1,7 +1,7 @@
 """Other proposals against stale data, to hold the defaults against: losses and rate controls.
 
-m2po          second-moment constraint, M2PO (2510.01161): of the tokens that move further away, those with the
-              largest (log w)^2 are left out until the mean of the rest is at most 0.04
+m2po          second-moment constraint, M2PO (2510.01161): of the tokens that move further away those with the
+              largest (log w)^2 stay out until the mean of the rest is 0.04
 sat           clip ends contracted where the sampled log ratio is large, SAT (2607.18722), in our words:
               0.2 and 0.28 over 1 + |log w| / 0.1
 rate/(1+lag)  learning rate divided by 1 + lag, staleness-aware SGD (1511.05950)
@@ -12,6 +12,7 @@ kl-adaptive   rate / 1.5 where the mean k2 is above twice 0.01, x 1.5 where it i
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -19,6 +20,7 @@ from bench.learning.harness import Setup
 from echo_planes.learning.learner import Learner
 from echo_planes.learning.objectives import Loss, Tokens
 from echo_planes.learning.rate import DriftControl
+from echo_planes.types import LagStats
 
 M2_LIMIT = 0.04
 SAT_SCALE = 0.1
@@ -34,27 +36,49 @@ def change(learner: Learner, setup: Setup) -> None:
             learner.loss = sat
         case "rate/(1+lag)":
             learner.drift = _Fixed(1.0 / (1.0 + setup.lag))
+        case "integral":
+            learner.drift = Integral(0.1)
         case "kl-adaptive":
             learner.drift = _KlAdaptive()
 
 
 class _Fixed(DriftControl):
+    """A factor that follows nothing."""
+
     def __init__(self, factor: float) -> None:
-        super().__init__(0.0, 0.02, factor)
+        super().__init__(0.0, 0.02)
+        self._factor = factor
+
+    @property
+    def factor(self) -> float:
+        return self._factor
 
 
-class _KlAdaptive(DriftControl):
-    """d is the mean |log w|; for a Gaussian log ratio the mean square is pi / 2 of its square."""
+class _KlAdaptive(_Fixed):
+    """Follows the mean k2 = (log w)^2 / 2, for which pi / 2 times the square of the mean |log w| stands."""
 
     def __init__(self) -> None:
-        super().__init__(0.0, 0.02)
+        super().__init__(1.0)
 
-    def observe(self, drift: float | None) -> None:
-        if drift is None or not math.isfinite(drift):
-            return
+    def observe(self, lags: Sequence[LagStats]) -> None:
+        drift = sum(one.tokens * one.drift for one in lags) / sum(one.tokens for one in lags)
         kl = 0.5 * (math.pi / 2) * drift**2
         change = 1 / 1.5 if kl > 2 * KL_TARGET else 1.5 if kl < KL_TARGET / 2 else 1.0
-        self.factor = min(max(self.factor * change, self.floor), 1.0)
+        self._factor = min(max(self._factor * change, self.floor), 1.0)
+
+
+class Integral(_Fixed):
+    """f <- clamp(f clamp(target / d, 0.5, 1.5), floor, 1): follows the drift alone."""
+
+    def __init__(self, target: float) -> None:
+        super().__init__(1.0)
+        self._goal = target
+
+    def observe(self, lags: Sequence[LagStats]) -> None:
+        drift = sum(one.tokens * one.drift for one in lags) / sum(one.tokens for one in lags)
+        if drift and math.isfinite(drift):
+            change = min(max(self._goal / drift, 0.5), 1.5)
+            self._factor = min(max(self._factor * change, self.floor), 1.0)
 
 
 def m2po(tokens: Tokens) -> Loss:

@@ -170,7 +170,7 @@ class DeepSpeedEngine:
                 self._mirror = DeviceMirror()
         return self._mirror
 
-    def save(self, folder: Path, counters: dict[str, float]) -> None:
+    def save(self, folder: Path, counters: dict[str, Any]) -> None:
         """Write weights, masters, moments and RNG into an empty folder (made if need be) for `load`."""
         folder.mkdir(parents=True, exist_ok=True)
         rng: dict[str, Any] = {"cpu": torch.get_rng_state()}
@@ -182,7 +182,7 @@ class DeepSpeedEngine:
             (folder / ABOUT).write_text(json.dumps(self._layout() | counters, indent=2))
         self._barrier()
 
-    def load(self, folder: Path) -> dict[str, float]:
+    def load(self, folder: Path) -> dict[str, Any]:
         """Continue from `save`, bit for bit, and return its counters.
 
         Raises:

@@ -34,7 +34,15 @@ from echo_planes.learning.packing import Inputs, MicroBatch
 from echo_planes.learning.policy_model import PolicyModel, load_policy
 from echo_planes.learning.rate import DriftControl, decay_left, warm_up
 from echo_planes.learning.statistics import lag_stats, weight_stats
-from echo_planes.types import Adjustment, BoolArray, FloatArray, IntArray, StepStats, TrainBatch
+from echo_planes.types import (
+    Adjustment,
+    BoolArray,
+    FloatArray,
+    IntArray,
+    LagStats,
+    StepStats,
+    TrainBatch,
+)
 
 # Longest unit of samples that share their prompt: beyond it the dense mask costs more than the prompts.
 SHARED_TOKENS = 1024
@@ -51,6 +59,7 @@ class _Step:
     old: Tensor | None  # the same, all ranks together, once a first pass made them
     entropy: Tensor  # (T,) nats, 0 where not computed
     per_lag: Tensor  # (lags, 4): tokens trained, truncated, masked, clipped
+    factor: float | None = None  # on the scheduled rate; None: no update was made yet
     tokens_forward: int = 0
     losses: list[float] = field(default_factory=list)  # per update
     grad_norms: list[float] = field(default_factory=list)
@@ -159,16 +168,12 @@ class Learner:
             step.old = step.seen
         for number, part in enumerate(parts):
             self._update(batch, inputs, part, step, done=batch.step + number / len(parts))
-        if step.old is None:
-            self._engine.sum_over_ranks(step.seen)
-            self._engine.sum_over_ranks(step.entropy)
         scored = ~skip
         if config.score_skipped and skip.any():
             self._see(batch, packing.find_inputs(batch, skip), step)
             scored[:] = True
-        stats = self._stats(batch, np.repeat(scored, np.diff(batch.offsets)), empty, step, began)
-        self.drift.observe(stats.mismatch_mean)
-        return replace(stats, rate_factor=self.drift.factor)
+        self.drift.stepped(step.factor if step.losses and step.factor else 0.0)
+        return self._stats(batch, np.repeat(scored, np.diff(batch.offsets)), empty, step, began)
 
     def logprobs(self, batch: TrainBatch) -> FloatArray:
         """Logprobs (T,) of the current weights on the trained tokens, after temperature and top-p; else 0."""
@@ -189,7 +194,8 @@ class Learner:
         counters = {
             "num_updates": self._num_updates,
             "rate_left": self._rate_left,
-            "drift_factor": self.drift.factor,
+            "drift_at_full_rate": self.drift.at_full_rate,
+            "drift_history": self.drift.history,
         }
         self._engine.save(folder, counters)
 
@@ -198,7 +204,8 @@ class Learner:
         counters = self._engine.load(folder)
         self._num_updates = int(counters["num_updates"])
         self._rate_left = counters.get("rate_left", 1.0)
-        self.drift.factor = counters.get("drift_factor", 1.0)
+        self.drift.at_full_rate = counters.get("drift_at_full_rate", 0.0)
+        self.drift.history = counters.get("drift_history", [])
 
     def close(self) -> None:
         """Leave the process group. Nothing can be called afterwards."""
@@ -280,7 +287,9 @@ class Learner:
             sums += torch.stack([loss.loss.detach(), loss.tis.sum(), loss.kl.sum()])
         value, tis, kl = self._engine.sum_over_ranks(sums).tolist()
         step.tokens_forward += forwarded
-        rate = self._learning_rate(done)
+        if step.factor is None:
+            step.factor = self._factor(batch, inputs, step)
+        rate = self._scheduled_rate(done) * step.factor
         norm = self._engine.step(rate)
         if not (np.isfinite(value) and np.isfinite(norm)):
             self._skipped_in_a_row += 1
@@ -336,14 +345,24 @@ class Learner:
             config = config.model_copy(update=outlier_masks(config))
         return policy_loss(tokens, config, self._objective)
 
-    def _learning_rate(self, done: float) -> float:
-        """Scheduled rate after `done` steps, times the factors of drift control and guard."""
+    def _factor(self, batch: TrainBatch, inputs: Inputs, step: _Step) -> float:
+        """Share of the scheduled rate for a step whose tokens have just been scored, by drift and guard."""
+        if step.old is None:
+            self._engine.sum_over_ranks(step.seen)
+            self._engine.sum_over_ranks(step.entropy)
+        self.drift.observe(self._lags(batch, step, np.repeat(inputs.lengths > 0, np.diff(batch.offsets))))
+        return self.drift.factor * self._adjustment.rate_scale
+
+    def _lags(self, batch: TrainBatch, step: _Step, scored: BoolArray) -> tuple[LagStats, ...]:
+        chosen = scored & batch.loss_mask
+        log_weight = (step.seen.cpu().numpy() - batch.sampler_logprobs)[chosen]
+        return lag_stats(log_weight, step.lags.cpu().numpy()[chosen], step.per_lag.cpu().numpy())
+
+    def _scheduled_rate(self, done: float) -> float:
+        """Warm-up, plateau and decay, after `done` steps."""
         config = self._config.learner
         self._rate_left = min(self._rate_left, decay_left(config.decay, done / self._config.run.steps))
-        factor = self.drift.factor * self._adjustment.rate_scale
-        return (
-            self._config.lr * factor * min(warm_up(config.warmup_steps, self._num_updates), self._rate_left)
-        )
+        return self._config.lr * min(warm_up(config.warmup_steps, self._num_updates), self._rate_left)
 
     def _stats(
         self, batch: TrainBatch, scored: BoolArray, empty: BoolArray, step: _Step, began: float
@@ -352,7 +371,8 @@ class Learner:
         chosen = scored & batch.loss_mask
         log_weight = (step.seen.cpu().numpy() - batch.sampler_logprobs)[chosen]
         entropy = step.entropy.cpu().numpy()[chosen]
-        per_lag = self._engine.sum_over_ranks(step.per_lag).cpu().numpy()
+        self._engine.sum_over_ranks(step.per_lag)
+        per_lag = step.per_lag.cpu().numpy()
         trained, truncated, masked, clipped = per_lag.sum(0).tolist()
         weights = weight_stats(log_weight)
         updates = len(step.losses)
@@ -379,7 +399,8 @@ class Learner:
             groups_skipped=len(np.unique(batch.advantage_groups[empty])),
             num_updates=self._num_updates,
             updates_skipped=step.skipped,
-            lags=lag_stats(log_weight, step.lags.cpu().numpy()[chosen], per_lag),
+            rate_factor=self.drift.factor,
+            lags=self._lags(batch, step, scored),
         )
 
     def _check_columns(self, batch: TrainBatch) -> None:

@@ -9,9 +9,13 @@ follows what it causes (`DriftControl`). Related: the adaptive rate for a desire
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-SHRINK, GROW = 0.5, 1.5  # of the factor in one step, at most
+from echo_planes.types import LagStats
+
+RELEASE = 0.1  # share of the way that the estimate of drift falls in one step
+LONGEST_LAG = 256  # steps whose factors are kept
 
 
 def warm_up(warmup_updates: int, updates: int) -> float:
@@ -29,25 +33,43 @@ def decay_left(decay: float, done: float) -> float:
     return min(1.0, (1.0 - done) / decay) if decay else 1.0
 
 
-@dataclass(slots=True)
+@dataclass
 class DriftControl:
     """A factor f on the learning rate that holds the drift of the trained tokens near a target.
 
-    Drift d: mean |log pi_learner - log pi_sampler| over a step's tokens, nats. After each step
-    f <- clamp(f clamp(target / d, 0.5, 1.5), floor, 1): staleness then costs speed, not the run.
+    Drift d: mean |log pi_learner - log pi_sampler| over a step's tokens, nats. It grows with what the weights
+    travelled since the tokens were sampled, so with F the mean factor over the tokens' lags, d / F is what
+    they would have drifted at the full rate, and f = target / (d / F), between the floor and 1. The estimate
+    rises at once and falls slowly: a factor that follows d alone answers `lag` steps late, and swings.
+
+    Staleness then costs speed, not the run. Where no token is stale f is 1.
 
     Args:
         target: nats; 0: f stays 1.
         floor: smallest f.
-        factor: f to begin with, of a checkpoint.
     """
 
     target: float
     floor: float
-    factor: float = 1.0
+    at_full_rate: float = 0.0  # estimate of d / F, nats
+    history: list[float] = field(default_factory=list)  # factors of the last steps, newest last
 
-    def observe(self, drift: float | None) -> None:
-        """Take a step's drift in; None where it scored no token leaves f as it is."""
-        if self.target and drift and math.isfinite(drift):
-            change = min(max(self.target / drift, SHRINK), GROW)
-            self.factor = min(max(self.factor * change, self.floor), 1.0)
+    @property
+    def factor(self) -> float:
+        """f of the next step."""
+        if not self.target or not self.at_full_rate:
+            return 1.0
+        return min(max(self.target / self.at_full_rate, self.floor), 1.0)
+
+    def observe(self, lags: Sequence[LagStats]) -> None:
+        """Take in what a step's tokens had drifted, before its update."""
+        stale = sum(one.tokens * one.lag for one in lags)
+        travelled = sum(one.tokens * sum(self.history[-one.lag :]) for one in lags if one.lag)
+        drift = sum(one.tokens * one.drift for one in lags)
+        if travelled and math.isfinite(drift):
+            now = drift / sum(one.tokens for one in lags) * stale / travelled
+            self.at_full_rate = max(now, self.at_full_rate + RELEASE * (now - self.at_full_rate))
+
+    def stepped(self, factor: float) -> None:
+        """A step ended: the share of the scheduled rate that it was made with, 0 where it made no update."""
+        self.history = [*self.history[-LONGEST_LAG:], factor]
