@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -29,6 +29,7 @@ from echo_planes.types import Episode, Prompt, Span, StepStats, TrainBatch
 
 LAST = 20  # steps whose mean reward is a run's end
 REACHED, WINDOW = 0.9, 5  # mean reward of so many steps that counts as learnt
+REFILLS = 4  # batches sampled for one, at most
 HOPELESS = 25  # steps in a row with next to no reward after which the rest is filled with zeros
 
 
@@ -43,6 +44,7 @@ class Setup:
     variant: str = ""
     steps: int = 120
     task: dict[str, Any] = field(default_factory=dict)
+    refill_from: int | None = None  # step from which groups of equal rewards are replaced by others
     model: str = "builtin:tiny-math"
 
     def config(self) -> Config:
@@ -64,8 +66,9 @@ class Setup:
 class Trace:
     """What a run did, step by step."""
 
-    rewards: list[float]
+    rewards: list[float]  # of all answers sampled, those that a refill left out too
     tokens: list[int]  # trained
+    generated: list[int]  # tokens sampled
     drift: list[float | None]
     factor: list[float]
     stats: list[dict[str, Any]]  # of every step, where asked for
@@ -119,15 +122,17 @@ def train(
         learner.start()
         if change:
             change(learner, setup)
-        trace = Trace([], [], [], [], [], 0.0)
+        trace = Trace([], [], [], [], [], [], 0.0)
         versions: deque[Weights] = deque(maxlen=setup.lag + 1)
         try:
             for step in range(setup.steps):
                 versions.append(published(learner))
                 sampler.install(versions[0])
-                batch = sampler.batch(step, step - len(versions) + 1)
-                trace.rewards.append(float(batch.rewards.mean()))
+                refills = setup.refill_from is not None and step >= setup.refill_from
+                batch, rewards, generated = sampler.batch(step, step - len(versions) + 1, refills=refills)
+                trace.rewards.append(fmean(rewards))
                 trace.tokens.append(batch.num_tokens)
+                trace.generated.append(generated)
                 if batch_change:
                     batch = batch_change(batch, rng)
                 stats = learner.train_step(batch)
@@ -137,9 +142,7 @@ def train(
                     break
         finally:
             learner.close()
-    return Trace(
-        trace.rewards, trace.tokens, trace.drift, trace.factor, trace.stats, time.perf_counter() - began
-    )
+    return replace(trace, seconds=time.perf_counter() - began)
 
 
 def _note(trace: Trace, stats: StepStats, keep_stats: bool) -> None:
@@ -155,6 +158,18 @@ def published(learner: Learner) -> Weights:
         name: torch.from_numpy((bits.astype(np.uint32) << 16).view(np.float32)).reshape(shape)
         for name, (bits, shape) in learner.state_bits().items()
     }
+
+
+Answer = tuple[list[int], list[float]]  # token ids, the end token included, and their logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A prompt's answers and what they earned."""
+
+    prompt: Prompt
+    answers: list[Answer]
+    rewards: list[float]
 
 
 class Sampler:
@@ -175,52 +190,66 @@ class Sampler:
         for name, parameter in self._model.named_parameters():
             parameter.copy_(weights[name])
 
-    def batch(self, step: int, version: int) -> TrainBatch:
-        """The next prompts' answers, as the batch of update `step`."""
-        prompts = [self._adapter.prompt(self._next + i) for i in range(self._prompts_per_step)]
-        self._next += len(prompts)
-        return self.answer(prompts, step, version)
+    def batch(self, step: int, version: int, *, refills: bool = False) -> tuple[TrainBatch, list[float], int]:
+        """The batch of update `step`; rewards and number of tokens of all that was sampled for it.
 
-    def answer(self, prompts: Sequence[Prompt], step: int, version: int) -> TrainBatch:
-        """Sample, score and lay out as columns."""
-        answers = self._sample([prompt.token_ids for prompt in prompts])
-        ids: list[int] = []
-        mask: list[bool] = []
-        logprobs: list[float] = []
-        offsets = [0]
-        rewards: list[float] = []
-        correct: list[bool] = []
-        cut_off: list[bool] = []
-        groups: list[int] = []
+        `refills`: groups of equal rewards are left out, others take their place, up to `REFILLS` batches.
+        """
+        groups: list[Answered] = []
+        sampled: list[Answered] = []
+        want = self._prompts_per_step
+        while len(groups) < want:
+            answered = self._answer(want - len(groups), version)
+            sampled += answered
+            if refills and len(sampled) < REFILLS * want:
+                answered = [one for one in answered if len(set(one.rewards)) > 1]
+            groups += answered
+        rewards = [reward for one in sampled for reward in one.rewards]
+        generated = sum(len(tokens) for one in sampled for tokens, _ in one.answers)
+        return self._lay_out(groups, step, version), rewards, generated
+
+    def _answer(self, num_prompts: int, version: int) -> list[Answered]:
+        """The next prompts with their answers, scored."""
+        prompts = [self._adapter.prompt(self._next + i) for i in range(num_prompts)]
+        self._next += num_prompts
         end = self._adapter.tokenizer.eos_token_id
-        for number, prompt in enumerate(prompts):
-            for tokens, scores in answers[number]:
-                ended = tokens[-1] == end
-                reward = self._adapter.reward(prompt, self._episode(tokens, scores, ended, version))
-                ids += [*prompt.token_ids, *tokens]
-                mask += [False] * len(prompt.token_ids) + [True] * len(tokens)
-                logprobs += [0.0] * len(prompt.token_ids) + scores
-                offsets.append(len(ids))
-                rewards.append(reward.value)
-                correct.append(reward.correct)
-                cut_off.append(not ended)
-                groups.append(number)
-        trained = np.array(mask, np.bool_)
-        n = len(rewards)
+        sampled = self._sample([prompt.token_ids for prompt in prompts])
+        return [
+            Answered(
+                prompt,
+                answers,
+                [
+                    self._adapter.reward(prompt, self._episode(*one, one[0][-1] == end, version)).value
+                    for one in answers
+                ],
+            )
+            for prompt, answers in zip(prompts, sampled, strict=True)
+        ]
+
+    def _lay_out(self, groups: Sequence[Answered], step: int, version: int) -> TrainBatch:
+        """Groups as flat columns."""
+        end = self._adapter.tokenizer.eos_token_id
+        rows = [(group.prompt.token_ids, *answer) for group in groups for answer in group.answers]
+        rewards = np.array([reward for group in groups for reward in group.rewards], np.float32)
+        trained = np.concatenate(
+            [np.repeat([False, True], [len(prompt), len(tokens)]) for prompt, tokens, _ in rows]
+        )
+        lengths = [len(prompt) + len(tokens) for prompt, tokens, _ in rows]
+        logprobs = [one for prompt, _, scores in rows for one in (*(0.0,) * len(prompt), *scores)]
         return TrainBatch(
             step=step,
-            trajectory_ids=tuple(map(str, range(n))),
-            token_ids=np.array(ids, np.int64),
-            offsets=np.array(offsets, np.int64),
+            trajectory_ids=tuple(map(str, range(len(rows)))),
+            token_ids=np.array([t for prompt, tokens, _ in rows for t in (*prompt, *tokens)], np.int64),
+            offsets=np.cumsum([0, *lengths]),
             loss_mask=trained,
             sampler_logprobs=np.array(logprobs, np.float32),
-            rewards=np.array(rewards, np.float32),
-            advantage_groups=np.array(groups, np.int64),
-            advantages=np.full(n, np.nan, np.float32),
-            versions=np.full(n, version, np.int64),
-            correct=np.array(correct, np.bool_),
+            rewards=rewards,
+            advantage_groups=np.repeat(np.arange(len(groups)), self._num_samples),
+            advantages=np.full(len(rows), np.nan, np.float32),
+            versions=np.full(len(rows), version, np.int64),
+            correct=rewards > 0.5,
             token_versions=np.where(trained, version, -1),
-            cut_off=np.array(cut_off, np.bool_),
+            cut_off=np.array([tokens[-1] != end for _, tokens, _ in rows]),
         )
 
     def _episode(self, tokens: list[int], scores: list[float], ended: bool, version: int) -> Episode:
@@ -234,8 +263,8 @@ class Sampler:
         )
 
     @torch.no_grad()
-    def _sample(self, prompts: Sequence[Sequence[int]]) -> list[list[tuple[list[int], list[float]]]]:
-        """Per prompt, n answers: token ids (the end token included) and their logprobs."""
+    def _sample(self, prompts: Sequence[Sequence[int]]) -> list[list[Answer]]:
+        """Per prompt, n answers."""
         n, longest = self._num_samples, max(map(len, prompts))
         pads = torch.tensor([longest - len(prompt) for prompt in prompts]).repeat_interleave(n)
         rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]

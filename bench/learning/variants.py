@@ -22,6 +22,7 @@ from echo_planes.learning.objectives import Loss, Tokens
 from echo_planes.learning.rate import DriftControl
 from echo_planes.types import LagStats
 
+NAMES = ("m2po", "sat", "rate/(1+lag)", "kl-adaptive")
 M2_LIMIT = 0.04
 SAT_SCALE = 0.1
 KL_TARGET = 0.01

@@ -78,36 +78,48 @@ def settings(folder: Path, zero_stage: int, dtype: str, **changes: Any) -> dict[
         "grad_clip": CLIP,
         # Small, so that every rank sees several micro-batches, and the two unlike ones.
         "micro_batch_tokens": 40,
+        "drift_target": 0.0,
     }
     return {
         "model": {"path": str(folder), "max_model_len": 20},
         "learner": learner | changes.pop("learner", {}),
         "sampling": {"temperature": 0.8},
         **changes,
+        "objective": {"anchor": "proximal", "clip_delta": 0.0} | changes.get("objective", {}),
     }
 
 
 @dataclass(frozen=True)
 class Run:
-    """A learner that makes `STEPS` steps; `twice`: of two updates each, with a reference model."""
+    """A learner that makes `STEPS` steps.
+
+    `twice`: of two updates each, with a reference model; `sampler`: its ratio is against the sampler.
+    """
 
     world_size: int
     zero_stage: int
     dtype: str
     twice: bool = False
+    sampler: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.world_size}-{self.zero_stage}-{self.dtype}{'-twice' * self.twice}"
+        more = "-twice" * self.twice + "-sampler" * self.sampler
+        return f"{self.world_size}-{self.zero_stage}-{self.dtype}{more}"
 
     def settings(self, model_folder: Path) -> dict[str, Any]:
-        changes = {"learner": {"updates_per_step": 2}, "objective": {"kl_beta": 0.3}} if self.twice else {}
+        changes: dict[str, Any] = {}
+        if self.twice:
+            changes = {"learner": {"updates_per_step": 2}, "objective": {"kl_beta": 0.3}}
+        if self.sampler:
+            changes = {"objective": {"anchor": "sampler", "clip_delta": 4.0}}
         return settings(model_folder, self.zero_stage, self.dtype, **changes)
 
 
 FP32 = [Run(2, zero_stage, "fp32") for zero_stage in (0, 1, 2, 3)]
 BF16 = [Run(2, zero_stage, "bf16") for zero_stage in (0, 1)]
 TWICE = Run(1, 1, "fp32", twice=True)
+SAMPLER = Run(1, 0, "fp32", sampler=True)
 # Each leaves a checkpoint on the way, from which new processes go on.
 SAVED = [Run(1, 0, "fp32"), Run(2, 1, "fp32"), Run(1, 1, "bf16"), Run(1, 2, "fp32"), Run(2, 3, "bf16")]
 SAVED_AT = 3
@@ -166,7 +178,7 @@ def unbroken(
 ) -> dict[Run, Arrays]:
     """Every run from its first step to its last."""
     specs: dict[Run, dict[str, Any]] = {}
-    for run in dict.fromkeys([*FP32, *BF16, *SAVED, TWICE]):
+    for run in dict.fromkeys([*FP32, *BF16, *SAVED, TWICE, SAMPLER]):
         saves = {"save_at": SAVED_AT, "save_to": str(checkpoints / run.name)} if run in SAVED else {}
         specs[run] = {"config": run.settings(model_folder), "first_step": 0, "num_steps": STEPS, **saves}
     return run_together(tmp_path_factory.mktemp("unbroken"), specs)
@@ -201,8 +213,13 @@ def reference_loss(
     members: list[int],
     old: list[torch.Tensor],
     frozen: list[torch.Tensor] | None = None,
+    *,
+    against_sampler: bool = False,
 ) -> torch.Tensor:
-    """GRPO, one sequence at a time: 1/N sum_i 1/|o_i| sum_t (0.3 KL - w min(r A, clip(r) A))."""
+    """GRPO, one sequence at a time: 1/N sum_i 1/|o_i| sum_t w (0.3 KL - min(r A, clip(r) A)).
+
+    Against the sampler: no w, r clipped at 1.28 above, and never worse than 4 A.
+    """
     total = torch.zeros(())
     for i in members:
         group = batch.rewards[batch.advantage_groups == batch.advantage_groups[i]].astype(np.float64)
@@ -214,13 +231,20 @@ def reference_loss(
         weight = torch.exp(old[i] - sampler).clamp(max=2.0)
         ratio = torch.exp(logprobs - old[i])
         terms = -weight * torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        if against_sampler:
+            ratio = torch.exp(logprobs - sampler)
+            gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+            terms = -(gain.clamp(min=4 * advantage) if advantage < 0 else gain)
         if frozen is not None:
-            terms = terms + 0.3 * (torch.exp(frozen[i] - logprobs) - (frozen[i] - logprobs) - 1)
+            kl = torch.exp(frozen[i] - logprobs) - (frozen[i] - logprobs) - 1
+            terms = terms + 0.3 * weight * kl
         total = total + terms[trained].mean()
     return total / len(members)
 
 
-def reference_run(folder: Path, steps: int, updates_per_step: int = 1, *, kl: bool = False) -> Arrays:
+def reference_run(
+    folder: Path, steps: int, updates_per_step: int = 1, *, kl: bool = False, against_sampler: bool = False
+) -> Arrays:
     """Losses, gradient norms, weights and probe logprobs of the plain loop, in fp32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)
@@ -233,7 +257,7 @@ def reference_run(folder: Path, steps: int, updates_per_step: int = 1, *, kl: bo
             old = [reference_logprobs(model, batch, i) for i in everyone]
             frozen = [reference_logprobs(frozen_model, batch, i) for i in everyone] if kl else None
         for part in np.split(np.arange(batch.num_trajectories), updates_per_step):
-            loss = reference_loss(model, batch, part.tolist(), old, frozen)
+            loss = reference_loss(model, batch, part.tolist(), old, frozen, against_sampler=against_sampler)
             optimizer.zero_grad()
             torch.autograd.backward(loss)
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
@@ -326,6 +350,16 @@ def test_two_updates_per_step_with_a_reference_equal_the_plain_loop(
     assert largest_difference(found, expected) < 1e-5
 
 
+def test_a_ratio_against_the_sampler_equals_the_plain_loop(
+    unbroken: dict[Run, Arrays], model_folder: Path
+) -> None:
+    found = unbroken[SAMPLER]
+    expected = reference_run(model_folder, STEPS, against_sampler=True)
+    np.testing.assert_allclose(found["loss"], expected["loss"], atol=1e-5)
+    np.testing.assert_allclose(found["grad_norm"], expected["grad_norm"], rtol=1e-4)
+    assert largest_difference(found, expected) < 1e-5
+
+
 @contextmanager
 def learner_here(tmp_path: Path, folder: Path, **changes: Any) -> Iterator[Learner]:
     """A one-rank learner in this process."""
@@ -362,12 +396,119 @@ def test_a_column_that_is_not_finite_is_saved_and_named(
         np.testing.assert_array_equal(saved["token_ids"], batch.token_ids)
 
 
-def test_a_loss_that_is_not_finite_is_saved_and_named(tmp_path: Path, model_folder: Path) -> None:
-    with learner_here(tmp_path, model_folder, learner={"lr": 1e30}) as learner:
-        learner.train_step(make_batch(0))
-        with pytest.raises(DivergedError, match=r"step 1 .*loss.*diverged-step-1"):
-            learner.train_step(make_batch(1))
-    assert (tmp_path / "failures" / "diverged-step-1.npz").is_file()
+def test_updates_that_are_not_finite_are_left_out_then_end_the_run(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    with learner_here(tmp_path, model_folder, learner={"lr": 1e30, "max_skipped_updates": 2}) as learner:
+        learner.train_step(make_batch(0))  # finite, and spoils the weights
+        told = [learner.train_step(make_batch(step)) for step in (1, 2)]
+        with pytest.raises(DivergedError, match=r"step 3 .*loss.*diverged-step-3"):
+            learner.train_step(make_batch(3))
+    assert [(stats.updates_skipped, stats.num_updates, stats.loss) for stats in told] == [(1, 1, None)] * 2
+    assert (tmp_path / "failures" / "diverged-step-3.npz").is_file()
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "dtype"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bf16"), (1, "bf16")]
+)
+def test_an_update_that_is_left_out_leaves_no_trace(
+    tmp_path: Path, model_folder: Path, zero_stage: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"learner": {"zero_stage": zero_stage, "dtype": dtype}}
+    found = []
+    for spoilt in (False, True):
+        with learner_here(tmp_path, model_folder, **changes) as learner:
+            learner.train_step(make_batch(0))
+            before = all_bits(learner)
+            if spoilt:
+                own = learner.loss
+                learner.loss = lambda tokens, own=own: replace(one := own(tokens), loss=one.loss * np.nan)
+                assert learner.train_step(make_batch(1)).updates_skipped == 1
+                learner.loss = own
+                assert all_bits(learner) == before
+            stats = learner.train_step(make_batch(2))
+            assert stats.updates_skipped == 0
+            found.append((stats.loss, stats.grad_norm, all_bits(learner)))
+    assert found[0] == found[1]
+
+
+def test_what_a_step_measured(tmp_path: Path, model_folder: Path) -> None:
+    batch = replace(make_batch(5), versions=np.full(18, 3))
+    rng = np.random.default_rng(0)
+    lags = rng.integers(0, 3, len(batch.token_ids))
+    batch = replace(batch, token_versions=np.where(batch.loss_mask, 5 - lags, -1))
+    objective = {"skip_zero_advantage": False, "anchor": "sampler", "token_mask": [0.5, 2.0]}
+    with learner_here(tmp_path, model_folder, objective=objective) as learner:
+        now = learner.logprobs(batch)
+        stats = learner.train_step(batch)
+    trained = batch.loss_mask
+    log_weight = (now - batch.sampler_logprobs)[trained]
+    assert stats.tokens_scored == trained.sum()
+    assert stats.mismatch_mean == pytest.approx(np.abs(log_weight).mean(), abs=1e-5)
+    assert stats.k3 == pytest.approx((np.exp(log_weight) - 1 - log_weight).mean(), rel=1e-3)
+    weight = np.exp(log_weight)
+    assert stats.effective_samples == pytest.approx(
+        weight.sum() ** 2 / (len(weight) * (weight**2).sum()), rel=1e-3
+    )
+    outside = (weight < 0.5) | (weight > 2.0)
+    assert stats.masked_fraction == pytest.approx(outside.mean(), abs=1e-6)
+    assert stats.truncated_fraction == pytest.approx((weight > 2.0).mean(), abs=1e-6)
+    assert [one.lag for one in stats.lags] == [0, 1, 2]
+    for one in stats.lags:
+        mine = lags[trained] == one.lag
+        assert one.tokens == mine.sum()
+        assert one.drift == pytest.approx(np.abs(log_weight[mine]).mean(), abs=1e-5)
+        assert one.masked == pytest.approx(outside[mine].mean(), abs=1e-6)
+
+
+def test_skipped_groups_are_scored_where_asked(tmp_path: Path, model_folder: Path) -> None:
+    batch = make_batch(0)
+    found = []
+    for score in (False, True):
+        with learner_here(tmp_path, model_folder, objective={"score_skipped": score}) as learner:
+            now = learner.logprobs(batch)
+            stats = learner.train_step(batch)
+            found.append((stats, all_bits(learner)))
+    (mixed, a), (every, b) = found
+    assert a == b
+    assert mixed.tokens_scored < every.tokens_scored == batch.loss_mask.sum()
+    everything = np.abs(now - batch.sampler_logprobs)[batch.loss_mask].mean()
+    assert every.mismatch_mean == pytest.approx(everything, abs=1e-5)
+
+
+def test_drift_slows_the_rate_and_a_checkpoint_keeps_it(tmp_path: Path, model_folder: Path) -> None:
+    changes = {"learner": {"drift_target": 0.01, "warmup_steps": 0}}
+    stale = [
+        replace(batch := make_batch(t), token_versions=np.where(batch.loss_mask, t - 1, -1))
+        for t in (0, 1, 2, 3)
+    ]
+    with learner_here(tmp_path, model_folder, **changes) as learner:
+        rates = [learner.train_step(batch).learning_rate for batch in stale[:3]]
+        folder = tmp_path / "checkpoint"
+        folder.mkdir()
+        learner.save(folder)
+        last = learner.train_step(stale[3])
+    # Nothing had moved at the first step; its tokens' sampler is 0.3 nats away, so the rate falls after it.
+    assert rates[0] == pytest.approx(LR)
+    assert rates[1] is not None
+    assert rates[1] < 0.1 * LR
+    with learner_here(tmp_path, model_folder, **changes) as learner:
+        learner.load(folder)
+        again = learner.train_step(stale[3])
+    assert (again.learning_rate, again.rate_factor) == (last.learning_rate, last.rate_factor)
+
+
+def test_a_run_that_is_extended_does_not_jump_back_up(tmp_path: Path, model_folder: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    with learner_here(tmp_path, model_folder, run={"steps": 4}, learner={"decay": 0.5}) as learner:
+        rates = [learner.train_step(make_batch(step)).learning_rate for step in range(4)]
+        learner.save(folder)
+    with learner_here(tmp_path, model_folder, run={"steps": 40}, learner={"decay": 0.5}) as learner:
+        learner.load(folder)
+        later = learner.train_step(make_batch(4)).learning_rate
+    assert rates == pytest.approx([LR / 3, 2 * LR / 3, LR, LR / 2])
+    assert later == pytest.approx(LR / 2)
 
 
 def test_skipping_zero_groups_changes_nothing_but_the_work(tmp_path: Path, model_folder: Path) -> None:
@@ -391,7 +532,10 @@ def test_a_batch_without_advantages_is_a_step_without_update(tmp_path: Path, mod
         before = all_bits(learner)
         stats = learner.train_step(replace(batch, step=1, rewards=np.ones_like(batch.rewards)))
         assert all_bits(learner) == before
-    assert (stats.num_updates, stats.grad_norm, stats.tokens_forward) == (1, 0.0, 0)
+    assert (stats.num_updates, stats.tokens_forward, stats.tokens_scored) == (1, 0, 0)
+    # Nothing was measured, which is not the same as 0.
+    assert {stats.loss, stats.grad_norm, stats.learning_rate, stats.entropy, stats.tis_mean} == {None}
+    assert {stats.mismatch_mean, stats.mismatch_p99, stats.clip_fraction, stats.kl_reference} == {None}
     assert stats.groups_skipped == 6
 
 

@@ -1,0 +1,287 @@
+"""Staleness against methods and learning rates, with an exact lag: what breaks, and what does not.
+
+Every cell is a number of seeds; equal seeds see equal prompts. A run collapsed where its last 20 steps have
+less than half of the best reward it had (mean of 10 steps).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from bench.learning import variants
+from bench.learning.harness import Setup, train
+
+LAGS = (0, 1, 3, 6, 11, 16, 32)
+RATES = (1, 2, 4, 8)  # times `ONE`
+ONE = 2.5e-4  # the default rate of the embedded models, and the best of S = 0
+SEEDS = (0, 1, 2, 3, 4)  # fixed before the first run
+NO_DRIFT = {"learner": {"drift_target": 0.0}}
+METHODS: dict[str, dict[str, Any]] = {
+    "uncorrected": {
+        "objective": {"anchor": "proximal", "tis_level": "none", "uncorrected": True},
+        **NO_DRIFT,
+    },
+    "proximal": {"objective": {"anchor": "proximal"}, **NO_DRIFT},
+    "sampler": {"objective": {"anchor": "sampler"}, **NO_DRIFT},
+    "sequence": {"objective": {"name": "gspo"}, **NO_DRIFT},
+    "masked": {"objective": {"anchor": "proximal", "token_mask": [0.5, 2.0]}, **NO_DRIFT},
+    "m2po": NO_DRIFT,
+    "sat": NO_DRIFT,
+    "rate/(1+lag)": NO_DRIFT,
+    "kl-adaptive": NO_DRIFT,
+    "default": {},
+}
+STUDENT_95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One run."""
+
+    method: str
+    lag: int
+    times: int  # of the rate `ONE`
+    updates: int  # per step
+    seed: int
+    area: float
+    final: float
+    lowest_late: float
+    best: float  # mean of ten steps
+    tokens_to_reach: int | None
+    drift: float  # mean over the steps that measured one, nats
+    smallest_factor: float
+    seconds: float
+
+    @property
+    def collapsed(self) -> bool:
+        return self.final < 0.5 * self.best
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run to be made."""
+
+    method: str
+    lag: int
+    times: int
+    updates: int
+    seed: int
+    steps: int
+    model: str
+    task: str  # options, JSON
+
+
+def run_one(job: Job) -> Result:
+    """Make it."""
+    settings: dict[str, dict[str, Any]] = {k: dict(v) for k, v in METHODS[job.method].items()}
+    settings.setdefault("learner", {})["updates_per_step"] = job.updates
+    variant = job.method if job.method in variants.NAMES else ""
+    setup = Setup(
+        job.lag,
+        ONE * job.times,
+        job.seed,
+        settings,
+        variant,
+        steps=job.steps,
+        task=json.loads(job.task),
+        model=job.model,
+    )
+    trace = train(setup, variants.change)
+    drift = [one for one in trace.drift if one is not None and math.isfinite(one)]
+    means = [fmean(trace.rewards[i - 10 : i]) for i in range(10, len(trace.rewards) + 1)]
+    return Result(
+        job.method,
+        job.lag,
+        job.times,
+        job.updates,
+        job.seed,
+        trace.area,
+        trace.final,
+        trace.lowest_late,
+        max(means),
+        trace.tokens_to_reach,
+        fmean(drift) if drift else 0.0,
+        min(trace.factor),
+        trace.seconds,
+    )
+
+
+def run_all(jobs: Sequence[Job], cache: Path, processes: int) -> list[Result]:
+    """Every job's result; those in `cache` (a line of JSON each) are not run again."""
+    found: dict[tuple[Any, ...], Result] = {}
+    if cache.exists():
+        for line in cache.read_text().splitlines():
+            result = Result(**json.loads(line))
+            found[_key(result)] = result
+    left = [job for job in jobs if _key(job) not in found]
+    context = multiprocessing.get_context("spawn")
+    with (
+        ProcessPoolExecutor(processes, mp_context=context) as pool,
+        open(cache, "a", encoding="utf-8") as file,
+    ):
+        for future in as_completed([pool.submit(run_one, job) for job in left]):
+            result = future.result()
+            found[_key(result)] = result
+            file.write(json.dumps(asdict(result)) + "\n")
+            file.flush()
+            print(
+                f"{result.method:13s} lag {result.lag:2d} {result.times}x {result.updates}u "
+                f"seed {result.seed} area {result.area:.3f} final {result.final:.3f} drift {result.drift:.3f} "
+                f"factor >= {result.smallest_factor:.3f} {result.seconds:.0f} s",
+                flush=True,
+            )
+    return [found[_key(job)] for job in jobs]
+
+
+def _key(one: Job | Result) -> tuple[Any, ...]:
+    return one.method, one.lag, one.times, one.updates, one.seed
+
+
+def grid(
+    methods: Iterable[str],
+    lags: Iterable[int],
+    times: Iterable[int],
+    updates: Iterable[int],
+    seeds: Iterable[int],
+    *,
+    steps: int,
+    model: str,
+    task: str,
+) -> list[Job]:
+    """All combinations."""
+    updates, times, lags, seeds = list(updates), list(times), list(lags), list(seeds)
+    return [
+        Job(method, lag, rate, update, seed, steps, model, task)
+        for method in methods
+        for lag in lags
+        for rate in times
+        for update in updates
+        for seed in seeds
+    ]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and half width of its 95 % interval (Student's t)."""
+    if len(values) < 2:
+        return fmean(values), math.inf
+    return fmean(values), STUDENT_95.get(len(values) - 1, 1.96) * stdev(values) / math.sqrt(len(values))
+
+
+class Table:
+    """Results by cell, with one update a step unless said."""
+
+    def __init__(self, results: Sequence[Result]) -> None:
+        self._cells: dict[tuple[str, int, int, int], list[Result]] = {}
+        for one in sorted(results, key=lambda result: result.seed):
+            self._cells.setdefault((one.method, one.lag, one.times, one.updates), []).append(one)
+
+    def cell(self, method: str, lag: int, times: int, updates: int = 1) -> list[Result]:
+        return self._cells.get((method, lag, times, updates), [])
+
+    def collapses(self, method: str) -> list[Result]:
+        return [one for key, cell in self._cells.items() if key[0] == method for one in cell if one.collapsed]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A line of figures per cell."""
+        rows = []
+        for (method, lag, times, updates), cell in sorted(self._cells.items()):
+            area, area_width = interval([one.area for one in cell])
+            final, final_width = interval([one.final for one in cell])
+            reached = [one.tokens_to_reach for one in cell]
+            rows.append(
+                {
+                    "method": method,
+                    "lag": lag,
+                    "times": times,
+                    "updates": updates,
+                    "seeds": len(cell),
+                    "area": area,
+                    "area_95": area_width,
+                    "final": final,
+                    "final_95": final_width,
+                    "collapsed": sum(one.collapsed for one in cell),
+                    "tokens_to_reach": reached,
+                    "drift": fmean(one.drift for one in cell),
+                    "smallest_factor": min(one.smallest_factor for one in cell),
+                }
+            )
+        return rows
+
+    def area_lost(self, method: str, lag: int, times: int) -> tuple[float, float]:
+        """Relative loss of area against lag 0 at the rate `ONE`, paired by seed: mean and half width."""
+        base = {one.seed: one.area for one in self.cell("default", 0, 1)}
+        cell = self.cell(method, lag, times)
+        return interval([1 - one.area / base[one.seed] for one in cell if one.seed in base])
+
+
+def verdicts(table: Table) -> dict[str, bool]:
+    """The claims."""
+    broken = {
+        method: [one for one in table.collapses(method) if one.lag >= 11]
+        for method in ("uncorrected", "proximal")
+    }
+    reach = [one.tokens_to_reach for one in table.cell("default", 11, 4)]
+    cost, width = table.area_lost("default", 3, 1)
+    free, free_width = table.area_lost("sampler", 3, 1)
+    return {
+        "default: lag up to 6 within 5 % of lag 0 by area": all(
+            table.area_lost("default", lag, 1)[0] <= 0.05 for lag in (1, 3, 6)
+        ),
+        "lag >= 11 breaks the uncorrected objective at some rate": bool(broken["uncorrected"]),
+        "lag >= 11 breaks the plain (proximal) objective at some rate": bool(broken["proximal"]),
+        "default: no collapse at any lag up to 32 and rate up to 8x": not table.collapses("default"),
+        "default: reaches 0.9 at lag 11 with 4x": bool(reach) and all(one is not None for one in reach),
+        "default: drift control costs nothing at lag 3 with 1x": cost - free <= width + free_width,
+    }
+
+
+COLOURS = ((178, 24, 43), (253, 219, 199), (33, 102, 172))  # collapsed, half, learnt
+
+
+def picture(table: Table, methods: Sequence[str]) -> str:
+    """SVG of final rewards, a square a cell: lags across, rates up."""
+    side, gap, top = 44, 70, 60
+    width = gap + len(methods) * (len(LAGS) * side + gap)
+    height = top + len(RATES) * side + 60
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">',
+        '<rect width="100%" height="100%" fill="white"/>',
+    ]
+    for number, method in enumerate(methods):
+        left = gap + number * (len(LAGS) * side + gap)
+        parts.append(f'<text x="{left}" y="{top - 24}" font-size="16">{method}: final reward</text>')
+        for row, times in enumerate(reversed(RATES)):
+            y = top + row * side
+            parts.append(
+                f'<text x="{left - 8}" y="{y + 27}" font-size="12" text-anchor="end">{times}x</text>'
+            )
+            for column, lag in enumerate(LAGS):
+                if cell := table.cell(method, lag, times):
+                    value = fmean(one.final for one in cell)
+                    x = left + column * side
+                    parts.append(
+                        f'<rect x="{x}" y="{y}" width="{side}" height="{side}" fill="{_colour(value)}"/>'
+                    )
+                    parts.append(
+                        f'<text x="{x + side / 2}" y="{y + 27}" font-size="12" text-anchor="middle">'
+                        f"{value:.2f}</text>"
+                    )
+        for column, lag in enumerate(LAGS):
+            middle, y = left + (column + 0.5) * side, top + len(RATES) * side + 18
+            parts.append(f'<text x="{middle}" y="{y}" font-size="12" text-anchor="middle">{lag}</text>')
+        parts.append(f'<text x="{left}" y="{height - 18}" font-size="12">lag, steps; rate, x {ONE:g}</text>')
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def _colour(value: float) -> str:
+    low, high = (COLOURS[0], COLOURS[1]) if value < 0.5 else (COLOURS[1], COLOURS[2])
+    share = min(max(2 * value - (value >= 0.5), 0.0), 1.0)
+    return "rgb({},{},{})".format(*(round(a + share * (b - a)) for a, b in zip(low, high, strict=True)))
