@@ -55,9 +55,9 @@ class _Step:
     advantages: Tensor  # (N,)
     sampler_logprobs: Tensor  # (T,)
     lags: Tensor  # (T,) int64, t - v of each token's version; 0 outside the response
-    seen: Tensor  # (T,) logprobs at the start of the step, 0 where not computed
-    old: Tensor | None  # the same, all ranks together, once a first pass made them
-    entropy: Tensor  # (T,) nats, 0 where not computed
+    seen: Tensor  # (2, T) logprobs at the start of the step and entropies, nats; 0 where not computed
+    mine: Tensor  # (2, T) the same of this rank's training forwards, before ranks are summed
+    old: Tensor | None  # (T,) logprobs of a first pass, where there was one
     per_lag: Tensor  # (lags, 4): tokens trained, truncated, masked, clipped
     factor: float | None = None  # on the scheduled rate; None: no update was made yet
     tokens_forward: int = 0
@@ -162,23 +162,23 @@ class Learner:
         skip = empty & (config.skip_zero_advantage and config.kl_beta == 0)
         inputs = packing.find_inputs(batch, ~skip)
         step = self._begin(batch, advantages)
-        parts = packing.split_groups(batch.advantage_groups, self._config.learner.updates_per_step)
-        if len(parts) > 1 and inputs.lengths.any():
-            self._see(batch, inputs, step)
-            step.old = step.seen
-        for number, part in enumerate(parts):
-            self._update(batch, inputs, part, step, done=batch.step + number / len(parts))
         scored = ~skip
         if config.score_skipped and skip.any():
             self._see(batch, packing.find_inputs(batch, skip), step)
             scored[:] = True
+        parts = packing.split_groups(batch.advantage_groups, self._config.learner.updates_per_step)
+        if len(parts) > 1 and inputs.lengths.any():
+            self._see(batch, inputs, step)
+            step.old = step.seen[0]
+        for number, part in enumerate(parts):
+            self._update(batch, inputs, part, step, done=batch.step + number / len(parts))
         self.drift.stepped(step.factor if step.losses and step.factor else 0.0)
         return self._stats(batch, np.repeat(scored, np.diff(batch.offsets)), empty, step, began)
 
     def logprobs(self, batch: TrainBatch) -> FloatArray:
         """Logprobs (T,) of the current weights on the trained tokens, after temperature and top-p; else 0."""
         everything = np.ones(batch.num_trajectories, np.bool_)
-        return self._score(batch, packing.find_inputs(batch, everything))[0].cpu().numpy()
+        return self._score(batch, packing.find_inputs(batch, everything))[0][0].cpu().numpy()
 
     def state_bits(self) -> StateBits:
         """`DeepSpeedEngine.state_bits`: bf16 bits under Hugging Face names on rank 0, {} elsewhere.
@@ -245,28 +245,26 @@ class Learner:
             # Copies: what came through Ray is read-only.
             sampler_logprobs=torch.tensor(batch.sampler_logprobs, device=device),
             lags=torch.tensor(lags, device=device),
-            seen=torch.zeros(num_tokens, device=device),
+            seen=torch.zeros(2, num_tokens, device=device),
+            mine=torch.zeros(2, num_tokens, device=device),
             old=None,
-            entropy=torch.zeros(num_tokens, device=device),
             per_lag=torch.zeros(int(lags.max(initial=0)) + 1, 4, device=device),
         )
 
     @torch.no_grad()
-    def _score(self, batch: TrainBatch, inputs: Inputs) -> tuple[Tensor, Tensor, int]:
-        """Logprobs and entropies (T,) of all ranks together, and the tokens put through the model."""
+    def _score(self, batch: TrainBatch, inputs: Inputs) -> tuple[Tensor, int]:
+        """Logprobs and entropies (2, T) of all ranks together, and the tokens put through the model."""
         values = torch.zeros(2, len(batch.token_ids), device=self._engine.device)
         micro_batches, forwarded = self._micro_batches(batch, inputs)
         for micro in micro_batches:
             columns = torch.from_numpy(micro.columns).to(values.device)
             values[0, columns], values[1, columns] = self._engine.forward(**self._inputs(micro))
-        self._engine.sum_over_ranks(values)
-        return values[0], values[1], forwarded
+        return self._engine.sum_over_ranks(values), forwarded
 
     def _see(self, batch: TrainBatch, inputs: Inputs, step: _Step) -> None:
         """Score trajectories that no training forward of this step has scored."""
-        logprobs, entropy, forwarded = self._score(batch, inputs)
-        step.seen = step.seen + logprobs
-        step.entropy = step.entropy + entropy
+        values, forwarded = self._score(batch, inputs)
+        step.seen = step.seen + values
         step.tokens_forward += forwarded
 
     def _update(self, batch: TrainBatch, inputs: Inputs, part: IntArray, step: _Step, *, done: float) -> None:
@@ -313,8 +311,7 @@ class Learner:
         trajectories = torch.from_numpy(micro.trajectories).to(logprobs.device)
         if step.old is None:
             old = logprobs.detach()
-            step.seen[columns] = old
-            step.entropy[columns] = entropy
+            step.mine[0, columns], step.mine[1, columns] = old, entropy
         else:
             old = step.old[columns]
         reference = None
@@ -348,14 +345,13 @@ class Learner:
     def _factor(self, batch: TrainBatch, inputs: Inputs, step: _Step) -> float:
         """Share of the scheduled rate for a step whose tokens have just been scored, by drift and guard."""
         if step.old is None:
-            self._engine.sum_over_ranks(step.seen)
-            self._engine.sum_over_ranks(step.entropy)
+            step.seen = step.seen + self._engine.sum_over_ranks(step.mine)
         self.drift.observe(self._lags(batch, step, np.repeat(inputs.lengths > 0, np.diff(batch.offsets))))
         return self.drift.factor * self._adjustment.rate_scale
 
     def _lags(self, batch: TrainBatch, step: _Step, scored: BoolArray) -> tuple[LagStats, ...]:
         chosen = scored & batch.loss_mask
-        log_weight = (step.seen.cpu().numpy() - batch.sampler_logprobs)[chosen]
+        log_weight = (step.seen[0].cpu().numpy() - batch.sampler_logprobs)[chosen]
         return lag_stats(log_weight, step.lags.cpu().numpy()[chosen], step.per_lag.cpu().numpy())
 
     def _scheduled_rate(self, done: float) -> float:
@@ -369,8 +365,9 @@ class Learner:
     ) -> StepStats:
         """`scored` (T,): True on the tokens of trajectories that were put through the model."""
         chosen = scored & batch.loss_mask
-        log_weight = (step.seen.cpu().numpy() - batch.sampler_logprobs)[chosen]
-        entropy = step.entropy.cpu().numpy()[chosen]
+        logprobs, entropies = step.seen.cpu().numpy()
+        log_weight = (logprobs - batch.sampler_logprobs)[chosen]
+        entropy = entropies[chosen]
         self._engine.sum_over_ranks(step.per_lag)
         per_lag = step.per_lag.cpu().numpy()
         trained, truncated, masked, clipped = per_lag.sum(0).tolist()
