@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 _ASSETS = Path(__file__).parent / "assets"
 BUILTIN_MODELS = {f"builtin:{name}": _ASSETS / name for name in ("tiny-math", "tiny-code", "tiny-poker")}
@@ -19,6 +19,7 @@ BUILTIN_LR, MODEL_LR = 2.5e-4, 1e-6  # learner.lr where it is not set
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Interval = Annotated[tuple[float, float], Field(strict=False)]  # YAML has lists only
+OFF = BeforeValidator(lambda value: "off" if value is False else value)  # YAML reads off as false
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -206,7 +207,7 @@ class SamplingConfig(Section):
     router: Literal["pull", "jsq", "proportional"] = Field(
         "pull", description="which worker gets the prompts"
     )
-    refill: Literal["off", "reward", "correct"] | None = Field(
+    refill: Annotated[Literal["off", "reward", "correct"] | None, OFF] = Field(
         None,
         description="groups that do not count towards a batch, others take their place: all rewards equal, "
         "or all answers right or all wrong; default: off, objective.name=dapo: reward",

@@ -55,7 +55,8 @@ def run_staleness(args: argparse.Namespace) -> Figures:
     for row in rows:
         print(
             f"{row['method']:13s} lag {row['lag']:2d} {row['times']}x {row['updates']}u "
-            f"area {row['area']:.3f} +- {row['area_95']:.3f} final {row['final']:.3f} +- {row['final_95']:.3f} "
+            f"area {row['area']:.3f} +- {row['area_95']:.3f} "
+            f"final {row['final']:.3f} +- {row['final_95']:.3f} "
             f"collapsed {row['collapsed']} of {row['seeds']}"
         )
     return {"rows": rows}, staleness.verdicts(table)

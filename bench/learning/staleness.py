@@ -134,8 +134,8 @@ def run_all(jobs: Sequence[Job], cache: Path, processes: int) -> list[Result]:
             file.flush()
             print(
                 f"{result.method:13s} lag {result.lag:2d} {result.times}x {result.updates}u "
-                f"seed {result.seed} area {result.area:.3f} final {result.final:.3f} drift {result.drift:.3f} "
-                f"factor >= {result.smallest_factor:.3f} {result.seconds:.0f} s",
+                f"seed {result.seed} area {result.area:.3f} final {result.final:.3f} "
+                f"drift {result.drift:.3f} factor >= {result.smallest_factor:.3f} {result.seconds:.0f} s",
                 flush=True,
             )
     return [found[_key(job)] for job in jobs]
@@ -252,7 +252,8 @@ def picture(table: Table, methods: Sequence[str]) -> str:
     width = gap + len(methods) * (len(LAGS) * side + gap)
     height = top + len(RATES) * side + 60
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        'font-family="sans-serif">',
         '<rect width="100%" height="100%" fill="white"/>',
     ]
     for number, method in enumerate(methods):

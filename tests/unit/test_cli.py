@@ -171,6 +171,12 @@ def test_a_wrong_value_is_named_with_what_is_allowed(word: str, parts: list[str]
         ("staleness.policy=waits", ["staleness.policy", "'waits'", "'drop'", "did you mean 'wait'?"]),
         ("staleness.selector=fresh", ["staleness.selector", "'uniform'", "did you mean 'freshest'?"]),
         ("objective.name=drgrpo", ["objective.name", "'grpo'", "'gspo'", "did you mean 'dr_grpo'?"]),
+        ("objective.name=dr-grpo", ["objective.name", "did you mean 'dr_grpo'?"]),
+        ("objective.anchor=samplr", ["objective.anchor", "'proximal'", "did you mean 'sampler'?"]),
+        ("objective.kl_estimator=k4", ["objective.kl_estimator", "'k1'", "did you mean 'k3'?"]),
+        ("objective.tis_level=tokens", ["objective.tis_level", "'sequence'", "did you mean 'token'?"]),
+        ("sampling.refill=rewards", ["sampling.refill", "'correct'", "did you mean 'reward'?"]),
+        ("sampling.overlong=masked", ["sampling.overlong", "'penalty'", "did you mean 'mask'?"]),
         ("task.dataset=gsm", ["task.dataset", "'math500'", "did you mean 'gsm8k'?"]),
     ],
 )
@@ -198,6 +204,42 @@ def test_a_wrong_choice_lists_the_choices_and_the_nearest(word: str, parts: list
 )
 def test_other_mistakes(words: list[str], parts: list[str]) -> None:
     names(refusal(*words), *parts)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (
+            ["objective.anchor=proximal", "objective.tis_level=none"],
+            ["tis_level=none", "max_staleness=3", "objective.uncorrected=true"],
+        ),
+        (["objective.tis_level=token"], ["anchor=sampler", "tis_level=token", "anchor=proximal"]),
+        (["objective.name=cispo", "objective.anchor=proximal"], ["cispo", "anchor=sampler"]),
+        (["objective.name=gspo", "objective.token_mask=[0.5, 2.0]"], ["gspo", "sequence_mask"]),
+        (["objective.token_mask=[1.5, 2.0]"], ["token_mask", "[1.5, 2.0]", "1 between its ends"]),
+    ],
+)
+def test_objectives_that_make_no_sense_are_refused(words: list[str], parts: list[str]) -> None:
+    names(refusal(*words), "objective", *parts)
+
+
+def test_uncorrected_training_is_possible_where_it_is_asked_for() -> None:
+    plain = ["objective.anchor=proximal", "objective.tis_level=none"]
+    assert load_config([*plain, "objective.uncorrected=true"]).objective.uncorrected
+    assert load_config([*plain, "staleness.max_staleness=0"]).objective.tis_level == "none"
+
+
+def test_the_learning_rate_suits_the_model(tmp_path: Path) -> None:
+    assert load_config([]).lr == 2.5e-4
+    assert load_config([f"model={tmp_path}"]).lr == 1e-6
+    assert load_config([f"model={tmp_path}", "learner.lr=3e-6"]).lr == 3e-6
+
+
+def test_dapo_is_all_of_dapo() -> None:
+    assert (load_config([]).refill, load_config([]).overlong) == ("off", "keep")
+    dapo = load_config(["objective.name=dapo"])
+    assert (dapo.refill, dapo.overlong) == ("reward", "penalty")
+    assert load_config(["objective.name=dapo", "sampling.refill=off"]).refill == "off"
 
 
 @pytest.mark.parametrize(
