@@ -48,6 +48,14 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Draw:
+    """How tokens are drawn from what the policy says of them."""
+
+    temperature: float  # divides the logits; 0: always the likeliest token
+    top_p: float  # nucleus: only tokens within this probability mass
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """What the policy answered to one call of `Policy.generate`, or a piece of it."""
 

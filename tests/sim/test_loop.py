@@ -65,7 +65,7 @@ def test_reward_rises_and_evaluations_come_at_the_start_and_the_end(tmp_path: Pa
 
 
 def sampled_under(report: EvalReport) -> set[int]:
-    """Versions of all tokens that the evaluation shows; here it shows every answer."""
+    """Versions of the tokens that the evaluation shows."""
     return {span.version for t in report.trajectories for span in t.episode.spans}
 
 
@@ -74,8 +74,6 @@ def evaluated(config: Config, tmp_path: Path, **settings: object) -> list[EvalRe
     outcome, trace = run(tmp_path, config, **settings)
     assert outcome.status == "done"
     assert [report.step for report in trace.evals] == [0, 4, 8, 12, 16, 20]
-    for report in trace.evals:
-        assert len(report.trajectories) == report.num_prompts * report.samples_per_prompt
     return trace.evals
 
 
@@ -88,8 +86,21 @@ def test_an_evaluation_is_of_one_version(
     for seed in range(examples(4)):
         settings = {"seconds_per_token": seconds_per_token, "t_train_s": 0.2, "seed": seed}
         for report in evaluated(tiny_config(max_staleness=max_staleness), tmp_path / str(seed), **settings):
+            assert len(report.trajectories) == report.num_prompts * report.samples_per_prompt  # shows all
             assert sampled_under(report) == {report.version}
             assert report.newest_version is None
+
+
+def test_an_evaluation_that_a_synchronous_learner_cannot_wait_for_says_its_versions(tmp_path: Path) -> None:
+    config = tiny_config(max_staleness=0)
+    config = replace_section(config, eval={**config.eval.model_dump(), "num_prompts": 64})
+    mixed = 0
+    for seed in range(examples(4)):
+        for report in evaluated(config, tmp_path / str(seed), seconds_per_token=(30.0,), seed=seed):
+            newest = report.newest_version or report.version
+            assert sampled_under(report) <= set(range(report.version, newest + 1))
+            mixed += newest > report.version
+    assert mixed
 
 
 def test_same_seed_same_trace(tmp_path: Path) -> None:

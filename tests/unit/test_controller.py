@@ -74,7 +74,7 @@ class Loop:
         return self.tell(ev.Installed(outcome, epoch))
 
     def start(self, step: int = 0, *, evaluated: bool = True) -> None:
-        """Learner and workers are up and serve the first publication, which `evaluated` says to be over with."""
+        """Learner and workers are up and serve the first publication; `evaluated`: that is answered."""
         assert self.tell(ev.LearnerReady(step)) == [ev.Publish(step)]
         self.tell(ev.Published(manifest(step)))
         for action in list(self.actions):
