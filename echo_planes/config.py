@@ -431,8 +431,11 @@ class EvalConfig(Section):
     every: int = Field(40, ge=0, description="steps between evaluations; 0: only first and last")
     num_prompts: PositiveInt = Field(128, description="held-out prompts")
     samples_per_prompt: PositiveInt = Field(4, description="n of avg@n, and of pass@k for k = 1 ... n")
-    temperature: NonNegativeFloat | None = Field(
-        None, description="logits are divided by it; 0: the likeliest token; default: as trained on"
+    temperature: float | None = Field(
+        None,
+        ge=0,
+        le=2,
+        description="logits are divided by it; 0: the likeliest token; default: as trained on",
     )
     top_p: float | None = Field(
         None, gt=0, le=1, description="only tokens within this probability mass; default: as trained on"

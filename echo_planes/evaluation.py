@@ -13,13 +13,17 @@ from echo_planes.types import Draw, EvalReport, Trajectory
 
 def eval_draw(config: Config) -> Draw | None:
     """How answers are drawn where that is not as in training, else None."""
-    trained_on = Draw(config.sampling.temperature, config.sampling.top_p)
+    draw = drawn(config)
+    return None if draw == Draw(config.sampling.temperature, config.sampling.top_p) else draw
+
+
+def drawn(config: Config) -> Draw:
+    """How answers to held-out prompts are drawn."""
     temperature, top_p = config.eval.temperature, config.eval.top_p
-    draw = Draw(
-        trained_on.temperature if temperature is None else temperature,
-        trained_on.top_p if top_p is None else top_p,
+    return Draw(
+        config.sampling.temperature if temperature is None else temperature,
+        config.sampling.top_p if top_p is None else top_p,
     )
-    return None if draw == trained_on else draw
 
 
 def pass_at(counts: Sequence[tuple[int, int]]) -> tuple[float, ...]:
@@ -42,6 +46,24 @@ def pass_at(counts: Sequence[tuple[int, int]]) -> tuple[float, ...]:
 def _any_right(n: int, c: int, k: int) -> float:
     # C(n - c, k) / C(n, k) as a product: the binomials themselves may be too large for a float.
     return 1.0 - prod(max(n - c - i, 0) / (n - i) for i in range(k))
+
+
+def doublings(curve: Sequence[float]) -> dict[str, float]:
+    """Of `pass_at`, k and pass@k for k = 1, 2, 4, ... and the last."""
+    last = len(curve)
+    return {str(k): curve[k - 1] for k in range(1, last + 1) if k == last or not k & (k - 1)}
+
+
+def in_words(report: EvalReport) -> str:
+    """The report in a line."""
+    curve = "".join(f", pass@{k} {value:.3f}" for k, value in doublings(report.pass_at).items() if k != "1")
+    of_two = f" to v{report.newest_version}: newer weights came meanwhile"
+    return (
+        f"held-out accuracy {report.accuracy:.3f} at step {report.step} "
+        f"(avg@{report.samples_per_prompt}{curve}; "
+        f"v{report.version}{'' if report.newest_version is None else of_two})"
+        + (f"; {report.num_unscored} answers have no reward and are left out" if report.num_unscored else "")
+    )
 
 
 def report_of(step: int, settings: EvalConfig, answers: Sequence[Trajectory]) -> EvalReport:
