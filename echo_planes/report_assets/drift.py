@@ -69,7 +69,7 @@ def drift(steps: Sequence[Record], target: Any) -> str:
                     Panel(
                         "factor", _short, [Series("rate factor", column(steps, "rate_factor"), 1)], y_max=1.0
                     ),
-                    Panel("rate", _short, [Series("learning rate", column(steps, "learning_rate"), 2)]),
+                    Panel("rate", _power, [Series("learning rate", column(steps, "learning_rate"), 2)]),
                 ],
             ),
             line_chart(
@@ -121,7 +121,7 @@ def signal(steps: Sequence[Record]) -> str:
                     y_max=1.0,
                 ),
                 groups,
-                outline=Series("effective samples", column(steps, "effective_samples"), 5),
+                outline=Series("effective samples", column(steps, "effective_samples"), 4),
             ),
             panel_chart(
                 "Are answers cut off?",
@@ -172,6 +172,12 @@ def _by_lag(steps: Sequence[Record]) -> list[Series]:
 def _mean_drift(rows: Sequence[Record]) -> float | None:
     total = sum(row["tokens"] for row in rows)
     return sum(row["tokens"] * row["drift"] for row in rows) / total if total else None
+
+
+def _power(value: float) -> str:
+    """0.00025 -> '2.5e-4', which fits beside an axis."""
+    digits, power = f"{value:.1e}".split("e")
+    return f"{digits.removesuffix('.0')}e{int(power)}" if value else "0"
 
 
 def _short(value: float) -> str:

@@ -103,6 +103,27 @@ def test_an_evaluation_that_a_synchronous_learner_cannot_wait_for_says_its_versi
     assert mixed
 
 
+@pytest.mark.parametrize(
+    ("eval_settings", "seconds_per_token", "measured"),
+    [
+        ({"num_prompts": 1}, (1.0,), [True, True]),
+        ({"num_prompts": 1, "temperature": 0.5}, (1.0,), [False, False]),  # logprobs of another distribution
+        ({"num_prompts": 64}, (3.0,), [False, True]),  # the first update comes before the last answer
+    ],
+)
+def test_sampler_and_learner_are_compared_where_they_hold_the_same_policy(
+    tmp_path: Path,
+    eval_settings: dict[str, float],
+    seconds_per_token: tuple[float, ...],
+    measured: list[bool],
+) -> None:
+    config = tiny_config(steps=4)
+    config = replace_section(config, eval={**config.eval.model_dump(), **eval_settings})
+    groups = 1 if config.eval.num_prompts == 1 else 8  # at once: four make a batch
+    _, trace = run(tmp_path, config, seconds_per_token=seconds_per_token, max_groups=groups)
+    assert [mismatch is not None for mismatch in trace.mismatches] == measured
+
+
 def test_same_seed_same_trace(tmp_path: Path) -> None:
     faults = {"die_at_s": {("w1", 0): 6.0}}
     traces = [

@@ -209,19 +209,26 @@ def test_workers_of_several_versions_do_not_answer_one_evaluation() -> None:
     loop = Loop(settings(steps=12, eval_every=2), ("w0", "w1", "w2"))
     loop.start(evaluated=False)
     publish_next(loop, 0, 1)
-    loop.installed(2, "w1")
+    for worker in ("w1", "w2"):
+        loop.installed(2, worker)
     publish_next(loop, 2, 3)
-    loop.installed(2, "w2")
-    loop.installed(4, "w1")
-    loop.installed(4, "w2")
-    loop.tell(ev.Evaluated(report(0)))  # w0 is at 0 and installs; step 2 is due
-    assert loop.actions[-1] == ev.Evaluate(2, ("w1", "w2"))
-    loop.installed(4, "w0")
-    publish_next(loop, 4, 5)
-    loop.tell(ev.WorkerLost("w2", 0, "died"))
-    loop.installed(6, "w0")
-    loop.tell(ev.EvaluationLost(2))
-    assert loop.actions[-2:] == [ev.Install("w1", 0, fresh=False), ev.Evaluate(2, ("w0",))]
+    loop.installed(4, "w1")  # w2 never answers
+    starve(loop)
+    for _ in range(2):  # what the evaluation of step 0 holds back comes first
+        loop.now_s += STARVED_AGAIN_S
+        starve(loop)
+    assert loop.actions[-1] == ev.Publish(4)
+    assert loop.tell(ev.Evaluated(report(0))) == [ev.Evaluate(2, ("w1",))]  # and not w2, which serves 2
+
+
+def test_an_evaluation_that_is_lost_goes_to_others_with_a_newer_version() -> None:
+    loop = Loop(settings(eval_every=2), ("w0", "w1"))
+    loop.start(evaluated=False)
+    publish_next(loop, 0, 1)
+    loop.installed(2, "w1")
+    loop.tell(ev.WorkerLost("w0", 0, "died"))
+    assert loop.tell(ev.EvaluationLost(0)) == [ev.Evaluate(0, ("w1",))]
+    assert publish_next(loop, 2, 3) == []
 
 
 def test_a_successor_of_a_worker_that_evaluated_is_given_weights_at_once() -> None:
