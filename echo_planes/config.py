@@ -431,7 +431,24 @@ class EvalConfig(Section):
 
     every: int = Field(40, ge=0, description="steps between evaluations; 0: only first and last")
     num_prompts: PositiveInt = Field(128, description="held-out prompts")
-    samples_per_prompt: PositiveInt = Field(4, description="k of avg@k")
+    samples_per_prompt: PositiveInt = Field(4, description="n of avg@n, and of pass@k for k = 1 ... n")
+    temperature: float | None = Field(
+        None,
+        ge=0,
+        le=2,
+        description="logits are divided by it; 0: the likeliest token; default: as trained on",
+    )
+    top_p: float | None = Field(
+        None, gt=0, le=1, description="only tokens within this probability mass; default: as trained on"
+    )
+
+    @model_validator(mode="after")
+    def _not_the_same_again(self) -> Self:
+        if self.temperature == 0 and self.samples_per_prompt > 1:
+            raise ValueError(
+                f"temperature=0 gives one answer, {self.samples_per_prompt} times: set samples_per_prompt=1"
+            )
+        return self
 
 
 class ReplayConfig(Section):

@@ -15,7 +15,8 @@
 
 `runner.py` carries the actions out against real actors or fakes, and feeds the events back. At most one
 FormBatch, Train, Publish or Checkpoint is in the air at a time (the learner does one thing at a time);
-installs, evaluations and restarts run beside them.
+installs, evaluations and restarts run beside them. A worker that evaluates gets no newer weights until its
+evaluation is answered, so that all answers are of one version, unless the learner starves meanwhile.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class _Worker:
     restarts: int = 0
     given_up: bool = False
     leaving: bool = False  # takes no new prompts
+    evaluating: bool = False  # newer weights wait until it has answered
 
 
 class Controller:
@@ -148,12 +150,10 @@ class Controller:
                 self._saved_step = step
                 actions = self._learner_free(now_s)
             case Evaluated(report):
-                self._evaluating = False
                 self._evaluations_due.discard(report.step)
-                actions = self._evaluate_if_due() + self._finish_if_complete()
+                actions = self._on_evaluation_over() + self._finish_if_complete()
             case EvaluationLost():
-                self._evaluating = False
-                actions = self._evaluate_if_due()
+                actions = self._on_evaluation_over()
             case StopRequested(reason, status):
                 self._stop = self._stop or event
                 actions = [] if self._busy else self._finish(status, reason)
@@ -196,7 +196,7 @@ class Controller:
         installs = [
             action
             for worker_id, worker in self._workers.items()
-            if worker.up and not worker.leaving and worker.installing < 0  # others: when they are through
+            if _takes_weights(worker)  # others: when they are through
             for action in self._install(worker_id, worker)
         ]
         return installs + self._learner_free(now_s)
@@ -216,8 +216,10 @@ class Controller:
         elif self._starved_since_s is None:
             self._starved_since_s = now_s
         elif now_s - self._starved_since_s >= self._starved_again_s:
-            # Either kappa left nothing new enough, or a publication was lost or is still on its way.
             self._starved_since_s = now_s
+            if held := self._let_go():  # an evaluation of two versions is better than a learner that waits
+                return held + self._learner_free(now_s)
+            # Either kappa left nothing new enough, or a publication was lost or is still on its way.
             self._starved_again_s = min(2 * self._starved_again_s, MOST_STARVED_AGAIN_S)
             for worker in self._workers.values():
                 worker.installing = -1
@@ -251,7 +253,7 @@ class Controller:
         worker = self._living(event.worker_id, event.epoch)
         if worker is None:
             return []
-        worker.up, worker.version, worker.installing = True, -1, -1
+        worker.up, worker.version, worker.installing, worker.evaluating = True, -1, -1, False
         return self._install(event.worker_id, worker) if self._manifest else []
 
     def _on_worker_lost(self, event: WorkerLost) -> list[Action]:
@@ -290,9 +292,11 @@ class Controller:
             return []
         if report.ok:
             worker.failures = 0
-            if report.version < self._manifest.version:
-                return self._install(report.worker_id, worker)
-            return self._evaluate_if_due()
+            # Before the next install: else a worker that never catches up would never evaluate.
+            actions = self._evaluate_if_due()
+            if report.version < self._manifest.version and not worker.evaluating:
+                actions += self._install(report.worker_id, worker)
+            return actions
         worker.failures += 1
         if worker.failures > MAX_INSTALL_FAILURES:
             return self._replace(report.worker_id, worker, f"install refused: {report.error}")
@@ -301,17 +305,39 @@ class Controller:
     # --- evaluation and the end ------------------------------------------------------------------
 
     def _evaluate_if_due(self) -> list[Action]:
-        """Start the oldest evaluation that is due, once some worker serves its version."""
+        """Start the oldest evaluation that is due, once some worker serves its version, or a newer one.
+
+        Asked are those that serve the newest such version; nobody installs another one meanwhile.
+        """
         if not self._evaluations_due or self._evaluating:
             return []
         step = min(self._evaluations_due)
         # Between publications the newest snapshot stands for the step.
         wanted = step - step % self._kappa if step < self._config.run.steps else step
-        serving = tuple(worker_id for worker_id, w in self._workers.items() if _can_answer(w, wanted))
-        if not serving:
+        able = {w: worker for w, worker in self._workers.items() if _can_answer(worker, wanted)}
+        if not able:
             return []
+        newest = max(worker.version for worker in able.values())
+        asked = tuple(worker_id for worker_id, worker in able.items() if worker.version == newest)
+        for worker_id in asked:
+            able[worker_id].evaluating = True
         self._evaluating = True
-        return [Evaluate(step, serving)]
+        return [Evaluate(step, asked)]
+
+    def _on_evaluation_over(self) -> list[Action]:
+        self._evaluating = False
+        return self._let_go() + self._evaluate_if_due()
+
+    def _let_go(self) -> list[Action]:
+        """The installs that waited for an evaluation; it holds back none from now on."""
+        newest = self._manifest.version if self._manifest else -1
+        actions: list[Action] = []
+        for worker_id, worker in self._workers.items():
+            if worker.evaluating:
+                worker.evaluating = False
+                if worker.version < newest and _takes_weights(worker):
+                    actions += self._install(worker_id, worker)
+        return actions
 
     def _finish_if_complete(self) -> list[Action]:
         complete = self._step >= self._config.run.steps and not self._busy and not self._todo
@@ -325,5 +351,10 @@ class Controller:
 
 
 def _can_answer(worker: _Worker, version: int) -> bool:
-    """Whether it may be asked to evaluate that version."""
-    return worker.up and not worker.leaving and worker.version >= version
+    """Whether it may be asked to evaluate that version, or a newer one."""
+    return _takes_weights(worker) and worker.version >= version
+
+
+def _takes_weights(worker: _Worker) -> bool:
+    """Whether an install may begin at it now."""
+    return worker.up and not worker.leaving and worker.installing < 0 and not worker.evaluating

@@ -17,6 +17,7 @@ from echo_planes.errors import RunError, WeightsError, WorkerGoneError
 from echo_planes.samples import joined
 from echo_planes.types import (
     BroadcastStats,
+    Draw,
     Episode,
     Manifest,
     Prompt,
@@ -122,6 +123,7 @@ class FakeEngine:
         num_samples: int,
         max_new_tokens: int,
         on_tokens: Callable[[int, Sample], None],
+        draw: Draw | None = None,
     ) -> list[Sample]:
         pieces: list[list[Sample]] = [[] for _ in range(num_samples)]
         asked = list(prompt_ids)

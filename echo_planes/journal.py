@@ -16,6 +16,8 @@ import numpy as np
 from echo_planes.broadcasts import BroadcastBook
 from echo_planes.clock import Clock
 from echo_planes.config import Config
+from echo_planes.evaluation import doublings, drawn, in_words
+from echo_planes.figures import batch_figures, learner_figures
 from echo_planes.ledger import LEDGER_DETAILS
 from echo_planes.metrics import FLEET_STATE, WORKER_STATE, MetricsWriter
 from echo_planes.rollout.capacity import needed_capacity
@@ -143,9 +145,8 @@ class Journal:
             "policy_version": stats.step + 1,
             "reward_mean": float(batch.rewards.mean()),
             "correct_mean": float(batch.correct.mean()),
-            "loss": stats.loss,
-            "grad_norm": stats.grad_norm,
-            "learning_rate": stats.learning_rate,
+            **batch_figures(batch),
+            **learner_figures(stats),
             "staleness_max": int(staleness.max()),
             "staleness_mean": float(staleness.mean()),
             "t_train_s": stats.t_train_s,
@@ -154,14 +155,6 @@ class Journal:
             "tokens": stats.tokens,
             "tokens_per_s": stats.tokens / max(step_s, 1e-9),
             **self.spending.step(batch, is_first, stats, idle_s, counts, now_s),
-            "mismatch_mean": stats.mismatch_mean,
-            "mismatch_p99": stats.mismatch_p99,
-            "clip_fraction": stats.clip_fraction,
-            "tis_mean": stats.tis_mean,
-            "entropy": stats.entropy,
-            "kl_reference": stats.kl_reference,
-            "groups_skipped": stats.groups_skipped,
-            "num_updates": stats.num_updates,
             "buffered": counts.buffered,
             "leased": counts.leased,
             "accepted": counts.accepted,
@@ -171,6 +164,7 @@ class Journal:
             **_details(counts),
             "time_s": self._elapsed_s(),
             **self.broadcasts.newest(),
+            **self._newest_eval(),
         }
         self._t_train_s.append(stats.t_train_s)
         if metrics.get("t_bcast_s") is not None:
@@ -186,11 +180,17 @@ class Journal:
         self._view.step({**metrics, "usd": self.spending.total_usd(now_s)})
 
     def on_eval(self, report: EvalReport, mismatch: float | None) -> None:
+        draw = drawn(self._config)
         self._evals.append(
             {
                 "step": report.step,
                 "version": report.version,
+                "newest_version": report.newest_version,
+                "samples_per_prompt": report.samples_per_prompt,
+                "temperature": draw.temperature,
+                "top_p": draw.top_p,
                 "accuracy": report.accuracy,
+                "pass_at": doublings(report.pass_at),
                 "reward_mean": report.reward_mean,
                 "prompt_rewards": [list(pair) for pair in report.prompt_rewards],
             }
@@ -198,11 +198,7 @@ class Journal:
         self.spending.evaluated(report)
         if mismatch is not None:
             self._mismatches.append(mismatch)
-        text = (
-            f"held-out accuracy {report.accuracy:.3f} at step {report.step} (avg@{report.samples_per_prompt})"
-        )
-        if report.num_unscored:
-            text += f"; {report.num_unscored} answers have no reward and are left out"
+        text = in_words(report)
         self.on_event("eval", text, version=report.version)
         self._view.event(text)
 
@@ -269,6 +265,20 @@ class Journal:
             "tokens": sum(stats.tokens for stats in lives),
             "usd": self.spending.book.usd(info.worker_id, now_s),
             "restarts": restarts.get(info.worker_id, 0),
+        }
+
+    def _newest_eval(self) -> dict[str, Any]:
+        """The newest evaluation's numbers, for metrics.jsonl; {} before."""
+        if not self._evals:
+            return {}
+        newest = self._evals[-1]
+        return {
+            "eval_step": newest["step"],
+            "eval_version": newest["version"],
+            "eval_newest_version": newest["newest_version"],
+            "eval_accuracy": newest["accuracy"],
+            "eval_pass_at": newest["pass_at"],
+            "eval_pass_at_n": next(reversed(newest["pass_at"].values()), None),
         }
 
     def _worker_state(self, info: WorkerInfo, state: str) -> None:

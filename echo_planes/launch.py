@@ -35,6 +35,7 @@ from echo_planes.rollout.ray_nodes import RayNodes
 from echo_planes.types import (
     BroadcastStats,
     BufferCounts,
+    Draw,
     Group,
     InstallReport,
     Lease,
@@ -224,8 +225,10 @@ class RemoteWorker:
         report: InstallReport = await self._actor.call("install", manifest, fresh)
         return report
 
-    async def evaluate(self, indices: Sequence[int], samples_per_prompt: int) -> list[Trajectory]:
-        answers: list[Trajectory] = await self._actor.call("evaluate", indices, samples_per_prompt)
+    async def evaluate(
+        self, indices: Sequence[int], samples_per_prompt: int, draw: Draw | None
+    ) -> list[Trajectory]:
+        answers: list[Trajectory] = await self._actor.call("evaluate", indices, samples_per_prompt, draw)
         return answers
 
     async def stats(self) -> WorkerStats:

@@ -60,13 +60,36 @@ GAUGES: tuple[Gauge, ...] = (
     Gauge("usd_wasted", "of the cost so far: machines that booted or waited, tokens of no use; US dollars"),
     Gauge("wasted_share", "share of the cost so far that was wasted"),
     Gauge("usd_projected", "cost of the whole run at the price of its recent steps, US dollars"),
-    Gauge("mismatch_mean", "mean |learner logprob - sampler logprob|, nats"),
+    Gauge("rate_factor", "what drift control multiplies the next step's learning rate by"),
+    Gauge("tokens_scored", "trained tokens that went through the model; what follows is of these"),
+    Gauge("mismatch_mean", "drift: mean |learner logprob - sampler logprob|, nats"),
     Gauge("mismatch_p99", "99th percentile of |learner logprob - sampler logprob|, nats"),
+    Gauge("log_weight_p50", "median of |log importance weight|, nats"),
+    Gauge("log_weight_p99", "99th percentile of |log importance weight|, nats"),
+    Gauge("log_weight_p999", "99.9th percentile of |log importance weight|, nats"),
+    Gauge("log_weight_max", "largest |log importance weight|, nats"),
+    Gauge("k3", "mean of w - 1 - log w of the importance weights w, nats"),
+    Gauge("effective_samples", "share of the tokens that carries the weight: (sum w)^2 / (M sum w^2)"),
     Gauge("clip_fraction", "fraction of tokens whose ratio was clipped"),
+    Gauge("masked_fraction", "fraction of tokens that a mask left out"),
+    Gauge("truncated_fraction", "fraction of tokens whose importance weight was cut at its cap"),
     Gauge("tis_mean", "mean truncated importance weight"),
     Gauge("entropy", "mean entropy of the policy, nats per token"),
     Gauge("kl_reference", "mean KL to the reference policy, nats per token"),
     Gauge("groups_skipped", "groups of the batch without reward variance"),
+    Gauge("groups_all_right", "share of the batch's groups whose answers are all correct"),
+    Gauge("groups_all_wrong", "share of the batch's groups without a correct answer"),
+    Gauge("groups_mixed", "share of the batch's groups with correct and other answers"),
+    Gauge("response_tokens_mean", "tokens of an answer, an environment's included, mean of the batch"),
+    Gauge("response_tokens_p95", "tokens of an answer, an environment's included, 95th percentile"),
+    Gauge("cut_off_share", "share of the batch's answers that ended at their token limit"),
+    Gauge("num_updates", "optimizer updates so far"),
+    Gauge("updates_skipped", "updates of the step left out for want of a finite gradient"),
+    Gauge("eval_step", "step of the newest evaluation; what follows is of it"),
+    Gauge("eval_version", "version that the held-out prompts were answered by, or the oldest of several"),
+    Gauge("eval_newest_version", "the newest version that answered, where there were several"),
+    Gauge("eval_accuracy", "fraction of the held-out answers that are exactly right"),
+    Gauge("eval_pass_at_n", "held-out prompts with a right answer among n, eval.samples_per_prompt"),
     Gauge("buffered", "accepted trajectories waiting in the buffer"),
     Gauge("leased", "trajectories out on leases"),
     Gauge("accepted", "trajectories accepted so far"),
@@ -95,6 +118,14 @@ GAUGES: tuple[Gauge, ...] = (
     Gauge("pause_s", "time generation stood still for the update, median of the workers, seconds"),
     Gauge("time_s", "time since the start of the run, seconds"),
 )
+
+
+# Fractions of a step's scored tokens, and what they are called of a run's.
+SHARES = {
+    "clip_fraction": "tokens_clipped_share",
+    "masked_fraction": "tokens_masked_share",
+    "truncated_fraction": "tokens_truncated_share",
+}
 
 
 class MetricsWriter:
@@ -158,7 +189,11 @@ class Aggregates:
     def __init__(self, steps: Sequence[Mapping[str, Any]] = ()) -> None:
         self._rewards: list[float] = []
         self._mean_staleness: list[float] = []
-        self._totals: dict[str, float] = {"t_train_s": 0.0, "t_idle_s": 0.0, "tokens": 0.0, "usd": 0.0}
+        self._totals = dict.fromkeys(("t_train_s", "t_idle_s", "tokens", "usd", "updates_skipped"), 0.0)
+        self._drift: list[float] = []
+        self._rate_factor_min: float | None = None
+        self._scored = dict.fromkeys(SHARES, 0.0)  # tokens of the steps that measured it
+        self._shares = dict.fromkeys(SHARES, 0.0)  # of them, tokens that it says
         self.num_steps = 0
         self.max_staleness_observed = 0
         for step in steps:
@@ -169,10 +204,23 @@ class Aggregates:
         self.num_steps += 1
         for key in self._totals:
             self._totals[key] += number(metrics.get(key)) or 0.0
-        for key, values in (("reward_mean", self._rewards), ("staleness_mean", self._mean_staleness)):
+        for key, values in (
+            ("reward_mean", self._rewards),
+            ("staleness_mean", self._mean_staleness),
+            ("mismatch_mean", self._drift),
+        ):
             value = number(metrics.get(key))
             if value is not None:
                 values.append(value)
+        tokens = number(metrics.get("tokens_scored")) or 0.0
+        for key in SHARES:
+            share = number(metrics.get(key))
+            if share is not None:
+                self._scored[key] += tokens
+                self._shares[key] += share * tokens
+        factor = number(metrics.get("rate_factor"))
+        if factor is not None:
+            self._rate_factor_min = min(factor, self._rate_factor_min or factor)
         self.max_staleness_observed = max(
             self.max_staleness_observed, int(number(metrics.get("staleness_max")) or 0)
         )
@@ -221,6 +269,13 @@ class Aggregates:
             "bubble_ratio": self.bubble_ratio,
             "tokens_trained": self.tokens_trained,
             "usd_total": self.usd_total,
+            "drift_mean": _mean(self._drift),
+            "rate_factor_min": self._rate_factor_min,
+            "updates_skipped": int(self._totals["updates_skipped"]),
+            **{
+                name: self._shares[key] / self._scored[key] if self._scored[key] else None
+                for key, name in SHARES.items()
+            },
         }
 
     def _tenth(self) -> int:

@@ -33,6 +33,7 @@ from echo_planes.metrics import (
 from echo_planes.report_assets import sections
 from echo_planes.report_assets.charts import show_percent, show_usd
 from echo_planes.report_assets.dissemination import dissemination
+from echo_planes.report_assets.drift import drift, signal
 from echo_planes.report_assets.fleet import fleet
 from echo_planes.report_assets.money import money
 from echo_planes.report_assets.rollouts import read_rollouts, rollout_card, run_tokenizer
@@ -66,7 +67,8 @@ def render(folder: Path) -> str:
     title = f"{summary.get('task', 'run')} · {summary.get('model', '')}"
     body = [_header(folder, summary)]
     if steps:
-        body += [sections.learning(steps, summary), sections.asynchrony(steps, summary)]
+        body += [sections.learning(steps, summary), drift(steps, _setting(config, "learner", "drift_target"))]
+        body += [signal(steps), sections.asynchrony(steps, summary)]
     sparsity = read_rows(folder / SPARSITY_FILE)
     body += [sections.throughput(steps, summary), fleet(events, number(summary.get("seconds")) or 0.0)]
     body += [money(steps, summary), dissemination(summary, sparsity)]
@@ -159,7 +161,6 @@ def _figures(summary: Record) -> list[str]:
     # A run without steps has not kept the bound: it has not been put to the test.
     within = None if bound is None or stale is None or not (steps or stale) else stale <= bound
     install = get.get("install_seconds_mean")
-    evals = f"{len(summary.get('evals', []))} evaluations"
     pace = f"{seconds / steps:.3g} s per step, start-up included" if steps and seconds else ""
     prices = []
     if usd is not None and steps:
@@ -175,7 +176,12 @@ def _figures(summary: Record) -> list[str]:
             "first and last tenth of the steps",
             before=shown("reward_first", ".3f"),
         ),
-        _figure("Held-out accuracy", shown("eval_last", ".3f"), evals, before=shown("eval_first", ".3f")),
+        _figure(
+            "Held-out accuracy",
+            shown("eval_last", ".3f"),
+            _evaluations(summary),
+            before=shown("eval_first", ".3f"),
+        ),
         _figure("Steps", shown("steps"), pace),
         _figure("Cost", "-" if usd is None else show_usd(usd), " · ".join(prices)),
         _figure(
@@ -201,6 +207,18 @@ def _figures(summary: Record) -> list[str]:
             intact,
         ),
     ]
+
+
+def _evaluations(summary: Record) -> str:
+    """How many there were, and of the last one pass@n and the version."""
+    evals = summary.get("evals", [])
+    words = [f"{len(evals)} evaluations"]
+    if evals and (curve := evals[-1].get("pass_at")):
+        n, value = next(reversed(curve.items()))
+        words.append(f"last pass@{n} {value:.3f}")
+    if mixed := sum(e.get("newest_version") is not None for e in evals):
+        words.append(f"{mixed} of more than one version")
+    return " · ".join(words)
 
 
 def _figure(name: str, value: str, more: str, good: bool | None = None, before: str = "") -> str:

@@ -18,7 +18,7 @@ from echo_planes.clock import Clock
 from echo_planes.config import Config
 from echo_planes.controller import Controller
 from echo_planes.errors import ClusterError, EchoPlanesError, LeaseError, RunError, WaitTimeoutError
-from echo_planes.evaluation import report_of
+from echo_planes.evaluation import eval_draw, report_of
 from echo_planes.planes import DataPlane, LearnerPlane, Observer, Planes, Worker
 from echo_planes.types import (
     BufferCounts,
@@ -91,6 +91,7 @@ class Runner:
         self._idle_s = 0.0  # it waited since its last step, but for the wait that goes on
         self._manifest: Manifest | None = None  # of the newest publication
         self._steps_seen = 0
+        self._steps_begun = 0  # version that the learner holds, or is about to make
         self._serving = False  # some worker serves a published version
         self._beside = beside
         self._ending = False
@@ -175,6 +176,7 @@ class Runner:
             await self._within("replay buffer start", limit_s, self._planes.data.ready())
         with self._observer.phase("learner"):
             step = await self._within("learner start", limit_s, self._planes.learner.start(self._resume_dir))
+        self._steps_begun = step
         self._free_since_s = self._clock.now_s()
         self._events.put_nowait(ev.LearnerReady(step))
 
@@ -270,6 +272,7 @@ class Runner:
 
     async def _train(self, batch: TrainBatch) -> None:
         idle_s, self._idle_s = self._idle_s + self._clock.now_s() - self._free_since_s, 0.0
+        self._steps_begun = batch.step + 1
         stats = await self._within(
             "learner step", self._config.run.wait_limit_s, self._planes.learner.train_step(batch)
         )
@@ -292,9 +295,11 @@ class Runner:
                 return
             answers += result
         report = report_of(step, settings, answers)
-        # Before the first update and after the last, sampler and learner hold the same version.
-        same = {t.version for t in answers} == {step} and step in (0, self._config.run.steps)
-        mismatch = await self._planes.learner.mismatch(answers) if same else None
+        # Compared where sampler and learner hold the same version: before the first update, which may have
+        # begun meanwhile, and after the last; and where both take logprobs of the same distribution.
+        same = report.version == step == self._steps_begun and report.newest_version is None
+        comparable = same and step in (0, self._config.run.steps) and eval_draw(self._config) is None
+        mismatch = await self._planes.learner.mismatch(answers) if comparable else None
         self._observer.on_eval(report, mismatch)
         self._events.put_nowait(ev.Evaluated(report))
 
@@ -307,7 +312,7 @@ class Runner:
             return await self._within(
                 "evaluation",
                 self._config.run.wait_limit_s,
-                worker.evaluate(share, self._config.eval.samples_per_prompt),
+                worker.evaluate(share, self._config.eval.samples_per_prompt, eval_draw(self._config)),
                 worker=worker_id,
             )
         except RunError as why:

@@ -133,10 +133,15 @@ def closing_lines(
         label = "budget" if status == "spent" else "error"
         lines.append(f"  {label:9s}  {summary['error']}")
     lines += [
-        f"  eval       {show('eval_first', '.3f')} -> {show('eval_last', '.3f')} held-out accuracy",
+        f"  eval       {show('eval_first', '.3f')} -> {show('eval_last', '.3f')} held-out accuracy"
+        f"{_pass_at(summary)}",
         f"  reward     {show('reward_first', '.3f')} -> {show('reward_last', '.3f')}",
         f"  staleness  mean {show('staleness_mean', '.2f')}, max {show('max_staleness_observed')} "
         f"(bound {show('max_staleness')})",
+        f"  drift      mean {show('drift_mean', '.3f')} nats, rate factor at least "
+        f"{show('rate_factor_min', '.3g')}; of the tokens {show('tokens_clipped_share', '.2f', 100.0)} % "
+        f"clipped, {show('tokens_masked_share', '.2f', 100.0)} % masked, "
+        f"{show('tokens_truncated_share', '.2f', 100.0)} % truncated",
         f"  bubble     {show('bubble_ratio', '.1f', 100.0)} % of the learner's time",
         f"  tokens     {show('tokens_trained')} trained",
         f"  cost       ${show('usd_total', '.4f')}: {dollars('usd_per_step')} a step, "
@@ -154,6 +159,16 @@ def closing_lines(
     if go_on:
         lines.append(f"  go on      {go_on}")
     return lines
+
+
+def _pass_at(summary: Mapping[str, Any]) -> str:
+    """pass@n of the first and the last evaluation, where n is more than 1."""
+    curves = [e["pass_at"] for e in summary.get("evals", []) if e.get("pass_at")]
+    if not curves or len(curves[-1]) < 2:
+        return ""
+    n, last = next(reversed(curves[-1].items()))
+    first = number(curves[0].get(n))
+    return f", pass@{n} {'-' if first is None else format(first, '.3f')} -> {last:.3f}"
 
 
 def _encodes(stream: TextIO, text: str) -> bool:

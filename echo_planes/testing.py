@@ -58,6 +58,7 @@ class Trace:
     lines: list[str] = field(default_factory=list)
     batches: list[TrainBatch] = field(default_factory=list)
     evals: list[EvalReport] = field(default_factory=list)
+    mismatches: list[float | None] = field(default_factory=list)  # one per evaluation
     counts: list[BufferCounts] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     idle_s: float = 0.0
@@ -97,6 +98,7 @@ class Trace:
 
     def on_eval(self, report: EvalReport, mismatch: float | None) -> None:
         self.evals.append(report)
+        self.mismatches.append(mismatch)
         self.lines.append(f"eval {report.step} {report.version} {report.accuracy:.4f}")
 
 

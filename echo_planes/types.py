@@ -48,6 +48,14 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Draw:
+    """How tokens are drawn from what the policy says of them."""
+
+    temperature: float  # divides the logits; 0: always the likeliest token
+    top_p: float  # nucleus: only tokens within this probability mass
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """What the policy answered to one call of `Policy.generate`, or a piece of it."""
 
@@ -382,17 +390,19 @@ class WorkerStats:
 
 @dataclass(frozen=True, slots=True)
 class EvalReport:
-    """Held-out accuracy: avg@k at the training temperature."""
+    """What the answers to the held-out prompts came to, n to each."""
 
     step: int
-    version: int  # oldest version sampled under
+    version: int  # that all tokens were sampled under, or the oldest where `newest_version` says so
     num_prompts: int
-    samples_per_prompt: int
-    accuracy: float  # fraction of the scored samples that are exactly right
+    samples_per_prompt: int  # n
+    accuracy: float  # avg@n: fraction of the scored samples that are exactly right
     reward_mean: float  # of the scored samples
     num_unscored: int = 0  # samples whose reward failed
     prompt_rewards: tuple[tuple[int, float], ...] = ()  # held-out prompt, mean reward of its scored samples
     trajectories: tuple[Trajectory, ...] = ()
+    newest_version: int | None = None  # None: all tokens are of `version`
+    pass_at: tuple[float, ...] = ()  # pass@k for k = 1, 2, ..., n: see `evaluation.pass_at`
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Literal
 MAX_POINTS = 400  # per series: more than a chart has pixels to show
 KIND_COLORS = {"lost": "fbad", "fail": "fbad", "drop": "f2", "restart": "f3", "eval": "f4", "publi": "f5"}
 LEFT, RIGHT, TOP, BOTTOM = 52, 16, 14, 36
+PANEL_HEIGHT = 150  # of one of several in a card
 
 Values = Sequence[float | None]
 Format = Callable[[float], str]
@@ -98,11 +99,45 @@ def line_chart(
     marks_name: str = "",
 ) -> str:
     """Lines over steps; `references` are labelled horizontal lines, `marks` single (x, y, tooltip) points."""
+    legend, svg = _lines(chart, series, references, marks)
+    if marks:
+        legend += _legend([("kmark", marks_name)])
+    return _card(chart, legend, svg)
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One of the charts that answer one question together, over the same steps."""
+
+    y_label: str  # with its unit
+    show: Format
+    series: Sequence[Series]
+    references: Sequence[tuple[float, str]] = ()
+    y_max: float | None = None
+
+
+def panel_chart(title: str, note: str, x: Sequence[float], panels: Sequence[Panel]) -> str:
+    """Line charts above one another in one card, for numbers that belong together and have no common unit."""
+    body = []
+    for panel in panels:
+        chart = Chart(title, "", x, panel.y_label, panel.show, height=PANEL_HEIGHT, y_max=panel.y_max)
+        legend, svg = _lines(chart, panel.series, panel.references, ())
+        body.append(_legend_row(chart, legend) + svg)
+    return _card(Chart(title, note, x, "", si), "", "".join(body))
+
+
+def _lines(
+    chart: Chart,
+    series: Sequence[Series],
+    references: Sequence[tuple[float, str]],
+    marks: Sequence[tuple[float, float, str]],
+) -> tuple[str, str]:
+    """Legend and picture of a line chart."""
     x, pooled = _pool(chart.x, series)
-    values = [v for s in pooled for v in s.values if v is not None]
-    values += [value for value, _ in references] + [y for _, y, _ in marks]
-    if not x or not values:
-        return _card(chart, "", '<p class="empty">No data.</p>')
+    measured = [v for s in pooled for v in s.values if v is not None]
+    if not x or not (measured or marks):
+        return "", '<p class="empty">No data.</p>'
+    values = measured + [value for value, _ in references] + [y for _, y, _ in marks]
     frame = _Frame(chart, [*x, *(m[0] for m in marks)], min(0.0, *values), max(values))
     body = [frame.axes(chart)]
     for value, label in references:
@@ -120,9 +155,7 @@ def line_chart(
             f"<title>{escape(text)}</title></circle>"
         )
     legend = _legend([(f"k{s.color} {s.style}", s.name) for s in pooled])
-    if marks:
-        legend += _legend([("kmark", marks_name)])
-    return _card(chart, legend, frame.svg(chart, "".join(body), _hover(frame, chart, x, pooled)))
+    return legend, frame.svg(chart, "".join(body), _hover(frame, chart, x, pooled))
 
 
 def stacked_chart(chart: Chart, series: Sequence[Series], *, outline: Series | None = None) -> str:
@@ -354,10 +387,13 @@ def _legend(entries: Sequence[tuple[str, str]]) -> str:
 
 def _card(chart: Chart, legend: str, body: str) -> str:
     wide = " wide" if chart.width > 800 else ""
-    unit = f'<span class="unit">{escape(chart.y_label)}</span>' if chart.y_label else ""
-    legend_row = f'<div class="legend">{unit}{legend}</div>' if unit or legend else ""
     return (
         f'<figure class="card{wide}"><figcaption><h3>{escape(chart.title)}</h3>'
-        f"<p>{escape(chart.note)}</p></figcaption>{legend_row}"
+        f"<p>{escape(chart.note)}</p></figcaption>{_legend_row(chart, legend)}"
         f'<div class="plot">{body}</div></figure>'
     )
+
+
+def _legend_row(chart: Chart, legend: str) -> str:
+    unit = f'<span class="unit">{escape(chart.y_label)}</span>' if chart.y_label else ""
+    return f'<div class="legend">{unit}{legend}</div>' if unit or legend else ""

@@ -24,22 +24,23 @@ from echo_planes.report_assets.charts import (
 MAX_EVENTS = 500  # newest, in the table
 
 
-def _column(steps: Sequence[Record], key: str) -> list[float | None]:
+def column(steps: Sequence[Record], key: str) -> list[float | None]:
     return [number(step.get(key)) for step in steps]
 
 
-def _x(steps: Sequence[Record]) -> list[float]:
+def step_numbers(steps: Sequence[Record]) -> list[float]:
     return [number(step.get("step")) or 0.0 for step in steps]
 
 
-def _section(title: str, cards: Sequence[str]) -> str:
+def section(title: str, cards: Sequence[str]) -> str:
     return f'<section><h2>{escape(title)}</h2><div class="grid">{"".join(cards)}</div></section>'
 
 
 def learning(steps: Sequence[Record], summary: Record) -> str:
-    """Reward with its evaluations, entropy, gradient norm."""
-    x = _x(steps)
-    reward, correct = _column(steps, "reward_mean"), _column(steps, "correct_mean")
+    """Reward with its evaluations, pass@k, gradient norm."""
+    x = step_numbers(steps)
+    evals = summary.get("evals", [])
+    reward, correct = column(steps, "reward_mean"), column(steps, "correct_mean")
     window = max(1, min(20, len(steps) // 10))
     lines = [
         Series("reward of each step", reward, 1, "faint"),
@@ -51,16 +52,16 @@ def learning(steps: Sequence[Record], summary: Record) -> str:
         (
             float(e["step"]),
             float(e["reward_mean"]),
-            f"step {e['step']}, v{e.get('version', '?')}: "
+            f"step {e['step']}, {_versions(e)}: "
             f"held-out reward {e['reward_mean']:.3f}, accuracy {number(e.get('accuracy')) or 0.0:.3f}",
         )
-        for e in summary.get("evals", [])
+        for e in evals
         if number(e.get("step")) is not None and number(e.get("reward_mean")) is not None
     ]
     top = 1.0 if all(0 <= (v or 0.0) <= 1 for v in reward) else None
     chart = Chart(
         "Reward",
-        "Training batches, and held-out prompts at the training temperature",
+        f"Training batches, and held-out prompts{_drawn(evals)}",
         x,
         "reward",
         lambda v: f"{v:.3g}",
@@ -69,20 +70,54 @@ def learning(steps: Sequence[Record], summary: Record) -> str:
         top,
     )
     cards = [line_chart(chart, lines, marks=marks, marks_name="held-out evaluation")]
-    for key, name, note, unit in (
-        ("entropy", "Entropy", "How undecided the policy is", "nats per token"),
-        ("grad_norm", "Gradient norm", "Before clipping", "L2 norm"),
-    ):
-        line = Series(name.lower(), _column(steps, key), 1)
-        cards.append(line_chart(Chart(name, note, x, unit, lambda v: f"{v:.3g}"), [line]))
-    return _section("Learning", cards)
+    if curve := _pass_at(evals):
+        cards.append(curve)
+    line = Series("gradient norm", column(steps, "grad_norm"), 1)
+    chart = Chart("Gradient norm", "Before clipping", x, "L2 norm", lambda v: f"{v:.3g}")
+    return section("Learning", [*cards, line_chart(chart, [line])])
+
+
+def _versions(evaluation: Record) -> str:
+    newest = evaluation.get("newest_version")
+    return f"v{evaluation.get('version', '?')}" + ("" if newest is None else f" to v{newest}")
+
+
+def _drawn(evals: Sequence[Record]) -> str:
+    """The temperature and top-p of evaluations that have some."""
+    drawn = {(number(e.get("temperature")), number(e.get("top_p"))) for e in evals}
+    if len(drawn) != 1 or None in (pair := drawn.pop()):
+        return ""
+    return f" at temperature {pair[0]:g}, top-p {pair[1]:g}"
+
+
+def _pass_at(evals: Sequence[Record]) -> str:
+    """pass@k over the evaluations, for at most five k; empty where there is one answer a prompt."""
+    curves = [(float(e["step"]), e["pass_at"]) for e in evals if e.get("pass_at")]
+    ks = sorted({int(k) for _, curve in curves for k in curve})
+    if len(ks) < 2:
+        return ""
+    shown = sorted({ks[round(i * (len(ks) - 1) / 4)] for i in range(5)})
+    chart = Chart(
+        "Does it learn, or only sharpen?",
+        f"Held-out prompts with a right answer among k; where only pass@1 rises, and pass@{ks[-1]} does not, "
+        "it sharpens",
+        [step for step, _ in curves],
+        "share of prompts",
+        lambda v: f"{v:.3f}",
+        y_max=1.0,
+    )
+    lines = [
+        Series(f"pass@{k}", [number(curve.get(str(k))) for _, curve in curves], color, pool="last")
+        for color, k in enumerate(shown, 1)
+    ]
+    return line_chart(chart, lines)
 
 
 def asynchrony(steps: Sequence[Record], summary: Record) -> str:
-    """Staleness, mismatch, and what the learner's time went to."""
-    x = _x(steps)
+    """Staleness, and what the learner's time went to."""
+    x = step_numbers(steps)
     bound = number(summary.get("max_staleness"))
-    top = Series("max", _column(steps, "staleness_max"), 2, pool="max")
+    top = Series("max", column(steps, "staleness_max"), 2, pool="max")
     cards = [
         line_chart(
             Chart(
@@ -93,27 +128,14 @@ def asynchrony(steps: Sequence[Record], summary: Record) -> str:
                 lambda v: f"{v:.3g}",
                 y_max=None if bound is None else bound + 0.5,
             ),
-            [top, Series("mean", _column(steps, "staleness_mean"), 1)],
+            [top, Series("mean", column(steps, "staleness_mean"), 1)],
             references=[] if bound is None else [(bound, f"S = {bound:.0f}")],
-        ),
-        line_chart(
-            Chart(
-                "Sampler-learner mismatch",
-                "|learner log-probability - sampler log-probability|",
-                x,
-                "nats",
-                lambda v: f"{v:.3g}",
-            ),
-            [
-                Series("99th percentile", _column(steps, "mismatch_p99"), 2, pool="max"),
-                Series("mean", _column(steps, "mismatch_mean"), 1),
-            ],
         ),
         stacked_chart(
             Chart("Learner time", "What each step's wall time went to", x, "seconds per step", show_seconds),
             [
-                Series("training", _column(steps, "t_train_s"), 1),
-                Series("waiting", _column(steps, "t_idle_s"), 2),
+                Series("training", column(steps, "t_train_s"), 1),
+                Series("waiting", column(steps, "t_idle_s"), 2),
             ],
         ),
         line_chart(
@@ -125,18 +147,20 @@ def asynchrony(steps: Sequence[Record], summary: Record) -> str:
                 show_percent,
                 y_max=0.2,
             ),
-            [Series("bubble ratio", _column(steps, "bubble_ratio"), 1, pool="last")],
+            [Series("bubble ratio", column(steps, "bubble_ratio"), 1, pool="last")],
         ),
     ]
-    return _section("Asynchrony", cards)
+    return section("Asynchrony", cards)
 
 
 def throughput(steps: Sequence[Record], summary: Record) -> str:
     """Throughput, workers and start-up."""
     cards = []
     if steps:
-        chart = Chart("Throughput", "Trained tokens per second of step time", _x(steps), "tokens/s", si)
-        cards = [line_chart(chart, [Series("tokens/s", _column(steps, "tokens_per_s"), 1)])]
+        chart = Chart(
+            "Throughput", "Trained tokens per second of step time", step_numbers(steps), "tokens/s", si
+        )
+        cards = [line_chart(chart, [Series("tokens/s", column(steps, "tokens_per_s"), 1)])]
     workers = summary.get("workers", [])
     bars = [(str(w.get("id", "?")), number(w.get("tokens")) or 0.0) for w in workers]
     if bars:
@@ -153,7 +177,7 @@ def throughput(steps: Sequence[Record], summary: Record) -> str:
         )
     if workers:
         cards.append(_worker_table(workers))
-    return _section("Throughput and workers", cards) if cards else ""
+    return section("Throughput and workers", cards) if cards else ""
 
 
 def _worker_table(workers: Sequence[Record]) -> str:
@@ -195,15 +219,15 @@ def data(steps: Sequence[Record], summary: Record, events: Sequence[Record]) -> 
         if failures := reward_failures(summary):
             equation += f"; rewards that failed, so that their groups were not trained: {failures}"
         parts = [
-            Series("trained", _column(steps, "trained"), 1, pool="last"),
-            Series("buffered", _column(steps, "buffered"), 3, pool="last"),
-            Series("dropped as stale", _column(steps, "dropped_stale"), 2, pool="last"),
+            Series("trained", column(steps, "trained"), 1, pool="last"),
+            Series("buffered", column(steps, "buffered"), 3, pool="last"),
+            Series("dropped as stale", column(steps, "dropped_stale"), 2, pool="last"),
         ]
         cards.append(
             stacked_chart(
-                Chart("Ledger", equation, _x(steps), "trajectories so far", si, 1140, 260),
+                Chart("Ledger", equation, step_numbers(steps), "trajectories so far", si, 1140, 260),
                 parts,
-                outline=Series("accepted", _column(steps, "accepted"), 5, pool="last"),
+                outline=Series("accepted", column(steps, "accepted"), 5, pool="last"),
             )
         )
     shown = [
@@ -222,7 +246,7 @@ def data(steps: Sequence[Record], summary: Record, events: Sequence[Record]) -> 
             f'<details class="card wide"><summary>All events ({len(shown):,})</summary><div class="scroll">'
             f"<table><tbody>{rows}</tbody></table></div></details>"
         )
-    return _section("Data and events", cards) if cards else ""
+    return section("Data and events", cards) if cards else ""
 
 
 def _event_text(event: Record) -> str:

@@ -19,7 +19,7 @@ from echo_planes.rollout.scoring import ProcessScorer
 from echo_planes.rollout.sources import Task, WorkSource
 from echo_planes.rollout.vllm_engine import VllmEngine
 from echo_planes.rollout.worker import RolloutWorker
-from echo_planes.types import InstallReport, Manifest, Trajectory, WorkerStats
+from echo_planes.types import Draw, InstallReport, Manifest, Trajectory, WorkerStats
 from echo_planes.weights.link import NodeSource, WeightLink
 from echo_planes.weights.node_client import WorkerNode
 
@@ -127,8 +127,10 @@ class WorkerProcess:
     async def live_digest(self) -> str:
         return await self._worker.live_digest()
 
-    async def evaluate(self, indices: Sequence[int], samples_per_prompt: int) -> list[Trajectory]:
-        return await self._worker.evaluate(indices, samples_per_prompt)
+    async def evaluate(
+        self, indices: Sequence[int], samples_per_prompt: int, draw: Draw | None
+    ) -> list[Trajectory]:
+        return await self._worker.evaluate(indices, samples_per_prompt, draw)
 
     async def stats(self) -> WorkerStats:
         stats = await self._worker.stats()

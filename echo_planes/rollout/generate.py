@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from echo_planes.types import Publication, Sample
+from echo_planes.types import Draw, Publication, Sample
 
 
 class Engine(Protocol):
@@ -48,11 +48,13 @@ class Engine(Protocol):
         num_samples: int,
         max_new_tokens: int,
         on_tokens: Callable[[int, Sample], None],
+        draw: Draw | None = None,
     ) -> list[Sample]:
         """Sample `num_samples` continuations of one prompt.
 
         `on_tokens(i, piece)` is called as more tokens of sample i arrive: pieces joined are the sample. Each
-        sample's spans say which published version and digest every token was made under.
+        sample's spans say which published version and digest every token was made under. `draw` says how
+        tokens are drawn; None: as the engine was made for.
         """
         ...
 

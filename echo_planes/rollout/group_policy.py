@@ -8,7 +8,7 @@ from typing import Any
 
 from echo_planes.rollout.generate import Engine
 from echo_planes.samples import joined
-from echo_planes.types import Draft, Sample
+from echo_planes.types import Draft, Draw, Sample
 
 
 class GroupPolicy:
@@ -22,6 +22,7 @@ class GroupPolicy:
         max_new_tokens: of one call.
         on_piece: called with a call's number within the group, its context, and tokens that arrived.
         drafts: calls of an earlier worker, numbered 0, 1, ...; new ones are numbered after them.
+        draw: how tokens are drawn; None: as for training.
     """
 
     def __init__(
@@ -30,8 +31,10 @@ class GroupPolicy:
         max_new_tokens: int,
         on_piece: Callable[[int, tuple[int, ...], Sample], None],
         drafts: Sequence[Draft] = (),
+        draw: Draw | None = None,
     ) -> None:
         self._engine = engine
+        self._draw = draw
         self._max_new_tokens = max_new_tokens
         self._on_piece = on_piece
         self._drafts: dict[tuple[int, ...], list[tuple[int, Sample]]] = {}
@@ -88,7 +91,11 @@ class GroupPolicy:
             self._on_piece(numbers[index], key if is_new else (), piece)
 
         return await self._engine.generate(
-            key, num_samples=num_samples, max_new_tokens=self._max_new_tokens, on_tokens=on_tokens
+            key,
+            num_samples=num_samples,
+            max_new_tokens=self._max_new_tokens,
+            on_tokens=on_tokens,
+            draw=self._draw,
         )
 
     async def _go_on(self, key: tuple[int, ...], number: int, sample: Sample) -> list[Sample]:
@@ -99,6 +106,7 @@ class GroupPolicy:
             num_samples=1,
             max_new_tokens=self._max_new_tokens - len(sample.token_ids),
             on_tokens=lambda _, piece: self._on_piece(number, (), piece),
+            draw=self._draw,
         )
         return [joined([sample, rest[0]])]
 

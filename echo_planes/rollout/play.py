@@ -11,7 +11,7 @@ from echo_planes.rollout.generate import Engine
 from echo_planes.rollout.group_policy import GroupPolicy
 from echo_planes.rollout.scoring import Scorer
 from echo_planes.rollout.sources import Task
-from echo_planes.types import Draft, Episode, Group, Prompt, Reward, RewardFailure, Sample, Trajectory
+from echo_planes.types import Draft, Draw, Episode, Group, Prompt, Reward, RewardFailure, Sample, Trajectory
 
 
 class Player:
@@ -43,10 +43,11 @@ class Player:
         on_piece: Callable[[int, tuple[int, ...], Sample], None],
         on_sampled: Callable[[], None],
         drafts: Sequence[Draft] = (),
+        draw: Draw | None = None,
     ) -> Group:
         """All samples of one prompt, scored. A failed rollout is a status on every sample of the group, a
-        failed reward on its own."""
-        policy = GroupPolicy(self._engine, self._max_new_tokens, on_piece, drafts)
+        failed reward on its own. `draw`: None, as for training."""
+        policy = GroupPolicy(self._engine, self._max_new_tokens, on_piece, drafts, draw)
         error = ""
         scored: list[tuple[Episode, Reward | RewardFailure]] = []
         plays = [asyncio.ensure_future(self._task.rollout(prompt, policy)) for _ in range(num_samples)]

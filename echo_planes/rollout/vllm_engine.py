@@ -24,7 +24,7 @@ from echo_planes.errors import ModelError, RunError, TaskError, WeightsError
 from echo_planes.rollout.vllm_answers import Answer, Origins, label
 from echo_planes.rollout.vllm_environment import ENVIRONMENT, engine_environment, staging_parent
 from echo_planes.samples import joined
-from echo_planes.types import Manifest, Publication, Sample
+from echo_planes.types import Draw, Manifest, Publication, Sample
 from echo_planes.weights.receiver import check_payload
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class VllmEngine:
     ) -> None:
         self._config = config
         self._sampling = sampling
+        self._draw = Draw(sampling.temperature, sampling.top_p)
         self._model_folder = model_folder
         self._max_model_len = max_model_len
         self._seed = seed
@@ -74,7 +75,7 @@ class VllmEngine:
         self._last_pause_s = 0.0
         self._still_since_s: float | None = None  # since when generation stands still; None: it goes on
         self._request_ids = itertools.count()
-        self._params: dict[tuple[int, int], SamplingParams] = {}
+        self._params: dict[tuple[int, int, Draw], SamplingParams] = {}
         self._install_lock = asyncio.Lock()
         self._staging: Path | None = None
 
@@ -209,6 +210,7 @@ class VllmEngine:
         num_samples: int,
         max_new_tokens: int,
         on_tokens: Callable[[int, Sample], None],
+        draw: Draw | None = None,
     ) -> list[Sample]:
         """See `Engine.generate`. Tokens arrive in chunks: the first at once, then every 16.
 
@@ -227,7 +229,7 @@ class VllmEngine:
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        params = self._sampling_params(num_samples, min(max_new_tokens, room))
+        params = self._sampling_params(num_samples, min(max_new_tokens, room), draw or self._draw)
         answers = [Answer(self._sampling.top_logprobs) for _ in range(num_samples)]
         pieces: list[list[Sample]] = [[] for _ in range(num_samples)]
         # As an already rendered input: a bare prompt would take a detour through a thread.
@@ -245,15 +247,15 @@ class VllmEngine:
             raise RunError(f"the vLLM engine died while it sampled: {error}") from error
         return [joined(sample) for sample in pieces]
 
-    def _sampling_params(self, num_samples: int, max_tokens: int) -> SamplingParams:
+    def _sampling_params(self, num_samples: int, max_tokens: int, draw: Draw) -> SamplingParams:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        key = (num_samples, max_tokens)
+        key = (num_samples, max_tokens, draw)
         if key not in self._params:
             self._params[key] = SamplingParams(
                 n=num_samples,
-                temperature=self._sampling.temperature,
-                top_p=self._sampling.top_p,
+                temperature=draw.temperature,
+                top_p=draw.top_p,
                 max_tokens=max_tokens,
                 logprobs=self._sampling.top_logprobs,
                 detokenize=False,

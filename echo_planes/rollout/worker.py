@@ -29,6 +29,7 @@ from echo_planes.rollout.scoring import Scorer
 from echo_planes.rollout.sources import Task, WeightSource, WorkSource
 from echo_planes.rollout.work import Load, Plateau, Work, places
 from echo_planes.types import (
+    Draw,
     Group,
     InstallReport,
     Lease,
@@ -207,8 +208,10 @@ class RolloutWorker:
         """Digest of the engine's live tensors, now."""
         return await self._engine.live_digest()
 
-    async def evaluate(self, indices: Sequence[int], samples_per_prompt: int) -> list[Trajectory]:
-        """Answer held-out prompts with the weights that serve now."""
+    async def evaluate(
+        self, indices: Sequence[int], samples_per_prompt: int, draw: Draw | None
+    ) -> list[Trajectory]:
+        """Answer held-out prompts with the weights that serve now. `draw`: None, as for training."""
         self._evaluating = True
         self._account()
         try:
@@ -220,6 +223,7 @@ class RolloutWorker:
                         samples_per_prompt,
                         lambda *_: None,
                         lambda: None,
+                        draw=draw,
                     )
                     for i in indices
                 )

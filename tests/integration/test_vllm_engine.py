@@ -23,7 +23,7 @@ from echo_planes.errors import RunError, TaskError, WeightsError
 from echo_planes.rollout.vllm_engine import VllmEngine
 from echo_planes.rollout.vllm_plugin import LiveTensors, WorkerExtension
 from echo_planes.samples import is_whole, joined
-from echo_planes.types import Publication, Sample
+from echo_planes.types import Draw, Publication, Sample
 from echo_planes.weights.codec import Applied, Change
 from echo_planes.weights.digest import BitTensor, bit_tensor
 from echo_planes.weights.stager import Stager
@@ -231,6 +231,22 @@ def test_samples_are_complete(bench: Bench) -> None:
             assert [len(pair) for pair in top] == [2, 2, 2]
             assert [lp for _, lp in top] == sorted((lp for _, lp in top), reverse=True)
             assert dict(top).get(token, logprob) == logprob <= top[0][1]
+
+
+def test_tokens_are_drawn_as_the_request_says(bench: Bench) -> None:
+    def tokens_and_likeliest(draw: Draw | None, n: int) -> list[tuple[int, int]]:
+        asked = bench.engine.generate(
+            PROBE, num_samples=n, max_new_tokens=12, on_tokens=lambda *_: None, draw=draw
+        )
+        samples: list[Sample] = bench.run(asked)
+        return [(t, top[0][0]) for s in samples for t, top in zip(s.token_ids, s.top_logprobs, strict=True)]
+
+    greedy = tokens_and_likeliest(Draw(0.0, 1.0), 1)
+    assert all(token == likeliest for token, likeliest in greedy)
+    hot = tokens_and_likeliest(Draw(2.0, 1.0), 16)
+    assert any(token != likeliest for token, likeliest in hot)
+    narrow = tokens_and_likeliest(Draw(2.0, 1e-6), 16)  # a nucleus of one token
+    assert all(token == likeliest for token, likeliest in narrow)
 
 
 def test_a_failing_install_leaves_the_old_version_serving(bench: Bench, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from echo_planes.data.store.snapshot import StoreSnapshot
 from echo_planes.errors import RunError
 from echo_planes.runner import Outcome
 from echo_planes.testing import Faults, Simulation, Trace, replace_section, tiny_config
+from echo_planes.types import EvalReport
 from tests.thorough import examples
 
 
@@ -61,6 +62,66 @@ def test_reward_rises_and_evaluations_come_at_the_start_and_the_end(tmp_path: Pa
     assert outcome.status == "done"
     assert [report.step for report in trace.evals] == [0, 30]
     assert trace.evals[-1].accuracy > trace.evals[0].accuracy + 0.3
+
+
+def sampled_under(report: EvalReport) -> set[int]:
+    """Versions of the tokens that the evaluation shows."""
+    return {span.version for t in report.trajectories for span in t.episode.spans}
+
+
+def evaluated(config: Config, tmp_path: Path, **settings: object) -> list[EvalReport]:
+    config = replace_section(config, eval={**config.eval.model_dump(), "every": 4})
+    outcome, trace = run(tmp_path, config, **settings)
+    assert outcome.status == "done"
+    assert [report.step for report in trace.evals] == [0, 4, 8, 12, 16, 20]
+    return trace.evals
+
+
+@pytest.mark.parametrize("max_staleness", [1, 3, 6])
+@pytest.mark.parametrize("seconds_per_token", [(0.05, 0.2), (0.4, 0.4), (0.3,)])
+def test_an_evaluation_is_of_one_version(
+    tmp_path: Path, max_staleness: int, seconds_per_token: tuple[float, ...]
+) -> None:
+    """Also where it takes longer than the learner takes to publish."""
+    for seed in range(examples(4)):
+        settings = {"seconds_per_token": seconds_per_token, "t_train_s": 0.2, "seed": seed}
+        for report in evaluated(tiny_config(max_staleness=max_staleness), tmp_path / str(seed), **settings):
+            assert len(report.trajectories) == report.num_prompts * report.samples_per_prompt  # shows all
+            assert sampled_under(report) == {report.version}
+            assert report.newest_version is None
+
+
+def test_an_evaluation_that_a_synchronous_learner_cannot_wait_for_says_its_versions(tmp_path: Path) -> None:
+    config = tiny_config(max_staleness=0)
+    config = replace_section(config, eval={**config.eval.model_dump(), "num_prompts": 64})
+    mixed = 0
+    for seed in range(examples(4)):
+        for report in evaluated(config, tmp_path / str(seed), seconds_per_token=(30.0,), seed=seed):
+            newest = report.newest_version or report.version
+            assert sampled_under(report) <= set(range(report.version, newest + 1))
+            mixed += newest > report.version
+    assert mixed
+
+
+@pytest.mark.parametrize(
+    ("eval_settings", "seconds_per_token", "measured"),
+    [
+        ({"num_prompts": 1}, (1.0,), [True, True]),
+        ({"num_prompts": 1, "temperature": 0.5}, (1.0,), [False, False]),  # logprobs of another distribution
+        ({"num_prompts": 64}, (3.0,), [False, True]),  # the first update comes before the last answer
+    ],
+)
+def test_sampler_and_learner_are_compared_where_they_hold_the_same_policy(
+    tmp_path: Path,
+    eval_settings: dict[str, float],
+    seconds_per_token: tuple[float, ...],
+    measured: list[bool],
+) -> None:
+    config = tiny_config(steps=4)
+    config = replace_section(config, eval={**config.eval.model_dump(), **eval_settings})
+    groups = 1 if config.eval.num_prompts == 1 else 8  # at once: four make a batch
+    _, trace = run(tmp_path, config, seconds_per_token=seconds_per_token, max_groups=groups)
+    assert [mismatch is not None for mismatch in trace.mismatches] == measured
 
 
 def test_same_seed_same_trace(tmp_path: Path) -> None:

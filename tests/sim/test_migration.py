@@ -21,7 +21,7 @@ from echo_planes.data.store.snapshot import StoreSnapshot
 from echo_planes.runner import Outcome
 from echo_planes.samples import joined
 from echo_planes.testing import FakeEngine, Faults, Simulation, Trace, replace_section, tiny_config
-from echo_planes.types import Sample, Span
+from echo_planes.types import Draw, Sample, Span
 from tests.thorough import examples
 
 FIRST = 0x10000  # number of the first token: above every character of the prompts
@@ -58,6 +58,7 @@ def long_engine(log: list[Sampled]) -> type[FakeEngine]:
             num_samples: int,
             max_new_tokens: int,
             on_tokens: Callable[[int, Sample], None],
+            draw: Draw | None = None,
         ) -> list[Sample]:
             request, self._num_requests = self._num_requests, self._num_requests + 1
             context = tuple(prompt_ids)

@@ -73,14 +73,16 @@ class Loop:
         outcome = InstallReport(worker, version, f"d{version}", not error, 0.1, mismatches, error)
         return self.tell(ev.Installed(outcome, epoch))
 
-    def start(self, step: int = 0) -> None:
-        """Learner and workers are up and serve the first publication."""
+    def start(self, step: int = 0, *, evaluated: bool = True) -> None:
+        """Learner and workers are up and serve the first publication; `evaluated`: that is answered."""
         assert self.tell(ev.LearnerReady(step)) == [ev.Publish(step)]
         self.tell(ev.Published(manifest(step)))
         for action in list(self.actions):
             if isinstance(action, ev.StartWorker):
                 self.tell(ev.WorkerReady(action.worker_id, action.epoch))
                 self.installed(step, action.worker_id, action.epoch)
+        if evaluated:
+            self.tell(ev.Evaluated(report(step)))
 
     def train(self, step: int) -> list[ev.Action]:
         """The batch of `step` comes and is trained; returns what follows."""
@@ -155,7 +157,6 @@ def finish_last_step(loop: Loop) -> list[ev.Action]:
 def test_it_is_done_only_when_the_last_version_was_evaluated() -> None:
     loop = Loop(settings(steps=1))
     loop.start()
-    loop.tell(ev.Evaluated(report(0)))
     assert finish_last_step(loop) == []
     assert loop.installed(1) == [ev.Evaluate(1, ("w0",))]
     assert loop.tell(ev.Evaluated(report(1))) == [ev.Finish("done")]
@@ -164,17 +165,90 @@ def test_it_is_done_only_when_the_last_version_was_evaluated() -> None:
 
 def test_an_evaluation_uses_only_workers_that_serve_its_version_and_one_runs_at_a_time() -> None:
     loop = Loop(settings(steps=1), ("w0", "w1"))
-    loop.start()
+    loop.start(evaluated=False)
     assert [a for a in loop.actions if isinstance(a, ev.Evaluate)] == [ev.Evaluate(0, ("w0",))]
     finish_last_step(loop)
-    assert loop.installed(1, "w0") == []  # the first evaluation still runs
-    assert loop.tell(ev.Evaluated(report(0))) == [ev.Evaluate(1, ("w0",))]
+    assert loop.installed(1, "w1") == []  # the first evaluation still runs
+    assert loop.tell(ev.Evaluated(report(0))) == [ev.Install("w0", 0, fresh=False), ev.Evaluate(1, ("w1",))]
 
 
 def test_a_lost_evaluation_is_done_again() -> None:
     loop = Loop(settings(steps=1))
-    loop.start()
+    loop.start(evaluated=False)
     assert loop.tell(ev.EvaluationLost(0)) == [ev.Evaluate(0, ("w0",))]
+
+
+def publish_next(loop: Loop, *steps: int) -> list[ev.Action]:
+    """Train these steps, publish the last one's version; returns the installs that follow at once."""
+    for step in steps:
+        loop.train(step)
+    actions = loop.tell(ev.Published(manifest(steps[-1] + 1)))
+    return [action for action in actions if isinstance(action, ev.Install)]
+
+
+def test_newer_weights_wait_for_an_evaluation_at_the_workers_that_answer_it() -> None:
+    loop = Loop(settings(), ("w0", "w1"))
+    loop.start(evaluated=False)
+    assert publish_next(loop, 0, 1) == [ev.Install("w1", 0, fresh=False)]
+    assert loop.installed(2, "w1") == []
+    assert publish_next(loop, 2, 3) == [ev.Install("w1", 0, fresh=False)]
+    assert loop.tell(ev.Evaluated(report(0))) == [ev.Install("w0", 0, fresh=False)]
+    assert publish_next(loop, 4, 5) == []  # both install
+
+
+def test_a_worker_that_never_catches_up_evaluates_before_its_next_install() -> None:
+    loop = Loop(settings(s=0, eval_every=2))
+    loop.start()
+    assert publish_next(loop, 0) == [ev.Install("w0", 0, fresh=False)]
+    assert publish_next(loop, 1) == publish_next(loop, 2) == []
+    assert loop.installed(2) == [ev.Evaluate(2, ("w0",))]
+    assert loop.tell(ev.Evaluated(report(2))) == [ev.Install("w0", 0, fresh=False)]
+
+
+def test_workers_of_several_versions_do_not_answer_one_evaluation() -> None:
+    loop = Loop(settings(steps=12, eval_every=2), ("w0", "w1", "w2"))
+    loop.start(evaluated=False)
+    publish_next(loop, 0, 1)
+    for worker in ("w1", "w2"):
+        loop.installed(2, worker)
+    publish_next(loop, 2, 3)
+    loop.installed(4, "w1")  # w2 never answers
+    starve(loop)
+    for _ in range(2):  # what the evaluation of step 0 holds back comes first
+        loop.now_s += STARVED_AGAIN_S
+        starve(loop)
+    assert loop.actions[-1] == ev.Publish(4)
+    assert loop.tell(ev.Evaluated(report(0))) == [ev.Evaluate(2, ("w1",))]  # and not w2, which serves 2
+
+
+def test_an_evaluation_that_is_lost_goes_to_others_with_a_newer_version() -> None:
+    loop = Loop(settings(eval_every=2), ("w0", "w1"))
+    loop.start(evaluated=False)
+    publish_next(loop, 0, 1)
+    loop.installed(2, "w1")
+    loop.tell(ev.WorkerLost("w0", 0, "died"))
+    assert loop.tell(ev.EvaluationLost(0)) == [ev.Evaluate(0, ("w1",))]
+    assert publish_next(loop, 2, 3) == []
+
+
+def test_a_successor_of_a_worker_that_evaluated_is_given_weights_at_once() -> None:
+    loop = Loop(settings(), ("w0", "w1"))
+    loop.start(evaluated=False)
+    loop.tell(ev.WorkerLost("w0", 0, "died"))
+    assert loop.tell(ev.WorkerReady("w0", 1)) == [ev.Install("w0", 1, fresh=False)]
+    loop.installed(0, "w0", epoch=1)
+    assert publish_next(loop, 0, 1) == [ev.Install("w0", 1, fresh=False), ev.Install("w1", 0, fresh=False)]
+
+
+def test_a_learner_that_starves_takes_precedence_over_an_evaluation() -> None:
+    loop = Loop(settings(s=0))
+    loop.start(evaluated=False)
+    assert publish_next(loop, 0) == []
+    assert starve(loop) == [ev.FormBatch(1)]
+    loop.now_s += STARVED_AGAIN_S
+    assert starve(loop) == [ev.Install("w0", 0, fresh=False), ev.FormBatch(1)]  # nothing is published anew
+    loop.installed(1)
+    assert publish_next(loop, 1) == [ev.Install("w0", 0, fresh=False)]  # the evaluation holds nothing back
 
 
 # --- installs ------------------------------------------------------------------------------------

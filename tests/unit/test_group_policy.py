@@ -17,7 +17,7 @@ from echo_planes.rollout.group_policy import GroupPolicy
 from echo_planes.rollout.play import Player
 from echo_planes.rollout.work import Work
 from echo_planes.samples import joined
-from echo_planes.types import Draft, Episode, Group, Lease, Prompt, Sample, Span
+from echo_planes.types import Draft, Draw, Episode, Group, Lease, Prompt, Sample, Span
 from echo_planes.virtual_time import run_virtual
 from tests.unit.stub_engine import StubEngine
 
@@ -44,6 +44,7 @@ class Engine(StubEngine):
         num_samples: int,
         max_new_tokens: int,
         on_tokens: Callable[[int, Sample], None],
+        draw: Draw | None = None,
     ) -> list[Sample]:
         context = tuple(prompt_ids)
         done = self.limit - max_new_tokens

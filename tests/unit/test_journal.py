@@ -15,8 +15,10 @@ import pytest
 from echo_planes.clock import ManualClock
 from echo_planes.config import Config
 from echo_planes.journal import Journal
+from echo_planes.ledger import LEDGER_DETAILS
 from echo_planes.metrics import (
     FLEET_STATE,
+    GAUGES,
     WORKER_STATE,
     MetricsWriter,
     read_events,
@@ -29,6 +31,7 @@ from echo_planes.types import (
     BufferCounts,
     EvalReport,
     InstallReport,
+    LagStats,
     Manifest,
     StepStats,
     TrainBatch,
@@ -124,6 +127,106 @@ def test_a_step_line_says_what_the_batch_was(tmp_path: Path) -> None:
     assert row["time_s"] == 10.0
     assert books.exported[0]["reward_mean"] == 0.75
     assert "step 3/4" in books.screen.getvalue()
+
+
+def test_a_step_line_says_what_the_learner_measured(tmp_path: Path) -> None:
+    books = Books(tmp_path)
+    measured = replace(
+        stats(0),
+        tokens_scored=40,
+        rate_factor=0.5,
+        masked_fraction=0.125,
+        effective_samples=0.75,
+        log_weight=(0.01, 0.2, 0.5, 2.0),
+        k3=0.02,
+        lags=(LagStats(0, 30, 0.01, 0.0, 0.0, 0.1, 0.0), LagStats(2, 10, 0.3, 0.1, 0.4, 0.2, 0.5)),
+        updates_skipped=1,
+    )
+    books.clock.advance(10.0)
+    books.journal.on_step(batch(0, "a"), measured, 1.0, BufferCounts())
+    (row,) = read_metrics(tmp_path)
+    weights = [row[f"log_weight_{part}"] for part in ("p50", "p99", "p999", "max")]
+    assert weights == [0.01, 0.2, 0.5, 2.0]
+    assert (row["tokens_scored"], row["rate_factor"], row["updates_skipped"]) == (40, 0.5, 1)
+    assert (row["masked_fraction"], row["effective_samples"], row["k3"]) == (0.125, 0.75, 0.02)
+    assert row["truncated_fraction"] == 0.1  # of all lags
+    assert row["lags"][1] == {
+        "lag": 2,
+        "tokens": 10,
+        "drift": 0.3,
+        "k3": 0.1,
+        "truncated": 0.4,
+        "masked": 0.2,
+        "clipped": 0.5,
+    }
+
+
+def test_what_was_not_measured_is_null_and_not_zero(tmp_path: Path) -> None:
+    books = Books(tmp_path)
+    optional = (
+        *("loss", "grad_norm", "learning_rate", "mismatch_mean", "mismatch_p99", "clip_fraction"),
+        *("tis_mean", "entropy", "kl_reference", "masked_fraction", "effective_samples", "k3"),
+    )
+    nothing: dict[str, Any] = dict.fromkeys(optional)
+    books.journal.on_step(batch(0, "a"), replace(stats(0), **nothing), 1.0, BufferCounts())
+    (row,) = read_metrics(tmp_path)
+    derived = ("log_weight_p50", "log_weight_max", "truncated_fraction")
+    assert {row[key] for key in (*optional, *derived)} == {None}
+    assert (row["lags"], row["tokens_scored"], row["updates_skipped"]) == ([], 0, 0)
+
+
+def test_a_step_line_says_how_long_answers_are_and_which_groups_teach(tmp_path: Path) -> None:
+    """Four groups of two answers; an answer of i tokens for i = 1 ... 8, each after a prompt of two."""
+    lengths = np.arange(1, 9)
+    versions = np.concatenate([[-1, -1] + [0] * int(n) for n in lengths]).astype(np.int64)
+    trained = batch(0, "a", "b", "c", "d")
+    books = Books(tmp_path)
+    shaped = replace(
+        trained,
+        loss_mask=versions >= 0,
+        token_versions=versions,
+        offsets=np.concatenate([[0], np.cumsum(lengths + 2)]),
+        correct=np.array([True, True, False, False, False, True, False, False]),
+        cut_off=np.array([False, False, False, False, False, False, True, True]),
+    )
+    books.journal.on_step(shaped, stats(0), 1.0, BufferCounts())
+    (row,) = read_metrics(tmp_path)
+    assert (row["response_tokens_mean"], row["response_tokens_p95"]) == (4.5, pytest.approx(7.65))
+    assert row["cut_off_share"] == 0.25
+    assert (row["groups_all_right"], row["groups_all_wrong"], row["groups_mixed"]) == (0.25, 0.5, 0.25)
+
+
+def test_every_number_of_a_step_has_its_gauge(tmp_path: Path) -> None:
+    books = Books(tmp_path)
+    books.journal.on_eval(EvalReport(0, 0, 8, 2, 0.5, 0.5, pass_at=(0.5, 0.75)), None)
+    books.step(0, "a")
+    numbers = {key for key, value in books.exported[0].items() if isinstance(value, int | float)}
+    assert numbers - {gauge.key for gauge in GAUGES} - set(LEDGER_DETAILS) == set()
+
+
+def test_an_evaluation_goes_into_the_steps_that_follow_it(tmp_path: Path) -> None:
+    config = replace_section(tiny_config(steps=4), eval={"temperature": 0.5, "samples_per_prompt": 5})
+    books = Books(tmp_path, config)
+    curve = (0.5, 0.6, 0.7, 0.75, 0.8)
+    books.step(0, "a")
+    books.journal.on_eval(EvalReport(0, 0, 8, 5, 0.5, 0.5, pass_at=curve), None)
+    books.step(1, "b")
+    late = EvalReport(2, 2, 8, 5, 0.75, 0.5, num_unscored=3, newest_version=4, pass_at=curve)
+    books.journal.on_eval(late, None)
+    books.step(2, "c")
+    before, first, second = read_metrics(tmp_path)
+    assert "eval_step" not in before
+    assert (first["eval_step"], first["eval_version"], first["eval_newest_version"]) == (0, 0, None)
+    assert (second["eval_accuracy"], second["eval_newest_version"]) == (0.75, 4)
+    assert second["eval_pass_at"] == {"1": 0.5, "2": 0.6, "4": 0.75, "5": 0.8}
+    assert second["eval_pass_at_n"] == 0.8
+    row = books.summary()["evals"][1]
+    assert (row["version"], row["newest_version"], row["samples_per_prompt"]) == (2, 4, 5)
+    assert (row["temperature"], row["top_p"]) == (0.5, 1.0)
+    assert row["pass_at"] == {"1": 0.5, "2": 0.6, "4": 0.75, "5": 0.8}
+    shown = books.screen.getvalue()
+    assert "accuracy 0.500 at step 0 (avg@5, pass@2 0.600, pass@4 0.750, pass@5 0.800; v0)" in shown
+    assert "v2 to v4: newer weights came meanwhile); 3 answers have no reward" in shown
 
 
 def test_the_steps_pay_for_every_machine_from_start_to_end(tmp_path: Path) -> None:

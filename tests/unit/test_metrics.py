@@ -169,7 +169,30 @@ def test_no_steps_say_nothing() -> None:
         "bubble_ratio": None,
         "tokens_trained": 0,
         "usd_total": 0.0,
+        "drift_mean": None,
+        "rate_factor_min": None,
+        "updates_skipped": 0,
+        "tokens_clipped_share": None,
+        "tokens_masked_share": None,
+        "tokens_truncated_share": None,
     }
+
+
+def test_what_drift_came_to_weighs_tokens_and_leaves_out_what_was_not_measured() -> None:
+    nothing = {"mismatch_mean": None, "clip_fraction": None, "masked_fraction": None}
+    steps = [
+        a_step(
+            1, tokens_scored=100, mismatch_mean=0.1, clip_fraction=0.5, rate_factor=0.4, updates_skipped=1
+        ),
+        a_step(2, tokens_scored=0, rate_factor=0.6, updates_skipped=2, **nothing),
+        a_step(3, tokens_scored=300, mismatch_mean=0.3, clip_fraction=0.1, truncated_fraction=0.2),
+    ]
+    summary = Aggregates(steps).summary()
+    assert summary["drift_mean"] == pytest.approx(0.2)
+    assert (summary["rate_factor_min"], summary["updates_skipped"]) == (0.4, 3)
+    assert summary["tokens_clipped_share"] == pytest.approx((0.5 * 100 + 0.1 * 300) / 400)
+    assert summary["tokens_truncated_share"] == pytest.approx(0.2)
+    assert summary["tokens_masked_share"] is None
 
 
 def test_a_missing_value_does_not_poison_the_totals() -> None:
@@ -285,6 +308,10 @@ def test_the_closing_block_says_what_matters() -> None:
             "steps": 3,
             "eval_first": 0.5,
             "eval_last": 0.9,
+            "evals": [{"pass_at": {"1": 0.5, "4": 0.75}}, {"pass_at": {"1": 0.9, "4": 0.9375}}],
+            "drift_mean": 0.0512,
+            "rate_factor_min": 0.25,
+            "tokens_clipped_share": 0.0125,
             "max_staleness": 3,
             "max_staleness_observed": 2,
             "digest_mismatches": 0,
@@ -299,7 +326,8 @@ def test_the_closing_block_says_what_matters() -> None:
     for expected in (
         "failed: math with m, 3 of 120 steps in - s",
         "DivergedError: loss is nan",
-        "0.500 -> 0.900 held-out accuracy",
+        "0.500 -> 0.900 held-out accuracy, pass@4 0.750 -> 0.938",
+        "mean 0.051 nats, rate factor at least 0.25; of the tokens 1.25 % clipped, - % masked",
         "max 2 (bound 3)",
         "0 digest mismatches",
         "$1.5000: $0.5 a step, $12.35 per million tokens, 6.2 % wasted",

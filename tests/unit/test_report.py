@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -75,10 +76,21 @@ def a_row(step: int, name: str, *, correct: bool = True, text: str = "42", **val
     }
 
 
+def an_eval(step: int, version: int, newest: int | None, pass_at: dict[str, float]) -> dict[str, Any]:
+    drawn = {"samples_per_prompt": len(pass_at), "temperature": 0.8, "top_p": 0.95}
+    mean = pass_at.get("1", 0.5)
+    seen = {"step": step, "version": version, "newest_version": newest, "pass_at": pass_at}
+    return {**seen, **drawn, "accuracy": mean, "reward_mean": mean}
+
+
 def store(run: Path, *rows: dict[str, Any]) -> None:
     """Each row is a group of its own, trained at its step."""
     trained = {sequence: row["step"] for sequence, row in enumerate(rows) if row["step"] >= 0}
     store_rows(run, [[row] for row in rows], trained)
+
+
+def a_lag(lag: int, tokens: int, drift: float | None) -> dict[str, Any]:
+    return {"lag": lag, "tokens": tokens, "drift": drift, "k3": 0.0, "truncated": 0.0, "masked": 0.0}
 
 
 def a_run(folder: Path, steps: int = 20) -> Path:
@@ -103,8 +115,22 @@ def a_run(folder: Path, steps: int = 20) -> Path:
                 "trained": step * 8,
                 "dropped_stale": step,
                 "buffered": step,
-                "entropy": 0.4,
+                "entropy": None if step == 7 else 0.4,
                 "grad_norm": 0.3,
+                "learning_rate": None if step == 7 else 1e-3,
+                "rate_factor": 0.5,
+                "log_weight_p50": 0.01,
+                "log_weight_max": 1.5,
+                "clip_fraction": 0.1,
+                "masked_fraction": None,
+                "groups_mixed": 0.5,
+                "groups_all_right": 0.375,
+                "groups_all_wrong": 0.125,
+                "effective_samples": 0.75,
+                "response_tokens_mean": 20.0,
+                "response_tokens_p95": 31.0,
+                "cut_off_share": 0.25,
+                "lags": [] if step == 7 else [a_lag(0, 100, 0.02), a_lag(2, 50, 0.08)],
                 "time_s": 30.0 + step,
             }
         )
@@ -118,7 +144,10 @@ def a_run(folder: Path, steps: int = 20) -> Path:
             "seconds": 60.0,
             "eval_first": 0.25,
             "eval_last": 0.875,
-            "evals": [{"step": 10, "version": 9, "accuracy": 0.5, "reward_mean": 0.5}],
+            "evals": [
+                an_eval(10, 9, None, {"1": 0.5, "2": 0.625, "4": 0.75}),
+                an_eval(20, 19, 20, {"1": 0.875, "2": 0.9, "4": 0.925}),
+            ],
             "max_staleness": 3,
             "digest_mismatches": 0,
             "lost_trajectories": 0,
@@ -127,7 +156,8 @@ def a_run(folder: Path, steps: int = 20) -> Path:
             "seconds_startup": {"Ray": 5.0},
         }
     )
-    (folder / "config.yaml").write_text(f"task:\n  name: math\nnote: {json.dumps(EVIL)}\n")
+    settings = "task:\n  name: math\nlearner:\n  drift_target: 0.125\n"
+    (folder / "config.yaml").write_text(f"{settings}note: {json.dumps(EVIL)}\n")
     rows = [a_row(0, "g0"), a_row(0, "g1", correct=False), a_row(19, "g2", text=EVIL, prompt_text=EVIL)]
     store(folder, *rows)
     return folder
@@ -143,11 +173,81 @@ def test_a_finished_run_shows_its_key_figures(tmp_path: Path) -> None:
     assert path == tmp_path / "report.html"
     for expected in ("0.075 → </span>0.975", "0.250 → </span>0.875", "$5.00", "2 of 3", "16.7 %", "S = 3"):
         assert expected in page
-    learning = ["Reward", "Entropy", "Gradient norm"]
-    asynchrony = ["Staleness", "Sampler-learner mismatch", "Learner time", "Learner bubble"]
+    learning = ["Reward", "Does it learn, or only sharpen?", "Gradient norm"]
+    drift = [
+        "Does staleness hurt?",
+        "How much does drift control slow learning?",
+        "How far off are the worst tokens?",
+        "How much is left out of the gradient?",
+    ]
+    signal = [
+        "How much of the batch carries signal?",
+        "Are answers cut off?",
+        "Is the policy still exploring?",
+    ]
+    asynchrony = ["Staleness", "Learner time", "Learner bubble"]
     cost = ["Throughput", "Cost of a step", "Cumulative cost", "Tokens per worker", "Start-up", "Workers"]
-    for title in [*learning, *asynchrony, *cost, "Ledger", "Events"]:
+    for title in [*learning, *drift, *signal, *asynchrony, *cost, "Ledger", "Events"]:
         assert f"<h3>{title}</h3>" in page
+
+
+def a_card(page: str, title: str) -> str:
+    start = page.index(f"<h3>{title}</h3>")
+    return page[start : page.index("</figure>", start)]
+
+
+def lines(card: str) -> dict[str, list[str]]:
+    """What pointing at the lines of a card shows, of all its pictures."""
+    pictures = re.findall(r'data-hover="([^"]*)"', card)
+    return {row["n"]: row["v"] for data in pictures for row in json.loads(unescape(data))["rows"]}
+
+
+def test_drift_is_drawn_by_lag_with_its_target_and_gaps_where_nothing_was_measured(tmp_path: Path) -> None:
+    card = a_card(render(a_run(tmp_path)), "Does staleness hurt?")
+    drawn = lines(card)
+    assert list(drawn) == ["lag 0", "lag 2", "all tokens"]
+    assert (drawn["lag 2"][5], drawn["lag 2"][6]) == ("0.08", "-")
+    assert "target 0.125" in card
+    assert [path.count("M") for path in re.findall(r' d="([^"]*)"', card)] == [2, 2, 1]
+
+
+def test_many_lags_share_lines_by_their_tokens(tmp_path: Path) -> None:
+    lags = [a_lag(lag, 10 * (lag + 1), lag / 10) for lag in range(9)]
+    lags[8]["drift"] = None  # was not finite
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        file.write(json.dumps({"step": 1, "lags": lags}) + "\n")
+    drawn = lines(a_card(render(tmp_path), "Does staleness hurt?"))
+    assert list(drawn) == ["lag 0 to 1", "lag 2 to 3", "lag 4 to 5", "lag 6 to 7", "all tokens"]
+    assert drawn["lag 2 to 3"] == [f"{(30 * 0.2 + 40 * 0.3) / 70:.3g}"]
+
+
+def test_numbers_of_one_question_share_a_card(tmp_path: Path) -> None:
+    page = render(a_run(tmp_path))
+    control = a_card(page, "How much does drift control slow learning?")
+    assert lines(control).keys() == {"rate factor", "learning rate"}
+    assert control.count("<svg") == 2
+    assert lines(a_card(page, "Are answers cut off?"))["cut off"][0] == "25 %"
+    assert lines(a_card(page, "How much is left out of the gradient?")).keys() == {"clipped"}
+
+
+def test_evaluations_say_how_they_were_drawn_and_under_which_versions(tmp_path: Path) -> None:
+    page = render(a_run(tmp_path))
+    reward = a_card(page, "Reward")
+    assert "held-out prompts at temperature 0.8, top-p 0.95" in reward
+    assert "step 10, v9: held-out" in reward
+    assert "step 20, v19 to v20: held-out" in reward
+    assert lines(a_card(page, "Does it learn, or only sharpen?")) == {
+        "pass@1": ["0.500", "0.875"],
+        "pass@2": ["0.625", "0.900"],
+        "pass@4": ["0.750", "0.925"],
+    }
+    assert "2 evaluations · last pass@4 0.925 · 1 of more than one version" in page
+
+
+def test_one_answer_a_prompt_has_no_curve(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    MetricsWriter(run).write_summary({**read_summary(run), "evals": [an_eval(10, 9, None, {"1": 0.5})]})
+    assert "only sharpen" not in render(run)
 
 
 def test_the_money_is_shown_by_part_and_by_machine(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from echo_planes.errors import ClusterError, WeightsError
 from echo_planes.fakes import FakeTask, FakeTokenizer, FakeWeights, InlineScorer
 from echo_planes.rollout.worker import RolloutWorker
 from echo_planes.types import (
+    Draw,
     Episode,
     Group,
     Lease,
@@ -52,6 +53,7 @@ class Engine(StubEngine):
         self.last_pause_s = 0.25
         self.seconds = seconds
         self.error = error
+        self.draws: list[Draw | None] = []
         self.refuses = ""
 
     async def generate(
@@ -61,7 +63,9 @@ class Engine(StubEngine):
         num_samples: int,
         max_new_tokens: int,
         on_tokens: Callable[[int, Sample], None],
+        draw: Draw | None = None,
     ) -> list[Sample]:
+        self.draws.append(draw)
         with self.request(prompt_ids, num_samples, max_new_tokens):
             left_s = self.seconds
             while left_s > 0:
@@ -409,8 +413,22 @@ def test_a_newer_version_than_asked_for_is_as_good() -> None:
 def test_an_evaluation_answers_held_out_prompts_as_often_as_asked() -> None:
     engine = Engine()
     worker = make(engine, Source(0))
-    trajectories = virtual(worker.evaluate([0, 7], 2))
+    trajectories = virtual(worker.evaluate([0, 7], 2, None))
     assert [t.prompt.index for t in trajectories] == [1_000_000] * 2 + [1_000_007] * 2
     assert [samples for _, samples, _ in engine.requests] == [2, 2]
     assert len({t.trajectory_id for t in trajectories}) == 4
     assert virtual(worker.stats()).trajectories == 0  # nothing of it is trained
+
+
+def test_an_evaluation_draws_its_answers_as_it_is_told_and_training_does_not() -> None:
+    engine, draw = Engine(), Draw(0.5, 0.9)
+    worker = make(engine, Source(1))
+
+    async def both() -> None:
+        running = asyncio.ensure_future(worker.run())
+        await worker.evaluate([0], 1, draw)
+        await asyncio.sleep(5.0)
+        running.cancel()
+
+    virtual(both())
+    assert sorted(engine.draws, key=repr) == [draw, None]
