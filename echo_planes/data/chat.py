@@ -63,7 +63,8 @@ class Chat:
         beginning of the other.
 
         Args:
-            ended: the answer ended with the end token; otherwise the end token comes first here.
+            ended: the answer ended with an end token, the tokenizer's or another of the model's; otherwise
+                the tokenizer's comes first here.
 
         Raises:
             ModelError: the template ends no answer with the end token, or writes a question differently once

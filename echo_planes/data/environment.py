@@ -120,7 +120,6 @@ class EpisodeTask(TaskAdapter):
     ) -> Episode:
         rewards: list[float] = []
         infos: list[dict[str, Any]] = []
-        end = self.tokenizer.eos_token_id
         cut_off = True
         while len(rewards) < self._settings.max_turns and self._has_room(prompt, builder):
             sample = await policy.generate(prompt.token_ids + builder.response_ids)
@@ -132,7 +131,8 @@ class EpisodeTask(TaskAdapter):
             if turn.done:
                 cut_off = False
                 break
-            builder.add_environment(self._reply(turn.observation, ended=sample.token_ids[-1:] == (end,)))
+            # It stops at any end token of the model's, of which the tokenizer knows one.
+            builder.add_environment(self._reply(turn.observation, ended=sample.finish_reason == "stop"))
         result = environment.result()
         notes = {
             "value": result.value,

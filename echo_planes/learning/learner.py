@@ -32,6 +32,7 @@ from echo_planes.learning.objectives import (
 )
 from echo_planes.learning.packing import Inputs, MicroBatch
 from echo_planes.learning.policy_model import PolicyModel, load_policy
+from echo_planes.learning.probe import probe_layout
 from echo_planes.learning.rate import DriftControl, decay_left, warm_up
 from echo_planes.learning.statistics import lag_stats, weight_stats
 from echo_planes.types import (
@@ -95,6 +96,7 @@ class Learner:
         self._failure_dir = failure_dir
         self._engine_or_none: DeepSpeedEngine | None = None
         self._reference: PolicyModel | None = None
+        self._packs = False  # whether a row may hold several trajectories
         self._num_updates = 0
         self._skipped_in_a_row = 0
         self._rate_left = 1.0  # share of the peak rate that the decay has come down to
@@ -121,7 +123,14 @@ class Learner:
         device = pick_device(self._rank)
         dtype = pick_dtype(config.learner.dtype, device)
         sampling = config.sampling
-        model = load_policy(config.model.folder, dtype, sampling.temperature, sampling.top_p).train()
+        model = load_policy(
+            config.model.folder,
+            dtype,
+            sampling.temperature,
+            sampling.top_p,
+            dropout=config.learner.dropout,
+        )
+        self._packs = model.packs(config.model.max_model_len)
         if config.objective.kl_beta > 0:
             reference = load_policy(config.model.folder, dtype, sampling.temperature, sampling.top_p)
             self._reference = reference.eval().requires_grad_(False).to(device)
@@ -134,6 +143,12 @@ class Learner:
             world_size=self._world_size,
             master_port=self._master_port,
             timeout_s=config.run.wait_limit_s,
+        )
+        probe_layout(
+            model,
+            lambda micro: self._engine.forward(**self._inputs(micro))[0],
+            packs=self._packs,
+            longest=config.model.max_model_len,
         )
 
     def train_step(self, batch: TrainBatch) -> StepStats:
@@ -221,9 +236,9 @@ class Learner:
     def _micro_batches(self, batch: TrainBatch, inputs: Inputs) -> tuple[list[MicroBatch], int]:
         """This rank's micro-batches (all ranks get equally many), and the tokens in those of all ranks."""
         budget = self._config.learner.micro_batch_tokens
-        units = packing.make_units(batch, inputs, min(budget, SHARED_TOKENS))
+        units = packing.make_units(batch, inputs, min(budget, SHARED_TOKENS) if self._packs else 0)
         lengths = np.array([unit.length for unit in units], np.int64)
-        layouts = packing.plan(lengths, budget, self._world_size)[self._rank]
+        layouts = packing.plan(lengths, budget, self._world_size, several=self._packs)[self._rank]
         return [packing.build(layout, units, batch, inputs) for layout in layouts], int(lengths.sum())
 
     def _inputs(self, micro: MicroBatch) -> dict[str, Tensor | None]:

@@ -139,7 +139,9 @@ def split_groups(groups: IntArray, parts: int) -> list[IntArray]:
     return [np.flatnonzero((order >= c[0]) & (order <= c[-1])) for c in chunks]
 
 
-def plan(lengths: IntArray, budget_tokens: int, num_shards: int) -> list[list[Layout]]:
+def plan(
+    lengths: IntArray, budget_tokens: int, num_shards: int, *, several: bool = True
+) -> list[list[Layout]]:
     """Layouts per shard; every unit is in exactly one of them.
 
     Units are dealt to the shards longest first, back and forth; all shards get the same number of
@@ -149,6 +151,7 @@ def plan(lengths: IntArray, budget_tokens: int, num_shards: int) -> list[list[La
         lengths: tokens per unit (n,), positive.
         budget_tokens: largest rectangle, padding included.
         num_shards: data-parallel ranks.
+        several: whether a row may hold more than one unit.
     Raises ConfigError when a unit is longer than the budget.
     """
     longest = int(lengths.max(initial=0))
@@ -159,12 +162,14 @@ def plan(lengths: IntArray, budget_tokens: int, num_shards: int) -> list[list[La
     order = np.argsort(-lengths, kind="stable")
     turn = np.arange(len(order)) % (2 * num_shards)
     shard = np.minimum(turn, 2 * num_shards - 1 - turn)
-    plans = [_pack(order[shard == s].tolist(), lengths.tolist(), budget_tokens) for s in range(num_shards)]
+    plans = [
+        _pack(order[shard == s].tolist(), lengths.tolist(), budget_tokens, several) for s in range(num_shards)
+    ]
     most = max(len(p) for p in plans)
     return [p + [Layout(1, ())] * (most - len(p)) for p in plans]
 
 
-def _pack(numbers: list[int], lengths: list[int], budget_tokens: int) -> list[Layout]:
+def _pack(numbers: list[int], lengths: list[int], budget_tokens: int, several: bool) -> list[Layout]:
     """First-fit decreasing of the units in `numbers` (longest first) into rectangles."""
     layouts: list[Layout] = []
     while numbers:
@@ -184,7 +189,7 @@ def _pack(numbers: list[int], lengths: list[int], budget_tokens: int) -> list[La
                 room[row] = row_len
             rows[row].append(number)
             room[row] -= need
-            if room[row] < shortest:
+            if room[row] < shortest or not several:
                 del room[row]
         layouts.append(Layout(row_len, tuple(tuple(row) for row in rows)))
         numbers = left

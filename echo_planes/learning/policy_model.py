@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from echo_planes.errors import ModelError
+from echo_planes.learning.layer_kinds import may_pack
 
 CHUNK_LOGITS = 2**27  # logits held at once: 0.5 GiB in fp32
 # Models that change their logits after lm_head, by a setting of this name, would be scored wrongly here.
@@ -25,13 +26,31 @@ class PolicyModel(nn.Module):
         temperature: divides the logits.
         top_p: 1.0, or the mass of the nucleus that is kept and renormalised. The token that was sampled
             always counts as kept, even where this policy's nucleus would leave it out.
+        dropout: whether a forward that keeps gradients drops out as the model's settings say. Any other
+            forward is without. An update is then of a random part of the model: old logprobs of an update's
+            own forward share its noise (the ratio is exactly 1, and importance weights and mismatch carry
+            the noise), while those of a pass before it do not (the first ratio is not 1).
     """
 
-    def __init__(self, model: PreTrainedModel, temperature: float, top_p: float) -> None:
+    def __init__(
+        self, model: PreTrainedModel, temperature: float, top_p: float, *, dropout: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
         self.top_p = top_p
+        self.dropout = dropout
+
+    def packs(self, longest: int) -> bool:
+        """Whether rows may hold several trajectories, of at most `longest` tokens each, by a mask of theirs.
+
+        Otherwise a row must hold one trajectory and come without a mask. Raises ModelError where neither is
+        right.
+        """
+        settings = self.model.config.get_text_config()
+        # Older models make more of a mask than which token sees which, and eager attention adds it as it is.
+        takes_mask = self.model._supports_attention_backend and settings._attn_implementation == "sdpa"
+        return may_pack(settings, longest) and takes_mask
 
     def forward(
         self,
@@ -50,6 +69,11 @@ class PolicyModel(nn.Module):
             predictors: (M,) flat positions in the rectangle, each before the token it predicts.
             targets: (M,) the tokens predicted.
         """
+        # Not left to `train()` of whoever holds this module: dropout is not only in modules named so, and
+        # nothing else that a model does while it trains is wanted.
+        training = self.dropout and torch.is_grad_enabled()
+        if self.model.training != training:
+            self.model.train(training)
         output = self.model.base_model(
             input_ids=token_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False
         )
@@ -85,14 +109,18 @@ def nucleus(logits: Tensor, targets: Tensor, top_p: float) -> Tensor:
     return torch.zeros_like(kept).scatter(-1, index, kept).scatter(-1, targets[:, None], True)
 
 
-def load_policy(folder: Path, dtype: torch.dtype, temperature: float, top_p: float) -> PolicyModel:
+def load_policy(
+    folder: Path, dtype: torch.dtype, temperature: float, top_p: float, *, dropout: bool = False
+) -> PolicyModel:
     """Read a Hugging Face folder from disk. Raises ModelError."""
     if not (folder / "config.json").is_file():
         raise ModelError(f"no model in {folder}: config.json is missing")
     disable_progress_bar()  # a bar in a log file is noise
     try:
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.from_pretrained(folder, local_files_only=True))]
+        attention = "sdpa" if kind._supports_sdpa else "eager"
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+            folder, dtype=dtype, attn_implementation=attention, local_files_only=True
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"the model in {folder} cannot be loaded: {error}") from error
@@ -100,4 +128,9 @@ def load_policy(folder: Path, dtype: torch.dtype, temperature: float, top_p: flo
     changed = [name for name in LOGIT_SETTINGS if getattr(settings, name, None) not in (None, 1.0)]
     if changed or model.get_output_embeddings() is None:
         raise ModelError(f"the model in {folder} is not supported: {', '.join(changed) or 'no lm_head'}")
-    return PolicyModel(model, temperature, top_p)
+    if model.is_gradient_checkpointing:
+        raise ModelError(
+            f"the model in {folder} is not supported: config.json has gradient_checkpointing=true, which "
+            "would do nothing here; remove it"
+        )
+    return PolicyModel(model, temperature, top_p, dropout=dropout)

@@ -18,7 +18,13 @@ import numpy.typing as npt
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from echo_planes.config import Config
 from echo_planes.errors import ConfigError, DataError, DivergedError, ModelError
@@ -549,6 +555,36 @@ def test_a_checkpoint_of_another_layout_is_refused(tmp_path: Path, model_folder:
             learner.load(folder)
         with pytest.raises(DataError):
             learner.load(tmp_path)
+
+
+def test_a_model_with_a_sliding_window_and_dropout_scores_as_it_does_alone(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    config = Gemma3TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+        initializer_range=0.2,
+        attention_dropout=0.5,
+    )
+    Gemma3ForCausalLM(config).save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    batch = make_batch(999)
+    with learner_here(tmp_path, tmp_path / "model", learner={"dropout": True}) as learner:
+        found = learner.logprobs(batch)
+        before = all_bits(learner)
+        assert np.isfinite(learner.train_step(make_batch(0)).loss)
+        assert all_bits(learner) != before
+    for i in range(batch.num_trajectories):
+        start, stop = batch.offsets[i], batch.offsets[i + 1]
+        with torch.no_grad():
+            expected = reference_logprobs(model, batch, i).numpy() * batch.loss_mask[start + 1 : stop]
+        np.testing.assert_allclose(found[start + 1 : stop], expected, atol=1e-5)
 
 
 def test_nucleus_keeps_the_fewest_tokens_and_the_sampled_one() -> None:

@@ -62,17 +62,18 @@ class TalkTask(EpisodeTask):
 
 
 class Scripted:
-    """Answers with given tokens, and remembers what it was asked."""
+    """Answers with given tokens, and remembers what it was asked. An answer without `end` was cut off."""
 
-    def __init__(self, answers: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, answers: Sequence[tuple[int, ...]], end: int | None) -> None:
         self._answers = iter(answers)
+        self._end = end
         self.asked: list[tuple[int, ...]] = []
 
     async def generate(self, token_ids: Sequence[int]) -> Sample:
         self.asked.append(tuple(token_ids))
         ids = next(self._answers)
         spans = (Span(0, len(ids), 1, "d"),)
-        return Sample(ids, (-0.5,) * len(ids), spans, "stop")
+        return Sample(ids, (-0.5,) * len(ids), spans, "stop" if ids[-1:] == (self._end,) else "length")
 
 
 def talk_task(form: Form, lines: Sequence[str]) -> TalkTask:
@@ -109,7 +110,7 @@ def test_masks_cover_exactly_what_the_policy_sampled(
         for _, (pieces, ended) in turns
     ]
     task = talk_task(form, [question for question, _ in turns])
-    policy, prompt = Scripted(sampled), task.prompt(0)
+    policy, prompt = Scripted(sampled, tokenizer.eos_token_id), task.prompt(0)
     episode = asyncio.run(task.rollout(prompt, policy))
     own = [i for i, mine in zip(episode.response_ids, episode.response_mask, strict=True) if mine]
     assert tuple(own) == sum(sampled, ())

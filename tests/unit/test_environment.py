@@ -22,16 +22,17 @@ END = 0  # FakeTokenizer's
 
 
 class Scripted:
-    """Gives its answers in order, and remembers what it was asked."""
+    """Gives its answers in order, and remembers what it was asked. It stops at tokens in `ends`."""
 
-    def __init__(self, answers: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, answers: Sequence[tuple[int, ...]], ends: Sequence[int] = (END,)) -> None:
         self._answers = iter(answers)
+        self._ends = ends
         self.asked: list[tuple[int, ...]] = []
 
     async def generate(self, token_ids: Sequence[int]) -> Sample:
         self.asked.append(tuple(token_ids))
         ids = next(self._answers)
-        finish = "stop" if ids[-1:] == (END,) else "length"
+        finish = "stop" if ids and ids[-1] in self._ends else "length"
         spans = (Span(0, len(ids), len(self.asked), f"d{len(self.asked)}"),)
         return Sample(ids, tuple(-0.5 - i for i in range(len(ids))), spans, finish)  # type: ignore[arg-type]
 
@@ -100,7 +101,7 @@ FORMS = {
 
 
 class Templated:
-    """A tokenizer with one token per character; ">" ends an answer."""
+    """A tokenizer with one token per character; ">" ends an answer, "@" is another special token."""
 
     eos_token_id: int | None = ord(">")
     chat_template = "there is one"
@@ -112,7 +113,8 @@ class Templated:
         return [ord(c) for c in text]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        return "".join(chr(i) for i in token_ids if not (skip_special_tokens and i == self.eos_token_id))
+        special = (ord(">"), ord("@")) if skip_special_tokens else ()
+        return "".join(chr(i) for i in token_ids if i not in special)
 
     def render(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> str:
         out = ""
@@ -168,7 +170,7 @@ def test_a_template_without_an_end_is_refused() -> None:
 def test_a_game_in_a_chat_template() -> None:
     tokenizer = Templated("llama-like")
     task = guess(tokenizer, template="chat")
-    policy = Scripted([tuple(tokenizer.encode("5>")), tuple(tokenizer.encode("12>"))])
+    policy = Scripted([tuple(tokenizer.encode("5>")), tuple(tokenizer.encode("12>"))], ends=[ord(">")])
     episode, reward = play(task, task.opening(0, "0-19:", "12"), policy)
     assert tokenizer.decode(policy.asked[1]) == (
         "#user#\n\n0-19:>#assistant#\n\n5>#user#\n\nhigher:>#assistant#\n\n"
@@ -176,3 +178,15 @@ def test_a_game_in_a_chat_template() -> None:
     assert reward.correct
     assert episode.response_mask[:2] == (True, True)
     assert episode.response_mask[-3:] == (True, True, True)
+
+
+def test_an_answer_that_stopped_at_another_end_token_gets_no_second_one() -> None:
+    tokenizer = Templated("llama-like")
+    task = guess(tokenizer, template="chat")
+    # The model's generation settings name two end tokens; "5" stops at the tokenizer's, "7" at the other,
+    # and "9" at its limit.
+    answers = [tuple(tokenizer.encode(answer)) for answer in ("5>", "7@", "9", "12>")]
+    policy = Scripted(answers, ends=[ord(">"), ord("@")])
+    play(task, task.opening(0, "0-19:", "12"), policy)
+    turn = "#user#\n\nhigher:>#assistant#\n\n"
+    assert tokenizer.decode(policy.asked[3]) == f"#user#\n\n0-19:>#assistant#\n\n5>{turn}7@{turn}9>{turn}"

@@ -100,17 +100,23 @@ def test_every_trained_token_is_predicted_once_from_exactly_its_own_past(
 
 @settings(max_examples=100, deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 40), max_size=40), budget=st.integers(40, 200), shards=st.integers(1, 4)
+    lengths=st.lists(st.integers(1, 40), max_size=40),
+    budget=st.integers(40, 200),
+    shards=st.integers(1, 4),
+    several=st.booleans(),
 )
-def test_plan_places_every_unit_once_within_the_budget(lengths: list[int], budget: int, shards: int) -> None:
-    layouts = plan(np.array(lengths, np.int64), budget, shards)
+def test_plan_places_every_unit_once_within_the_budget(
+    lengths: list[int], budget: int, shards: int, several: bool
+) -> None:
+    layouts = plan(np.array(lengths, np.int64), budget, shards, several=several)
     placed = [unit for shard in layouts for layout in shard for row in layout.rows for unit in row]
     assert sorted(placed) == list(range(len(lengths)))
     for layout in (layout for shard in layouts for layout in shard if layout.rows):
         totals = [sum(lengths[unit] for unit in row) for row in layout.rows]
         assert max(totals) <= layout.row_len == max(lengths[u] for row in layout.rows for u in row)
         assert layout.row_len * len(layout.rows) <= budget
-    assert plan(np.array(lengths, np.int64), budget, shards) == layouts
+        assert several or all(len(row) == 1 for row in layout.rows)
+    assert plan(np.array(lengths, np.int64), budget, shards, several=several) == layouts
 
 
 def test_short_sequences_stay_one_cheap_rectangle() -> None:
@@ -118,6 +124,17 @@ def test_short_sequences_stay_one_cheap_rectangle() -> None:
     _, [[micro]] = pack(batch, 8192, 1, share=0)
     assert micro.token_ids.shape == (256, 5)  # 2 + 4 tokens, the last of which predicts nothing
     assert micro.attention_mask() is None
+
+
+def test_rows_of_one_trajectory_need_no_mask() -> None:
+    batch = make_batch([([1, 2, 3], [4] * (2 + i), [True] * (2 + i)) for i in range(4)])
+    inputs = find_inputs(batch, np.ones(4, np.bool_))
+    units = make_units(batch, inputs, 0)
+    [[layout]] = plan(np.array([unit.length for unit in units]), 64, 1, several=False)
+    micro = build(layout, units, batch, inputs)
+    assert micro.token_ids.shape == (4, 7)
+    assert micro.attention_mask() is None
+    assert sorted(micro.columns.tolist()) == np.flatnonzero(batch.loss_mask).tolist()
 
 
 def test_samples_of_a_prompt_carry_it_once() -> None:

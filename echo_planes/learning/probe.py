@@ -1,0 +1,137 @@
+"""Check of how batches are laid out, made once before the first: each sequence as it would be alone.
+
+What a model does with rows of several trajectories, or with padding, is its own code's affair; the settings
+only promise it. So a few short sequences of random tokens go through the model as the learner will lay them
+out, and one by one, and must get the same logprobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from echo_planes.errors import ModelError
+from echo_planes.learning import packing
+from echo_planes.learning.layer_kinds import layer_kinds
+from echo_planes.learning.packing import Layout, MicroBatch
+from echo_planes.learning.policy_model import PolicyModel
+from echo_planes.types import IntArray, TrainBatch
+
+MAX_TOKENS = 32  # of a sequence: the whole probe is then a forward of under 200
+# Mean difference that rounding may make, nats. Tokens that see what they must not are off by tenths.
+LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+
+
+@torch.no_grad()
+def probe_layout(
+    model: PolicyModel, forward: Callable[[MicroBatch], Tensor], *, packs: bool, longest: int
+) -> None:
+    """Compare logprobs of sequences together and alone. Collective: all ranks put the same through the model.
+
+    Args:
+        model: that `forward` runs.
+        forward: logprobs (M,) of a micro-batch.
+        packs: the layout to check: several trajectories in a row, or one in each.
+        longest: most tokens a trajectory may have.
+
+    Raises:
+        ModelError: they differ; names the model's type, and the first layer whose outputs do.
+    """
+    settings = model.model.config.get_text_config()
+    batch = _sequences(min(longest, MAX_TOKENS), int(settings.vocab_size))
+    inputs = packing.find_inputs(batch, np.ones(batch.num_trajectories, np.bool_))
+    units = packing.make_units(batch, inputs, len(batch.token_ids) if packs else 0)
+    lengths = [unit.length for unit in units]
+    numbers = range(len(units))
+    together = (
+        Layout(sum(lengths), (tuple(numbers),))
+        if packs
+        else Layout(max(lengths), tuple((n,) for n in numbers))
+    )
+    single = packing.make_units(batch, inputs, 0)
+    alone = [Layout(unit.length, ((number,),)) for number, unit in enumerate(single)]
+    found = _run(model, forward, [packing.build(together, units, batch, inputs)])
+    expected = _run(model, forward, [packing.build(layout, single, batch, inputs) for layout in alone])
+    limit = LIMITS[next(model.parameters()).dtype]
+    difference = float((found[-1] - expected[-1]).abs().mean())
+    if difference <= limit:
+        return
+    kinds = layer_kinds(settings)
+    where = "at none of its layers, so after the last"
+    for layer, (one, other) in enumerate(zip(found[:-1], expected[:-1], strict=True)):
+        if float((one - other).norm() / other.norm()) > limit:
+            where = f"at layer {layer} ('{kinds[layer % len(kinds)]}')"
+            break
+    layout = "packed into one row" if packs else "in padded rows"
+    raise ModelError(
+        f"the model is not supported: {settings.model_type} gives sequences {layout} other logprobs than "
+        f"alone ({difference:.2g} nats on average, {limit:g} allowed), parting {where}; take another model"
+    )
+
+
+def _sequences(longest: int, vocab_size: int) -> TrainBatch:
+    """Two answers to one prompt and one to another, of different lengths; the same for all ranks."""
+    first, second, third = longest, max(longest * 3 // 4, 2), max(longest // 2, 2)
+    lengths = np.array([first, second, third])
+    prompts = np.maximum([second // 3, second // 3, third // 3], 1)
+    # No special tokens, which mostly come first or last.
+    low = vocab_size // 4
+    ids = np.random.default_rng(0).integers(low, max(vocab_size - low, low + 1), int(lengths.sum()))
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    ids[first : first + prompts[1]] = ids[: prompts[0]]
+    places = np.arange(len(ids)) - np.repeat(offsets[:-1], lengths)
+    count = len(lengths)
+    return TrainBatch(
+        step=0,
+        trajectory_ids=("",) * count,
+        token_ids=ids,
+        offsets=offsets,
+        loss_mask=places >= np.repeat(prompts, lengths),
+        sampler_logprobs=np.zeros(len(ids), np.float32),
+        rewards=np.zeros(count, np.float32),
+        advantage_groups=np.zeros(count, np.int64),
+        advantages=np.zeros(count, np.float32),
+        versions=np.zeros(count, np.int64),
+        correct=np.zeros(count, np.bool_),
+        token_versions=np.zeros(len(ids), np.int64),
+        cut_off=np.zeros(count, np.bool_),
+    )
+
+
+def _run(
+    model: PolicyModel, forward: Callable[[MicroBatch], Tensor], micros: list[MicroBatch]
+) -> list[Tensor]:
+    """Outputs (M, hidden) of every layer where a token is predicted, then logprobs (M,), in token order."""
+    parts: list[list[Tensor]] = []
+    for micro in micros:
+        with _outputs(model) as outputs:
+            logprobs = forward(micro)
+        at = torch.from_numpy(micro.predictors).to(logprobs.device)
+        parts.append([*(out.flatten(0, 1)[at].float() for out in outputs), logprobs])
+    order: IntArray = np.argsort(np.concatenate([micro.columns for micro in micros]))
+    index = torch.from_numpy(order).to(parts[0][-1].device)
+    return [torch.cat(column)[index] for column in zip(*parts, strict=True)]
+
+
+@contextmanager
+def _outputs(model: PolicyModel) -> Iterator[list[Tensor]]:
+    """What each layer puts out, as it does; nothing where the layers cannot be told from other modules."""
+    count = int(model.model.config.get_text_config().num_hidden_layers)
+    lists = (module for module in model.model.base_model.modules() if isinstance(module, nn.ModuleList))
+    outputs: list[Tensor] = []
+
+    def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        outputs.append(output[0] if isinstance(output, tuple) else output)
+
+    layers = next((layers for layers in lists if len(layers) == count), nn.ModuleList())
+    hooks = [layer.register_forward_hook(keep) for layer in layers]
+    try:
+        yield outputs
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,262 @@
+"""The policy's logprobs: the same packed as alone, for every kind of layer, and twice the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from echo_planes.errors import ModelError  # noqa: E402
+from echo_planes.learning.layer_kinds import layer_kinds, may_pack  # noqa: E402
+from echo_planes.learning.packing import MicroBatch, build, find_inputs, make_units, plan  # noqa: E402
+from echo_planes.learning.policy_model import PolicyModel, load_policy  # noqa: E402
+from echo_planes.learning.probe import probe_layout  # noqa: E402
+from echo_planes.types import TrainBatch  # noqa: E402
+from tests.unit.test_packing import make_batch  # noqa: E402
+
+WINDOW, VOCABULARY = 8, 64
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+MIXED = ["sliding_attention", "full_attention"] * 2
+HYBRID = ["linear_attention", "full_attention"] * 2
+GPT2 = {"n_embd": 32, "n_layer": 4, "n_head": 2, "n_positions": 40, "initializer_range": 0.2}
+MODELS: dict[str, dict[str, Any]] = {
+    "Gemma3Text": SIZES | {"sliding_window": WINDOW, "layer_types": MIXED},
+    "GptOss": SIZES | EXPERTS | {"sliding_window": WINDOW, "layer_types": MIXED},
+    "Qwen3": SIZES,
+    "Llama": SIZES,
+    "GPT2": {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None} | GPT2,
+    "Mistral": SIZES | {"sliding_window": WINDOW},
+    "Qwen3Next": SIZES | EXPERTS | LINEAR | {"shared_expert_intermediate_size": 16, "layer_types": HYBRID},
+    "Qwen3_5Text": SIZES | LINEAR | {"layer_types": HYBRID},
+}
+CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", "Qwen3_5Text": "Qwen3_5ForCausalLM"}
+PLAIN = {"Qwen3", "Llama", "GPT2"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def saved(name: str, folder: Path, **changes: Any) -> Path:
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{name}Config")(**MODELS[name] | changes)
+    getattr(transformers, CLASSES.get(name, f"{name}ForCausalLM"))(config).save_pretrained(folder)
+    return folder
+
+
+def loaded(name: str, folder: Path, dtype: Any = torch.float32, **changes: Any) -> PolicyModel:
+    return load_policy(saved(name, folder, **changes), dtype, 1.0, 1.0)
+
+
+def answers() -> TrainBatch:
+    """Four answers of about 30 tokens to two prompts; one has a part that is not trained."""
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, VOCABULARY, n).tolist() for n in (6, 3)]
+    sequences = []
+    for i, length in enumerate((30, 27, 31, 30)):
+        mask = [not (i == 1 and 8 <= place < 12) for place in range(length)]
+        sequences.append((prompts[i // 2], rng.integers(0, VOCABULARY, length).tolist(), mask))
+    return make_batch(sequences)
+
+
+def tensors(micro: MicroBatch) -> dict[str, Any]:
+    mask = micro.attention_mask()
+    arrays = {
+        "token_ids": micro.token_ids,
+        "position_ids": None if mask is None else micro.position_ids,
+        "attention_mask": mask,
+        "predictors": micro.predictors,
+        "targets": micro.targets,
+    }
+    return {name: None if array is None else torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def together(policy: PolicyModel, batch: TrainBatch, packs: bool) -> Any:
+    """Logprobs (T,) as the learner lays a batch out."""
+    inputs = find_inputs(batch, np.ones(batch.num_trajectories, np.bool_))
+    units = make_units(batch, inputs, 1024 if packs else 0)
+    lengths = np.array([unit.length for unit in units])
+    found = torch.zeros(len(batch.token_ids))
+    for layout in plan(lengths, 256, 1, several=packs)[0]:
+        micro = build(layout, units, batch, inputs)
+        with torch.no_grad():
+            found[torch.from_numpy(micro.columns)] = policy(**tensors(micro))[0]
+    return found
+
+
+def alone(policy: PolicyModel, batch: TrainBatch) -> Any:
+    """The same from transformers' own forward, one sequence at a time."""
+    expected = torch.zeros(len(batch.token_ids))
+    model = policy.model.eval()
+    for start, stop in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
+        ids = torch.from_numpy(batch.token_ids[start:stop])
+        with torch.no_grad():
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+        expected[start + 1 : stop] = logits.log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
+    return expected * torch.from_numpy(batch.loss_mask)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_equals_alone(name: str, tmp_path: Path) -> None:
+    policy, batch = loaded(name, tmp_path), answers()
+    packs = policy.packs(40)
+    assert packs == (name in PLAIN)
+    expected = alone(policy, batch)
+    assert float((together(policy, batch, packs) - expected).abs().max()) < 1e-5
+    if not packs:
+        # It is for a reason: several in a row would be wrong.
+        with pytest.raises(AssertionError):
+            np.testing.assert_allclose(together(policy, batch, True), expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["Gemma3Text", "Mistral"])
+def test_a_window_that_nothing_reaches_beyond_does_not_hinder_packing(name: str, tmp_path: Path) -> None:
+    policy, batch = loaded(name, tmp_path, sliding_window=40), answers()
+    assert policy.packs(40)
+    assert not policy.packs(41)
+    assert float((together(policy, batch, True) - alone(policy, batch)).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_empty_micro_batch_goes_through(name: str, tmp_path: Path) -> None:
+    policy = loaded(name, tmp_path)
+    batch = answers()
+    inputs = find_inputs(batch, np.zeros(batch.num_trajectories, np.bool_))
+    [[_], [layout]] = plan(np.array([5]), 64, 2, several=False)
+    logprobs, entropy = policy(**tensors(build(layout, [], batch, inputs)))
+    assert len(logprobs) == len(entropy) == 0
+    (logprobs.sum() + entropy.sum()).backward()
+
+
+# --- what is decided from the settings -----------------------------------------------------------
+
+
+def test_layer_kinds_come_from_the_settings() -> None:
+    assert layer_kinds(SimpleNamespace(layer_types=["conv", "attention"])) == ["conv", "full_attention"]
+    assert layer_kinds(SimpleNamespace(block_types=["recurrent", "attention"])) == [
+        "recurrent",
+        "full_attention",
+    ]
+    assert layer_kinds(SimpleNamespace()) == ["full_attention"]
+    assert layer_kinds(SimpleNamespace(sliding_window=None)) == ["full_attention"]
+    assert layer_kinds(SimpleNamespace(sliding_window=4)) == ["sliding_attention"]
+    assert layer_kinds(SimpleNamespace(sliding_window=4, use_sliding_window=False)) == ["full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "packs"),
+    [
+        ({}, True),
+        ({"layer_types": ["full_attention", "moe"]}, True),
+        ({"sliding_window": 9}, False),
+        ({"sliding_window": 10}, True),
+        ({"layer_types": ["sliding_attention"]}, False),  # its window is not told
+        ({"layer_types": ["full_attention", "chunked_attention"], "attention_chunk_size": 9}, False),
+        ({"layer_types": ["full_attention", "chunked_attention"], "attention_chunk_size": 10}, True),
+        ({"layer_types": ["full_attention", "linear_attention"], "sliding_window": 99}, False),
+        ({"block_types": ["recurrent", "attention"]}, False),
+    ],
+)
+def test_rows_hold_several_only_where_one_mask_serves_every_layer(
+    settings: dict[str, Any], packs: bool
+) -> None:
+    assert may_pack(SimpleNamespace(**settings), 10) == packs
+
+
+def test_a_kind_that_nothing_serves_is_refused_by_name() -> None:
+    with pytest.raises(ModelError, match=r"'window_attention'.*\S$") as refused:
+        may_pack(SimpleNamespace(layer_types=["full_attention", "window_attention"]), 10)
+    assert "\n" not in str(refused.value)
+
+
+# --- the probe -----------------------------------------------------------------------------------
+
+
+def probe(policy: PolicyModel, packs: bool, longest: int = 40) -> None:
+    def forward(micro: MicroBatch) -> Any:
+        logprobs: Any = policy(**tensors(micro))[0]
+        return logprobs
+
+    probe_layout(policy, forward, packs=packs, longest=longest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_probe_stops_what_would_be_wrong_and_nothing_else(name: str, dtype: Any, tmp_path: Path) -> None:
+    policy = loaded(name, tmp_path, dtype)
+    packs = policy.packs(40)
+    for longest in (2, 3, 4096):
+        probe(policy, packs, longest)
+    if not packs:
+        with pytest.raises(ModelError, match=r"packed into one row.*layer [0-9]"):
+            probe(policy, True)
+
+
+def test_the_probe_names_the_layer_where_they_part(tmp_path: Path) -> None:
+    kinds = ["full_attention", "full_attention", "sliding_attention", "full_attention"]
+    with pytest.raises(ModelError, match=r"gemma3_text .*at layer 2 \('sliding_attention'\)") as refused:
+        probe(loaded("Gemma3Text", tmp_path, layer_types=kinds), True)
+    assert "\n" not in str(refused.value)
+
+
+# --- dropout -------------------------------------------------------------------------------------
+
+DROPOUT = {"attn_pdrop": 0.3, "embd_pdrop": 0.3, "resid_pdrop": 0.3}
+
+
+def twice(policy: PolicyModel, *, grad: bool) -> float:
+    """Largest difference between the logprobs of the same forward, made twice."""
+    ids = torch.arange(30)[None]
+    with torch.set_grad_enabled(grad):
+        one, other = (policy(ids, None, None, torch.arange(29), ids[0, 1:])[0].detach() for _ in range(2))
+    return float((one - other).abs().max())
+
+
+def test_dropout_is_off_whoever_says_train(tmp_path: Path) -> None:
+    policy = loaded("GPT2", tmp_path, **DROPOUT).train()
+    assert twice(policy, grad=True) == twice(policy, grad=False) == 0.0
+
+
+def test_dropout_that_is_asked_for_is_of_updates_alone(tmp_path: Path) -> None:
+    policy = load_policy(saved("GPT2", tmp_path, **DROPOUT), torch.float32, 1.0, 1.0, dropout=True)
+    assert twice(policy, grad=False) == 0.0
+    assert twice(policy, grad=True) > 0.1
+    assert twice(policy, grad=False) == 0.0
+
+
+def test_what_only_training_mode_does_is_not_lost_in_silence(tmp_path: Path) -> None:
+    path = saved("GPT2", tmp_path) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"gradient_checkpointing": True}))
+    with pytest.raises(ModelError, match="gradient_checkpointing=true"):
+        load_policy(tmp_path, torch.float32, 1.0, 1.0)
