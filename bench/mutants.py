@@ -261,8 +261,8 @@ MUTANTS = (
         "a leaving worker gets installs",
         Controller,
         "_on_published",
-        "not worker.leaving and ",
-        "",
+        "_takes_weights(worker)",
+        "worker.up and worker.installing < 0",
     ),
     # the fleet and its dollars
     Mutant(
