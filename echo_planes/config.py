@@ -208,8 +208,8 @@ class SamplingConfig(Section):
     )
     refill: Literal["off", "reward", "correct"] | None = Field(
         None,
-        description="groups that do not count towards a batch, others take their place: all rewards equal, or "
-        "all answers right or all wrong; default: off, objective.name=dapo: reward",
+        description="groups that do not count towards a batch, others take their place: all rewards equal, "
+        "or all answers right or all wrong; default: off, objective.name=dapo: reward",
     )
     refill_limit: PositiveFloat = Field(
         4.0, description="such groups at most, for one batch, in batches; then they count"

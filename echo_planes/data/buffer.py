@@ -6,11 +6,12 @@ over the store's index; what it decides, the shell makes durable before anybody 
 Invariants (kept by property tests):
 
 - a group is in the batch formed at t only if every span of every sample is of version >= t - S;
-- accepted = trained + dropped + removed + buffered, in trajectories, at every moment;
+- accepted = trained + dropped + removed + uninformative + buffered, in trajectories, at every moment;
 - a group is trained at most `reuse` times, and more than once only where too few new ones are there;
 - a lease ends exactly once;
 - the learner is never left waiting while an admissible worker is alive: permits come in whole groups when
-  a lease is issued, are returned when it ends, and at least one batch is always allowed.
+  a lease is issued, are returned when it ends or its group is set aside, and at least one batch is always
+  allowed; no more groups are set aside for a batch than `refill` says.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from echo_planes.data.leases import LeaseBook
 from echo_planes.data.limiter import is_admissible, num_permits, num_urgent, oldest_admissible
 from echo_planes.data.line import VersionLine
 from echo_planes.data.prompts import PromptCursor
+from echo_planes.data.refill import Refill
 from echo_planes.data.roll import WorkerRoll
 from echo_planes.data.store.choose import choose
 from echo_planes.data.store.index import Fate, GroupIndex
 from echo_planes.errors import LeaseError
-from echo_planes.samples import cover
+from echo_planes.samples import cover, sampled_tokens
 from echo_planes.types import BufferCounts, Draft, Group, Lease, LeaseTokens, Prompt, Receipt
 
 MAX_ATTEMPTS = 3  # a prompt that fails this often is set aside, and counted
@@ -49,8 +51,9 @@ class ReplayBuffer:
         lineage: name of this run's line of versions.
         seed: of the selectors that draw.
         index: of the store that holds the rows. Accepted groups must be entered there before the next batch
-            is formed, and chosen or dropped ones settled.
+            is formed, and chosen, dropped or set aside ones settled.
         state: the cut to continue from.
+        refill: which groups are set aside as uninformative; None: none is.
     """
 
     def __init__(
@@ -65,8 +68,10 @@ class ReplayBuffer:
         seed: int,
         index: GroupIndex,
         state: BufferState | None = None,
+        refill: Refill | None = None,
     ) -> None:
         self._staleness = staleness
+        self._refill = refill
         self._groups_per_step = groups_per_step
         self._samples = samples_per_prompt
         self._lineage = lineage
@@ -77,6 +82,8 @@ class ReplayBuffer:
         self._workers = WorkerRoll()
         self._attempts: dict[int, int] = {}
         self._dropped: list[Accepted] = []
+        self._uninformative: list[Accepted] = []
+        self._replaced = state.replaced if state else 0  # groups set aside for the batch to come
         self._again: dict[Accepted, int] = {}  # trained, and how often; may be once more
         self.last_failure = ""
         self._step = state.step if state else 0
@@ -119,6 +126,7 @@ class ReplayBuffer:
             counts=replace(counts, leased=0, discarded_tokens=counts.discarded_tokens + left_out),
             published=self._line.published,
             drafts=drafts,
+            replaced=self._replaced,
         )
 
     # --- versions and workers --------------------------------------------------------------------
@@ -228,13 +236,18 @@ class ReplayBuffer:
             self._attempt_failed(lease, group, refusal)
             return Receipt(lease_id, accepted=False, reason=refusal)
         self._attempts.pop(lease.prompt.index, None)
-        self._count(accepted=self._samples)
-        self._drafts.finished(sum(sum(t.episode.response_mask) for t in group.trajectories))
+        sampled = sampled_tokens(group)
+        self._count(accepted=self._samples, accepted_tokens=sampled)
+        self._drafts.finished(sampled)
         taken = Accepted.of(group)
-        if is_admissible(taken.version, self._step, self._staleness.max_staleness):
-            self._groups[group.group_id] = taken
-        else:
+        if not is_admissible(taken.version, self._step, self._staleness.max_staleness):
             self._drop(taken)
+        elif self._is_to_be_replaced(group):
+            self._count(uninformative=self._samples, uninformative_tokens=sampled)
+            self._replaced += 1
+            self._uninformative.append(taken)
+        else:
+            self._groups[group.group_id] = taken
         return Receipt(lease_id, accepted=True)
 
     def expire(self, now_s: float) -> int:
@@ -295,12 +308,18 @@ class ReplayBuffer:
                 self._again[group] = uses
         self._count(trained=num_new * self._samples, reused=num_again * self._samples)
         self._step += 1
+        self._replaced = 0
         return new + used
 
     def take_dropped(self) -> list[Accepted]:
         """Groups dropped as stale since the last call, for the store."""
         dropped, self._dropped = self._dropped, []
         return dropped
+
+    def take_uninformative(self) -> list[Accepted]:
+        """Groups set aside since the last call, for the store. Their prompts are done."""
+        uninformative, self._uninformative = self._uninformative, []
+        return uninformative
 
     def forget_removed(self) -> None:
         """The store let go of rows, or lost them: prompts of groups still to be trained go out again."""
@@ -312,6 +331,10 @@ class ReplayBuffer:
         self._again = {g: n for g, n in self._again.items() if not gone[self._index.by_id[g.group_id]]}
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _is_to_be_replaced(self, group: Group) -> bool:
+        refill = self._refill
+        return refill is not None and self._replaced < refill.max_groups and not refill.carries_signal(group)
 
     def _outstanding(self) -> int:
         """Groups that may still be trained: buffered ones, and leases that are not too old already."""

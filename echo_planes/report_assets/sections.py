@@ -199,6 +199,8 @@ def data(steps: Sequence[Record], summary: Record, events: Sequence[Record]) -> 
             Series("buffered", _column(steps, "buffered"), 3, pool="last"),
             Series("dropped as stale", _column(steps, "dropped_stale"), 2, pool="last"),
         ]
+        if any(_column(steps, "uninformative")):
+            parts.append(Series("uninformative", _column(steps, "uninformative"), 4, pool="last"))
         cards.append(
             stacked_chart(
                 Chart("Ledger", equation, _x(steps), "trajectories so far", si, 1140, 260),
