@@ -126,6 +126,21 @@ def test_a_step_line_says_what_the_batch_was(tmp_path: Path) -> None:
     assert "step 3/4" in books.screen.getvalue()
 
 
+def test_the_reward_that_is_told_is_the_task_s_beside_the_one_that_is_trained(tmp_path: Path) -> None:
+    books = Books(tmp_path)
+    scored = replace(batch(0, "a"), scores=np.array([1.0, 1.0], np.float32))  # trained on: 1.0 and 0.5
+    counts = BufferCounts(accepted=6, trained=2, uninformative=4, accepted_tokens=60, uninformative_tokens=45)
+    books.clock.advance(10.0)
+    books.journal.on_step(scored, stats(0), 1.0, counts)
+    (row,) = read_metrics(tmp_path)
+    assert (row["reward_mean"], row["reward_trained_mean"]) == (1.0, 0.75)
+    assert (row["uninformative"], row["tokens_generated"]) == (4, 60)
+    summary = books.summary(counts)
+    assert (summary["uninformative"], summary["tokens_generated"]) == (4, 60)
+    told = summary["usd_total"] / 60 * 1e6
+    assert summary["usd_per_million_generated_tokens"] == pytest.approx(told)
+
+
 def test_the_steps_pay_for_every_machine_from_start_to_end(tmp_path: Path) -> None:
     config = tiny_config(steps=4)
     config = replace_section(config, learner={"usd_per_hour": 36.0, "num_ranks": 2})
