@@ -16,6 +16,7 @@ Invariants (kept by property tests):
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Container, Sequence
 from dataclasses import asdict, replace
 
@@ -36,6 +37,7 @@ from echo_planes.errors import LeaseError
 from echo_planes.samples import cover, sampled_tokens
 from echo_planes.types import BufferCounts, Draft, Group, Lease, LeaseTokens, Prompt, Receipt
 
+RECENT_BATCHES = 4  # so many tell how many groups will be set aside
 MAX_ATTEMPTS = 3  # a prompt that fails this often is set aside, and counted
 
 
@@ -84,6 +86,7 @@ class ReplayBuffer:
         self._dropped: list[Accepted] = []
         self._uninformative: list[Accepted] = []
         self._replaced = state.replaced if state else 0  # groups set aside for the batch to come
+        self._recent: deque[bool] = deque(maxlen=RECENT_BATCHES * groups_per_step)  # of groups: set aside?
         self._again: dict[Accepted, int] = {}  # trained, and how often; may be once more
         self.last_failure = ""
         self._step = state.step if state else 0
@@ -245,8 +248,10 @@ class ReplayBuffer:
         elif self._is_to_be_replaced(group):
             self._count(uninformative=self._samples, uninformative_tokens=sampled)
             self._replaced += 1
+            self._recent.append(True)
             self._uninformative.append(taken)
         else:
+            self._recent.append(False)
             self._groups[group.group_id] = taken
         return Receipt(lease_id, accepted=True)
 
@@ -342,15 +347,18 @@ class ReplayBuffer:
         leased = sum(count for version, count in self._leases.versions.items() if version >= oldest)
         return len(self._groups) + leased
 
-    def _permits(self, version: int) -> int:
-        """How many more groups may be leased whose oldest token is of `version`."""
+    def _permits(self, version: int, *, ended: int = 0) -> int:
+        """How many more groups may be leased whose oldest token is of `version`, `ended` leases later."""
+        outstanding = self._outstanding() - ended
         return num_permits(
             worker_version=version,
             step=self._step,
             max_staleness=self._staleness.max_staleness,
             groups_per_step=self._groups_per_step,
-            outstanding_groups=self._outstanding(),
+            outstanding_groups=outstanding,
             queue_batches=self._staleness.queue_batches,
+            leased_groups=outstanding - len(self._groups),
+            uninformative=sum(self._recent) / (len(self._recent) + 1),
         )
 
     def _take_drafts(self, prompt_index: int) -> tuple[Draft, ...]:

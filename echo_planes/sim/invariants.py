@@ -12,10 +12,12 @@ result must be accepted, and no other one.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Container, Sequence
 from typing import Any, Literal
 
-from echo_planes.data.buffer import MAX_ATTEMPTS, ReplayBuffer
+from echo_planes.data.buffer import MAX_ATTEMPTS, RECENT_BATCHES, ReplayBuffer
 from echo_planes.data.buffer_state import Accepted, NotReady
 from echo_planes.sim.buffer_model import Call, Held, Tally, is_sound, labels
 from echo_planes.sim.log import InvariantError, Log, require
@@ -52,6 +54,7 @@ class WatchedBuffer(ReplayBuffer):
         self._tries: dict[int, int] = {}
         self._names: set[str] = set()
         self._num_replaced = 0  # groups that were set aside since the last batch
+        self._recent_replaced: deque[int] = deque(maxlen=RECENT_BATCHES * self._groups_per_step)
         self._checked = -1  # checksum of the log at the last check
 
     # --- every moment ----------------------------------------------------------------------------
@@ -345,11 +348,14 @@ class WatchedBuffer(ReplayBuffer):
             self._move(index, "uninformative")
             self.tally.uninformative += 1
             self._num_replaced += 1
+            self._recent_replaced.append(1)
             return
         self._move(index, "buffered")
         self._buffered[name] = index, version
         if self._step - version > self._staleness.max_staleness:
             self._too_old(name, index)
+        else:
+            self._recent_replaced.append(0)
 
     def _says_nothing(self, group: Group) -> bool:
         """Whether refill sets a group aside: all answers alike, and not too many such ones for this batch."""
@@ -400,9 +406,16 @@ class WatchedBuffer(ReplayBuffer):
         return len(self._buffered) + leased
 
     def _ceiling(self, version: int) -> int:
-        """Groups that may be outstanding for one more of `version` to be begun: (p + S - t + 1) batches."""
+        """Groups that may be outstanding for one more of `version` to be begun: (p + S - t + 1) batches.
+
+        And no more than fill the queue, if refill goes on to replace as many of the leased ones as of late.
+        """
         batches = version + self._staleness.max_staleness - self._step + 1
-        return int(max(min(float(batches), self._staleness.queue_batches), 0.0) * self._groups_per_step)
+        outstanding, replaced = self._num_outstanding(), self._recent_replaced
+        u = sum(replaced) / (len(replaced) + 1)
+        leased = outstanding - len(self._buffered)
+        free = (self._staleness.queue_batches * self._groups_per_step - outstanding + u * leased) / (1 - u)
+        return min(max(batches, 0) * self._groups_per_step, outstanding + math.floor(free + 1e-9))
 
     def _leasing(self) -> list[int]:
         """Versions of those that serve one and are no standbys."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -85,6 +86,7 @@ class Schedule:
         limit = self.rng.randint(0, 3 * self.groups_per_step)
         self.refill = Refill("reward", limit) if refill else None
         self.replaced = 0  # groups, for the batch to come
+        self.recent: deque[bool] = deque(maxlen=4 * self.groups_per_step)
         self.set_aside: set[int] = set()  # their prompts, of all batches
         self.seed = seed
         self.resumes = 0
@@ -179,10 +181,12 @@ class Schedule:
     def may_go_on(self, oldest: int) -> bool:
         """Whether a group whose oldest token is of that version may be begun now."""
         step, budget = self.buffer.step, self.staleness.max_staleness
-        batches = min(float(oldest + budget - step + 1), self.staleness.queue_batches)
-        outstanding = self.buffer.counts.buffered // 2
-        outstanding += sum(held.lease.version >= step - budget for held in self.live())
-        return batches > 0 and outstanding < int(batches * self.groups_per_step)
+        buffered = self.buffer.counts.buffered // 2
+        leased = sum(held.lease.version >= step - budget for held in self.live())
+        within = buffered + leased < max(0, oldest + budget - step + 1) * self.groups_per_step
+        u = sum(self.recent) / (len(self.recent) + 1)  # of the leased ones so many fill no queue
+        expected = buffered + leased * (1 - u)
+        return within and expected + (1 - u) <= self.staleness.queue_batches * self.groups_per_step + 1e-9
 
     def serving(self, held: Held) -> Label:
         """What makes the next tokens of a lease; once in a while weights that are not what they should be."""
@@ -337,7 +341,11 @@ class Schedule:
     def taken_in(self, group: Group, *, says_nothing: bool) -> None:
         """Whether an accepted group is set aside: as long as fewer are than the limit of this batch says."""
         too_old = group.version < self.buffer.step - self.staleness.max_staleness
-        if self.refill and says_nothing and not too_old and self.replaced < self.refill.max_groups:
+        if too_old:
+            return
+        goes = bool(self.refill) and says_nothing and self.replaced < self.refill.max_groups
+        self.recent.append(goes)
+        if goes:
             self.replaced += 1
             self.set_aside.add(group.trajectories[0].prompt.index)
             del self.answers[group.group_id]  # were it trained, its answer would be missed
@@ -373,6 +381,7 @@ class Schedule:
             write_cut(Path(folder), self.buffer.state(), num_groups=0)
             state, _ = load_cut(Path(folder) / CUT_NAME)
         self.resumes += 1
+        self.recent.clear()
         self.buffer = self.build(self.buffer.index, state)
         self.finished = []
         self.publish()
