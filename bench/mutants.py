@@ -189,6 +189,23 @@ MUTANTS = (
         "len(group.trajectories) != lease.num_samples",
         "False",
     ),
+    Mutant(
+        "a group without a signal counts all the same",
+        ReplayBuffer,
+        "submit",
+        "elif self._is_to_be_replaced(group)",
+        "elif False",
+    ),
+    Mutant(
+        "refill has no limit",
+        ReplayBuffer,
+        "_is_to_be_replaced",
+        "self._replaced < refill.max_groups",
+        "True",
+    ),
+    Mutant(
+        "the limit of refill is for the whole run", ReplayBuffer, "next_batch", "self._replaced = 0", "pass"
+    ),
     # prompts and the ledger
     Mutant(
         "a prompt is not given back on failure",

@@ -514,6 +514,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _punishes(self) -> Self:
+        if self.sampling.overlong_tokens is not None and self.overlong != "penalty":
+            raise ValueError(
+                f"sampling.overlong_tokens={self.sampling.overlong_tokens} says where a penalty begins, and "
+                f"sampling.overlong={self.overlong} has none; leave it out, or set overlong=penalty"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _keeps_what_it_trains(self) -> Self:
         kept, budget = self.replay.max_versions, self.staleness.max_staleness
         if kept is not None and kept <= budget:

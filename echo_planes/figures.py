@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from echo_planes.types import LagStats, StepStats, TrainBatch
+from echo_planes.types import StepStats, TrainBatch
 
 _LOG_WEIGHT = ("log_weight_p50", "log_weight_p99", "log_weight_p999", "log_weight_max")
 
@@ -29,7 +29,7 @@ def learner_figures(stats: StepStats) -> dict[str, Any]:
         "effective_samples": stats.effective_samples,
         "clip_fraction": stats.clip_fraction,
         "masked_fraction": stats.masked_fraction,
-        "truncated_fraction": _truncated(stats.lags),
+        "truncated_fraction": stats.truncated_fraction,
         "tis_mean": stats.tis_mean,
         "entropy": stats.entropy,
         "kl_reference": stats.kl_reference,
@@ -39,11 +39,6 @@ def learner_figures(stats: StepStats) -> dict[str, Any]:
         "updates_skipped": stats.updates_skipped,
         "lags": [asdict(lag) for lag in stats.lags],
     }
-
-
-def _truncated(lags: tuple[LagStats, ...]) -> float | None:
-    tokens = sum(lag.tokens for lag in lags)
-    return sum(lag.truncated * lag.tokens for lag in lags) / tokens if tokens else None
 
 
 def batch_figures(batch: TrainBatch) -> dict[str, float]:

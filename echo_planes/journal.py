@@ -20,7 +20,7 @@ from echo_planes.evaluation import doublings, drawn, in_words
 from echo_planes.figures import batch_figures, learner_figures
 from echo_planes.ledger import LEDGER_DETAILS
 from echo_planes.metrics import FLEET_STATE, WORKER_STATE, MetricsWriter
-from echo_planes.rollout.capacity import needed_capacity
+from echo_planes.rollout.capacity import UninformativeShare, needed_capacity
 from echo_planes.spending import Spending
 from echo_planes.terminal import View
 from echo_planes.types import (
@@ -69,6 +69,7 @@ class Journal:
         self._infos: dict[str, WorkerInfo] = {}
         self._serving: set[str] = set()  # workers whose living incarnation has weights
         self._t_train_s: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._uninformative = UninformativeShare(config.sampling.trajectories_per_step)
         self._stats: dict[tuple[str, int], WorkerStats] = {}
         self._evals: list[dict[str, Any]] = []
         self._versions: list[int] = []
@@ -143,7 +144,8 @@ class Journal:
         metrics: dict[str, Any] = {
             "step": stats.step + 1,
             "policy_version": stats.step + 1,
-            "reward_mean": float(batch.rewards.mean()),
+            "reward_mean": float(batch.task_rewards.mean()),
+            "reward_trained_mean": float(batch.rewards.mean()),
             "correct_mean": float(batch.correct.mean()),
             **batch_figures(batch),
             **learner_figures(stats),
@@ -167,12 +169,14 @@ class Journal:
             **self._newest_eval(),
         }
         self._t_train_s.append(stats.t_train_s)
+        self._uninformative.observe(counts.uninformative)
         if metrics.get("t_bcast_s") is not None:
             metrics["mu_min"] = needed_capacity(
                 self._config.staleness.kappa,
                 self._config.sampling.trajectories_per_step,
                 statistics.median(self._t_train_s),
                 metrics["t_bcast_s"],
+                uninformative=self._uninformative.share,
             )
         metrics["bubble_ratio"] = self._writer.aggregates.bubble_ratio_with(stats.t_train_s, idle_s)
         self._writer.step(metrics)

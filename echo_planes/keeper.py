@@ -21,7 +21,7 @@ from echo_planes.config import Config, WorkerConfig
 from echo_planes.errors import RefusedError, RunError
 from echo_planes.observers import QuietObserver
 from echo_planes.rollout.actuator import Actuator, Node
-from echo_planes.rollout.capacity import useful_instances
+from echo_planes.rollout.capacity import UninformativeShare, useful_instances
 from echo_planes.rollout.estimates import LEARNER_WINDOW, CapacityModel, ThroughputSample
 from echo_planes.rollout.fleet import Fleet
 from echo_planes.rollout.fleet_record import FleetRecord
@@ -103,6 +103,7 @@ class FleetKeeper(QuietObserver):
         self._record = record
         self._kinds = {kind.offer: kind for kind in config.fleet.workers}
         self._model = CapacityModel()
+        self._uninformative = UninformativeShare(config.sampling.trajectories_per_step)
         self._known_bcast: int | None = None  # version whose T_bcast was taken in
         self._waiting: dict[str, str] = {}  # workers without a machine yet -> their offer
         self._nodes: dict[str, Node] = {}  # machines as last seen, by worker
@@ -264,6 +265,7 @@ class FleetKeeper(QuietObserver):
             per_step=self._config.sampling.trajectories_per_step,
             gamma=self._config.fleet.gamma,
             mu_first=self.fleet.mu_first(self._clock.now_s()),
+            uninformative=self._uninformative.share,
         )
 
     def _limits(self) -> Limits:
@@ -315,6 +317,7 @@ class FleetKeeper(QuietObserver):
 
     def on_step(self, batch: TrainBatch, stats: StepStats, idle_s: float, counts: BufferCounts) -> None:
         self._model.observe_step(stats.t_train_s)
+        self._uninformative.observe(counts.uninformative)
         newest = self._broadcasts.newest()
         if newest and newest["published_version"] != self._known_bcast:
             self._known_bcast = newest["published_version"]

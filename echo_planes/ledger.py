@@ -13,6 +13,7 @@ LEDGER_DETAILS = (
     "dropped_middling",
     "dropped_easy",
     "removed",
+    "uninformative",
     "reused",
     "reward_timeout",
     "reward_error",
@@ -39,6 +40,8 @@ def ledger_equation(metrics: Mapping[str, Any]) -> str:
     parts = [shown("trained", "trained"), dropped, shown("buffered", "buffered")]
     if number(metrics.get("removed")):
         parts.insert(2, shown("removed", "removed"))
+    if number(metrics.get("uninformative")):
+        parts.insert(-1, shown("uninformative", "uninformative"))
     again = f"; {shown('reused', 'trained again')}" if number(metrics.get("reused")) else ""
     damaged = f"; {shown('damaged', 'damaged places in replay/')}" if number(metrics.get("damaged")) else ""
     lost = ""

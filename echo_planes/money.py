@@ -10,11 +10,13 @@ Every dollar is in exactly one part:
 - `learner`, `learner_idle`: machines of the learner, while it trains and while it waits;
 - `idle`: a rollout machine serves and has nothing in flight;
 - and while it has work, its dollars are shared out evenly over its tokens: `trained`, `evaluated`, `stale`
-  (dropped as too old), `failed` (no usable answer), `lost` (nobody could go on from them), `open` (not
-  decided yet). Where nobody knows which machine made which tokens, the dollars of all these machines are
-  shared out over all these tokens: each costs the fleet's average.
+  (dropped as too old), `uninformative` (of groups without a signal, which others replaced), `failed` (no
+  usable answer), `lost` (nobody could go on from them), `open` (not decided yet). Where nobody knows which
+  machine made which tokens, the dollars of all these machines are shared out over all these tokens: each
+  costs the fleet's average.
 
-Booting, idle, stale, failed, lost and learner_idle are wasted; the rest, open tokens too, is useful so far.
+Booting, idle, stale, uninformative, failed, lost and learner_idle are wasted; the rest, open tokens too, is
+useful so far.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ from echo_planes.types import Market
 
 Role = Literal["rollout", "learner"]
 State = Literal["booting", "idle", "busy", "serving"]  # serving: idle or busy, `MoneyBook.worked` says which
-Fate = Literal["trained", "evaluated", "stale", "failed", "lost"]
-FATES: tuple[Fate, ...] = ("trained", "evaluated", "stale", "failed", "lost")
+Fate = Literal["trained", "evaluated", "stale", "uninformative", "failed", "lost"]
+FATES: tuple[Fate, ...] = ("trained", "evaluated", "stale", "uninformative", "failed", "lost")
 
 USEFUL = ("learner", "trained", "evaluated", "open")
-WASTED = ("booting", "idle", "stale", "failed", "lost", "learner_idle")
+WASTED = ("booting", "idle", "stale", "uninformative", "failed", "lost", "learner_idle")
 RECENT_STEPS = 20  # the price of a step is the median of so many
 
 _PRICE_UNITS = 10**24  # of 1 $/h

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
-from echo_planes.types import Sample, Span
+from echo_planes.types import Group, Sample, Span
 
 
 def joined(pieces: Sequence[Sample]) -> Sample:
@@ -32,6 +32,11 @@ def is_whole(sample: Sample) -> bool:
     """Whether every token has its logprob, and belongs to exactly one span, in order."""
     length = len(sample.token_ids)
     return length == len(sample.logprobs) and cover(sample.spans, length)
+
+
+def sampled_tokens(group: Group) -> int:
+    """Tokens of a group that the policy sampled."""
+    return sum(sum(trajectory.episode.response_mask) for trajectory in group.trajectories)
 
 
 def cover(spans: Sequence[Span], length: int) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from echo_planes.errors import ClusterError, EchoPlanesError, RunError, UserError
+from echo_planes.ledger import ledger_equation
 from echo_planes.metrics import write_atomic
 from echo_planes.report_assets.charts import show_percent, show_usd
 from echo_planes.sim.report import render
@@ -81,7 +82,7 @@ def show(summary: Record) -> str:
     """The summary for a terminal."""
     bcast, per_step, mu_min = summary["t_bcast_s_median"], summary["usd_per_step"], summary["mu_min"]
     skus = ", ".join(f"{name} {show_usd(usd)}" for name, usd in summary["usd_by_sku"].items())
-    wasted = summary["lost_tokens"] + summary["stale_tokens"] + summary["refused_tokens"]
+    wasted = sum(summary[f"{fate}_tokens"] for fate in ("lost", "stale", "uninformative", "refused"))
     lines = [
         f"SIMULATED: {summary['scenario']}, seed {summary['seed']}: {summary['status']}",
         f"  steps      {summary['steps']:,} in {summary['seconds'] / 3600:,.2f} virtual hours",
@@ -91,9 +92,7 @@ def show(summary: Record) -> str:
         f"  T_bcast    {'-' if bcast is None else f'{bcast:,.1f} s'} (median)",
         f"  rollouts   {summary['trajectories_per_s']:,.3f} trajectories/s accepted; "
         f"mu_min {'-' if mu_min is None else f'{mu_min:,.3f}'}",
-        f"  ledger     {summary['accepted']:,} accepted = {summary['trained']:,} trained + "
-        f"{summary['dropped_stale']:,} dropped + {summary['buffered']:,} buffered; "
-        f"{summary['lost_trajectories']} lost",
+        f"  ledger     {ledger_equation(summary)}; {summary['lost_trajectories']} lost",
         f"  tokens     {summary['trained_tokens']:,} trained, {wasted:,} wasted, "
         f"{summary['continued_tokens']:,} continued elsewhere",
         f"  workers    {summary['workers_most']:,} at most, {summary['workers_lost']:,} lost",

@@ -35,6 +35,13 @@ SPENDING_FILE = "spending.json"
 EARLIER = "earlier"  # part and SKU of dollars of which only the sum is known
 LOOK_S = 2.0
 FEW_STEPS = 3  # fewer left in the budget are worth a warning
+_OF_A_STEP = (
+    "usd_per_million_tokens",
+    "tokens_generated",
+    "usd_per_million_generated_tokens",
+    "usd_wasted",
+    "wasted_share",
+)
 
 
 class Spending:
@@ -53,6 +60,7 @@ class Spending:
     - `stale`: trajectories dropped as too old, `lost`: those removed before they were trained, and `open`:
       those buffered; each as long as the mean of the batch trained last. Dropped ones are often longer than
       that, so that `stale` is rather too small.
+    - `uninformative`: what the replay buffer counts as tokens of groups that others replaced. Exact.
     - `failed`, `lost`: what the replay buffer counts as discarded tokens. So much of it as the failed
       trajectories would have, at that mean length, is `failed`.
 
@@ -77,6 +85,7 @@ class Spending:
         is_resumed = totals.num_steps > 0
         # Of a resumed run the ledger goes on from a number that is known after its first step.
         self._counts = None if is_resumed else BufferCounts()
+        self._generated = None if is_resumed else 0  # tokens that found their end, trained or not
         self._earlier = _read(self._path, totals.usd_total) if is_resumed else {}
         self.book = MoneyBook()
         for rank in self._ranks:
@@ -158,7 +167,7 @@ class Spending:
         summary = self.summary(now_s, self._totals.num_steps + 1, self._totals.tokens_trained + stats.tokens)
         return {
             "usd": usd,
-            **{key: summary[key] for key in ("usd_per_million_tokens", "usd_wasted", "wasted_share")},
+            **{key: summary[key] for key in _OF_A_STEP},
             "usd_projected": None if projected is None else self.earlier_usd + projected,
         }
 
@@ -189,6 +198,8 @@ class Spending:
             "usd_total": total,
             "usd_per_step": total / num_steps if num_steps else None,
             "usd_per_million_tokens": total / tokens * 1e6 if tokens else None,
+            "tokens_generated": self._generated,
+            "usd_per_million_generated_tokens": total / self._generated * 1e6 if self._generated else None,
             "usd_wasted": wasted,
             "wasted_share": wasted / total if total else 0.0,
             **spent,
@@ -199,6 +210,7 @@ class Spending:
     def _share_out(self, batch: TrainBatch, is_first: Sequence[bool], counts: BufferCounts) -> None:
         """Settle the tokens that found their end since the last step."""
         before, self._counts = self._counts or counts, counts
+        self._generated = counts.accepted_tokens + counts.discarded_tokens
         until = np.concatenate([[0], np.cumsum(batch.loss_mask)])  # trained tokens before each place
         lengths = until[batch.offsets[1:]] - until[batch.offsets[:-1]]
         mean = float(lengths.mean())
@@ -208,6 +220,7 @@ class Spending:
         settle = self.book.settle
         settle(None, "trained", int(lengths[np.asarray(is_first)].sum()))
         settle(None, "stale", round((counts.dropped_stale - before.dropped_stale) * mean))
+        settle(None, "uninformative", counts.uninformative_tokens - before.uninformative_tokens)
         settle(None, "failed", min(failed, discarded))
         settle(None, "lost", removed + discarded - min(failed, discarded))
         self.book.undecided(round(counts.buffered * mean))

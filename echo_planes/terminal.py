@@ -129,6 +129,9 @@ def closing_lines(
         f"{status}: {summary.get('task', '-')} with {summary.get('model', '-')}, "
         f"{show('steps')}{of_all} steps in {show('seconds', '.1f')} s",
     ]
+    generated = ""
+    if number(summary.get("uninformative")):  # else they are nearly the same
+        generated = f", {dollars('usd_per_million_generated_tokens')} per million generated"
     if summary.get("error"):
         label = "budget" if status == "spent" else "error"
         lines.append(f"  {label:9s}  {summary['error']}")
@@ -145,7 +148,8 @@ def closing_lines(
         f"  bubble     {show('bubble_ratio', '.1f', 100.0)} % of the learner's time",
         f"  tokens     {show('tokens_trained')} trained",
         f"  cost       ${show('usd_total', '.4f')}: {dollars('usd_per_step')} a step, "
-        f"{dollars('usd_per_million_tokens')} per million tokens, "
+        f"{dollars('usd_per_million_tokens')} per million tokens"
+        f"{generated}, "
         f"{show('wasted_share', '.1f', 100.0)} % wasted",
         f"  weights    {show('versions_published')} versions published, "
         f"{show('digest_mismatches')} digest mismatches",

@@ -213,17 +213,24 @@ class TrainBatch:
     offsets: IntArray  # (N + 1,)
     loss_mask: BoolArray  # (T,) True on tokens that are trained
     sampler_logprobs: FloatArray  # (T,) 0 outside the response
-    rewards: FloatArray  # (N,)
+    rewards: FloatArray  # (N,) that are trained on
     advantage_groups: IntArray  # (N,) equal numbers are normalised together
     advantages: FloatArray  # (N,) NaN where the objective computes it
     versions: IntArray  # (N,) oldest version per trajectory
     correct: BoolArray  # (N,)
     token_versions: IntArray  # (T,) version that sampled the token; -1 outside the response
     cut_off: BoolArray  # (N,) the answer ended at its token limit
+    # (N,) rewards as the task gave them; empty: as in `rewards`.
+    scores: FloatArray = field(default_factory=lambda: np.zeros(0, np.float32))
 
     @property
     def num_trajectories(self) -> int:
         return len(self.trajectory_ids)
+
+    @property
+    def task_rewards(self) -> FloatArray:
+        """What the task gave, before anything that `rewards` has beside it; shape (N,)."""
+        return self.scores if len(self.scores) else self.rewards
 
     @property
     def num_tokens(self) -> int:
@@ -420,6 +427,8 @@ class BufferCounts:
     dropped_easy: int = 0  # all were
     removed: int = 0  # let go by retention before they were trained, or lost on disk
     uninformative: int = 0  # taken out by `sampling.refill`: others took their place in the batch
+    accepted_tokens: int = 0  # sampled, of the accepted
+    uninformative_tokens: int = 0  # of them, of the uninformative
     reused: int = 0  # trained again
     buffered: int = 0
     leased: int = 0

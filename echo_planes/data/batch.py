@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from echo_planes.data.overlong import KEPT, Overlong, is_cut_off
 from echo_planes.errors import TaskError
 from echo_planes.types import Group, Omega, TrainBatch, Trajectory
 
@@ -23,8 +24,12 @@ def normalised_by(tag: Callable[[Trajectory], str], trajectories: Sequence[Traje
     return [Omega(loss_mask=t.episode.response_mask, advantage_group=tag(t)) for t in trajectories]
 
 
-def make_batch(step: int, groups: Sequence[Group], materialize: Materialize) -> TrainBatch:
+def make_batch(
+    step: int, groups: Sequence[Group], materialize: Materialize, overlong: Overlong = KEPT
+) -> TrainBatch:
     """Materialise Omega (ECHO-2 appendix F.5) and lay the groups out as one `TrainBatch`.
+
+    `overlong` masks long answers, or takes something off their rewards.
 
     Raises:
         TaskError: the task's masks do not fit the responses, or train tokens it did not sample.
@@ -34,7 +39,7 @@ def make_batch(step: int, groups: Sequence[Group], materialize: Materialize) -> 
     offsets = [0]
     mask: list[bool] = []
     logprobs: list[float] = []
-    rewards: list[float] = []
+    scores: list[float] = []
     tags: dict[str, int] = {}
     advantage_groups: list[int] = []
     advantages: list[float] = []
@@ -56,13 +61,15 @@ def make_batch(step: int, groups: Sequence[Group], materialize: Materialize) -> 
             ids.append(trajectory.trajectory_id)
             tokens += trajectory.prompt.token_ids + episode.response_ids
             offsets.append(len(tokens))
-            mask += (False,) * num_prompt + tuple(omega.loss_mask)
+            masked = overlong.is_masked(episode)
+            mask += (False,) * num_prompt
+            mask += (False,) * len(omega.loss_mask) if masked else omega.loss_mask
             logprobs += (0.0,) * num_prompt + episode.logprobs
             token_versions += [-1] * num_prompt
             for span in episode.spans:
                 token_versions += [span.version] * (span.stop - span.start)
-            cut_off.append(episode.finish_reason == "length")
-            rewards.append(trajectory.reward.value)
+            cut_off.append(is_cut_off(episode))
+            scores.append(trajectory.reward.value)
             advantage_groups.append(tags.setdefault(omega.advantage_group, len(tags)))
             advantages.append(math.nan if omega.advantage is None else omega.advantage)
             versions.append(trajectory.version)
@@ -74,11 +81,12 @@ def make_batch(step: int, groups: Sequence[Group], materialize: Materialize) -> 
         offsets=np.asarray(offsets, np.int64),
         loss_mask=np.asarray(mask, np.bool_),
         sampler_logprobs=np.asarray(logprobs, np.float32),
-        rewards=np.asarray(rewards, np.float32),
+        rewards=overlong.trained_rewards([t for group in groups for t in group.trajectories]),
         advantage_groups=np.asarray(advantage_groups, np.int64),
         advantages=np.asarray(advantages, np.float32),
         versions=np.asarray(versions, np.int64),
         correct=np.asarray(correct, np.bool_),
         token_versions=np.asarray(token_versions, np.int64),
         cut_off=np.asarray(cut_off, np.bool_),
+        scores=np.asarray(scores, np.float32),
     )

@@ -6,15 +6,17 @@ over the store's index; what it decides, the shell makes durable before anybody 
 Invariants (kept by property tests):
 
 - a group is in the batch formed at t only if every span of every sample is of version >= t - S;
-- accepted = trained + dropped + removed + buffered, in trajectories, at every moment;
+- accepted = trained + dropped + removed + uninformative + buffered, in trajectories, at every moment;
 - a group is trained at most `reuse` times, and more than once only where too few new ones are there;
 - a lease ends exactly once;
 - the learner is never left waiting while an admissible worker is alive: permits come in whole groups when
-  a lease is issued, are returned when it ends, and at least one batch is always allowed.
+  a lease is issued, are returned when it ends or its group is set aside, and at least one batch is always
+  allowed; no more groups are set aside for a batch than `refill` says.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Container, Sequence
 from dataclasses import asdict, replace
 
@@ -27,13 +29,15 @@ from echo_planes.data.leases import LeaseBook
 from echo_planes.data.limiter import is_admissible, num_permits, num_urgent, oldest_admissible
 from echo_planes.data.line import VersionLine
 from echo_planes.data.prompts import PromptCursor
+from echo_planes.data.refill import Refill
 from echo_planes.data.roll import WorkerRoll
 from echo_planes.data.store.choose import choose
 from echo_planes.data.store.index import Fate, GroupIndex
 from echo_planes.errors import LeaseError
-from echo_planes.samples import cover
+from echo_planes.samples import cover, sampled_tokens
 from echo_planes.types import BufferCounts, Draft, Group, Lease, LeaseTokens, Prompt, Receipt
 
+RECENT_BATCHES = 4  # so many tell how many groups will be set aside
 MAX_ATTEMPTS = 3  # a prompt that fails this often is set aside, and counted
 
 
@@ -49,8 +53,9 @@ class ReplayBuffer:
         lineage: name of this run's line of versions.
         seed: of the selectors that draw.
         index: of the store that holds the rows. Accepted groups must be entered there before the next batch
-            is formed, and chosen or dropped ones settled.
+            is formed, and chosen, dropped or set aside ones settled.
         state: the cut to continue from.
+        refill: which groups are set aside as uninformative; None: none is.
     """
 
     def __init__(
@@ -65,8 +70,10 @@ class ReplayBuffer:
         seed: int,
         index: GroupIndex,
         state: BufferState | None = None,
+        refill: Refill | None = None,
     ) -> None:
         self._staleness = staleness
+        self._refill = refill
         self._groups_per_step = groups_per_step
         self._samples = samples_per_prompt
         self._lineage = lineage
@@ -77,6 +84,9 @@ class ReplayBuffer:
         self._workers = WorkerRoll()
         self._attempts: dict[int, int] = {}
         self._dropped: list[Accepted] = []
+        self._uninformative: list[Accepted] = []
+        self._replaced = state.replaced if state else 0  # groups set aside for the batch to come
+        self._recent: deque[bool] = deque(maxlen=RECENT_BATCHES * groups_per_step)  # of groups: set aside?
         self._again: dict[Accepted, int] = {}  # trained, and how often; may be once more
         self.last_failure = ""
         self._step = state.step if state else 0
@@ -119,6 +129,7 @@ class ReplayBuffer:
             counts=replace(counts, leased=0, discarded_tokens=counts.discarded_tokens + left_out),
             published=self._line.published,
             drafts=drafts,
+            replaced=self._replaced,
         )
 
     # --- versions and workers --------------------------------------------------------------------
@@ -228,13 +239,20 @@ class ReplayBuffer:
             self._attempt_failed(lease, group, refusal)
             return Receipt(lease_id, accepted=False, reason=refusal)
         self._attempts.pop(lease.prompt.index, None)
-        self._count(accepted=self._samples)
-        self._drafts.finished(sum(sum(t.episode.response_mask) for t in group.trajectories))
+        sampled = sampled_tokens(group)
+        self._count(accepted=self._samples, accepted_tokens=sampled)
+        self._drafts.finished(sampled)
         taken = Accepted.of(group)
-        if is_admissible(taken.version, self._step, self._staleness.max_staleness):
-            self._groups[group.group_id] = taken
-        else:
+        if not is_admissible(taken.version, self._step, self._staleness.max_staleness):
             self._drop(taken)
+        elif self._is_to_be_replaced(group):
+            self._count(uninformative=self._samples, uninformative_tokens=sampled)
+            self._replaced += 1
+            self._recent.append(True)
+            self._uninformative.append(taken)
+        else:
+            self._recent.append(False)
+            self._groups[group.group_id] = taken
         return Receipt(lease_id, accepted=True)
 
     def expire(self, now_s: float) -> int:
@@ -295,12 +313,18 @@ class ReplayBuffer:
                 self._again[group] = uses
         self._count(trained=num_new * self._samples, reused=num_again * self._samples)
         self._step += 1
+        self._replaced = 0
         return new + used
 
     def take_dropped(self) -> list[Accepted]:
         """Groups dropped as stale since the last call, for the store."""
         dropped, self._dropped = self._dropped, []
         return dropped
+
+    def take_uninformative(self) -> list[Accepted]:
+        """Groups set aside since the last call, for the store. Their prompts are done."""
+        uninformative, self._uninformative = self._uninformative, []
+        return uninformative
 
     def forget_removed(self) -> None:
         """The store let go of rows, or lost them: prompts of groups still to be trained go out again."""
@@ -313,21 +337,28 @@ class ReplayBuffer:
 
     # --- inside ----------------------------------------------------------------------------------
 
+    def _is_to_be_replaced(self, group: Group) -> bool:
+        refill = self._refill
+        return refill is not None and self._replaced < refill.max_groups and not refill.carries_signal(group)
+
     def _outstanding(self) -> int:
         """Groups that may still be trained: buffered ones, and leases that are not too old already."""
         oldest = oldest_admissible(self._step, self._staleness.max_staleness)
         leased = sum(count for version, count in self._leases.versions.items() if version >= oldest)
         return len(self._groups) + leased
 
-    def _permits(self, version: int) -> int:
-        """How many more groups may be leased whose oldest token is of `version`."""
+    def _permits(self, version: int, *, ended: int = 0) -> int:
+        """How many more groups may be leased whose oldest token is of `version`, `ended` leases later."""
+        outstanding = self._outstanding() - ended
         return num_permits(
             worker_version=version,
             step=self._step,
             max_staleness=self._staleness.max_staleness,
             groups_per_step=self._groups_per_step,
-            outstanding_groups=self._outstanding(),
+            outstanding_groups=outstanding,
             queue_batches=self._staleness.queue_batches,
+            leased_groups=outstanding - len(self._groups),
+            uninformative=sum(self._recent) / (len(self._recent) + 1),
         )
 
     def _take_drafts(self, prompt_index: int) -> tuple[Draft, ...]:

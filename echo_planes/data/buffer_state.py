@@ -53,3 +53,4 @@ class BufferState:
     counts: BufferCounts
     published: tuple[tuple[str, int, str], ...]  # lineage, version, digest
     drafts: Mapping[int, tuple[Draft, ...]] = field(default_factory=dict)  # by index of a returned prompt
+    replaced: int = 0  # groups that were set aside as uninformative for the batch to come

@@ -65,6 +65,7 @@ def load_cut(path: Path) -> tuple[BufferState, int]:
             groups=tuple(Accepted(**group) for group in record["groups"]),
             counts=BufferCounts(**record["counts"]),
             published=tuple((line, version, digest) for line, version, digest in record["published"]),
+            replaced=record.get("replaced", 0),
         )
         drafts = DraftsRecord(**record["drafts"]) if record.get("drafts") else None
         num_groups = int(record["num_groups"])
@@ -89,7 +90,11 @@ def _with_drafts(state: BufferState, path: Path, record: DraftsRecord) -> Buffer
 
 
 def rejoin(
-    state: BufferState, later: Sequence[Accepted], kept: Sequence[Accepted], counts: StoreCounts
+    state: BufferState,
+    later: Sequence[Accepted],
+    kept: Sequence[Accepted],
+    counts: StoreCounts,
+    done: Sequence[Accepted] = (),
 ) -> BufferState:
     """The state to go on from.
 
@@ -98,19 +103,21 @@ def rejoin(
         later: of `kept`, the groups that were accepted after the cut.
         kept: every group that the rolled back store holds as buffered, in order of arrival.
         counts: its ledger, in trajectories.
+        done: groups that were set aside as uninformative after the cut, and stay so.
     """
-    there = {group.prompt_index for group in kept}
-    beyond = max((group.prompt_index + 1 for group in later), default=0)
+    there = {group.prompt_index for group in (*kept, *done)}
+    beyond = max((group.prompt_index + 1 for group in (*later, *done)), default=0)
     next_index = max(state.next_index, beyond)
     open_ = {*state.returned, *range(state.next_index, next_index)}
     # Of the cut's groups, those that have left since: dropped, or let go, or damaged on disk.
     open_ |= {group.prompt_index for group in state.groups}
     ledger = replace(
         state.counts,
-        accepted=counts.trained + counts.dropped + counts.removed + counts.buffered,
+        accepted=counts.trained + counts.dropped + counts.removed + counts.uninformative + counts.buffered,
         trained=counts.trained,
         dropped_stale=counts.dropped,
         removed=counts.removed,
+        uninformative=counts.uninformative,
         buffered=counts.buffered,
     )
     returned = open_ - there

@@ -6,8 +6,11 @@ S the staleness budget, p the snapshot a worker serves (ECHO-2 section 4.1).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
+
+_ROUNDING = 1e-9  # a quotient this close below a whole number is that number
 
 
 def oldest_admissible(step: int, max_staleness: int) -> int:
@@ -28,19 +31,34 @@ def num_permits(
     groups_per_step: int,
     outstanding_groups: int,
     queue_batches: float,
+    leased_groups: int = 0,
+    uninformative: float = 0.0,
 ) -> int:
     """How many more groups may be leased to a worker that serves `worker_version`.
 
     Work of version p can still be trained in the batches formed at t, t + 1, ..., p + S: that is
     (p + S - t + 1) batches, less what is already leased or buffered. `queue_batches` >= 1 lowers the
-    ceiling further: beyond one batch, more work in the queue only makes it older. At least one whole
-    batch is always allowed to an admissible worker, so the learner can never be left waiting for permits.
+    ceiling further: beyond one batch, more work in the queue only makes it older. Of what is leased a share
+    `uninformative` is expected to be replaced, which fills no queue; but all of it may count, and is within
+    the bound then. At least one whole batch is always allowed to an admissible worker, so the learner can
+    never be left waiting for permits.
+
+    Args:
+        worker_version: p.
+        step: t.
+        max_staleness: S.
+        groups_per_step: groups in a batch.
+        outstanding_groups: leased and buffered.
+        queue_batches: of groups that are expected to count.
+        leased_groups: of the outstanding ones.
+        uninformative: below 1.
     """
     batches_left = worker_version + max_staleness - step + 1
     if batches_left <= 0:
         return 0
-    ceiling = int(min(float(batches_left), max(queue_batches, 1.0)) * groups_per_step)
-    return max(0, ceiling - outstanding_groups)
+    counting = outstanding_groups - uninformative * leased_groups
+    queue = (max(queue_batches, 1.0) * groups_per_step - counting) / (1.0 - uninformative)
+    return max(0, min(batches_left * groups_per_step - outstanding_groups, math.floor(queue + _ROUNDING)))
 
 
 def num_urgent(

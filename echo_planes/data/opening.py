@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +15,11 @@ from echo_planes.data.store.files import on_disk
 from echo_planes.data.store.index import Fate
 from echo_planes.data.store.store import ReplayStore
 from echo_planes.errors import ConfigError, DataError
+from echo_planes.samples import sampled_tokens
+from echo_planes.types import BufferCounts, Group
 
 LEVELS_NAME = "levels.txt"  # of a curriculum, in the store's folder
+_WITH_A_RUN = (Fate.BUFFERED, Fate.TRAINED, Fate.DROPPED, Fate.UNINFORMATIVE)
 
 
 def open_store(
@@ -26,7 +31,7 @@ def open_store(
         if restore_dir:
             return store, *_restore(store, restore_dir, config.sampling.samples_per_prompt)
         # What a run left that ended before its first checkpoint is not this run's.
-        others = np.isin(store.index.groups["fate"], (Fate.BUFFERED, Fate.TRAINED, Fate.DROPPED))
+        others = np.isin(store.index.groups["fate"], _WITH_A_RUN)
         store.settle(np.flatnonzero(others), Fate.QUARANTINED)
         with on_disk(folder):
             (folder / LEVELS_NAME).unlink(missing_ok=True)
@@ -67,5 +72,27 @@ def _restore(store: ReplayStore, folder: Path, samples: int) -> tuple[BufferStat
                 "to train; resume with the number it was started with"
             )
     kept = [Accepted.of(group) for group in groups]
-    later = [group for sequence, group in zip(sequences, kept, strict=True) if sequence >= num_groups]
-    return rejoin(state, later, kept, store.trajectory_counts()), len(forgotten)
+    is_later = sequences >= num_groups
+    later = [group for group, is_new in zip(groups, is_later, strict=True) if is_new]
+    set_aside = np.flatnonzero(store.index.groups["fate"] == Fate.UNINFORMATIVE)
+    set_aside = set_aside[set_aside >= num_groups]
+    done = store.gather_groups(set_aside) if len(set_aside) else []
+    state = replace(state, counts=_with_tokens(state.counts, later, done))
+    state = rejoin(
+        state,
+        [Accepted.of(group) for group in later],
+        kept,
+        store.trajectory_counts(),
+        [Accepted.of(group) for group in done],
+    )
+    return state, len(forgotten)
+
+
+def _with_tokens(counts: BufferCounts, later: Sequence[Group], done: Sequence[Group]) -> BufferCounts:
+    """The tokens of groups that were accepted after the cut, counted in."""
+    uninformative = sum(map(sampled_tokens, done))
+    return replace(
+        counts,
+        accepted_tokens=counts.accepted_tokens + sum(map(sampled_tokens, later)) + uninformative,
+        uninformative_tokens=counts.uninformative_tokens + uninformative,
+    )

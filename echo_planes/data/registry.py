@@ -21,6 +21,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from echo_planes.config import Config, TaskConfig
+from echo_planes.data.overlong import overlong_of
+from echo_planes.data.refill import check_refill
 from echo_planes.data.task import TaskAdapter, TaskOptions, Tokenizer
 from echo_planes.errors import ConfigError, EchoPlanesError, ModelError, TaskError
 
@@ -202,6 +204,8 @@ def probe_task(config: Config) -> str:
             machine lacks something that the task needs.
     """
     task = build_adapter(config.task, load_tokenizer(config.model.folder), config.run.seed)
+    check_refill(config, type(task))
+    overlong_of(config, task.max_new_tokens)
     limit = config.model.max_model_len - (task.max_new_tokens or config.sampling.max_new_tokens)
     for prompt in (task.prompt(0), task.eval_prompt(0)):
         if not 0 < len(prompt.token_ids) <= limit:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from echo_planes.data.buffer import ReplayBuffer
 from echo_planes.data.buffer_state import Accepted, NotReady
-from echo_planes.data.limiter import is_admissible, num_permits
+from echo_planes.data.limiter import is_admissible
 from echo_planes.types import Lease, LeaseTokens, Prompt, WorkerStats
 
 KEEP_TICKS = 2  # a moved prompt is kept so long for its target; then anybody may have it
@@ -283,15 +283,7 @@ class RoutedBuffer(ReplayBuffer):
 
     def _can_go_on(self, lease: Lease) -> bool:
         """Whether a group of that age may be leased once this lease has ended."""
-        permits = num_permits(
-            worker_version=lease.version,
-            step=self._step,
-            max_staleness=self._staleness.max_staleness,
-            groups_per_step=self._groups_per_step,
-            outstanding_groups=self._outstanding() - 1,
-            queue_batches=self._staleness.queue_batches,
-        )
-        return permits > 0
+        return self._permits(lease.version, ended=1) > 0
 
     def _release(self, indices: Sequence[int]) -> None:
         """Prompts that are kept for nobody any more."""

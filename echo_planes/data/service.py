@@ -24,7 +24,9 @@ from echo_planes.data.buffer import ReplayBuffer
 from echo_planes.data.buffer_state import Accepted, NotReady
 from echo_planes.data.cut import write_cut
 from echo_planes.data.opening import LEVELS_NAME, open_store
+from echo_planes.data.overlong import overlong_of
 from echo_planes.data.prompts import Curriculum
+from echo_planes.data.refill import refill_of
 from echo_planes.data.registry import build_adapter, load_tokenizer
 from echo_planes.data.routing import RoutedBuffer, Router
 from echo_planes.data.store.files import on_disk
@@ -88,6 +90,7 @@ class DataService:
             config.task, load_tokenizer(config.model.folder), config.run.seed
         )
         self._wall_s = wall_s
+        self._overlong = overlong_of(config, self._adapter.max_new_tokens)
         self._replay = config.replay
         self._batch_size = config.sampling.trajectories_per_step
         self._broken: EchoPlanesError | None = None
@@ -114,6 +117,7 @@ class DataService:
             seed=config.run.seed,
             index=self._store.index,
             state=state,
+            refill=refill_of(config, self._overlong),
         )
         self._accepted: dict[tuple[str, int], tuple[int, int]] = {}
         self._pulls: list[_Pull] = []  # in order of arrival
@@ -308,6 +312,8 @@ class DataService:
                     "run of this lineage; choose another folder"
                 )
         self._settle_dropped()
+        if uninformative := self._buffer.take_uninformative():
+            self._store.settle(self._sequences(uninformative), Fate.UNINFORMATIVE, step=self._buffer.step)
         for group in accepted:
             self._curriculum.observe(group)
 
@@ -319,7 +325,7 @@ class DataService:
         self._store.settle(sequences[new], Fate.TRAINED, step=step)
         if step % self._replay.trim_every == 0:
             self._trim(step)
-        return make_batch(step, groups, self._adapter.materialize)
+        return make_batch(step, groups, self._adapter.materialize, self._overlong)
 
     def _sequences(self, groups: Sequence[Accepted]) -> IntArray:
         return np.array([self._store.index.by_id[group.group_id] for group in groups], np.int64)

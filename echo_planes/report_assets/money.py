@@ -18,6 +18,7 @@ PARTS = {
     "evaluated": "answers to held-out prompts",
     "open": "tokens in the buffer, or on their way to it",
     "stale": "tokens dropped as too old",
+    "uninformative": "tokens of groups without a signal, which others replaced",
     "failed": "tokens of answers that could not be used",
     "lost": "tokens that nobody could go on from",
 }

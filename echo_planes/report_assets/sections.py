@@ -223,6 +223,8 @@ def data(steps: Sequence[Record], summary: Record, events: Sequence[Record]) -> 
             Series("buffered", column(steps, "buffered"), 3, pool="last"),
             Series("dropped as stale", column(steps, "dropped_stale"), 2, pool="last"),
         ]
+        if any(column(steps, "uninformative")):
+            parts.append(Series("uninformative", column(steps, "uninformative"), 4, pool="last"))
         cards.append(
             stacked_chart(
                 Chart("Ledger", equation, step_numbers(steps), "trajectories so far", si, 1140, 260),

@@ -67,7 +67,7 @@ def _fleet(need: Need, offers: Sequence[Offer], limits: Limits) -> FleetPlan | N
 
 def _kappa(need: Need, offers: Sequence[Offer], limits: Limits, most: float) -> Advice | None:
     # gamma kappa R / (kappa T_train - T_bcast) <= most, solved for kappa.
-    gain = most * need.t_train_s - need.gamma * need.per_step
+    gain = most * need.t_train_s - need.gamma * need.sampled
     if gain <= 0:
         return None  # slower than the learner even with nothing to broadcast
     kappa = max(need.kappa + 1, math.ceil(most * need.t_bcast_s / gain * (1 - TOLERANCE)))
@@ -91,7 +91,8 @@ def _per_step(need: Need, offers: Sequence[Offer], limits: Limits, most: float) 
     window_s = need.kappa * need.t_train_s - need.t_bcast_s
     if window_s <= 0:
         return None
-    largest = math.floor(most * window_s / (need.gamma * need.kappa) * (1 + TOLERANCE))
+    accepted = most * (1 - need.uninformative)
+    largest = math.floor(accepted * window_s / (need.gamma * need.kappa) * (1 + TOLERANCE))
     for candidate in range(min(largest + _ATTEMPTS, need.per_step - 1), max(0, largest - _ATTEMPTS), -1):
         changed = replace(need, per_step=candidate)
         if (plan := _fleet(changed, offers, limits)) is not None:
@@ -104,7 +105,7 @@ def _per_step(need: Need, offers: Sequence[Offer], limits: Limits, most: float) 
 
 
 def _t_bcast(need: Need, offers: Sequence[Offer], limits: Limits, most: float) -> Advice | None:
-    longest_s = need.kappa * (need.t_train_s - need.gamma * need.per_step / most) * (1 - TOLERANCE)
+    longest_s = need.kappa * (need.t_train_s - need.gamma * need.sampled / most) * (1 - TOLERANCE)
     if not 0 < longest_s < need.t_bcast_s:
         return None
     changed = replace(need, t_bcast_s=longest_s)

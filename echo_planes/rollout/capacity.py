@@ -6,6 +6,7 @@ Sources: ECHO-2, section 3.3 and appendix B; RLBoost, section 4.1, for S = 0.
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import TYPE_CHECKING
 
 from echo_planes.errors import ConfigError
@@ -13,23 +14,51 @@ from echo_planes.errors import ConfigError
 if TYPE_CHECKING:
     from echo_planes.rollout.offers import Need
 
+RECENT_STEPS = 16
 _ROUNDING = 1e-9  # a quotient this close above a whole number is that number
 
 
-def needed_capacity(kappa: int, per_step: int, t_train_s: float, t_bcast_s: float) -> float | None:
+def needed_capacity(
+    kappa: int, per_step: int, t_train_s: float, t_bcast_s: float, *, uninformative: float = 0.0
+) -> float | None:
     """mu_min(kappa) = kappa R / (kappa T_train - T_bcast), trajectories/s; None where no fleet is enough.
 
     While the learner makes kappa steps on one snapshot, the next must have been broadcast and kappa R
-    trajectories sampled.
+    trajectories sampled; kappa R / (1 - u) where refill replaces a share u of them.
 
     Args:
         kappa: learner steps between publications.
         per_step: R, trajectories a step.
         t_train_s: T_train, seconds of a learner step.
         t_bcast_s: T_bcast, seconds from a publication until enough workers serve it: one in gamma.
+        uninformative: u, below 1.
     """
     window_s = kappa * t_train_s - t_bcast_s
-    return kappa * per_step / window_s if window_s > 0 else None
+    return kappa * per_step / (1.0 - uninformative) / window_s if window_s > 0 else None
+
+
+class UninformativeShare:
+    """u: of the trajectories that are sampled for a step, the share that refill replaces; of recent steps.
+
+    Args:
+        per_step: R, trajectories a step.
+    """
+
+    def __init__(self, per_step: int) -> None:
+        self._per_step = per_step
+        self._counts: deque[int] = deque(maxlen=RECENT_STEPS + 1)
+
+    def observe(self, uninformative: int) -> None:
+        """A step has ended; so many trajectories were replaced so far."""
+        self._counts.append(uninformative)
+
+    @property
+    def share(self) -> float:
+        """0 until two steps were seen."""
+        if len(self._counts) < 2:
+            return 0.0
+        replaced = (self._counts[-1] - self._counts[0]) / (len(self._counts) - 1)
+        return replaced / (replaced + self._per_step)
 
 
 def staleness_bound(need: Need, mu_pool: float) -> int | None:
@@ -44,7 +73,7 @@ def staleness_bound(need: Need, mu_pool: float) -> int | None:
         return 0  # strictly synchronous: batches are of the newest snapshot by construction
     if mu_pool <= 0:
         return None
-    steps = (need.t_bcast_s + need.per_step / mu_pool) / need.t_train_s
+    steps = (need.t_bcast_s + need.sampled / mu_pool) / need.t_train_s
     return need.kappa + math.ceil(steps - _ROUNDING) - 1
 
 
@@ -57,10 +86,10 @@ def predicted_bubble(need: Need, mu: float) -> float:
     if mu <= 0:
         return 1.0
     if need.max_staleness == 0:
-        idle_s = need.t_bcast_s + need.per_step / mu
+        idle_s = need.t_bcast_s + need.sampled / mu
         return idle_s / (idle_s + need.t_train_s)
     training_s = need.kappa * need.t_train_s
-    period_s = max(training_s, need.t_bcast_s + need.kappa * need.per_step / mu)
+    period_s = max(training_s, need.t_bcast_s + need.kappa * need.sampled / mu)
     return 1 - training_s / period_s
 
 

@@ -142,7 +142,14 @@ class CapacityModel:
                 self._last_mu[worker.offer_name] = mu
 
     def need(
-        self, max_staleness: int, kappa: int, per_step: int, gamma: float = 1.1, *, mu_first: float
+        self,
+        max_staleness: int,
+        kappa: int,
+        per_step: int,
+        gamma: float = 1.1,
+        *,
+        mu_first: float,
+        uninformative: float = 0.0,
     ) -> Need | None:
         """What the learner asks for now; None until a step was seen, and a broadcast or a worker's rate.
 
@@ -152,6 +159,7 @@ class CapacityModel:
 
         Args:
             mu_first: trajectories/s of the first fleet.
+            uninformative: u, share of what is sampled that refill replaces.
         """
         is_measured = bool(self._last_mu) or any(self._rates(name) for name in self._of_offer)
         if not self._t_train_s or not (self._t_bcast_s or is_measured):
@@ -160,10 +168,12 @@ class CapacityModel:
         if self._t_bcast_s:
             t_bcast_s = median(self._t_bcast_s)
         else:
-            sampling_s = gamma * kappa * per_step / mu_first if mu_first > 0 else math.inf
+            sampling_s = (
+                gamma * kappa * per_step / (1.0 - uninformative) / mu_first if mu_first > 0 else math.inf
+            )
             t_bcast_s = max(0.0, kappa * t_train_s - sampling_s)
         assumed = not self._t_bcast_s
-        return Need(max_staleness, kappa, per_step, t_train_s, t_bcast_s, gamma, assumed)
+        return Need(max_staleness, kappa, per_step, t_train_s, t_bcast_s, gamma, assumed, uninformative)
 
     def mu(self, worker_id: str, prior: float) -> float:
         """Trajectories/s of one worker when it never waits; `prior` where too little was measured."""

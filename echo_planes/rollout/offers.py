@@ -49,11 +49,19 @@ class Need:
     t_bcast_s: float  # from a publication until enough workers serve it: one in 1.1 (`broadcasts.GAMMA`)
     gamma: float = 1.1  # redundancy: mu_target = gamma mu_min
     assumed: bool = False  # T_bcast was not measured yet: it stands for the first fleet, as it was chosen
+    uninformative: float = 0.0  # u, share of what is sampled that refill replaces
+
+    @property
+    def sampled(self) -> float:
+        """R / (1 - u), trajectories that are sampled for a step."""
+        return self.per_step / (1.0 - self.uninformative)
 
     @property
     def mu_min(self) -> float | None:
         """Trajectories/s below which the learner waits; None where no fleet is enough."""
-        return needed_capacity(self.kappa, self.per_step, self.t_train_s, self.t_bcast_s)
+        return needed_capacity(
+            self.kappa, self.per_step, self.t_train_s, self.t_bcast_s, uninformative=self.uninformative
+        )
 
     @property
     def mu_target(self) -> float | None:

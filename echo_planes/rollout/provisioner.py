@@ -291,7 +291,7 @@ class Provisioner:
         """kappa T_train <= T_bcast: advice, and the minimums. What else runs stays where there is room."""
         self._since.clear()
         # Any target: the problem is there to say when the offers have changed.
-        problem = fleet_problem(offers, need.gamma * need.per_step, self.limits, running)
+        problem = fleet_problem(offers, need.gamma * need.sampled, self.limits, running)
         said = (
             f"no fleet is enough: kappa T_train = {need.kappa} x {need.t_train_s:.1f} s is not longer than "
             f"T_bcast = {need.t_bcast_s:.1f} s"

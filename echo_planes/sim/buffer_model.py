@@ -36,6 +36,7 @@ class Tally:
     accepted: int = 0
     trained: int = 0
     dropped: int = 0
+    uninformative: int = 0
     reused: int = 0
     refused: int = 0
     failed: int = 0

@@ -115,7 +115,12 @@ class ChaosWorld(World):
 
     def make_data_plane(self) -> SimDataPlane:
         self.plane = ChaosDataPlane(
-            self.scenario, self.kernel, LINEAGE, on_leases=self._on_leases, on_dropped=self.trace.dropped
+            self.scenario,
+            self.kernel,
+            LINEAGE,
+            on_leases=self._on_leases,
+            on_dropped=self.trace.dropped,
+            on_uninformative=self.trace.uninformative,
         )
         return self.plane
 
@@ -333,8 +338,8 @@ class ChaosWorld(World):
         if engine is None:
             return
         self.crew.flow.advance(member)
-        accuracy = self.scenario.sampling.accuracy
-        works = [(work, engine.group(work, accuracy)) for work in engine.work.values()]
+        sampling = self.scenario.sampling
+        works = [(work, engine.group(work, sampling)) for work in engine.work.values()]
         span = self.answers.span(0, 1, engine.version)
         ghost = Ghost(member.name, engine.epoch, works, span)
         self.crew.lose(member, "it was cut off")

@@ -17,12 +17,13 @@ import numpy as np
 from echo_planes.builders import make_router
 from echo_planes.data.buffer import ReplayBuffer
 from echo_planes.data.buffer_state import Accepted, NotReady
+from echo_planes.data.refill import Refill
 from echo_planes.data.routing import RoutedBuffer
 from echo_planes.data.service import SHORTEST_LEASE_STREAMS
 from echo_planes.data.store.index import Fate, GroupIndex
 from echo_planes.data.store.segment import GROUP_ENTRY
 from echo_planes.sim.kernel import Kernel, Timer
-from echo_planes.sim.scenario import Scenario
+from echo_planes.sim.scenario import SamplingModel, Scenario
 from echo_planes.types import (
     BufferCounts,
     Group,
@@ -71,6 +72,7 @@ class SimDataPlane:
         lineage: of the run.
         on_leases: called with leases that were issued to a waiting worker.
         on_dropped: called with groups that were dropped as too old.
+        on_uninformative: called with groups that others replace.
     """
 
     buffer_type: type[ReplayBuffer] = ReplayBuffer  # a subclass may watch it
@@ -83,11 +85,13 @@ class SimDataPlane:
         *,
         on_leases: Callable[[str, Sequence[Lease]], None],
         on_dropped: Callable[[Sequence[Accepted]], None],
+        on_uninformative: Callable[[Sequence[Accepted]], None],
     ) -> None:
         self._scenario = scenario
         self._kernel = kernel
         self._on_leases = on_leases
         self._on_dropped = on_dropped
+        self._on_uninformative = on_uninformative
         self._index = GroupIndex()
         self._new: dict[str, tuple[float, ...]] = {}  # entries of accepted groups that are not indexed yet
         sampling = scenario.sampling
@@ -102,6 +106,7 @@ class SimDataPlane:
             lineage=lineage,
             seed=scenario.seed % 2**32,
             index=self._index,
+            refill=_refill(sampling),
         )
         self._versions: dict[str, int] = {}  # that workers serve
         self._parked: set[str] = set()
@@ -209,7 +214,8 @@ class SimDataPlane:
         if receipt.accepted:
             self._enter(group, group.version)
             self._settle_dropped()
-            if question is not None:
+            replaced = self._settle_uninformative()
+            if question is not None and not replaced:
                 question.missing -= 1
         self._serve()
         if question is not None and (question.held < 0 or lease.version < question.held):
@@ -368,3 +374,18 @@ class SimDataPlane:
             self._index_new()
             self._index.settle(self._sequences(dropped), Fate.DROPPED, -1)
             self._on_dropped(dropped)
+
+    def _settle_uninformative(self) -> bool:
+        """Whether there were any."""
+        groups = self._buffer.take_uninformative()
+        if groups:
+            self._index_new()
+            self._index.settle(self._sequences(groups), Fate.UNINFORMATIVE, self._buffer.step)
+            self._on_uninformative(groups)
+        return bool(groups)
+
+
+def _refill(sampling: SamplingModel) -> Refill | None:
+    if sampling.refill == "off":
+        return None
+    return Refill(sampling.refill, int(sampling.refill_limit * sampling.prompts_per_step))

@@ -103,7 +103,17 @@ def draw(seed: int) -> tuple[Scenario, Plan]:
         "offers": offers,
         "faults": [_fault(rng, span_s) for _ in range(rng.choice((0, 2, 5)))],
     }
+    scenario["sampling"] |= _refill(random.Random(f"{seed}/refill"))
     return parse_scenario(scenario), plan
+
+
+def _refill(rng: random.Random) -> dict[str, Any]:
+    """Drawn apart from all else, so that the other draws of a seed are what they were."""
+    return {
+        "solved": rng.choice((0.0, 0.5, 0.9, 1.0)),
+        "refill": rng.choice(("off", "reward", "correct")),
+        "refill_limit": rng.choice((0.5, 1.0, 4.0)),
+    }
 
 
 def _offers(rng: random.Random, mode: str, workers: int) -> list[dict[str, Any]]:

@@ -217,7 +217,7 @@ class Flow:
         self._trace.money.made(member.name, work.made)
         paid = dict(work.paid)
         paid[member.name] = paid.get(member.name, 0) + unsent
-        group = engine.group(work, self._sampling.accuracy)
+        group = engine.group(work, self._sampling)
         self._trace.accepted(group.group_id, paid)
         receipt = self._data.submit(member.name, member.epoch, work.lease, group)
         if receipt.accepted:

@@ -12,16 +12,18 @@ result must be accepted, and no other one.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Container, Sequence
 from typing import Any, Literal
 
-from echo_planes.data.buffer import MAX_ATTEMPTS, ReplayBuffer
+from echo_planes.data.buffer import MAX_ATTEMPTS, RECENT_BATCHES, ReplayBuffer
 from echo_planes.data.buffer_state import Accepted, NotReady
 from echo_planes.sim.buffer_model import Call, Held, Tally, is_sound, labels
 from echo_planes.sim.log import InvariantError, Log, require
 from echo_planes.types import Group, Lease, LeaseTokens, Prompt, Receipt
 
-Place = Literal["pulled", "leased", "buffered", "waiting", "trained", "set aside"]
+Place = Literal["pulled", "leased", "buffered", "waiting", "trained", "uninformative", "set aside"]
 Incarnation = tuple[str, int]
 
 
@@ -51,6 +53,8 @@ class WatchedBuffer(ReplayBuffer):
         self._uses: dict[str, int] = {}
         self._tries: dict[int, int] = {}
         self._names: set[str] = set()
+        self._num_replaced = 0  # groups that were set aside since the last batch
+        self._recent_replaced: deque[int] = deque(maxlen=RECENT_BATCHES * self._groups_per_step)
         self._checked = -1  # checksum of the log at the last check
 
     # --- every moment ----------------------------------------------------------------------------
@@ -61,19 +65,21 @@ class WatchedBuffer(ReplayBuffer):
             return
         self._checked = self.log.checksum
         counts, tally, n = self.counts, self.tally, self._samples
-        parts = counts.trained + counts.dropped_stale + counts.removed + counts.buffered
+        parts = counts.trained + counts.dropped_stale + counts.removed + counts.uninformative
+        parts += counts.buffered
         if counts.accepted != parts:
             raise InvariantError(
                 f"ledger: {counts.accepted} accepted, but {counts.trained} trained + {counts.dropped_stale} "
-                f"dropped + {counts.removed} removed + {counts.buffered} buffered"
+                f"dropped + {counts.removed} removed + {counts.uninformative} uninformative + "
+                f"{counts.buffered} buffered"
             )
         found = [counts.accepted, counts.trained, counts.dropped_stale, counts.buffered, counts.leased]
-        found += [counts.reused, counts.refused, counts.failed]
+        found += [counts.reused, counts.refused, counts.failed, counts.uninformative]
         groups = [tally.accepted, tally.trained, tally.dropped, len(self._buffered), len(self.held)]
-        groups += [tally.reused, tally.refused, tally.failed]
+        groups += [tally.reused, tally.refused, tally.failed, tally.uninformative]
         expected = [n * number for number in groups]
         if found != expected:
-            names = "accepted, trained, dropped, buffered, leased, reused, refused, failed"
+            names = "accepted, trained, dropped, buffered, leased, reused, refused, failed, uninformative"
             raise InvariantError(f"ledger: {names} are {found}, should be {expected}")
         if counts.expired != tally.expired:
             raise InvariantError(f"{counts.expired} leases expired, not {tally.expired}")
@@ -252,6 +258,7 @@ class WatchedBuffer(ReplayBuffer):
             return found
         self.log.add("batch", step, [group.group_id for group in found])
         names = {group.group_id for group in found}
+        self._num_replaced = 0
         require(
             len(found) == len(names) == size, f"the batch of step {step} has {len(names)} of {size} groups"
         )
@@ -336,10 +343,26 @@ class WatchedBuffer(ReplayBuffer):
         self.tally.accepted += 1
         self._tries.pop(index, None)
         self._oldest[name] = version
+        if self._step - version <= self._staleness.max_staleness and self._says_nothing(group):
+            self.log.add("uninformative", name)
+            self._move(index, "uninformative")
+            self.tally.uninformative += 1
+            self._num_replaced += 1
+            self._recent_replaced.append(1)
+            return
         self._move(index, "buffered")
         self._buffered[name] = index, version
         if self._step - version > self._staleness.max_staleness:
             self._too_old(name, index)
+        else:
+            self._recent_replaced.append(0)
+
+    def _says_nothing(self, group: Group) -> bool:
+        """Whether refill sets a group aside: all answers alike, and not too many such ones for this batch."""
+        if self._refill is None or self._num_replaced >= self._refill.max_groups:
+            return False
+        rewards = [trajectory.reward for trajectory in group.trajectories]
+        return all(reward == rewards[0] for reward in rewards)
 
     def _failed(self, group: Group, index: int) -> None:
         self._tries[index] = self._tries.get(index, 0) + 1
@@ -383,9 +406,16 @@ class WatchedBuffer(ReplayBuffer):
         return len(self._buffered) + leased
 
     def _ceiling(self, version: int) -> int:
-        """Groups that may be outstanding for one more of `version` to be begun: (p + S - t + 1) batches."""
+        """Groups that may be outstanding for one more of `version` to be begun: (p + S - t + 1) batches.
+
+        And no more than fill the queue, if refill goes on to replace as many of the leased ones as of late.
+        """
         batches = version + self._staleness.max_staleness - self._step + 1
-        return int(max(min(float(batches), self._staleness.queue_batches), 0.0) * self._groups_per_step)
+        outstanding, replaced = self._num_outstanding(), self._recent_replaced
+        u = sum(replaced) / (len(replaced) + 1)
+        leased = outstanding - len(self._buffered)
+        free = (self._staleness.queue_batches * self._groups_per_step - outstanding + u * leased) / (1 - u)
+        return min(max(batches, 0) * self._groups_per_step, outstanding + math.floor(free + 1e-9))
 
     def _leasing(self) -> list[int]:
         """Versions of those that serve one and are no standbys."""

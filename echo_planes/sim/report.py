@@ -221,14 +221,17 @@ def _data(steps: Sequence[Record], summary: Record, every: Sequence[Record]) -> 
     events = [event for event in every if event["kind"] not in (FLEET_STATE, WORKER_STATE)]
     if steps:
         ledger = Chart("Ledger", ledger_equation(summary), _x(steps), "trajectories so far", si, 1140, 260)
+        series = [
+            Series("trained", _column(steps, "trained"), 1, pool="last"),
+            Series("buffered", _column(steps, "buffered"), 3, pool="last"),
+            Series("dropped as stale", _column(steps, "dropped_stale"), 2, pool="last"),
+        ]
+        if summary["uninformative"]:
+            series.append(Series("uninformative", _column(steps, "uninformative"), 4, pool="last"))
         cards.append(
             stacked_chart(
                 ledger,
-                [
-                    Series("trained", _column(steps, "trained"), 1, pool="last"),
-                    Series("buffered", _column(steps, "buffered"), 3, pool="last"),
-                    Series("dropped as stale", _column(steps, "dropped_stale"), 2, pool="last"),
-                ],
+                series,
                 outline=Series("accepted", _column(steps, "accepted"), 5, pool="last"),
             )
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from echo_planes.metrics import FLEET_STATE
+from echo_planes.rollout.capacity import UninformativeShare
 from echo_planes.rollout.estimates import CapacityModel, ThroughputSample
 from echo_planes.rollout.fleet import Fleet
 from echo_planes.rollout.fleet_record import FleetRecord
@@ -41,6 +42,7 @@ class Scaling:
         self._kernel = world.kernel
         self._offers = {offer.name: offer for offer in scenario.offers}
         self._model = CapacityModel()
+        self._uninformative = UninformativeShare(scenario.per_step)
         self._broadcast = 0  # newest version whose T_bcast was observed; the first goes out whole, once
         self._reason = ""
         fleet = scenario.fleet
@@ -82,9 +84,10 @@ class Scaling:
         """A worker is no more."""
         self.fleet.gone(worker_id, cast(Cause, cause), self._kernel.now_s)
 
-    def on_step(self, t_train_s: float) -> None:
-        """A learner step has ended."""
+    def on_step(self, t_train_s: float, uninformative: int) -> None:
+        """A learner step has ended; so many trajectories were replaced so far."""
         self._model.observe_step(t_train_s)
+        self._uninformative.observe(uninformative)
         newest = self._world.trace.broadcasts.newest()
         if newest and newest["published_version"] > self._broadcast:
             self._broadcast = newest["published_version"]
@@ -105,6 +108,7 @@ class Scaling:
                 scenario.per_step,
                 scenario.fleet.gamma,
                 mu_first=self.fleet.mu_first(now_s),
+                uninformative=self._uninformative.share,
             )
         actions = self.fleet.tick(now_s, need)
         decision = self.fleet.decision

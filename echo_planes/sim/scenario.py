@@ -39,6 +39,12 @@ class SamplingModel(Section):
     router: PolicyName = Field("pull", description="which worker gets the prompts: pull, jsq or proportional")
     theta: int = Field(2, ge=1, le=65536, description="router=jsq: prompts queued at a worker, at most")
     accuracy: float = Field(0.5, ge=0, le=1, description="share of the answers that are right")
+    solved: float = Field(0.0, ge=0, le=1, description="share of the prompts whose every answer is right")
+    refill: Literal["off", "reward", "correct"] = Field(
+        "off",
+        description="groups that do not count towards a batch: all rewards equal, or all right or wrong",
+    )
+    refill_limit: PositiveFloat = Field(4.0, description="such groups at most, for one batch, in batches")
 
 
 class LengthConfig(Section):

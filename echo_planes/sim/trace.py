@@ -12,7 +12,7 @@ from typing import Any
 from echo_planes.broadcasts import BroadcastBook
 from echo_planes.data.buffer_state import Accepted
 from echo_planes.metrics import WORKER_STATE
-from echo_planes.money import MoneyBook
+from echo_planes.money import Fate, MoneyBook
 from echo_planes.rollout.capacity import needed_capacity
 from echo_planes.sim.scenario import Scenario
 from echo_planes.types import BufferCounts, InstallReport, Manifest
@@ -108,6 +108,11 @@ class Trace:
         for group in groups:
             self._settle(group.group_id, "stale")
 
+    def uninformative(self, groups: Sequence[Accepted]) -> None:
+        """Groups that others replace."""
+        for group in groups:
+            self._settle(group.group_id, "uninformative")
+
     def trained(
         self,
         now_s: float,
@@ -142,16 +147,17 @@ class Trace:
             "accepted": counts.accepted,
             "trained": counts.trained,
             "dropped_stale": counts.dropped_stale,
+            "uninformative": counts.uninformative,
             "buffered": counts.buffered,
             "lost": counts.lost,
         }
         self.steps.append(row)
 
-    def _settle(self, group_id: str, fate: str) -> int:
+    def _settle(self, group_id: str, fate: Fate) -> int:
         """The tokens of a group have found their end; 0 where they had already."""
         paid = self._paid.pop(group_id, {})
         for machine, tokens in paid.items():
-            self.money.settle(machine, "trained" if fate == "trained" else "stale", tokens)
+            self.money.settle(machine, fate, tokens)
         total = sum(paid.values())
         self._fates[fate] += total
         return total
@@ -187,8 +193,13 @@ class Trace:
         staleness, t_bcast_s = self._scenario.staleness, statistics.median(bcasts) if bcasts else None
         mu_min = None
         if trains and t_bcast_s is not None:
+            formed = num_steps * self._scenario.per_step
             mu_min = needed_capacity(
-                staleness.kappa, self._scenario.per_step, statistics.median(trains), t_bcast_s
+                staleness.kappa,
+                self._scenario.per_step,
+                statistics.median(trains),
+                t_bcast_s,
+                uninformative=counts.uninformative / (counts.uninformative + formed),
             )
         return {
             **MARK,
@@ -214,6 +225,7 @@ class Trace:
             "accepted": counts.accepted,
             "trained": counts.trained,
             "dropped_stale": counts.dropped_stale,
+            "uninformative": counts.uninformative,
             "buffered": counts.buffered,
             "refused": counts.refused,
             "expired_leases": counts.expired,
@@ -223,6 +235,7 @@ class Trace:
             "lost_trajectories": counts.lost,
             "trained_tokens": self._fates["trained"],
             "stale_tokens": self._fates["stale"],
+            "uninformative_tokens": self._fates["uninformative"],
             "lost_tokens": self._fates["lost"],
             "refused_tokens": self._fates["refused"],
             **money,

@@ -12,9 +12,11 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from echo_planes.sim.engine_model import Engine
-from echo_planes.sim.lengths import LengthModel
-from echo_planes.sim.scenario import OfferModel
+from echo_planes.sim.lengths import LengthModel, mix, uniform
+from echo_planes.sim.scenario import OfferModel, SamplingModel
 from echo_planes.types import Draft, Episode, Group, Lease, LeaseTokens, Reward, Sample, Span, Trajectory
 
 Versions = tuple[int, ...]
@@ -74,6 +76,11 @@ class Answers:
             lease.worker_id,
             self._lineage,
         )
+
+
+def is_solved(prompt_index: int, share: float) -> bool:
+    """Whether a prompt is one of those, a share of all, whose every answer is right."""
+    return share > 0 and float(uniform(mix(np.array([prompt_index], np.uint64)))[0]) < share
 
 
 class SimWorker:
@@ -136,13 +143,14 @@ class SimWorker:
             work.made = sum(work.lengths) - sum(work.have)
         return ended
 
-    def group(self, work: Work, accuracy: float) -> Group:
+    def group(self, work: Work, sampling: SamplingModel) -> Group:
         """The result of a lease that has ended, with that share of right answers.
 
         Samples that are alike but for their number are one object, the first of them.
         """
         lease, size = work.lease, len(work.lengths)
-        num_right, shift = round(accuracy * size), lease.prompt.index
+        shift = lease.prompt.index
+        num_right = size if is_solved(shift, sampling.solved) else round(sampling.accuracy * size)
         # Which samples are right changes from prompt to prompt, how many does not.
         rights = [(sample + shift) % size < num_right for sample in range(size)]
         if not work.calls and self._since[-1] <= work.begun:

@@ -97,7 +97,12 @@ class World:
     def make_data_plane(self) -> SimDataPlane:
         """The data plane of this run."""
         return SimDataPlane(
-            self.scenario, self.kernel, LINEAGE, on_leases=self._on_leases, on_dropped=self.trace.dropped
+            self.scenario,
+            self.kernel,
+            LINEAGE,
+            on_leases=self._on_leases,
+            on_dropped=self.trace.dropped,
+            on_uninformative=self.trace.uninformative,
         )
 
     def _on_leases(self, worker_id: str, leases: Sequence[Lease]) -> None:
@@ -184,7 +189,7 @@ class World:
             counts = self.data.counts
             self.trace.trained(self.kernel.now_s, batch.step, chosen, t_train_s, idle_s, counts)
             if self.crew.scaling is not None:
-                self.crew.scaling.on_step(t_train_s)
+                self.crew.scaling.on_step(t_train_s, counts.uninformative)
             self.tell(ev.StepDone(_stats(batch.step, t_train_s)))
 
         self.kernel.after(t_train_s, done)
@@ -243,6 +248,8 @@ def run_config(scenario: Scenario) -> Config:
             samples_per_prompt=sampling.samples_per_prompt,
             lease_s=sampling.lease_s,
             stream_s=sampling.stream_s,
+            refill=sampling.refill,
+            refill_limit=sampling.refill_limit,
         ),
         staleness=scenario.staleness,
         eval=EvalConfig(every=0),

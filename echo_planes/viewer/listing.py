@@ -89,7 +89,7 @@ def list_body(snapshot: StoreSnapshot, query: Query, page: Page, fields: Mapping
 def _counts(snapshot: StoreSnapshot) -> str:
     counts = snapshot.index.counts()
     parts = [f"<span><b>{counts.accepted:,}</b> groups</span>"]
-    for name in ("trained", "buffered", "dropped", "quarantined", "removed", "lost"):
+    for name in ("trained", "buffered", "dropped", "uninformative", "quarantined", "removed", "lost"):
         if number := getattr(counts, name):
             parts.append(f"<span><i>{name}</i> {number:,}</span>")
     damaged = snapshot.num_damaged

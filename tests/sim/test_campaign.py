@@ -28,13 +28,13 @@ ROOT = Path(__file__).resolve().parents[2]
 # Bugs that few seeds find, and the first that does (`first_seed_of_bug` of the campaign's figures). It is
 # tried first, so that every bug can be tried; where it finds nothing any more, all seeds are.
 FIRST_SEED = {
-    "a lease is accepted after its end": 13,
+    "a lease is accepted after its end": 47,
     "the epoch is not checked on stream": 25,
     "a group is trained once too often": 237,
     "a dropped group is not counted": 8,
     "a dropped prompt is forgotten": 8,
     "a starved learner never publishes again": 71,
-    "a worker is started again for ever": 72,
+    "a worker is started again for ever": 28,
     "a leaving worker gets leases": 259,
     "a leaving worker gets installs": 13,
     "the fleet launches above its quota": 2431,
@@ -62,6 +62,8 @@ def test_what_is_drawn_covers_what_is_promised() -> None:
     assert {scenario.fleet.mode for scenario in scenarios} == {"fixed", "kept", "provisioned"}
     assert len({scenario.staleness.selector for scenario in scenarios}) == 5
     assert any(scenario.staleness.reuse > 1 for scenario in scenarios)
+    assert {scenario.sampling.refill for scenario in scenarios} == {"off", "reward", "correct"}
+    assert {scenario.sampling.solved for scenario in scenarios} == {0.0, 0.5, 0.9, 1.0}
     assert {sum(o.quota for o in scenario.offers) for scenario in scenarios} <= set(range(2, 9))
     assert {scenario.run.steps for scenario in scenarios} <= set(range(6, 21))
     assert {one.kind for _, plan in drawn for one in plan.disturbances} == set(KINDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,20 @@ import pytest
 from echo_planes.config import Config
 from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.data.store.snapshot import StoreSnapshot
+from echo_planes.data.task import TaskOptions
 from echo_planes.errors import RunError
+from echo_planes.fakes import FakeTask, FakeTokenizer
 from echo_planes.runner import Outcome
 from echo_planes.testing import Faults, Simulation, Trace, replace_section, tiny_config
-from echo_planes.types import EvalReport
+from echo_planes.types import Episode, EvalReport, Prompt, Reward
 from tests.thorough import examples
+
+
+class AlwaysRight(FakeTask):
+    """Every answer is."""
+
+    def reward(self, prompt: Prompt, episode: Episode) -> Reward:
+        return Reward(1.0, True)
 
 
 def run(tmp_path: Path, config: Config, **settings: object) -> tuple[Outcome, Trace]:
@@ -32,7 +42,8 @@ def check(config: Config, outcome: Outcome, trace: Trace) -> None:
     for batch in trace.batches:
         assert int((batch.step - batch.versions).max()) <= config.staleness.max_staleness
     for seen in trace.counts:
-        assert seen.accepted == seen.trained + seen.dropped_stale + seen.buffered
+        parts = seen.trained + seen.dropped_stale + seen.uninformative + seen.buffered
+        assert seen.accepted == parts
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 3, 6])
@@ -55,6 +66,43 @@ def test_a_lost_publication_starves_and_is_published_again(tmp_path: Path, max_s
     outcome, trace = run(tmp_path, config, faults=Faults(lose_installs=lost))
     assert outcome.status == "done"
     assert len(trace.batches) == 20
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+@pytest.mark.parametrize("policy", ["drop", "wait"])
+def test_batches_are_of_groups_that_carry_a_signal(tmp_path: Path, max_staleness: int, policy: str) -> None:
+    config = tiny_config(max_staleness=max_staleness, policy=policy)
+    sampling = replace_section(config.sampling, refill="reward", refill_limit=50.0)
+    config = replace_section(config, sampling=sampling.model_dump())
+    faults = Faults(die_at_s={("w1", 0): 6.0})
+    outcome, trace = run(tmp_path, config, seconds_per_token=(0.05, 0.5), faults=faults)
+    counts = outcome.counts
+    assert outcome.status == "done"
+    assert len(trace.batches) == 20
+    for batch in trace.batches:
+        assert batch.rewards.reshape(-1, 2).sum(1).tolist() == [1.0] * 4  # of two answers one is right
+    rows = StoreSnapshot(tmp_path / REPLAY_FOLDER).table().to_pylist()
+    fates = Counter(row["fate"] for row in rows)
+    assert fates["uninformative"] == counts.uninformative > 100
+    assert fates["trained"] == counts.trained
+    assert counts.accepted_tokens == sum(sum(row["response_mask"]) for row in rows)
+    set_aside = [row for row in rows if row["fate"] == "uninformative"]
+    assert counts.uninformative_tokens == sum(sum(row["response_mask"]) for row in set_aside)
+    assert {row["step"] for row in set_aside} <= set(range(21))
+    if policy == "wait":
+        assert counts.dropped_stale == 0
+        assert set(Counter(row["prompt_index"] for row in rows).values()) == {2}  # none was done twice
+
+
+def test_a_policy_that_is_always_right_goes_on_within_the_limit(tmp_path: Path) -> None:
+    config = tiny_config(max_staleness=1)
+    sampling = replace_section(config.sampling, refill="correct", refill_limit=1.5)
+    config = replace_section(config, sampling=sampling.model_dump())
+    task = AlwaysRight(TaskOptions(), FakeTokenizer(), 0)
+    outcome, trace = run(tmp_path, config, task=task)
+    assert outcome.status == "done"
+    assert len(trace.batches) == 20
+    assert outcome.counts.uninformative == pytest.approx(1.5 * 20 * 8, abs=12)
 
 
 def test_reward_rises_and_evaluations_come_at_the_start_and_the_end(tmp_path: Path) -> None:

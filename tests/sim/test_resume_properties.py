@@ -90,7 +90,8 @@ class Life:
         self.waiting = {index: tokens for index, tokens in self.waiting.items() if index in cut.returned}
         assert {index: tokens_of(drafts) for index, drafts in cut.drafts.items()} == self.waiting
         store = StoreSnapshot(self.folder / REPLAY_FOLDER)
-        rows = store.gather(np.flatnonzero(store.index.groups["fate"] == Fate.TRAINED))
+        ended = np.isin(store.index.groups["fate"], (Fate.TRAINED, Fate.UNINFORMATIVE))
+        rows = store.gather(np.flatnonzero(ended))
         trained = rows.column("prompt_index").to_pylist()[:: self.config.sampling.samples_per_prompt]
         if self.config.replay.max_versions is not None:  # the rows of some are gone
             assert set(trained).isdisjoint(cut.returned)
@@ -129,7 +130,9 @@ class Life:
             spans = [(lease.version, f"d{lease.version}")]
             if self.newest != lease.version and self.rng.random() < 0.5:
                 spans.append((self.newest, f"d{self.newest}"))
-            group = of_lineage(self.lineage, answer(lease, *spans))
+            group = of_lineage(
+                self.lineage, answer(lease, *spans, rewards=self.rng.choice([(1.0,), (1.0, 0.0)]))
+            )
             await self.data.submit("w", 0, [(lease.lease_id, group)])
 
     async def train(self) -> None:
@@ -165,13 +168,16 @@ def tokens_of(drafts: tuple[Draft, ...]) -> Tokens:
 
 
 @pytest.mark.parametrize("policy", ["drop", "wait"])
-@pytest.mark.parametrize("reuse", [1, 2])
+@pytest.mark.parametrize(("reuse", "refill"), [(1, "off"), (2, "off"), (1, "reward"), (2, "correct")])
 def test_no_prompt_is_skipped_or_trained_twice_however_often_a_run_dies(
-    tmp_path: Path, policy: str, reuse: int
+    tmp_path: Path, policy: str, reuse: int, refill: str
 ) -> None:
     went_on: list[int] = []
+    uninformative = 0
     for seed in range(12):
         config = tiny_config(max_staleness=2, policy=policy, publish_every=1, reuse=reuse)
+        sampling = replace_section(config.sampling, refill=refill, refill_limit=1.0)
+        config = replace_section(config, sampling=sampling.model_dump())
         if seed % 2:
             config = replace_section(config, replay={"trim_every": 1, "max_versions": 4})
         folder = tmp_path / str(seed)
@@ -188,6 +194,7 @@ def test_no_prompt_is_skipped_or_trained_twice_however_often_a_run_dies(
         life = asyncio.run(main())
         store = StoreSnapshot(folder / REPLAY_FOLDER).index.groups
         fates = Counter(store["fate"].tolist())
+        uninformative += fates[Fate.UNINFORMATIVE]
         assert sum(fates.values()) == store.length, f"seed {seed}"
         steps = store["step"][store["fate"] == Fate.TRAINED]
         # Every step of the living lineage was trained on once, on whole batches, and none beyond it.
@@ -198,4 +205,5 @@ def test_no_prompt_is_skipped_or_trained_twice_however_often_a_run_dies(
             assert (trained == groups_per_step).all(), f"seed {seed}"
         else:
             assert (trained * reuse >= groups_per_step).all(), f"seed {seed}"
+    assert (uninformative > 50) == (refill != "off")
     assert sum(went_on) > 50, f"{went_on}: hardly anything was gone on with"

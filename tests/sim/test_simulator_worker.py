@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from echo_planes.data.drafts import DraftBook
 from echo_planes.sim.lengths import LengthModel
-from echo_planes.sim.scenario import OfferModel
+from echo_planes.sim.scenario import OfferModel, SamplingModel
 from echo_planes.sim.worker import Answers, SimWorker
 from echo_planes.types import Draft, Lease, Prompt
 
@@ -48,7 +48,7 @@ def test_versions_of_an_answer_are_those_that_served_while_it_was_made() -> None
     one.serve(1)
     finish(one)
     (work,) = one.take_ended()
-    group = one.group(work, accuracy=0.5)
+    group = one.group(work, SamplingModel(accuracy=0.5))
     for length, trajectory in zip(LENGTHS.tokens(7), group.trajectories, strict=True):
         spans = [span.version for span in trajectory.episode.spans]
         assert spans == ([0, 1] if length > (shortest + longest) / 2 else [0])
@@ -81,9 +81,13 @@ def test_what_was_sent_goes_on_elsewhere_and_is_paid_once() -> None:
     finish(second)
     (done,) = second.take_ended()
     assert done.made + gone.made == sum(LENGTHS.tokens(7))
-    oldest = {t.episode.spans[0].version for t in second.group(done, 1.0).trajectories}
+    oldest = {
+        t.episode.spans[0].version for t in second.group(done, SamplingModel(accuracy=1.0)).trajectories
+    }
     assert oldest == {3}
-    newest = {t.episode.spans[-1].version for t in second.group(done, 1.0).trajectories}
+    newest = {
+        t.episode.spans[-1].version for t in second.group(done, SamplingModel(accuracy=1.0)).trajectories
+    }
     assert newest <= {3, 4, 5}
     assert 5 in newest
 
@@ -124,7 +128,7 @@ def test_however_often_it_moves_no_token_is_missing_or_made_twice(moves: list[tu
     finish(one)
     (work,) = one.take_ended()
     assert made + work.made == sum(LENGTHS.tokens(7))
-    for trajectory in one.group(work, 1.0).trajectories:
+    for trajectory in one.group(work, SamplingModel(accuracy=1.0)).trajectories:
         versions = [span.version for span in trajectory.episode.spans]
         assert all(a <= b for a, b in pairwise(versions))
         assert versions[-1] <= version
@@ -145,7 +149,10 @@ def test_a_draft_that_was_complete_is_not_made_again() -> None:
     second.begin(replace(lease("l1"), drafts=drafts), {})
     finish(second)
     (work,) = second.take_ended()
-    versions = [[s.version for s in t.episode.spans] for t in second.group(work, 1.0).trajectories]
+    versions = [
+        [s.version for s in t.episode.spans]
+        for t in second.group(work, SamplingModel(accuracy=1.0)).trajectories
+    ]
     assert versions.count([0]) == 1
     assert versions.count([0, 1]) == N - 1
     assert work.made == pytest.approx(sum(LENGTHS.tokens(7)) - book.num_tokens)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -25,13 +26,16 @@ import pytest
 from echo_planes.config import StalenessConfig
 from echo_planes.data.buffer_state import Accepted, BufferState, NotReady
 from echo_planes.data.cut import CUT_NAME, load_cut, write_cut
+from echo_planes.data.refill import Refill
 from echo_planes.data.store.index import GroupIndex
 from echo_planes.types import Draft, Group, Lease, LeaseTokens, Prompt, Sample, Span
+from tests.thorough import THOROUGH
 from tests.unit.test_buffer import Buffer, answer
 from tests.unit.test_checkpoint import of_lineage
 
 STEPS = 12
 SEEDS_PER_SETTING = 40
+REFILL_SCHEDULES = 1000 if THOROUGH else 100  # of each of ten settings
 LEASE_S = 40.0
 SELECTORS = ("fifo", "freshest", "uniform", "staleness", "reward")
 
@@ -63,7 +67,9 @@ class Held:
 class Schedule:
     """One random run of buffer, learner and workers."""
 
-    def __init__(self, seed: int, max_staleness: int, policy: str, selector: str) -> None:
+    def __init__(
+        self, seed: int, max_staleness: int, policy: str, selector: str, refill: bool = False
+    ) -> None:
         self.rng = random.Random(seed)
         kappa = self.rng.randint(1, max_staleness + 1)
         self.staleness = StalenessConfig(
@@ -75,6 +81,13 @@ class Schedule:
             reuse=self.rng.randint(1, max_staleness + 1) if self.rng.random() < 0.5 else 1,
         )
         self.groups_per_step = self.rng.randint(1, 4)
+        # All groups are without a signal in some: the run goes on because there is a limit.
+        self.alike = self.rng.choice([0.1, 0.5, 0.9, 1.0]) if refill else 0.0
+        limit = self.rng.randint(0, 3 * self.groups_per_step)
+        self.refill = Refill("reward", limit) if refill else None
+        self.replaced = 0  # groups, for the batch to come
+        self.recent: deque[bool] = deque(maxlen=4 * self.groups_per_step)
+        self.set_aside: set[int] = set()  # their prompts, of all batches
         self.seed = seed
         self.resumes = 0
         self.finished: list[int] = []  # tokens of accepted groups
@@ -107,6 +120,7 @@ class Schedule:
             seed=self.seed,
             index=index,
             state=state,
+            refill=self.refill,
         )
 
     def run(self) -> None:
@@ -131,7 +145,9 @@ class Schedule:
         self.expire()
         counts = self.buffer.counts
         assert counts.lost == 0
-        assert counts.accepted == counts.trained + counts.dropped_stale + counts.buffered
+        parts = counts.trained + counts.dropped_stale + counts.uninformative + counts.buffered
+        assert counts.accepted == parts
+        assert counts.uninformative == 2 * len(self.set_aside)
         assert counts.leased == 2 * len(self.live())
         open_tokens = sum(len(call.tokens) for calls in self.kept.values() for call in calls)
         assert self.streamed == self.in_accepted + counts.discarded_tokens + open_tokens
@@ -165,10 +181,12 @@ class Schedule:
     def may_go_on(self, oldest: int) -> bool:
         """Whether a group whose oldest token is of that version may be begun now."""
         step, budget = self.buffer.step, self.staleness.max_staleness
-        batches = min(float(oldest + budget - step + 1), self.staleness.queue_batches)
-        outstanding = self.buffer.counts.buffered // 2
-        outstanding += sum(held.lease.version >= step - budget for held in self.live())
-        return batches > 0 and outstanding < int(batches * self.groups_per_step)
+        buffered = self.buffer.counts.buffered // 2
+        leased = sum(held.lease.version >= step - budget for held in self.live())
+        within = buffered + leased < max(0, oldest + budget - step + 1) * self.groups_per_step
+        u = sum(self.recent) / (len(self.recent) + 1)  # of the leased ones so many fill no queue
+        expected = buffered + leased * (1 - u)
+        return within and expected + (1 - u) <= self.staleness.queue_batches * self.groups_per_step + 1e-9
 
     def serving(self, held: Held) -> Label:
         """What makes the next tokens of a lease; once in a while weights that are not what they should be."""
@@ -211,6 +229,7 @@ class Schedule:
         indices = self.buffer.pull(worker, epoch, self.rng.randint(1, 6), self.now_s)
         self.expire()
         for index in indices:
+            assert index not in self.set_aside, "a prompt that is done went out again"
             waiting = self.kept.pop(index, [])
             versions = [version for call in waiting for _, (version, _) in call.tokens]
             if versions and not self.may_go_on(min(versions)):
@@ -304,18 +323,32 @@ class Schedule:
         spans = [(lease.version, f"d{lease.version}"), *(label for c in held.calls for _, label in c.tokens)]
         if self.rng.random() < 0.5:
             spans.append(self.serving(held))
-        group = of_lineage(f"L{self.resumes}", answer(lease, *dict.fromkeys(spans)))
+        rewards = (1.0, float(self.rng.random() < self.alike)) if self.refill else (1.0,)
+        group = of_lineage(f"L{self.resumes}", answer(lease, *dict.fromkeys(spans), rewards=rewards))
         self.answers[group.group_id] = group
         receipt = self.buffer.submit(lease.worker_id, lease.epoch, lease.lease_id, group, self.now_s)
         damaged = any(digest == "damaged" for _, digest in spans)
         assert receipt.accepted == (self.holds(held) and not damaged)
         if receipt.accepted:
+            self.taken_in(group, says_nothing=rewards[0] == rewards[-1])
             self.finished.append(sum(len(one.episode.response_ids) for one in group.trajectories))
         if self.holds(held):
             tokens = sum(len(call.tokens) for call in self.kept.pop(lease.prompt.index))
             self.in_accepted += tokens if receipt.accepted else 0
         elif held.lives:  # its time was up, and nobody had looked
             self.leases.append(held)
+
+    def taken_in(self, group: Group, *, says_nothing: bool) -> None:
+        """Whether an accepted group is set aside: as long as fewer are than the limit of this batch says."""
+        too_old = group.version < self.buffer.step - self.staleness.max_staleness
+        if too_old:
+            return
+        goes = bool(self.refill) and says_nothing and self.replaced < self.refill.max_groups
+        self.recent.append(goes)
+        if goes:
+            self.replaced += 1
+            self.set_aside.add(group.trajectories[0].prompt.index)
+            del self.answers[group.group_id]  # were it trained, its answer would be missed
 
     def install(self) -> None:
         """A worker gets the newest version; sometimes the message is lost."""
@@ -348,6 +381,7 @@ class Schedule:
             write_cut(Path(folder), self.buffer.state(), num_groups=0)
             state, _ = load_cut(Path(folder) / CUT_NAME)
         self.resumes += 1
+        self.recent.clear()
         self.buffer = self.build(self.buffer.index, state)
         self.finished = []
         self.publish()
@@ -370,6 +404,7 @@ class Schedule:
                 self.publish()  # a starved learner publishes its current version, again if need be
             return
         self.training = True
+        self.replaced = 0
         self.inspect(batch)
         budget = self.staleness.max_staleness
         for held in self.live() if self.staleness.policy == "wait" else []:
@@ -417,3 +452,26 @@ def test_bound_ledger_and_liveness(max_staleness: int, policy: str) -> None:
     assert min(*seen.values(), resumes) > 0.4 * schedules, (
         f"the schedules do not try enough: {seen}, {resumes} resumes"
     )
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 3, 6])
+@pytest.mark.parametrize("policy", ["drop", "wait"])
+def test_bound_ledger_and_liveness_where_groups_without_a_signal_are_replaced(
+    max_staleness: int, policy: str
+) -> None:
+    seen = {"uninformative": 0, "expired": 0, "continued": 0}
+    at_limit = resumes = 0
+    for seed in range(REFILL_SCHEDULES):
+        schedule = Schedule(seed, max_staleness, policy, SELECTORS[seed % len(SELECTORS)], refill=True)
+        try:
+            schedule.run()
+        except AssertionError as failure:
+            raise AssertionError(f"seed {seed}, S={max_staleness}, {policy}: {failure}") from failure
+        if policy == "wait":
+            assert schedule.buffer.counts.dropped_stale == 0, f"seed {seed}: wait dropped work"
+        for name in seen:
+            seen[name] += getattr(schedule.buffer.counts, name)
+        at_limit += schedule.alike == 1.0
+        resumes += schedule.resumes
+    assert seen["uninformative"] > 20 * REFILL_SCHEDULES
+    assert min(seen["expired"], seen["continued"], at_limit, resumes) > 0.15 * REFILL_SCHEDULES, seen

@@ -21,7 +21,7 @@ from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.errors import ConfigError, DataError, RunError
 from echo_planes.job import run_job
 from echo_planes.metrics import Aggregates, read_events, read_metrics, read_summary
-from echo_planes.money import Budget, MoneyBook
+from echo_planes.money import WASTED, Budget, MoneyBook
 from echo_planes.observers import QuietObserver
 from echo_planes.rollout.actuator import Actuator
 from echo_planes.run import exit_status
@@ -122,6 +122,23 @@ def test_the_fleet_s_dollars_follow_the_ledger(tmp_path: Path) -> None:
     assert run.parts == pytest.approx({part: tokens / 130 * 200 for part, tokens in of_130.items()})
 
 
+def test_tokens_of_groups_that_others_replaced_are_a_part_of_their_own_and_count_as_generated(
+    tmp_path: Path,
+) -> None:
+    run = Spent(tmp_path)
+    row = run.step(10, 30, accepted_tokens=240, uninformative_tokens=160, discarded_tokens=10, buffered=2)
+    of_250 = {"trained": 40, "uninformative": 160, "open": 40, "lost": 10}
+    assert run.parts == pytest.approx({part: tokens / 250 * 100 for part, tokens in of_250.items()})
+    assert "uninformative" in WASTED
+    assert row["wasted_share"] == pytest.approx(170 / 250)
+    assert (row["tokens_generated"], row["usd_per_million_generated_tokens"]) == (250, pytest.approx(4e5))
+    assert row["usd_per_million_tokens"] == pytest.approx(100 / 40 * 1e6)
+    row = run.step(10, 30, accepted_tokens=300, uninformative_tokens=180, discarded_tokens=10)
+    of_270 = {"trained": 80, "uninformative": 180, "lost": 10}
+    assert run.parts == pytest.approx({part: tokens / 270 * 200 for part, tokens in of_270.items()})
+    assert row["usd_per_million_generated_tokens"] == pytest.approx(200 / 310 * 1e6)
+
+
 def test_discarded_tokens_are_failed_as_far_as_trajectories_failed(tmp_path: Path) -> None:
     run = Spent(tmp_path)
     run.step(10, 10, failed=2, discarded_tokens=50)
@@ -160,6 +177,8 @@ def test_start_up_is_waste_and_the_learner_waits_only_after_it(tmp_path: Path) -
     assert row == {
         "usd": 70.0,
         "usd_per_million_tokens": pytest.approx(7e6),
+        "tokens_generated": 0,
+        "usd_per_million_generated_tokens": None,
         "usd_wasted": 54.0,  # 30 + 20 booting, 4 idle
         "wasted_share": pytest.approx(54 / 70),
         "usd_projected": 70.0 + 9 * 20.0,  # start-up is paid once

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from echo_planes.config import Config, ReplayConfig, StalenessConfig
 from echo_planes.data.buffer import ReplayBuffer
 from echo_planes.data.buffer_state import Accepted, NotReady
+from echo_planes.data.refill import Refill
 from echo_planes.data.store.index import Fate, GroupIndex
 from echo_planes.data.store.segment import GROUP_ENTRY
 from echo_planes.data.store.sidecar import MESSAGE_ENTRY
@@ -46,6 +48,8 @@ class Buffer(ReplayBuffer):
         if receipt.accepted:
             enter(self.index, group)
             self.settle_dropped()
+            set_aside = sequences(self.index, self.take_uninformative())
+            self.index.settle(set_aside, Fate.UNINFORMATIVE, self.step)
         return receipt
 
     def next_batch(self, step: int, now_s: float) -> list[Accepted] | NotReady:
@@ -70,9 +74,17 @@ def enter(index: GroupIndex, group: Group) -> None:
     index.add_new(0, np.array([message], MESSAGE_ENTRY), np.array([entry], GROUP_ENTRY), [group.group_id])
 
 
-def make_buffer(max_staleness: int = 3, **settings: Any) -> Buffer:
-    staleness = StalenessConfig(max_staleness=max_staleness, queue_batches=100.0, **settings)
-    buffer = Buffer(staleness, groups_per_step=R, samples_per_prompt=N, lease_s=10.0, lineage="L0", seed=0)
+def make_buffer(max_staleness: int = 3, refill: Refill | None = None, **settings: Any) -> Buffer:
+    staleness = StalenessConfig(max_staleness=max_staleness, **{"queue_batches": 100.0, **settings})
+    buffer = Buffer(
+        staleness,
+        groups_per_step=R,
+        samples_per_prompt=N,
+        lease_s=10.0,
+        lineage="L0",
+        seed=0,
+        refill=refill,
+    )
     buffer.publish(0, "d0")
     buffer.register("w0", 0)
     buffer.installed("w0", 0)
@@ -84,8 +96,10 @@ def lease(buffer: ReplayBuffer, count: int = 1, *, worker: str = "w0", now_s: fl
     return [buffer.lease(worker, 0, Prompt(i, (i,)), now_s) for i in indices]
 
 
-def answer(lease: Lease, *spans: tuple[int, str], status: str = "ok") -> Group:
-    """A finished group whose samples have one token per span."""
+def answer(
+    lease: Lease, *spans: tuple[int, str], status: str = "ok", rewards: Sequence[float] = (1.0,)
+) -> Group:
+    """A finished group whose samples have one token per span, and in turn these rewards; 1 is right."""
     spans = spans or ((lease.version, f"d{lease.version}"),)
     episode = Episode(
         response_ids=tuple(range(len(spans))),
@@ -102,7 +116,7 @@ def answer(lease: Lease, *spans: tuple[int, str], status: str = "ok") -> Group:
                 group_id=lease.group_id,
                 prompt=lease.prompt,
                 episode=episode,
-                reward=Reward(1.0, True),
+                reward=Reward(rewards[i % len(rewards)], rewards[i % len(rewards)] == 1.0),
                 worker_id=lease.worker_id,
                 lineage="L0",
                 status=status,  # type: ignore[arg-type]
@@ -428,3 +442,107 @@ def test_groups_that_the_store_lost_are_counted_and_their_prompts_go_out_again()
     assert again.prompt.index == lost.prompt.index
     submit(buffer, again, answer(again))
     assert isinstance(buffer.next_batch(0, 0.0), list)
+
+
+# --- groups without a signal ---------------------------------------------------------------------
+
+ALIKE = (1.0,)
+APART = (1.0, 0.0)
+
+
+def hand_in(buffer: Buffer, lease: Lease, rewards: Sequence[float]) -> None:
+    assert submit(buffer, lease, answer(lease, rewards=rewards)) == "accepted"
+
+
+def test_a_group_without_a_signal_is_set_aside_and_another_takes_its_place() -> None:
+    buffer = make_buffer(0, Refill("reward", max_groups=8))
+    first, second = lease(buffer, 5)  # S = 0: permits for one batch of this version
+    hand_in(buffer, first, ALIKE)
+    assert (buffer.counts.uninformative, buffer.counts.buffered) == (N, 0)
+    hand_in(buffer, second, APART)
+    assert isinstance(buffer.next_batch(0, 0.0), NotReady)
+    (third,) = lease(buffer, 5)  # its permit came back, for a prompt of its own
+    assert third.prompt.index == 2
+    hand_in(buffer, third, APART)
+    batch = buffer.next_batch(0, 0.0)
+    assert isinstance(batch, list)
+    assert [group.group_id for group in batch] == [second.group_id, third.group_id]
+    counts = buffer.counts
+    assert (counts.accepted, counts.trained, counts.uninformative, counts.lost) == (3 * N, 2 * N, N, 0)
+    assert (counts.accepted_tokens, counts.uninformative_tokens) == (3 * N, N)
+    assert buffer.index.groups["fate"].tolist() == [Fate.UNINFORMATIVE, Fate.TRAINED, Fate.TRAINED]
+    assert buffer.index.groups["step"].tolist() == [0, 0, 0]
+    assert buffer.state().returned == ()  # its prompt is done
+
+
+def test_beyond_the_limit_such_groups_count_until_the_batch_is_formed() -> None:
+    buffer = make_buffer(0, Refill("reward", max_groups=3))
+    for step in range(3):  # all is right, for ever: the run goes on
+        for _ in range(3):
+            hand_in(buffer, lease(buffer)[0], ALIKE)
+            assert isinstance(buffer.next_batch(step, 0.0), NotReady)
+        for one in lease(buffer, 5):
+            hand_in(buffer, one, ALIKE)
+        assert isinstance(buffer.next_batch(step, 0.0), list)
+        assert buffer.counts.uninformative == 3 * N * (step + 1)
+        buffer.publish(step + 1, f"d{step + 1}")
+        buffer.installed("w0", step + 1)
+
+
+def test_a_group_of_a_hold_that_is_set_aside_ends_it() -> None:
+    buffer = make_buffer(1, Refill("reward", max_groups=8), policy="wait")
+    old = lease(buffer, 3)
+    hand_in(buffer, old[0], APART)
+    hand_in(buffer, old[1], APART)
+    assert isinstance(buffer.next_batch(0, 0.0), list)
+    buffer.publish(1, "d1")
+    buffer.installed("w0", 1)
+    for one in lease(buffer, 2):
+        hand_in(buffer, one, APART)
+    held = buffer.next_batch(1, 0.0)
+    assert isinstance(held, NotReady)
+    assert held.reason == "holding"  # version 0 has its last chance at t = 1
+    hand_in(buffer, old[2], ALIKE)
+    assert isinstance(buffer.next_batch(1, 0.0), list)
+    assert (buffer.counts.uninformative, buffer.counts.dropped_stale) == (N, 0)
+
+
+def test_what_is_too_old_is_dropped_and_its_prompt_goes_out_again_whatever_it_says() -> None:
+    buffer = make_buffer(0, Refill("reward", max_groups=8), policy="drop")
+    late = lease(buffer, 2)[0]
+    buffer.expire(11.0)
+    late = buffer.lease("w0", 0, Prompt(7, (7,)), 11.0)
+    batch = [buffer.lease("w0", 0, Prompt(i, (i,)), 11.0) for i in (8, 9)]
+    for one in batch:
+        assert submit(buffer, one, answer(one, rewards=APART), now_s=11.0) == "accepted"
+    assert isinstance(buffer.next_batch(0, 11.0), list)
+    assert submit(buffer, late, answer(late, rewards=ALIKE), now_s=11.0) == "accepted"
+    assert (buffer.counts.dropped_stale, buffer.counts.uninformative) == (N, 0)
+    assert 7 in buffer.state().returned
+
+
+def test_a_cut_remembers_how_many_groups_were_set_aside_for_its_batch() -> None:
+    buffer = make_buffer(0, Refill("reward", max_groups=2))
+    hand_in(buffer, lease(buffer)[0], ALIKE)
+    state = buffer.state()
+    assert (state.replaced, state.counts.uninformative) == (1, N)
+    again = Buffer(
+        StalenessConfig(max_staleness=0),
+        groups_per_step=R,
+        samples_per_prompt=N,
+        lease_s=10.0,
+        lineage="L1",
+        seed=0,
+        index=buffer.index,
+        state=state,
+        refill=Refill("reward", max_groups=2),
+    )
+    again.publish(0, "d0")
+    again.register("w0", 0)
+    again.installed("w0", 0)
+    for _ in range(2):
+        one = lease(again)[0]
+        group = answer(one)
+        group = replace(group, trajectories=tuple(replace(t, lineage="L1") for t in group.trajectories))
+        assert submit(again, one, group) == "accepted"
+    assert (again.counts.uninformative, again.counts.buffered) == (2 * N, N)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from echo_planes.errors import ConfigError
 from echo_planes.rollout.capacity import (
+    UninformativeShare,
     needed_capacity,
     predicted_bubble,
     staleness_bound,
@@ -23,6 +24,25 @@ def test_a_worked_example() -> None:
     assert needed_capacity(4, 256, 10.0, 8.0) == pytest.approx(32.0)
     assert needed_capacity(1, 256, 10.0, 10.0) is None
     assert needed_capacity(1, 256, 10.0, 12.0) is None
+
+
+def test_what_refill_replaces_is_sampled_as_well() -> None:
+    share = UninformativeShare(per_step=100)
+    assert share.share == 0.0
+    share.observe(5000)  # of an earlier part of the run
+    assert share.share == 0.0
+    for step in range(1, 4):
+        share.observe(5000 + 300 * step)
+    assert share.share == pytest.approx(0.75)  # 300 of the 400 that are sampled for a step
+    for _ in range(100):
+        share.observe(5900)
+    assert share.share == 0.0
+    need = replace(NEED, uninformative=0.75)
+    assert need.sampled == 4 * 256
+    assert need.mu_min == pytest.approx(4 * 512 / 14)
+    assert predicted_bubble(need, 4 * 512 / 14) == pytest.approx(0.0, abs=1e-12)
+    assert predicted_bubble(need, 512 / 14) > 0.5
+    assert staleness_bound(need, 64.0) == 4  # 6 s of broadcast and 16 s of sampling: three steps
 
 
 @given(

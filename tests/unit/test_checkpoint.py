@@ -410,11 +410,17 @@ def test_prompts_of_groups_that_left_after_the_cut_go_out_again() -> None:
     )
     later = [accepted("c", 2), accepted("d", 12)]
     # "a" was dropped, or is damaged, since.
-    ledger = StoreCounts(24, trained=16, dropped=2, quarantined=0, removed=0, lost=0, buffered=6)
+    ledger = StoreCounts(24, 16, dropped=2, uninformative=0, quarantined=0, removed=0, lost=0, buffered=6)
     state = rejoin(cut, later, [accepted("b", 5), *later], ledger)
     assert (state.next_index, state.returned) == (13, (4, 10, 11))
     assert [group.group_id for group in state.groups] == ["b", "c", "d"]
     assert (state.counts.accepted, state.counts.lost, state.counts.refused) == (24, 0, 7)
+    # Two more came, and were set aside as uninformative: their prompts are done.
+    ledger = replace(ledger, accepted=28, uninformative=4)
+    done = [accepted("e", 10), accepted("f", 14)]
+    state = rejoin(cut, later, [accepted("b", 5), *later], ledger, done)
+    assert (state.next_index, state.returned) == (15, (4, 11, 13))
+    assert (state.counts.accepted, state.counts.uninformative, state.counts.lost) == (28, 4, 0)
 
 
 class LeveledTask(FakeTask):

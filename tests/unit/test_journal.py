@@ -136,6 +136,7 @@ def test_a_step_line_says_what_the_learner_measured(tmp_path: Path) -> None:
         tokens_scored=40,
         rate_factor=0.5,
         masked_fraction=0.125,
+        truncated_fraction=0.1,
         effective_samples=0.75,
         log_weight=(0.01, 0.2, 0.5, 2.0),
         k3=0.02,
@@ -149,7 +150,7 @@ def test_a_step_line_says_what_the_learner_measured(tmp_path: Path) -> None:
     assert weights == [0.01, 0.2, 0.5, 2.0]
     assert (row["tokens_scored"], row["rate_factor"], row["updates_skipped"]) == (40, 0.5, 1)
     assert (row["masked_fraction"], row["effective_samples"], row["k3"]) == (0.125, 0.75, 0.02)
-    assert row["truncated_fraction"] == 0.1  # of all lags
+    assert row["truncated_fraction"] == 0.1
     assert row["lags"][1] == {
         "lag": 2,
         "tokens": 10,
@@ -166,11 +167,12 @@ def test_what_was_not_measured_is_null_and_not_zero(tmp_path: Path) -> None:
     optional = (
         *("loss", "grad_norm", "learning_rate", "mismatch_mean", "mismatch_p99", "clip_fraction"),
         *("tis_mean", "entropy", "kl_reference", "masked_fraction", "effective_samples", "k3"),
+        "truncated_fraction",
     )
     nothing: dict[str, Any] = dict.fromkeys(optional)
     books.journal.on_step(batch(0, "a"), replace(stats(0), **nothing), 1.0, BufferCounts())
     (row,) = read_metrics(tmp_path)
-    derived = ("log_weight_p50", "log_weight_max", "truncated_fraction")
+    derived = ("log_weight_p50", "log_weight_max")
     assert {row[key] for key in (*optional, *derived)} == {None}
     assert (row["lags"], row["tokens_scored"], row["updates_skipped"]) == ([], 0, 0)
 
@@ -227,6 +229,21 @@ def test_an_evaluation_goes_into_the_steps_that_follow_it(tmp_path: Path) -> Non
     shown = books.screen.getvalue()
     assert "accuracy 0.500 at step 0 (avg@5, pass@2 0.600, pass@4 0.750, pass@5 0.800; v0)" in shown
     assert "v2 to v4: newer weights came meanwhile); 3 answers have no reward" in shown
+
+
+def test_the_reward_that_is_told_is_the_task_s_beside_the_one_that_is_trained(tmp_path: Path) -> None:
+    books = Books(tmp_path)
+    scored = replace(batch(0, "a"), scores=np.array([1.0, 1.0], np.float32))  # trained on: 1.0 and 0.5
+    counts = BufferCounts(accepted=6, trained=2, uninformative=4, accepted_tokens=60, uninformative_tokens=45)
+    books.clock.advance(10.0)
+    books.journal.on_step(scored, stats(0), 1.0, counts)
+    (row,) = read_metrics(tmp_path)
+    assert (row["reward_mean"], row["reward_trained_mean"]) == (1.0, 0.75)
+    assert (row["uninformative"], row["tokens_generated"]) == (4, 60)
+    summary = books.summary(counts)
+    assert (summary["uninformative"], summary["tokens_generated"]) == (4, 60)
+    told = summary["usd_total"] / 60 * 1e6
+    assert summary["usd_per_million_generated_tokens"] == pytest.approx(told)
 
 
 def test_the_steps_pay_for_every_machine_from_start_to_end(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ def test_only_what_there_is_is_said() -> None:
         "1,200 accepted = 1,000 trained + 24 dropped (16 hard, 8 easy) + 4 removed + 200 buffered; "
         "32 trained again"
     )
+    refilled = ledger_equation(books | {"uninformative": 16, "reused": 0})
+    assert refilled.endswith("+ 4 removed + 16 uninformative + 200 buffered")
     lost = ledger_equation(books | {"unreadable_tokens": 5000})
     assert lost.endswith("32 trained again; 5,000 tokens of the checkpoint unreadable, sampled again")
 

@@ -35,7 +35,17 @@ def test_a_trajectory_may_be_at_most_s_versions_old(
 # --- permits -------------------------------------------------------------------------------------
 
 
-def permits(*, p: int, t: int, s: int, r: int = 4, outstanding: int = 0, queue: float = 1e9) -> int:
+def permits(
+    *,
+    p: int,
+    t: int,
+    s: int,
+    r: int = 4,
+    outstanding: int = 0,
+    queue: float = 1e9,
+    leased: int = 0,
+    u: float = 0.0,
+) -> int:
     return num_permits(
         worker_version=p,
         step=t,
@@ -43,6 +53,8 @@ def permits(*, p: int, t: int, s: int, r: int = 4, outstanding: int = 0, queue: 
         groups_per_step=r,
         outstanding_groups=outstanding,
         queue_batches=queue,
+        leased_groups=leased,
+        uninformative=u,
     )
 
 
@@ -60,6 +72,17 @@ def test_the_queue_lowers_the_ceiling_but_never_below_one_batch(queue: float, ex
     assert permits(p=5, t=5, s=3, queue=queue) == expected
 
 
+def test_the_queue_is_of_groups_that_are_expected_to_count() -> None:
+    # Six groups fill the queue; of those that are leased every second one is expected to be replaced.
+    assert permits(p=5, t=5, s=3, queue=1.5, u=0.5) == 12
+    assert permits(p=5, t=5, s=3, queue=1.5, u=0.5, outstanding=12, leased=12) == 0
+    assert permits(p=5, t=5, s=3, queue=1.5, u=0.5, outstanding=8, leased=4) == 0  # 4 and half of 4
+    assert permits(p=5, t=5, s=3, queue=1.5, u=0.5, outstanding=6, leased=4) == 4
+    # All of them may count, and must be trained within the bound then.
+    assert permits(p=5, t=5, s=3, queue=1.5, u=0.9) == 16
+    assert permits(p=5, t=5, s=0, queue=1.5, u=0.9, outstanding=3, leased=3) == 1
+
+
 @quick
 @given(
     p=st.integers(0, 9),
@@ -68,11 +91,14 @@ def test_the_queue_lowers_the_ceiling_but_never_below_one_batch(queue: float, ex
     r=st.integers(1, 9),
     outstanding=st.integers(0, 60),
     queue=st.floats(1.0, 10.0),
+    leased=st.integers(0, 60),
+    u=st.floats(0.0, 0.99),
 )
 def test_permits_never_promise_more_than_can_be_trained(
-    p: int, t: int, s: int, r: int, outstanding: int, queue: float
+    p: int, t: int, s: int, r: int, outstanding: int, queue: float, leased: int, u: float
 ) -> None:
-    granted = permits(p=p, t=t, s=s, r=r, outstanding=outstanding, queue=queue)
+    leased = min(leased, outstanding)
+    granted = permits(p=p, t=t, s=s, r=r, outstanding=outstanding, queue=queue, leased=leased, u=u)
     trainable = sum(is_admissible(p, step, s) for step in range(t, t + 20)) * r
     assert 0 <= granted <= max(0, trainable - outstanding)
     if is_admissible(p, t, s):

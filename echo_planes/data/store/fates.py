@@ -24,7 +24,7 @@ FATES_SCHEMA = pa.schema(
         ("sequence", pa.int64()),  # of the group in the store
         ("group_id", pa.string()),
         ("fate", pa.string()),  # the last one of a group counts, "erased" aside
-        ("step", pa.int64()),  # t of the batch it was trained in; -1: not trained
+        ("step", pa.int64()),  # t of the batch it was trained in, or set aside for; -1: neither
     ],
     metadata={"echo_planes.fates_version": "1"},
 )

@@ -38,6 +38,7 @@ class Fate(IntEnum):
     REMOVED = 4  # by retention, before it was trained
     LOST = 5  # damaged on disk before it had another fate; never written to the log
     ERASED = 6  # in the log only: the rows of a group that has a fate already may go
+    UNINFORMATIVE = 7  # another group took its place in the batch
 
 
 class MessageState(IntEnum):
@@ -55,6 +56,7 @@ class StoreCounts:
     accepted: int
     trained: int
     dropped: int
+    uninformative: int
     quarantined: int
     removed: int
     lost: int  # acknowledged, then damaged by others; 0 unless the disk or a person changed the files
@@ -63,8 +65,8 @@ class StoreCounts:
     @property
     def missing(self) -> int:
         """Accepted but nowhere. Always 0."""
-        rest = self.trained + self.dropped + self.quarantined + self.removed + self.lost + self.buffered
-        return self.accepted - rest
+        rest = self.trained + self.dropped + self.uninformative + self.quarantined + self.removed
+        return self.accepted - rest - self.lost - self.buffered
 
 
 class _Table:
@@ -115,7 +117,7 @@ class GroupIndex:
                 "entry": (GROUP_ENTRY, (-1, np.nan, np.nan, 0, -1, 0, 0)),
                 "message": ("i4", -1),  # row of `messages`; -1: unknown, its message is damaged
                 "fate": ("u1", Fate.LOST),
-                "step": ("i8", -1),  # of the batch it was trained in
+                "step": ("i8", -1),  # of the batch it was trained in, or set aside for
                 "erased": ("?", False),
                 "reuse_count": ("u4", 0),  # times gathered by this process
             }
@@ -313,6 +315,7 @@ class GroupIndex:
             accepted=sum(totals),
             trained=totals[Fate.TRAINED],
             dropped=totals[Fate.DROPPED],
+            uninformative=totals[Fate.UNINFORMATIVE],
             quarantined=totals[Fate.QUARANTINED],
             removed=totals[Fate.REMOVED],
             lost=totals[Fate.LOST],

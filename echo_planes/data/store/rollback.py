@@ -27,7 +27,8 @@ def plan(index: GroupIndex, step: int, newest_version: Callable[[int], int | Non
     """What must change for the store to be as it was when `step` updates were completed.
 
     Groups that were accepted later stay, where every token was sampled under a version up to `step`: their
-    work need not be done again. Groups that were dropped stay dropped.
+    work need not be done again. Groups that were dropped stay dropped, those that were set aside as
+    uninformative stay that.
 
     Args:
         index: of the store.
@@ -37,6 +38,7 @@ def plan(index: GroupIndex, step: int, newest_version: Callable[[int], int | Non
     groups = index.groups
     undone = (groups["fate"] == Fate.TRAINED) & (groups["step"] >= step)
     open_ = undone | (groups["fate"] == Fate.BUFFERED)
+    open_ |= (groups["fate"] == Fate.UNINFORMATIVE) & (groups["step"] >= step)
     gone = groups["erased"] | (groups["message"] < 0)
     later = (groups["version"] > step) | gone
     for sequence in np.flatnonzero(open_ & ~later & ~gone).tolist():

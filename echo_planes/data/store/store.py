@@ -6,11 +6,11 @@
     LOCK                     who writes
     segments/00000000.arrows Arrow IPC streams of `schema.SCHEMA`, one message per batch of whole groups
     segments/00000000.index  what is known of a sealed segment without its rows
-    fates.arrows             what became of the groups: trained, dropped, quarantined, removed
+    fates.arrows             what became of the groups: trained, dropped, uninformative, quarantined, removed
 
 A group has a sequence number in order of acceptance. Rows on disk say "buffered" for ever; their fate is in
-the fate log, so accepted = trained + dropped + quarantined + removed + lost + buffered can be counted from
-the files at any time. Not safe for use by several threads at once; `service.py` is its owner.
+the fate log, so accepted = trained + dropped + uninformative + quarantined + removed + lost + buffered can be
+counted from the files at any time. Not safe for use by several threads at once; `service.py` is its owner.
 """
 
 from __future__ import annotations
@@ -164,9 +164,9 @@ class ReplayStore:
 
         Args:
             sequences: shape (n,), each once.
-            fate: `TRAINED`, `DROPPED` or `REMOVED` for buffered groups, `QUARANTINED` for those and for
-                trained or dropped ones.
-            step: t of the batch they were trained in.
+            fate: `TRAINED`, `DROPPED`, `UNINFORMATIVE` or `REMOVED` for buffered groups, `QUARANTINED` for
+                those and for trained, dropped or uninformative ones.
+            step: t of the batch they were trained in, or set aside for.
 
         Raises:
             RefusedError: a group is unknown, or has another fate already.
@@ -180,7 +180,7 @@ class ReplayStore:
         same = (fates == fate) & (self.index.groups["step"][sequences] == step)
         allowed = fates == Fate.BUFFERED
         if fate == Fate.QUARANTINED:
-            allowed |= (fates == Fate.TRAINED) | (fates == Fate.DROPPED)
+            allowed |= np.isin(fates, (Fate.TRAINED, Fate.DROPPED, Fate.UNINFORMATIVE))
         if not (same | allowed).all():
             wrong = int(sequences[~(same | allowed)][0])
             is_now = Fate(int(self.index.groups["fate"][wrong])).name.lower()

@@ -1,0 +1,167 @@
+"""What carries a signal, and what becomes of long answers: against their definitions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from echo_planes.config import Config
+from echo_planes.data.batch import make_batch, train_everything
+from echo_planes.data.overlong import Overlong, overlong_of
+from echo_planes.data.refill import Refill, check_refill, refill_of
+from echo_planes.data.task import by_batch, by_group, by_initial_state
+from echo_planes.errors import ConfigError
+from echo_planes.fakes import FakeTask
+from echo_planes.learning.advantages import compute_advantages, zero_groups
+from echo_planes.testing import replace_section, tiny_config
+from echo_planes.types import Episode, Group, Prompt, Reward, Span, Trajectory
+
+
+def episode(*mask: bool, finish_reason: str = "stop") -> Episode:
+    n = len(mask)
+    spans = (Span(0, n, 3, "d3"),)
+    return Episode(tuple(range(n)), mask, (-0.5,) * n, spans, finish_reason)
+
+
+def group(*samples: tuple[float, bool, Episode]) -> Group:
+    trajectories = tuple(
+        Trajectory(f"g/{i}", "g", Prompt(0, (1, 2)), said, Reward(value, correct), "w0", "L0")
+        for i, (value, correct, said) in enumerate(samples)
+    )
+    return Group("g", trajectories)
+
+
+def of_length(length: int, *, finish_reason: str = "stop") -> Episode:
+    return episode(*(True,) * length, finish_reason=finish_reason)
+
+
+# --- overlong answers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"), [(1, 0.0), (80, 0.0), (85, -0.25), (90, -0.5), (99, -0.95), (100, -1.0)]
+)
+def test_the_penalty_falls_linearly_to_minus_one_at_the_limit(length: int, expected: float) -> None:
+    assert Overlong("penalty", 100, 20).penalty(of_length(length)) == pytest.approx(expected)
+    assert Overlong("keep", 100, 20).penalty(of_length(length)) == 0.0
+
+
+def test_of_several_turns_the_longest_call_is_punished_and_the_environment_s_tokens_are_not() -> None:
+    overlong = Overlong("penalty", 10, 4)
+    assert overlong.penalty(episode(*[True] * 6, *[False] * 9, *[True] * 6)) == 0.0
+    assert overlong.penalty(episode(*[True] * 2, *[False] * 9, *[True] * 8)) == -0.5
+
+
+def test_what_is_trained_has_the_penalty_and_what_is_shown_has_not() -> None:
+    groups = [group((1.0, True, of_length(5)), (1.0, True, of_length(10)))]
+    batch = make_batch(0, groups, train_everything, Overlong("penalty", 10, 4))
+    assert batch.rewards.tolist() == [1.0, 0.0]
+    assert batch.task_rewards.tolist() == [1.0, 1.0]
+    assert batch.num_tokens == 15
+
+
+def test_a_masked_answer_is_not_trained_and_still_counts_in_its_group_s_mean() -> None:
+    cut = of_length(10, finish_reason="length")
+    groups = [group((0.0, False, cut), (1.0, True, of_length(5)))]
+    batch = make_batch(0, groups, train_everything, Overlong("mask", 10, 4))
+    assert batch.cut_off.tolist() == [True, False]
+    assert batch.loss_mask.tolist() == [False] * (2 + 10 + 2) + [True] * 5
+    assert batch.rewards.tolist() == [0.0, 1.0]
+    advantages = compute_advantages("centred", batch.rewards, batch.advantage_groups, batch.advantages)
+    assert advantages.tolist() == [-0.5, 0.5]
+    kept = make_batch(0, groups, train_everything)
+    assert kept.num_tokens == 15
+
+
+def with_sampling(**sampling: Any) -> Config:
+    return replace_section(tiny_config(), sampling=sampling)
+
+
+def test_the_limit_is_the_task_s_own_and_the_stretch_a_fifth_of_it() -> None:
+    config = with_sampling(overlong="penalty", max_new_tokens=100)
+    assert overlong_of(config, None) == Overlong("penalty", 100, 20)
+    assert overlong_of(config, 10) == Overlong("penalty", 10, 2)
+    config = with_sampling(overlong="penalty", max_new_tokens=100, overlong_tokens=40)
+    assert overlong_of(config, None) == Overlong("penalty", 100, 40)
+    with pytest.raises(ConfigError, match=r"overlong_tokens=40 is more than the 10 tokens"):
+        overlong_of(config, 10)
+
+
+def test_a_stretch_without_a_penalty_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"overlong_tokens=4 .*overlong=mask has none"):
+        Config.model_validate({"sampling": {"overlong": "mask", "overlong_tokens": 4}})
+    Config.model_validate({"objective": {"name": "dapo"}, "sampling": {"overlong_tokens": 4}})
+
+
+# --- groups without a signal ---------------------------------------------------------------------
+
+SHORT, LONG = of_length(5), of_length(10)
+CUT = of_length(10, finish_reason="length")
+PENALTY = Overlong("penalty", 10, 4)
+
+
+@pytest.mark.parametrize(
+    ("by", "overlong", "samples", "carries"),
+    [
+        ("reward", Overlong(), [(1.0, True, SHORT), (1.0, True, LONG)], False),
+        ("reward", Overlong(), [(1.0, True, SHORT), (0.5, True, SHORT)], True),
+        ("reward", PENALTY, [(1.0, True, SHORT), (1.0, True, LONG)], True),  # longer is worse
+        ("correct", PENALTY, [(1.0, True, SHORT), (1.0, True, LONG)], False),
+        ("correct", Overlong(), [(1.0, True, SHORT), (0.5, True, SHORT)], False),
+        ("correct", Overlong(), [(1.0, True, SHORT), (1.0, False, SHORT)], True),
+        ("reward", Overlong("mask", 10, 4), [(1.0, True, CUT), (0.0, False, CUT)], False),  # nothing trained
+        ("reward", Overlong("mask", 10, 4), [(1.0, True, SHORT), (0.0, False, CUT)], True),
+    ],
+)
+def test_what_carries_a_signal(by: Any, overlong: Overlong, samples: list[Any], carries: bool) -> None:
+    assert Refill(by, 1, overlong).carries_signal(group(*samples)) is carries
+
+
+def test_by_reward_a_group_carries_a_signal_exactly_where_its_advantages_are_not_all_zero() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        samples = [
+            (float(rng.choice([0.0, 0.1, 0.3])), True, of_length(int(rng.integers(1, 12)))) for _ in range(2)
+        ]
+        one = group(*samples)
+        batch = make_batch(0, [one], train_everything, PENALTY)
+        advantages = compute_advantages("grpo", batch.rewards, batch.advantage_groups, batch.advantages)
+        empty = bool(zero_groups(advantages, batch.advantage_groups).all())
+        assert Refill("reward", 1, PENALTY).carries_signal(one) is not empty
+
+
+def test_refill_is_off_unless_asked_for_and_a_part_of_dapo() -> None:
+    assert refill_of(tiny_config(), Overlong()) is None
+    dapo = replace_section(tiny_config(), objective={"name": "dapo"})
+    assert refill_of(dapo, PENALTY) == Refill("reward", 4 * dapo.sampling.prompts_per_step, PENALTY)
+    config = with_sampling(refill="correct", refill_limit=1.5, prompts_per_step=3)
+    assert refill_of(config, Overlong()) == Refill("correct", 4)
+
+
+class ByGroup(FakeTask):
+    materialize = by_group
+
+
+class ByBatch(FakeTask):
+    materialize = by_batch
+
+
+class ByState(FakeTask):
+    materialize = by_initial_state
+
+
+def test_refill_is_refused_where_a_group_is_not_compared_by_itself() -> None:
+    config = with_sampling(refill="reward")
+    check_refill(config, FakeTask)
+    check_refill(config, ByGroup)
+    with pytest.raises(ConfigError, match=r"materialize = by_batch.*set sampling.refill=off"):
+        check_refill(config, ByBatch)
+    with pytest.raises(ConfigError, match="materialize = by_initial_state"):
+        check_refill(config, ByState)
+    check_refill(with_sampling(refill="off"), ByBatch)
+    dapo = replace_section(tiny_config(), objective={"name": "dapo"})
+    with pytest.raises(ConfigError, match=r"sampling.refill=reward"):
+        check_refill(dapo, ByState)
