@@ -222,6 +222,7 @@ class TrainBatch:
     cut_off: BoolArray  # (N,) the answer ended at its token limit
     # (N,) rewards as the task gave them; empty: as in `rewards`.
     scores: FloatArray = field(default_factory=lambda: np.zeros(0, np.float32))
+    longest_answer: int = 0  # most tokens that an answer of the task may have; 0: sampling.max_new_tokens
 
     @property
     def num_trajectories(self) -> int:

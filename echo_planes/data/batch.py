@@ -25,7 +25,11 @@ def normalised_by(tag: Callable[[Trajectory], str], trajectories: Sequence[Traje
 
 
 def make_batch(
-    step: int, groups: Sequence[Group], materialize: Materialize, overlong: Overlong = KEPT
+    step: int,
+    groups: Sequence[Group],
+    materialize: Materialize,
+    overlong: Overlong = KEPT,
+    longest_answer: int = 0,
 ) -> TrainBatch:
     """Materialise Omega (ECHO-2 appendix F.5) and lay the groups out as one `TrainBatch`.
 
@@ -89,4 +93,5 @@ def make_batch(
         token_versions=np.asarray(token_versions, np.int64),
         cut_off=np.asarray(cut_off, np.bool_),
         scores=np.asarray(scores, np.float32),
+        longest_answer=longest_answer,
     )

@@ -161,6 +161,11 @@ class EpisodeTask(TaskAdapter):
         notes = json.loads(episode.notes)
         return Reward(notes["value"], notes["correct"], notes["parts"])
 
+    def longest_answer(self, max_new_tokens: int) -> int:
+        """Of all its turns together."""
+        turns = self._settings.max_turns * super().longest_answer(max_new_tokens)
+        return min(turns, self._settings.max_episode_tokens)
+
     def _has_room(self, prompt: Prompt, builder: EpisodeBuilder) -> bool:
         used = len(prompt.token_ids) + len(builder.response_ids)
         return used + (self.max_new_tokens or 1) <= self._settings.max_episode_tokens

@@ -90,6 +90,7 @@ class DataService:
             config.task, load_tokenizer(config.model.folder), config.run.seed
         )
         self._wall_s = wall_s
+        self._max_new_tokens = config.sampling.max_new_tokens
         self._overlong = overlong_of(config, self._adapter.max_new_tokens)
         self._replay = config.replay
         self._batch_size = config.sampling.trajectories_per_step
@@ -325,7 +326,8 @@ class DataService:
         self._store.settle(sequences[new], Fate.TRAINED, step=step)
         if step % self._replay.trim_every == 0:
             self._trim(step)
-        return make_batch(step, groups, self._adapter.materialize, self._overlong)
+        longest = self._adapter.longest_answer(self._max_new_tokens)
+        return make_batch(step, groups, self._adapter.materialize, self._overlong, longest)
 
     def _sequences(self, groups: Sequence[Accepted]) -> IntArray:
         return np.array([self._store.index.by_id[group.group_id] for group in groups], np.int64)

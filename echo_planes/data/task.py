@@ -157,6 +157,10 @@ class TaskAdapter(ABC):
         """
         return train_everything(trajectories)
 
+    def longest_answer(self, max_new_tokens: int) -> int:
+        """Most tokens that an answer may have, `sampling.max_new_tokens` given: L of Dr. GRPO."""
+        return self.max_new_tokens or max_new_tokens
+
     def initial_state(self, prompt: Prompt) -> str:
         """For `by_initial_state`: a name for where an episode begins. By default the prompt's tokens.
 

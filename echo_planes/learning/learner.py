@@ -290,7 +290,9 @@ class Learner:
             return
         counts = np.diff(inputs.bounds)
         weights = np.zeros(len(lengths), np.float32)
-        weights[part] = token_weights(self._objective, counts[part], self._config.sampling.max_new_tokens)
+        weights[part] = token_weights(
+            self._objective, counts[part], batch.longest_answer or self._config.sampling.max_new_tokens
+        )
         weight = torch.from_numpy(weights).to(self._engine.device)
         sums = torch.zeros(3, device=self._engine.device)
         micro_batches, forwarded = self._micro_batches(batch, replace(inputs, lengths=lengths))

@@ -190,3 +190,10 @@ def test_an_answer_that_stopped_at_another_end_token_gets_no_second_one() -> Non
     play(task, task.opening(0, "0-19:", "12"), policy)
     turn = "#user#\n\nhigher:>#assistant#\n\n"
     assert tokenizer.decode(policy.asked[3]) == f"#user#\n\n0-19:>#assistant#\n\n5>{turn}7@{turn}9>{turn}"
+
+
+def test_the_longest_answer_is_of_all_turns_together() -> None:
+    task = guess(max_turns=3, max_episode_tokens=400)
+    each = task.max_new_tokens or 64
+    assert task.longest_answer(64) == 3 * each
+    assert guess(max_turns=100, max_episode_tokens=40).longest_answer(64) == 40
