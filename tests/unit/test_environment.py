@@ -196,4 +196,4 @@ def test_the_longest_answer_is_of_all_turns_together() -> None:
     task = guess(max_turns=3, max_episode_tokens=400)
     each = task.max_new_tokens or 64
     assert task.longest_answer(64) == 3 * each
-    assert guess(max_turns=100, max_episode_tokens=40).longest_answer(64) == 40
+    assert guess(max_turns=60, max_episode_tokens=40).longest_answer(64) == 40
