@@ -321,10 +321,11 @@ class ObjectiveConfig(Section):
     name: Literal["grpo", "dapo", "dr_grpo", "rloo", "gspo", "cispo"] = Field(
         "grpo", description="see learning/objectives"
     )
-    anchor: Literal["sampler", "proximal"] = Field(
-        "sampler",
-        description="what the clipped ratio is against: the policy that sampled, so that the clip holds for "
-        "stale tokens, or the policy at the start of the step, times a truncated weight against the sampler",
+    anchor: Literal["proximal", "sampler"] | None = Field(
+        None,
+        description="what the clipped ratio is against: the policy at the step's start, times a truncated "
+        "weight against the sampler; or the policy that sampled, so that the clip holds for stale tokens; "
+        "default: proximal, name=cispo: sampler",
     )
     clip_low: NonNegativeFloat | None = Field(
         None, description="lower clip: ratio >= 1 - clip_low; default: the objective's"
@@ -360,16 +361,22 @@ class ObjectiveConfig(Section):
         description="put skipped groups through the model all the same: entropy and drift of all tokens",
     )
 
+    @property
+    def ratio_anchor(self) -> Literal["proximal", "sampler"]:
+        """`anchor`, or the objective's own."""
+        return self.anchor or ("sampler" if self.name == "cispo" else "proximal")
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.anchor == "sampler" and self.tis_level is not None:
+        if self.ratio_anchor == "sampler" and self.tis_level is not None:
             raise ValueError(
-                f"anchor=sampler takes the ratio against the policy that sampled, which corrects by itself: "
+                "anchor=sampler takes the ratio against the policy that sampled, which corrects by itself: "
                 f"leave out tis_level={self.tis_level}, or set anchor=proximal"
             )
         if self.name == "cispo" and self.anchor == "proximal":
             raise ValueError(
-                "name=cispo weights tokens against the policy that sampled: leave anchor=sampler"
+                "name=cispo weights tokens against the policy that sampled, not that of the step's start: "
+                "leave out anchor=proximal"
             )
         if self.name == "gspo" and self.token_mask is not None:
             raise ValueError("name=gspo has one ratio an answer: give sequence_mask instead of token_mask")

@@ -31,7 +31,7 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     "proximal": {"objective": {"anchor": "proximal"}, **NO_DRIFT},
     "sampler": {"objective": {"anchor": "sampler"}, **NO_DRIFT},
-    "sequence": {"objective": {"name": "gspo"}, **NO_DRIFT},
+    "sequence": {"objective": {"name": "gspo", "anchor": "sampler"}, **NO_DRIFT},
     "masked": {"objective": {"anchor": "proximal", "token_mask": [0.5, 2.0]}, **NO_DRIFT},
     "m2po": NO_DRIFT,
     "sat": NO_DRIFT,

@@ -210,11 +210,14 @@ def test_other_mistakes(words: list[str], parts: list[str]) -> None:
     ("words", "parts"),
     [
         (
-            ["objective.anchor=proximal", "objective.tis_level=none"],
+            ["objective.tis_level=none"],
             ["tis_level=none", "max_staleness=3", "objective.uncorrected=true"],
         ),
-        (["objective.tis_level=token"], ["anchor=sampler", "tis_level=token", "anchor=proximal"]),
-        (["objective.name=cispo", "objective.anchor=proximal"], ["cispo", "anchor=sampler"]),
+        (
+            ["objective.anchor=sampler", "objective.tis_level=token"],
+            ["anchor=sampler", "tis_level=token", "anchor=proximal"],
+        ),
+        (["objective.name=cispo", "objective.anchor=proximal"], ["cispo", "anchor=proximal"]),
         (["objective.name=gspo", "objective.token_mask=[0.5, 2.0]"], ["gspo", "sequence_mask"]),
         (["objective.token_mask=[1.5, 2.0]"], ["token_mask", "[1.5, 2.0]", "1 between its ends"]),
     ],
@@ -224,7 +227,7 @@ def test_objectives_that_make_no_sense_are_refused(words: list[str], parts: list
 
 
 def test_uncorrected_training_is_possible_where_it_is_asked_for() -> None:
-    plain = ["objective.anchor=proximal", "objective.tis_level=none"]
+    plain = ["objective.tis_level=none"]
     assert load_config([*plain, "objective.uncorrected=true"]).objective.uncorrected
     assert load_config([*plain, "staleness.max_staleness=0"]).objective.tis_level == "none"
 

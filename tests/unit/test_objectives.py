@@ -172,14 +172,16 @@ def test_against_the_sampler_the_clip_holds_for_stale_tokens() -> None:
     stale = [-1.0, -0.9, -1.0, -2.7]
     drifted = {"new": OLD, "sampler_logprobs": torch.tensor(stale)}
     assert not loss_of(proximal(), **drifted).clipped.any()
-    config = ObjectiveConfig(clip_low=0.2, clip_high=0.2, clip_delta=0.0)
+    config = ObjectiveConfig(anchor="sampler", clip_low=0.2, clip_high=0.2, clip_delta=0.0)
     result = loss_of(config, **drifted)
     # Ratios e^-0.1, e^0.3, e^-0.8, e^2, advantages +, -, -, -: the third has moved further than it may.
     assert result.clipped.tolist() == [False, False, True, False]
     expected = [-exp(-0.1) * 1.5, exp(0.3) * 0.5, 0.8 * 0.5, exp(2.0) * 0.5]
     per_token = token_weights(OBJECTIVES["grpo"], COUNTS, MAX_TOKENS)[[0, 1, 1, 1]]
     assert result.loss.item() == pytest.approx(float(np.dot(per_token, expected)), abs=1e-5)
-    bounded = loss_of(ObjectiveConfig(clip_low=0.2, clip_high=0.2, clip_delta=4.0), **drifted)
+    bounded = loss_of(
+        ObjectiveConfig(anchor="sampler", clip_low=0.2, clip_high=0.2, clip_delta=4.0), **drifted
+    )
     assert bounded.clipped.tolist() == [False, False, True, True]
 
 
@@ -255,7 +257,7 @@ def test_on_policy_gradient_is_the_weighted_advantage() -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [ObjectiveConfig(name=name, kl_beta=0.1, sequence_mask=(0.5, 2.0)) for name in NAMES]
+    [ObjectiveConfig(name=name, anchor="sampler", kl_beta=0.1, sequence_mask=(0.5, 2.0)) for name in NAMES]
     + [proximal(name, tis_level=level, kl_beta=0.1) for name in PROXIMAL for level in ("token", "sequence")],
     ids=lambda config: f"{config.name}-{config.anchor}-{config.tis_level}",
 )

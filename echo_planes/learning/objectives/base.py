@@ -104,7 +104,7 @@ def clipped_surrogate(
 def policy_loss(tokens: Tokens, config: ObjectiveConfig, objective: Objective) -> Loss:
     """The loss above, summed over these tokens."""
     sampled = tokens.sampler_logprobs
-    stale = config.anchor == "sampler"
+    stale = config.ratio_anchor == "sampler"
     log_ratio = tokens.logprobs - (sampled if stale else tokens.old_logprobs)
     ratio = _at_level(log_ratio, objective.level, tokens).exp()
     surrogate, clipped = objective.surrogate(
@@ -131,7 +131,7 @@ def policy_loss(tokens: Tokens, config: ObjectiveConfig, objective: Objective) -
 
 def clip_of(config: ObjectiveConfig, objective: Objective) -> Clip:
     """The objective's own ends, where the settings name no others."""
-    own = objective.stale_clip if config.anchor == "sampler" else objective.clip
+    own = objective.stale_clip if config.ratio_anchor == "sampler" else objective.clip
     return Clip(
         own.low if config.clip_low is None else config.clip_low,
         own.high if config.clip_high is None else config.clip_high,
