@@ -26,7 +26,7 @@ def figures(differences: list[int | None], cosines: tuple[float, float] = (1.0, 
         )
         for seed, change in enumerate(differences)
     ]
-    return Figures(steps, steps, True, pairs)
+    return Figures(steps, steps, [replace(one, cosine=0.99) for one in steps], True, pairs)
 
 
 def test_a_recording_loses_its_padding_and_keeps_its_groups() -> None:
@@ -64,6 +64,13 @@ def test_the_interval_is_students() -> None:
 def test_one_step_that_is_off_is_enough(worst: float) -> None:
     assert parity.verdicts(figures([1, -1], (1.0, 0.9999)))[GRADIENTS]
     assert not parity.verdicts(figures([1, -1], (1.0, worst)))[GRADIENTS]
+
+
+def test_the_control_must_differ() -> None:
+    name = "control: dapo's average of tokens is told apart in each step"
+    same = figures([1, -1])
+    assert parity.verdicts(same)[name]
+    assert not parity.verdicts(replace(same, steps_other=same.steps))[name]
 
 
 @pytest.mark.parametrize(
