@@ -25,6 +25,7 @@ from tests.thorough import examples
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("ECHO_PLANES_DATA", ROOT.parent / "shared" / "data"))
+FATES = ("trained", "stale", "uninformative", "lost", "refused")  # of tokens, in the summary
 P3_TRACE = DATA / "spot_traces" / "bamboo" / "p3-trace.csv"
 
 
@@ -56,7 +57,8 @@ def check(world: World, result: Result) -> None:
     """What must hold however a run went."""
     summary, counts = result.summary, world.data.counts
     assert summary["lost_trajectories"] == 0
-    assert counts.accepted == counts.trained + counts.dropped_stale + counts.buffered
+    parts = counts.trained + counts.dropped_stale + counts.uninformative + counts.buffered
+    assert counts.accepted == parts
     assert summary["max_staleness_observed"] <= world.scenario.staleness.max_staleness
     samples = world.scenario.sampling.samples_per_prompt
     assert counts.trained == samples * world.scenario.sampling.prompts_per_step * world.data.step
@@ -67,7 +69,7 @@ def check(world: World, result: Result) -> None:
     assert sum(summary["usd_by_sku"].values()) == pytest.approx(float(total))
     assert all(value >= 0 for value in money.parts(now_s).values())
     # No token has two fates, and all that were trained were made.
-    fated = sum(summary[f"{fate}_tokens"] for fate in ("trained", "stale", "lost", "refused"))
+    fated = sum(summary[f"{fate}_tokens"] for fate in FATES)
     made = sum(machine.made for machine in money._machines.values())
     assert fated <= made
 
@@ -405,3 +407,25 @@ def test_machines_that_never_come_are_replaced_by_dearer_ones(tmp_path: Path) ->
     )
     assert "cheap spot" not in result.summary["usd_by_sku"]
     assert result.steps[-1]["workers"] >= 3
+
+
+@pytest.mark.parametrize("solved", [0.5, 0.75])
+def test_a_provisioned_fleet_samples_what_refill_replaces_as_well(solved: float) -> None:
+    changes: dict[str, Any] = {
+        "run": {"hours": 4.0},
+        "fleet": {"mode": "provisioned"},
+        "staleness": {"max_staleness": 6, "queue_batches": 6.0},
+        "offer": {"count": 2, "max_count": 60},
+    }
+    fleets = []
+    for refill in ("off", "reward"):
+        sampling = {"prompts_per_step": 32, "samples_per_prompt": 4, "solved": solved, "refill": refill}
+        world, result = simulate(**{**changes, "sampling": sampling, "offer": dict(changes["offer"])})
+        late = result.steps[len(result.steps) // 2 :]
+        assert sum(row["t_idle_s"] for row in late) < 0.03 * sum(row["t_train_s"] for row in late)
+        fleets.append(late[-1]["workers"])
+    counts = world.data.counts
+    share = counts.uninformative / (counts.uninformative + counts.trained)
+    assert share == pytest.approx(solved, abs=0.05)
+    assert fleets[1] == pytest.approx(fleets[0] / (1 - share), rel=0.25)
+    assert result.summary["usd_by_part"]["uninformative"] > 0

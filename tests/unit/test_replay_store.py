@@ -224,6 +224,17 @@ def test_a_resume_sets_later_work_aside(open_store: Open) -> None:
     assert counts.missing == 0
 
 
+def test_a_resume_keeps_uninformative_groups_but_those_of_versions_that_are_gone(open_store: Open) -> None:
+    store = open_store()
+    store.append(batch_of(*range(16)), created_s=0.0)  # versions 0 to 3, four groups each
+    store.settle(np.array([0, 1]), Fate.UNINFORMATIVE, step=0)
+    store.settle(np.array([8, 9]), Fate.UNINFORMATIVE, step=2)
+    store.settle(np.array([10, 12]), Fate.UNINFORMATIVE, step=3)  # the last is of version 3
+    assert store.roll_back(2).tolist() == [2, 3, 4, 5, 6, 7, 11]
+    counts = open_store().counts()
+    assert (counts.uninformative, counts.quarantined, counts.buffered, counts.missing) == (5, 4, 7, 0)
+
+
 def test_a_group_with_one_token_of_a_later_version_is_set_aside(open_store: Open) -> None:
     store = open_store()
     rows = batch_of(0, 1).to_pylist()
