@@ -8,7 +8,8 @@ A tiny model is what reinforcement learning starts from on a laptop. It is train
 
 So reinforcement learning on such a model sharpens a skill that is already there; it does not discover it. A
 half-trained model would be the more natural start, but it is confidently wrong: all samples of a prompt
-agree, their rewards do not vary, and training stalls.
+agree, their rewards do not vary, and training stalls. make_tiny_carry.py goes further: nearly all answers of
+its second stage are wrong, and a few are right, for reinforcement learning to find.
 
 The loss covers answers only. The accuracies printed at the end are those of the saved folder, loaded again,
 so bf16 rounding is included. The result is the same for the same seed, thread count, machine and library
@@ -81,7 +82,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 @dataclass(frozen=True)
 class Size:
-    """Dimensions of a model; heads are HEAD_DIM wide, the least that engines run."""
+    """Dimensions of a model, whose heads are HEAD_DIM wide."""
 
     hidden: int = 128
     intermediate: int = 256
@@ -150,7 +151,7 @@ def train(
 def chances(
     model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, rows: Rows
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find where greedy decoding answers exactly, and how probably a sample at temperature 1 does, (rows,) each.
+    """Exact answers, (rows,) each: whether greedy decoding is right, and how probably a sample is.
 
     Both are computed without sampling, from one pass over the right answers: greedy decoding is right when
     every token of the answer (its end included) is the most likely one, and a sample is right with the
