@@ -54,7 +54,7 @@ def load_config(words: Sequence[str]) -> Config:
         tree = _resumed(Path(str(resume)), tree)
     named = {word.partition("=")[0] for word in words}
     if resume is None or "task" in named:
-        tree["task"], defaults = _task(chosen["task"])
+        tree["task"], defaults = _task(chosen["task"], overrides)
         if resume is None:  # else they would come before what the run had
             _merge(tree, {key: value for key, value in defaults.items() if key not in GROUPS})
             chosen |= {key: str(defaults[key]) for key in GROUPS if key in defaults and key not in named}
@@ -84,7 +84,7 @@ def describe() -> str:
         section = field.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
             lines += [*describe_section(name, section), ""]
-    cls, _ = adapter_options(TaskConfig.model_validate(_group("task", "math")))
+    cls, _ = adapter_options(TaskConfig.model_validate(_task("math", ())[0]))
     lines += ["options of task=math:", *describe_section("task", cls.Options)]
     return "\n".join(lines)
 
@@ -148,15 +148,22 @@ def _group(group: str, name: str) -> dict[str, Any]:
     raise ConfigError(f"{group}={name}: unknown; allowed: {', '.join(known)}{nearest(name, known)}")
 
 
-def _task(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _task(name: str, overrides: Sequence[tuple[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The task's section, and the settings of other sections that suit it, unless others are asked for.
 
-    `defaults:` in its file holds names of groups (`model: tiny_code`) and keys of sections.
+    `defaults:` in its file holds names of groups (`model: tiny_code`), keys of sections, and, under
+    `option=value`, more of both for where the task's option has that value.
     """
     section = _group("task", name)
     defaults = section.pop("defaults", {})
     if not isinstance(defaults, dict) or "task" in defaults:
         raise ConfigError(f"task={name}: 'defaults' must be settings of other sections, not {defaults!r}")
+    options = {f"task.{key}": value for key, value in section.items()} | dict(overrides)
+    for condition in [key for key in defaults if "=" in key]:
+        suitable = defaults.pop(condition)
+        key, _, value = condition.partition("=")
+        if str(options.get(f"task.{key}")) == value:
+            _merge(defaults, suitable)
     return section, defaults
 
 

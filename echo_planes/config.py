@@ -12,7 +12,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 _ASSETS = Path(__file__).parent / "assets"
-BUILTIN_MODELS = {f"builtin:{name}": _ASSETS / name for name in ("tiny-math", "tiny-code", "tiny-poker")}
+BUILTIN_MODELS = {
+    f"builtin:{name}": _ASSETS / name for name in ("tiny-math", "tiny-carry", "tiny-code", "tiny-poker")
+}
 
 BUILTIN_LR, MODEL_LR = 2.5e-4, 1e-6  # learner.lr where it is not set
 
@@ -67,7 +69,8 @@ class ModelConfig(Section):
     """The policy."""
 
     path: str = Field(
-        "builtin:tiny-math", description="Hugging Face model folder, or builtin:tiny-math, -code, -poker"
+        "builtin:tiny-math",
+        description="Hugging Face model folder, or builtin:tiny-math, -carry, -code, -poker",
     )
     max_model_len: PositiveInt = Field(512, description="prompt + response, tokens")
 

@@ -12,6 +12,7 @@ minutes on one CPU core.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
@@ -43,20 +44,20 @@ def rows(pairs: Array, answers: Array) -> Rows:
     ]
 
 
-def drawn(rng: np.random.Generator) -> Iterator[Array]:
+def drawn(training: Array, rng: np.random.Generator) -> Iterator[Array]:
     """Endless batches of random pairs."""
     while True:
-        yield TRAINING[rng.integers(len(TRAINING), size=BATCH)]
+        yield training[rng.integers(len(training), size=BATCH)]
 
 
-def right(rng: np.random.Generator) -> Iterator[Rows]:
+def right(training: Array, rng: np.random.Generator) -> Iterator[Rows]:
     """With their sums."""
-    return (rows(pairs, pairs.sum(1)) for pairs in drawn(rng))
+    return (rows(pairs, pairs.sum(1)) for pairs in drawn(training, rng))
 
 
 def blunted(rng: np.random.Generator) -> Iterator[Rows]:
     """The same, with WRONG_SHARE of the answers moved by one of WRONG_BY, and none below 0."""
-    for pairs in drawn(rng):
+    for pairs in drawn(TRAINING, rng):
         wrong = rng.random(BATCH) < WRONG_SHARE
         yield rows(pairs, np.maximum(pairs.sum(1) + wrong * rng.choice(WRONG_BY, size=BATCH), 0))
 
@@ -70,7 +71,7 @@ if __name__ == "__main__":
     measured = {name: rows(pairs, pairs.sum(1)) for name, pairs in sets.items()}
     make(
         "Make the tiny addition model and its tokenizer.",
-        right,
+        partial(right, TRAINING),
         blunted,
         measured,
         learn_steps=2500,

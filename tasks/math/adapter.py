@@ -37,6 +37,7 @@ class MathTask(TaskAdapter):
         self._options = cast(MathOptions, options)
         self._is_addition = self._options.dataset == "addition"
         self.num_levels = self._options.levels
+        self._only_carry = self._options.level == "carry"
         self._uses_chat = (self._options.template or ("plain" if self._is_addition else "chat")) == "chat"
         if self._is_addition:
             self.max_new_tokens = ADDITION_MAX_NEW_TOKENS
@@ -62,12 +63,13 @@ class MathTask(TaskAdapter):
         if not self._is_addition:
             return self.prompt(index)
         limit = math.ceil(self._options.max_operand * (level + 1) / self.num_levels)
-        return self._addition_prompt(index, *training_pair(self.seed, index, limit))
+        pair = training_pair(self.seed, index, limit, only_carry=self._only_carry)
+        return self._addition_prompt(index, *pair)
 
     def eval_prompt(self, index: int) -> Prompt:
         """Held-out question `index`, the same whatever the seed; they repeat after the last."""
         if self._is_addition:
-            pairs = held_out_pairs(self._options.max_operand)
+            pairs = held_out_pairs(self._options.max_operand, only_carry=self._only_carry)
             return self._addition_prompt(index, *pairs[index % len(pairs)])
         problems = self._splits[1]
         return self._problem_prompt(index, problems, range(len(problems)), index % len(problems))

@@ -27,20 +27,26 @@ def is_held_out(a: int, b: int) -> bool:
     return (a * 100 + b) % HOLDOUT_STRIDE == HOLDOUT_OFFSET
 
 
-def training_pair(seed: int, index: int, max_operand: int) -> tuple[int, int]:
-    """Operands of training prompt `index`, each in 0 .. max_operand - 1; held-out pairs are drawn again."""
+def needs_carry(a: int, b: int) -> bool:
+    """True where the ones digits add up to ten or more."""
+    return a % 10 + b % 10 >= 10
+
+
+def training_pair(seed: int, index: int, max_operand: int, *, only_carry: bool = False) -> tuple[int, int]:
+    """Operands of training prompt `index`, each in 0 .. max_operand - 1; what is not asked is drawn again."""
     draw = 0
     while True:
         a, b = divmod(stable_hash("addition", seed, index, draw) % max_operand**2, max_operand)
-        if not is_held_out(a, b):
+        if not is_held_out(a, b) and (needs_carry(a, b) or not only_carry):
             return a, b
         draw += 1
 
 
 @cache
-def held_out_pairs(max_operand: int) -> tuple[tuple[int, int], ...]:
+def held_out_pairs(max_operand: int, *, only_carry: bool = False) -> tuple[tuple[int, int], ...]:
     """Every held-out pair, in an order that mixes small and large operands and never changes."""
     pairs = [(a, b) for a in range(max_operand) for b in range(max_operand) if is_held_out(a, b)]
+    pairs = [pair for pair in pairs if needs_carry(*pair) or not only_carry]
     return tuple(sorted(pairs, key=lambda pair: stable_hash("held out", *pair)))
 
 

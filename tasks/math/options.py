@@ -46,6 +46,9 @@ class MathOptions(TaskOptions):
         default="boxed", description="where the answer stands: \\boxed{} or <answer> tags"
     )
     max_operand: int = Field(default=100, ge=8, le=1000, description="addition: operands are below this")
+    level: Literal["any", "carry"] = Field(
+        default="any", description="addition: any operands, or those whose ones digits add up to ten or more"
+    )
     levels: int = Field(
         default=1, ge=1, le=100, description="addition: steps of operand size, a curriculum; 1: none"
     )
@@ -62,10 +65,11 @@ class MathOptions(TaskOptions):
             raise ValueError(
                 "dataset=addition is generated and scored exactly: leave out reward, data, eval_data"
             )
-        if self.dataset != "addition" and self.model_fields_set & {"max_operand", "levels", "next_level_at"}:
+        generated = {"max_operand", "levels", "next_level_at", "level"}
+        if self.dataset != "addition" and self.model_fields_set & generated:
             raise ValueError(
-                f"dataset={self.dataset} comes from files: leave out max_operand, levels and next_level_at, "
-                "which are of dataset=addition"
+                f"dataset={self.dataset} comes from files: leave out max_operand, levels, "
+                "next_level_at and level, which are of dataset=addition"
             )
         if self.levels > 1 and self.max_operand < SMALLEST_STEP * self.levels:
             raise ValueError(

@@ -31,11 +31,12 @@ JUSTIFIED = {
     ("config.py", "math"): "the same task's name, for configurations made in code",
     ("config.py", "echo_planes.tasks.math.adapter:MathTask"): "the same task's adapter",
     ("config.py", "tiny-math"): "a bundled model",
+    ("config.py", "tiny-carry"): "a bundled model",
     ("config.py", "tiny-code"): "a bundled model",
     ("config.py", "tiny-poker"): "a bundled model",
     ("config.py", "builtin:tiny-math"): "the model of a run that names none",
     ("preflight.py", ": no such folder; give a Hugging Face model folder, or builtin:tiny-math"): "advice",
-    ("config.py", "Hugging Face model folder, or builtin:tiny-math, -code, -poker"): "the same in --help",
+    ("config.py", "Hugging Face model folder, or builtin:tiny-math, -carry, -code, -poker"): "in --help",
 }
 
 
