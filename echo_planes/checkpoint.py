@@ -3,7 +3,7 @@
 ::
 
     checkpoints/step-000050/
-      meta.json    step, lineage number, worker epoch
+      meta.json    step, lineage number, worker epoch, the guard's record
       learner/     weights, fp32 masters, moments, RNG (DeepSpeed)
       data/        buffered groups, prompt cursor, ledger, published digests, drafts (Arrow)
 
@@ -15,11 +15,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from echo_planes.errors import ClusterError, ConfigError, DataError
+from echo_planes.errors import ClusterError, CollapsedError, ConfigError, DataError
 from echo_planes.metrics import METRICS_FILE, read_metrics, write_atomic
 
 LINEAGE_FILE = "lineage"  # in the run folder: number of the newest incarnation
@@ -38,17 +39,25 @@ class CheckpointMeta:
     step: int
     lineage_number: int  # incarnations of the run so far; each has a lineage of its own
     next_epoch: int  # first worker epoch of the next incarnation
+    guard: Mapping[str, Any] = field(default_factory=dict)  # `learning.guard.Guard.record`
 
 
 async def save_checkpoint(
-    folder: Path, meta: CheckpointMeta, data: Saver, learner: Saver, *, keep: int
+    folder: Path,
+    meta: CheckpointMeta,
+    data: Saver,
+    learner: Saver,
+    *,
+    keep: int,
+    keep_steps: Collection[int] = (),
 ) -> Path:
-    """Write `folder`/step-N and remove all but the `keep` newest.
+    """Write `folder`/step-N and remove all but the `keep` newest, and those of `keep_steps`.
 
     Raises:
         ClusterError: the disk is full or cannot be written.
     """
-    target = folder / f"step-{meta.step:06d}"
+    target = _folder_of(folder, meta.step)
+    kept = {_folder_of(folder, step) for step in keep_steps}
     partial = folder / f".partial-{meta.step:06d}"
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -60,7 +69,8 @@ async def save_checkpoint(
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
         for old in sorted(folder.glob("step-*"), key=_age)[:-keep]:
-            shutil.rmtree(old)
+            if old not in kept:
+                shutil.rmtree(old)
     except OSError as error:
         raise ClusterError(
             f"cannot write the checkpoint {target}: {error.strerror}; free some space or set run.dir"
@@ -88,6 +98,36 @@ def newest_checkpoint(run_dir: Path) -> tuple[Path, CheckpointMeta]:
         ) from error
 
 
+def go_back(
+    run_dir: Path, step: int, next_epoch: int, guard: Mapping[str, Any]
+) -> tuple[Path, CheckpointMeta]:
+    """Make the checkpoint of `step` the newest one: later ones, of a policy that was given up, are removed.
+
+    Args:
+        run_dir: the run folder.
+        step: of the checkpoint.
+        next_epoch: worker epoch that no incarnation has had.
+        guard: record to go on with, written into the checkpoint: a resume from it knows of the rollback.
+
+    Raises:
+        CollapsedError: it is not there.
+    """
+    folder = run_dir / "checkpoints"
+    path = _folder_of(folder, step)
+    try:
+        meta = CheckpointMeta(**json.loads((path / "meta.json").read_text()))
+    except (OSError, TypeError, ValueError) as error:
+        raise CollapsedError(
+            f"the run collapsed, and its good checkpoint {path} is not readable ({error}): restore it "
+            "and resume from it, or start anew with a lower learner.lr"
+        ) from error
+    for later in (other for other in folder.glob("step-*") if _age(other) > _age(path)):
+        shutil.rmtree(later)
+    meta = replace(meta, next_epoch=max(meta.next_epoch, next_epoch), guard=guard)
+    write_atomic(path / "meta.json", json.dumps(asdict(meta)))
+    return path, meta
+
+
 def open_lineage(run_dir: Path, meta: CheckpointMeta) -> CheckpointMeta:
     """`meta` with a lineage number that no incarnation of this run has had, written down at once.
 
@@ -108,6 +148,10 @@ def rewind_metrics(run_dir: Path, step: int) -> int:
     if len(kept) < len(rows):
         write_atomic(run_dir / METRICS_FILE, "".join(json.dumps(row) + "\n" for row in kept))
     return len(rows) - len(kept)
+
+
+def _folder_of(checkpoints: Path, step: int) -> Path:
+    return checkpoints / f"step-{step:06d}"
 
 
 def _age(checkpoint: Path) -> tuple[int, str]:

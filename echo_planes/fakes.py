@@ -16,6 +16,7 @@ from echo_planes.data.task import TaskAdapter
 from echo_planes.errors import RunError, WeightsError, WorkerGoneError
 from echo_planes.samples import joined
 from echo_planes.types import (
+    Adjustment,
     BroadcastStats,
     Episode,
     Manifest,
@@ -89,6 +90,8 @@ class Faults:
     )  # (worker, version): wrong digest, once
     broken_workers: set[str] = field(default_factory=set)  # take no weights at all
     learner_dies_at_step: int | None = None
+    k3: Callable[[int, Adjustment], float] | None = None  # of a step, as the guard has set the learner
+    mismatch: float = 0.0  # of learner and sampler on one version, nats
 
 
 class FakeEngine:
@@ -181,6 +184,7 @@ class FakeLearner:
         self._t_train_s = t_train_s
         self._faults = faults
         self._last = -1
+        self._adjustment = Adjustment()
         self.step = 0
 
     def _published(self, version: int, base: int) -> Manifest:
@@ -227,7 +231,11 @@ class FakeLearner:
             kl_reference=zero,
             groups_skipped=0,
             num_updates=self.step,
+            k3=self._faults.k3(batch.step, self._adjustment) if self._faults.k3 else None,
         )
+
+    async def adjust(self, adjustment: Adjustment) -> None:
+        self._adjustment = adjustment
 
     async def publish(self, version: int) -> Manifest:
         base = -1 if version == self._last else self._last
@@ -241,7 +249,7 @@ class FakeLearner:
         return []
 
     async def mismatch(self, trajectories: Sequence[Trajectory]) -> float:
-        return 0.0
+        return self._faults.mismatch
 
     async def save(self, folder: Path) -> None:
         folder.mkdir(parents=True)

@@ -41,6 +41,7 @@ from echo_planes.types import (
     BroadcastStats,
     BufferCounts,
     EvalReport,
+    GuardReport,
     InstallReport,
     Manifest,
     StepStats,
@@ -60,6 +61,7 @@ class Trace:
     evals: list[EvalReport] = field(default_factory=list)
     counts: list[BufferCounts] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    guard: list[GuardReport] = field(default_factory=list)
     idle_s: float = 0.0
     train_s: float = 0.0
 
@@ -98,6 +100,9 @@ class Trace:
     def on_eval(self, report: EvalReport, mismatch: float | None) -> None:
         self.evals.append(report)
         self.lines.append(f"eval {report.step} {report.version} {report.accuracy:.4f}")
+
+    def on_guard(self, report: GuardReport) -> None:
+        self.guard.append(report)
 
 
 class _LossyWorker(RolloutWorker):

@@ -66,7 +66,7 @@ class ReplayBuffer:
         index: GroupIndex,
         state: BufferState | None = None,
     ) -> None:
-        self._staleness = staleness
+        self._settings = self._staleness = staleness  # as configured, and in force
         self._groups_per_step = groups_per_step
         self._samples = samples_per_prompt
         self._lineage = lineage
@@ -120,6 +120,12 @@ class ReplayBuffer:
             published=self._line.published,
             drafts=drafts,
         )
+
+    def limit_staleness(self, max_staleness: int) -> None:
+        """Keep to another S, at most the configured one. What is too old for it is dropped, and counted, when
+        the next batch is formed; work on live leases too, if it comes too late.
+        """
+        self._staleness = self._settings.limited(min(max_staleness, self._settings.max_staleness))
 
     # --- versions and workers --------------------------------------------------------------------
 

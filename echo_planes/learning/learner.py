@@ -23,7 +23,7 @@ from echo_planes.learning.deepspeed_engine import DeepSpeedEngine, StateBits, pi
 from echo_planes.learning.objectives import Loss, Tokens, policy_loss, token_weights
 from echo_planes.learning.packing import Inputs, MicroBatch
 from echo_planes.learning.policy_model import PolicyModel, load_policy
-from echo_planes.types import BoolArray, FloatArray, IntArray, StepStats, TrainBatch
+from echo_planes.types import Adjustment, BoolArray, FloatArray, IntArray, StepStats, TrainBatch
 
 # Longest unit of samples that share their prompt: beyond it the dense mask costs more than the prompts.
 SHARED_TOKENS = 1024
@@ -75,6 +75,7 @@ class Learner:
         self._reference: PolicyModel | None = None
         self._num_updates = 0
         self._diverged = ""
+        self._adjustment = Adjustment()
 
     @property
     def num_updates(self) -> int:
@@ -145,6 +146,10 @@ class Learner:
         if step.old is None:
             self._engine.sum_over_ranks(step.seen)
         return self._stats(batch, inputs, empty, step, began)
+
+    def adjust(self, adjustment: Adjustment) -> None:
+        """What the guard asks for, from the next step on."""
+        self._adjustment = adjustment
 
     def logprobs(self, batch: TrainBatch) -> FloatArray:
         """Logprobs (T,) of the current weights on the trained tokens, after temperature and top-p; else 0."""
