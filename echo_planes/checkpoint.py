@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from echo_planes.errors import ClusterError, CollapsedError, ConfigError, DataError
+from echo_planes.errors import ClusterError, ConfigError, DataError
 from echo_planes.metrics import METRICS_FILE, read_metrics, write_atomic
 
 LINEAGE_FILE = "lineage"  # in the run folder: number of the newest incarnation
@@ -56,8 +56,8 @@ async def save_checkpoint(
     Raises:
         ClusterError: the disk is full or cannot be written.
     """
-    target = _folder_of(folder, meta.step)
-    kept = {_folder_of(folder, step) for step in keep_steps}
+    target = folder / _name_of(meta.step)
+    kept = {_name_of(step) for step in keep_steps}
     partial = folder / f".partial-{meta.step:06d}"
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -69,7 +69,7 @@ async def save_checkpoint(
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
         for old in sorted(folder.glob("step-*"), key=_age)[:-keep]:
-            if old not in kept:
+            if old.name not in kept:
                 shutil.rmtree(old)
     except OSError as error:
         raise ClusterError(
@@ -89,43 +89,46 @@ def newest_checkpoint(run_dir: Path) -> tuple[Path, CheckpointMeta]:
         raise ConfigError(
             f"run.resume={run_dir}: no checkpoint there; start anew, or give another run's folder"
         )
-    path = found[-1] / "meta.json"
+    return found[-1], read_meta(found[-1])
+
+
+def checkpoint_of(run_dir: Path, step: int) -> Path:
+    """Folder of the checkpoint of a step."""
+    return run_dir / "checkpoints" / _name_of(step)
+
+
+def read_meta(checkpoint: Path) -> CheckpointMeta:
+    """What a checkpoint says of itself.
+
+    Raises:
+        DataError: it is not there, or not readable.
+    """
+    path = checkpoint / "meta.json"
     try:
-        return found[-1], CheckpointMeta(**json.loads(path.read_text()))
-    except (TypeError, ValueError) as error:
+        return CheckpointMeta(**json.loads(path.read_text()))
+    except (OSError, TypeError, ValueError) as error:
         raise DataError(
             f"{path} is not readable ({error}); restore it, or remove the folder to resume from an older one"
         ) from error
 
 
-def go_back(
-    run_dir: Path, step: int, next_epoch: int, guard: Mapping[str, Any]
-) -> tuple[Path, CheckpointMeta]:
-    """Make the checkpoint of `step` the newest one: later ones, of a policy that was given up, are removed.
+def go_back(checkpoint: Path, next_epoch: int, guard: Mapping[str, Any]) -> CheckpointMeta:
+    """Make a checkpoint the newest one: later ones, of a policy that was given up, are removed.
 
     Args:
-        run_dir: the run folder.
-        step: of the checkpoint.
+        checkpoint: its folder.
         next_epoch: worker epoch that no incarnation has had.
         guard: record to go on with, written into the checkpoint: a resume from it knows of the rollback.
 
     Raises:
-        CollapsedError: it is not there.
+        DataError: it is not readable.
     """
-    folder = run_dir / "checkpoints"
-    path = _folder_of(folder, step)
-    try:
-        meta = CheckpointMeta(**json.loads((path / "meta.json").read_text()))
-    except (OSError, TypeError, ValueError) as error:
-        raise CollapsedError(
-            f"the run collapsed, and its good checkpoint {path} is not readable ({error}): restore it "
-            "and resume from it, or start anew with a lower learner.lr"
-        ) from error
-    for later in (other for other in folder.glob("step-*") if _age(other) > _age(path)):
+    meta = read_meta(checkpoint)
+    for later in (other for other in checkpoint.parent.glob("step-*") if _age(other) > _age(checkpoint)):
         shutil.rmtree(later)
     meta = replace(meta, next_epoch=max(meta.next_epoch, next_epoch), guard=guard)
-    write_atomic(path / "meta.json", json.dumps(asdict(meta)))
-    return path, meta
+    write_atomic(checkpoint / "meta.json", json.dumps(asdict(meta)))
+    return meta
 
 
 def open_lineage(run_dir: Path, meta: CheckpointMeta) -> CheckpointMeta:
@@ -150,8 +153,8 @@ def rewind_metrics(run_dir: Path, step: int) -> int:
     return len(rows) - len(kept)
 
 
-def _folder_of(checkpoints: Path, step: int) -> Path:
-    return checkpoints / f"step-{step:06d}"
+def _name_of(step: int) -> str:
+    return f"step-{step:06d}"
 
 
 def _age(checkpoint: Path) -> tuple[int, str]:

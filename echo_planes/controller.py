@@ -229,12 +229,12 @@ class Controller:
 
     def _guarded(self, figures: GuardFigures) -> list[Action]:
         """What the guard does about a step; what the learner must do for it is put first."""
-        verdict = self.guard.observe(figures)
+        verdict = None if self._stop else self.guard.observe(figures)  # who stops it decides how to go on
         if verdict is None:
             return []
         told: list[Action] = [TellGuard(self.guard.report, verdict.text)]
         match verdict.rung:
-            case "rollback" if not self._stop:  # who asks to stop now decides later how to go on
+            case "rollback":
                 return told + self._finish("rollback", verdict.text)
             case "stop":
                 return told + self._finish("collapsed", verdict.text)

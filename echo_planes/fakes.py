@@ -91,6 +91,7 @@ class Faults:
     broken_workers: set[str] = field(default_factory=set)  # take no weights at all
     learner_dies_at_step: int | None = None
     k3: Callable[[int, Adjustment], float] | None = None  # of a step, as the guard has set the learner
+    forgets_at: int | None = None  # version from which on no answer is right
     mismatch: float = 0.0  # of learner and sampler on one version, nats
 
 
@@ -133,6 +134,8 @@ class FakeEngine:
             await asyncio.sleep(self._seconds_per_token * self._rng.uniform(0.5, 1.5))
             self._check_alive()
             skill = min(0.95, 0.3 + 0.02 * self.version)
+            if self._faults.forgets_at is not None and self.version >= self._faults.forgets_at:
+                skill = 0.0
             for i in range(num_samples):
                 right = asked[asked.index(ord("?")) - 1]
                 token = 0 if position else right if self._rng.random() < skill else ord("x")

@@ -14,11 +14,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from echo_planes.checkpoint import CheckpointMeta, go_back, open_lineage, rewind_metrics, save_checkpoint
+from echo_planes.checkpoint import (
+    CheckpointMeta,
+    checkpoint_of,
+    go_back,
+    open_lineage,
+    read_meta,
+    rewind_metrics,
+    save_checkpoint,
+)
 from echo_planes.cli import dump_config
 from echo_planes.clock import Clock
 from echo_planes.config import Config, WorkerConfig
-from echo_planes.errors import EchoPlanesError
+from echo_planes.errors import DataError, EchoPlanesError
 from echo_planes.journal import Journal
 from echo_planes.keeper import FleetKeeper, Roster, worker_info
 from echo_planes.metrics import MetricsWriter, write_atomic
@@ -87,10 +95,8 @@ async def run_job(
         if outcome.status != "rollback":
             return outcome
         guard = runner.controller.guard
-        config = _halved(config)
-        checkpoint, meta = go_back(
-            folder, guard.report.good_step, _next_epoch(meta, runner), guard.record_after_rollback()
-        )
+        config, checkpoint = _halved(config), checkpoint_of(folder, guard.report.good_step)
+        meta = go_back(checkpoint, _next_epoch(meta, runner), guard.record_after_rollback())
         meta = open_folder(config, folder, checkpoint, meta)
         start_s = clock.now_s()
 
@@ -168,9 +174,7 @@ async def _part(
     outcome = Outcome("failed", "", BufferCounts())
     with _stop_on_signals(runner, view):
         try:
-            outcome = await runner.run()
-            if outcome.status == "done" and (collapse := journal.collapse):
-                outcome = replace(outcome, status="collapsed", error=collapse)
+            outcome = _judged(await runner.run(), folder, runner, journal)
         except EchoPlanesError as error:
             outcome = Outcome("failed", str(error), journal.counts)
             raise
@@ -180,6 +184,18 @@ async def _part(
         finally:
             _close_books(folder, config, journal, runner, outcome, view, clock)
     return outcome, runner
+
+
+def _judged(outcome: Outcome, folder: Path, runner: Runner, journal: Journal) -> Outcome:
+    """The outcome as it is told: nothing that collapsed is done, and a rollback needs its checkpoint."""
+    if outcome.status == "done" and (collapse := journal.collapse):
+        return replace(outcome, status="collapsed", error=collapse)
+    if outcome.status == "rollback":
+        try:
+            read_meta(checkpoint_of(folder, runner.controller.guard.report.good_step))
+        except DataError as why:
+            return replace(outcome, status="collapsed", error=f"{outcome.error}, but {why}")
+    return outcome
 
 
 def _close_books(

@@ -121,7 +121,7 @@ class _LossyWorker(RolloutWorker):
         return await super().install(manifest, fresh)
 
 
-class _LocalPlanes:
+class LocalPlanes:
     """The three planes in one process."""
 
     def __init__(self, simulation: Simulation, data: DataService, lineage: str) -> None:
@@ -224,7 +224,7 @@ class Simulation:
                 keep = self.config.checkpoint.keep
                 await save_checkpoint(self.folder / "checkpoints", meta, data_plane, learner, keep=keep)
 
-            planes = _LocalPlanes(self, data, lineage)
+            planes = LocalPlanes(self, data, lineage)
             if self.config.fleet.scale != "fixed":
                 fleet, books = {}, BroadcastBook()
                 actuator = self.actuator or StaticActuator(

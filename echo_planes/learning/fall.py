@@ -6,6 +6,7 @@ less, in the spread of one step's rewards: adding a constant to all rewards, or 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,7 +16,6 @@ ENOUGH_STEPS = 20  # fewer say nothing
 SHORTEST_WINDOW = 5
 # Of the noise of a mean. The best of many windows and the last one differ by up to 4 without any fall.
 SURE = 6.0
-_DIFFERENCE = 0.954  # median |difference| of two normal draws, in standard deviations of one
 
 
 def fall_of(start: float, best: float, last: float, spread: float) -> float:
@@ -25,6 +25,11 @@ def fall_of(start: float, best: float, last: float, spread: float) -> float:
     """
     scale = max(best - start, spread)
     return (best - last) / scale if scale > 0 else 0.0
+
+
+def root_mean_square(values: Sequence[float]) -> float:
+    """Mean spread of several steps: not the median, which is 0 where most steps have no reward at all."""
+    return math.sqrt(sum(value * value for value in values) / max(len(values), 1))
 
 
 def collapse_of(rewards: Sequence[float], spreads: Sequence[float]) -> str:
@@ -42,10 +47,9 @@ def collapse_of(rewards: Sequence[float], spreads: Sequence[float]) -> str:
     window = max(SHORTEST_WINDOW, len(rewards) // 10)
     means = [statistics.fmean(rewards[i : i + window]) for i in range(len(rewards) - window + 1)]
     start, best, last = means[0], max(means), means[-1]
-    steps = [abs(b - a) for a, b in pairwise(rewards)]
-    noise = statistics.median(steps) / _DIFFERENCE * (2 / window) ** 0.5
-    spread = statistics.median(spreads) if spreads else 0.0
-    fall = fall_of(start, best, last, spread)
+    # The difference of two steps has twice the variance of one, that of two means 2 / window of it.
+    noise = root_mean_square([b - a for a, b in pairwise(rewards)]) / window**0.5
+    fall = fall_of(start, best, last, root_mean_square(spreads))
     if fall <= COLLAPSED or best - last <= SURE * noise:
         return ""
     return (

@@ -12,9 +12,10 @@
 
 A signal beyond its limit counts one up, two where it is twice beyond, and one down within it; an alarm is
 `patience`. So single outliers are no alarm, and a signal that comes and goes is. After a rung that stale data
-outlives, S steps do not count. After `calm` steps without any signal the last rung is taken back. A checkpoint
-is good where no signal counted when it was written, and no alarm came in the `good_after` steps after it:
-alarms come late.
+outlives, S steps do not count. After `calm` steps without any signal the last rung is taken back.
+
+A checkpoint is good where no signal counted when it was written, and no alarm came in the `good_after` steps
+after it: alarms come late.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from echo_planes.config import GuardConfig
-from echo_planes.learning.fall import fall_of
+from echo_planes.learning.fall import fall_of, root_mean_square
 from echo_planes.types import Adjustment, GuardReport, StepStats, TrainBatch
 
 WINDOW = 10  # steps of a slope, and of a mean reward
@@ -184,7 +185,8 @@ class Guard:
     def saved(self, step: int) -> None:
         """A checkpoint is there. One is looked at at a time: then at most two outlive their turn."""
         state = self._state
-        if state.candidate < 0 and step > state.good_step and not any(state.scores.values()):
+        is_calm = state.calm > 0 and not any(state.scores.values())
+        if is_calm and state.candidate < 0 and step > state.good_step:
             state.candidate, state.candidate_age = step, 0
 
     def compare(self, mismatch: float) -> str:
@@ -281,7 +283,7 @@ class Guard:
         if state.reward_start is None:
             state.reward_start = state.reward_best = recent
         state.reward_best = max(state.reward_best, recent)
-        return fall_of(state.reward_start, state.reward_best, recent, statistics.median(state.spreads))
+        return fall_of(state.reward_start, state.reward_best, recent, root_mean_square(state.spreads))
 
     def _alarm(self, signal: Signal, value: float) -> Verdict:
         settings, state = self._settings, self._state
@@ -354,7 +356,7 @@ class Guard:
         if state.candidate < 0:
             return
         state.candidate_age += 1
-        if state.candidate_age >= self._settings.good_after:
+        if state.candidate_age >= self._settings.good_after and not any(state.scores.values()):
             state.good_step, state.candidate = state.candidate, -1
 
 
