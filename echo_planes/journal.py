@@ -250,7 +250,8 @@ class Journal:
             "eval_first": accuracies[0] if accuracies else None,
             "eval_last": accuracies[-1] if accuracies else None,
             "evals": self._evals,
-            "max_staleness": self._config.staleness.max_staleness,
+            # Of all parts of the run: a rollback halves it.
+            "max_staleness": max(self._config.staleness.max_staleness, totals.max_staleness_allowed),
             "publish_every": self._config.staleness.kappa,
             "versions_published": len(set(self._versions)),
             "digest_mismatches": digest_mismatches,

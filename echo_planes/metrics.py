@@ -168,6 +168,7 @@ class Aggregates:
         self._totals: dict[str, float] = {"t_train_s": 0.0, "t_idle_s": 0.0, "tokens": 0.0, "usd": 0.0}
         self.num_steps = 0
         self.max_staleness_observed = 0
+        self.max_staleness_allowed = 0  # the largest S that was in force
         for step in steps:
             self.add(step)
 
@@ -186,6 +187,9 @@ class Aggregates:
                 values.append(value)
         self.max_staleness_observed = max(
             self.max_staleness_observed, int(number(metrics.get("staleness_max")) or 0)
+        )
+        self.max_staleness_allowed = max(
+            self.max_staleness_allowed, int(number(metrics.get("guard_max_staleness")) or 0)
         )
 
     @property

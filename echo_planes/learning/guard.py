@@ -77,7 +77,7 @@ SIGNALS = (
         "",
         "raise sampling.max_new_tokens, or set sampling.overlong=penalty",
     ),
-    Signal("reward_drop", "fall of the reward from its best", "", DRIFT_ADVICE),
+    Signal("reward_drop", "fall of the reward from its best", " of its gain, or spreads", DRIFT_ADVICE),
 )
 
 
@@ -169,7 +169,11 @@ class Guard:
         return asdict(self._state)
 
     def record_after_rollback(self) -> dict[str, Any]:
-        """The record to go on with from the good checkpoint: no rung, and what was done is still known."""
+        """The record to go on with from the good checkpoint.
+
+        Nothing is in force any more. What was done is known still, and how good the policy once was: so a
+        checkpoint that was not good after all is told by its rewards.
+        """
         state = self._state
         return asdict(
             _State(
@@ -177,6 +181,9 @@ class Guard:
                 actions=state.actions,
                 rollbacks=state.rollbacks,
                 good_step=state.good_step,
+                spreads=state.spreads,
+                reward_start=state.reward_start,
+                reward_best=state.reward_best,
             )
         )
 
@@ -223,7 +230,9 @@ class Guard:
             elif values[signal.setting] is not None:
                 score = max(score - 1, 0)
             state.scores[signal.setting] = score
-        state.calm = 0 if beyond else state.calm + 1
+        # What an alarm has emptied says nothing until it is full again, which is not the same as calm.
+        is_blind = state.reward_start is not None and len(state.rewards) < WINDOW
+        state.calm = 0 if beyond or is_blind else state.calm + 1
         alarms = [s for s in beyond if state.scores[s.setting] >= settings.patience]
         if alarms:
             worst = max(alarms, key=lambda s: self._excess(s, values[s.setting] or 0.0))

@@ -235,7 +235,9 @@ def test_it_goes_back_to_the_good_checkpoint_at_half_of_both(tmp_path: Path) -> 
     assert [row["step"] for row in rows] == list(range(1, 41))
     assert {row["guard_rollbacks"] for row in rows[:10]} == {0}
     assert {row["guard_rollbacks"] for row in rows[10:]} == {1}
-    assert max(row["staleness_max"] for row in rows[10:]) <= 1
+    assert {row["guard_max_staleness"] for row in rows[10:]} == {1}
+    assert all(row["staleness_max"] <= row["guard_max_staleness"] for row in rows)
+    assert told["max_staleness"] == 3 >= told["max_staleness_observed"]
 
 
 def test_later_checkpoints_of_the_policy_that_was_given_up_are_gone(tmp_path: Path) -> None:

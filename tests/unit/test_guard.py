@@ -171,6 +171,13 @@ def test_after_a_rollback_the_ladder_begins_anew_and_the_count_goes_on() -> None
     assert watch.report.rollbacks == 2
 
 
+def test_after_a_rollback_to_a_policy_that_was_not_good_the_rewards_tell_it() -> None:
+    watch = with_good_checkpoint()
+    rungs(watch, BEYOND["k3"], 20)
+    back = Guard(GuardConfig(), 1, watch.record_after_rollback())
+    assert rungs(back, lambda _: replace(CALM, reward=0.1, spread=0.3), 2 * WINDOW)[:1] == ["mask"]
+
+
 # --- hysteresis ----------------------------------------------------------------------------------
 
 
@@ -304,6 +311,18 @@ def test_a_checkpoint_written_while_a_signal_counted_is_none() -> None:
     watch.saved(1)
     calm(watch, 20)
     assert watch.report.good_step == -1
+
+
+def test_a_checkpoint_of_a_policy_that_has_fallen_is_none_while_its_rewards_are_counted_anew() -> None:
+    watch = guard()
+    calm(watch, 20)
+    fallen = replace(CALM, reward=0.1)
+    while not watch.report.alarms:
+        watch.observe(fallen)
+    for step in range(WINDOW):
+        watch.observe(fallen)
+        watch.saved(100 + step)
+    assert watch.kept_checkpoints == frozenset()
 
 
 def test_checkpoints_that_come_faster_than_they_prove_good_do_not_pile_up() -> None:
