@@ -3,7 +3,7 @@
 ::
 
     checkpoints/step-000050/
-      meta.json    step, lineage number, worker epoch
+      meta.json    step, lineage number, worker epoch, the guard's record
       learner/     weights, fp32 masters, moments, RNG (DeepSpeed)
       data/        buffered groups, prompt cursor, ledger, published digests, drafts (Arrow)
 
@@ -15,9 +15,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from echo_planes.errors import ClusterError, ConfigError, DataError
 from echo_planes.metrics import METRICS_FILE, read_metrics, write_atomic
@@ -38,17 +39,25 @@ class CheckpointMeta:
     step: int
     lineage_number: int  # incarnations of the run so far; each has a lineage of its own
     next_epoch: int  # first worker epoch of the next incarnation
+    guard: Mapping[str, Any] = field(default_factory=dict)  # `learning.guard.Guard.record`
 
 
 async def save_checkpoint(
-    folder: Path, meta: CheckpointMeta, data: Saver, learner: Saver, *, keep: int
+    folder: Path,
+    meta: CheckpointMeta,
+    data: Saver,
+    learner: Saver,
+    *,
+    keep: int,
+    keep_steps: Collection[int] = (),
 ) -> Path:
-    """Write `folder`/step-N and remove all but the `keep` newest.
+    """Write `folder`/step-N and remove all but the `keep` newest, and those of `keep_steps`.
 
     Raises:
         ClusterError: the disk is full or cannot be written.
     """
-    target = folder / f"step-{meta.step:06d}"
+    target = folder / _name_of(meta.step)
+    kept = {_name_of(step) for step in keep_steps}
     partial = folder / f".partial-{meta.step:06d}"
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -60,7 +69,8 @@ async def save_checkpoint(
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
         for old in sorted(folder.glob("step-*"), key=_age)[:-keep]:
-            shutil.rmtree(old)
+            if old.name not in kept:
+                shutil.rmtree(old)
     except OSError as error:
         raise ClusterError(
             f"cannot write the checkpoint {target}: {error.strerror}; free some space or set run.dir"
@@ -79,13 +89,46 @@ def newest_checkpoint(run_dir: Path) -> tuple[Path, CheckpointMeta]:
         raise ConfigError(
             f"run.resume={run_dir}: no checkpoint there; start anew, or give another run's folder"
         )
-    path = found[-1] / "meta.json"
+    return found[-1], read_meta(found[-1])
+
+
+def checkpoint_of(run_dir: Path, step: int) -> Path:
+    """Folder of the checkpoint of a step."""
+    return run_dir / "checkpoints" / _name_of(step)
+
+
+def read_meta(checkpoint: Path) -> CheckpointMeta:
+    """What a checkpoint says of itself.
+
+    Raises:
+        DataError: it is not there, or not readable.
+    """
+    path = checkpoint / "meta.json"
     try:
-        return found[-1], CheckpointMeta(**json.loads(path.read_text()))
-    except (TypeError, ValueError) as error:
+        return CheckpointMeta(**json.loads(path.read_text()))
+    except (OSError, TypeError, ValueError) as error:
         raise DataError(
             f"{path} is not readable ({error}); restore it, or remove the folder to resume from an older one"
         ) from error
+
+
+def go_back(checkpoint: Path, next_epoch: int, guard: Mapping[str, Any]) -> CheckpointMeta:
+    """Make a checkpoint the newest one: later ones, of a policy that was given up, are removed.
+
+    Args:
+        checkpoint: its folder.
+        next_epoch: worker epoch that no incarnation has had.
+        guard: record to go on with, written into the checkpoint: a resume from it knows of the rollback.
+
+    Raises:
+        DataError: it is not readable.
+    """
+    meta = read_meta(checkpoint)
+    for later in (other for other in checkpoint.parent.glob("step-*") if _age(other) > _age(checkpoint)):
+        shutil.rmtree(later)
+    meta = replace(meta, next_epoch=max(meta.next_epoch, next_epoch), guard=guard)
+    write_atomic(checkpoint / "meta.json", json.dumps(asdict(meta)))
+    return meta
 
 
 def open_lineage(run_dir: Path, meta: CheckpointMeta) -> CheckpointMeta:
@@ -108,6 +151,10 @@ def rewind_metrics(run_dir: Path, step: int) -> int:
     if len(kept) < len(rows):
         write_atomic(run_dir / METRICS_FILE, "".join(json.dumps(row) + "\n" for row in kept))
     return len(rows) - len(kept)
+
+
+def _name_of(step: int) -> str:
+    return f"step-{step:06d}"
 
 
 def _age(checkpoint: Path) -> tuple[int, str]:

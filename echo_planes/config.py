@@ -258,6 +258,13 @@ class StalenessConfig(Section):
     def kappa(self) -> int:
         return self.publish_every if self.publish_every is not None else max(1, self.max_staleness - 1)
 
+    def limited(self, max_staleness: int) -> Self:
+        """These settings at another S; what S bounds is lowered with it."""
+        most = max_staleness + 1
+        every = None if self.publish_every is None else min(self.publish_every, most)
+        changes = {"max_staleness": max_staleness, "publish_every": every, "reuse": min(self.reuse, most)}
+        return type(self).model_validate({**self.model_dump(), **changes})
+
     @model_validator(mode="after")
     def _live(self) -> Self:
         if self.kappa > self.max_staleness + 1:
@@ -479,6 +486,54 @@ class CheckpointConfig(Section):
     keep: PositiveInt = Field(2, description="newest checkpoints kept")
 
 
+class GuardConfig(Section):
+    """What watches over learning: signals with limits, and a ladder of what is done about them.
+
+    Its rungs: outliers are masked; S is halved and every step published; the learning rate is halved; the run
+    goes back to the newest good checkpoint, at half of both; it stops, as `collapsed`.
+    """
+
+    mode: Literal["act", "warn", "off"] = Field("act", description="climb the ladder; only tell; neither")
+    patience: PositiveInt = Field(
+        3,
+        description="steps that a signal is beyond its limit, less those it is within, until the next rung; "
+        "one twice beyond counts two",
+    )
+    calm: PositiveInt = Field(50, description="steps without a signal until the last rung is taken back")
+    good_after: PositiveInt = Field(
+        10, description="steps without an alarm after a checkpoint until it counts as good"
+    )
+    max_rollbacks: int = Field(2, ge=0, description="times the run goes back to a good checkpoint")
+    k3: PositiveFloat = Field(0.3, description="nats: largest k3 of the tokens of any lag")
+    effective_samples: float = Field(
+        0.1, gt=0, lt=1, description="smallest effective sample size, as a share of the tokens"
+    )
+    truncated: float = Field(
+        0.1, gt=0, le=1, description="largest share of tokens whose importance weight is cut at its cap"
+    )
+    log_weight: PositiveFloat = Field(8.0, description="nats: largest 99.9th percentile of |log weight|")
+    entropy_slope: PositiveFloat = Field(
+        0.1, description="nats a step: fastest rise or fall of entropy, fitted over 10 steps"
+    )
+    grad_norm: float = Field(
+        10.0, gt=1, allow_inf_nan=False, description="largest gradient norm, in medians of the last 50 steps"
+    )
+    cut_off: float = Field(
+        0.3, gt=0, le=1, description="share of answers cut off: largest rise above the median of 50 steps"
+    )
+    reward_drop: float = Field(
+        0.7,
+        gt=0,
+        allow_inf_nan=False,
+        description="largest fall of the reward from its best, both over 10 steps, in what it had gained, or "
+        "in standard deviations of a step's rewards where that is more",
+    )
+    mismatch: PositiveFloat = Field(
+        0.1,
+        description="nats: largest mean |log pi_learner - log pi_sampler| where both hold the first version",
+    )
+
+
 class Config(Section):
     """A whole run, resolved."""
 
@@ -495,6 +550,7 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     replay: ReplayConfig = ReplayConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    guard: GuardConfig = GuardConfig()
 
     @property
     def lr(self) -> float:

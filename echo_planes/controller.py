@@ -14,23 +14,28 @@
                +----> StartWorker          +----> LeaveWorker         +----> StopWorker
 
 `runner.py` carries the actions out against real actors or fakes, and feeds the events back. At most one
-FormBatch, Train, Publish or Checkpoint is in the air at a time (the learner does one thing at a time);
-installs, evaluations and restarts run beside them. A worker that evaluates gets no newer weights until its
-evaluation is answered, so that all answers are of one version, unless the learner starves meanwhile.
+FormBatch, Train, Publish, Checkpoint or adjustment is in the air at a time (the learner does one thing at a
+time); installs, evaluations and restarts run beside them. What the guard (`learning.guard`) makes of a step
+comes before whatever else follows from it. A worker that evaluates gets no newer weights until its evaluation
+is answered, so that all answers are of one version, unless the learner starves meanwhile.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 from echo_planes.config import Config
 from echo_planes.events import (
     Action,
+    Adjusted,
+    AdjustLearner,
     BatchNotReady,
     BatchReady,
     Checkpoint,
     Checkpointed,
+    EndStatus,
     Evaluate,
     Evaluated,
     EvaluationLost,
@@ -41,12 +46,14 @@ from echo_planes.events import (
     Installed,
     LearnerReady,
     LeaveWorker,
+    LimitStaleness,
     Publish,
     Published,
     StartWorker,
     StepDone,
     StopRequested,
     StopWorker,
+    TellGuard,
     Train,
     WorkerLeft,
     WorkerLost,
@@ -54,7 +61,8 @@ from echo_planes.events import (
     WorkerUnwanted,
     WorkerWanted,
 )
-from echo_planes.types import InstallReport, Manifest
+from echo_planes.learning.guard import Guard, GuardFigures, figures_of
+from echo_planes.types import InstallReport, Manifest, StepStats, TrainBatch
 
 STARVED_AGAIN_S = 2.0  # a starved learner publishes again after this long, and the same version ever later
 MOST_STARVED_AGAIN_S = 120.0
@@ -82,18 +90,26 @@ class Controller:
         config: the run's settings.
         worker_ids: the fleet to begin with.
         first_epoch: incarnation number of the first workers (larger after a resume).
+        guard: record of the guard that the checkpoint to continue from was written with.
     """
 
-    def __init__(self, config: Config, worker_ids: list[str], first_epoch: int = 0) -> None:
+    def __init__(
+        self,
+        config: Config,
+        worker_ids: list[str],
+        first_epoch: int = 0,
+        guard: Mapping[str, Any] | None = None,
+    ) -> None:
         self._config = config
-        self._kappa = config.staleness.kappa
+        self.guard = Guard(config.guard, config.staleness.max_staleness, guard)
         self._first_epoch = first_epoch
         self._workers = {worker_id: _Worker(epoch=first_epoch) for worker_id in worker_ids}
         self._past_restarts: dict[str, int] = {}  # of workers that have left
         self._step = -1
         self._saved_step = -1  # of the newest checkpoint, or of the start
         self._manifest: Manifest | None = None
-        self._busy = False  # FormBatch, Train, Publish or Checkpoint is in the air
+        self._busy = False  # FormBatch, Train, Publish, Checkpoint or an adjustment is in the air
+        self._batch: TrainBatch | None = None  # that is trained
         self._todo: list[Action] = []  # what the learner does next, in order
         self._starved_since_s: float | None = None
         self._starved_again_s = STARVED_AGAIN_S
@@ -109,6 +125,11 @@ class Controller:
         """How often each worker was started again."""
         return self._past_restarts | {w: worker.restarts for w, worker in self._workers.items()}
 
+    @property
+    def _kappa(self) -> int:
+        """Steps between publications, as things are now."""
+        return 1 if self.guard.limits_staleness else self._config.staleness.kappa
+
     def begin(self) -> list[Action]:
         """What to do first."""
         return [StartWorker(worker_id, worker.epoch, 0.0) for worker_id, worker in self._workers.items()]
@@ -120,9 +141,14 @@ class Controller:
         match event:
             case LearnerReady(step):
                 self._step = self._saved_step = step
+                if step:  # a resume: what was in force still is
+                    self._todo += self._adjustments() if self.guard.report.rung else []
+                    self.guard.saved(step)
                 self._todo.append(Publish(step))
                 self._evaluations_due.add(step)
                 actions = self._learner_free(now_s)
+                if self.guard.report.alarms:
+                    actions.insert(0, TellGuard(self.guard.report, ""))
             case Published(manifest):
                 actions = self._on_published(manifest, now_s)
             case WorkerReady():
@@ -141,13 +167,17 @@ class Controller:
             case BatchReady(batch):
                 self._starved_since_s = self._waiting_since_s = None
                 self._starved_again_s = STARVED_AGAIN_S
+                self._batch = batch
                 actions = [Train(batch)]
             case BatchNotReady():
                 actions = self._on_not_ready(event, now_s)
-            case StepDone():
-                actions = self._on_step_done(now_s)
+            case StepDone(stats):
+                actions = self._on_step_done(stats, now_s)
             case Checkpointed(step):
                 self._saved_step = step
+                self.guard.saved(step)
+                actions = self._learner_free(now_s)
+            case Adjusted():
                 actions = self._learner_free(now_s)
             case Evaluated(report):
                 self._evaluations_due.discard(report.step)
@@ -178,8 +208,13 @@ class Controller:
         self._waiting_since_s = self._waiting_since_s if self._waiting_since_s is not None else now_s
         return [FormBatch(self._step)]
 
-    def _on_step_done(self, now_s: float) -> list[Action]:
+    def _on_step_done(self, stats: StepStats, now_s: float) -> list[Action]:
         self._step += 1
+        told = self._compare(stats) if stats.step == 0 else []
+        if not self._over:
+            told += self._guarded(figures_of(self._batch, stats) if self._batch else GuardFigures())
+        if self._over:
+            return told
         last = self._step >= self._config.run.steps
         if self._step % self._kappa == 0 or last:
             self._todo.append(Publish(self._step))
@@ -189,7 +224,37 @@ class Controller:
         every = self._config.eval.every
         if last or (every and self._step % every == 0):
             self._evaluations_due.add(self._step)
-        return self._learner_free(now_s)
+        return told + self._learner_free(now_s)
+
+    # --- guard -----------------------------------------------------------------------------------
+
+    def _guarded(self, figures: GuardFigures) -> list[Action]:
+        """What the guard does about a step; what the learner must do for it is put first."""
+        verdict = None if self._stop else self.guard.observe(figures)  # who stops it decides how to go on
+        if verdict is None:
+            return []
+        told: list[Action] = [TellGuard(self.guard.report, verdict.text)]
+        match verdict.rung:
+            case "rollback":
+                return told + self._finish("rollback", verdict.text)
+            case "stop":
+                return told + self._finish("collapsed", verdict.text)
+        if self._config.guard.mode == "act":
+            self._todo = self._adjustments() + self._todo
+        return told
+
+    def _adjustments(self) -> list[Action]:
+        return [AdjustLearner(self.guard.adjustment), LimitStaleness(self.guard.max_staleness)]
+
+    def _compare(self, first: StepStats) -> list[Action]:
+        """The first batch was sampled from the very weights that scored it: they must agree."""
+        trouble = "" if first.mismatch_mean is None else self.guard.compare(first.mismatch_mean)
+        if not trouble:
+            return []
+        told: list[Action] = [TellGuard(self.guard.report, trouble)]
+        return told + (self._finish("failed", trouble) if self._config.guard.mode == "act" else [])
+
+    # --- publications and batches ----------------------------------------------------------------
 
     def _on_published(self, manifest: Manifest, now_s: float) -> list[Action]:
         self._manifest = manifest
@@ -345,7 +410,7 @@ class Controller:
             return self._finish("done")
         return []
 
-    def _finish(self, status: Literal["done", "stopped", "spent", "failed"], error: str = "") -> list[Action]:
+    def _finish(self, status: EndStatus, error: str = "") -> list[Action]:
         self._over = True
         return [Finish(status, error)]
 

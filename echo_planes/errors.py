@@ -10,6 +10,7 @@
     |   `-- ClusterError          the fleet does not fit, a port is taken, a disk is full
     |-- RunError                  the run cannot go on: one line, a checkpoint where possible, exit status 1
     |   |-- DivergedError         a non-finite loss or gradient; the batch was saved
+    |   |-- CollapsedError        the policy lost what it had learned; names signal, value and limit
     |   |-- WaitTimeoutError      a wait reached its limit; names worker, version and phase
     |   |-- WorkerGoneError       a rollout worker's process or engine died; the run replaces it
     |   |-- LearnerLostError      a learner rank died; names the checkpoint to resume from
@@ -60,6 +61,10 @@ class RunError(EchoPlanesError):
 
 class DivergedError(RunError):
     """A non-finite loss or gradient norm. The message names the folder the batch was saved in."""
+
+
+class CollapsedError(RunError):
+    """The policy lost what it had learned. The message names signal, value and limit, and what to change."""
 
 
 class WaitTimeoutError(RunError):

@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from echo_planes.types import EvalReport, InstallReport, Manifest, StepStats, TrainBatch
+from echo_planes.types import (
+    Adjustment,
+    EvalReport,
+    GuardReport,
+    InstallReport,
+    Manifest,
+    StepStats,
+    TrainBatch,
+)
+
+# How a run ends. `rollback`: it is opened again from an older checkpoint.
+EndStatus = Literal["done", "stopped", "spent", "failed", "collapsed", "rollback"]
 
 # --- events --------------------------------------------------------------------------------------
 
@@ -93,6 +104,11 @@ class Checkpointed:
 
 
 @dataclass(frozen=True, slots=True)
+class Adjusted:
+    """The learner, or the data plane, works as the guard wants it from now on."""
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluated:
     report: EvalReport
 
@@ -125,6 +141,7 @@ Event = (
     | BatchNotReady
     | StepDone
     | Checkpointed
+    | Adjusted
     | Evaluated
     | EvaluationLost
     | StopRequested
@@ -201,10 +218,32 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class AdjustLearner:
+    """Have the learner train with other settings from its next step on."""
+
+    adjustment: Adjustment
+
+
+@dataclass(frozen=True, slots=True)
+class LimitStaleness:
+    """Have the data plane keep to another S from the next batch on; never more than the configured one."""
+
+    max_staleness: int
+
+
+@dataclass(frozen=True, slots=True)
+class TellGuard:
+    """Tell where the guard stands, and in words what it did; "" where it did nothing."""
+
+    report: GuardReport
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """The run is over. `error` says why, where it is not done."""
 
-    status: Literal["done", "stopped", "spent", "failed"]
+    status: EndStatus
     error: str = ""
 
 
@@ -218,5 +257,8 @@ Action = (
     | Train
     | Evaluate
     | Checkpoint
+    | AdjustLearner
+    | LimitStaleness
+    | TellGuard
     | Finish
 )

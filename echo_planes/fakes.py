@@ -16,6 +16,7 @@ from echo_planes.data.task import TaskAdapter
 from echo_planes.errors import RunError, WeightsError, WorkerGoneError
 from echo_planes.samples import joined
 from echo_planes.types import (
+    Adjustment,
     BroadcastStats,
     Draw,
     Episode,
@@ -90,6 +91,9 @@ class Faults:
     )  # (worker, version): wrong digest, once
     broken_workers: set[str] = field(default_factory=set)  # take no weights at all
     learner_dies_at_step: int | None = None
+    k3: Callable[[int, Adjustment], float] | None = None  # of a step, as the guard has set the learner
+    forgets_at: int | None = None  # version from which on no answer is right
+    mismatch: float = 0.0  # of learner and sampler on one version, nats
 
 
 class FakeEngine:
@@ -132,6 +136,8 @@ class FakeEngine:
             await asyncio.sleep(self._seconds_per_token * self._rng.uniform(0.5, 1.5))
             self._check_alive()
             skill = min(0.95, 0.3 + 0.02 * self.version)
+            if self._faults.forgets_at is not None and self.version >= self._faults.forgets_at:
+                skill = 0.0
             for i in range(num_samples):
                 right = asked[asked.index(ord("?")) - 1]
                 token = 0 if position else right if self._rng.random() < skill else ord("x")
@@ -183,6 +189,7 @@ class FakeLearner:
         self._t_train_s = t_train_s
         self._faults = faults
         self._last = -1
+        self._adjustment = Adjustment()
         self.step = 0
 
     def _published(self, version: int, base: int) -> Manifest:
@@ -221,7 +228,7 @@ class FakeLearner:
             t_train_s=self._t_train_s,
             tokens=batch.num_tokens,
             tokens_forward=len(batch.token_ids),
-            mismatch_mean=zero,
+            mismatch_mean=self._faults.mismatch if batch.step == 0 else zero,
             mismatch_p99=zero,
             clip_fraction=zero,
             tis_mean=1.0,
@@ -229,7 +236,11 @@ class FakeLearner:
             kl_reference=zero,
             groups_skipped=0,
             num_updates=self.step,
+            k3=self._faults.k3(batch.step, self._adjustment) if self._faults.k3 else None,
         )
+
+    async def adjust(self, adjustment: Adjustment) -> None:
+        self._adjustment = adjustment
 
     async def publish(self, version: int) -> Manifest:
         base = -1 if version == self._last else self._last
@@ -243,7 +254,7 @@ class FakeLearner:
         return []
 
     async def mismatch(self, trajectories: Sequence[Trajectory]) -> float:
-        return 0.0
+        return self._faults.mismatch
 
     async def save(self, folder: Path) -> None:
         folder.mkdir(parents=True)

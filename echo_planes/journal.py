@@ -18,6 +18,7 @@ from echo_planes.clock import Clock
 from echo_planes.config import Config
 from echo_planes.evaluation import doublings, drawn, in_words
 from echo_planes.figures import batch_figures, learner_figures
+from echo_planes.learning.fall import collapse_of
 from echo_planes.ledger import LEDGER_DETAILS
 from echo_planes.metrics import FLEET_STATE, WORKER_STATE, MetricsWriter
 from echo_planes.rollout.capacity import UninformativeShare, needed_capacity
@@ -27,6 +28,7 @@ from echo_planes.types import (
     BroadcastStats,
     BufferCounts,
     EvalReport,
+    GuardReport,
     InstallReport,
     Manifest,
     StepStats,
@@ -80,6 +82,7 @@ class Journal:
         self.broadcasts = BroadcastBook()
         self.spending = Spending(config, writer.folder, start_s, writer.aggregates)
         self.counts = BufferCounts()  # the ledger, as of the last step
+        self._guard = GuardReport(0, config.staleness.max_staleness, 1.0)
 
     # --- Observer --------------------------------------------------------------------------------
 
@@ -146,6 +149,7 @@ class Journal:
             "policy_version": stats.step + 1,
             "reward_mean": float(batch.task_rewards.mean()),
             "reward_trained_mean": float(batch.rewards.mean()),
+            "reward_std": float(batch.task_rewards.std()),
             "correct_mean": float(batch.correct.mean()),
             **batch_figures(batch),
             **learner_figures(stats),
@@ -164,6 +168,7 @@ class Journal:
             "dropped_stale": counts.dropped_stale,
             "refused": counts.refused,
             **_details(counts),
+            **_guarded(self._guard),
             "time_s": self._elapsed_s(),
             **self.broadcasts.newest(),
             **self._newest_eval(),
@@ -206,6 +211,15 @@ class Journal:
         self.on_event("eval", text, version=report.version)
         self._view.event(text)
 
+    def on_guard(self, report: GuardReport) -> None:
+        self._guard = report
+
+    @property
+    def collapse(self) -> str:
+        """In words, how the reward ended far below its best; "" if it did not."""
+        totals = self._writer.aggregates
+        return collapse_of(totals.rewards, totals.spreads)
+
     def on_fleet(self, text: str, numbers: Mapping[str, Any]) -> None:
         """Where a fleet that follows price and need stands, and what was done (`rollout.fleet_record`)."""
         self._writer.event(self._elapsed_s(), FLEET_STATE, text, **numbers)
@@ -236,7 +250,8 @@ class Journal:
             "eval_first": accuracies[0] if accuracies else None,
             "eval_last": accuracies[-1] if accuracies else None,
             "evals": self._evals,
-            "max_staleness": self._config.staleness.max_staleness,
+            # Of all parts of the run: a rollback halves it.
+            "max_staleness": max(self._config.staleness.max_staleness, totals.max_staleness_allowed),
             "publish_every": self._config.staleness.kappa,
             "versions_published": len(set(self._versions)),
             "digest_mismatches": digest_mismatches,
@@ -251,6 +266,13 @@ class Journal:
             "mismatch_same_version_mean": float(np.mean(self._mismatches)) if self._mismatches else None,
             "install_seconds_mean": float(np.mean(self._install_s)) if self._install_s else None,
             **self.broadcasts.summary(),
+            "guard": {
+                "mode": self._config.guard.mode,
+                "alarms": dict(self._guard.alarms),
+                "actions": dict(self._guard.actions),
+                "good_step": self._guard.good_step if self._guard.good_step >= 0 else None,
+                **_guarded(self._guard),
+            },
             "publications": self.broadcasts.rows(),
             "workers": [self._worker_row(info, restarts, now_s) for _, info in sorted(self._infos.items())],
         }
@@ -294,6 +316,17 @@ class Journal:
 
     def _elapsed_s(self) -> float:
         return self._clock.now_s() - self._start_s
+
+
+def _guarded(report: GuardReport) -> dict[str, float]:
+    """What is in force, and how often it came to something."""
+    return {
+        "guard_rung": report.rung,
+        "guard_max_staleness": report.max_staleness,
+        "guard_rate_scale": report.rate_scale,
+        "guard_alarms": sum(count for _, count in report.alarms),
+        "guard_rollbacks": report.rollbacks,
+    }
 
 
 def _details(counts: BufferCounts) -> dict[str, int]:

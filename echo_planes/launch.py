@@ -33,6 +33,7 @@ from echo_planes.rollout.actor import WorkerProcess
 from echo_planes.rollout.actuator import Actuator, StaticActuator
 from echo_planes.rollout.ray_nodes import RayNodes
 from echo_planes.types import (
+    Adjustment,
     BroadcastStats,
     BufferCounts,
     Draw,
@@ -117,6 +118,9 @@ class RemoteData:
     async def lose(self, worker_id: str) -> int:
         return int(await self._actor.call("lose", worker_id))
 
+    async def limit_staleness(self, max_staleness: int) -> None:
+        await self._actor.call("limit_staleness", max_staleness)
+
     async def next_batch(self, step: int, wait_s: float) -> Any:
         return await self._actor.call("next_batch", step, wait_s)
 
@@ -169,6 +173,9 @@ class RemoteLearner:
     async def train_step(self, batch: TrainBatch) -> StepStats:
         stats: StepStats = (await self._all("train_step", batch))[0]
         return stats
+
+    async def adjust(self, adjustment: Adjustment) -> None:
+        await self._all("adjust", adjustment)
 
     async def sender(self) -> str:
         """Address of the node that sends weights."""

@@ -45,6 +45,7 @@ GAUGES: tuple[Gauge, ...] = (
     Gauge("policy_version", "newest policy version, made by this step"),
     Gauge("reward_mean", "mean reward of the step's trajectories, as the task gave it"),
     Gauge("reward_trained_mean", "the same, with the penalty of overlong answers"),
+    Gauge("reward_std", "standard deviation of the rewards of the step's trajectories"),
     Gauge("correct_mean", "fraction of the step's trajectories that are exactly right"),
     Gauge("loss", "objective, mean over trained tokens"),
     Gauge("grad_norm", "global gradient norm before clipping"),
@@ -120,6 +121,11 @@ GAUGES: tuple[Gauge, ...] = (
     Gauge("repairs", "times a worker was given another parent in mid-broadcast"),
     Gauge("mu_min", "trajectories per second that keep the learner busy, given T_train and T_bcast"),
     Gauge("pause_s", "time generation stood still for the update, median of the workers, seconds"),
+    Gauge("guard_rung", "what the guard has in force: 1 outliers masked, 2 S lowered too, 3 rate halved too"),
+    Gauge("guard_max_staleness", "the S in force, versions"),
+    Gauge("guard_rate_scale", "what the guard multiplies the learning rate by"),
+    Gauge("guard_alarms", "alarms of the guard so far"),
+    Gauge("guard_rollbacks", "times the guard went back to a good checkpoint"),
     Gauge("time_s", "time since the start of the run, seconds"),
 )
 
@@ -191,7 +197,8 @@ class Aggregates:
     """Running totals over the steps of a run, as summary.json wants them. None: no step said."""
 
     def __init__(self, steps: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._rewards: list[float] = []
+        self.rewards: list[float] = []  # mean of every step
+        self.spreads: list[float] = []  # standard deviation within it
         self._mean_staleness: list[float] = []
         self._totals = dict.fromkeys(("t_train_s", "t_idle_s", "tokens", "usd", "updates_skipped"), 0.0)
         self._drift: list[float] = []
@@ -200,6 +207,7 @@ class Aggregates:
         self._shares = dict.fromkeys(SHARES, 0.0)  # of them, tokens that it says
         self.num_steps = 0
         self.max_staleness_observed = 0
+        self.max_staleness_allowed = 0  # the largest S that was in force
         for step in steps:
             self.add(step)
 
@@ -209,7 +217,8 @@ class Aggregates:
         for key in self._totals:
             self._totals[key] += number(metrics.get(key)) or 0.0
         for key, values in (
-            ("reward_mean", self._rewards),
+            ("reward_mean", self.rewards),
+            ("reward_std", self.spreads),
             ("staleness_mean", self._mean_staleness),
             ("mismatch_mean", self._drift),
         ):
@@ -228,16 +237,19 @@ class Aggregates:
         self.max_staleness_observed = max(
             self.max_staleness_observed, int(number(metrics.get("staleness_max")) or 0)
         )
+        self.max_staleness_allowed = max(
+            self.max_staleness_allowed, int(number(metrics.get("guard_max_staleness")) or 0)
+        )
 
     @property
     def reward_first(self) -> float | None:
         """Mean reward over the first tenth of the steps, at least one."""
-        return _mean(self._rewards[: self._tenth()])
+        return _mean(self.rewards[: self._tenth()])
 
     @property
     def reward_last(self) -> float | None:
         """Mean reward over the last tenth of the steps, at least one."""
-        return _mean(self._rewards[-self._tenth() :])
+        return _mean(self.rewards[-self._tenth() :])
 
     @property
     def staleness_mean(self) -> float | None:
@@ -283,7 +295,7 @@ class Aggregates:
         }
 
     def _tenth(self) -> int:
-        return max(1, len(self._rewards) // 10)
+        return max(1, len(self.rewards) // 10)
 
 
 def read_metrics(folder: Path) -> list[Record]:

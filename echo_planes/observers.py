@@ -10,6 +10,7 @@ from echo_planes.types import (
     BroadcastStats,
     BufferCounts,
     EvalReport,
+    GuardReport,
     InstallReport,
     Manifest,
     StepStats,
@@ -47,6 +48,9 @@ class QuietObserver:
         return None
 
     def on_eval(self, report: EvalReport, mismatch: float | None) -> None:
+        return None
+
+    def on_guard(self, report: GuardReport) -> None:
         return None
 
 
@@ -90,3 +94,7 @@ class Observers:
     def on_eval(self, report: EvalReport, mismatch: float | None) -> None:
         for one in self._observers:
             one.on_eval(report, mismatch)
+
+    def on_guard(self, report: GuardReport) -> None:
+        for one in self._observers:
+            one.on_guard(report)

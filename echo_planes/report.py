@@ -133,14 +133,16 @@ def _header(folder: Path, summary: Record) -> str:
     seconds = number(summary.get("seconds"))
     took = f" in {seconds:,.1f} s" if seconds is not None else ""
     error = f'<p class="error">{escape(str(summary["error"]))}</p>' if summary.get("error") else ""
+    # Of a run that collapsed nothing else is worth as much as to know why.
+    first, after = (error, "") if status == "collapsed" else ("", error)
+    kind = "done" if status == "done" else "failed" if status in ("failed", "collapsed") else ""
     return (
-        f'<header><p class="over">echo_planes run {escape(folder.resolve().name)}</p>'
+        f'<header>{first}<p class="over">echo_planes run {escape(folder.resolve().name)}</p>'
         f'<div class="line"><h1>{escape(str(summary.get("task", "run")))}</h1>'
-        f'<span class="pill {"done" if status == "done" else "failed" if status == "failed" else ""}">'
-        f"{escape(status)}</span></div>"
+        f'<span class="pill {kind}">{escape(status)}</span></div>'
         f'<p class="sub"><code>{escape(str(summary.get("model", "unknown model")))}</code>, '
         f"{summary.get('steps', 0):,} learner steps{took}. All rollouts: "
-        f"<code>python -m echo_planes.view {escape(shlex.quote(str(folder)))}</code></p>{error}"
+        f"<code>python -m echo_planes.view {escape(shlex.quote(str(folder)))}</code></p>{after}"
         f'<div class="figures">{"".join(_figures(summary))}</div></header>'
     )
 

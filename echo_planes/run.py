@@ -12,12 +12,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from echo_planes import preflight
-from echo_planes.checkpoint import CheckpointMeta, newest_checkpoint, open_lineage, rewind_metrics
+from echo_planes.checkpoint import CheckpointMeta, newest_checkpoint
 from echo_planes.cli import describe, dump_config, load_config
 from echo_planes.clock import Clock, MonotonicClock
 from echo_planes.config import Config
-from echo_planes.errors import EchoPlanesError, RunError, StoppedError, UserError
-from echo_planes.metrics import write_atomic
+from echo_planes.errors import CollapsedError, EchoPlanesError, RunError, StoppedError, UserError
 from echo_planes.process import keep_ray_private
 from echo_planes.runner import Outcome
 from echo_planes.terminal import View
@@ -96,17 +95,6 @@ def run_folder(config: Config) -> Path:
     return (Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{config.task.name}").resolve()
 
 
-def _open_folder(
-    config: Config, folder: Path, checkpoint: Path | None, meta: CheckpointMeta
-) -> CheckpointMeta:
-    """Make the run folder, or take a resumed one back to its checkpoint."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if checkpoint:
-        rewind_metrics(folder, meta.step)
-    write_atomic(folder / "config.yaml", dump_config(config))
-    return open_lineage(folder, meta)
-
-
 async def _run(
     config: Config, folder: Path, checkpoint: Path | None, meta: CheckpointMeta, view: View, clock: Clock
 ) -> int:
@@ -120,7 +108,7 @@ async def _run(
         # Only now: a mistake in the settings is told before these take their seconds.
         from echo_planes import cluster, launch
         from echo_planes.data.registry import probe_task
-        from echo_planes.job import run_job
+        from echo_planes.job import open_folder, run_job
 
     await asyncio.sleep(HEAR_S)
     with view.phase("task"):
@@ -132,7 +120,7 @@ async def _run(
             stack.enter_context(cluster.ray_session(config))
         await asyncio.sleep(HEAR_S)
         # Only now is anything written: a mistake leaves no run folder behind.
-        meta = _open_folder(config, folder, checkpoint, meta)
+        meta = open_folder(config, folder, checkpoint, meta)
         outcome = await run_job(
             config,
             folder,
@@ -153,8 +141,10 @@ def exit_status(outcome: Outcome) -> int:
     """0 also where the budget is spent: that is an end as planned, and a job that ends so has not failed.
 
     Raises:
-        RunError: the run failed.
+        RunError: the run failed, or collapsed.
     """
+    if outcome.status == "collapsed":
+        raise CollapsedError(outcome.error)
     if outcome.status == "failed":
         raise RunError(outcome.error)
     return StoppedError.exit_status if outcome.status == "stopped" else 0

@@ -40,7 +40,7 @@ LEAVE_SHARE = 0.7  # of the time until a worker must be gone, for what is being 
 class Outcome:
     """How a run ended."""
 
-    status: Literal["done", "stopped", "spent", "failed"]
+    status: ev.EndStatus
     error: str
     counts: BufferCounts
 
@@ -56,6 +56,7 @@ class Runner:
         clock: seconds.
         first_epoch: incarnation number of the first workers.
         resume_dir: checkpoint to continue from.
+        guard: record of the guard it was written with.
         beside: runs as long as the run does (what keeps the fleet); its error ends the run.
     """
 
@@ -70,6 +71,7 @@ class Runner:
         clock: Clock,
         first_epoch: int = 0,
         resume_dir: Path | None = None,
+        guard: Mapping[str, Any] | None = None,
         beside: Callable[[Runner], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         self._config = config
@@ -79,7 +81,7 @@ class Runner:
         self._save_checkpoint = save_checkpoint
         self._clock = clock
         self._resume_dir = resume_dir
-        self.controller = Controller(config, list(fleet), first_epoch)
+        self.controller = Controller(config, list(fleet), first_epoch, guard)
         self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
         self._workers: dict[str, tuple[int, Worker]] = {}
         self._epochs: dict[str, int] = {}  # newest incarnation of each worker
@@ -131,6 +133,8 @@ class Runner:
                 for action in self.controller.handle(event, self._clock.now_s()):
                     if isinstance(action, ev.Finish):
                         finish = action
+                    elif isinstance(action, ev.TellGuard):
+                        self._tell_guard(action)
                     else:
                         self._spawn(self._carry_out(action))
             counts = await self._within("closing the replay buffer", 60.0, self._planes.data.close())
@@ -169,6 +173,18 @@ class Runner:
                 self._observer.on_event("checkpoint", f"step {step} saved")
                 self._free_since_s = self._clock.now_s()
                 self._events.put_nowait(ev.Checkpointed(step))
+            case ev.AdjustLearner(adjustment):
+                limit_s = self._config.run.wait_limit_s
+                await self._within("learner adjustment", limit_s, self._planes.learner.adjust(adjustment))
+                self._events.put_nowait(ev.Adjusted())
+            case ev.LimitStaleness(max_staleness):
+                await self._planes.data.limit_staleness(max_staleness)
+                self._events.put_nowait(ev.Adjusted())
+
+    def _tell_guard(self, told: ev.TellGuard) -> None:
+        if told.text:
+            self._observer.on_event("guard", told.text)
+        self._observer.on_guard(told.report)
 
     async def _start_learner(self) -> None:
         limit_s = self._config.run.wait_limit_s
@@ -277,8 +293,9 @@ class Runner:
             "learner step", self._config.run.wait_limit_s, self._planes.learner.train_step(batch)
         )
         self._free_since_s = self._clock.now_s()
-        self._events.put_nowait(ev.StepDone(stats))
+        # Before anybody acts on the step: its numbers are of what was in force while it was trained.
         self._observer.on_step(batch, stats, idle_s, await self._planes.data.counts())
+        self._events.put_nowait(ev.StepDone(stats))
         self._steps_seen += 1
         if self._steps_seen % STATS_EVERY_STEPS == 0:
             await self._collect_stats()

@@ -41,6 +41,7 @@ from echo_planes.types import (
     BroadcastStats,
     BufferCounts,
     EvalReport,
+    GuardReport,
     InstallReport,
     Manifest,
     StepStats,
@@ -61,6 +62,7 @@ class Trace:
     mismatches: list[float | None] = field(default_factory=list)  # one per evaluation
     counts: list[BufferCounts] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    guard: list[GuardReport] = field(default_factory=list)
     idle_s: float = 0.0
     train_s: float = 0.0
 
@@ -101,6 +103,9 @@ class Trace:
         self.mismatches.append(mismatch)
         self.lines.append(f"eval {report.step} {report.version} {report.accuracy:.4f}")
 
+    def on_guard(self, report: GuardReport) -> None:
+        self.guard.append(report)
+
 
 class _LossyWorker(RolloutWorker):
     """A worker whose control messages may get lost on their way."""
@@ -118,7 +123,7 @@ class _LossyWorker(RolloutWorker):
         return await super().install(manifest, fresh)
 
 
-class _LocalPlanes:
+class LocalPlanes:
     """The three planes in one process."""
 
     def __init__(self, simulation: Simulation, data: DataService, lineage: str) -> None:
@@ -221,7 +226,7 @@ class Simulation:
                 keep = self.config.checkpoint.keep
                 await save_checkpoint(self.folder / "checkpoints", meta, data_plane, learner, keep=keep)
 
-            planes = _LocalPlanes(self, data, lineage)
+            planes = LocalPlanes(self, data, lineage)
             if self.config.fleet.scale != "fixed":
                 fleet, books = {}, BroadcastBook()
                 actuator = self.actuator or StaticActuator(

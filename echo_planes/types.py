@@ -293,6 +293,19 @@ class Adjustment:
     mask_outliers: bool = False  # leave out tokens whose ratio lies outside the guard's ends
 
 
+@dataclass(frozen=True, slots=True)
+class GuardReport:
+    """Where the guard stands, and what it has done in the whole run."""
+
+    rung: int  # of its ladder, in force: 0 nothing, 1 outliers masked, 2 S lowered too, 3 rate halved too
+    max_staleness: int  # the S in force
+    rate_scale: float  # on the learning rate
+    alarms: tuple[tuple[str, int], ...] = ()  # of each signal that had one
+    actions: tuple[tuple[str, int], ...] = ()  # how often each was taken
+    rollbacks: int = 0
+    good_step: int = -1  # of the newest checkpoint that is known to be good; -1: none
+
+
 # --- weights -------------------------------------------------------------------------------------
 
 

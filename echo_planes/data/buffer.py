@@ -72,7 +72,7 @@ class ReplayBuffer:
         state: BufferState | None = None,
         refill: Refill | None = None,
     ) -> None:
-        self._staleness = staleness
+        self._settings = self._staleness = staleness  # as configured, and in force
         self._refill = refill
         self._groups_per_step = groups_per_step
         self._samples = samples_per_prompt
@@ -131,6 +131,12 @@ class ReplayBuffer:
             drafts=drafts,
             replaced=self._replaced,
         )
+
+    def limit_staleness(self, max_staleness: int) -> None:
+        """Keep to another S, at most the configured one. What is too old for it is dropped, and counted, when
+        the next batch is formed; work on live leases too, if it comes too late.
+        """
+        self._staleness = self._settings.limited(min(max_staleness, self._settings.max_staleness))
 
     # --- versions and workers --------------------------------------------------------------------
 

@@ -228,6 +228,12 @@ class DataService:
         self._notify()
         return lost
 
+    async def limit_staleness(self, max_staleness: int) -> None:
+        """Another S from the next batch and the next lease on; see `ReplayBuffer.limit_staleness`."""
+        self._check()
+        self._buffer.limit_staleness(max_staleness)
+        self._notify()
+
     async def next_batch(self, step: int, wait_s: float) -> TrainBatch | NotReady:
         """The batch of update `step`; waits up to `wait_s` for it.
 

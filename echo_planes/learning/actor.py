@@ -13,7 +13,7 @@ from echo_planes.clock import MonotonicClock
 from echo_planes.config import Config
 from echo_planes.errors import RunError
 from echo_planes.process import die_with_parent, settle
-from echo_planes.types import BroadcastStats, FloatArray, Manifest, StepStats, TrainBatch
+from echo_planes.types import Adjustment, BroadcastStats, FloatArray, Manifest, StepStats, TrainBatch
 from echo_planes.weights.choice import CodecChoice
 from echo_planes.weights.digest import BitTensor
 from echo_planes.weights.link import WeightLink
@@ -71,6 +71,9 @@ class LearnerProcess:
 
     def train_step(self, batch: TrainBatch) -> StepStats:
         return self._learner.train_step(batch)
+
+    def adjust(self, adjustment: Adjustment) -> None:
+        self._learner.adjust(adjustment)
 
     def logprobs(self, batch: TrainBatch) -> FloatArray:
         """Of the trained tokens, under the current weights; shape (T,)."""

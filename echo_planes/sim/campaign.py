@@ -379,3 +379,9 @@ def _words(action: ev.Action) -> tuple[object, ...]:
             return step, worker_ids
         case ev.FormBatch(step) | ev.Checkpoint(step) | ev.Publish(step):
             return (step,)
+        case ev.AdjustLearner(adjustment):
+            return adjustment.rate_scale, adjustment.mask_outliers
+        case ev.LimitStaleness(max_staleness):
+            return (max_staleness,)
+        case ev.TellGuard(report, text):
+            return report.rung, text

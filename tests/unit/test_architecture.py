@@ -32,7 +32,7 @@ ALLOWED = {
     "learning": BASE | {"weights"},
     "rollout": BASE | {"weights"},
     "events": BASE,
-    "controller": BASE | {"events"},
+    "controller": BASE | {"events", "learning"},  # of it the guard, which is pure
     "planes": BASE,
     "runner": BASE | {"controller", "evaluation", "events", "planes"},
     "evaluation": BASE,

@@ -353,7 +353,7 @@ def test_the_guard_does_not_wait_for_a_step() -> None:
 # --- a whole run, simulated ----------------------------------------------------------------------
 
 
-class _Planes(testing._LocalPlanes):
+class _Planes(testing.LocalPlanes):
     def enlist(self, worker_id: str, kind: WorkerConfig) -> None:
         raise AssertionError("this fleet does not change")
 

@@ -546,3 +546,45 @@ def test_a_cut_remembers_how_many_groups_were_set_aside_for_its_batch() -> None:
         group = replace(group, trajectories=tuple(replace(t, lineage="L1") for t in group.trajectories))
         assert submit(again, one, group) == "accepted"
     assert (again.counts.uninformative, again.counts.buffered) == (2 * N, N)
+
+
+# --- another S while it runs ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["drop", "wait"])
+def test_a_lowered_bound_drops_what_is_too_old_for_it_and_counts_it(policy: Any) -> None:
+    buffer = make_buffer(max_staleness=3, policy=policy)
+    for _ in range(3):
+        form(buffer)  # of version 0, at t = 0, 1, 2
+    (late, *_) = lease(buffer, R)
+    buffer.publish(3, "d3")
+    buffer.installed("w0", 3)
+    buffer.limit_staleness(1)
+    assert submit(buffer, late, answer(late)) == "accepted"  # and too old at once: t = 3, v = 0
+    assert buffer.counts.dropped_stale == N
+    assert isinstance(buffer.next_batch(3, 0.0), NotReady)
+    batch = form(buffer)
+    assert {group.version for group in batch} == {3}
+    assert buffer.counts.lost == 0
+
+
+def test_a_lowered_bound_hands_out_fewer_permits_and_the_old_one_comes_back() -> None:
+    buffer = make_buffer(max_staleness=3)
+    buffer.limit_staleness(1)
+    assert len(lease(buffer, 99)) == 2 * R  # (p + S - t + 1) R
+    buffer.limit_staleness(3)
+    assert len(lease(buffer, 99)) == 2 * R
+
+
+def test_the_bound_is_never_above_the_configured_one() -> None:
+    buffer = make_buffer(max_staleness=1)
+    buffer.limit_staleness(9)
+    assert len(lease(buffer, 99)) == 2 * R
+
+
+def test_settings_at_another_bound_take_along_what_it_bounds() -> None:
+    given = StalenessConfig(max_staleness=6, publish_every=5, reuse=4, policy="drop")
+    limited = given.limited(2)
+    assert (limited.max_staleness, limited.kappa, limited.reuse, limited.policy) == (2, 3, 3, "drop")
+    assert StalenessConfig(max_staleness=6).limited(3).kappa == 2  # as by default
+    assert StalenessConfig(max_staleness=1).limited(0).kappa == 1

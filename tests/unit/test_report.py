@@ -500,3 +500,13 @@ def test_a_damaged_config_is_the_persons_to_know(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("a: [1\n")
     with pytest.raises(DataError, match=r"config\.yaml"):
         render(tmp_path)
+
+
+def test_of_a_run_that_collapsed_the_report_says_so_first(tmp_path: Path) -> None:
+    for status, begins in (("collapsed", True), ("failed", False)):
+        MetricsWriter(tmp_path).write_summary({"status": status, "error": "k3 1 nats, above guard.k3"})
+        page = render(tmp_path)
+        assert ('<header><p class="error">k3 1 nats' in page) == begins
+        assert page.count("k3 1 nats, above guard.k3") == 1
+        assert f'<span class="pill failed">{status}</span>' in page
+        outline(page)

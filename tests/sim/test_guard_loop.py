@@ -1,0 +1,320 @@
+"""The guard in the whole loop, in virtual time: real controller, data plane and books; the rest is fake."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo_planes.checkpoint import CheckpointMeta, newest_checkpoint
+from echo_planes.cli import load_config
+from echo_planes.config import Config, GuardConfig, WorkerConfig
+from echo_planes.data.service import DataService
+from echo_planes.data.store.files import REPLAY_FOLDER
+from echo_planes.errors import CollapsedError, RunError
+from echo_planes.job import open_folder, run_job
+from echo_planes.metrics import read_events, read_metrics, read_summary
+from echo_planes.run import exit_status
+from echo_planes.runner import Outcome
+from echo_planes.terminal import View
+from echo_planes.testing import Faults, LocalPlanes, Simulation, replace_section, tiny_config
+from echo_planes.types import Adjustment
+from echo_planes.virtual_time import VirtualTimeLoop, run_virtual
+from tests.thorough import examples
+
+K3 = Callable[
+    [int, int, Adjustment], float
+]  # of a part of the run, its step, as the guard has set the learner
+CALM, ALARMING = 0.01, 0.5
+
+
+def config(*, steps: int = 40, s: int = 3, every: int = 5, guard: Mapping[str, Any] | None = None) -> Config:
+    base = tiny_config(steps=steps, max_staleness=s)
+    return replace_section(  # type: ignore[no-any-return]
+        base,
+        checkpoint={"every": every, "keep": 1},
+        guard=GuardConfig(**{"good_after": 4, **(guard or {})}).model_dump(),
+        learner={**base.learner.model_dump(), "lr": 8e-4},
+    )
+
+
+class Job:
+    """A run from its first part to its report, on planes in one process."""
+
+    def __init__(
+        self, given: Config, folder: Path, k3: K3, *, resume: bool = False, forgets_at: int | None = None
+    ) -> None:
+        self.folder = folder
+        self.screen = io.StringIO()
+        self.lineages: list[str] = []
+        self.configs: list[Config] = []
+        self._k3 = k3
+        self._forgets_at = forgets_at
+        try:
+            self.outcome = run_virtual(lambda loop: self._main(given, loop, resume))
+        except RunError:
+            self._data._store.close()  # as its process does when it dies
+            raise
+
+    async def _main(self, given: Config, loop: VirtualTimeLoop, resume: bool) -> Outcome:
+        checkpoint, meta = newest_checkpoint(self.folder) if resume else (None, CheckpointMeta(0, 0, 0))
+        meta = open_folder(given, self.folder, checkpoint, meta)
+        return await run_job(
+            given,
+            self.folder,
+            View(self.screen, given.run.steps, False, loop),
+            loop,
+            start_s=loop.now_s(),
+            checkpoint=checkpoint,
+            meta=meta,
+            make_planes=self._planes,
+            make_actuator=None,  # type: ignore[arg-type]
+            kinds={"w0": WorkerConfig(), "w1": WorkerConfig()},
+            export=lambda _: None,
+        )
+
+    def _planes(
+        self,
+        given: Config,
+        lineage: str,
+        run_dir: Path,
+        resume_dir: Path | None,
+        start_step: int,
+        kinds: Mapping[str, WorkerConfig],
+    ) -> Any:
+        part = len(self.lineages)
+        self.lineages.append(lineage)
+        self.configs.append(given)
+        faults = Faults(k3=partial(self._k3, part), forgets_at=self._forgets_at)
+        simulation = Simulation(given, run_dir, faults=faults, seed=part)
+        data = DataService(
+            given,
+            lineage,
+            run_dir / REPLAY_FOLDER,
+            resume_dir / "data" if resume_dir else None,
+            adapter=simulation.task,
+            clock=asyncio.get_running_loop(),  # type: ignore[arg-type]
+        )
+        self._data = data
+        return LocalPlanes(simulation, data, lineage)
+
+    @property
+    def told(self) -> list[str]:
+        return [event["text"] for event in read_events(self.folder) if event["kind"] == "guard"]
+
+
+def always_alarming(_: int, step: int, adjustment: Adjustment) -> float:
+    return ALARMING
+
+
+def calm(*_: object) -> float:
+    return CALM
+
+
+def from_step(first: int) -> K3:
+    """Alarming from that step of the first part on; healthy after a rollback."""
+    return lambda part, step, _: ALARMING if part == 0 and step >= first else CALM
+
+
+# --- rungs ---------------------------------------------------------------------------------------
+
+CURES: dict[str, Callable[[Adjustment], bool]] = {
+    "mask": lambda adjustment: adjustment.mask_outliers,
+    "slow": lambda adjustment: adjustment.rate_scale < 1,
+}
+
+
+@pytest.mark.parametrize(("rung", "actions"), [("mask", ["mask"]), ("slow", ["mask", "limit", "slow"])])
+def test_the_rung_that_helps_is_the_last_one(tmp_path: Path, rung: str, actions: list[str]) -> None:
+    job = Job(config(), tmp_path, lambda _, step, adjustment: CALM if CURES[rung](adjustment) else ALARMING)
+    assert exit_status(job.outcome) == 0
+    told = read_summary(tmp_path)
+    assert told["status"] == "done"
+    assert told["guard"]["actions"] == dict.fromkeys(actions, 1)
+    assert told["guard"]["alarms"] == {"k3": len(actions)}
+    assert len(job.told) == len(actions)
+    for text in job.told:
+        assert text in job.screen.getvalue()  # on the terminal as in the events
+        assert "0.5 nats, above guard.k3=0.3" in text
+
+
+def test_every_step_says_what_is_in_force(tmp_path: Path) -> None:
+    Job(config(), tmp_path, lambda _, step, adjustment: ALARMING if step < 20 else CALM)
+    keys = ("guard_rung", "guard_max_staleness", "guard_rate_scale", "guard_alarms")
+    rows = [tuple(row[key] for key in keys) for row in read_metrics(tmp_path)]
+    changes = [(i, row) for i, row in enumerate(rows) if i == 0 or row != rows[i - 1]]
+    # 0.5 is not twice the limit: 3 steps each, and after the second rung 3 that do not count.
+    assert changes[:4] == [
+        (0, (0, 3, 1.0, 0)),
+        (3, (1, 3, 1.0, 1)),
+        (6, (2, 1, 1.0, 2)),
+        (12, (3, 1, 0.5, 3)),
+    ]
+
+
+@pytest.mark.parametrize("policy", ["drop", "wait"])
+def test_a_lowered_bound_holds_from_the_next_batch_on(tmp_path: Path, policy: Any) -> None:
+    for seed in range(examples(8)):
+        base = config(steps=30, s=6)
+        given = replace_section(
+            base, staleness={"max_staleness": 6, "policy": policy}, checkpoint={"every": 0}
+        )
+        faults = Faults(k3=lambda step, _: ALARMING if 8 <= step < 14 else CALM)
+        simulation = Simulation(
+            given, tmp_path / str(seed), faults=faults, seed=seed, seconds_per_token=(0.05, 2.0)
+        )
+        outcome, trace = simulation.run()
+        assert outcome.status == "done"
+        assert outcome.counts.lost == 0
+        (lowered,) = [report for report in trace.guard if report.rung == 2]
+        assert lowered.max_staleness == 3
+        assert len(trace.batches) == 30
+        for batch in trace.batches:
+            assert int((batch.step - batch.versions).max()) <= (6 if batch.step < 14 else 3)
+        assert [version for version in trace.versions if version >= 14] == list(range(14, 31))
+        assert max(int((b.step - b.versions).max()) for b in trace.batches[8:14]) > 3
+
+
+# --- the end -------------------------------------------------------------------------------------
+
+
+def test_without_a_good_checkpoint_it_ends_as_collapsed(tmp_path: Path) -> None:
+    job = Job(config(every=0), tmp_path, always_alarming)
+    with pytest.raises(CollapsedError, match=r"k3 .* no good checkpoint .*; lower learner.lr") as caught:
+        exit_status(job.outcome)
+    assert caught.value.exit_status == 1
+    assert "\n" not in str(caught.value)
+    told = read_summary(tmp_path)
+    assert told["status"] == "collapsed"
+    assert told["error"] == str(caught.value)
+    assert told["guard"]["actions"] == {"mask": 1, "limit": 1, "slow": 1, "stop": 1}
+    assert "collapsed: " in job.screen.getvalue()
+    assert "done" not in job.screen.getvalue()
+
+
+def test_the_report_begins_with_it(tmp_path: Path) -> None:
+    Job(config(every=0), tmp_path, always_alarming)
+    page = (tmp_path / "report.html").read_text()
+    body = page[page.index("<main>") + len("<main>") :]
+    assert body.startswith('<header><p class="error">k3 of the tokens of one lag 0.5 nats')
+    assert '<span class="pill failed">collapsed</span>' in body
+
+
+def test_a_mismatch_at_the_start_ends_the_run_with_the_likely_causes(tmp_path: Path) -> None:
+    simulation = Simulation(tiny_config(), tmp_path, faults=Faults(mismatch=0.4))
+    outcome, trace = simulation.run()
+    assert outcome.status == "failed"
+    assert "guard.mismatch" in outcome.error
+    assert len(trace.batches) < 20
+    assert Simulation(tiny_config(), tmp_path / "b", faults=Faults(mismatch=0.05)).run()[0].status == "done"
+
+
+# --- rollback ------------------------------------------------------------------------------------
+
+
+def test_it_goes_back_to_the_good_checkpoint_at_half_of_both(tmp_path: Path) -> None:
+    job = Job(config(), tmp_path, from_step(18))
+    assert exit_status(job.outcome) == 0
+    assert job.lineages == ["L0", "L1"]
+    before, after = job.configs
+    assert (before.staleness.max_staleness, after.staleness.max_staleness) == (3, 1)
+    assert (before.lr, after.lr) == (8e-4, 4e-4)
+    assert after.staleness.kappa == 1
+    assert "back to the checkpoint of step 10" in job.told[-1]
+    told = read_summary(tmp_path)
+    assert told["status"] == "done"
+    assert told["guard"]["guard_rollbacks"] == 1
+    assert told["guard"]["guard_rung"] == 0
+    assert told["lost_trajectories"] == told["duplicate_trajectories"] == 0
+    rows = read_metrics(tmp_path)
+    assert [row["step"] for row in rows] == list(range(1, 41))
+    assert {row["guard_rollbacks"] for row in rows[:10]} == {0}
+    assert {row["guard_rollbacks"] for row in rows[10:]} == {1}
+    assert {row["guard_max_staleness"] for row in rows[10:]} == {1}
+    assert all(row["staleness_max"] <= row["guard_max_staleness"] for row in rows)
+    assert told["max_staleness"] == 3 >= told["max_staleness_observed"]
+
+
+def test_later_checkpoints_of_the_policy_that_was_given_up_are_gone(tmp_path: Path) -> None:
+    """They would be the newest ones to resume from."""
+    there: dict[tuple[int, int], list[str]] = {}
+
+    def k3(part: int, step: int, _: Adjustment) -> float:
+        there[part, step] = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
+        return ALARMING if part == 0 and step >= 18 else CALM
+
+    Job(config(), tmp_path, k3)
+    assert there[0, 35] == ["step-000010", "step-000035"]  # keep=1: the newest, and the good one beside it
+    assert there[1, 10] == ["step-000010"]
+
+
+def test_it_goes_back_as_often_as_it_may_and_then_ends_as_collapsed(tmp_path: Path) -> None:
+    job = Job(
+        config(steps=80, guard={"max_rollbacks": 2}),
+        tmp_path,
+        lambda _, step, __: ALARMING if step >= 18 else CALM,
+    )
+    with pytest.raises(CollapsedError, match="after 2 rollbacks"):
+        exit_status(job.outcome)
+    assert [given.staleness.max_staleness for given in job.configs] == [3, 1, 0]
+    assert [given.lr for given in job.configs] == [8e-4, 4e-4, 2e-4]
+    assert job.lineages == ["L0", "L1", "L2"]
+    assert read_summary(tmp_path)["guard"]["actions"] == {
+        "mask": 3,
+        "limit": 2,  # a synchronous run has nothing to lower
+        "slow": 3,
+        "rollback": 2,
+        "stop": 1,
+    }
+
+
+def test_a_resume_after_a_rollback_knows_of_it(tmp_path: Path) -> None:
+    """Also one from the good checkpoint itself, before another was written."""
+
+    def dies(part: int, step: int, _: Adjustment) -> float:
+        if part == 1 and step == 12:
+            raise RunError("killed")
+        return ALARMING if step >= 18 else CALM
+
+    given = config(steps=80, guard={"max_rollbacks": 1})
+    with pytest.raises(RunError, match="killed"):
+        Job(given, tmp_path, dies)
+    written = load_config([f"run.resume={tmp_path}"])
+    assert (written.staleness.max_staleness, written.lr) == (1, 4e-4)
+    again = Job(written, tmp_path, always_alarming, resume=True)
+    assert again.lineages == ["L2"]
+    with pytest.raises(CollapsedError, match="after 1 rollbacks"):
+        exit_status(again.outcome)
+
+
+def test_a_good_checkpoint_that_is_gone_is_told(tmp_path: Path) -> None:
+    def k3(part: int, step: int, _: Adjustment) -> float:
+        if step == 25:
+            (tmp_path / "checkpoints" / "step-000010" / "meta.json").unlink()
+        return ALARMING if step >= 18 else CALM
+
+    job = Job(config(), tmp_path, k3)
+    with pytest.raises(CollapsedError, match=r"step-000010/meta.json is not readable"):
+        exit_status(job.outcome)
+    assert read_summary(tmp_path)["status"] == "collapsed"
+
+
+# --- rewards alone -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["act", "warn", "off"])
+def test_a_run_whose_reward_ends_far_below_its_best_is_not_done(tmp_path: Path, mode: str) -> None:
+    """Whatever the guard was told to do; here nothing but the reward shows it, and too late for the guard."""
+    given = config(steps=60, every=0, guard={"mode": mode, "reward_drop": 50.0})
+    given = replace_section(given, sampling={**given.sampling.model_dump(), "prompts_per_step": 16})
+    assert Job(given, tmp_path / "learns", calm).outcome.status == "done"
+    job = Job(given, tmp_path, calm, forgets_at=40)
+    with pytest.raises(CollapsedError, match=r"the reward fell to 0 in the last 6 steps"):
+        exit_status(job.outcome)
+    assert read_summary(tmp_path)["status"] == "collapsed"
+    assert "done:" not in job.screen.getvalue()
