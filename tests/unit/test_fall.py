@@ -13,13 +13,13 @@ from echo_planes.learning.fall import ENOUGH_STEPS, collapse_of, fall_of
 Shape = Callable[[float], float]  # of the share of the run that is over, 0 to 1
 
 
-def series(shape: Shape, steps: int, seed: int, wobble: float = 0.02) -> tuple[list[float], list[float]]:
-    """Mean rewards and spreads of answers that are right or wrong, 256 a step, with a slow wave on top."""
+def series(shape: Shape, steps: int, seed: int, answers: int = 256) -> tuple[list[float], list[float]]:
+    """Mean rewards and spreads of so many answers a step, right or wrong, with a slow wave on top."""
     draw, wave, rewards, spreads = random.Random(seed), 0.0, [], []
     for step in range(steps):
-        wave = 0.6 * wave + 0.8 * draw.gauss(0, wobble)
+        wave = 0.6 * wave + 0.8 * draw.gauss(0, 0.02)
         chance = min(max(shape(step / steps) + wave, 0.0), 1.0)
-        mean = sum(draw.random() < chance for _ in range(256)) / 256
+        mean = sum(draw.random() < chance for _ in range(answers)) / answers
         rewards.append(mean)
         spreads.append((mean * (1 - mean)) ** 0.5)
     return rewards, spreads
@@ -52,6 +52,11 @@ COLLAPSED: dict[str, Shape] = {
 @pytest.mark.parametrize("steps", [20, 60, 120, 400])
 def test_a_healthy_run_has_not_collapsed(name: str, steps: int) -> None:
     wrong = [seed for seed in range(25) if collapse_of(*series(HEALTHY[name], steps, seed))]
+    assert not wrong
+
+
+def test_the_noise_of_small_steps_is_no_fall() -> None:
+    wrong = [seed for seed in range(300) if collapse_of(*series(lambda _: 0.3, 40, seed, answers=4))]
     assert not wrong
 
 

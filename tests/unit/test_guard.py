@@ -215,6 +215,14 @@ def test_the_signal_furthest_beyond_is_named() -> None:
     assert "|log weight|" in verdicts[-1].text
 
 
+def test_a_reward_that_came_back_does_not_tell_of_its_fall_again() -> None:
+    watch = guard()
+    calm(watch, 2 * WINDOW)
+    while not watch.report.alarms:
+        watch.observe(replace(CALM, reward=0.1))
+    calm(watch, 4 * WINDOW)
+
+
 def test_steps_in_which_nothing_was_scored_say_nothing() -> None:
     watch = guard()
     watch.observe(BEYOND["k3"](0))
