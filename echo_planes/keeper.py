@@ -41,6 +41,7 @@ from echo_planes.types import (
 NODE_LABEL = "ray.io/node-id"  # Ray gives it to every node
 UNKNOWN_MU = 1.0  # before anything is measured all kinds count as equally fast: the cheapest is tried first
 RELEASE_TIMES = 10  # a surplus must last so many times as long as a shortage: machines take minutes to boot
+RATE_FACTORS = 20  # steps whose factors of drift control are looked at
 NOTICE_S = 30.0  # of a machine that goes without saying when
 GONE_S = 1.0  # for a worker whose machine is gone already
 MAX_FAILED_LOOKS = 5  # at the machines, in a row; after one more the run ends
@@ -104,6 +105,7 @@ class FleetKeeper(QuietObserver):
         self._kinds = {kind.offer: kind for kind in config.fleet.workers}
         self._model = CapacityModel()
         self._uninformative = UninformativeShare(config.sampling.trajectories_per_step)
+        self._rate_factors: deque[float] = deque(maxlen=RATE_FACTORS)
         self._known_bcast: int | None = None  # version whose T_bcast was taken in
         self._waiting: dict[str, str] = {}  # workers without a machine yet -> their offer
         self._nodes: dict[str, Node] = {}  # machines as last seen, by worker
@@ -266,6 +268,7 @@ class FleetKeeper(QuietObserver):
             gamma=self._config.fleet.gamma,
             mu_first=self.fleet.mu_first(self._clock.now_s()),
             uninformative=self._uninformative.share,
+            rate_factor=round(median(self._rate_factors), 1) if self._rate_factors else 1.0,
         )
 
     def _limits(self) -> Limits:
@@ -318,6 +321,7 @@ class FleetKeeper(QuietObserver):
     def on_step(self, batch: TrainBatch, stats: StepStats, idle_s: float, counts: BufferCounts) -> None:
         self._model.observe_step(stats.t_train_s)
         self._uninformative.observe(counts.uninformative)
+        self._rate_factors.append(stats.rate_factor)
         newest = self._broadcasts.newest()
         if newest and newest["published_version"] != self._known_bcast:
             self._known_bcast = newest["published_version"]

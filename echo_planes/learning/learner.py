@@ -47,6 +47,7 @@ from echo_planes.types import (
 
 # Longest unit of samples that share their prompt: beyond it the dense mask costs more than the prompts.
 SHARED_TOKENS = 1024
+OWN_PART = 8  # one in so many trajectories is scored again to see how far a step moved the policy
 
 
 @dataclass(slots=True)
@@ -188,6 +189,8 @@ class Learner:
         for number, part in enumerate(parts):
             self._update(batch, inputs, part, step, done=batch.step + number / len(parts))
         self.drift.stepped(step.factor if step.losses and step.factor else 0.0)
+        if step.losses and self.drift.target and not step.lags.any():
+            self._watch_own_step(batch, scored, step)
         return self._stats(batch, np.repeat(scored, np.diff(batch.offsets)), empty, step, began)
 
     def logprobs(self, batch: TrainBatch) -> FloatArray:
@@ -365,6 +368,22 @@ class Learner:
             step.seen = step.seen + self._engine.sum_over_ranks(step.mine)
         self.drift.observe(self._lags(batch, step, np.repeat(inputs.lengths > 0, np.diff(batch.offsets))))
         return self.drift.factor * self._adjustment.rate_scale
+
+    def _watch_own_step(self, batch: TrainBatch, scored: BoolArray, step: _Step) -> None:
+        """Tell drift control how far the step just made moved the policy, where no stale token will.
+
+        A part of the trajectories is scored again: they are then of lag 1.
+        """
+        part = scored & (np.cumsum(scored) % OWN_PART == 1)
+        values, forwarded = self._score(batch, packing.find_inputs(batch, part))
+        step.tokens_forward += forwarded
+        chosen = np.repeat(part, np.diff(batch.offsets)) & batch.loss_mask
+        moved = np.abs((values[0] - step.seen[0]).cpu().numpy()[chosen])
+        if len(moved):
+            drift = float(moved.mean())
+            self.drift.observe(
+                [LagStats(1, len(moved), drift, k3=0.0, truncated=0.0, masked=0.0, clipped=0.0)]
+            )
 
     def _lags(self, batch: TrainBatch, step: _Step, scored: BoolArray) -> tuple[LagStats, ...]:
         chosen = scored & batch.loss_mask

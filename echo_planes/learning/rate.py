@@ -42,7 +42,8 @@ class DriftControl:
     they would have drifted at the full rate, and f = target / (d / F), between the floor and 1. The estimate
     rises at once and falls slowly: a factor that follows d alone answers `lag` steps late, and swings.
 
-    Staleness then costs speed, not the run. Where no token is stale f is 1.
+    Staleness then costs speed, not the run. Where no token is stale the tokens of the last step, scored again
+    after it, stand for ones of lag 1: no single step may move the policy further than the target.
 
     Args:
         target: nats; 0: f stays 1.

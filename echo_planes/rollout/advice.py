@@ -83,6 +83,12 @@ def _kappa(need: Need, offers: Sequence[Offer], limits: Limits, most: float) -> 
             f"publish every {candidate} steps instead of {need.kappa}, with max_staleness "
             f"{changed.max_staleness} instead of {need.max_staleness}: {_rate(changed)} are then enough"
         )
+        if need.rate_factor < 1:
+            there = need.rate_factor * need.max_staleness / changed.max_staleness
+            text += (
+                f"; but drift control leaves {need.rate_factor:.0%} of the learning rate at this staleness, "
+                f"and would leave about {there:.0%}"
+            )
         return Advice("kappa", candidate, changed, limits, plan, text + _price(plan))
     return None
 

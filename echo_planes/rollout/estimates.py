@@ -150,6 +150,7 @@ class CapacityModel:
         *,
         mu_first: float,
         uninformative: float = 0.0,
+        rate_factor: float = 1.0,
     ) -> Need | None:
         """What the learner asks for now; None until a step was seen, and a broadcast or a worker's rate.
 
@@ -160,6 +161,7 @@ class CapacityModel:
         Args:
             mu_first: trajectories/s of the first fleet.
             uninformative: u, share of what is sampled that refill replaces.
+            rate_factor: share of the learning rate that drift control leaves.
         """
         is_measured = bool(self._last_mu) or any(self._rates(name) for name in self._of_offer)
         if not self._t_train_s or not (self._t_bcast_s or is_measured):
@@ -173,7 +175,9 @@ class CapacityModel:
             )
             t_bcast_s = max(0.0, kappa * t_train_s - sampling_s)
         assumed = not self._t_bcast_s
-        return Need(max_staleness, kappa, per_step, t_train_s, t_bcast_s, gamma, assumed, uninformative)
+        return Need(
+            max_staleness, kappa, per_step, t_train_s, t_bcast_s, gamma, assumed, uninformative, rate_factor
+        )
 
     def mu(self, worker_id: str, prior: float) -> float:
         """Trajectories/s of one worker when it never waits; `prior` where too little was measured."""

@@ -50,6 +50,7 @@ class Need:
     gamma: float = 1.1  # redundancy: mu_target = gamma mu_min
     assumed: bool = False  # T_bcast was not measured yet: it stands for the first fleet, as it was chosen
     uninformative: float = 0.0  # u, share of what is sampled that refill replaces
+    rate_factor: float = 1.0  # of drift control at this staleness: what is older drifts as much more
 
     @property
     def sampled(self) -> float:

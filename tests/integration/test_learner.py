@@ -504,6 +504,25 @@ def test_drift_slows_the_rate_and_a_checkpoint_keeps_it(tmp_path: Path, model_fo
     assert (again.learning_rate, again.rate_factor) == (last.learning_rate, last.rate_factor)
 
 
+def test_without_stale_tokens_a_step_is_held_by_how_far_it_moved_the_policy(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    changes = {"learner": {"warmup_steps": 0}, "objective": {"skip_zero_advantage": False}}
+    moved = []
+    for target in (0.0, 1e-3):
+        changes["learner"]["drift_target"] = target
+        with learner_here(tmp_path, model_folder, **changes) as learner:
+            fresh = make_batch(0)
+            before = learner.logprobs(fresh)
+            first = learner.train_step(fresh)
+            moved.append(np.abs(learner.logprobs(fresh) - before)[fresh.loss_mask].mean())
+            second = learner.train_step(make_batch(1))
+    assert first.learning_rate == pytest.approx(LR)  # nothing was known before it
+    # An eighth of the answers was scored again: that part's drift is near the whole's.
+    assert 0.3 < second.rate_factor / (1e-3 / moved[1]) < 3
+    assert second.learning_rate == pytest.approx(LR * second.rate_factor)
+
+
 def test_a_run_that_is_extended_does_not_jump_back_up(tmp_path: Path, model_folder: Path) -> None:
     folder = tmp_path / "checkpoint"
     folder.mkdir()

@@ -156,6 +156,14 @@ def test_advice_on_staleness_is_kappa_plus_one_where_broadcasts_are_short() -> N
     assert (kappa.change, kappa.value, kappa.need.max_staleness) == ("kappa", 2, 3)
 
 
+def test_advice_on_staleness_tells_what_drift_will_cost() -> None:
+    need = replace(NEED, max_staleness=2, kappa=1)
+    assert "drift" not in advise(need, [SMALL], FREE)[0].text
+    slowed = advise(replace(need, rate_factor=0.6), [SMALL], FREE)[0].text
+    assert "60% of the learning rate" in slowed
+    assert "about 40%" in slowed  # S = 3 instead of 2
+
+
 def test_advice_on_the_budget_is_what_the_fleet_costs() -> None:
     given = {a.change: a for a in advise(NEED, [SMALL], Limits(usd_per_hour=5.0))}
     assert given["usd_per_hour"].value == pytest.approx(6.4)
