@@ -3,6 +3,8 @@
     gradient   bias and variance of every objective against the exact gradient          half a minute
     staleness  lags x methods x learning rates, exact lag, one process a core           hours for all of it
     controls   what must not learn, and what refilled batches are worth                 ten minutes
+    guard      whether it is early, quiet and of use, on runs that break and runs that do not   half an hour
+    parity     gradients and rewards beside TRL's, in an environment of its own         a quarter of an hour
     real       the embedded job on Ray, vLLM and DeepSpeed, five seeds a cell           an hour
 
 Every figure goes into FILE, with `verdicts`: {claim: true or false}. The exit status is 1 where one is false.
@@ -22,7 +24,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: one process a core
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from bench.learning import controls, gradient, real, staleness
+from bench.learning import controls, gradient, guarding, parity, real, staleness
 
 Figures = tuple[dict[str, Any], dict[str, bool]]
 
@@ -69,6 +71,16 @@ def run_controls(args: argparse.Namespace) -> Figures:
     return figures, controls.control_verdicts(outcomes)
 
 
+def run_guard(args: argparse.Namespace) -> Figures:
+    return guarding.figures(staleness.SEEDS[: args.seeds])
+
+
+def run_parity(args: argparse.Namespace) -> Figures:
+    found = parity.run(args.trl, seeds=staleness.SEEDS[: args.seeds])
+    print("\n".join(parity.lines(found)))
+    return {**asdict(found), "tokens": found.tokens, "area": found.area}, parity.verdicts(found)
+
+
 def run_real(args: argparse.Namespace) -> Figures:
     runs = real.run_all(args.runs, staleness.SEEDS[: args.seeds])
     rows = real.figures(runs)
@@ -81,6 +93,8 @@ PARTS: dict[str, Callable[[argparse.Namespace], Figures]] = {
     "gradient": run_gradient,
     "staleness": run_staleness,
     "controls": run_controls,
+    "guard": run_guard,
+    "parity": run_parity,
     "real": run_real,
 }
 
@@ -105,6 +119,7 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, default=Path("staleness.jsonl"), help="results, a line a run")
     parser.add_argument("--picture", type=Path, help="SVG of the boundary")
     parser.add_argument("--runs", type=Path, default=Path("runs/learning"), help="folder of the real runs")
+    parser.add_argument("--trl", type=Path, default=Path(".venv-trl/bin/python"), help="Python with TRL")
     args = parser.parse_args()
     figures: dict[str, Any] = {}
     verdicts: dict[str, bool] = {}

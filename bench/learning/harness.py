@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,7 +25,7 @@ from echo_planes.data.task import TaskAdapter
 from echo_planes.learning.learner import Learner
 from echo_planes.learning.policy_model import load_policy
 from echo_planes.process import free_port
-from echo_planes.types import Episode, Prompt, Span, StepStats, TrainBatch
+from echo_planes.types import Episode, Prompt, Span, TrainBatch
 
 LAST = 20  # steps whose mean reward is a run's end
 REACHED, WINDOW = 0.9, 5  # mean reward of so many steps that counts as learnt
@@ -71,7 +71,6 @@ class Trace:
     generated: list[int]  # tokens sampled
     drift: list[float | None]
     factor: list[float]
-    stats: list[dict[str, Any]]  # of every step, where asked for
     seconds: float
 
     @property
@@ -101,55 +100,65 @@ Change = Callable[[Learner, Setup], None]  # what a variant does to a learner th
 BatchChange = Callable[[TrainBatch, np.random.Generator], TrainBatch]  # what a control does to a batch
 
 
-def train(
-    setup: Setup,
-    change: Change | None = None,
-    batch_change: BatchChange | None = None,
-    *,
-    keep_stats: bool = False,
-) -> Trace:
+class Loop:
+    """Learner and sampler of a run; `step` turns it once. Close it.
+
+    Args:
+        setup: the run.
+        folder: for the learner's checkpoints and failures.
+    """
+
+    def __init__(self, setup: Setup, folder: Path) -> None:
+        torch.set_num_threads(1)
+        config = setup.config()
+        tokenizer = load_tokenizer(config.model.folder)
+        self._sampler = Sampler(config, build_adapter(config.task, tokenizer, setup.seed))
+        torch.manual_seed(setup.seed)
+        self.learner = Learner(config, 0, 1, free_port(), folder)
+        self.learner.start()
+        self.lag = setup.lag  # may be lowered while it runs
+        self._versions: deque[Weights] = deque(maxlen=setup.lag + 1)
+
+    def sample(self, step: int, *, refills: bool = False) -> tuple[TrainBatch, list[float], int]:
+        """The batch of update `step`; rewards and number of tokens of all that was sampled for it."""
+        self._versions.append(published(self.learner))
+        age = min(self.lag, len(self._versions) - 1)
+        self._sampler.install(self._versions[-1 - age])
+        return self._sampler.batch(step, step - age, refills=refills)
+
+    def forget(self) -> None:
+        """After a rollback: what was published is of another lineage."""
+        self._versions.clear()
+
+    def close(self) -> None:
+        self.learner.close()
+
+
+def train(setup: Setup, change: Change | None = None, batch_change: BatchChange | None = None) -> Trace:
     """Run it."""
     began = time.perf_counter()
-    torch.set_num_threads(1)
-    config = setup.config()
-    tokenizer = load_tokenizer(config.model.folder)
-    adapter = build_adapter(config.task, tokenizer, setup.seed)
-    sampler = Sampler(config, adapter)
     rng = np.random.default_rng(setup.seed)
-    torch.manual_seed(setup.seed)
+    trace = Trace([], [], [], [], [], 0.0)
     with tempfile.TemporaryDirectory() as folder:
-        learner = Learner(config, 0, 1, free_port(), Path(folder))
-        learner.start()
+        loop = Loop(setup, Path(folder))
         if change:
-            change(learner, setup)
-        trace = Trace([], [], [], [], [], [], 0.0)
-        versions: deque[Weights] = deque(maxlen=setup.lag + 1)
+            change(loop.learner, setup)
         try:
             for step in range(setup.steps):
-                versions.append(published(learner))
-                sampler.install(versions[0])
                 refills = setup.refill_from is not None and step >= setup.refill_from
-                batch, rewards, generated = sampler.batch(step, step - len(versions) + 1, refills=refills)
+                batch, rewards, generated = loop.sample(step, refills=refills)
                 trace.rewards.append(fmean(rewards))
                 trace.tokens.append(batch.num_tokens)
                 trace.generated.append(generated)
-                if batch_change:
-                    batch = batch_change(batch, rng)
-                stats = learner.train_step(batch)
-                _note(trace, stats, keep_stats)
+                stats = loop.learner.train_step(batch_change(batch, rng) if batch_change else batch)
+                trace.drift.append(stats.mismatch_mean)
+                trace.factor.append(stats.rate_factor)
                 if len(trace.rewards) >= HOPELESS and max(trace.rewards[-HOPELESS:]) < 0.02:
                     trace.rewards.extend([0.0] * (setup.steps - step - 1))
                     break
         finally:
-            learner.close()
+            loop.close()
     return replace(trace, seconds=time.perf_counter() - began)
-
-
-def _note(trace: Trace, stats: StepStats, keep_stats: bool) -> None:
-    trace.drift.append(stats.mismatch_mean)
-    trace.factor.append(stats.rate_factor)
-    if keep_stats:
-        trace.stats.append(asdict(stats))
 
 
 def published(learner: Learner) -> Weights:
