@@ -315,6 +315,10 @@ class Schedule:
         if not self.talking():
             return
         held = self.rng.choice(self.talking())
+        living = [one for one in self.talking() if one.lives]
+        # Refill needs many groups for a step: they must not come to an end later than leases run out.
+        if self.refill and living and self.rng.random() < 0.5:
+            held = self.rng.choice(living)
         if self.rng.random() < 0.05:
             held.hangs = True  # never answered: it will expire
             return
