@@ -230,7 +230,7 @@ def verdicts(table: Table) -> dict[str, bool]:
     }
     reach = [one.tokens_to_reach for one in table.cell("default", 11, 4)]
     cost, width = table.area_lost("default", 3, 1)
-    free, free_width = table.area_lost("sampler", 3, 1)
+    free, free_width = table.area_lost("proximal", 3, 1)
     return {
         "default: lag up to 6 within 5 % of lag 0 by area": all(
             table.area_lost("default", lag, 1)[0] <= 0.05 for lag in (1, 3, 6)
