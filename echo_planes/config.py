@@ -495,7 +495,7 @@ class GuardConfig(Section):
 
     mode: Literal["act", "warn", "off"] = Field("act", description="climb the ladder; only tell; neither")
     patience: PositiveInt = Field(
-        3,
+        4,
         description="steps that a signal is beyond its limit, less those it is within, until the next rung; "
         "one twice beyond counts two",
     )
@@ -504,7 +504,7 @@ class GuardConfig(Section):
         10, description="steps without an alarm after a checkpoint until it counts as good"
     )
     max_rollbacks: int = Field(2, ge=0, description="times the run goes back to a good checkpoint")
-    k3: PositiveFloat = Field(0.3, description="nats: largest k3 of the tokens of any lag")
+    k3: PositiveFloat = Field(0.4, description="nats: largest k3 of the tokens of any lag")
     effective_samples: float = Field(
         0.1, gt=0, lt=1, description="smallest effective sample size, as a share of the tokens"
     )

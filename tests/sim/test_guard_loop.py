@@ -38,7 +38,7 @@ def config(*, steps: int = 40, s: int = 3, every: int = 5, guard: Mapping[str, A
     return replace_section(  # type: ignore[no-any-return]
         base,
         checkpoint={"every": every, "keep": 1},
-        guard=GuardConfig(**{"good_after": 4, **(guard or {})}).model_dump(),
+        guard=GuardConfig(**{"patience": 3, "good_after": 4, **(guard or {})}).model_dump(),
         learner={**base.learner.model_dump(), "lr": 8e-4},
     )
 
@@ -140,7 +140,7 @@ def test_the_rung_that_helps_is_the_last_one(tmp_path: Path, rung: str, actions:
     assert len(job.told) == len(actions)
     for text in job.told:
         assert text in job.screen.getvalue()  # on the terminal as in the events
-        assert "0.5 nats, above guard.k3=0.3" in text
+        assert "0.5 nats, above guard.k3=0.4" in text
 
 
 def test_every_step_says_what_is_in_force(tmp_path: Path) -> None:
