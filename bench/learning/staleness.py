@@ -169,9 +169,9 @@ def grid(
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half width of its 95 % interval (Student's t)."""
+    """Mean and half width of its 95 % interval (Student's t); NaN where there is nothing."""
     if len(values) < 2:
-        return fmean(values), math.inf
+        return (values[0] if values else math.nan), math.inf
     return fmean(values), STUDENT_95.get(len(values) - 1, 1.96) * stdev(values) / math.sqrt(len(values))
 
 
