@@ -61,7 +61,8 @@ class _Step:
     mine: Tensor  # (2, T) the same of this rank's training forwards, before ranks are summed
     old: Tensor | None  # (T,) logprobs of a first pass, where there was one
     per_lag: Tensor  # (lags, 4): tokens trained, truncated, masked, clipped
-    factor: float | None = None  # on the scheduled rate; None: no update was made yet
+    factor: float | None = None  # on the scheduled rate, of drift control and guard; None: not known yet
+    drift_factor: float = 1.0  # of drift control alone
     tokens_forward: int = 0
     losses: list[float] = field(default_factory=list)  # per update
     grad_norms: list[float] = field(default_factory=list)
@@ -367,7 +368,8 @@ class Learner:
         if step.old is None:
             step.seen = step.seen + self._engine.sum_over_ranks(step.mine)
         self.drift.observe(self._lags(batch, step, np.repeat(inputs.lengths > 0, np.diff(batch.offsets))))
-        return self.drift.factor * self._adjustment.rate_scale
+        step.drift_factor = self.drift.factor
+        return step.drift_factor * self._adjustment.rate_scale
 
     def _watch_own_step(self, batch: TrainBatch, scored: BoolArray, step: _Step) -> None:
         """Tell drift control how far the step just made moved the policy, where no stale token will.
@@ -432,7 +434,7 @@ class Learner:
             groups_skipped=len(np.unique(batch.advantage_groups[empty])),
             num_updates=self._num_updates,
             updates_skipped=step.skipped,
-            rate_factor=self.drift.factor,
+            rate_factor=step.drift_factor if step.factor is not None else self.drift.factor,
             lags=self._lags(batch, step, scored),
         )
 
