@@ -8,14 +8,12 @@ import pytest
 
 from tests.integration.harness import (
     LOSSY_PROGRAM,
-    LOST_VERSIONS,
     RUN_LIMIT_S,
     SAMPLES_PER_PROMPT,
     SMALL,
     Program,
     check_books,
     events,
-    json_lines,
     metrics,
     program,
     run_to_end,
@@ -117,5 +115,6 @@ def test_lost_publications_and_a_slow_worker_neither_hang_the_run_nor_break_the_
     assert large["trajectories"] > 0
     assert slow["trajectories"] > 0
     assert large["restarts"] == slow["restarts"] == 0
-    again = [event["version"] for event in json_lines(run.run_dir / "events.jsonl") if "version" in event]
-    assert any(again.count(version) > 1 for version in LOST_VERSIONS)
+    # Starved of them, the learner published once more: a lost version, or the one it had come to meanwhile.
+    published = [event["version"] for event in events(run.run_dir, "publication")]
+    assert len(set(published)) < len(published)

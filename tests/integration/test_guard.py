@@ -11,7 +11,7 @@ from tests.integration.harness import SMALL, events, metrics, program, staleness
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
-STEPS = 120
+STEPS = 300  # two ladders of steps without a signal in between
 # Warmed up so slowly that the first checkpoints are good, to a rate that no policy survives.
 DOOMED = (
     *SMALL,
