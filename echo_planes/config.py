@@ -487,11 +487,7 @@ class CheckpointConfig(Section):
 
 
 class GuardConfig(Section):
-    """What watches over learning: signals with limits, and a ladder of what is done about them.
-
-    Its rungs: outliers are masked; S is halved and every step published; the learning rate is halved; the run
-    goes back to the newest good checkpoint, at half of both; it stops, as `collapsed`.
-    """
+    """Limits of the signals that are watched; `learning/guard.py` says what is done beyond them."""
 
     mode: Literal["act", "warn", "off"] = Field("act", description="climb the ladder; only tell; neither")
     patience: PositiveInt = Field(

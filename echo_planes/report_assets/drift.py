@@ -1,4 +1,4 @@
-"""How far the policy that is trained is from the policy that sampled, and how much a batch teaches."""
+"""Distance of the trained policy from the policies that sampled, and how much a batch teaches."""
 
 from __future__ import annotations
 
