@@ -66,13 +66,14 @@ def run_staleness(args: argparse.Namespace) -> Figures:
 
 def run_controls(args: argparse.Namespace) -> Figures:
     seeds = staleness.SEEDS[: args.seeds]
-    outcomes = controls.controls(seeds)
-    figures = {"controls": [asdict(one) for one in outcomes], "refill": controls.refill(seeds)}
-    return figures, controls.control_verdicts(outcomes)
+    outcomes = controls.controls(seeds, args.processes)
+    refill, told = controls.refill(seeds, args.processes)
+    figures = {"controls": [asdict(one) for one in outcomes], "refill": refill}
+    return figures, {**controls.control_verdicts(outcomes), **told}
 
 
 def run_guard(args: argparse.Namespace) -> Figures:
-    return guarding.figures(staleness.SEEDS[: args.seeds])
+    return guarding.figures(staleness.SEEDS[: args.seeds], args.cache, args.processes)
 
 
 def run_parity(args: argparse.Namespace) -> Figures:

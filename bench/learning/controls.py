@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from bench.learning.harness import LAST, BatchChange, Setup, train
-from bench.learning.staleness import ONE, interval
+from bench.learning.harness import LAST, BatchChange, Setup, Trace, in_processes, train
+from bench.learning.intervals import Interval, interval
+from bench.learning.staleness import ONE
 from echo_planes.learning.advantages import compute_advantages
 from echo_planes.types import TrainBatch
 
 LEARNT = 0.1  # mean reward above the start that would be learning
-WARM = 60  # steps until about 90 % of the answers are right
+WARM = 35  # steps until about 90 % of the answers are right
 MORE = 40  # steps after that
 
 
@@ -51,57 +52,68 @@ class Outcome:
     """A control's gain over its seeds: mean reward of the last steps less that of the first five."""
 
     name: str
-    gain: float
-    width: float  # of the 95 % interval, half
+    gain: Interval
 
 
-def controls(seeds: Sequence[int], *, lag: int = 3, steps: int = 100) -> list[Outcome]:
+def controls(seeds: Sequence[int], processes: int) -> list[Outcome]:
     """Every control."""
-    found = []
-    for name, (rate, batch_change) in CONTROLS.items():
-        gains = []
-        for seed in seeds:
-            trace = train(Setup(lag, rate, seed, steps=steps), batch_change=batch_change)
-            gains.append(fmean(trace.rewards[-LAST:]) - fmean(trace.rewards[:5]))
-        found.append(Outcome(name, *interval(gains)))
-        print(f"{name:24s} gain {found[-1].gain:+.3f} +- {found[-1].width:.3f}", flush=True)
+    gains: dict[str, list[float]] = {name: [] for name in CONTROLS}
+    for name, gain in in_processes(
+        _control, [(name, seed) for name in CONTROLS for seed in seeds], processes
+    ):
+        gains[name].append(gain)
+    found = [Outcome(name, interval(values)) for name, values in gains.items()]
+    for one in found:
+        print(f"{one.name:24s} gain {one.gain}", flush=True)
     return found
+
+
+def _control(job: tuple[str, int], *, lag: int = 3, steps: int = 100) -> tuple[str, float]:
+    name, seed = job
+    rate, batch_change = CONTROLS[name]
+    trace = train(Setup(lag, rate, seed, steps=steps), batch_change=batch_change)
+    return name, fmean(trace.rewards[-LAST:]) - fmean(trace.rewards[:5])
 
 
 def control_verdicts(outcomes: Sequence[Outcome]) -> dict[str, bool]:
     by_name = {one.name: one for one in outcomes}
     told = {
-        f"control does not learn: {one.name}": one.gain + one.width < LEARNT
+        f"control does not learn: {one.name}": one.gain.high < LEARNT
         for one in outcomes
         if one.name != "trains"
     }
-    return {"the same set-up without a control learns": by_name["trains"].gain > 3 * LEARNT, **told}
+    return {"the same set-up without a control learns": by_name["trains"].gain.low > 3 * LEARNT, **told}
 
 
-def refill(seeds: Sequence[int], *, lag: int = 1) -> dict[str, Any]:
-    """Reward gained from about 90 % on per million tokens, with refilled batches and without."""
-    rows: dict[str, list[dict[str, float]]] = {"without": [], "with": []}
-    for seed in seeds:
-        for name, start in (("without", None), ("with", WARM)):
-            # No decay: the rate at the end would be part of what is compared.
-            settings = {"learner": {"decay": 0.0}}
-            trace = train(Setup(lag, ONE, seed, settings, steps=WARM + MORE, refill_from=start))
-            before, after = fmean(trace.rewards[WARM - 10 : WARM]), fmean(trace.rewards[-10:])
-            trained, generated = sum(trace.tokens[WARM:]), sum(trace.generated[WARM:])
-            rows[name].append(
-                {
-                    "before": before,
-                    "after": after,
-                    "gain_per_million_trained": 1e6 * (after - before) / trained,
-                    "gain_per_million_generated": 1e6 * (after - before) / generated,
-                    "generated_per_trained": generated / trained,
-                }
-            )
+def refill(seeds: Sequence[int], processes: int) -> tuple[dict[str, Any], dict[str, bool]]:
+    """Reward gained from about 90 % on per million tokens, with refilled batches and without, by seed."""
+    jobs = [(seed, start) for seed in seeds for start in (None, WARM)]
+    rows: dict[bool, dict[int, dict[str, float]]] = {False: {}, True: {}}
+    for (seed, start), trace in in_processes(_refilled, jobs, processes):
+        before, after = fmean(trace.rewards[WARM - 10 : WARM]), fmean(trace.rewards[-10:])
+        trained, generated = sum(trace.tokens[WARM:]), sum(trace.generated[WARM:])
+        rows[start is not None][seed] = {
+            "before": before,
+            "after": after,
+            "gain_per_million_trained": 1e6 * (after - before) / trained,
+            "gain_per_million_generated": 1e6 * (after - before) / generated,
+            "generated_per_trained": generated / trained,
+        }
     figures: dict[str, Any] = {}
-    for name, cell in rows.items():
-        figures[name] = {key: interval([row[key] for row in cell]) for key in cell[0]}
-        print(name, {key: f"{mean:.3f} +- {width:.3f}" for key, (mean, width) in figures[name].items()})
+    for name, cell in (("without", rows[False]), ("with", rows[True])):
+        figures[name] = {key: interval([row[key] for row in cell.values()]) for key in cell[seeds[0]]}
+        print(name, {key: str(found) for key, found in figures[name].items()})
     for key in ("gain_per_million_trained", "gain_per_million_generated"):
-        pairs = zip(rows["with"], rows["without"], strict=True)
-        figures[f"difference_{key}"] = interval([a[key] - b[key] for a, b in pairs])
-    return figures
+        figures[f"difference_{key}"] = interval([rows[True][s][key] - rows[False][s][key] for s in seeds])
+        print(f"with - without: {key} {figures[f'difference_{key}']}")
+    told = {
+        "refill starts at about 90 %": all(0.85 <= row["before"] <= 0.95 for row in rows[True].values()),
+    }
+    return figures, told
+
+
+def _refilled(job: tuple[int, int | None], *, lag: int = 1) -> tuple[tuple[int, int | None], Trace]:
+    seed, start = job
+    # No decay: the rate at the end would be part of what is compared.
+    settings = {"learner": {"decay": 0.0}}
+    return job, train(Setup(lag, ONE, seed, settings, steps=WARM + MORE, refill_from=start))

@@ -1,7 +1,8 @@
 """The guard on runs that break and on runs that do not: is it early, is it quiet, does what it does help.
 
-Broken runs: the plain objective without drift control, at lags and rates that the table breaks. Healthy
-ones: the defaults. Checkpoints are written every `SAVE_EVERY` steps; a rollback goes back to one of them.
+Broken runs: objectives without drift control, at lags and rates that the table of `staleness` breaks.
+Healthy ones: the defaults. Both are runs of that table, whose figures the guard is shown. What it does is
+tried on the plain objective, with checkpoints every `SAVE_EVERY` steps; a rollback goes back to one of them.
 """
 
 from __future__ import annotations
@@ -9,51 +10,88 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from bench.learning.harness import LAST, Loop, Setup
-from bench.learning.staleness import NO_DRIFT, ONE, interval
+from bench.learning.harness import LAST, Loop, Setup, in_processes
+from bench.learning.intervals import interval
+from bench.learning.staleness import METHODS, ONE, Result, grid, run_all
 from echo_planes.config import GuardConfig
 from echo_planes.errors import DivergedError
 from echo_planes.learning.fall import collapse_of
-from echo_planes.learning.guard import Guard, figures_of
+from echo_planes.learning.guard import Guard, GuardFigures, figures_of
 from echo_planes.types import Adjustment
 
 SAVE_EVERY = 10
-BROKEN = ((3, 4), (6, 4), (11, 4), (16, 4))  # lag, times the rate `ONE`
-HEALTHY = ((0, 1), (3, 1), (6, 1), (3, 4), (11, 4))
+BROKEN_METHODS, BROKEN_LAGS, BROKEN_TIMES = ("uncorrected", "proximal", "sampler"), (3, 6, 11, 16), (4,)
+HEALTHY_LAGS, HEALTHY_TIMES = (0, 1, 3, 6, 11, 16), (1, 2, 4, 8)
 LOST = 0.05  # of the best reward (mean of ten steps): by then a collapse must have been named
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
-    """A run under the guard."""
+class Warned:
+    """A run without a guard, shown to one."""
+
+    method: str
+    lag: int
+    times: int  # of the rate `ONE`
+    seed: int
+    collapsed: bool
+    steps: int
+    alarms: tuple[int, ...]  # steps
+    first: str  # alarm, in words
+    lost_at: int | None  # step at which the reward had lost `LOST` of its best for good
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """A run that the guard acted on."""
 
     lag: int
     times: int
     seed: int
-    mode: str
     status: str  # done, collapsed, or stopped by the guard
     alarms: tuple[int, ...]  # steps
-    lost_at: int | None  # step at which the reward had lost `LOST` of its best
     final: float  # mean reward of the last 20 steps
     steps: int
     actions: dict[str, int]
 
 
-def watch(lag: int, times: int, seed: int, mode: str, settings: dict[str, Any], steps: int = 120) -> Watched:
-    """One run. `mode`: act or warn."""
-    given = lag
-    guard = Guard(GuardConfig.model_validate({"mode": mode}), lag)
+def warn(run: Result) -> Warned:
+    """Show a run's figures to the guard."""
+    guard = Guard(GuardConfig(mode="warn"), run.lag)
+    told = [
+        (step, verdict.text)
+        for step, figures in enumerate(run.watched)
+        if (verdict := guard.observe(GuardFigures(**figures))) is not None
+    ]
+    return Warned(
+        run.method,
+        run.lag,
+        run.times,
+        run.seed,
+        run.collapsed,
+        len(run.watched),
+        tuple(step for step, _ in told),
+        told[0][1] if told else "",
+        _lost_at(run.rewards),
+    )
+
+
+def act(job: tuple[int, int, int], steps: int = 120) -> Guarded:
+    """Train the plain objective at a lag, a multiple of the rate and a seed, as the guard wants it."""
+    given, times, seed = job
+    lag, halved, stopped = given, 1.0, False
+    guard = Guard(GuardConfig(), lag)
     rewards: list[float] = []
     spreads: list[float] = []
     alarms: list[int] = []
     actions: dict[str, int] = {}
-    stopped, halved = False, 1.0
-    with tempfile.TemporaryDirectory() as folder:
-        loop = Loop(Setup(lag, ONE * times, seed, settings, steps=steps), Path(folder))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        loop = Loop(Setup(lag, ONE * times, seed, METHODS["proximal"], steps=steps), folder)
         step = 0
         try:
             while step < steps and not stopped:
@@ -63,44 +101,30 @@ def watch(lag: int, times: int, seed: int, mode: str, settings: dict[str, Any], 
                 stats = loop.learner.train_step(batch)
                 step += 1
                 verdict = guard.observe(figures_of(batch, stats))
-                if verdict and (verdict.rung or mode == "warn"):
+                if verdict and verdict.rung:
                     alarms.append(len(rewards))
-                    actions[verdict.rung or "warn"] = actions.get(verdict.rung or "warn", 0) + 1
+                    actions[verdict.rung] = actions.get(verdict.rung, 0) + 1
+                    stopped = verdict.rung == "stop"
                 if verdict and verdict.rung == "rollback":
                     step = guard.report.good_step
-                    loop.learner.load(Path(folder) / str(step))
+                    loop.learner.load(folder / str(step))
                     loop.forget()
                     halved *= 0.5
                     lag //= 2
-                    guard = Guard(
-                        GuardConfig.model_validate({"mode": mode}), lag, guard.record_after_rollback()
-                    )
-                stopped = verdict is not None and verdict.rung == "stop"
-                if mode == "act":
-                    loop.lag = guard.max_staleness
-                    wanted = guard.adjustment
-                    loop.learner.adjust(Adjustment(wanted.rate_scale * halved, wanted.mask_outliers))
-                if step % SAVE_EVERY == 0 and not (Path(folder) / str(step)).exists():
-                    (Path(folder) / str(step)).mkdir()
-                    loop.learner.save(Path(folder) / str(step))
+                    guard = Guard(GuardConfig(), lag, guard.record_after_rollback())
+                loop.lag = guard.max_staleness
+                wanted = guard.adjustment
+                loop.learner.adjust(Adjustment(wanted.rate_scale * halved, wanted.mask_outliers))
+                if step % SAVE_EVERY == 0 and not (folder / str(step)).exists():
+                    (folder / str(step)).mkdir()
+                    loop.learner.save(folder / str(step))
                     guard.saved(step)
         except DivergedError:
             stopped = True
         finally:
             loop.close()
     status = "stopped" if stopped else "collapsed" if collapse_of(rewards, spreads) else "done"
-    return Watched(
-        given,
-        times,
-        seed,
-        mode,
-        status,
-        tuple(alarms),
-        _lost_at(rewards),
-        fmean(rewards[-LAST:]),
-        len(rewards),
-        actions,
-    )
+    return Guarded(given, times, seed, status, tuple(alarms), fmean(rewards[-LAST:]), len(rewards), actions)
 
 
 def _lost_at(rewards: Sequence[float]) -> int | None:
@@ -117,35 +141,45 @@ def _lost_at(rewards: Sequence[float]) -> int | None:
     return lost
 
 
-def figures(seeds: Sequence[int]) -> tuple[dict[str, Any], dict[str, bool]]:
+def figures(seeds: Sequence[int], cache: Path, processes: int) -> tuple[dict[str, Any], dict[str, bool]]:
     """Every run, and what is claimed of them."""
-    plain = {"objective": {"anchor": "proximal"}, **NO_DRIFT}
-    warned = [watch(lag, times, seed, "warn", plain) for lag, times in BROKEN for seed in seeds]
-    acted = [watch(lag, times, seed, "act", plain) for lag, times in BROKEN for seed in seeds]
-    healthy = [watch(lag, times, seed, "warn", {}) for lag, times in HEALTHY for seed in seeds]
-    fresh = [one.final for one in healthy if (one.lag, one.times) == (0, 1)]
-    for one in (*warned, *acted, *healthy):
+    table = partial(grid, updates=(1,), seeds=seeds, steps=120, model="builtin:tiny-math", task="{}")
+    doomed = table(BROKEN_METHODS, BROKEN_LAGS, BROKEN_TIMES)
+    sound = table(("default",), HEALTHY_LAGS, HEALTHY_TIMES)
+    warned = [warn(run) for run in run_all([*doomed, *sound], cache, processes)]
+    acted = []
+    for one in in_processes(
+        act,
+        [(lag, times, seed) for lag in BROKEN_LAGS for times in BROKEN_TIMES for seed in seeds],
+        processes,
+    ):
+        acted.append(one)
         print(one, flush=True)
-    broken = [one for one in warned if one.status != "done"]
-    quiet = sum(one.steps for one in healthy if one.status == "done")
-    false_alarms = sum(len(one.alarms) for one in healthy if one.status == "done")
-    final, width = interval([one.final for one in acted])
+    broken = [one for one in warned[: len(doomed)] if one.collapsed]
+    healthy = [one for one in warned[len(doomed) :] if not one.collapsed]
+    quiet, false_alarms = sum(one.steps for one in healthy), sum(len(one.alarms) for one in healthy)
+    late = [one for one in broken if not one.alarms or one.lost_at is None or one.alarms[0] > one.lost_at]
+    ahead = [one.lost_at - one.alarms[0] for one in broken if one not in late and one.lost_at is not None]
+    fresh = fmean(run.final for run in run_all(table(("default",), (0,), (1,)), cache, processes))
+    final = interval([one.final for one in acted])
+    for alarmed in [*late, *(one for one in healthy if one.alarms)]:
+        print(alarmed)
+    print(f"{len(broken)} broken runs, named {min(ahead, default=0)} to {max(ahead, default=0)} steps ahead")
+    print(f"{false_alarms} alarms in {quiet} healthy steps; acted on: {final}, S = 0: {fresh:.3f}")
     told = {
-        "runs broke": bool(broken),
-        "collapses are named before the reward has lost 5 %": all(
-            one.alarms and one.lost_at is not None and one.alarms[0] <= one.lost_at for one in broken
-        ),
-        "fewer than 1 false alarm in 10,000 healthy steps": false_alarms * 10_000 < max(quiet, 1),
-        "after its actions a run ends within 5 % of S = 0": final >= 0.95 * fmean(fresh),
+        "runs broke": len(broken) >= len(doomed) / 2,
+        "collapses are named before the reward has lost 5 %": not late,
+        "fewer than 1 false alarm in 10,000 healthy steps": quiet >= 10_000 and false_alarms * 10_000 < quiet,
+        "after its actions a run ends within 5 % of S = 0": final.mean >= 0.95 * fresh,
         "no run that collapsed says done": all(one.status != "done" or one.final > 0.5 for one in acted),
     }
     rows = {
-        "warned": [asdict(one) for one in warned],
-        "acted": [asdict(one) for one in acted],
+        "broken": [asdict(one) for one in broken],
         "healthy": [asdict(one) for one in healthy],
+        "acted": [asdict(one) for one in acted],
         "healthy_steps": quiet,
         "false_alarms": false_alarms,
-        "acted_final": (final, width),
-        "fresh_final": fmean(fresh),
+        "acted_final": final,
+        "fresh_final": fresh,
     }
     return rows, told

@@ -6,14 +6,16 @@ engine, no timing: a run is a function of its `Setup`, and seeds pair the prompt
 
 from __future__ import annotations
 
+import multiprocessing
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +24,8 @@ from torch import Tensor
 from echo_planes.config import Config
 from echo_planes.data.registry import build_adapter, load_tokenizer
 from echo_planes.data.task import TaskAdapter
+from echo_planes.errors import DivergedError
+from echo_planes.learning.guard import GuardFigures, figures_of
 from echo_planes.learning.learner import Learner
 from echo_planes.learning.policy_model import load_policy
 from echo_planes.process import free_port
@@ -31,6 +35,8 @@ LAST = 20  # steps whose mean reward is a run's end
 REACHED, WINDOW = 0.9, 5  # mean reward of so many steps that counts as learnt
 REFILLS = 4  # batches sampled for one, at most
 HOPELESS = 25  # steps in a row with next to no reward after which the rest is filled with zeros
+In = TypeVar("In")
+Out = TypeVar("Out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,7 @@ class Trace:
     generated: list[int]  # tokens sampled
     drift: list[float | None]
     factor: list[float]
+    watched: list[GuardFigures]
     seconds: float
 
     @property
@@ -138,7 +145,7 @@ def train(setup: Setup, change: Change | None = None, batch_change: BatchChange 
     """Run it."""
     began = time.perf_counter()
     rng = np.random.default_rng(setup.seed)
-    trace = Trace([], [], [], [], [], 0.0)
+    trace = Trace([], [], [], [], [], [], 0.0)
     with tempfile.TemporaryDirectory() as folder:
         loop = Loop(setup, Path(folder))
         if change:
@@ -150,15 +157,27 @@ def train(setup: Setup, change: Change | None = None, batch_change: BatchChange 
                 trace.rewards.append(fmean(rewards))
                 trace.tokens.append(batch.num_tokens)
                 trace.generated.append(generated)
-                stats = loop.learner.train_step(batch_change(batch, rng) if batch_change else batch)
+                batch = batch_change(batch, rng) if batch_change else batch
+                stats = loop.learner.train_step(batch)
+                trace.watched.append(figures_of(batch, stats))
                 trace.drift.append(stats.mismatch_mean)
                 trace.factor.append(stats.rate_factor)
                 if len(trace.rewards) >= HOPELESS and max(trace.rewards[-HOPELESS:]) < 0.02:
-                    trace.rewards.extend([0.0] * (setup.steps - step - 1))
                     break
+        except DivergedError:
+            pass  # the learner's own end of a run; its rewards are zeros from there on
         finally:
             loop.close()
+    trace.rewards.extend([0.0] * (setup.steps - len(trace.rewards)))
     return replace(trace, seconds=time.perf_counter() - began)
+
+
+def in_processes(function: Callable[[In], Out], jobs: Sequence[In], processes: int) -> Iterator[Out]:
+    """`function` of every job, in the order in which they end."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        for future in as_completed([pool.submit(function, job) for job in jobs]):
+            yield future.result()
 
 
 def published(learner: Learner) -> Weights:
@@ -273,14 +292,13 @@ class Sampler:
 
     @torch.no_grad()
     def _sample(self, prompts: Sequence[Sequence[int]]) -> list[list[Answer]]:
-        """Per prompt, n answers."""
+        """Per prompt, n answers; a prompt is read once."""
         n, longest = self._num_samples, max(map(len, prompts))
-        pads = torch.tensor([longest - len(prompt) for prompt in prompts]).repeat_interleave(n)
-        rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-        context = torch.tensor(rows).repeat_interleave(n, 0)
+        pads = torch.tensor([longest - len(prompt) for prompt in prompts])
+        context = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
         places = (torch.arange(longest) - pads[:, None]).clamp(min=0)
         visible = torch.arange(longest) >= pads[:, None]
-        cache, done = None, torch.zeros(len(context), dtype=torch.bool)
+        cache, done = None, torch.zeros(n * len(prompts), dtype=torch.bool)
         tokens: list[Tensor] = []
         scores: list[Tensor] = []
         end = self._adapter.tokenizer.eos_token_id
@@ -292,8 +310,13 @@ class Sampler:
                 past_key_values=cache,
                 use_cache=True,
             )
-            cache = output.past_key_values
             logprobs = output.logits[:, -1].log_softmax(-1)
+            if cache is None:
+                cache = output.past_key_values
+                cache.batch_repeat_interleave(n)
+                logprobs, places, visible = (
+                    one.repeat_interleave(n, 0) for one in (logprobs, places, visible)
+                )
             chosen = torch.multinomial(logprobs.exp(), 1)
             tokens.append(torch.where(done, -1, chosen[:, 0]))
             scores.append(logprobs.gather(1, chosen)[:, 0])

@@ -33,13 +33,14 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
 
 from bench.learning.harness import Setup, train
+from bench.learning.intervals import Interval, interval
 from echo_planes.config import Config
 from echo_planes.data.registry import build_adapter, load_tokenizer
 from echo_planes.errors import DataError
@@ -69,9 +70,6 @@ SAME: dict[str, dict[str, Any]] = {
         "grad_clip": 1.0,
     },
 }
-# Of Student's t, by degrees of freedom from 1.
-T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228]
-T_975 += [2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,23 +108,6 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
-    """Mean of paired differences, ours - TRL's, and its 95 % t interval."""
-
-    mean: float
-    low: float
-    high: float
-
-    @property
-    def width(self) -> float:
-        return self.high - self.low
-
-    @property
-    def holds_zero(self) -> bool:
-        return self.low <= 0.0 <= self.high
-
-
-@dataclass(frozen=True, slots=True)
 class Figures:
     """All that was measured. `skipped` says why nothing was."""
 
@@ -141,11 +122,12 @@ class Figures:
     def tokens(self) -> Interval | None:
         """Trained tokens to a reward of 0.9; None where a run never gets there."""
         reached = [(pair.ours.tokens_to_reach, pair.theirs.tokens_to_reach) for pair in self.pairs]
-        return interval([a - b for a, b in reached if a is not None and b is not None], len(self.pairs))
+        differences = [a - b for a, b in reached if a is not None and b is not None]
+        return interval(differences) if len(differences) == len(self.pairs) >= 2 else None
 
     @property
-    def area(self) -> Interval | None:
-        return interval([pair.ours.area - pair.theirs.area for pair in self.pairs], len(self.pairs))
+    def area(self) -> Interval:
+        return interval([pair.ours.area - pair.theirs.area for pair in self.pairs])
 
 
 def run(
@@ -307,16 +289,6 @@ def prompts_agree(recording: Path) -> bool:
     return True
 
 
-def interval(differences: Sequence[float], wanted: int) -> Interval | None:
-    """95 % t interval of the mean; None for fewer than two, or fewer than were wanted."""
-    n = len(differences)
-    if n < 2 or n < wanted:
-        return None
-    mean = fmean(differences)
-    half = T_975[n - 2] * stdev(differences) / math.sqrt(n)
-    return Interval(mean, mean - half, mean + half)
-
-
 def verdicts(figures: Figures) -> dict[str, bool]:
     """The claims; none where everything was skipped."""
     if figures.skipped:
@@ -361,7 +333,7 @@ def lines(figures: Figures) -> Iterator[str]:
         if found is not None:
             yield (
                 f"{name}, ours - TRL's: {found.mean:+.4g} ({found.low:+.4g} to {found.high:+.4g}, "
-                f"width {found.width:.4g})"
+                f"width {2 * found.half:.4g})"
             )
 
 

@@ -17,7 +17,8 @@ from statistics import fmean
 from typing import Any
 
 from bench.learning.harness import REACHED, WINDOW
-from bench.learning.staleness import SEEDS, interval
+from bench.learning.intervals import interval
+from bench.learning.staleness import SEEDS
 from echo_planes.metrics import read_metrics, read_summary
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from bench.learning import variants
-from bench.learning.harness import Setup, train
+from bench.learning.harness import Setup, in_processes, train
+from bench.learning.intervals import Interval, interval
 
 LAGS = (0, 1, 3, 6, 11, 16, 32)
 RATES = (1, 2, 4, 8)  # times `ONE`
@@ -39,7 +38,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "kl-adaptive": NO_DRIFT,
     "default": {},
 }
-STUDENT_95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +56,8 @@ class Result:
     tokens_to_reach: int | None
     drift: float  # mean over the steps that measured one, nats
     smallest_factor: float
+    rewards: list[float]  # mean of each step
+    watched: list[dict[str, float | None]]  # of each step, the fields of `GuardFigures`
     seconds: float
 
     @property
@@ -110,6 +110,8 @@ def run_one(job: Job) -> Result:
         trace.tokens_to_reach,
         fmean(drift) if drift else 0.0,
         min(trace.factor),
+        trace.rewards,
+        [asdict(figures) for figures in trace.watched],
         trace.seconds,
     )
 
@@ -122,13 +124,8 @@ def run_all(jobs: Sequence[Job], cache: Path, processes: int) -> list[Result]:
             result = Result(**json.loads(line))
             found[_key(result)] = result
     left = [job for job in jobs if _key(job) not in found]
-    context = multiprocessing.get_context("spawn")
-    with (
-        ProcessPoolExecutor(processes, mp_context=context) as pool,
-        open(cache, "a", encoding="utf-8") as file,
-    ):
-        for future in as_completed([pool.submit(run_one, job) for job in left]):
-            result = future.result()
+    with open(cache, "a", encoding="utf-8") as file:
+        for result in in_processes(run_one, left, processes):
             found[_key(result)] = result
             file.write(json.dumps(asdict(result)) + "\n")
             file.flush()
@@ -166,13 +163,6 @@ def grid(
         for update in updates
         for seed in seeds
     ]
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half width of its 95 % interval (Student's t); NaN where there is nothing."""
-    if len(values) < 2:
-        return (values[0] if values else math.nan), math.inf
-    return fmean(values), STUDENT_95.get(len(values) - 1, 1.96) * stdev(values) / math.sqrt(len(values))
 
 
 class Table:
@@ -215,8 +205,8 @@ class Table:
             )
         return rows
 
-    def area_lost(self, method: str, lag: int, times: int) -> tuple[float, float]:
-        """Relative loss of area against lag 0 at the rate `ONE`, paired by seed: mean and half width."""
+    def area_lost(self, method: str, lag: int, times: int) -> Interval:
+        """Relative loss of area against lag 0 at the rate `ONE`, paired by seed."""
         base = {one.seed: one.area for one in self.cell("default", 0, 1)}
         cell = self.cell(method, lag, times)
         return interval([1 - one.area / base[one.seed] for one in cell if one.seed in base])

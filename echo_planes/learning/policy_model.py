@@ -14,8 +14,9 @@ from echo_planes.errors import ModelError
 from echo_planes.learning.layer_kinds import may_pack
 
 CHUNK_LOGITS = 2**27  # logits held at once: 0.5 GiB in fp32
-# Models that change their logits after lm_head, by a setting of this name, would be scored wrongly here.
-LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+# Models that change their logits after lm_head, or those of attention, which sdpa leaves out, by a setting of
+# this name would be scored wrongly here.
+LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "attn_logit_softcapping")
 
 
 class PolicyModel(nn.Module):

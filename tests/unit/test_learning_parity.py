@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from bench.learning import parity
+from bench.learning.intervals import interval
 from bench.learning.parity import Curve, Figures, Pair, Step
 
 GRADIENTS = "cosine >= 0.9999 in each of 2 steps"
@@ -53,8 +54,7 @@ def test_a_recording_loses_its_padding_and_keeps_its_groups() -> None:
 
 
 def test_the_interval_is_students() -> None:
-    found = parity.interval([1.0, 2.0, 3.0, 4.0, 5.0], 5)
-    assert found is not None
+    found = interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert found.mean == 3.0
     assert found.high - found.mean == pytest.approx(1.9634, abs=1e-3)  # 2.776 * 1.5811 / sqrt(5)
     assert not found.holds_zero

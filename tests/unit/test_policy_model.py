@@ -194,6 +194,15 @@ def test_rows_hold_several_only_where_one_mask_serves_every_layer(
     assert may_pack(SimpleNamespace(**settings), 10) == packs
 
 
+@pytest.mark.parametrize("setting", ["attn_logit_softcapping", "final_logit_softcapping"])
+def test_capped_logits_are_refused_by_the_setting_that_caps_them(setting: str, tmp_path: Path) -> None:
+    caps = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    settings = transformers.Gemma2Config(**SIZES | caps | {setting: 30.0})
+    transformers.Gemma2ForCausalLM(settings).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=f"not supported: {setting}$"):
+        load_policy(tmp_path, torch.float32, 1.0, 1.0)
+
+
 def test_a_kind_that_nothing_serves_is_refused_by_name() -> None:
     with pytest.raises(ModelError, match=r"'window_attention'.*\S$") as refused:
         may_pack(SimpleNamespace(layer_types=["full_attention", "window_attention"]), 10)
