@@ -482,7 +482,9 @@ class ReplayConfig(Section):
 class CheckpointConfig(Section):
     """What a crash cannot take away."""
 
-    every: int = Field(50, ge=0, description="steps between checkpoints; 0: only at the end and on Ctrl-C")
+    every: int = Field(
+        50, ge=0, description="steps between checkpoints, the first of the start; 0: at the end and on Ctrl-C"
+    )
     keep: PositiveInt = Field(2, description="newest checkpoints kept")
 
 

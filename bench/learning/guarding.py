@@ -7,6 +7,7 @@ tried on the plain objective, with checkpoints every `SAVE_EVERY` steps; a rollb
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -95,6 +96,10 @@ def act(job: tuple[int, int, int], steps: int = 120) -> Guarded:
         step = 0
         try:
             while step < steps and not stopped:
+                if step % SAVE_EVERY == 0 and not (folder / str(step)).exists():
+                    (folder / str(step)).mkdir()
+                    loop.learner.save(folder / str(step))
+                    guard.saved(step)
                 batch, step_rewards, _ = loop.sample(step)
                 rewards.append(fmean(step_rewards))
                 spreads.append(float(batch.rewards.std()))
@@ -107,6 +112,10 @@ def act(job: tuple[int, int, int], steps: int = 120) -> Guarded:
                     stopped = verdict.rung == "stop"
                 if verdict and verdict.rung == "rollback":
                     step = guard.report.good_step
+                    for later in (
+                        one for one in folder.iterdir() if one.name.isdigit() and int(one.name) > step
+                    ):
+                        shutil.rmtree(later)
                     loop.learner.load(folder / str(step))
                     loop.forget()
                     halved *= 0.5
@@ -115,10 +124,6 @@ def act(job: tuple[int, int, int], steps: int = 120) -> Guarded:
                 loop.lag = guard.max_staleness
                 wanted = guard.adjustment
                 loop.learner.adjust(Adjustment(wanted.rate_scale * halved, wanted.mask_outliers))
-                if step % SAVE_EVERY == 0 and not (folder / str(step)).exists():
-                    (folder / str(step)).mkdir()
-                    loop.learner.save(folder / str(step))
-                    guard.saved(step)
         except DivergedError:
             stopped = True
         finally:

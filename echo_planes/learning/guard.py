@@ -15,7 +15,7 @@ A signal beyond its limit counts one up, two where it is twice beyond, and one d
 outlives, S steps do not count. After `calm` steps without any signal the last rung is taken back.
 
 A checkpoint is good where no signal counted when it was written, and no alarm came in the `good_after` steps
-after it: alarms come late.
+after it: alarms come late. That of the start is good.
 """
 
 from __future__ import annotations
@@ -192,6 +192,8 @@ class Guard:
     def saved(self, step: int) -> None:
         """A checkpoint is there. One is looked at at a time: then at most two outlive their turn."""
         state = self._state
+        if step == 0:  # what the run was given
+            state.good_step = 0
         is_calm = state.calm > 0 and not any(state.scores.values())
         if is_calm and state.candidate < 0 and step > state.good_step:
             state.candidate, state.candidate_age = step, 0

@@ -142,7 +142,7 @@ def test_checkpoints_and_evaluations_come_as_often_as_said() -> None:
                 pending += loop.tell(ev.Evaluated(report(step)))
             case _:
                 assert isinstance(action, (ev.Install, ev.Finish))
-    assert saved == [2, 4, 6]
+    assert saved == [0, 2, 4, 6]  # the guard can go back to the start
     assert evaluated == [0, 3, 6]
     assert loop.actions[-1] == ev.Finish("done")
 
