@@ -34,6 +34,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "masked": {"objective": {"anchor": "proximal", "token_mask": [0.5, 2.0]}, **NO_DRIFT},
     "m2po": NO_DRIFT,
     "sat": NO_DRIFT,
+    "gac": {"learner": {**NO_DRIFT["learner"], "zero_stage": 0, "dtype": "fp32"}},
     "rate/(1+lag)": NO_DRIFT,
     "kl-adaptive": NO_DRIFT,
     "default": {},

@@ -4,6 +4,8 @@ m2po          second-moment constraint, M2PO (2510.01161): of the tokens that mo
               largest (log w)^2 stay out until the mean of the rest is 0.04
 sat           clip ends contracted where the sampled log ratio is large, SAT (2607.18722), in our words:
               0.2 and 0.28 over 1 + |log w| / 0.1
+gac           cosine of a gradient with the one before held at 0.1 by taking out what lies along that one, after
+              GAC (2603.01501), in our words and with our limit
 rate/(1+lag)  learning rate divided by 1 + lag, staleness-aware SGD (1511.05950)
 kl-adaptive   rate / 1.5 where the mean k2 is above twice 0.01, x 1.5 where it is below half of it, PPO in
               robotics (2109.11978)
@@ -22,9 +24,10 @@ from echo_planes.learning.objectives import Loss, Tokens
 from echo_planes.learning.rate import DriftControl
 from echo_planes.types import LagStats
 
-NAMES = ("m2po", "sat", "rate/(1+lag)", "kl-adaptive")
+NAMES = ("m2po", "sat", "gac", "rate/(1+lag)", "kl-adaptive")
 M2_LIMIT = 0.04
 SAT_SCALE = 0.1
+MOST_ALIGNED = 0.1
 KL_TARGET = 0.01
 
 
@@ -35,12 +38,35 @@ def change(learner: Learner, setup: Setup) -> None:
             learner.loss = m2po
         case "sat":
             learner.loss = sat
+        case "gac":
+            _hold_alignment(learner)
         case "rate/(1+lag)":
             learner.drift = _Fixed(1.0 / (1.0 + setup.lag))
         case "integral":
             learner.drift = Integral(0.1)
         case "kl-adaptive":
             learner.drift = _KlAdaptive()
+
+
+def _hold_alignment(learner: Learner) -> None:
+    """Change gradients that lie along the one before; needs ZeRO stage 0 in fp32, where they are whole."""
+    engine, before = learner._engine, torch.zeros(0)
+    update, parameters = engine.step, list(engine._engine.module.parameters())
+
+    def step(learning_rate: float) -> float:
+        nonlocal before
+        whole = torch.cat([one.grad.flatten() for one in parameters])
+        norms = whole.norm() * before.norm()
+        if len(before) and norms > 0 and whole @ before > MOST_ALIGNED * norms:
+            along = before / before.norm()
+            across = whole - (whole @ along) * along
+            held = across + MOST_ALIGNED / math.sqrt(1 - MOST_ALIGNED**2) * across.norm() * along
+            for one, part in zip(parameters, held.split([p.numel() for p in parameters]), strict=True):
+                one.grad.copy_(part.view_as(one.grad))
+        before = whole
+        return update(learning_rate)
+
+    engine.step = step  # type: ignore[method-assign]
 
 
 class _Fixed(DriftControl):
