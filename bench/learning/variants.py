@@ -4,8 +4,8 @@ m2po          second-moment constraint, M2PO (2510.01161): of the tokens that mo
               largest (log w)^2 stay out until the mean of the rest is 0.04
 sat           clip ends contracted where the sampled log ratio is large, SAT (2607.18722), in our words:
               0.2 and 0.28 over 1 + |log w| / 0.1
-gac           cosine of a gradient with the one before held at 0.1 by taking out what lies along that one, after
-              GAC (2603.01501), in our words and with our limit
+gac           cosine of a gradient with the one before held at 0.1 by taking out what lies along that one,
+              after GAC (2603.01501), in our words and with our limit
 rate/(1+lag)  learning rate divided by 1 + lag, staleness-aware SGD (1511.05950)
 kl-adaptive   rate / 1.5 where the mean k2 is above twice 0.01, x 1.5 where it is below half of it, PPO in
               robotics (2109.11978)
