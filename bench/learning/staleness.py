@@ -234,43 +234,42 @@ def verdicts(table: Table) -> dict[str, bool]:
     }
 
 
+SIDE, GAP, MAPS_ACROSS = 44, 50, 3  # pixels of a square, between maps; maps in a row
 COLOURS = ((178, 24, 43), (253, 219, 199), (33, 102, 172))  # collapsed, half, learnt
 
 
 def picture(table: Table, methods: Sequence[str]) -> str:
-    """SVG of final rewards, a square a cell: lags across, rates up."""
-    side, gap, top = 44, 70, 60
-    width = gap + len(methods) * (len(LAGS) * side + gap)
-    height = top + len(RATES) * side + 60
+    """SVG of final rewards with one update a step: a map a method, a square a cell, lags across, rates up."""
+    across, down = len(LAGS) * SIDE + GAP, len(RATES) * SIDE + 2 * GAP
+    columns = min(len(methods), MAPS_ACROSS)
+    width, height = GAP + columns * across, math.ceil(len(methods) / columns) * down
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        'font-family="sans-serif">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
     ]
     for number, method in enumerate(methods):
-        left = gap + number * (len(LAGS) * side + gap)
-        parts.append(f'<text x="{left}" y="{top - 24}" font-size="16">{method}: final reward</text>')
+        left, top = GAP + number % columns * across, number // columns * down + GAP
+        parts.append(f'<text x="{left}" y="{top - 12}" font-size="16">{method}</text>')
         for row, times in enumerate(reversed(RATES)):
-            y = top + row * side
-            parts.append(
-                f'<text x="{left - 8}" y="{y + 27}" font-size="12" text-anchor="end">{times}x</text>'
-            )
+            parts.append(_text(left - 22, top + row * SIDE, f"{times}x"))
             for column, lag in enumerate(LAGS):
                 if cell := table.cell(method, lag, times):
-                    value = fmean(one.final for one in cell)
-                    x = left + column * side
+                    value, x, y = fmean(one.final for one in cell), left + column * SIDE, top + row * SIDE
                     parts.append(
-                        f'<rect x="{x}" y="{y}" width="{side}" height="{side}" fill="{_colour(value)}"/>'
+                        f'<rect x="{x}" y="{y}" width="{SIDE}" height="{SIDE}" fill="{_colour(value)}"/>'
                     )
-                    parts.append(
-                        f'<text x="{x + side / 2}" y="{y + 27}" font-size="12" text-anchor="middle">'
-                        f"{value:.2f}</text>"
-                    )
-        for column, lag in enumerate(LAGS):
-            middle, y = left + (column + 0.5) * side, top + len(RATES) * side + 18
-            parts.append(f'<text x="{middle}" y="{y}" font-size="12" text-anchor="middle">{lag}</text>')
-        parts.append(f'<text x="{left}" y="{height - 18}" font-size="12">lag, steps; rate, x {ONE:g}</text>')
+                    ink = "black" if 0.25 <= value <= 0.75 else "white"
+                    parts.append(_text(x + SIDE // 2, y, f"{value:.2f}", ink))
+        bottom = top + len(RATES) * SIDE
+        parts += [_text(left + i * SIDE + SIDE // 2, bottom - 10, str(lag)) for i, lag in enumerate(LAGS)]
+        parts.append(f'<text x="{left}" y="{bottom + 34}">lag, steps; rate, x {ONE:g}; final reward</text>')
     return "\n".join([*parts, "</svg>\n"])
+
+
+def _text(x: int, y: int, text: str, ink: str = "black") -> str:
+    """In the middle of a square that begins at y."""
+    return f'<text x="{x}" y="{y + 27}" fill="{ink}" text-anchor="middle">{text}</text>'
 
 
 def _colour(value: float) -> str:
