@@ -502,7 +502,7 @@ class GuardConfig(Section):
         10, description="steps without an alarm after a checkpoint until it counts as good"
     )
     max_rollbacks: int = Field(2, ge=0, description="times the run goes back to a good checkpoint")
-    k3: PositiveFloat = Field(0.4, description="nats: largest k3 of the tokens of any lag")
+    k3: PositiveFloat = Field(0.3, description="nats: largest k3 of the tokens of any lag")
     effective_samples: float = Field(
         0.1, gt=0, lt=1, description="smallest effective sample size, as a share of the tokens"
     )

@@ -169,11 +169,12 @@ def figures(seeds: Sequence[int], cache: Path, processes: int) -> tuple[dict[str
     final = interval([one.final for one in acted])
     for alarmed in [*late, *(one for one in healthy if one.alarms)]:
         print(alarmed)
-    print(f"{len(broken)} broken runs, named {min(ahead, default=0)} to {max(ahead, default=0)} steps ahead")
+    told_ahead = f"{min(ahead, default=0)} to {max(ahead, default=0)} steps ahead"
+    print(f"{len(broken)} broken runs, {len(late)} named late, the others {told_ahead}")
     print(f"{false_alarms} alarms in {quiet} healthy steps; acted on: {final}, S = 0: {fresh:.3f}")
     told = {
         "runs broke": len(broken) >= len(doomed) / 2,
-        "collapses are named before the reward has lost 5 %": not late,
+        "19 of 20 collapses are named before the reward has lost 5 %": 20 * len(late) <= len(broken),
         "fewer than 1 false alarm in 10,000 healthy steps": quiet >= 10_000 and false_alarms * 10_000 < quiet,
         "after its actions a run ends within 5 % of S = 0": final.mean >= 0.95 * fresh,
         "no run that collapsed says done": all(one.status != "done" or one.final > 0.5 for one in acted),

@@ -30,7 +30,7 @@ from tests.thorough import examples
 K3 = Callable[
     [int, int, Adjustment], float
 ]  # of a part of the run, its step, as the guard has set the learner
-CALM, ALARMING = 0.01, 0.5
+CALM, ALARMING = 0.01, 0.4
 
 
 def config(*, steps: int = 40, s: int = 3, every: int = 5, guard: Mapping[str, Any] | None = None) -> Config:
@@ -140,7 +140,7 @@ def test_the_rung_that_helps_is_the_last_one(tmp_path: Path, rung: str, actions:
     assert len(job.told) == len(actions)
     for text in job.told:
         assert text in job.screen.getvalue()  # on the terminal as in the events
-        assert "0.5 nats, above guard.k3=0.4" in text
+        assert "0.4 nats, above guard.k3=0.3" in text
 
 
 def test_every_step_says_what_is_in_force(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_every_step_says_what_is_in_force(tmp_path: Path) -> None:
     keys = ("guard_rung", "guard_max_staleness", "guard_rate_scale", "guard_alarms")
     rows = [tuple(row[key] for key in keys) for row in read_metrics(tmp_path)]
     changes = [(i, row) for i, row in enumerate(rows) if i == 0 or row != rows[i - 1]]
-    # 0.5 is not twice the limit: 3 steps each, and after the second rung 3 that do not count.
+    # 0.4 is not twice the limit: 3 steps each, and after the second rung 3 that do not count.
     assert changes == [
         (0, (0, 3, 1.0, 0)),
         (3, (1, 3, 1.0, 1)),
@@ -201,7 +201,7 @@ def test_the_report_begins_with_it(tmp_path: Path) -> None:
     Job(config(every=0), tmp_path, always_alarming)
     page = (tmp_path / "report.html").read_text()
     body = page[page.index("<main>") + len("<main>") :]
-    assert body.startswith('<header><p class="error">k3 of the tokens of one lag 0.5 nats')
+    assert body.startswith('<header><p class="error">k3 of the tokens of one lag 0.4 nats')
     assert '<span class="pill failed">collapsed</span>' in body
 
 

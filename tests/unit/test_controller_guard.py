@@ -16,7 +16,7 @@ from echo_planes.testing import replace_section
 from echo_planes.types import Adjustment, InstallReport, StepStats
 from tests.unit.test_controller import STATS, batch, manifest, report, settings
 
-HEALTHY, BAD = replace(STATS, k3=0.01), replace(STATS, k3=0.5)
+HEALTHY, BAD = replace(STATS, k3=0.01), replace(STATS, k3=0.4)
 
 
 def config(*, s: int = 3, steps: int = 60, checkpoint_every: int = 0, **guard: Any) -> Config:
@@ -123,7 +123,7 @@ def test_each_rung_takes_force_before_the_next_batch_is_formed() -> None:
 def test_it_ends_as_collapsed_where_there_is_no_checkpoint_to_go_back_to() -> None:
     run = Drive(config(), lambda _: BAD)
     assert run.finish.status == "collapsed"
-    for part in ("k3", "0.5 nats", "guard.k3=0.4", "no good checkpoint", "lower learner.lr"):
+    for part in ("k3", "0.4 nats", "guard.k3=0.3", "no good checkpoint", "lower learner.lr"):
         assert part in run.finish.error
     assert run.told[-1] == run.finish.error
     assert not run.of(ev.Checkpoint)  # of what collapsed nothing is kept

@@ -37,7 +37,7 @@ CALM = GuardFigures(
 )
 # Of each signal, the figures of a step beyond its limit, given how many such steps were before.
 BEYOND: dict[str, Callable[[int], GuardFigures]] = {
-    "k3": lambda _: replace(CALM, k3=0.5),
+    "k3": lambda _: replace(CALM, k3=0.4),
     "effective_samples": lambda _: replace(CALM, effective_samples=0.08),
     "truncated": lambda _: replace(CALM, truncated=0.15),
     "log_weight": lambda _: replace(CALM, log_weight=9.0),
@@ -184,19 +184,19 @@ def test_after_a_rollback_to_a_policy_that_was_not_good_the_rewards_tell_it() ->
 def test_single_outliers_are_no_alarm_however_many_there_are() -> None:
     watch = guard()
     for _ in range(100):
-        assert watch.observe(replace(CALM, k3=0.5)) is None
+        assert watch.observe(replace(CALM, k3=0.4)) is None
         calm(watch, 1)
 
 
 def test_a_signal_that_comes_and_goes_is_one() -> None:
     watch = guard()
-    pattern = [0.5, 0.5, 0.01] * 2
+    pattern = [0.4, 0.4, 0.01] * 2
     assert rungs(watch, lambda i: replace(CALM, k3=pattern[i]), 5) == ["mask"]
 
 
 def test_one_twice_beyond_its_limit_counts_two() -> None:
-    assert rungs(guard(), lambda _: replace(CALM, k3=0.81), 2) == ["mask"]
-    assert rungs(guard(), lambda _: replace(CALM, k3=0.79), 2) == []
+    assert rungs(guard(), lambda _: replace(CALM, k3=0.61), 2) == ["mask"]
+    assert rungs(guard(), lambda _: replace(CALM, k3=0.59), 2) == []
     assert rungs(guard(), lambda _: replace(CALM, effective_samples=0.049), 2) == ["mask"]
 
 
@@ -209,7 +209,7 @@ def test_different_signals_do_not_add_up() -> None:
 
 def test_the_signal_furthest_beyond_is_named() -> None:
     watch = guard()
-    both = replace(CALM, k3=0.41, log_weight=12.0)
+    both = replace(CALM, k3=0.31, log_weight=12.0)
     verdicts = [watch.observe(both) for _ in range(3)]
     assert verdicts[-1] is not None
     assert "|log weight|" in verdicts[-1].text
