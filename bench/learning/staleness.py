@@ -119,11 +119,7 @@ def run_one(job: Job) -> Result:
 
 def run_all(jobs: Sequence[Job], cache: Path, processes: int) -> list[Result]:
     """Every job's result; those in `cache` (a line of JSON each) are not run again."""
-    found: dict[tuple[Any, ...], Result] = {}
-    if cache.exists():
-        for line in cache.read_text().splitlines():
-            result = Result(**json.loads(line))
-            found[_key(result)] = result
+    found = {_key(result): result for result in cached(cache)}
     left = [job for job in jobs if _key(job) not in found]
     with open(cache, "a", encoding="utf-8") as file:
         for result in in_processes(run_one, left, processes):
@@ -137,6 +133,12 @@ def run_all(jobs: Sequence[Job], cache: Path, processes: int) -> list[Result]:
                 flush=True,
             )
     return [found[_key(job)] for job in jobs]
+
+
+def cached(cache: Path) -> list[Result]:
+    """Runs made earlier, each once."""
+    lines = cache.read_text().splitlines() if cache.exists() else []
+    return list({_key(run): run for run in (Result(**json.loads(line)) for line in lines)}.values())
 
 
 def _key(one: Job | Result) -> tuple[Any, ...]:
