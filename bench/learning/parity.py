@@ -13,8 +13,8 @@ Either side has the same objective (GRPO, mean over answers of the mean over tok
                      TRL                                    here
 ===================  =====================================  =================================================
 advantage            (R - mean) / (std of n - 1 + 1e-4)     (R - mean) / (std of n + 1e-6): sqrt(8/7) larger
-                                                            gradients, which Adam divides out unless the
-                                                            norm is clipped
+                                                            gradients, which Adam divides out; where we
+                                                            replay with our own, the norm is clipped at that
 warm-up              update k of 10 at (k - 1) / 10         at k / 10; `trl_baseline.py` makes it k / 10 too
 groups of equal R    in the forward pass, gradient 0        left out of it, counted in the denominators
 forward              a row an answer, left-padded           answers that share their prompt packed in rows
@@ -51,6 +51,7 @@ from echo_planes.types import FloatArray, IntArray, TrainBatch
 BASELINE = Path(__file__).resolve().parents[1] / "trl_baseline.py"
 RATE, RECORDED_STEPS, RUN_STEPS, SEEDS = 2.5e-4, 20, 120, (0, 1, 2, 3, 4)
 LEAST_COSINE = 0.9999
+OWN_CLIP = math.sqrt(8 / 7)  # bites our own advantages' gradients where 1 bites TRL's
 OTHER = "dapo"  # differs from grpo, at a ratio of 1, in how tokens are averaged alone
 GROUP_PLACE = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 TRL_LIMIT_S = 3600.0  # longest run of TRL
@@ -193,6 +194,7 @@ def replay(recording: Path, *, given_advantages: bool = False, objective: str = 
             **SAME,
             "run": {"steps": len(files), "seed": 0},
             "objective": {**SAME["objective"], "name": objective},
+            "learner": {**SAME["learner"], "grad_clip": 1.0 if given_advantages else OWN_CLIP},
         }
     )
     start = np.load(recording / "start.npz")
