@@ -134,10 +134,10 @@ def act(job: tuple[int, int, int], steps: int = 120) -> Guarded:
 
 def _lost_at(rewards: Sequence[float]) -> int | None:
     """The step after which the mean of ten never comes back to within `LOST` of its best so far."""
-    means = [fmean(rewards[max(0, i - 9) : i + 1]) for i in range(len(rewards))]
     best = 0.0
     lost: int | None = None
-    for step, mean in enumerate(means):
+    for step in range(9, len(rewards)):
+        mean = fmean(rewards[step - 9 : step + 1])
         best = max(best, mean)
         if mean >= (1 - LOST) * best:
             lost = None
