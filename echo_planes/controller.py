@@ -145,8 +145,9 @@ class Controller:
                     self._todo += self._adjustments() if self.guard.report.rung else []
                     self.guard.saved(step)
                 self._todo.append(Publish(step))
-                if not step and self.guard.report.good_step < 0 and self._config.checkpoint.every:
-                    self._todo += [Checkpoint(step)] if self._config.guard.mode == "act" else []
+                if not step and self._config.guard.mode == "act" and self._config.checkpoint.every:
+                    # After a rollback to the start its checkpoint is there already.
+                    self._todo += [] if self.guard.report.good_step == step else [Checkpoint(step)]
                 self._evaluations_due.add(step)
                 actions = self._learner_free(now_s)
                 if self.guard.report.alarms:
