@@ -96,16 +96,33 @@ class Program:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"no end within {limit_s:.0f} s:\n{self.tail()}") from None
 
+    def wait_until(self, condition: Callable[[], T], what: str) -> T:
+        """The first truthy value of `condition`, while the run lives; fails the test at its end.
+
+        A run that has ended fails the test too, unless its last words made the condition true.
+        """
+
+        def reached() -> T:
+            ended = self.process.poll() is not None
+            value = condition()
+            if ended and not value:
+                raise AssertionError(f"the run ended before {what}:\n{self.tail()}")
+            return value
+
+        try:
+            return wait_until(reached, RUN_LIMIT_S, what)
+        except AssertionError as missed:
+            last = json_lines(self.run_dir / "events.jsonl")[-20:]
+            raise AssertionError(f"{missed}; last events: {last}") from None
+
     def wait_for_step(self, step: int) -> None:
         """Wait until metrics.jsonl holds `step`."""
 
         def reached() -> bool:
-            if self.process.poll() is not None:
-                raise AssertionError(f"the run ended before step {step}:\n{self.tail()}")
             steps = metrics(self.run_dir)
             return bool(steps) and steps[-1]["step"] >= step
 
-        wait_until(reached, RUN_LIMIT_S, f"step {step}")
+        self.wait_until(reached, f"step {step}")
 
     def interrupt(self) -> None:
         """Ctrl-C in a terminal: every process of the foreground group hears it."""
@@ -128,9 +145,13 @@ class Program:
 
 
 def _environment() -> dict[str, str]:
-    """This one's, less what would change a run, with the checkout importable from any folder."""
+    """This one's, less what would change a run, with the checkout importable from any folder.
+
+    Ray gives actors the lowest priority but four, so that a desktop stays usable. Beside a test of usual
+    priority on the same core a worker would take many minutes to start.
+    """
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "ECHO_PLANES_"))}
-    return {**kept, "PYTHONPATH": str(ROOT)}
+    return {**kept, "PYTHONPATH": str(ROOT), "RAY_worker_niceness": "0"}
 
 
 @contextmanager

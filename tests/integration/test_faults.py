@@ -19,7 +19,6 @@ from tests.integration.harness import (
     run_to_end,
     summary,
     trajectories,
-    wait_until,
 )
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
@@ -43,7 +42,7 @@ def battered(tmp_path_factory: pytest.TempPathFactory) -> Program:
     )
     with program(folder / "work", folder / "run", *words) as run:
         run.wait_for_step(3)
-        wait_until(lambda: events(run.run_dir, "eval"), RUN_LIMIT_S, "the first evaluation")
+        run.wait_until(lambda: events(run.run_dir, "eval"), "the first evaluation")
         run.actor("ray::WorkerProc").kill()
         assert run.wait() == 0, run.tail()
         assert run.left_behind() == []
@@ -81,7 +80,7 @@ def test_rewards_that_hang_raise_or_lie_leave_the_run_going(battered: Program) -
 
 def test_ctrl_c_while_the_run_starts_ends_it_too(tmp_path: Path) -> None:
     with program(tmp_path / "work", tmp_path / "run", *SMALL) as run:
-        wait_until(lambda: "imports ..." in run.stdout, RUN_LIMIT_S, "the first phase")
+        run.wait_until(lambda: "imports ..." in run.stdout, "the first phase")
         run.interrupt()
         assert run.wait() == 130, run.tail()
         assert run.left_behind() == []

@@ -10,21 +10,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.integration import fake_cluster
 from tests.integration.harness import (
     ROOT,
-    RUN_LIMIT_S,
     SLOW_PROGRAM,
-    Program,
     events,
     metrics,
     program,
     summary,
-    wait_until,
 )
 from tests.thorough import takes_minutes
 
@@ -60,14 +56,6 @@ def placed(run_dir: Path) -> list[tuple[str, str, str]]:
     return [(worker, offer, node) for worker, offer, node in texts]
 
 
-def wait(running: Program, condition: Any, what: str) -> None:
-    def reached() -> Any:
-        assert running.process.poll() is None, running.tail()
-        return condition()
-
-    wait_until(reached, RUN_LIMIT_S, what)
-
-
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("fleet")
@@ -79,8 +67,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "learner.resources={CPU: 0.5}",
     ]
     with program(base / "work", folder, *words, command=(*CLUSTER, *INSIDE)) as running:
-        wait(running, lambda: len({offer for _, offer, _ in placed(folder)}) == 2, "both SKUs")
-        wait(running, lambda: "worker w1 (cpu-b) ... ready" in running.stdout, "the second worker")
+        running.wait_until(lambda: len({offer for _, offer, _ in placed(folder)}) == 2, "both SKUs")
+        running.wait_until(lambda: "worker w1 (cpu-b) ... ready" in running.stdout, "the second worker")
         _, _, node = placed(folder)[0]
         words = [sys.executable, "-m", "tests.integration.fake_cluster", "preempt", node, str(NOTICE_S)]
         told = subprocess.run(

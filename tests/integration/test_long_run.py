@@ -23,7 +23,6 @@ from echo_planes.checkpoint import CheckpointMeta, open_lineage
 from tests.integration.harness import (
     PROMPTS_PER_STEP,
     ROOT,
-    RUN_LIMIT_S,
     SAMPLES_PER_PROMPT,
     SMALL,
     Program,
@@ -36,7 +35,6 @@ from tests.integration.harness import (
     summary,
     trained,
     trajectories,
-    wait_until,
 )
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
@@ -108,16 +106,12 @@ def crashed(base: Path) -> Iterator[Program]:
         assert worker is not None
         os.kill(node.pid, signal.SIGSTOP)
         before = len(events(run_dir, "publication"))
-        wait_until(lambda: len(events(run_dir, "publication")) > before, RUN_LIMIT_S, "a publication")
+        run.wait_until(lambda: len(events(run_dir, "publication")) > before, "a publication")
         os.kill(worker.pid, signal.SIGKILL)
-        wait_until(lambda: events(run_dir, "caught up"), RUN_LIMIT_S, "the worker to come back")
+        run.wait_until(lambda: events(run_dir, "caught up"), "the worker came back")
         seen = len(events(run_dir, "publication"))
-        wait_until(
-            lambda: len(events(run_dir, "publication")) > seen + 5, RUN_LIMIT_S, "publications for both"
-        )
-        wait_until(
-            lambda: is_after_a_full_cut(run_dir), RUN_LIMIT_S, "a checkpoint with a batch in the buffer"
-        )
+        run.wait_until(lambda: len(events(run_dir, "publication")) > seen + 5, "publications for both")
+        run.wait_until(lambda: is_after_a_full_cut(run_dir), "a checkpoint with a batch in the buffer")
         run.actor("ray::LearnerProc").kill()
         run.wait()
         yield run

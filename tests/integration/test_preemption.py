@@ -25,7 +25,6 @@ from safetensors.torch import load_file, save_file
 
 from echo_planes.config import BUILTIN_MODELS
 from tests.integration.harness import (
-    RUN_LIMIT_S,
     WATCHED_PROGRAM,
     Program,
     events,
@@ -33,7 +32,6 @@ from tests.integration.harness import (
     metrics,
     program,
     summary,
-    wait_until,
 )
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
@@ -109,10 +107,9 @@ def in_flight(run_dir: Path, worker: str) -> set[str]:
 
 def wait_in_generation(running: Program, worker: str) -> None:
     def is_generating() -> bool:
-        assert running.process.poll() is None, running.tail()
         return len(in_flight(running.run_dir, worker)) >= 2
 
-    wait_until(is_generating, RUN_LIMIT_S, f"{worker} in mid-answer")
+    running.wait_until(is_generating, f"{worker} is in mid-answer")
 
 
 @pytest.fixture(scope="module")
@@ -141,13 +138,13 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         running.wait_for_step(2)
         wait_in_generation(running, "w0")
         metadata.armed.set()
-        wait_until(lambda: events(folder, "worker left"), RUN_LIMIT_S, "w0 to leave")
+        running.wait_until(lambda: events(folder, "worker left"), "w0 left")
         running.wait_for_step(metrics(folder)[-1]["step"] + 1)
         wait_in_generation(running, "w1")
         killed = running.actor("ray::WorkerProc")  # the oldest of those alive
         (base / KILLED).write_text(str(time.time()))
         killed.kill()
-        wait_until(lambda: events(folder, "worker lost"), RUN_LIMIT_S, "w1 to be missed")
+        running.wait_until(lambda: events(folder, "worker lost"), "w1 was missed")
         assert running.wait() == 0, running.tail()
         assert running.left_behind() == []
     return folder
