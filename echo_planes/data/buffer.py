@@ -320,7 +320,8 @@ class ReplayBuffer:
         self._count(trained=num_new * self._samples, reused=num_again * self._samples)
         self._step += 1
         self._replaced = 0
-        return new + used
+        # In the order of their prompts: what an update comes to must not hang on who answered first.
+        return sorted(new + used, key=lambda group: group.prompt_index)
 
     def take_dropped(self) -> list[Accepted]:
         """Groups dropped as stale since the last call, for the store."""

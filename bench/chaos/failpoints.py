@@ -1,0 +1,242 @@
+"""Named places at which a process is killed, and what is written down of a run meanwhile.
+
+A campaign's folder holds `plan.json` (which place is armed) and `seen.jsonl` (what happened). Every process
+of a run reads the plan as it starts, changes the classes named in it as they are imported, and appends to the
+record: one line a write, so that lines of several processes never mix.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+Side = Literal["before", "after"]
+Victim = Literal["driver", "learner", "learner's node", "worker", "worker's node", "data plane", "reward"]
+PLAN, SEEN, FIRED = "plan.json", "seen.jsonl", "fired"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A function of the product."""
+
+    victim: Victim
+    name: str
+    module: str
+    function: str  # `Class.method`, or a function of the module
+
+
+PLACES = (
+    Place("driver", "batch", "echo_planes.launch", "RemoteData.next_batch"),
+    Place("driver", "publish", "echo_planes.launch", "RemoteData.publish"),
+    Place("driver", "commit", "echo_planes.launch", "RemoteLearner.commit"),
+    Place("driver", "install", "echo_planes.launch", "RemoteWorker.install"),
+    Place("driver", "fsync", "echo_planes.checkpoint", "_sync"),
+    Place("driver", "checkpoint rename", "echo_planes.job", "save_checkpoint"),
+    Place("learner", "batch", "echo_planes.learning.actor", "LearnerProcess.train_step"),
+    Place("learner", "publish", "echo_planes.learning.actor", "LearnerProcess.publish"),
+    Place("learner", "hand-over", "echo_planes.weights.node_client", "SenderNode.add_segment"),
+    Place("learner", "commit", "echo_planes.learning.actor", "LearnerProcess.commit"),
+    Place("learner", "checkpoint", "echo_planes.learning.actor", "LearnerProcess.save"),
+    Place("learner's node", "hand-over", "echo_planes.weights.node_roles", "SenderRole._segment"),
+    Place("learner's node", "commit", "echo_planes.weights.node_roles", "SenderRole._commit"),
+    Place("learner's node", "publish", "echo_planes.weights.node_store", "StoreKeeper._put"),
+    Place("worker", "acknowledge", "echo_planes.launch", "RemoteData.submit"),
+    Place("worker", "hand-over", "echo_planes.launch", "RemoteData.stream"),
+    Place("worker", "batch", "echo_planes.launch", "RemoteData.pull"),
+    Place("worker", "install", "echo_planes.rollout.worker", "RolloutWorker.install"),
+    Place("worker's node", "install", "echo_planes.weights.node_roles", "WorkerRole._staged"),
+    Place("worker's node", "commit", "echo_planes.weights.node_roles", "WorkerRole._settled"),
+    Place("data plane", "acknowledge", "echo_planes.data.service", "DataService.submit"),
+    Place("data plane", "fsync", "echo_planes.data.store.files", "Files.sync"),
+    Place("data plane", "fate", "echo_planes.data.store.store", "ReplayStore.settle"),
+    Place("data plane", "batch", "echo_planes.data.service", "DataService.next_batch"),
+    Place("data plane", "publish", "echo_planes.data.service", "DataService.publish"),
+    Place("data plane", "checkpoint", "echo_planes.data.service", "DataService.save"),
+    Place("reward", "reward", "bench.chaos.parts", "ChaosTask.reward"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Armed:
+    """A place whose n-th visit in one process ends that process."""
+
+    module: str
+    function: str
+    side: Side
+    visit: int  # counted from 1
+    name: str
+
+
+def arm(folder: Path, armed: Armed | None) -> None:
+    """What the processes that start from now on read. `None`: they are only watched."""
+    (folder / FIRED).unlink(missing_ok=True)
+    plan = {} if armed is None else {name: getattr(armed, name) for name in Armed.__slots__}
+    (folder / PLAN).write_text(json.dumps(plan))
+
+
+def fired(folder: Path) -> bool:
+    """Whether the armed place has ended a process."""
+    return (folder / FIRED).exists()
+
+
+def note(folder: Path, kind: str, **what: Any) -> None:
+    """Append one line to the record."""
+    line = json.dumps({"at_s": time.time(), "pid": os.getpid(), "kind": kind, **what}) + "\n"
+    descriptor = os.open(folder / SEEN, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)
+
+
+def seen(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The record's whole lines of one kind."""
+    path = folder / SEEN
+    if not path.exists():
+        return []
+    lines = path.read_text().rpartition("\n")[0].splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+# --- in the processes of a run -------------------------------------------------------------------
+
+
+def install(folder_name: str) -> None:
+    """Watch this process, and arm it as the plan in that folder says."""
+    folder = Path(folder_name)
+    changes: dict[str, list[Callable[[ModuleType], None]]] = {}
+
+    def change(module: str, function: str, make: Callable[[Any], Any]) -> None:
+        changes.setdefault(module, []).append(lambda loaded: _replace(loaded, function, make))
+
+    change("echo_planes.rollout.actor", "VllmEngine", lambda _: _engine())
+    change("echo_planes.launch", "RemoteData.submit", lambda plain: _watch_submit(plain, folder))
+    actor = "echo_planes.learning.actor"
+    change(actor, "LearnerProcess.train_step", lambda plain: _watch_step(plain, folder))
+    change(actor, "LearnerProcess.publish", lambda plain: _watch_publish(plain, folder))
+    plan = json.loads((folder / PLAN).read_text())
+    if plan:
+        armed = Armed(**plan)
+        change(armed.module, armed.function, lambda plain: _kill_at(plain, armed, folder))
+    sys.meta_path.insert(0, _Changing(changes))
+
+
+class _Changing(importlib.abc.MetaPathFinder):
+    """Finds modules as usual, and changes some as they have been executed."""
+
+    def __init__(self, changes: dict[str, list[Callable[[ModuleType], None]]]) -> None:
+        self._changes = changes
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in self._changes:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is None or spec.loader is None:
+            return None
+        changes, plain = self._changes[fullname], spec.loader.exec_module
+
+        def execute(module: ModuleType) -> None:
+            plain(module)
+            for change in changes:
+                change(module)
+
+        spec.loader.exec_module = execute  # type: ignore[method-assign]
+        return spec
+
+
+def _replace(module: ModuleType, function: str, make: Callable[[Any], Any]) -> None:
+    *owners, name = function.split(".")
+    owner = functools.reduce(getattr, owners, module)
+    setattr(owner, name, make(getattr(owner, name)))
+
+
+def _kill_at(plain: Any, armed: Armed, folder: Path) -> Any:
+    visits = 0
+
+    def visit(side: Side) -> None:
+        nonlocal visits
+        if side != armed.side:
+            return
+        visits += 1
+        if visits != armed.visit:
+            return
+        try:  # whoever makes the file first is the one that dies
+            os.close(os.open(folder / FIRED, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return
+        note(folder, "killed", place=armed.name, side=armed.side, at=armed.visit)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if inspect.iscoroutinefunction(plain):
+
+        @functools.wraps(plain)
+        async def awaited(*arguments: Any, **options: Any) -> Any:
+            visit("before")
+            result = await plain(*arguments, **options)
+            visit("after")
+            return result
+
+        return awaited
+
+    @functools.wraps(plain)
+    def called(*arguments: Any, **options: Any) -> Any:
+        visit("before")
+        result = plain(*arguments, **options)
+        visit("after")
+        return result
+
+    return called
+
+
+def _engine() -> Any:
+    from bench.chaos.parts import ChaosEngine
+
+    return ChaosEngine
+
+
+def _watch_submit(plain: Any, folder: Path) -> Any:
+    async def submit(self: Any, worker_id: str, epoch: int, groups: list[Any]) -> Any:
+        receipts = await plain(self, worker_id, epoch, groups)
+        taken = [g.group_id for r, (_, g) in zip(receipts, groups, strict=True) if r.accepted]
+        refused = [r.reason for r in receipts if not r.accepted]
+        note(folder, "acknowledged", groups=taken, refused=refused)
+        return receipts
+
+    return submit
+
+
+def _watch_step(plain: Any, folder: Path) -> Any:
+    def train_step(self: Any, batch: Any) -> Any:
+        note(folder, "batch", step=int(batch.step), ids=list(batch.trajectory_ids))
+        return plain(self, batch)
+
+    return train_step
+
+
+def _watch_publish(plain: Any, folder: Path) -> Any:
+    def publish(self: Any, version: int) -> Any:
+        manifest = plain(self, version)
+        if manifest is not None:
+            note(folder, "weights", version=int(manifest.version), digest=str(manifest.digest))
+        return manifest
+
+    return publish
+
+
+if importlib.util.find_spec("bench") is None:  # the folder above must be importable wherever this is
+    raise ImportError("bench.chaos needs the checkout on PYTHONPATH")
