@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import inspect
 import json
 import os
@@ -71,20 +70,23 @@ PLACES = (
 
 @dataclass(frozen=True, slots=True)
 class Armed:
-    """A place whose n-th visit in one process ends that process."""
+    """A place whose n-th visit from now on in one process ends that process."""
 
-    module: str
-    function: str
+    place: Place
     side: Side
     visit: int  # counted from 1
-    name: str
 
 
-def arm(folder: Path, armed: Armed | None) -> None:
-    """What the processes that start from now on read. `None`: they are only watched."""
+def arm(folder: Path, armed: Armed | None, *, real_engine: bool = False) -> None:
+    """Say what every process of the run does from its next visit of any place on; `None`: go by."""
     (folder / FIRED).unlink(missing_ok=True)
-    plan = {} if armed is None else {name: getattr(armed, name) for name in Armed.__slots__}
-    (folder / PLAN).write_text(json.dumps(plan))
+    plan = {"engine": "vllm" if real_engine else "hash", "token": time.time_ns()}
+    if armed is not None:
+        plan |= {"at": f"{armed.place.module}:{armed.place.function}"}
+        plan |= {"side": armed.side, "visit": armed.visit, "name": armed.place.name}
+    partial = folder / (PLAN + ".new")
+    partial.write_text(json.dumps(plan))
+    partial.replace(folder / PLAN)
 
 
 def fired(folder: Path) -> bool:
@@ -122,15 +124,14 @@ def install(folder_name: str) -> None:
     def change(module: str, function: str, make: Callable[[Any], Any]) -> None:
         changes.setdefault(module, []).append(lambda loaded: _replace(loaded, function, make))
 
-    change("echo_planes.rollout.actor", "VllmEngine", lambda _: _engine())
+    if _plan(folder)["engine"] == "hash":
+        change("echo_planes.rollout.actor", "VllmEngine", lambda _: _engine())
     change("echo_planes.launch", "RemoteData.submit", lambda plain: _watch_submit(plain, folder))
     actor = "echo_planes.learning.actor"
     change(actor, "LearnerProcess.train_step", lambda plain: _watch_step(plain, folder))
     change(actor, "LearnerProcess.publish", lambda plain: _watch_publish(plain, folder))
-    plan = json.loads((folder / PLAN).read_text())
-    if plan:
-        armed = Armed(**plan)
-        change(armed.module, armed.function, lambda plain: _kill_at(plain, armed, folder))
+    for place in PLACES:
+        change(place.module, place.function, functools.partial(_kill_at, place=place, folder=folder))
     sys.meta_path.insert(0, _Changing(changes))
 
 
@@ -165,21 +166,26 @@ def _replace(module: ModuleType, function: str, make: Callable[[Any], Any]) -> N
     setattr(owner, name, make(getattr(owner, name)))
 
 
-def _kill_at(plain: Any, armed: Armed, folder: Path) -> Any:
-    visits = 0
+def _plan(folder: Path) -> dict[str, Any]:
+    plan: dict[str, Any] = json.loads((folder / PLAN).read_text())
+    return plan
+
+
+def _kill_at(plain: Any, place: Place, folder: Path) -> Any:
+    visits: dict[int, int] = {}  # by the plan's token
 
     def visit(side: Side) -> None:
-        nonlocal visits
-        if side != armed.side:
+        plan = _plan(folder)
+        if (plan.get("at"), plan.get("side")) != (f"{place.module}:{place.function}", side):
             return
-        visits += 1
-        if visits != armed.visit:
+        visits[plan["token"]] = visits.get(plan["token"], 0) + 1
+        if visits[plan["token"]] != plan["visit"]:
             return
         try:  # whoever makes the file first is the one that dies
             os.close(os.open(folder / FIRED, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return
-        note(folder, "killed", place=armed.name, side=armed.side, at=armed.visit)
+        note(folder, "killed", victim=place.victim, place=place.name, side=side)
         os.kill(os.getpid(), signal.SIGKILL)
 
     if inspect.iscoroutinefunction(plain):
@@ -236,7 +242,3 @@ def _watch_publish(plain: Any, folder: Path) -> Any:
         return manifest
 
     return publish
-
-
-if importlib.util.find_spec("bench") is None:  # the folder above must be importable wherever this is
-    raise ImportError("bench.chaos needs the checkout on PYTHONPATH")

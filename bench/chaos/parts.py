@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from echo_planes.data.task import TaskAdapter
 from echo_planes.samples import joined
@@ -63,7 +63,7 @@ class ChaosEngine:
                 token = FIRST + number if position == 0 else DIGIT + _hash(context) % 10
                 context.append(token)
                 span = Span(0, 1, self.version, self.digest)
-                reason = "length" if position == ANSWER_TOKENS - 1 else ""
+                reason: Literal["length", ""] = "length" if position == ANSWER_TOKENS - 1 else ""
                 piece = Sample((token,), (-1.0,), (span,), reason)
                 pieces[number].append(piece)
                 on_tokens(number, piece)

@@ -128,14 +128,14 @@ class Program:
         """Ctrl-C in a terminal: every process of the foreground group hears it."""
         os.killpg(self.process.pid, signal.SIGINT)
 
-    def left_behind(self) -> list[str]:
+    def left_behind(self, limit_s: float = 10.0) -> list[str]:
         """Processes that outlive the run by more than a moment."""
 
         def ended() -> bool:
             return not self.processes()
 
         try:
-            wait_until(ended, 10.0, "the processes of the run to end")
+            wait_until(ended, limit_s, "the processes of the run to end")
         except AssertionError:
             return [f"{p.pid} {p.name()}" for p in self.processes()]
         return []
@@ -156,16 +156,23 @@ def _environment() -> dict[str, str]:
 
 @contextmanager
 def program(
-    work_dir: Path, run_dir: Path, *words: str, command: Sequence[str] = PROGRAM
+    work_dir: Path,
+    run_dir: Path,
+    *words: str,
+    command: Sequence[str] = PROGRAM,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Program]:
-    """Start the program on `run_dir`; whatever is left of it at the end is killed."""
+    """Start the program on `run_dir`; whatever is left of it at the end is killed.
+
+    `environment`: variables beside the usual ones.
+    """
     work_dir.mkdir()
     given = [] if any(word.startswith("run.resume=") for word in words) else [f"run.dir={run_dir}"]
     with (work_dir / "stdout").open("wb") as out, (work_dir / "stderr").open("wb") as err:
         process = subprocess.Popen(
             [sys.executable, "-m", *command, *given, *words],
             cwd=work_dir,
-            env=_environment(),
+            env={**_environment(), **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,

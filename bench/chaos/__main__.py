@@ -1,0 +1,50 @@
+"""`python -m bench.chaos SECTION --folder FOLDER [--json FILE]`: fault campaigns on real processes.
+
+    kills [--victim NAME ...] [--kills N] [--vllm]   kill -9 of every process of a run, then its books
+
+What is in FOLDER already is not done again: an interrupted campaign goes on. The file gets the figures, and
+`verdicts` {claim: true or false}; the exit status is 1 where one is false.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.chaos import kills
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run one section; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench.chaos")
+    sections = parser.add_subparsers(dest="section", required=True)
+    one = sections.add_parser("kills", help="kill -9 of every process of a run")
+    one.add_argument("--victim", action="append", choices=kills.VICTIMS)
+    one.add_argument("--kills", type=int, default=200, help="of each victim")
+    one.add_argument("--vllm", action="store_true", help="the real engine; weights are not compared then")
+    for section in (one,):
+        section.add_argument("--folder", type=Path, required=True, help="where the campaign keeps its state")
+        section.add_argument("--json", type=Path)
+    options = parser.parse_args(words)
+    folder: Path = options.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    victims = options.victim or list(kills.VICTIMS)
+    figures = kills.campaign(folder, victims, options.kills, real_engine=options.vllm)
+    verdicts = kills.verdicts(figures, options.kills, deterministic=not options.vllm)
+    return _told({"section": "kills", "figures": figures, "verdicts": verdicts}, options.json)
+
+
+def _told(report: dict[str, Any], path: Path | None) -> int:
+    if path is not None:
+        path.write_text(json.dumps(report, indent=1) + "\n")
+    for claim, holds in report["verdicts"].items():
+        print(f"{'holds' if holds else 'FAILS'}  {claim}", flush=True)
+    return 0 if all(report["verdicts"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
