@@ -1,6 +1,7 @@
 """`python -m bench.chaos SECTION --folder FOLDER [--json FILE]`: fault campaigns on real processes.
 
-    kills [--victim NAME ...] [--kills N] [--vllm]   kill -9 of every process of a run, then its books
+    kills [--victim NAME ...] [--number N] [--vllm]   kill -9 of every process of a run, then its books
+    resume [--number N]                               kill -9 over step, save, publish: what is loaded then
 
 What is in FOLDER already is not done again: an interrupted campaign goes on. The file gets the figures, and
 `verdicts` {claim: true or false}; the exit status is 1 where one is false.
@@ -24,18 +25,24 @@ def main(words: Sequence[str] | None = None) -> int:
     sections = parser.add_subparsers(dest="section", required=True)
     one = sections.add_parser("kills", help="kill -9 of every process of a run")
     one.add_argument("--victim", action="append", choices=kills.VICTIMS)
-    one.add_argument("--kills", type=int, default=200, help="of each victim")
+    one.add_argument("--number", type=int, default=200, help="kills of each victim")
     one.add_argument("--vllm", action="store_true", help="the real engine; weights are not compared then")
-    for section in (one,):
+    two = sections.add_parser("resume", help="kill -9 over step, save and publish")
+    two.add_argument("--number", type=int, default=50, help="kills")
+    for section in (one, two):
         section.add_argument("--folder", type=Path, required=True, help="where the campaign keeps its state")
         section.add_argument("--json", type=Path)
     options = parser.parse_args(words)
     folder: Path = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    victims = options.victim or list(kills.VICTIMS)
-    figures = kills.campaign(folder, victims, options.kills, real_engine=options.vllm)
-    verdicts = kills.verdicts(figures, options.kills, deterministic=not options.vllm)
-    return _told({"section": "kills", "figures": figures, "verdicts": verdicts}, options.json)
+    if options.section == "kills":
+        victims = options.victim or list(kills.VICTIMS)
+        figures = kills.kills(folder, victims, options.number, real_engine=options.vllm)
+        verdicts = kills.kill_verdicts(figures, options.number, deterministic=not options.vllm)
+    else:
+        figures = kills.resume(folder, options.number)
+        verdicts = kills.resume_verdicts(figures, options.number)
+    return _told({"section": options.section, "figures": figures, "verdicts": verdicts}, options.json)
 
 
 def _told(report: dict[str, Any], path: Path | None) -> int:

@@ -15,6 +15,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-Side = Literal["before", "after"]
+Side = Literal["before", "during", "after"]
+SIDES: tuple[Side, ...] = ("before", "during", "after")
 Victim = Literal["driver", "learner", "learner's node", "worker", "worker's node", "data plane", "reward"]
 PLAN, SEEN, FIRED = "plan.json", "seen.jsonl", "fired"
 
@@ -74,16 +76,17 @@ class Armed:
 
     place: Place
     side: Side
-    visit: int  # counted from 1
+    visit: int = 1
+    delay_s: float = 0.0  # of a kill during the visit: from its beginning on
 
 
 def arm(folder: Path, armed: Armed | None, *, real_engine: bool = False) -> None:
     """Say what every process of the run does from its next visit of any place on; `None`: go by."""
     (folder / FIRED).unlink(missing_ok=True)
-    plan = {"engine": "vllm" if real_engine else "hash", "token": time.time_ns()}
+    plan: dict[str, Any] = {"engine": "vllm" if real_engine else "hash", "token": time.time_ns()}
     if armed is not None:
         plan |= {"at": f"{armed.place.module}:{armed.place.function}"}
-        plan |= {"side": armed.side, "visit": armed.visit, "name": armed.place.name}
+        plan |= {"side": armed.side, "visit": armed.visit, "delay_s": armed.delay_s}
     partial = folder / (PLAN + ".new")
     partial.write_text(json.dumps(plan))
     partial.replace(folder / PLAN)
@@ -130,6 +133,7 @@ def install(folder_name: str) -> None:
     actor = "echo_planes.learning.actor"
     change(actor, "LearnerProcess.train_step", lambda plain: _watch_step(plain, folder))
     change(actor, "LearnerProcess.publish", lambda plain: _watch_publish(plain, folder))
+    change(actor, "LearnerProcess.start", lambda plain: _watch_start(plain, folder))
     for place in PLACES:
         change(place.module, place.function, functools.partial(_kill_at, place=place, folder=folder))
     sys.meta_path.insert(0, _Changing(changes))
@@ -174,9 +178,9 @@ def _plan(folder: Path) -> dict[str, Any]:
 def _kill_at(plain: Any, place: Place, folder: Path) -> Any:
     visits: dict[int, int] = {}  # by the plan's token
 
-    def visit(side: Side) -> None:
+    def visit(*sides: Side) -> None:
         plan = _plan(folder)
-        if (plan.get("at"), plan.get("side")) != (f"{place.module}:{place.function}", side):
+        if plan.get("at") != f"{place.module}:{place.function}" or plan["side"] not in sides:
             return
         visits[plan["token"]] = visits.get(plan["token"], 0) + 1
         if visits[plan["token"]] != plan["visit"]:
@@ -185,14 +189,17 @@ def _kill_at(plain: Any, place: Place, folder: Path) -> Any:
             os.close(os.open(folder / FIRED, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return
-        note(folder, "killed", victim=place.victim, place=place.name, side=side)
-        os.kill(os.getpid(), signal.SIGKILL)
+        note(folder, "killed", victim=place.victim, place=place.name, side=plan["side"])
+        if plan["side"] == "during":
+            threading.Timer(plan["delay_s"], os.kill, (os.getpid(), signal.SIGKILL)).start()
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     if inspect.iscoroutinefunction(plain):
 
         @functools.wraps(plain)
         async def awaited(*arguments: Any, **options: Any) -> Any:
-            visit("before")
+            visit("before", "during")
             result = await plain(*arguments, **options)
             visit("after")
             return result
@@ -201,7 +208,7 @@ def _kill_at(plain: Any, place: Place, folder: Path) -> Any:
 
     @functools.wraps(plain)
     def called(*arguments: Any, **options: Any) -> Any:
-        visit("before")
+        visit("before", "during")
         result = plain(*arguments, **options)
         visit("after")
         return result
@@ -232,6 +239,17 @@ def _watch_step(plain: Any, folder: Path) -> Any:
         return plain(self, batch)
 
     return train_step
+
+
+def _watch_start(plain: Any, folder: Path) -> Any:
+    def start(self: Any, checkpoint: Path | None) -> Any:
+        from bench.chaos.checkpoints import digests_of
+
+        if checkpoint is not None:  # its learner's part
+            note(folder, "loaded", name=checkpoint.parent.name, digests=digests_of(checkpoint.parent))
+        return plain(self, checkpoint)
+
+    return start
 
 
 def _watch_publish(plain: Any, folder: Path) -> Any:

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from bench.chaos.checkpoints import digests_of
 from bench.chaos.failpoints import Victim, arm, seen
 from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.data.store.snapshot import StoreSnapshot
@@ -41,6 +43,8 @@ WORDS = (
     "sampling.max_new_tokens=6",
     "sampling.stream_s=0.1",
     "learner.micro_batch_tokens=512",
+    "learner.decay=0",  # else the rate would hang on how long the run is to be
+    "learner.decay=0",  # else the rate would hang on how long the run is to be
     "fleet.restarts=1000000",
     f"checkpoint.every={EVERY}",
 )
@@ -179,17 +183,26 @@ def judge(lineage: Lineage, reference: dict[int, str] | None) -> Judgement:
     )
 
 
-def reference_digests(folder: Path, steps: int) -> dict[int, str]:
-    """Digest by version of an undisturbed run, kept in `folder`; it goes on where it is too short."""
-    lineage = Lineage(folder)
-    if lineage.last_step() < steps:
-        number = sum(1 for _ in folder.glob("went-*")) + 1
-        with lineage.life(number, steps) as running:
-            status = running.wait(START_S + 5.0 * steps)
-            if status != 0:
-                raise RuntimeError(f"the undisturbed run failed: {running.tail()}")
-        (folder / f"went-{number}").touch()
-    return {note["version"]: note["digest"] for note in seen(folder, "weights")}
+class Reference:
+    """A run of at least so many steps that nobody disturbs. Kept in `folder`; one too short goes on."""
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        lineage = Lineage(folder, "checkpoint.keep=1000000")
+        steps = -(-steps // EVERY) * EVERY
+        if lineage.last_step() < steps:
+            number = sum(1 for _ in folder.glob("went-*")) + 1
+            with lineage.life(number, steps) as running:
+                if running.wait(START_S + 5.0 * steps) != 0:
+                    raise RuntimeError(f"the undisturbed run failed: {running.tail()}")
+            (folder / f"went-{number}").touch()
+        self.digests = {note["version"]: note["digest"] for note in seen(folder, "weights")}
+        self._checkpoints = lineage.run_dir / "checkpoints"
+
+    @cache  # noqa: B019  a campaign has one or two of these
+    def parts(self, name: str) -> dict[str, str]:
+        """Digests of one of its checkpoints, by part; none where it has no such checkpoint."""
+        folder = self._checkpoints / name
+        return digests_of(folder) if folder.exists() else {}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
