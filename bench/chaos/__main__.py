@@ -3,6 +3,8 @@
     kills [--victim NAME ...] [--number N] [--vllm]   kill -9 of every process of a run, then its books
     resume [--number N]                               kill -9 over step, save, publish: what is loaded then
     soak [--hours H] [--vllm]                         a fault every 20 s: what grows, what waits
+    network [--vllm]                                  what a run unpickles, and what it listens on
+    fuzz [--decoder NAME ...] [--inputs N]            damaged inputs to every decoder
 
 What is in FOLDER already is not done again: an interrupted campaign goes on. The file gets the figures, and
 `verdicts` {claim: true or false}; the exit status is 1 where one is false.
@@ -17,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.chaos import kills, soak
+from bench.chaos import fuzz, kills, network, soak
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -33,7 +35,13 @@ def main(words: Sequence[str] | None = None) -> int:
     three = sections.add_parser("soak", help="a long run with a fault every 20 s")
     three.add_argument("--hours", type=float, default=2.0)
     three.add_argument("--vllm", action="store_true", help="the real engine")
-    for section in (one, two, three):
+    four = sections.add_parser("network", help="what a run unpickles, and what it listens on")
+    four.add_argument("--vllm", action="store_true", help="the real engine")
+    five = sections.add_parser("fuzz", help="damaged inputs to every decoder")
+    five.add_argument("--decoder", action="append", choices=list(fuzz.DECODERS))
+    five.add_argument("--inputs", type=int, default=10_000_000, help="for each decoder")
+    five.add_argument("--processes", type=int, default=2)
+    for section in (one, two, three, four, five):
         section.add_argument("--folder", type=Path, required=True, help="where the campaign keeps its state")
         section.add_argument("--json", type=Path)
     options = parser.parse_args(words)
@@ -46,6 +54,12 @@ def main(words: Sequence[str] | None = None) -> int:
     elif options.section == "soak":
         figures = soak.soak(folder, options.hours, real_engine=options.vllm)
         verdicts = soak.verdicts(figures, options.hours)
+    elif options.section == "fuzz":
+        figures = fuzz.fuzz(folder, options.decoder or list(fuzz.DECODERS), options.inputs, options.processes)
+        verdicts = fuzz.verdicts(figures, options.inputs)
+    elif options.section == "network":
+        figures = network.network(folder, real_engine=options.vllm)
+        verdicts = network.verdicts(figures)
     else:
         figures = kills.resume(folder, options.number)
         verdicts = kills.resume_verdicts(figures, options.number)

@@ -137,6 +137,7 @@ def install(folder_name: str) -> None:
     for place in PLACES:
         change(place.module, place.function, functools.partial(_kill_at, place=place, folder=folder))
     sys.meta_path.insert(0, _Changing(changes))
+    _watch_unpickling(folder)
 
 
 class _Changing(importlib.abc.MetaPathFinder):
@@ -168,6 +169,29 @@ def _replace(module: ModuleType, function: str, make: Callable[[Any], Any]) -> N
     *owners, name = function.split(".")
     owner = functools.reduce(getattr, owners, module)
     setattr(owner, name, make(getattr(owner, name)))
+
+
+def _watch_unpickling(folder: Path) -> None:
+    """Note who looks a class up while bytes are unpickled: the nearest caller outside pickle itself."""
+    note(folder, "watched", process=" ".join(sys.orig_argv[:6])[:200])
+    known: set[tuple[str, str]] = set()
+
+    def hear(event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "pickle.find_class":
+            return
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _PICKLERS:
+            frame = frame.f_back  # type: ignore[assignment]
+        by = "" if frame is None else str(frame.f_globals.get("__name__", ""))
+        what = ".".join(str(one) for one in arguments)
+        if (by, what.split(".")[0]) not in known:
+            known.add((by, what.split(".")[0]))
+            note(folder, "unpickled", by=by, what=what)
+
+    sys.addaudithook(hear)
+
+
+_PICKLERS = ("pickle", "_pickle", "_compat_pickle", "cloudpickle")
 
 
 def _plan(folder: Path) -> dict[str, Any]:
