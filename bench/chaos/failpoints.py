@@ -45,7 +45,7 @@ PLACES = (
     Place("driver", "commit", "echo_planes.launch", "RemoteLearner.commit"),
     Place("driver", "install", "echo_planes.launch", "RemoteWorker.install"),
     Place("driver", "fsync", "echo_planes.checkpoint", "_sync"),
-    Place("driver", "checkpoint rename", "echo_planes.job", "save_checkpoint"),
+    Place("driver", "checkpoint rename", "echo_planes.checkpoint", "save_checkpoint"),
     Place("learner", "batch", "echo_planes.learning.actor", "LearnerProcess.train_step"),
     Place("learner", "publish", "echo_planes.learning.actor", "LearnerProcess.publish"),
     Place("learner", "hand-over", "echo_planes.weights.node_client", "SenderNode.add_segment"),
