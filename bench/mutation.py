@@ -4,14 +4,14 @@
     python -m bench.mutation --module echo_planes/data/leases.py   one of them; may be given again
     python -m bench.mutation --survivors                           only what no test noticed the last time
 
-cosmic-ray (`pip install -e .[mutants]`) and two operators of our own make the changes (`mutation_changes.py`);
-so many are drawn a module, always the same. Each runs the tests that are named here beside the module, until one
-fails. A change that no test notices is a survivor, and must be explained in `mutation_survivors.yaml`: it does
-not change what the module does, or a test of it would not be worth its lines, and why.
+cosmic-ray (`pip install -e .[mutants]`) and two operators of our own make the changes; so many are drawn a
+module, always the same. Each runs the tests that are named here beside the module, until one fails. A change
+that no test notices is a survivor, and must be explained in `mutation_survivors.yaml`: it does not change
+what the module does, or a test of it would not be worth its lines, and why.
 
 What was tried is kept in `.mutation/`, so a run that was broken off goes on: what a test noticed is not tried
-again while the module and that test's file are what they were, a survivor while all its tests are. Ends with 1
-where a verdict is false.
+again while the module and that test's file are what they were, a survivor while all its tests are. Ends with
+1 where a verdict is false.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 import sys
@@ -224,12 +225,12 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--module", action="append", choices=sorted(MODULES), help="only this one")
-    parser.add_argument(
-        "--survivors", action="store_true", help="only what survived the last time; no verdict"
-    )
+    parser.add_argument("--module", action="append", choices=MODULES, metavar="PATH", help="only this one")
+    parser.add_argument("--survivors", action="store_true", help="what survived the last time; no verdict")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args(arguments)
+    if importlib.util.find_spec("cosmic_ray") is None:
+        parser.error("cosmic-ray is not installed: pip install -e '.[mutants]'")
     modules = options.module or list(MODULES)
     results = [run_module(module, options.survivors) for module in modules]
     if options.survivors:

@@ -27,8 +27,8 @@ PACKAGE = "echo_planes"
 ANEW = ("tests", "tasks", "examples", "conftest")  # imported by every trial itself
 Outcome = Literal["killed", "survived", "timed out"]
 
-# How long a trial may take beside the unchanged module: work that does not end uses the processor's time, which
-# is the same on a busy machine; what waits for ever uses none, and has a limit by the clock.
+# How long a trial may take beside the unchanged module: work that does not end uses the processor's time,
+# which is the same on a busy machine; what waits for ever uses none, and has a limit by the clock.
 TIMES_CPU = 5.0
 LEAST_CPU_S = 6.0
 TIMES_WALL = 8.0

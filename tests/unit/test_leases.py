@@ -109,3 +109,68 @@ def test_a_renewal_by_somebody_else_or_too_late_does_nothing(worker: str, epoch:
     issue(leases)
     leases.renew(worker, epoch, ["l0"], now_s)
     assert close(leases, now_s=10.0) == "expired"
+
+
+def test_who_comes_back_neither_holds_nor_renews_what_it_had_before() -> None:
+    leases = book()
+    issue(leases)
+    leases.register("w0", 1)
+    for epoch in (0, 1):
+        assert not leases.holds("l0", "w0", epoch, 1.0)
+        leases.renew("w0", epoch, ["l0"], 9.0)
+    assert [lease.lease_id for lease in leases.expire(LEASE_S)] == ["l0"]
+
+
+def test_a_lost_worker_is_fenced_until_it_registers_again() -> None:
+    """A partition: it is taken for lost, lives on, and hears of it only when it next asks."""
+    leases = book()
+    issue(leases)
+    leases.forget("w0")
+    assert not leases.is_current("w0", 0)
+    issue(leases, "l1")  # a pull of it was under way
+    assert not leases.holds("l1", "w0", 0, 1.0)
+    assert close(leases, name="l1") == "fenced"
+    leases.register("w0", 1)
+    assert not leases.is_current("w0", 0)
+    issue(leases, "l2", epoch=1)
+    assert close(leases, epoch=1, name="l2") == "closed"
+
+
+def test_a_renewed_lease_ends_when_its_worker_falls_silent() -> None:
+    leases = book()
+    issue(leases)
+    leases.renew("w0", 0, ["l0"], 6.0)
+    assert leases.expire(LEASE_S) == []
+    assert leases.holds("l0", "w0", 0, 15.9)
+    assert leases.expire(15.9) == []
+    assert [lease.lease_id for lease in leases.expire(16.0)] == ["l0"]
+
+
+def test_live_leases_are_counted_by_version_and_worker() -> None:
+    leases = book()
+    leases.register("w1", 0)
+    issue(leases, "l0", now_s=2.0)
+    issue(leases, "l1", now_s=1.0)
+    issue(leases, "l2", "w1")
+    assert dict(leases.versions) == {0: 3}
+    assert [lease.lease_id for lease in leases.of_worker("w0")] == ["l1", "l0"]  # the oldest first
+    close(leases, name="l0", now_s=3.0)
+    assert dict(leases.versions) == {0: 2}
+    assert [lease.lease_id for lease in leases.of_worker("w0")] == ["l1"]
+    leases.give_up("l1")
+    leases.expire(LEASE_S)
+    assert (dict(leases.versions), leases.live, leases.of_worker("w1")) == ({}, (), [])
+
+
+def test_what_was_recalled_is_asked_of_its_holder_alone_and_no_longer_once_it_ended() -> None:
+    leases = book()
+    leases.register("w1", 0)
+    for name in ("l0", "l1", "l2"):
+        issue(leases, name)
+    chosen = leases.recall("w0", 2, lambda lease: 1, lambda lease: False, spare={"l2"})
+    assert sorted(chosen) == ["l0", "l1"]
+    assert leases.recalled_from("w0", 0) == ["l0", "l1"]
+    assert leases.recalled_from("w1", 0) == []
+    assert leases.recalled_from("w0", 1) == []
+    leases.give_up("l0")
+    assert leases.recalled_from("w0", 0) == ["l1"]

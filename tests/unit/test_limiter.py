@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -78,6 +79,14 @@ def test_the_queue_is_of_groups_that_are_expected_to_count() -> None:
     # All of them may count, and must be trained within the bound then.
     assert permits(p=5, t=5, s=3, queue=1.5, u=0.9) == 16
     assert permits(p=5, t=5, s=0, queue=1.5, u=0.9, outstanding=3, leased=3) == 1
+
+
+def test_who_says_nothing_of_refill_has_none() -> None:
+    granted = partial(
+        num_permits, worker_version=5, step=5, max_staleness=3, groups_per_step=4, queue_batches=1.5
+    )
+    assert granted(outstanding_groups=2, leased_groups=2) == 4  # both of them count
+    assert granted(outstanding_groups=6, uninformative=0.5) == 0  # none of them is leased
 
 
 @quick
@@ -164,6 +173,21 @@ def test_prompts_are_handed_out_in_order_and_returned_ones_first() -> None:
     assert cursor.returned == (0, 2)
     assert cursor.next_index == 4
     assert [cursor.take() for _ in range(3)] == [0, 2, 4]
+
+
+def test_returned_prompts_go_out_smallest_first_in_whatever_order_they_came() -> None:
+    cursor = PromptCursor(9, [7, 2, 5, 1])
+    assert [cursor.take() for _ in range(5)] == [1, 2, 5, 7, 9]
+
+
+def test_what_is_set_aside_is_handed_out_by_name_alone_and_is_not_forgotten() -> None:
+    cursor = PromptCursor(9, [7, 2, 5, 1])
+    cursor.set_aside(1)
+    cursor.set_aside(5)
+    assert cursor.returned == (1, 2, 5, 7)  # what a cut writes down
+    assert [cursor.take() for _ in range(3)] == [2, 7, 9]
+    assert cursor.take_aside(5) == 5
+    assert cursor.returned == (1,)
 
 
 @quick
