@@ -10,13 +10,14 @@ that no test notices is a survivor, and must be explained in `mutation_survivors
 what the module does, or a test of it would not be worth its lines, and why.
 
 What was tried is kept in `.mutation/`, so a run that was broken off goes on: what a test noticed is not tried
-again while the module and that test's file are what they were, a survivor while all its tests are. Ends with
-1 where a verdict is false.
+again while the module, that test and what tests share are what they were, a survivor while all tests of its
+module are. Ends with 1 where a verdict is false.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import hashlib
 import importlib.util
@@ -26,6 +27,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +37,10 @@ from bench.mutation_changes import Change, changes
 from bench.mutation_trials import ROOT, Bench, Outcome, Trial
 
 SEED = "1"
-MOST_CHANGES = 45  # of a module
+MOST_CHANGES = 40  # of a module
 LEAST_TRIED = 500  # of all modules
 LEAST_KILLED = 0.95
 KEPT = ROOT / ".mutation"
-CONFTESTS = ("tests/conftest.py", "tests/unit/conftest.py")
 SURVIVORS = ROOT / "bench" / "mutation_survivors.yaml"
 
 # What decides, and what would be lost if it were wrong. Beside each module the tests that must notice.
@@ -116,8 +117,8 @@ class Kept:
     def __init__(self, module: str, tests: Sequence[str]) -> None:
         KEPT.mkdir(exist_ok=True)
         self._path = KEPT / (module.replace("/", ".") + ".jsonl")
-        self._digests = {test: _digest(test) for test in tests}
-        self._module = _digest(module, *CONFTESTS)
+        self._tests = tests
+        self._module = _digest(module, *_shared())
         lines = self._path.read_text().splitlines() if self._path.exists() else []
         self._records: dict[str, dict[str, Any]] = {}  # the newest, by change
         for line in lines:
@@ -128,12 +129,10 @@ class Kept:
     def outcome(self, change: Change) -> Outcome | None:
         """What came of a change, if it would come of it again."""
         record = self._records.get(change.text)
-        if record is None or record["module"] != self._module:
+        if record is None or record["of"] != self._of(record["by"]):
             return None
-        same = all(self._digests.get(test) == digest for test, digest in record["tests"].items())
-        complete = record["outcome"] == "killed" or record["tests"].keys() == self._digests.keys()
         outcome: Outcome = record["outcome"]
-        return outcome if same and complete else None
+        return outcome
 
     def survived(self, change: Change) -> bool:
         """Whether it did when it was tried last."""
@@ -141,17 +140,44 @@ class Kept:
 
     def add(self, change: Change, trial: Trial) -> None:
         """Enter a trial."""
-        tests = {trial.by: self._digests[trial.by]} if trial.by in self._digests else self._digests
-        record = {"text": change.text, "outcome": trial.outcome, "module": self._module, "tests": tests}
+        seconds = round(trial.wall_s, 2)
+        record = {"text": change.text, "outcome": trial.outcome, "by": trial.by, "seconds": seconds}
         with self._path.open("a") as file:
-            file.write(json.dumps({**record, "seconds": round(trial.wall_s, 2)}) + "\n")
+            file.write(json.dumps({**record, "of": self._of(trial.by)}) + "\n")
+
+    def _of(self, by: str) -> str:
+        """Digest of what an outcome hangs on: the module, and the test that failed, or all where none did."""
+        path = by.partition("::")[0]
+        tests = _digest(*self._tests) if not by else _test_digest(by) if path in self._tests else ""
+        return f"{self._module} {tests}"
 
 
+@cache
+def _shared() -> tuple[str, ...]:
+    """Files that tests have in common."""
+    found = [*(ROOT / "tests").glob("*.py"), *(ROOT / "tests" / "unit").glob("*.py")]
+    return tuple(str(path.relative_to(ROOT)) for path in sorted(found) if not path.name.startswith("test_"))
+
+
+@cache
 def _digest(*paths: str) -> str:
     digest = hashlib.sha256()
     for path in paths:
         digest.update((ROOT / path).read_bytes())
     return digest.hexdigest()[:16]
+
+
+@cache
+def _test_digest(test: str) -> str:
+    """Of a test and of what its file holds beside tests."""
+    path, _, name = test.partition("::")
+    tree = ast.parse((ROOT / path).read_bytes())
+    kept = [one for one in tree.body if not name or getattr(one, "name", name) == name or not _is_test(one)]
+    return hashlib.sha256("\n".join(map(ast.dump, kept)).encode()).hexdigest()[:16]
+
+
+def _is_test(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.FunctionDef) and statement.name.startswith("test_")
 
 
 def test_paths(module: str) -> list[str]:

@@ -42,13 +42,13 @@ class Trial:
     """How a run of the tests ended."""
 
     outcome: Outcome
-    by: str  # the file of the test that failed, where one did
+    by: str  # the test that failed, where one did: its file, or file::name
     wall_s: float
     cpu_s: float
 
 
 class _FirstFailure:
-    """A plugin of pytest that writes down which file's test failed, or could not be imported."""
+    """A plugin of pytest that writes down which test failed, or which file could not be imported."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -61,7 +61,7 @@ class _FirstFailure:
 
     def _note(self, report: Any) -> None:
         if report.failed and not self._path.exists():
-            self._path.write_text(report.nodeid.split("::")[0])
+            self._path.write_text(report.nodeid.partition("[")[0])
 
 
 class _Loader(importlib.machinery.SourceFileLoader):

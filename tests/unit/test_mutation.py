@@ -69,48 +69,68 @@ def test_a_change_is_named_by_its_place_and_not_by_its_line() -> None:
 # --- what is kept ----------------------------------------------------------------------------------
 
 CHANGE = Change(1, "f: a -> b", "")
+CONFTEST = "tests/unit/conftest.py"
+
+
+TESTS = "def helper():\n    return 1\n\n\ndef test_a():\n    assert helper()\n\n\ndef test_b():\n    pass\n"
 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(mutation, "ROOT", tmp_path)
     monkeypatch.setattr(mutation, "KEPT", tmp_path / "kept")
-    for path in ("m.py", "t1.py", "t2.py", *mutation.CONFTESTS):
+    for path in ("m.py", "t1.py", "t2.py", CONFTEST):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text("1")
+        (tmp_path / path).write_text(TESTS)
     return tmp_path
 
 
-def kept() -> Kept:
-    return Kept("m.py", ["t1.py", "t2.py"])
+def kept(*tests: str) -> Kept:
+    """As the next run finds it."""
+    for cached in (mutation._digest, mutation._test_digest, mutation._shared):
+        cached.cache_clear()
+    return Kept("m.py", tests or ("t1.py", "t2.py"))
 
 
 def test_what_a_test_noticed_stays_known_while_that_test_and_the_module_stay(root: Path) -> None:
     assert kept().outcome(CHANGE) is None
-    kept().add(CHANGE, Trial("killed", "t1.py", 1.0, 1.0))
-    (root / "t2.py").write_text("2")
+    kept().add(CHANGE, Trial("killed", "t1.py::test_a", 1.0, 1.0))
+    (root / "t2.py").write_text("")
+    (root / "t1.py").write_text(TESTS.replace("pass", "assert True") + "\n\ndef test_c():\n    pass\n")
     assert kept().outcome(CHANGE) == "killed"
-    assert Kept("m.py", ["t2.py"]).outcome(CHANGE) is None  # that test is no longer of the module
-    for path in ("t1.py", "m.py", mutation.CONFTESTS[0]):
-        (root / path).write_text("2")
+    assert kept("t2.py").outcome(CHANGE) is None  # that test is no longer of the module
+    for path, was, now in (
+        ("t1.py", "assert helper()", "pass"),
+        ("t1.py", "return 1", "return 2"),
+        ("m.py", "return 1", "return 2"),
+        (CONFTEST, "return 1", "return 2"),
+    ):
+        (root / path).write_text(TESTS.replace(was, now))
         assert kept().outcome(CHANGE) is None
-        (root / path).write_text("1")
+        (root / path).write_text(TESTS)
     assert kept().outcome(CHANGE) == "killed"
+
+
+def test_a_test_file_that_could_not_be_imported_counts_as_a_whole(root: Path) -> None:
+    kept().add(CHANGE, Trial("killed", "t1.py", 1.0, 1.0))
+    assert kept().outcome(CHANGE) == "killed"
+    (root / "t1.py").write_text(TESTS.replace("pass", "assert True"))
+    assert kept().outcome(CHANGE) is None
 
 
 @pytest.mark.parametrize("outcome", ["survived", "timed out"])
 def test_what_no_test_noticed_is_tried_again_when_any_test_is_another(root: Path, outcome: str) -> None:
     kept().add(CHANGE, Trial(outcome, "", 1.0, 1.0))  # type: ignore[arg-type]
     assert kept().outcome(CHANGE) == outcome
-    assert Kept("m.py", ["t1.py", "t2.py", "m.py"]).outcome(CHANGE) is None
-    (root / "t2.py").write_text("2")
+    assert kept("t1.py", "t2.py", "m.py").outcome(CHANGE) is None
+    (root / "t2.py").write_text(TESTS.replace("pass", "assert True"))
     assert kept().outcome(CHANGE) is None
     assert kept().survived(CHANGE) is (outcome == "survived")
 
 
 def test_the_last_trial_counts_and_a_line_that_was_cut_short_is_passed_over(root: Path) -> None:
     kept().add(CHANGE, Trial("survived", "", 1.0, 1.0))
-    kept().add(CHANGE, Trial("killed", "t1.py", 1.0, 1.0))
+    kept().add(CHANGE, Trial("killed", "t1.py::test_a", 1.0, 1.0))
     (path,) = (root / "kept").iterdir()
     path.write_text(path.read_text() + '{"text": "f: a -')
     assert kept().outcome(CHANGE) == "killed"
