@@ -152,17 +152,23 @@ def failing(results: list[Result], explained: dict[str, str], least_tried: int =
 
 
 def test_nineteen_of_twenty_are_enough_where_the_other_one_is_explained() -> None:
-    assert failing([result(19, 1)], {"survived 0": "it is the same"}) == []
-    assert failing([result(18, 1)], {"survived 0": "it is the same"}) == [
+    assert failing([result(19, 1)], {"survived 0": "untested: it is a word in a message"}) == []
+    assert failing([result(18, 1)], {"survived 0": "untested: it is a word in a message"}) == [
         "at least 20 tried",
         "m.py: killed >= 95%",
     ]
 
 
+def test_what_is_the_same_is_no_failure_of_the_tests() -> None:
+    why = {"survived 0": "same: a count is never negative", "survived 1": "same: it is sorted already"}
+    assert failing([result(18, 2)], why) == []
+    assert failing([result(17, 3)], why) == ["m.py: killed >= 95%", "every survivor is explained"]
+
+
 def test_every_survivor_needs_its_explanation_and_no_explanation_outlives_its_survivor() -> None:
-    for none in ({}, {"survived 0": ""}):
+    for none in ({}, {"survived 0": ""}, {"survived 0": "I do not know"}):
         assert failing([result(19, 1)], none) == ["every survivor is explained"]
-    assert failing([result(20, 0)], {"survived 0": "it is the same"}) == [
+    assert failing([result(20, 0)], {"survived 0": "same: a count is never negative"}) == [
         "every explanation is of a survivor"
     ]
 
