@@ -7,8 +7,8 @@
 cosmic-ray (`pip install -e .[mutants]`) and two operators of our own make the changes; so many are drawn a
 module, always the same. Each runs the tests that are named here beside the module, until one fails. A change
 that no test notices is a survivor, and must be explained in one line of `mutation_survivors.yaml`. It begins
-with `same` (whatever may come, the module does what it did) or `untested` (a test is not worth its lines). What
-is the same nobody could notice: of the others at least 95 % must be killed, in every module.
+with `same` (whatever may come, the module does what it did) or `untested` (a test is not worth its lines).
+What is the same nobody could notice: of the others at least 95 % must be killed, in every module.
 
 What was tried is kept in `.mutation/`, so a run that was broken off goes on: what a test noticed is not tried
 again while the module, that test and what tests share are what they were, a survivor while all tests of its
