@@ -64,7 +64,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     # weights: nothing installed that the learner did not sign, who waits for whom
     "echo_planes/weights/admission.py": ("test_admission",),
     "echo_planes/weights/chain.py": ("test_chain", "test_chain_rates"),
-    "echo_planes/weights/choice.py": ("test_choice",),
     "echo_planes/weights/receiver.py": ("test_receiver", "test_shards"),
     "echo_planes/weights/signing.py": ("test_signing",),
     # the fleet
