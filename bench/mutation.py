@@ -145,10 +145,9 @@ class Kept:
 
     def add(self, change: Change, trial: Trial) -> None:
         """Enter a trial."""
-        seconds = round(trial.wall_s, 2)
-        record = {"text": change.text, "outcome": trial.outcome, "by": trial.by, "seconds": seconds}
+        record = {"text": change.text, "of": self._of(trial.by), **asdict(trial)}
         with self._path.open("a") as file:
-            file.write(json.dumps({**record, "of": self._of(trial.by)}) + "\n")
+            file.write(json.dumps(record) + "\n")
 
     def _of(self, by: str) -> str:
         """Digest of what an outcome hangs on: the module, and the test that failed, or all where none did."""
@@ -299,6 +298,7 @@ def _figures(
                     {**asdict(one), "why": explained.get(result.module, {}).get(one.text)}
                     for one in result.survivors
                 ],
+                "without_end": [asdict(one) for one in result.tried if one.outcome == "timed out"],
             }
             for result in results
         ],

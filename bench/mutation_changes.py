@@ -6,7 +6,8 @@ import ast
 import difflib
 import random
 import re
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
 COMMENT = re.compile(r"\s+# .*$")
 SPACE = re.compile(r"\s+")
@@ -17,7 +18,7 @@ class Change:
     """One small change of a module.
 
     `text` names it, and stays the same where lines move: the definition that it is in, the lines as they
-    were, and as they are.
+    were, and as they are; where that comes again in the module, with a number.
     """
 
     line: int
@@ -56,7 +57,17 @@ def changes(source: str, *, most: int, seed: str) -> tuple[list[Change], int]:
         if meaning is not None and meaning not in seen:
             seen.add(meaning)
             drawn.append(_change(source, changed))
-    return sorted(drawn, key=lambda change: (change.line, change.text)), len(found)
+    return _numbered(sorted(drawn, key=lambda change: (change.line, change.text))), len(found)
+
+
+def _numbered(drawn: list[Change]) -> list[Change]:
+    seen: Counter[str] = Counter()
+    numbered = []
+    for change in drawn:
+        seen[change.text] += 1
+        again = f" ({seen[change.text]})" if seen[change.text] > 1 else ""
+        numbered.append(replace(change, text=change.text + again))
+    return numbered
 
 
 def _meaning(source: str) -> str | None:

@@ -47,6 +47,14 @@ def test_a_change_is_another_program_and_none_comes_twice() -> None:
     assert len({*trees, ast.dump(ast.parse(SOURCE))}) == len(trees) + 1
 
 
+def test_every_change_has_a_name_of_its_own() -> None:
+    pytest.importorskip("cosmic_ray", reason="needs the extra `mutants`")
+    twice = changes("def f(x):\n    x += 1\n    x += 1\n", most=100, seed="a")[0]
+    texts = [change.text for change in twice]
+    assert {"f: x += 1 -> pass", "f: x += 1 -> pass (2)"} <= set(texts)
+    assert len(set(texts)) == len(texts)
+
+
 def test_annotations_and_docstrings_are_left_alone() -> None:
     for change in drawn():
         for kept in ('"""What it is: 3."""', '"""Leave it out after 5."""', "name: str, now: int | None"):
