@@ -109,6 +109,7 @@ MUTANTS = (
         "ended = self._leases.forget(worker_id)",
         "ended = self._leases.expire(0.0)",
     ),
+    Mutant("a lost worker is not fenced", LeaseBook, "forget", "self._gone.add(worker_id)", "pass"),
     # drafts
     Mutant("drafts are attached twice", DraftShelf, "take", "self._waiting.pop(", "self._waiting.get("),
     Mutant(

@@ -77,11 +77,22 @@ def test_a_lineage_that_was_replaced_never_comes_back() -> None:
 
 def test_a_fresh_node_can_be_told_which_lineage_is_the_present_one() -> None:
     admission = Admission()
+    assert (admission.lineage, admission.newest_version) == ("", -1)
     admission.follow("L0")
+    assert (admission.lineage, admission.newest_version) == ("L0", -1)
     admission.follow("L1")
     admission.follow("L1")
     refused(admission, full(10), "void")
     admission.committed(full(1, "L1"))
+
+
+def test_a_node_that_is_told_of_a_resume_takes_its_lower_versions() -> None:
+    admission = Admission()
+    admission.committed(full(9))
+    admission.follow("L1")
+    assert admission.newest_version == -1
+    admission.committed(full(2, "L1"))
+    assert admission.newest_version == 2
 
 
 def test_digests_of_another_lineage_do_not_count() -> None:

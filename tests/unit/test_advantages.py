@@ -36,13 +36,16 @@ def test_given_advantages_pass_through_and_their_rewards_still_count() -> None:
 
 
 @pytest.mark.parametrize("kind", ["standardised", "centred", "leave_one_out"])
-def test_equal_rewards_give_exactly_zero(kind: Advantage) -> None:
-    # 0.1 summed three times and divided by 3 is not 0.1 in binary.
-    rewards = np.full(3, 0.1, np.float32)
-    groups = np.zeros(3, np.int64)
-    advantages = compute_advantages(kind, rewards, groups, np.full(3, np.nan, np.float32))
-    assert advantages.tolist() == [0.0, 0.0, 0.0]
-    assert zero_groups(advantages, groups).all()
+def test_equal_rewards_give_exactly_zero_and_others_beside_them_do_not(kind: Advantage) -> None:
+    # 0.1 summed three times and divided by 3 is not 0.1 in binary: in doubles, that is, into which the three
+    # numbers of single precision fit exactly.
+    rewards = np.array([0.1, 0.1, 0.1, 0.1, 0.3])
+    groups = np.array([0, 0, 0, 1, 1])
+    assert rewards[:3].sum() / 3 != 0.1
+    advantages = compute_advantages(kind, rewards, groups, np.full(5, np.nan, np.float32))
+    assert advantages[:3].tolist() == [0.0, 0.0, 0.0]
+    assert advantages[3] < 0.0 < advantages[4]
+    assert zero_groups(advantages, groups).tolist() == [True, True, True, False, False]
 
 
 def test_a_single_sample_has_no_advantage() -> None:

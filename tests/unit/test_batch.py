@@ -31,6 +31,20 @@ def test_a_batch_lays_trajectories_end_to_end() -> None:
     assert (batch.num_trajectories, batch.num_tokens) == (4, 8)
 
 
+def test_every_token_has_its_version_and_every_answer_its_end() -> None:
+    right, wrong = make_group("a", 4, 5), make_group("b", 6)
+    cut, done = (
+        replace(t, reward=Reward(0.0, i == 1), episode=replace(t.episode, finish_reason=reason))
+        for i, (t, reason) in enumerate(zip(wrong.trajectories, ("length", "stop"), strict=True))
+    )
+    batch = make_batch(0, [right, replace(wrong, trajectories=(cut, done))], train_everything)
+    assert batch.token_versions.tolist() == [-1, -1, 4, 5, 5] * 2 + [-1, -1, 6, 6, 6] * 2
+    assert batch.correct.tolist() == [True, True, False, True]
+    assert batch.cut_off.tolist() == [False, False, True, False]
+    assert batch.scores.tolist() == [0.5, 0.5, 0.0, 0.0]
+    assert batch.longest_answer == 0  # nothing was said of it
+
+
 def test_a_task_may_set_masks_groups_and_advantages() -> None:
     def materialize(trajectories: Any) -> list[Omega]:
         return [Omega((False, False, True), "all", advantage=-1.5) for _ in trajectories]
@@ -43,15 +57,21 @@ def test_a_task_may_set_masks_groups_and_advantages() -> None:
 
 @pytest.mark.parametrize(
     ("mask", "part"),
-    [((True, False), "does not fit"), ((True, True, True), "nobody sampled"), (None, "1 records for 2")],
+    [
+        ((True, False), "does not fit"),
+        ((True, False, True, True), "does not fit"),
+        ((True, True, True), "nobody sampled"),
+    ],
 )
-def test_a_mask_that_cannot_be_right_is_refused(mask: tuple[bool, ...] | None, part: str) -> None:
-    def materialize(trajectories: Any) -> list[Omega]:
-        return [Omega(mask or (True, False, True), "g")] * (1 if mask is None else 2)
+def test_a_mask_that_cannot_be_right_is_refused(mask: tuple[bool, ...], part: str) -> None:
+    with pytest.raises(TaskError, match=f"a/0: .*{part}"):
+        make_batch(0, [make_group("a")], lambda trajectories: [Omega(mask, "g") for _ in trajectories])
 
-    with pytest.raises(TaskError, match=part) as caught:
-        make_batch(0, [make_group("a")], materialize)
-    assert mask is None or "a/0" in str(caught.value)
+
+@pytest.mark.parametrize("num_records", [0, 1, 3])
+def test_a_record_too_few_or_too_many_is_refused(num_records: int) -> None:
+    with pytest.raises(TaskError, match=f"{num_records} records for 2"):
+        make_batch(0, [make_group("a")], lambda _: [Omega((True, False, True), "g")] * num_records)
 
 
 def test_the_oldest_span_of_the_oldest_sample_is_a_group_s_version() -> None:

@@ -266,6 +266,25 @@ def test_a_result_is_taken_once_and_only_from_the_current_incarnation() -> None:
     assert buffer.counts.accepted == N
 
 
+def test_a_worker_that_is_taken_for_lost_is_refused_until_it_registers_anew() -> None:
+    buffer = make_buffer()
+    (one,) = lease(buffer)
+    assert buffer.lose("w0") == 1
+    with pytest.raises(LeaseError, match="w0 epoch 0 is fenced"):
+        buffer.pull("w0", 0, 1, 0.0)
+    buffer.installed("w0", 0)  # it lives, and goes on as if nothing had been
+    with pytest.raises(LeaseError, match="w0 epoch 0 is fenced"):
+        buffer.pull("w0", 0, 1, 0.0)
+    assert buffer.stream("w0", 0, [LeaseTokens(one.lease_id, ())], 0.0) == (one.lease_id,)
+    assert submit(buffer, one, answer(one)) == "unknown"
+    assert buffer.counts.accepted == 0
+    buffer.register("w0", 1)
+    buffer.installed("w0", 0)
+    assert buffer.pull("w0", 1, 1, 0.0) == [one.prompt.index]
+    with pytest.raises(LeaseError, match="w0 epoch 0 is fenced"):
+        buffer.pull("w0", 0, 1, 0.0)
+
+
 def test_streamed_tokens_renew_a_lease() -> None:
     buffer = make_buffer()
     (one,) = lease(buffer)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from echo_planes.errors import ConfigError
 from echo_planes.rollout.capacity import (
+    RECENT_STEPS,
     UninformativeShare,
     needed_capacity,
     predicted_bubble,
@@ -33,7 +34,7 @@ def test_what_refill_replaces_is_sampled_as_well() -> None:
     assert share.share == 0.0
     for step in range(1, 4):
         share.observe(5000 + 300 * step)
-    assert share.share == pytest.approx(0.75)  # 300 of the 400 that are sampled for a step
+        assert share.share == pytest.approx(0.75)  # 300 of the 400 that are sampled for a step
     for _ in range(100):
         share.observe(5900)
     assert share.share == 0.0
@@ -43,6 +44,15 @@ def test_what_refill_replaces_is_sampled_as_well() -> None:
     assert predicted_bubble(need, 4 * 512 / 14) == pytest.approx(0.0, abs=1e-12)
     assert predicted_bubble(need, 512 / 14) > 0.5
     assert staleness_bound(need, 64.0) == 4  # 6 s of broadcast and 16 s of sampling: three steps
+
+
+def test_the_share_is_of_the_recent_steps() -> None:
+    share = UninformativeShare(per_step=100)
+    for replaced in [0, 1600, *[1600] * (RECENT_STEPS - 1)]:
+        share.observe(replaced)
+    assert share.share == pytest.approx(1600 / (1600 + 100 * RECENT_STEPS))
+    share.observe(1600)
+    assert share.share == 0.0
 
 
 @given(
@@ -96,6 +106,7 @@ def test_the_bubble_is_nothing_from_mu_min_on_and_all_without_workers() -> None:
     assert predicted_bubble(NEED, NEED.mu_min) == pytest.approx(0.0, abs=1e-12)
     assert predicted_bubble(NEED, 1000.0) == 0.0
     assert predicted_bubble(NEED, 512 / 34) == pytest.approx(0.5)  # 6 s + 34 s against 20 s
+    assert predicted_bubble(NEED, 0.5) == pytest.approx(1 - 20 / 1030)
     assert predicted_bubble(NEED, 0.0) == 1.0
     # Nothing overlaps at S = 0: 6 s + 4 s + 10 s.
     assert predicted_bubble(replace(NEED, max_staleness=0, kappa=1), 64.0) == pytest.approx(0.5)

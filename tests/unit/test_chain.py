@@ -155,3 +155,13 @@ def test_a_leaf_avoids_the_only_tail_by_going_before_it() -> None:
     alone = Topology({})
     alone.hang("x")
     assert alone.parents() == {"x": SENDER_ID}
+
+
+def test_a_plan_replaces_everything_its_leaves_too() -> None:
+    topology = three_chains()
+    topology.hang("old")
+    topology.set_plan([["a", "b"], [], ["c"]], ["x", "y", "z"])
+    assert topology.chains == [["a", "b"], ["c"]]
+    assert sorted(topology.parents()[leaf] for leaf in "xyz") in (["b", "b", "c"], ["b", "c", "c"])
+    assert [peer in topology for peer in ("a", "b", "c", "x", "old", "g")] == [True] * 4 + [False] * 2
+    assert not topology.is_leaf("b")

@@ -147,6 +147,26 @@ def test_checkpoints_and_evaluations_come_as_often_as_said() -> None:
     assert loop.actions[-1] == ev.Finish("done")
 
 
+@pytest.mark.parametrize(
+    ("mode", "step", "every", "saved"),
+    [
+        ("act", 0, 2, True),
+        ("warn", 0, 2, False),
+        ("off", 0, 2, False),
+        ("act", 0, 0, False),
+        ("act", 2, 2, False),
+    ],
+)
+def test_the_start_is_saved_where_the_guard_may_go_back_to_it(
+    mode: Any, step: int, every: int, saved: bool
+) -> None:
+    config = replace_section(settings(checkpoint_every=every), guard={"mode": mode})
+    loop = Loop(config)
+    assert loop.tell(ev.LearnerReady(step)) == [ev.Publish(step)]
+    after = loop.tell(ev.Published(manifest(step)))
+    assert after == [ev.Checkpoint(step) if saved else ev.FormBatch(step)]
+
+
 def finish_last_step(loop: Loop) -> list[ev.Action]:
     """From the last batch until only the evaluation is open."""
     assert loop.train(0) == [ev.Publish(1)]
@@ -287,6 +307,18 @@ def test_a_refused_install_is_repaired_in_full_and_a_stubborn_worker_replaced() 
     assert loop.installed(0, **refused) == [ev.StartWorker("w0", 1, 0.0)]
     assert loop.controller.digest_mismatches == MAX_INSTALL_FAILURES + 1
     assert loop.controller.restarts == {"w0": 1}
+
+
+def test_a_successor_is_as_often_forgiven_as_its_predecessor() -> None:
+    loop = Loop(settings())
+    loop.start()
+    for _ in range(MAX_INSTALL_FAILURES + 1):
+        loop.installed(0, error="wrong base")
+    assert loop.actions[-1] == ev.StartWorker("w0", 1, 0.0)
+    assert loop.tell(ev.WorkerReady("w0", 1)) == [ev.Install("w0", 1, fresh=False)]
+    for _ in range(MAX_INSTALL_FAILURES):
+        assert loop.installed(0, epoch=1, error="wrong base") == [ev.Install("w0", 1, fresh=True)]
+    assert loop.installed(0, epoch=1, error="wrong base") == [ev.StartWorker("w0", 2, 1.0)]
 
 
 def test_a_good_install_forgives_earlier_refusals() -> None:

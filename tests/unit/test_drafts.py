@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from echo_planes.config import StalenessConfig
-from echo_planes.data.drafts import DraftBook
-from echo_planes.data.leases import ENOUGH_COMPLETIONS, LeaseBook
+from echo_planes.data.drafts import DraftBook, DraftShelf
+from echo_planes.data.leases import ENOUGH_COMPLETIONS, RECENT_COMPLETIONS, LeaseBook
 from echo_planes.errors import LeaseError
 from echo_planes.samples import is_whole, joined
 from echo_planes.types import Draft, Lease, LeaseTokens, Prompt, Sample, Span
@@ -188,6 +188,15 @@ def test_what_is_recalled_is_what_costs_least_to_compute_again() -> None:
     assert recalled(buffer, 1) == []
 
 
+def test_a_call_is_finished_where_its_last_piece_is() -> None:
+    book = DraftBook()
+    assert book.prefill_tokens == 0
+    book.add(message("l", (0, CONTEXT, piece(5), 0), (0, (), piece(6, finish="stop"), 1)))
+    assert book.prefill_tokens == 4  # what comes next begins with all of it
+    book.add(message("l", (1, CONTEXT, piece(7), 0)))
+    assert book.prefill_tokens == 3  # that one alone is sampled on
+
+
 def finish(buffer: Buffer, count: int) -> None:
     """So many groups of four tokens each."""
     for _ in range(count):
@@ -213,6 +222,20 @@ def test_nothing_is_far_before_enough_groups_are_finished() -> None:
     far, other = lease(buffer, 2)
     stream(buffer, far, (0, CONTEXT, piece(*range(50)), 0))
     assert recalled(buffer, 2) == sorted([far.lease_id, other.lease_id])
+
+
+def test_far_is_past_half_of_the_median_of_the_recent_groups() -> None:
+    shelf, one = DraftShelf({}), Lease("l", "l", 0, "w0", Prompt(0, (1,)), 2, 0, 9.0)
+    shelf.open(one)
+    shelf.add(message("l", (0, CONTEXT, piece(5, 6, 7), 0)))
+    for tokens in [4] * (ENOUGH_COMPLETIONS - 1):
+        shelf.finished(tokens)
+        assert not shelf.is_far(one)
+    shelf.finished(1000)
+    assert shelf.is_far(one)  # 3 tokens; half of the median is 2
+    for _ in range(RECENT_COMPLETIONS):
+        shelf.finished(6)
+    assert not shelf.is_far(one)  # not past 3, and what was before no longer counts
 
 
 def test_whoever_is_slow_to_begin_is_given_time_in_the_end() -> None:

@@ -88,3 +88,10 @@ def test_target_zero_switches_it_off() -> None:
     control = DriftControl(0.0, 0.02, history=[1.0])
     control.observe([lag_of(1, 9.0)])
     assert control.factor == 1.0
+
+
+def test_nothing_is_taken_off_the_rate_before_any_drift_was_measured() -> None:
+    control = DriftControl(0.1, 0.02)
+    assert control.factor == 1.0
+    control.observe([lag_of(0, 0.3)])  # the first step: nothing was travelled yet
+    assert control.factor == 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from echo_planes.ledger import LEDGER_DETAILS, ledger_equation
+from echo_planes.ledger import LEDGER_DETAILS, ledger_equation, reward_failures
 from echo_planes.types import BufferCounts
 
 
@@ -25,3 +25,10 @@ def test_only_what_there_is_is_said() -> None:
 
 def test_the_details_are_fields_of_the_ledger() -> None:
     assert {field.name for field in fields(BufferCounts)} >= set(LEDGER_DETAILS)
+
+
+def test_answers_without_a_reward_are_told_by_reason_and_not_where_there_were_none() -> None:
+    counts = {"reward_timeout": 3, "reward_error": 1200, "reward_invalid": 0}
+    assert reward_failures(counts) == "3 timed out, 1,200 raised"
+    assert reward_failures({"reward_invalid": 1}) == "1 invalid"
+    assert reward_failures({}) == ""

@@ -1,21 +1,19 @@
-"""Staleness arithmetic, leases and the prompt stream, each against its definition."""
+"""Staleness arithmetic, the prompt stream and the roll of workers, each against its definition."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echo_planes.data.leases import LeaseBook
 from echo_planes.data.limiter import is_admissible, num_permits, num_urgent
 from echo_planes.data.prompts import PromptCursor
 from echo_planes.data.roll import WorkerRoll
-from echo_planes.errors import LeaseError
-from echo_planes.types import Lease, Prompt
 
 quick = settings(max_examples=150, deadline=None)
 
@@ -81,6 +79,14 @@ def test_the_queue_is_of_groups_that_are_expected_to_count() -> None:
     # All of them may count, and must be trained within the bound then.
     assert permits(p=5, t=5, s=3, queue=1.5, u=0.9) == 16
     assert permits(p=5, t=5, s=0, queue=1.5, u=0.9, outstanding=3, leased=3) == 1
+
+
+def test_who_says_nothing_of_refill_has_none() -> None:
+    granted = partial(
+        num_permits, worker_version=5, step=5, max_staleness=3, groups_per_step=4, queue_batches=1.5
+    )
+    assert granted(outstanding_groups=2, leased_groups=2) == 4  # both of them count
+    assert granted(outstanding_groups=6, uninformative=0.5) == 0  # none of them is leased
 
 
 @quick
@@ -156,111 +162,6 @@ def test_without_leases_the_learner_is_never_held(buffered: list[int], step: int
     assert 0 <= urgent <= min(r, len(buffered))
 
 
-# --- leases --------------------------------------------------------------------------------------
-
-LEASE_S = 10.0
-
-
-def book(epoch: int = 0) -> LeaseBook:
-    leases = LeaseBook(LEASE_S, LEASE_S)
-    leases.register("w0", epoch)
-    return leases
-
-
-def issue(
-    leases: LeaseBook, name: str = "l0", worker: str = "w0", epoch: int = 0, now_s: float = 0.0
-) -> Lease:
-    ends_s = now_s + leases.lasts_s(0)
-    return leases.issue(Lease(name, name, epoch, worker, Prompt(0, (1,)), 2, 0, ends_s), now_s)
-
-
-def close(leases: LeaseBook, worker: str = "w0", epoch: int = 0, now_s: float = 0.0, name: str = "l0") -> str:
-    try:
-        leases.close(name, worker, epoch, now_s)
-    except LeaseError as why:
-        return str(why)
-    return "closed"
-
-
-def test_a_lease_runs_from_its_issue_and_ends_at_its_expiry() -> None:
-    leases = book()
-    assert issue(leases, now_s=5.0).expires_s == 15.0
-    assert leases.expire(14.999) == []
-    assert close(leases, now_s=14.999) == "closed"
-    issue(leases, now_s=5.0)
-    assert close(leases, now_s=15.0) == "expired"
-    assert [lease.lease_id for lease in leases.expire(15.0)] == ["l0"]
-    assert len(leases) == 0
-
-
-def test_a_lease_ends_once() -> None:
-    leases = book()
-    issue(leases)
-    assert close(leases) == "closed"
-    assert close(leases) == "unknown"
-    assert leases.expire(100.0) == []
-    issue(leases)
-    with pytest.raises(LeaseError, match="l0 was issued twice"):
-        issue(leases)
-
-
-@pytest.mark.parametrize(("worker", "epoch"), [("w1", 0), ("w0", 1), ("w1", 1)])
-def test_only_the_holder_closes_a_lease(worker: str, epoch: int) -> None:
-    leases = book()
-    leases.register("w1", 0)
-    issue(leases)
-    assert close(leases, worker, epoch) == "fenced"
-    assert close(leases) == "closed"  # the attempt changed nothing
-
-
-def test_a_new_incarnation_fences_the_old_one() -> None:
-    leases = book()
-    issue(leases)
-    leases.register("w0", 1)
-    assert leases.is_current("w0", 1)
-    assert not leases.is_current("w0", 0)
-    assert close(leases, epoch=0) == "fenced"
-    assert close(leases, epoch=1) == "fenced"  # it does not inherit the lease either
-
-
-def test_an_old_incarnation_cannot_come_back() -> None:
-    leases = book(epoch=3)
-    with pytest.raises(LeaseError, match="w0 registered epoch 2 after 3"):
-        leases.register("w0", 2)
-    leases.forget("w0")
-    assert not leases.is_current("w0", 3)
-    with pytest.raises(LeaseError, match="w0 registered epoch 2 after 3"):
-        leases.register("w0", 2)
-    leases.register("w0", 4)
-    assert leases.is_current("w0", 4)
-
-
-def test_forgetting_a_worker_ends_its_leases_and_no_others() -> None:
-    leases = book()
-    leases.register("w1", 0)
-    issue(leases, "l0")
-    issue(leases, "l1", "w1")
-    assert [lease.lease_id for lease in leases.forget("w0")] == ["l0"]
-    assert [lease.lease_id for lease in leases.live] == ["l1"]
-    assert close(leases, name="l0") == "unknown"
-    assert leases.forget("w0") == []
-
-
-def test_renewal_counts_from_now() -> None:
-    leases = book()
-    issue(leases)
-    leases.renew("w0", 0, ["l0", "no such lease"], 9.0)
-    assert close(leases, now_s=18.9) == "closed"
-
-
-@pytest.mark.parametrize(("worker", "epoch", "now_s"), [("w1", 0, 9.0), ("w0", 1, 9.0), ("w0", 0, 10.0)])
-def test_a_renewal_by_somebody_else_or_too_late_does_nothing(worker: str, epoch: int, now_s: float) -> None:
-    leases = book()
-    issue(leases)
-    leases.renew(worker, epoch, ["l0"], now_s)
-    assert close(leases, now_s=10.0) == "expired"
-
-
 # --- prompts -------------------------------------------------------------------------------------
 
 
@@ -272,6 +173,21 @@ def test_prompts_are_handed_out_in_order_and_returned_ones_first() -> None:
     assert cursor.returned == (0, 2)
     assert cursor.next_index == 4
     assert [cursor.take() for _ in range(3)] == [0, 2, 4]
+
+
+def test_returned_prompts_go_out_smallest_first_in_whatever_order_they_came() -> None:
+    cursor = PromptCursor(9, [7, 2, 5, 1])
+    assert [cursor.take() for _ in range(5)] == [1, 2, 5, 7, 9]
+
+
+def test_what_is_set_aside_is_handed_out_by_name_alone_and_is_not_forgotten() -> None:
+    cursor = PromptCursor(9, [7, 2, 5, 1])
+    cursor.set_aside(1)
+    cursor.set_aside(5)
+    assert cursor.returned == (1, 2, 5, 7)  # what a cut writes down
+    assert [cursor.take() for _ in range(3)] == [2, 7, 9]
+    assert cursor.take_aside(5) == 5
+    assert cursor.returned == (1,)
 
 
 @quick

@@ -53,6 +53,9 @@ def test_of_several_turns_the_longest_call_is_punished_and_the_environment_s_tok
     overlong = Overlong("penalty", 10, 4)
     assert overlong.penalty(episode(*[True] * 6, *[False] * 9, *[True] * 6)) == 0.0
     assert overlong.penalty(episode(*[True] * 2, *[False] * 9, *[True] * 8)) == -0.5
+    # Where all of the limit is the stretch, one token costs; the environment's own do not.
+    assert Overlong("penalty", 4, 4).penalty(episode(True, False)) == -0.25
+    assert Overlong("penalty", 4, 4).penalty(episode(False, False)) == 0.0
 
 
 def test_what_is_trained_has_the_penalty_and_what_is_shown_has_not() -> None:
@@ -84,8 +87,10 @@ def test_the_limit_is_the_task_s_own_and_the_stretch_a_fifth_of_it() -> None:
     config = with_sampling(overlong="penalty", max_new_tokens=100)
     assert overlong_of(config, None) == Overlong("penalty", 100, 20)
     assert overlong_of(config, 10) == Overlong("penalty", 10, 2)
+    assert overlong_of(config, 4) == Overlong("penalty", 4, 1)
     config = with_sampling(overlong="penalty", max_new_tokens=100, overlong_tokens=40)
     assert overlong_of(config, None) == Overlong("penalty", 100, 40)
+    assert overlong_of(config, 40) == Overlong("penalty", 40, 40)
     with pytest.raises(ConfigError, match=r"overlong_tokens=40 is more than the 10 tokens"):
         overlong_of(config, 10)
 

@@ -96,6 +96,14 @@ def test_another_key_and_no_signature_are_refused() -> None:
             VERIFIER.check_manifest(SignedManifest(MANIFEST, signature))
 
 
+@pytest.mark.parametrize("signature", [b"", b"\0" * 63, b"\0" * 65])
+def test_what_is_not_signed_is_told_from_what_is_forged(signature: bytes) -> None:
+    with pytest.raises(WeightsError, match="segment 0 of version 8 has no signature"):
+        VERIFIER.check_segment(SignedSegment(HEADER, signature))
+    with pytest.raises(WeightsError, match="manifest of version 8 has no signature"):
+        VERIFIER.check_manifest(SignedManifest(MANIFEST, signature))
+
+
 def test_what_is_signed_begins_with_its_kind_and_format() -> None:
     private = Ed25519PrivateKey.from_private_bytes(SIGNER.private_bytes())
     header, manifest = header_bytes(HEADER), manifest_bytes(MANIFEST)
