@@ -106,6 +106,7 @@ GAUGES: tuple[Gauge, ...] = (
     Gauge("uninformative", "accepted trajectories whose groups had no signal, replaced by others, so far"),
     Gauge("reused", "trajectories trained again so far"),
     Gauge("refused", "submissions refused so far"),
+    Gauge("malformed", "messages of workers that were refused for what they held, so far"),
     Gauge("reward_timeout", "answers whose reward took too long, so far; their groups were not trained"),
     Gauge("reward_error", "answers whose reward raised, so far"),
     Gauge("reward_invalid", "answers whose reward was none: not finite, or of another type; so far"),
