@@ -12,7 +12,6 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -374,7 +373,7 @@ def _check_spans(spans: Sequence[Any], length: int, name: str) -> None:
 
 def _check_row(ids: Sequence[Any], rules: Rules, name: str) -> None:
     """Token ids of the model's."""
-    if not all(issubclass(kind, Integral) and kind is not bool for kind in set(map(type, ids))):
+    if not all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in set(map(type, ids))):
         raise _Wrong("bad_tokens", f"{name}: a token id is not a whole number")
     if ids and not (min(ids) >= 0 and max(ids) < rules.vocabulary):
         raise _Wrong("bad_tokens", f"{name}: a token id is not one of the model's {rules.vocabulary}")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from echo_planes.claims import rules_of
+from echo_planes.claims import Rules, rules_of
 from echo_planes.clock import Clock, MonotonicClock
 from echo_planes.config import Config, ReplayConfig
 from echo_planes.data.batch import make_batch
@@ -73,6 +73,7 @@ class DataService:
         clock: seconds; the machine's by default.
         wall_s: seconds since 1970, for the rows.
         router: who hands the leases out; None: each worker that asks gets its even share of the permits.
+        rules: that workers' messages must keep to; default: those of the model.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class DataService:
         clock: Clock | None = None,
         wall_s: Callable[[], float] = time.time,
         router: Router | None = None,
+        rules: Rules | None = None,
     ) -> None:
         self._clock = clock or MonotonicClock()
         self._adapter = adapter or build_adapter(
@@ -98,7 +100,7 @@ class DataService:
         self._batch_size = config.sampling.trajectories_per_step
         self._broken: EchoPlanesError | None = None
         try:
-            rules = rules_of(config)
+            rules = rules or rules_of(config)
             self._store, state, self._forgotten = open_store(store_dir, lineage, restore_dir, config)
             try:
                 self._curriculum = Curriculum(self._adapter, store_dir / LEVELS_NAME)

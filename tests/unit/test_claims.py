@@ -215,7 +215,7 @@ def of_lease(group: Group, lease: Lease) -> Group:
     )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(group=groups(), place=st.sampled_from(PLACES), sample=st.integers(0, 1))
 def test_a_field_made_absurd_is_refused_and_no_state_changes(
     group: Group, place: tuple[type, str, Any], sample: int
@@ -233,7 +233,7 @@ def test_a_field_made_absurd_is_refused_and_no_state_changes(
     assert replace(after, counts=before.counts) == before
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(group=groups())
 def test_any_good_group_is_accepted_and_can_be_written_down(group: Group) -> None:
     assert group_fault(LEASE, group, has_made, RULES) is None
@@ -258,7 +258,7 @@ JUNK = st.one_of(
 FIELDS = [(kind, field.name) for kind in ABSURD for field in dataclasses.fields(kind)]
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(group=groups(), changes=st.lists(st.tuples(st.sampled_from(FIELDS), JUNK), min_size=1, max_size=2))
 def test_whatever_is_accepted_can_be_written_down_and_trained(
     group: Group, changes: list[tuple[tuple[type, str], Any]]
