@@ -127,7 +127,7 @@ GAUGES: tuple[Gauge, ...] = (
     Gauge("guard_rate_scale", "what the guard multiplies the learning rate by"),
     Gauge("guard_alarms", "alarms of the guard so far"),
     Gauge("guard_rollbacks", "times the guard went back to a good checkpoint"),
-    Gauge("time_s", "time since the start of the run, seconds"),
+    Gauge("time_s", "time since the start of this part of the run, seconds"),
 )
 
 

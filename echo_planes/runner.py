@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from echo_planes import events as ev
-from echo_planes.claims import answers_fault, rules_of, stats_fault
+from echo_planes.claims import Rules, answers_fault, rules_of, stats_fault
 from echo_planes.clock import Clock
 from echo_planes.config import Config
 from echo_planes.controller import Controller
@@ -59,6 +59,7 @@ class Runner:
         resume_dir: checkpoint to continue from.
         guard: record of the guard it was written with.
         beside: runs as long as the run does (what keeps the fleet); its error ends the run.
+        rules: that answers to held-out prompts must keep to; default: those of the model.
     """
 
     def __init__(
@@ -74,9 +75,10 @@ class Runner:
         resume_dir: Path | None = None,
         guard: Mapping[str, Any] | None = None,
         beside: Callable[[Runner], Coroutine[Any, Any, None]] | None = None,
+        rules: Rules | None = None,
     ) -> None:
         self._config = config
-        self._rules = rules_of(config)
+        self._rules = rules or rules_of(config)
         self._planes = planes
         self._observer = observer
         self._fleet = fleet

@@ -443,19 +443,20 @@ class ReplayBuffer:
         """A prompt goes out again; what was streamed of it is gone on with, unless the task itself failed."""
         self.last_failure = fault.detail
         self._count(refused=self._samples)
+        attempts = self._attempts.get(lease.prompt.index, 0) + 1
+        self._attempts[lease.prompt.index] = attempts
+        is_last = attempts >= MAX_ATTEMPTS
+        if fault.is_malformed and not is_last:
+            self._give_back([lease])
+            return
+        self._count(discarded_tokens=self._drafts.close(lease.lease_id))
+        if not is_last:
+            self._cursor.give_back(lease.prompt.index)
         if not fault.is_malformed:
-            self._count(failed=self._samples, discarded_tokens=self._drafts.close(lease.lease_id))
+            self._count(failed=self._samples)
             for trajectory in group.trajectories:
                 if trajectory.status not in ("ok", "failed"):
                     self._count(**{trajectory.status: 1})
-        attempts = self._attempts.get(lease.prompt.index, 0) + 1
-        self._attempts[lease.prompt.index] = attempts
-        if fault.is_malformed and attempts < MAX_ATTEMPTS:
-            self._give_back([lease])
-        elif fault.is_malformed:
-            self._count(discarded_tokens=self._drafts.close(lease.lease_id))
-        elif attempts < MAX_ATTEMPTS:
-            self._cursor.give_back(lease.prompt.index)
 
     def _complain(self, worker_id: str, epoch: int, fault: Fault) -> None:
         """A worker sent what no such worker sends; it is fenced where that was one too many in a row."""
