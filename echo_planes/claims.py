@@ -63,7 +63,7 @@ MOST_ALTERNATIVES = 32  # per token; `sampling.top_logprobs` is below
 MOST_COUNT = 2**53  # of a counter
 MOST_SECONDS = 1e10
 MOST_TOKENS_PER_S = 1e8
-LARGEST_ID = 2**31 - 1  # token ids are stored in 32 bits
+LARGEST_INT32 = 2**31 - 1  # as which token ids and counts of turns are stored
 _STATUSES = frozenset(get_args(Status))
 _REASONS = frozenset(("stop", "length", "abort", ""))
 _ROW = (tuple, list)
@@ -154,7 +154,7 @@ def vocabulary_of(folder: Path) -> int:
         size = settings.get("vocab_size", settings.get("text_config", {}).get("vocab_size"))
     except (OSError, ValueError, AttributeError) as error:
         raise ModelError(f"{path} is not readable ({error}); save the model's configuration again") from error
-    if type(size) is not int or not 0 < size <= LARGEST_ID:
+    if type(size) is not int or not 0 < size <= LARGEST_INT32:
         raise ModelError(f"{path}: vocab_size is {size!r:.60}, not a number of tokens; save it again")
     return size
 
@@ -272,7 +272,7 @@ def _check_sample(sample: Trajectory, rules: Rules) -> None:
         raise _Wrong("bad_mask", f"{name}: {len(mask)} mask entries for {length} tokens, or no booleans")
     if not any(mask):
         raise _Wrong("bad_mask", f"{name}: not one of its tokens was sampled")
-    if not 0 <= episode.num_turns <= LARGEST_ID or len(episode.turn_rewards) > rules.max_tokens:
+    if not 0 <= episode.num_turns <= LARGEST_INT32 or len(episode.turn_rewards) > rules.max_tokens:
         raise _Wrong("too_long", f"{name}: more turns than there can be")
     if len(reward.parts) > MOST_PARTS:
         raise _Wrong("too_long", f"{name}: its reward has more than {MOST_PARTS} parts")

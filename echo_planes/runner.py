@@ -233,7 +233,8 @@ class Runner:
             self._built.add((worker_id, epoch))
             self._events.put_nowait(ev.WorkerReady(worker_id, epoch))
             await worker.run()
-        except (RunError, LeaseError, ClusterError) as why:  # LeaseError: replaced meanwhile
+        except (RunError, LeaseError, ClusterError) as why:  # LeaseError: replaced meanwhile, or fenced
+            await self._hear_complaints()
             self._lost(worker_id, epoch, str(why))
 
     async def _leave(self, worker_id: str, epoch: int, limit_s: float) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from echo_planes.broadcasts import BroadcastBook
 from echo_planes.builders import make_router
 from echo_planes.checkpoint import CheckpointMeta, save_checkpoint
-from echo_planes.claims import LARGEST_ID, Rules
+from echo_planes.claims import LARGEST_INT32, Rules
 from echo_planes.clock import Clock
 from echo_planes.config import Config, WorkerConfig
 from echo_planes.data.service import DataService
@@ -209,7 +209,7 @@ class Simulation:
         trace = Trace()
 
         async def main(loop: VirtualTimeLoop) -> Outcome:
-            rules = Rules(LARGEST_ID + 1, self.config.model.max_model_len)  # fake engines have any tokens
+            rules = Rules(LARGEST_INT32 + 1, self.config.model.max_model_len)  # fake engines have any tokens
             data = DataService(
                 self.config,
                 lineage,
