@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 
-from echo_planes.config import Section
 from echo_planes.rollout.offers import Need, Offer
 from echo_planes.rollout.prices import PriceRow
 from echo_planes.rollout.sku_facts import SKU_FACTS
@@ -20,6 +19,7 @@ from echo_planes.rollout.throughput import (
     MEMORY_SHARE,
     estimated_t_train_s,
 )
+from echo_planes.settings import Section
 from echo_planes.sim.lengths import LengthModel
 from echo_planes.sim.scaling import GroupShape, expected_mu
 from echo_planes.sim.scenario import OfferModel, Scenario, parse_scenario

@@ -1,7 +1,7 @@
 """Bugs that the fault campaign must find: each one line of the real code, as somebody might get it wrong.
 
-A mutant is put into its class in this process only, and taken out again. It names the line that it changes,
-so one whose line is no longer there says so, and does not pass for found.
+A mutant is put into its class or module in this process only, and taken out again. It names the line that it
+changes, so one whose line is no longer there says so, and does not pass for found.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from types import ModuleType
 from typing import Any
 
+from echo_planes import claims
 from echo_planes.controller import Controller
 from echo_planes.data.buffer import ReplayBuffer
 from echo_planes.data.drafts import DraftBook, DraftShelf
@@ -34,7 +36,7 @@ class Mutant:
     """A bug."""
 
     name: str
-    owner: type
+    owner: type | ModuleType
     method: str
     right: str  # text of the method, once in it
     wrong: str  # what stands there instead
@@ -52,7 +54,8 @@ class Mutant:
             raise ValueError(
                 f"mutant '{self.name}': {self.method} has not '{self.right}' once; write it anew"
             )
-        names = dict(vars(sys.modules[self.owner.__module__]))
+        module = self.owner if isinstance(self.owner, ModuleType) else sys.modules[self.owner.__module__]
+        names = dict(vars(module))
         code = "from __future__ import annotations\n" + source.replace(self.right, self.wrong)
         exec(compile(code, f"<mutant: {self.name}>", "exec"), names)
         # A property's source begins with its decorator, so what comes of it is one, too.
@@ -64,7 +67,7 @@ class Mutant:
 
 
 @cache
-def _source(owner: type, method: str) -> str:
+def _source(owner: type | ModuleType, method: str) -> str:
     found = owner.__dict__[method]
     function: Any = found.fget if isinstance(found, property) else found
     return textwrap.dedent(inspect.getsource(function))
@@ -123,15 +126,15 @@ MUTANTS = (
         "a piece that came twice is kept twice",
         DraftBook,
         "add",
-        "piece.first != self._lengths[number]",
-        "piece.first > self._lengths[number]",
+        "piece.first != lengths[number]",
+        "piece.first > lengths[number]",
     ),
     Mutant(
         "a piece whose predecessor is missing is kept",
         DraftBook,
         "add",
-        "piece.first != self._lengths[number]",
-        "piece.first < self._lengths[number]",
+        "piece.first != lengths[number]",
+        "piece.first < lengths[number]",
     ),
     Mutant(
         "drafts go on however old",
@@ -178,16 +181,16 @@ MUTANTS = (
     ),
     Mutant(
         "spans need not be published",
-        ReplayBuffer,
-        "_refusal",
-        'return "unpublished"',
-        "continue",
+        claims,
+        "_check_claim",
+        "not has_made(sample)",
+        "False",
     ),
     Mutant(
         "a group of fewer samples is taken",
-        ReplayBuffer,
-        "_refusal",
-        "len(group.trajectories) != lease.num_samples",
+        claims,
+        "_check_group",
+        "len(samples) != lease.num_samples",
         "False",
     ),
     Mutant(
@@ -212,8 +215,8 @@ MUTANTS = (
         "a prompt is not given back on failure",
         ReplayBuffer,
         "_attempt_failed",
-        "attempts < MAX_ATTEMPTS",
-        "attempts < 2",
+        "attempts >= MAX_ATTEMPTS",
+        "attempts >= 2",
     ),
     Mutant("a dropped group is not counted", ReplayBuffer, "_drop", "dropped_stale=self._samples, ", ""),
     Mutant(

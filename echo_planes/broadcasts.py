@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,20 +60,6 @@ class BroadcastBook:
         """One row per publication, oldest first."""
         return [self._row(version) for version in sorted(self._known)]
 
-    def summary(self) -> dict[str, Any]:
-        """What summary.json says of them; patches only where it is about patches."""
-        rows = self.rows()
-        patches = [row for row in rows if row["codec"] != "full"]
-        stats = [known.stats for known in self._known.values() if known.stats]
-        return {
-            "t_bcast_s_median": _median([row["t_bcast_s"] for row in rows]),
-            "t_extract_s_median": _median([row["t_extract_s"] for row in rows]),
-            "install_pause_s_median": _median([row["pause_s"] for row in rows]),
-            "patch_ratio_median": _median([row["patch_ratio"] for row in patches]),
-            "bytes_per_changed_median": _median([row["bytes_per_changed"] for row in patches]),
-            "broadcast_repairs": sum(one.repairs for one in stats),
-        }
-
     def _row(self, version: int) -> dict[str, Any]:
         known = self._known[version]
         manifest, stats = known.manifest, known.stats
@@ -94,6 +80,19 @@ class BroadcastBook:
             "repairs": stats.repairs if stats else 0,
             "pause_s": _median(known.pauses_s),
         }
+
+
+def summary_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What summary.json says of publications (`BroadcastBook.rows`); of patches where it is about those."""
+    patches = [row for row in rows if row["codec"] != "full"]
+    return {
+        "t_bcast_s_median": _median([row["t_bcast_s"] for row in rows]),
+        "t_extract_s_median": _median([row["t_extract_s"] for row in rows]),
+        "install_pause_s_median": _median([row["pause_s"] for row in rows]),
+        "patch_ratio_median": _median([row["patch_ratio"] for row in patches]),
+        "bytes_per_changed_median": _median([row["bytes_per_changed"] for row in patches]),
+        "broadcast_repairs": sum(row["repairs"] for row in rows),
+    }
 
 
 def _median(values: Sequence[float | None]) -> float | None:

@@ -71,6 +71,19 @@ def load_config(words: Sequence[str]) -> Config:
     return config
 
 
+def recorded_config(folder: Path) -> Config:
+    """The configuration of an earlier run, as its folder has it.
+
+    Raises:
+        ConfigError: there is none, or this program does not take it.
+    """
+    tree = _resumed(folder, {})
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{folder / 'config.yaml'}: {_explain(error, tree)}") from error
+
+
 def dump_config(config: Config) -> str:
     """The resolved configuration as YAML."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)

@@ -1,6 +1,7 @@
 """What a run is made of: typed settings, YAML groups and `key=value` overrides.
 
-Nothing here imports torch, ray, vllm or deepspeed: a mistake is found before anything heavy starts.
+Nothing here imports torch, ray, vllm or deepspeed: a mistake is found before anything heavy starts. `Fixed`
+settings are a run's for good; `Free` ones may change where it is resumed (see `settings`, `resume`).
 `cli.py` turns command-line words into one of these models.
 """
 
@@ -9,7 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+
+from echo_planes.settings import Fixed, Free, Interval, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 _ASSETS = Path(__file__).parent / "assets"
 BUILTIN_MODELS = {
@@ -18,35 +21,21 @@ BUILTIN_MODELS = {
 
 BUILTIN_LR, MODEL_LR = 2.5e-4, 1e-6  # learner.lr where it is not set
 
-PositiveInt = Annotated[int, Field(ge=1)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Interval = Annotated[tuple[float, float], Field(strict=False)]  # YAML has lists only
 OFF = BeforeValidator(lambda value: "off" if value is False else value)  # YAML reads off as false
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-class Section(BaseModel):
-    """A settings section: unknown keys and silent coercions are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
 
 
 class RunConfig(Section):
     """Where the run lives and how long it is."""
 
-    dir: str | None = Field(None, description="run folder; default runs/<time>-<task>")
-    resume: str | None = Field(None, description="run folder to continue from its newest checkpoint")
-    seed: int = Field(0, description="seeds prompts, learner and selectors")
-    steps: PositiveInt = Field(120, description="learner steps in all, counted from step 0 of the first run")
-    wait_limit_s: PositiveFloat = Field(
-        600.0, description="longest wait for an engine, an install or a batch"
-    )
-    ray_address: str | None = Field(
+    dir: str | None = Free(None, description="run folder; default runs/<time>-<task>")
+    resume: str | None = Free(None, description="run folder to continue from its newest checkpoint")
+    seed: int = Fixed(0, description="seeds prompts, learner and selectors")
+    steps: PositiveInt = Free(120, description="learner steps in all, counted from step 0 of the first run")
+    wait_limit_s: PositiveFloat = Free(600.0, description="longest wait for an engine, an install or a batch")
+    ray_address: str | None = Free(
         None, description="cluster to join; default: RAY_ADDRESS, else a private local one"
     )
-    metrics_port: int | None = Field(
-        None, ge=1024, le=65535, description="Prometheus port of a local cluster"
-    )
+    metrics_port: int | None = Free(None, ge=1024, le=65535, description="Prometheus port of a local cluster")
 
 
 class TaskConfig(BaseModel):
@@ -54,8 +43,8 @@ class TaskConfig(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
-    name: str = Field("math", description="short name: run folder, report")
-    adapter: str = Field(
+    name: str = Fixed("math", description="short name: run folder, report")
+    adapter: str = Fixed(
         "echo_planes.tasks.math.adapter:MathTask", description="package.module:Class of the TaskAdapter"
     )
 
@@ -68,11 +57,11 @@ class TaskConfig(BaseModel):
 class ModelConfig(Section):
     """The policy."""
 
-    path: str = Field(
+    path: str = Fixed(
         "builtin:tiny-math",
         description="Hugging Face model folder, or builtin:tiny-math, -carry, -code, -poker",
     )
-    max_model_len: PositiveInt = Field(512, description="prompt + response, tokens")
+    max_model_len: PositiveInt = Free(512, description="prompt + response, tokens")
 
     @property
     def folder(self) -> Path:
@@ -82,14 +71,14 @@ class ModelConfig(Section):
 class EngineConfig(Section):
     """Options of one vLLM engine."""
 
-    max_num_seqs: PositiveInt = Field(256, description="requests decoded together")
-    tensor_parallel_size: PositiveInt = Field(1, description="GPUs that share every layer of one engine")
-    pipeline_parallel_size: PositiveInt = Field(1, description="stages of layers, each on GPUs of its own")
-    gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="share of GPU memory (GPU only)")
-    kv_cache_gib: PositiveFloat = Field(0.25, description="KV cache size on CPU, GiB")
-    enforce_eager: bool = Field(False, description="no CUDA graphs (GPU only)")
-    enable_prefix_caching: bool = Field(False, description="reuse the KV of common prefixes")
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+    max_num_seqs: PositiveInt = Free(256, description="requests decoded together")
+    tensor_parallel_size: PositiveInt = Free(1, description="GPUs that share every layer of one engine")
+    pipeline_parallel_size: PositiveInt = Free(1, description="stages of layers, each on GPUs of its own")
+    gpu_memory_utilization: float = Free(0.85, gt=0, le=1, description="share of GPU memory (GPU only)")
+    kv_cache_gib: PositiveFloat = Free(0.25, description="KV cache size on CPU, GiB")
+    enforce_eager: bool = Free(False, description="no CUDA graphs (GPU only)")
+    enable_prefix_caching: bool = Free(False, description="reuse the KV of common prefixes")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Free(
         "bfloat16", description="what the engine holds and computes in; published weights are bfloat16"
     )
 
@@ -102,30 +91,30 @@ class EngineConfig(Section):
 class WorkerConfig(Section):
     """One kind of rollout worker."""
 
-    sku: str = Field("cpu", description="what the hardware is called in reports and prices")
-    usd_per_hour: NonNegativeFloat = Field(0.0, description="price of one worker")
-    count: int = Field(1, ge=0, description="how many")
+    sku: str = Free("cpu", description="what the hardware is called in reports and prices")
+    usd_per_hour: NonNegativeFloat = Free(0.0, description="price of one worker")
+    count: int = Free(1, ge=0, description="how many")
     engine: EngineConfig = EngineConfig()
-    max_groups: PositiveInt = Field(16, description="prompts in flight at once")
-    slowdown_s: NonNegativeFloat = Field(
+    max_groups: PositiveInt = Free(16, description="prompts in flight at once")
+    slowdown_s: NonNegativeFloat = Free(
         0.0, description="pause before each group, seconds: for trying out slow workers"
     )
-    resources: dict[str, float] = Field({"CPU": 1.0}, description="Ray resources of one worker (GPU: n, ...)")
-    labels: dict[str, str] = Field({}, description="Ray label selector")
-    region: str = Field("", description="where it stands: a chain of workers enters each region once")
-    market: Literal["on_demand", "spot"] = Field("on_demand", description="spot machines may be taken away")
-    min_count: int = Field(0, ge=0, description="fleet.scale: always so many")
-    max_count: int | None = Field(None, ge=0, description="fleet.scale: quota; default: `count`")
-    mu: PositiveFloat | None = Field(
+    resources: dict[str, float] = Free({"CPU": 1.0}, description="Ray resources of one worker (GPU: n, ...)")
+    labels: dict[str, str] = Free({}, description="Ray label selector")
+    region: str = Free("", description="where it stands: a chain of workers enters each region once")
+    market: Literal["on_demand", "spot"] = Free("on_demand", description="spot machines may be taken away")
+    min_count: int = Free(0, ge=0, description="fleet.scale: always so many")
+    max_count: int | None = Free(None, ge=0, description="fleet.scale: quota; default: `count`")
+    mu: PositiveFloat | None = Free(
         None, description="trajectories/s of one, until it is measured; default: as the others"
     )
-    interruptions_per_hour: NonNegativeFloat = Field(
+    interruptions_per_hour: NonNegativeFloat = Free(
         0.0, description="preemptions of one, until they are measured"
     )
-    cloud: Literal["aws", "gcp", "azure"] | None = Field(
+    cloud: Literal["aws", "gcp", "azure"] | None = Free(
         None, description="whose metadata service announces preemptions on the machine; default: none asked"
     )
-    metadata_url: str | None = Field(None, description="its address; default: the cloud's usual one")
+    metadata_url: str | None = Free(None, description="its address; default: the cloud's usual one")
 
     @property
     def offer(self) -> str:
@@ -141,34 +130,34 @@ class WorkerConfig(Section):
 class FleetConfig(Section):
     """The rollout workers."""
 
-    workers: list[WorkerConfig] = Field([WorkerConfig()], description="kinds of workers")
-    restarts: int = Field(
+    workers: list[WorkerConfig] = Free([WorkerConfig()], description="kinds of workers")
+    restarts: int = Free(
         3,
         ge=0,
         description="times a lost worker is started again, each, after 0, 1, 3, 7, ... 60 s (scale=fixed)",
     )
-    scale: Literal["fixed", "static", "ray"] = Field(
+    scale: Literal["fixed", "static", "ray"] = Free(
         "fixed",
         description="fixed: `count` workers of each kind; static: as many as pay, on the nodes there are; "
         "ray: as many as pay, and Ray's autoscaler brings and takes the nodes",
     )
-    gamma: float = Field(1.1, ge=1, allow_inf_nan=False, description="redundancy: mu_target = gamma mu_min")
-    tick_s: PositiveFloat = Field(5.0, description="the fleet is looked at this often, seconds")
-    sustain_s: NonNegativeFloat = Field(
+    gamma: float = Free(1.1, ge=1, allow_inf_nan=False, description="redundancy: mu_target = gamma mu_min")
+    tick_s: PositiveFloat = Free(5.0, description="the fleet is looked at this often, seconds")
+    sustain_s: NonNegativeFloat = Free(
         30.0, description="a shortage must last so long before workers are added; a surplus ten times as long"
     )
-    ask_limit_s: PositiveFloat = Field(
+    ask_limit_s: PositiveFloat = Free(
         120.0, description="a machine that is not there by then is given up, its kind backed off"
     )
-    boot_limit_s: PositiveFloat = Field(
+    boot_limit_s: PositiveFloat = Free(
         600.0, description="a worker that does not generate so long after that is given up likewise"
     )
-    usd_per_hour: PositiveFloat | None = Field(None, description="all workers together, at most")
-    interruptions_per_hour: PositiveFloat | None = Field(
+    usd_per_hour: PositiveFloat | None = Free(None, description="all workers together, at most")
+    interruptions_per_hour: PositiveFloat | None = Free(
         None, description="expected preemptions of all workers together, at most"
     )
-    max_workers: PositiveInt | None = Field(None, description="all kinds together, at most")
-    standby: int = Field(
+    max_workers: PositiveInt | None = Free(None, description="all kinds together, at most")
+    standby: int = Free(
         0, ge=0, description="workers beside these that are kept ready, idle, for the place of a lost one"
     )
 
@@ -187,7 +176,7 @@ class FleetConfig(Section):
 class BudgetConfig(Section):
     """What the run may cost."""
 
-    usd: PositiveFloat | None = Field(
+    usd: PositiveFloat | None = Free(
         None, description="all machines together, earlier parts of a resumed run too: then it stops, cleanly"
     )
 
@@ -195,38 +184,36 @@ class BudgetConfig(Section):
 class SamplingConfig(Section):
     """How answers are drawn. Log-probabilities are taken after temperature and top-p."""
 
-    prompts_per_step: PositiveInt = Field(32, description="groups in a learner step")
-    samples_per_prompt: int = Field(8, ge=2, description="samples in a group (n)")
-    temperature: PositiveFloat = Field(1.0, description="logits are divided by it")
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus: only tokens within this probability mass")
-    max_new_tokens: PositiveInt = Field(64, description="tokens per call of the policy")
-    top_logprobs: int = Field(0, ge=0, le=20, description="top-k log-probabilities kept per token")
-    lease_s: PositiveFloat = Field(
+    prompts_per_step: PositiveInt = Free(32, description="groups in a learner step")
+    samples_per_prompt: int = Fixed(8, ge=2, description="samples in a group (n)")
+    temperature: PositiveFloat = Fixed(1.0, description="logits are divided by it")
+    top_p: float = Fixed(1.0, gt=0, le=1, description="nucleus: only tokens within this probability mass")
+    max_new_tokens: PositiveInt = Free(64, description="tokens per call of the policy")
+    top_logprobs: int = Free(0, ge=0, le=20, description="top-k log-probabilities kept per token")
+    lease_s: PositiveFloat = Free(
         60.0, description="longest lease, seconds: 2.5 x the median completion, renewed by streamed tokens"
     )
-    stream_s: PositiveFloat = Field(
+    stream_s: PositiveFloat = Free(
         1.0, description="workers send their tokens this often; so much at most is sampled again after a loss"
     )
-    router: Literal["pull", "jsq", "proportional"] = Field(
-        "pull", description="which worker gets the prompts"
-    )
-    refill: Annotated[Literal["off", "reward", "correct"] | None, OFF] = Field(
+    router: Literal["pull", "jsq", "proportional"] = Free("pull", description="which worker gets the prompts")
+    refill: Annotated[Literal["off", "reward", "correct"] | None, OFF] = Free(
         None,
         description="groups that do not count towards a batch, others take their place: all rewards equal, "
         "or all answers right or all wrong; default: off, objective.name=dapo: reward",
     )
-    refill_limit: PositiveFloat = Field(
+    refill_limit: PositiveFloat = Free(
         4.0, description="such groups at most, for one batch, in batches; then they count"
     )
-    overlong: Literal["keep", "mask", "penalty"] | None = Field(
+    overlong: Literal["keep", "mask", "penalty"] | None = Free(
         None,
         description="answers that reach max_new_tokens: trained as they are; not trained; or with less and "
         "less reward over the last overlong_tokens; default: keep, objective.name=dapo: penalty",
     )
-    overlong_tokens: PositiveInt | None = Field(
+    overlong_tokens: PositiveInt | None = Free(
         None, description="overlong=penalty: tokens before the limit; default: a fifth of max_new_tokens"
     )
-    theta: int = Field(2, ge=1, le=65536, description="router=jsq: prompts queued at a worker, at most")
+    theta: int = Free(2, ge=1, le=65536, description="router=jsq: prompts queued at a worker, at most")
 
     @property
     def trajectories_per_step(self) -> int:
@@ -237,20 +224,20 @@ class SamplingConfig(Section):
 class StalenessConfig(Section):
     """Bounded staleness: a trajectory of version v may be in the batch formed at t only if t - v <= S."""
 
-    max_staleness: int = Field(3, ge=0, description="S; 0 is the strictly synchronous algorithm")
-    publish_every: PositiveInt | None = Field(None, description="kappa; default max(1, S - 1); at most S + 1")
-    policy: Literal["drop", "wait"] = Field(
+    max_staleness: int = Free(3, ge=0, description="S; 0 is the strictly synchronous algorithm")
+    publish_every: PositiveInt | None = Free(None, description="kappa; default max(1, S - 1); at most S + 1")
+    policy: Literal["drop", "wait"] = Free(
         "wait", description="drop what is too old, or hold the learner for leases that would become too old"
     )
-    queue_batches: float = Field(
+    queue_batches: float = Free(
         1.5, ge=1, allow_inf_nan=False, description="leased + buffered groups, in batches, at most"
     )
-    selector: Literal["fifo", "freshest", "uniform", "staleness", "reward"] = Field(
+    selector: Literal["fifo", "freshest", "uniform", "staleness", "reward"] = Free(
         "fifo",
         description="which admissible groups first: oldest arrivals; newest versions; drawn at random, "
         "alike, or newer versions, or higher rewards, more often",
     )
-    reuse: PositiveInt = Field(
+    reuse: PositiveInt = Free(
         1, description="times a group may be trained, where too few new ones are there; at most S + 1"
     )
 
@@ -285,37 +272,37 @@ class StalenessConfig(Section):
 class WeightsConfig(Section):
     """How published weights travel from the learner to the workers, and where they are kept."""
 
-    mode: Literal["chain", "direct", "full"] = Field(
+    mode: Literal["chain", "direct", "full"] = Free(
         "chain",
         description="chain: patches along chains of workers; direct: patches, every worker from the learner; "
         "full: whole snapshots, every worker from the learner",
     )
-    codec: Literal["auto", "compact", "fast", "overwrite"] = Field(
+    codec: Literal["auto", "compact", "fast", "overwrite"] = Free(
         "auto", description="how patches are written down; auto: the quickest for the slowest link"
     )
-    digest: Literal["xxh3", "blake3", "sha256"] = Field(
+    digest: Literal["xxh3", "blake3", "sha256"] = Free(
         "xxh3", description="what proves that a worker's live weights are the learner's"
     )
-    chunk_kib: int = Field(256, ge=4, le=4096, description="verified and forwarded at once, KiB")
-    streams_per_link: int = Field(2, ge=1, le=16, description="connections from a worker to its parent")
-    uplink_mbit: PositiveFloat | None = Field(
+    chunk_kib: int = Free(256, ge=4, le=4096, description="verified and forwarded at once, KiB")
+    streams_per_link: int = Free(2, ge=1, le=16, description="connections from a worker to its parent")
+    uplink_mbit: PositiveFloat | None = Free(
         None, description="B0: what the learner can send, Mbit/s; default: learnt from the broadcasts"
     )
-    worker_mbit: PositiveFloat | None = Field(
+    worker_mbit: PositiveFloat | None = Free(
         None, description="Bw: what a worker can receive, Mbit/s; default: learnt from the broadcasts"
     )
-    anchor_every: PositiveInt = Field(50, description="publications between full snapshots in the store")
-    keep_patches: PositiveInt = Field(100, description="newest patches kept in the store")
-    keep_anchors: PositiveInt = Field(10, description="newest full snapshots kept in the store")
-    store: str | None = Field(None, description="folder or s3:// address; default: weights/ in run.dir")
-    key_file: str | None = Field(
+    anchor_every: PositiveInt = Free(50, description="publications between full snapshots in the store")
+    keep_patches: PositiveInt = Free(100, description="newest patches kept in the store")
+    keep_anchors: PositiveInt = Free(10, description="newest full snapshots kept in the store")
+    store: str | None = Free(None, description="folder or s3:// address; default: weights/ in run.dir")
+    key_file: str | None = Free(
         None, description="Ed25519 private key (PEM) that signs publications; default: made in run.dir"
     )
-    host: str = Field("127.0.0.1", description="address that the nodes listen on; 'node': the machine's own")
-    port: int | None = Field(None, ge=1024, le=65535, description="the learner's port; default: a free one")
-    tls_cert: str | None = Field(None, description="certificate (PEM) of every node; default: no TLS")
-    tls_key: str | None = Field(None, description="its private key (PEM)")
-    tls_ca: str | None = Field(None, description="authority (PEM) that nodes must be certified by")
+    host: str = Free("127.0.0.1", description="address that the nodes listen on; 'node': the machine's own")
+    port: int | None = Free(None, ge=1024, le=65535, description="the learner's port; default: a free one")
+    tls_cert: str | None = Free(None, description="certificate (PEM) of every node; default: no TLS")
+    tls_key: str | None = Free(None, description="its private key (PEM)")
+    tls_ca: str | None = Free(None, description="authority (PEM) that nodes must be certified by")
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -328,45 +315,45 @@ class WeightsConfig(Section):
 class ObjectiveConfig(Section):
     """The loss. Each name fixes how advantages are normalised, how tokens are averaged, and its defaults."""
 
-    name: Literal["grpo", "dapo", "dr_grpo", "rloo", "gspo", "cispo"] = Field(
+    name: Literal["grpo", "dapo", "dr_grpo", "rloo", "gspo", "cispo"] = Free(
         "grpo", description="see learning/objectives"
     )
-    anchor: Literal["proximal", "sampler"] | None = Field(
+    anchor: Literal["proximal", "sampler"] | None = Free(
         None,
         description="what the clipped ratio is against: the policy at the step's start, times a truncated "
         "weight against the sampler; or the policy that sampled, so that the clip holds for stale tokens; "
         "default: proximal, name=cispo: sampler",
     )
-    clip_low: NonNegativeFloat | None = Field(
+    clip_low: NonNegativeFloat | None = Free(
         None, description="lower clip: ratio >= 1 - clip_low; default: the objective's"
     )
-    clip_high: NonNegativeFloat | None = Field(
+    clip_high: NonNegativeFloat | None = Free(
         None, description="upper clip: ratio <= 1 + clip_high; default: the objective's"
     )
-    clip_delta: NonNegativeFloat | None = Field(
+    clip_delta: NonNegativeFloat | None = Free(
         None,
         description="second-side clip: ratio <= clip_delta where the advantage is negative; 0: none; "
         "default: the objective's",
     )
-    tis_level: Literal["token", "sequence", "geometric", "none"] | None = Field(
+    tis_level: Literal["token", "sequence", "geometric", "none"] | None = Free(
         None,
         description="anchor=proximal: level of the truncated importance weight; default: the objective's",
     )
-    tis_cap: PositiveFloat = Field(2.0, description="C: importance weights are cut here")
-    uncorrected: bool = Field(False, description="allow tis_level=none on stale data: a biased gradient")
-    token_mask: Interval | None = Field(
+    tis_cap: PositiveFloat = Free(2.0, description="C: importance weights are cut here")
+    uncorrected: bool = Free(False, description="allow tis_level=none on stale data: a biased gradient")
+    token_mask: Interval | None = Free(
         None, description="[low, high]: tokens whose pi_learner / pi_sampler lies outside are left out"
     )
-    sequence_mask: Interval | None = Field(
+    sequence_mask: Interval | None = Free(
         None, description="[low, high]: answers whose geometric mean ratio lies outside are left out"
     )
-    kl_beta: NonNegativeFloat = Field(0.0, description="weight of the KL to the frozen reference")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="how the KL is estimated")
-    kl_clamp: PositiveFloat = Field(10.0, description="nats: largest |log ratio| in the KL estimate")
-    skip_zero_advantage: bool = Field(
+    kl_beta: NonNegativeFloat = Free(0.0, description="weight of the KL to the frozen reference")
+    kl_estimator: Literal["k1", "k2", "k3"] = Free("k3", description="how the KL is estimated")
+    kl_clamp: PositiveFloat = Free(10.0, description="nats: largest |log ratio| in the KL estimate")
+    skip_zero_advantage: bool = Free(
         True, description="leave out groups with equal rewards (no gradient when kl_beta = 0)"
     )
-    score_skipped: bool = Field(
+    score_skipped: bool = Free(
         False,
         description="put skipped groups through the model all the same: entropy and drift of all tokens",
     )
@@ -402,43 +389,43 @@ class ObjectiveConfig(Section):
 class LearnerConfig(Section):
     """DeepSpeed and the optimizer."""
 
-    num_ranks: PositiveInt = Field(1, description="learner processes (data parallel)")
-    zero_stage: int = Field(
+    num_ranks: PositiveInt = Fixed(1, description="learner processes (data parallel)")
+    zero_stage: int = Fixed(
         1, ge=0, le=3, description="what ZeRO shards: 1 moments, 2 + gradients, 3 + weights"
     )
-    dtype: Literal["auto", "bf16", "fp32"] = Field(
+    dtype: Literal["auto", "bf16", "fp32"] = Fixed(
         "auto", description="compute type over fp32 masters; auto: bf16 on GPUs, fp32 on CPUs"
     )
-    lr: NonNegativeFloat | None = Field(
+    lr: NonNegativeFloat | None = Free(
         None, description="peak learning rate of AdamW; default 2.5e-4 for builtin models, 1e-6 for others"
     )
-    drift_target: NonNegativeFloat = Field(
+    drift_target: NonNegativeFloat = Free(
         0.1,
         description="nats: the learning rate shrinks while mean |log pi_learner - log pi_sampler| of the "
         "trained tokens is above it; 0: never",
     )
-    drift_floor: float = Field(0.02, gt=0, le=1, description="smallest factor drift puts on the rate")
-    warmup_steps: int = Field(10, ge=0, description="optimizer updates of linear warm-up")
-    decay: float = Field(
+    drift_floor: float = Free(0.02, gt=0, le=1, description="smallest factor drift puts on the rate")
+    warmup_steps: int = Free(10, ge=0, description="optimizer updates of linear warm-up")
+    decay: float = Free(
         0.3, ge=0, le=1, description="share of the run, at its end, in which lr falls linearly to 0"
     )
-    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW: decay of the first moment")
-    beta2: float = Field(0.98, ge=0, lt=1, description="AdamW: decay of the second moment")
-    eps: PositiveFloat = Field(1e-8, description="AdamW: added to the root of the second moment")
-    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW: decoupled weight decay")
-    grad_clip: PositiveFloat = Field(1.0, description="largest gradient norm")
-    updates_per_step: PositiveInt = Field(1, description="optimizer updates per batch (ECHO-2 makes 2)")
-    max_skipped_updates: int = Field(
+    beta1: float = Free(0.9, ge=0, lt=1, description="AdamW: decay of the first moment")
+    beta2: float = Free(0.98, ge=0, lt=1, description="AdamW: decay of the second moment")
+    eps: PositiveFloat = Free(1e-8, description="AdamW: added to the root of the second moment")
+    weight_decay: NonNegativeFloat = Free(0.0, description="AdamW: decoupled weight decay")
+    grad_clip: PositiveFloat = Free(1.0, description="largest gradient norm")
+    updates_per_step: PositiveInt = Free(1, description="optimizer updates per batch (ECHO-2 makes 2)")
+    max_skipped_updates: int = Free(
         3,
         ge=0,
         description="updates in a row without a finite gradient that are left out; then the run stops",
     )
-    dropout: bool = Field(False, description="the model's own dropout, in updates alone; else it is off")
-    micro_batch_tokens: PositiveInt = Field(8192, description="tokens packed into one forward pass")
-    threads: PositiveInt = Field(1, description="CPU threads per rank")
-    usd_per_hour: NonNegativeFloat = Field(0.0, description="price of one rank")
-    resources: dict[str, float] = Field({"CPU": 1.0}, description="Ray resources of one rank")
-    master_port: int | None = Field(
+    dropout: bool = Free(False, description="the model's own dropout, in updates alone; else it is off")
+    micro_batch_tokens: PositiveInt = Free(8192, description="tokens packed into one forward pass")
+    threads: PositiveInt = Free(1, description="CPU threads per rank")
+    usd_per_hour: NonNegativeFloat = Free(0.0, description="price of one rank")
+    resources: dict[str, float] = Free({"CPU": 1.0}, description="Ray resources of one rank")
+    master_port: int | None = Free(
         None, ge=1024, le=65535, description="torch.distributed port; default: a free one"
     )
 
@@ -446,16 +433,16 @@ class LearnerConfig(Section):
 class EvalConfig(Section):
     """The held-out set: evaluated at the start, during and at the end."""
 
-    every: int = Field(40, ge=0, description="steps between evaluations; 0: only first and last")
-    num_prompts: PositiveInt = Field(128, description="held-out prompts")
-    samples_per_prompt: PositiveInt = Field(4, description="n of avg@n, and of pass@k for k = 1 ... n")
-    temperature: float | None = Field(
+    every: int = Free(40, ge=0, description="steps between evaluations; 0: only first and last")
+    num_prompts: PositiveInt = Free(128, description="held-out prompts")
+    samples_per_prompt: PositiveInt = Free(4, description="n of avg@n, and of pass@k for k = 1 ... n")
+    temperature: float | None = Free(
         None,
         ge=0,
         le=2,
         description="logits are divided by it; 0: the likeliest token; default: as trained on",
     )
-    top_p: float | None = Field(
+    top_p: float | None = Free(
         None, gt=0, le=1, description="only tokens within this probability mass; default: as trained on"
     )
 
@@ -471,62 +458,62 @@ class EvalConfig(Section):
 class ReplayConfig(Section):
     """How long the rows of accepted trajectories are kept on disk (RUN/replay)."""
 
-    max_gib: PositiveFloat = Field(8.0, description="of all rows; the oldest go, trained ones first")
-    max_age_h: PositiveFloat | None = Field(None, description="since acceptance, hours; default: no limit")
-    max_versions: PositiveInt | None = Field(
+    max_gib: PositiveFloat = Free(8.0, description="of all rows; the oldest go, trained ones first")
+    max_age_h: PositiveFloat | None = Free(None, description="since acceptance, hours; default: no limit")
+    max_versions: PositiveInt | None = Free(
         None, description="newest policy versions whose rows are kept; default: all"
     )
-    trim_every: PositiveInt = Field(20, description="steps between looks at these limits")
+    trim_every: PositiveInt = Free(20, description="steps between looks at these limits")
 
 
 class CheckpointConfig(Section):
     """What a crash cannot take away."""
 
-    every: int = Field(
+    every: int = Free(
         50, ge=0, description="steps between checkpoints, the first of the start; 0: at the end and on Ctrl-C"
     )
-    keep: PositiveInt = Field(2, description="newest checkpoints kept")
+    keep: PositiveInt = Free(2, description="newest checkpoints kept")
 
 
 class GuardConfig(Section):
     """Limits of the signals that are watched; `learning/guard.py` says what is done beyond them."""
 
-    mode: Literal["act", "warn", "off"] = Field("act", description="climb the ladder; only tell; neither")
-    patience: PositiveInt = Field(
+    mode: Literal["act", "warn", "off"] = Free("act", description="climb the ladder; only tell; neither")
+    patience: PositiveInt = Free(
         4,
         description="steps that a signal is beyond its limit, less those it is within, until the next rung; "
         "one twice beyond counts two",
     )
-    calm: PositiveInt = Field(50, description="steps without a signal until the last rung is taken back")
-    good_after: PositiveInt = Field(
+    calm: PositiveInt = Free(50, description="steps without a signal until the last rung is taken back")
+    good_after: PositiveInt = Free(
         10, description="steps without an alarm after a checkpoint until it counts as good"
     )
-    max_rollbacks: int = Field(2, ge=0, description="times the run goes back to a good checkpoint")
-    k3: PositiveFloat = Field(0.3, description="nats: largest k3 of the tokens of any lag")
-    effective_samples: float = Field(
+    max_rollbacks: int = Free(2, ge=0, description="times the run goes back to a good checkpoint")
+    k3: PositiveFloat = Free(0.3, description="nats: largest k3 of the tokens of any lag")
+    effective_samples: float = Free(
         0.1, gt=0, lt=1, description="smallest effective sample size, as a share of the tokens"
     )
-    truncated: float = Field(
+    truncated: float = Free(
         0.1, gt=0, le=1, description="largest share of tokens whose importance weight is cut at its cap"
     )
-    log_weight: PositiveFloat = Field(8.0, description="nats: largest 99.9th percentile of |log weight|")
-    entropy_slope: PositiveFloat = Field(
+    log_weight: PositiveFloat = Free(8.0, description="nats: largest 99.9th percentile of |log weight|")
+    entropy_slope: PositiveFloat = Free(
         0.1, description="nats a step: fastest rise or fall of entropy, fitted over 10 steps"
     )
-    grad_norm: float = Field(
+    grad_norm: float = Free(
         10.0, gt=1, allow_inf_nan=False, description="largest gradient norm, in medians of the last 50 steps"
     )
-    cut_off: float = Field(
+    cut_off: float = Free(
         0.3, gt=0, le=1, description="share of answers cut off: largest rise above the median of 50 steps"
     )
-    reward_drop: float = Field(
+    reward_drop: float = Free(
         0.7,
         gt=0,
         allow_inf_nan=False,
         description="largest fall of the reward from its best, both over 10 steps, in what it had gained, or "
         "in standard deviations of a step's rewards where that is more",
     )
-    mismatch: PositiveFloat = Field(
+    mismatch: PositiveFloat = Free(
         0.1,
         description="nats: largest mean |log pi_learner - log pi_sampler| where both hold the first version",
     )

@@ -69,6 +69,7 @@ async def run_job(
     start_s: float,
     checkpoint: Path | None,
     meta: CheckpointMeta,
+    changes: Sequence[str] = (),
     make_planes: PlanesFactory,
     make_actuator: Callable[[Config, Clock], Awaitable[Actuator]],
     kinds: Mapping[str, WorkerConfig],
@@ -81,6 +82,7 @@ async def run_job(
         view, clock: the terminal, and seconds.
         start_s: when the run began, on `clock`.
         checkpoint, meta: what to continue from; None and the first incarnation's numbers otherwise.
+        changes: settings that are not what the run was started with, a line each.
         make_planes: `launch.RayPlanes`, or one that loses messages.
         make_actuator: `launch.make_actuator`; asked only where the fleet follows price and need.
         kinds: the fleet, one entry per worker; none where it follows price and need.
@@ -91,14 +93,14 @@ async def run_job(
     """
     world = _World(folder, view, clock, make_planes, make_actuator, kinds, export)
     while True:
-        outcome, runner = await _part(world, config, start_s, checkpoint, meta)
+        outcome, runner = await _part(world, config, start_s, checkpoint, meta, changes)
         if outcome.status != "rollback":
             return outcome
         guard = runner.controller.guard
         config, checkpoint = _halved(config), checkpoint_of(folder, guard.report.good_step)
         meta = go_back(checkpoint, _next_epoch(meta, runner), guard.record_after_rollback())
         meta = open_folder(config, folder, checkpoint, meta)
-        start_s = clock.now_s()
+        start_s, changes = clock.now_s(), ()
 
 
 def open_folder(
@@ -138,12 +140,21 @@ class _World:
 
 
 async def _part(
-    world: _World, config: Config, start_s: float, checkpoint: Path | None, meta: CheckpointMeta
+    world: _World,
+    config: Config,
+    start_s: float,
+    checkpoint: Path | None,
+    meta: CheckpointMeta,
+    changes: Sequence[str],
 ) -> tuple[Outcome, Runner]:
     """One part of a run, from its planes to its summary; the report too, unless the run goes on."""
     folder, view, clock = world.folder, world.view, world.clock
     fleet = {w: worker_info(w, kind, meta.next_epoch) for w, kind in world.kinds.items()}
-    journal = Journal(config, MetricsWriter(folder), view, clock, world.export, start_s)
+    journal = Journal(config, MetricsWriter(folder), view, clock, world.export, start_s, meta.step)
+    if checkpoint:
+        journal.on_event("resume", f"at step {meta.step}, as lineage L{meta.lineage_number}")
+    for change in changes:
+        journal.on_event("setting", change)
     budget = open_budget(config, journal.spending)
     planes = world.make_planes(config, f"L{meta.lineage_number}", folder, checkpoint, meta.step, world.kinds)
     watches: list[BudgetGuard | FleetKeeper] = []

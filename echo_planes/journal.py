@@ -11,16 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
-
-from echo_planes.broadcasts import BroadcastBook
+from echo_planes.broadcasts import BroadcastBook, summary_of
 from echo_planes.clock import Clock
 from echo_planes.config import Config
 from echo_planes.evaluation import doublings, drawn, in_words
 from echo_planes.figures import batch_figures, learner_figures
 from echo_planes.learning.fall import collapse_of
 from echo_planes.ledger import LEDGER_DETAILS
-from echo_planes.metrics import FLEET_STATE, WORKER_STATE, MetricsWriter
+from echo_planes.metrics import FLEET_STATE, WORKER_STATE, MetricsWriter, Record
+from echo_planes.parts import PartsBook, whole_run
 from echo_planes.rollout.capacity import UninformativeShare, needed_capacity
 from echo_planes.spending import Spending
 from echo_planes.terminal import View
@@ -41,7 +40,7 @@ RECENT_STEPS = 20  # T_train is the median of so many
 
 
 class Journal:
-    """The books of one run.
+    """The books of one part of a run; what it tells of the whole run holds the earlier parts, too.
 
     Args:
         config: the run's settings.
@@ -49,7 +48,11 @@ class Journal:
         view: its terminal.
         clock: seconds.
         export: called with every step's numbers (Prometheus).
-        start_s: when the run began, on `clock`.
+        start_s: when the part began, on `clock`.
+        start_step: of the checkpoint that it goes on from.
+
+    Raises:
+        DataError: what the earlier parts wrote down is damaged.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Journal:
         clock: Clock,
         export: Callable[[Mapping[str, float]], None],
         start_s: float,
+        start_step: int = 0,
     ) -> None:
         self._config = config
         self._writer = writer
@@ -79,6 +83,9 @@ class Journal:
         self._mismatches: list[float] = []
         self._uses: Counter[str] = Counter()  # times each group was trained
         self._duplicates = 0
+        self._digest_mismatches = 0
+        self._restarts: Mapping[str, int] = {}
+        self._parts = PartsBook(writer.folder, start_step)
         self.broadcasts = BroadcastBook()
         self.spending = Spending(config, writer.folder, start_s, writer.aggregates)
         self.counts = BufferCounts()  # the ledger, as of the last step
@@ -117,11 +124,13 @@ class Journal:
             f"{manifest.codec}, {manifest.payload_bytes:,} bytes, {share:.1%} changed, {seconds:.2f} s",
             version=manifest.version,
         )
+        self._write_part([])
 
     def on_broadcasts(self, stats: Sequence[BroadcastStats]) -> None:
         self.broadcasts.on_broadcasts(stats)
 
     def on_installed(self, report: InstallReport) -> None:
+        self._digest_mismatches += report.digest_mismatches
         if report.caught_up:
             self.on_event("caught up", report.caught_up, worker=report.worker_id, version=report.version)
         if report.ok:
@@ -210,6 +219,7 @@ class Journal:
         text = in_words(report)
         self.on_event("eval", text, version=report.version)
         self._view.event(text)
+        self._write_part([])
 
     def on_guard(self, report: GuardReport) -> None:
         self._guard = report
@@ -235,37 +245,28 @@ class Journal:
         digest_mismatches: int,
         restarts: Mapping[str, int],
     ) -> dict[str, Any]:
-        """What summary.json says; written too."""
+        """What summary.json says; written too. Of the whole run, but for keys that name its last part."""
         now_s, totals = self._clock.now_s(), self._writer.aggregates
-        accuracies = [row["accuracy"] for row in self._evals]
+        self._digest_mismatches, self._restarts = digest_mismatches, restarts
+        whole = whole_run(self._write_part(self.broadcasts.rows()))
         summary = {
             "task": self._config.task.name,
             "model": self._config.model.path,
             "status": status,
             "error": error,
-            "seconds": round(now_s - self._start_s, 3),
-            "seconds_startup": self._view.phase_seconds,
             **totals.summary(),
             **self.spending.summary(now_s, totals.num_steps, totals.tokens_trained),
-            "eval_first": accuracies[0] if accuracies else None,
-            "eval_last": accuracies[-1] if accuracies else None,
-            "evals": self._evals,
-            # Of all parts of the run: a rollback halves it.
+            # The largest that was in force: a rollback halves it, a resume may set another.
             "max_staleness": max(self._config.staleness.max_staleness, totals.max_staleness_allowed),
             "publish_every": self._config.staleness.kappa,
-            "versions_published": len(set(self._versions)),
-            "digest_mismatches": digest_mismatches,
             "lost_trajectories": counts.lost,
-            "duplicate_trajectories": self._duplicates,
             "accepted": counts.accepted,
             "trained": counts.trained,
             "dropped_stale": counts.dropped_stale,
             "buffered": counts.buffered,
             "refused": counts.refused,
             **_details(counts),
-            "mismatch_same_version_mean": float(np.mean(self._mismatches)) if self._mismatches else None,
-            "install_seconds_mean": float(np.mean(self._install_s)) if self._install_s else None,
-            **self.broadcasts.summary(),
+            **summary_of(whole["publications"]),
             "guard": {
                 "mode": self._config.guard.mode,
                 "alarms": dict(self._guard.alarms),
@@ -273,15 +274,33 @@ class Journal:
                 "good_step": self._guard.good_step if self._guard.good_step >= 0 else None,
                 **_guarded(self._guard),
             },
-            "publications": self.broadcasts.rows(),
-            "workers": [self._worker_row(info, restarts, now_s) for _, info in sorted(self._infos.items())],
+            **whole,
         }
         self._writer.write_summary(summary)
         return summary
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _worker_row(self, info: WorkerInfo, restarts: Mapping[str, int], now_s: float) -> dict[str, Any]:
+    def _write_part(self, publications: Sequence[Record]) -> list[Record]:
+        """Bring parts.json up to date; the rows of publications only at the end, as they are many."""
+        now_s = self._clock.now_s()
+        return self._parts.write(
+            {
+                "seconds": round(now_s - self._start_s, 3),
+                "startup": self._view.phase_seconds,
+                "versions_published": len(set(self._versions)),
+                "digest_mismatches": self._digest_mismatches,
+                "duplicates": self._duplicates,
+                "installs": len(self._install_s),
+                "install_s": sum(self._install_s),
+                "mismatches": self._mismatches,
+                "evals": self._evals,
+                "publications": list(publications),
+                "workers": [self._worker_row(info, now_s) for _, info in sorted(self._infos.items())],
+            }
+        )
+
+    def _worker_row(self, info: WorkerInfo, now_s: float) -> dict[str, Any]:
         lives = [stats for (worker_id, _), stats in self._stats.items() if worker_id == info.worker_id]
         return {
             "id": info.worker_id,
@@ -290,7 +309,7 @@ class Journal:
             "trajectories": sum(stats.trajectories for stats in lives),
             "tokens": sum(stats.tokens for stats in lives),
             "usd": self.spending.book.usd(info.worker_id, now_s),
-            "restarts": restarts.get(info.worker_id, 0),
+            "restarts": self._restarts.get(info.worker_id, 0),
         }
 
     def _newest_eval(self) -> dict[str, Any]:

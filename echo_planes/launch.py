@@ -36,6 +36,7 @@ from echo_planes.types import (
     Adjustment,
     BroadcastStats,
     BufferCounts,
+    Complaint,
     Draw,
     Group,
     InstallReport,
@@ -131,6 +132,9 @@ class RemoteData:
     async def accepted(self) -> dict[tuple[str, int], tuple[int, int]]:
         accepted: dict[tuple[str, int], tuple[int, int]] = await self._actor.call("accepted")
         return accepted
+
+    async def complaints(self) -> list[Complaint]:
+        return list(await self._actor.call("complaints"))
 
     async def save(self, folder: Path) -> None:
         await self._actor.call("save", folder)

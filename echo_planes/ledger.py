@@ -15,6 +15,7 @@ LEDGER_DETAILS = (
     "removed",
     "uninformative",
     "reused",
+    "malformed",
     "reward_timeout",
     "reward_error",
     "reward_invalid",
@@ -43,11 +44,14 @@ def ledger_equation(metrics: Mapping[str, Any]) -> str:
     if number(metrics.get("uninformative")):
         parts.insert(-1, shown("uninformative", "uninformative"))
     again = f"; {shown('reused', 'trained again')}" if number(metrics.get("reused")) else ""
+    malformed = (
+        f"; {shown('malformed', 'malformed messages refused')}" if number(metrics.get("malformed")) else ""
+    )
     damaged = f"; {shown('damaged', 'damaged places in replay/')}" if number(metrics.get("damaged")) else ""
     lost = ""
     if number(metrics.get("unreadable_tokens")):
         lost = f"; {shown('unreadable_tokens', 'tokens of the checkpoint unreadable, sampled again')}"
-    return f"{shown('accepted', 'accepted')} = {' + '.join(parts)}{again}{damaged}{lost}"
+    return f"{shown('accepted', 'accepted')} = {' + '.join(parts)}{again}{malformed}{damaged}{lost}"
 
 
 def reward_failures(metrics: Mapping[str, Any]) -> str:

@@ -106,6 +106,7 @@ GAUGES: tuple[Gauge, ...] = (
     Gauge("uninformative", "accepted trajectories whose groups had no signal, replaced by others, so far"),
     Gauge("reused", "trajectories trained again so far"),
     Gauge("refused", "submissions refused so far"),
+    Gauge("malformed", "messages of workers that were refused for what they held, so far"),
     Gauge("reward_timeout", "answers whose reward took too long, so far; their groups were not trained"),
     Gauge("reward_error", "answers whose reward raised, so far"),
     Gauge("reward_invalid", "answers whose reward was none: not finite, or of another type; so far"),
@@ -126,7 +127,7 @@ GAUGES: tuple[Gauge, ...] = (
     Gauge("guard_rate_scale", "what the guard multiplies the learning rate by"),
     Gauge("guard_alarms", "alarms of the guard so far"),
     Gauge("guard_rollbacks", "times the guard went back to a good checkpoint"),
-    Gauge("time_s", "time since the start of the run, seconds"),
+    Gauge("time_s", "time since the start of this part of the run, seconds"),
 )
 
 

@@ -7,8 +7,9 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from echo_planes.config import NonNegativeFloat, PositiveFloat, PositiveInt, Section, StalenessConfig
+from echo_planes.config import StalenessConfig
 from echo_planes.errors import ConfigError, nearest
+from echo_planes.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 Count = Annotated[int, Field(ge=0)]
 

@@ -30,6 +30,7 @@ from echo_planes.metrics import (
     read_summary,
     write_atomic,
 )
+from echo_planes.parts import read_parts, whole_run
 from echo_planes.report_assets import sections
 from echo_planes.report_assets.charts import show_percent, show_usd
 from echo_planes.report_assets.dissemination import dissemination
@@ -63,14 +64,15 @@ def render(folder: Path) -> str:
     config_path = folder / "config.yaml"
     config_text = config_path.read_text(encoding="utf-8") if config_path.exists() else ""
     config = parse_config(config_text)
-    summary = _complete(read_summary(folder), steps, config)
+    summary = _complete(read_summary(folder), steps, config, read_parts(folder))
     title = f"{summary.get('task', 'run')} · {summary.get('model', '')}"
     body = [_header(folder, summary)]
     if steps:
         body += [sections.learning(steps, summary), drift(steps, _setting(config, "learner", "drift_target"))]
         body += [signal(steps), sections.asynchrony(steps, summary)]
     sparsity = read_rows(folder / SPARSITY_FILE)
-    body += [sections.throughput(steps, summary), fleet(events, number(summary.get("seconds")) or 0.0)]
+    last_part_s = number(summary.get("seconds_last_part")) or 0.0
+    body += [sections.throughput(steps, summary), fleet(events, last_part_s)]
     body += [money(steps, summary), dissemination(summary, sparsity)]
     body += [sections.data(steps, summary, events)]
     body += [_rollouts(folder, config), _config(config_text)]
@@ -112,13 +114,15 @@ def _setting(config: Record, group: str, key: str) -> Any:
     return section.get(key) if isinstance(section, dict) else None
 
 
-def _complete(summary: Record, steps: Sequence[Record], config: Record) -> Record:
+def _complete(summary: Record, steps: Sequence[Record], config: Record, parts: Sequence[Record]) -> Record:
     """`summary`, with what a run that has not ended (or ended badly) did not write."""
     known = {key: value for key, value in summary.items() if value is not None}
     task = _setting(config, "task", "name")
     model = _setting(config, "model", "path")
     last = steps[-1] if steps else {}
     from_steps: Record = {"seconds": last.get("time_s"), "status": "unfinished", "task": task, "model": model}
+    from_steps |= whole_run(parts) if parts else {}
+    from_steps["seconds_last_part"] = known.get("seconds", last.get("time_s"))
     from_steps["max_staleness"] = _setting(config, "staleness", "max_staleness")
     for key in ("accepted", "trained", "dropped_stale", "buffered", *LEDGER_DETAILS):
         from_steps[key] = last.get(key)
@@ -132,6 +136,8 @@ def _header(folder: Path, summary: Record) -> str:
     status = str(summary["status"])
     seconds = number(summary.get("seconds"))
     took = f" in {seconds:,.1f} s" if seconds is not None else ""
+    if (parts := number(summary.get("parts")) or 1) > 1:
+        took += f" and {parts:.0f} parts"
     error = f'<p class="error">{escape(str(summary["error"]))}</p>' if summary.get("error") else ""
     # Of a run that collapsed nothing else is worth as much as to know why.
     first, after = (error, "") if status == "collapsed" else ("", error)

@@ -13,11 +13,14 @@ from pathlib import Path
 
 from echo_planes import preflight
 from echo_planes.checkpoint import CheckpointMeta, newest_checkpoint
-from echo_planes.cli import describe, dump_config, load_config
+from echo_planes.cli import describe, dump_config, load_config, recorded_config
 from echo_planes.clock import Clock, MonotonicClock
 from echo_planes.config import Config
+from echo_planes.data.registry import adapter_options
 from echo_planes.errors import CollapsedError, EchoPlanesError, RunError, StoppedError, UserError
+from echo_planes.metrics import read_summary
 from echo_planes.process import keep_ray_private
+from echo_planes.resume import Change, changes_of, check_changes, check_unfinished
 from echo_planes.runner import Outcome
 from echo_planes.terminal import View
 
@@ -77,13 +80,17 @@ def run(config: Config) -> int:
     folder = run_folder(config)
     checkpoint: Path | None = None
     meta = CheckpointMeta(step=0, lineage_number=0, next_epoch=0)
+    changes: list[Change] = []
     if config.run.resume:
+        changes = changes_of(recorded_config(folder), config, lambda task: adapter_options(task)[1])
+        check_changes(changes, config.run.resume)
         checkpoint, meta = newest_checkpoint(folder)
+        check_unfinished(config, meta.step, str(read_summary(folder).get("status", "")))
     preflight.check(config, folder)
     clock = MonotonicClock()
     view = View(sys.stdout, config.run.steps, sys.stdout.isatty(), clock)
     view.event(f"run folder {folder}")
-    return asyncio.run(_run(config, folder, checkpoint, meta, view, clock))
+    return asyncio.run(_run(config, folder, checkpoint, meta, list(map(str, changes)), view, clock))
 
 
 def run_folder(config: Config) -> Path:
@@ -96,7 +103,13 @@ def run_folder(config: Config) -> Path:
 
 
 async def _run(
-    config: Config, folder: Path, checkpoint: Path | None, meta: CheckpointMeta, view: View, clock: Clock
+    config: Config,
+    folder: Path,
+    checkpoint: Path | None,
+    meta: CheckpointMeta,
+    changes: Sequence[str],
+    view: View,
+    clock: Clock,
 ) -> int:
     start_s = clock.now_s()
     # Heard by the loop, not by whatever code runs just then: some imports swallow an interruption.
@@ -129,6 +142,7 @@ async def _run(
             start_s=start_s,
             checkpoint=checkpoint,
             meta=meta,
+            changes=changes,
             make_planes=launch.RayPlanes,
             make_actuator=launch.make_actuator,
             kinds=config.fleet.fixed(),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from echo_planes import events as ev
+from echo_planes.claims import Rules, answers_fault, rules_of, stats_fault
 from echo_planes.clock import Clock
 from echo_planes.config import Config
 from echo_planes.controller import Controller
@@ -58,6 +59,7 @@ class Runner:
         resume_dir: checkpoint to continue from.
         guard: record of the guard it was written with.
         beside: runs as long as the run does (what keeps the fleet); its error ends the run.
+        rules: that answers to held-out prompts must keep to; default: those of the model.
     """
 
     def __init__(
@@ -73,8 +75,10 @@ class Runner:
         resume_dir: Path | None = None,
         guard: Mapping[str, Any] | None = None,
         beside: Callable[[Runner], Coroutine[Any, Any, None]] | None = None,
+        rules: Rules | None = None,
     ) -> None:
         self._config = config
+        self._rules = rules or rules_of(config)
         self._planes = planes
         self._observer = observer
         self._fleet = fleet
@@ -160,6 +164,7 @@ class Runner:
                 await self._publish(version)
             case ev.FormBatch(step):
                 batch = await self._planes.data.next_batch(step, BATCH_WAIT_S)
+                await self._hear_complaints()
                 if isinstance(batch, TrainBatch):
                     self._events.put_nowait(ev.BatchReady(batch))
                 else:
@@ -185,6 +190,15 @@ class Runner:
         if told.text:
             self._observer.on_event("guard", told.text)
         self._observer.on_guard(told.report)
+
+    async def _hear_complaints(self) -> None:
+        """Tell of the messages that the data plane refused, and give up workers that it fenced for them."""
+        for one in await self._planes.data.complaints():
+            messages = f"{one.count} malformed message{'' if one.count == 1 else 's'}"
+            text = f"{messages} refused, the last one: {one.reason} ({one.detail})"
+            self._observer.on_event("malformed", text, worker=one.worker_id)
+            if one.is_fenced:
+                self._lost(one.worker_id, one.epoch, f"too many in a row: {text}")
 
     async def _start_learner(self) -> None:
         limit_s = self._config.run.wait_limit_s
@@ -219,7 +233,8 @@ class Runner:
             self._built.add((worker_id, epoch))
             self._events.put_nowait(ev.WorkerReady(worker_id, epoch))
             await worker.run()
-        except (RunError, LeaseError, ClusterError) as why:  # LeaseError: replaced meanwhile
+        except (RunError, LeaseError, ClusterError) as why:  # LeaseError: replaced meanwhile, or fenced
+            await self._hear_complaints()
             self._lost(worker_id, epoch, str(why))
 
     async def _leave(self, worker_id: str, epoch: int, limit_s: float) -> None:
@@ -325,16 +340,22 @@ class Runner:
         if current is None:
             return None
         epoch, worker = current
+        num_samples = self._config.eval.samples_per_prompt
         try:
-            return await self._within(
+            answers = await self._within(
                 "evaluation",
                 self._config.run.wait_limit_s,
-                worker.evaluate(share, self._config.eval.samples_per_prompt, eval_draw(self._config)),
+                worker.evaluate(share, num_samples, eval_draw(self._config)),
                 worker=worker_id,
             )
         except RunError as why:
             self._lost(worker_id, epoch, str(why))
             return None
+        fault = answers_fault(answers, share, num_samples, worker_id, self._rules)
+        if fault is not None:
+            self._lost(worker_id, epoch, f"malformed answers: {fault.reason} ({fault.detail})")
+            return None
+        return answers
 
     # --- inside ----------------------------------------------------------------------------------
 
@@ -364,6 +385,9 @@ class Runner:
         async def ask(worker_id: str, epoch: int, worker: Worker) -> None:
             with suppress(RunError):  # its run() reports the loss
                 stats = await self._within("worker statistics", STATS_S, worker.stats(), worker=worker_id)
+                if fault := stats_fault(stats, worker_id):
+                    self._lost(worker_id, epoch, f"malformed counters: {fault.reason} ({fault.detail})")
+                    return
                 tokens, trajectories = accepted.get((worker_id, epoch), (0, 0))
                 self._observer.on_stats(epoch, replace(stats, tokens=tokens, trajectories=trajectories))
 

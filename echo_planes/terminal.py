@@ -123,11 +123,14 @@ def closing_lines(
         return "$-" if value is None else show_usd(value)
 
     status = summary.get("status", "unknown")
+    of_part = ""
+    if (parts := number(summary.get("parts")) or 1) > 1:
+        of_part = f" ({show('seconds_last_part', '.1f')} s of it in the last of {parts:.0f} parts)"
     of_all = "" if number(summary.get("steps")) == total_steps else f" of {total_steps:,}"
     lines = [
         "",
         f"{status}: {summary.get('task', '-')} with {summary.get('model', '-')}, "
-        f"{show('steps')}{of_all} steps in {show('seconds', '.1f')} s",
+        f"{show('steps')}{of_all} steps in {show('seconds', '.1f')} s{of_part}",
     ]
     generated = ""
     if number(summary.get("uninformative")):  # else they are nearly the same

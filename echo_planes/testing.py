@@ -17,6 +17,7 @@ from typing import Any
 from echo_planes.broadcasts import BroadcastBook
 from echo_planes.builders import make_router
 from echo_planes.checkpoint import CheckpointMeta, save_checkpoint
+from echo_planes.claims import LARGEST_INT32, Rules
 from echo_planes.clock import Clock
 from echo_planes.config import Config, WorkerConfig
 from echo_planes.data.service import DataService
@@ -208,6 +209,7 @@ class Simulation:
         trace = Trace()
 
         async def main(loop: VirtualTimeLoop) -> Outcome:
+            rules = Rules(LARGEST_INT32 + 1, self.config.model.max_model_len)  # fake engines have any tokens
             data = DataService(
                 self.config,
                 lineage,
@@ -216,6 +218,7 @@ class Simulation:
                 adapter=self.task,
                 clock=loop,
                 router=make_router(self.config.sampling.router, self.config.sampling.theta),
+                rules=rules,
             )
             fleet = {f"w{i}": WorkerInfo(f"w{i}", "fake", 1.0, 0) for i in range(len(self.seconds_per_token))}
             observer: Observer = trace
@@ -243,6 +246,7 @@ class Simulation:
                 clock=loop,
                 resume_dir=resume_dir,
                 beside=keeper.run if keeper else None,
+                rules=rules,
             )
             if self.stop_at_s is not None:
                 loop.call_later(self.stop_at_s, runner.request_stop, "Ctrl-C")

@@ -183,9 +183,21 @@ class Receipt:
 
     lease_id: str
     accepted: bool
-    # Why not: of the lease "unknown", "fenced", "expired", "duplicate"; of the group "incomplete", "failed",
-    # "mismatched", "unspanned", "unpublished".
+    # Why not: of the lease "unknown", "fenced", "expired", "duplicate"; of the group: see `claims.Reason`.
     reason: str = ""
+    detail: str = ""  # the same for people, in a line
+
+
+@dataclass(frozen=True, slots=True)
+class Complaint:
+    """Messages of a worker that were refused, because no worker that keeps the contract sends such things."""
+
+    worker_id: str
+    epoch: int
+    count: int  # messages
+    reason: str  # of the last one
+    detail: str
+    is_fenced: bool  # it sent too many in a row: nothing is taken of this incarnation any more
 
 
 # --- learning ------------------------------------------------------------------------------------
@@ -447,6 +459,7 @@ class BufferCounts:
     buffered: int = 0
     leased: int = 0
     refused: int = 0  # submissions turned away: expired, fenced, duplicate, unpublished, stale
+    malformed: int = 0  # messages of workers that were no such thing: groups (refused, too), tokens, counters
     failed: int = 0  # groups a task or an engine failed on; their prompts went back to the pool
     reward_timeout: int = 0  # of the failed: answers whose reward took too long
     reward_error: int = 0  # raised

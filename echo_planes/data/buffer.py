@@ -16,12 +16,13 @@ Invariants (kept by property tests):
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Container, Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
 
+from echo_planes.claims import Fault, Rules, group_fault, stats_fault, tokens_fault
 from echo_planes.config import StalenessConfig
 from echo_planes.data.buffer_state import Accepted, BufferState, NotReady
 from echo_planes.data.drafts import DraftShelf, made_under, num_tokens, oldest_version
@@ -34,11 +35,22 @@ from echo_planes.data.roll import WorkerRoll
 from echo_planes.data.store.choose import choose
 from echo_planes.data.store.index import Fate, GroupIndex
 from echo_planes.errors import LeaseError
-from echo_planes.samples import cover, sampled_tokens
-from echo_planes.types import BufferCounts, Draft, Group, Lease, LeaseTokens, Prompt, Receipt
+from echo_planes.samples import sampled_tokens
+from echo_planes.types import (
+    BufferCounts,
+    Complaint,
+    Draft,
+    Group,
+    Lease,
+    LeaseTokens,
+    Prompt,
+    Receipt,
+    WorkerStats,
+)
 
 RECENT_BATCHES = 4  # so many tell how many groups will be set aside
 MAX_ATTEMPTS = 3  # a prompt that fails this often is set aside, and counted
+MAX_MALFORMED = 4  # messages in a row, then a worker is fenced: more than a single bad prompt makes
 
 
 class ReplayBuffer:
@@ -56,6 +68,7 @@ class ReplayBuffer:
             is formed, and chosen, dropped or set aside ones settled.
         state: the cut to continue from.
         refill: which groups are set aside as uninformative; None: none is.
+        rules: that every message must keep to; None: of a simulation, without real tokens or misconduct.
     """
 
     def __init__(
@@ -71,7 +84,11 @@ class ReplayBuffer:
         index: GroupIndex,
         state: BufferState | None = None,
         refill: Refill | None = None,
+        rules: Rules | None = None,
     ) -> None:
+        self._rules = rules
+        self._malformed: Counter[str] = Counter()  # messages in a row, of each worker
+        self._complaints: dict[tuple[str, int], Complaint] = {}
         self._settings = self._staleness = staleness  # as configured, and in force
         self._refill = refill
         self._groups_per_step = groups_per_step
@@ -149,6 +166,7 @@ class ReplayBuffer:
         self._give_back(self._leases.forget(worker_id))
         self._leases.register(worker_id, epoch)
         self._workers.serves(worker_id, -1)
+        self._malformed.pop(worker_id, None)
 
     def lose(self, worker_id: str) -> int:
         """A worker is gone: its leases end, its prompts go to others. Returns how many."""
@@ -161,6 +179,15 @@ class ReplayBuffer:
         """A worker serves `version` from now on."""
         if worker_id in self._workers:
             self._workers.serves(worker_id, version)
+
+    def believes(self, epoch: int, stats: WorkerStats) -> bool:
+        """Whether counters are of a current incarnation and can be true; if not, they are complained of."""
+        if not self._leases.is_current(stats.worker_id, epoch):
+            return False
+        fault = stats_fault(stats, stats.worker_id) if self._rules else None
+        if fault is not None:
+            self._complain(stats.worker_id, epoch, fault)
+        return fault is None
 
     def park(self, worker_id: str, parked: bool) -> None:
         """A parked worker is leased nothing; what it was leased before goes on. It need not be there yet."""
@@ -224,11 +251,25 @@ class ReplayBuffer:
     def _keep_tokens(
         self, worker_id: str, epoch: int, messages: Sequence[LeaseTokens], now_s: float
     ) -> list[str]:
-        """Enter the tokens of leases that this incarnation still has; their ids."""
-        held = [m for m in messages if self._leases.holds(m.lease_id, worker_id, epoch, now_s)]
-        for message in held:
-            self._drafts.add(message)
-        return [message.lease_id for message in held]
+        """Enter the tokens of leases that this incarnation still has; their ids. A malformed message changes
+        no draft: its lease ends, and others go on from what there was before.
+        """
+        kept = []
+        for message in messages:
+            if not self._leases.holds(message.lease_id, worker_id, epoch, now_s):
+                continue
+            fault = tokens_fault(message, self._rules) if self._rules else None
+            try:
+                if fault is None:
+                    self._drafts.add(message)
+            except LeaseError as why:
+                fault = Fault("unspanned", f"lease {message.lease_id}: {why}")
+            if fault is None:
+                kept.append(message.lease_id)
+            else:
+                self._give_back([self._leases.give_up(message.lease_id)])
+                self._complain(worker_id, epoch, fault)
+        return kept
 
     def submit(self, worker_id: str, epoch: int, lease_id: str, group: Group, now_s: float) -> Receipt:
         """Take a finished group, or say why not. Its lease ends either way."""
@@ -238,12 +279,14 @@ class ReplayBuffer:
             reason = "duplicate" if lease_id in self._groups else str(why)
             self._count(refused=self._samples)
             return Receipt(lease_id, accepted=False, reason=reason)
-        tokens = self._drafts.close(lease_id)
-        refusal = self._refusal(lease, group)
-        if refusal:
-            self._count(discarded_tokens=tokens)
-            self._attempt_failed(lease, group, refusal)
-            return Receipt(lease_id, accepted=False, reason=refusal)
+        fault = group_fault(lease, group, self._line.has_made, self._rules)
+        if fault is not None:
+            self._attempt_failed(lease, group, fault)
+            if fault.is_malformed:
+                self._complain(worker_id, epoch, fault)
+            return Receipt(lease_id, accepted=False, reason=fault.reason, detail=fault.detail)
+        self._drafts.close(lease_id)
+        self._malformed.pop(worker_id, None)
         self._attempts.pop(lease.prompt.index, None)
         sampled = sampled_tokens(group)
         self._count(accepted=self._samples, accepted_tokens=sampled)
@@ -342,6 +385,11 @@ class ReplayBuffer:
             self._cursor.give_back(self._groups.pop(group.group_id).prompt_index)
         self._again = {g: n for g, n in self._again.items() if not gone[self._index.by_id[g.group_id]]}
 
+    def take_complaints(self) -> list[Complaint]:
+        """Of every incarnation what was refused of it since the last call, because it was malformed."""
+        complaints, self._complaints = list(self._complaints.values()), {}
+        return complaints
+
     # --- inside ----------------------------------------------------------------------------------
 
     def _is_to_be_replaced(self, group: Group) -> bool:
@@ -392,33 +440,39 @@ class ReplayBuffer:
             return NotReady("starved", f"{have}; newest version any worker serves is {newest}")
         return NotReady("filling", f"{have}; {len(self._leases)} leased to {len(self._workers)} workers")
 
-    def _refusal(self, lease: Lease, group: Group) -> str:
-        """Why a group whose lease is good cannot be accepted; empty if it can. A missing field refuses."""
-        if group.group_id != lease.group_id or len(group.trajectories) != lease.num_samples:
-            return "incomplete"
-        for trajectory in {id(one): one for one in group.trajectories}.values():  # what is one object, once
-            episode = trajectory.episode
-            if trajectory.status != "ok":
-                return "failed"
-            if trajectory.prompt != lease.prompt or trajectory.worker_id != lease.worker_id:
-                return "mismatched"
-            if not episode.response_ids or not cover(episode.spans, len(episode.response_ids)):
-                return "unspanned"
-            if not self._line.has_made(trajectory):
-                return "unpublished"
-        return ""
-
-    def _attempt_failed(self, lease: Lease, group: Group, refusal: str) -> None:
-        errors = [t.error for t in group.trajectories if t.error]
-        self.last_failure = errors[0] if errors else refusal
-        self._count(refused=self._samples, failed=self._samples if refusal == "failed" else 0)
-        for trajectory in group.trajectories:
-            if trajectory.status not in ("ok", "failed"):
-                self._count(**{trajectory.status: 1})
+    def _attempt_failed(self, lease: Lease, group: Group, fault: Fault) -> None:
+        """A prompt goes out again; what was streamed of it is gone on with, unless the task itself failed."""
+        self.last_failure = fault.detail
+        self._count(refused=self._samples)
         attempts = self._attempts.get(lease.prompt.index, 0) + 1
         self._attempts[lease.prompt.index] = attempts
-        if attempts < MAX_ATTEMPTS:
+        is_last = attempts >= MAX_ATTEMPTS
+        if fault.is_malformed and not is_last:
+            self._give_back([lease])
+            return
+        self._count(discarded_tokens=self._drafts.close(lease.lease_id))
+        if not is_last:
             self._cursor.give_back(lease.prompt.index)
+        if not fault.is_malformed:
+            self._count(failed=self._samples)
+            for trajectory in group.trajectories:
+                if trajectory.status not in ("ok", "failed"):
+                    self._count(**{trajectory.status: 1})
+
+    def _complain(self, worker_id: str, epoch: int, fault: Fault) -> None:
+        """A worker sent what no such worker sends; it is fenced where that was one too many in a row."""
+        self._count(malformed=1)
+        if self._rules is None:
+            return
+        self._malformed[worker_id] += 1
+        is_fenced = self._malformed[worker_id] >= MAX_MALFORMED
+        known = self._complaints.get((worker_id, epoch))
+        count = 1 + (known.count if known else 0)
+        self._complaints[worker_id, epoch] = Complaint(
+            worker_id, epoch, count, fault.reason, fault.detail, is_fenced
+        )
+        if is_fenced:
+            self.lose(worker_id)
 
     def _give_back(self, leases: list[Lease]) -> None:
         for lease in leases:

@@ -34,21 +34,30 @@ class DraftBook:
         something before it did not come. What is kept is always the beginning of what was sampled.
 
         Raises:
-            LeaseError: a piece is not whole, or goes on after its call's end ("malformed").
+            LeaseError: a piece is not whole, or goes on after its call's end ("malformed"). Then nothing of
+                the message is entered.
         """
+        lengths, ended = list(self._lengths), [bool(pieces[-1].finish_reason) for pieces in self._pieces]
+        kept: list[tuple[int, Draft]] = []
         for number, piece in tokens.pieces:
             if not is_whole(piece.sample) or number < 0:
                 raise LeaseError("malformed")
-            if number == len(self._pieces) and piece.first == 0 and piece.context:
+            if number == len(lengths) and piece.first == 0 and piece.context:
+                lengths.append(0)
+                ended.append(False)
+            elif number >= len(lengths) or piece.first != lengths[number]:
+                continue
+            elif ended[number]:
+                raise LeaseError("malformed")
+            lengths[number] += len(piece.sample.token_ids)
+            ended[number] = bool(piece.sample.finish_reason)
+            kept.append((number, piece))
+        for number, piece in kept:
+            if number == len(self._pieces):
                 self._contexts.append(piece.context)
                 self._pieces.append([])
-                self._lengths.append(0)
-            elif number >= len(self._pieces) or piece.first != self._lengths[number]:
-                continue
-            elif self._pieces[number][-1].finish_reason:
-                raise LeaseError("malformed")
             self._pieces[number].append(piece.sample)
-            self._lengths[number] += len(piece.sample.token_ids)
+        self._lengths = lengths
 
     def drafts(self, published: Mapping[int, str]) -> tuple[Draft, ...]:
         """What another worker can go on from.

@@ -122,8 +122,8 @@ class RoutedBuffer(ReplayBuffer):
         self._expect_nothing_of(worker_id)
 
     def tell(self, epoch: int, stats: WorkerStats) -> None:
-        """How a worker is. What an older incarnation says is passed over."""
-        if self._leases.is_current(stats.worker_id, epoch):
+        """How a worker is. What an older incarnation says, or nobody can believe, is passed over."""
+        if self.believes(epoch, stats):
             self._stats[stats.worker_id] = stats
             self._settled.setdefault(stats.worker_id, (stats.tokens, stats.busy_s))
 

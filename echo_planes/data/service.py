@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from echo_planes.claims import Rules, rules_of
 from echo_planes.clock import Clock, MonotonicClock
 from echo_planes.config import Config, ReplayConfig
 from echo_planes.data.batch import make_batch
@@ -37,6 +38,7 @@ from echo_planes.errors import DataError, EchoPlanesError, LeaseError, TaskError
 from echo_planes.process import settle
 from echo_planes.types import (
     BufferCounts,
+    Complaint,
     Group,
     IntArray,
     Lease,
@@ -71,6 +73,7 @@ class DataService:
         clock: seconds; the machine's by default.
         wall_s: seconds since 1970, for the rows.
         router: who hands the leases out; None: each worker that asks gets its even share of the permits.
+        rules: that workers' messages must keep to; default: those of the model.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class DataService:
         clock: Clock | None = None,
         wall_s: Callable[[], float] = time.time,
         router: Router | None = None,
+        rules: Rules | None = None,
     ) -> None:
         self._clock = clock or MonotonicClock()
         self._adapter = adapter or build_adapter(
@@ -96,6 +100,7 @@ class DataService:
         self._batch_size = config.sampling.trajectories_per_step
         self._broken: EchoPlanesError | None = None
         try:
+            rules = rules or rules_of(config)
             self._store, state, self._forgotten = open_store(store_dir, lineage, restore_dir, config)
             try:
                 self._curriculum = Curriculum(self._adapter, store_dir / LEVELS_NAME)
@@ -119,6 +124,7 @@ class DataService:
             index=self._store.index,
             state=state,
             refill=refill_of(config, self._overlong),
+            rules=rules,
         )
         self._accepted: dict[tuple[str, int], tuple[int, int]] = {}
         self._pulls: list[_Pull] = []  # in order of arrival
@@ -155,6 +161,8 @@ class DataService:
         Whoever waits longest is served first, so that a worker that asks often cannot crowd others out.
         """
         self._check()
+        if type(room) is not int:  # it is looked at in calls of others, too
+            raise LeaseError(f"worker {worker_id} asked for {type(room).__name__} of leases")
         request = _Pull(worker_id, epoch, room, asyncio.get_running_loop().create_future())
         self._pulls.append(request)
         try:
@@ -191,18 +199,24 @@ class DataService:
     async def submit(self, worker_id: str, epoch: int, groups: list[tuple[str, Group]]) -> list[Receipt]:
         """Finished groups with their lease ids; one receipt each, in order. What is accepted is durable.
 
+        Of what is refused nothing is written, and nothing else changes: see `claims`.
+
         Raises:
+            LeaseError: it is no list of leases and groups.
             ClusterError: the disk is full or cannot be written. The buffer may know more than the store then,
                 so nothing is accepted or handed out any more; the run ends, and a resume continues it.
         """
         self._check()
+        if not all(isinstance(one, tuple) and len(one) == 2 and type(one[0]) is str for one in groups):
+            raise LeaseError("results come as pairs of a lease's name and a group")
         now_s = self._clock.now_s()
         receipts = [self._buffer.submit(worker_id, epoch, lease, group, now_s) for lease, group in groups]
         accepted = [group for (_, group), receipt in zip(groups, receipts, strict=True) if receipt.accepted]
-        tokens, trajectories = self._accepted.get((worker_id, epoch), (0, 0))
-        members = [member for group in accepted for member in group.trajectories]
-        tokens += sum(sum(member.episode.response_mask) for member in members)
-        self._accepted[worker_id, epoch] = (tokens, trajectories + len(members))
+        if accepted:
+            tokens, trajectories = self._accepted.get((worker_id, epoch), (0, 0))
+            members = [member for group in accepted for member in group.trajectories]
+            tokens += sum(sum(member.episode.response_mask) for member in members)
+            self._accepted[worker_id, epoch] = (tokens, trajectories + len(members))
         try:
             with self._whole(f"groups {', '.join(group.group_id for group in accepted)} cannot be kept"):
                 self._keep(accepted)
@@ -268,6 +282,10 @@ class DataService:
     async def accepted(self) -> dict[tuple[str, int], tuple[int, int]]:
         """Sampled tokens and trajectories that were accepted of every incarnation (worker, epoch)."""
         return dict(self._accepted)
+
+    async def complaints(self) -> list[Complaint]:
+        """Of every incarnation what was refused of it since the last call, because it was malformed."""
+        return self._buffer.take_complaints()
 
     async def save(self, folder: Path) -> None:
         """Write the consistent cut of `ReplayBuffer.state` to a checkpoint's data folder.

@@ -227,11 +227,11 @@ class WatchedBuffer(ReplayBuffer):
         if not receipt.accepted:
             self.tally.refused += 1
         if known is not None and lives:
-            del self.held[lease_id]
             if honest:
+                del self.held[lease_id]
                 self._accepted(group, known.lease.prompt.index)
             else:
-                self._failed(group, known.lease.prompt.index)
+                self._failed(group, lease_id)
         return receipt
 
     def expire(self, now_s: float) -> int:
@@ -364,10 +364,17 @@ class WatchedBuffer(ReplayBuffer):
         rewards = [trajectory.reward for trajectory in group.trajectories]
         return all(reward == rewards[0] for reward in rewards)
 
-    def _failed(self, group: Group, index: int) -> None:
+    def _failed(self, group: Group, name: str) -> None:
+        """A result was refused. Where it was not the task that failed, others go on with what there was."""
+        index = self.held[name].lease.prompt.index
+        failed = any(t.status != "ok" for t in group.trajectories)
         self._tries[index] = self._tries.get(index, 0) + 1
+        self.tally.failed += failed
+        if self._tries[index] < MAX_ATTEMPTS and not failed:
+            self._end(name)
+            return
+        del self.held[name]
         self._move(index, "waiting" if self._tries[index] < MAX_ATTEMPTS else "set aside")
-        self.tally.failed += any(t.status != "ok" for t in group.trajectories)
 
     def _too_old(self, name: str, index: int) -> None:
         """A group is dropped: its prompt goes out again."""

@@ -16,9 +16,10 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from echo_planes.cli import config_dir, describe_section, parse_value, read_yaml, set_key
-from echo_planes.config import NonNegativeFloat, PositiveFloat, PositiveInt, Section, StalenessConfig
+from echo_planes.config import StalenessConfig
 from echo_planes.errors import ConfigError, nearest
 from echo_planes.rollout.router import PolicyName
+from echo_planes.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from echo_planes.sim.engine_model import EngineSpec
 from echo_planes.sim.network import Dissemination
 from echo_planes.sim.spot import AtEnd, SpotTrace, read_trace

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from echo_planes.claims import Rules
 from echo_planes.config import StalenessConfig, WorkerConfig
 from echo_planes.data.service import DataService
 from echo_planes.data.store.files import REPLAY_FOLDER
@@ -257,7 +258,14 @@ class Fleet:
             config,
             sampling={**config.sampling.model_dump(), "prompts_per_step": 16, "max_new_tokens": 9},
         )
-        self.data = DataService(self.config, "L0", folder / REPLAY_FOLDER, adapter=fake_task(), clock=loop)
+        self.data = DataService(
+            self.config,
+            "L0",
+            folder / REPLAY_FOLDER,
+            adapter=fake_task(),
+            clock=loop,
+            rules=Rules(vocabulary=2**31, max_tokens=512),  # no token of any engine is that of another
+        )
         self.epochs = dict.fromkeys(("w0", "w1", "w2"), -1)
         self.engines: dict[tuple[str, int], LoggedEngine] = {}
         self.networks: dict[tuple[str, int], Network] = {}

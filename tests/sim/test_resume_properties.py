@@ -117,7 +117,7 @@ class Life:
         if self.leases:
             lease = self.rng.choice(self.leases)
             mine = self.tokens[lease.lease_id]
-            new = [(self.rng.randrange(99), self.rng.random(), self.newest) for _ in range(3)]
+            new = [(self.rng.randrange(99), -self.rng.random(), self.newest) for _ in range(3)]
             ids, logprobs, _ = zip(*new, strict=True)
             piece = Sample(ids, logprobs, (Span(0, 3, self.newest, f"d{self.newest}"),), "")
             sent = Draft(() if mine else lease.prompt.token_ids, piece, len(mine))

@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from echo_planes.config import StalenessConfig
+from echo_planes.data.buffer import MAX_ATTEMPTS
 from echo_planes.data.buffer_state import Accepted, BufferState, NotReady
 from echo_planes.data.cut import CUT_NAME, load_cut, write_cut
 from echo_planes.data.refill import Refill
@@ -103,6 +104,7 @@ class Schedule:
         self.leases: list[Held] = []  # that some incarnation believes to have
         self.kept: dict[int, list[Call]] = {}  # tokens of unfinished prompts, by prompt index
         self.next_token = 0
+        self.tries: dict[int, int] = {}  # results of a prompt that were refused
         self.streamed = self.in_accepted = self.continued = self.continued_tokens = 0
         self.epochs = {f"w{i}": 0 for i in range(self.rng.randint(1, 3))}
         self.serves = dict.fromkeys(self.epochs, -1)
@@ -336,9 +338,14 @@ class Schedule:
         if receipt.accepted:
             self.taken_in(group, says_nothing=rewards[0] == rewards[-1])
             self.finished.append(sum(len(one.episode.response_ids) for one in group.trajectories))
+        index = lease.prompt.index
         if self.holds(held):
-            tokens = sum(len(call.tokens) for call in self.kept.pop(lease.prompt.index))
-            self.in_accepted += tokens if receipt.accepted else 0
+            self.tries[index] = 0 if receipt.accepted else self.tries.get(index, 0) + 1
+            if receipt.accepted or self.tries[index] == MAX_ATTEMPTS:
+                tokens = sum(len(call.tokens) for call in self.kept.pop(index))
+                self.in_accepted += tokens if receipt.accepted else 0
+            else:  # others go on with what there was
+                self.ended(held)
         elif held.lives:  # its time was up, and nobody had looked
             self.leases.append(held)
 
@@ -386,6 +393,7 @@ class Schedule:
             state, _ = load_cut(Path(folder) / CUT_NAME)
         self.resumes += 1
         self.recent.clear()
+        self.tries.clear()
         self.buffer = self.build(self.buffer.index, state)
         self.finished = []
         self.publish()

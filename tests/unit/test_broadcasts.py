@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from echo_planes.broadcasts import BroadcastBook
+from echo_planes.broadcasts import BroadcastBook, summary_of
 from echo_planes.types import BroadcastStats, InstallReport, Manifest
 
 
@@ -60,11 +60,11 @@ def test_a_row_says_what_a_publication_weighed_and_how_it_travelled() -> None:
 
 def test_the_summary_is_about_patches_where_it_says_so() -> None:
     book = BroadcastBook()
-    assert book.summary()["patch_ratio_median"] is None
+    assert summary_of(book.rows())["patch_ratio_median"] is None
     book.on_published(manifest(0, payload_bytes=4000, changed=2000), 0.5, now_s=0.0)
     book.on_published(manifest(1, payload_bytes=400), 0.1, now_s=5.0)
-    assert book.summary()["patch_ratio_median"] == 10.0
-    assert book.summary()["bytes_per_changed_median"] == 0.4
+    assert summary_of(book.rows())["patch_ratio_median"] == 10.0
+    assert summary_of(book.rows())["bytes_per_changed_median"] == 0.4
 
 
 def test_a_publication_without_changes_has_no_bytes_per_change() -> None:

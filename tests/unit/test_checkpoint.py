@@ -552,15 +552,20 @@ def test_another_number_of_samples_is_refused_on_a_resume(tmp_path: Path) -> Non
         asyncio.run(main())
 
 
-def test_a_group_that_cannot_be_written_down_ends_acceptance(tmp_path: Path) -> None:
+def test_a_group_that_cannot_be_written_down_ends_acceptance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot(*_: object, **__: object) -> None:
+        raise OverflowError("too large")  # `claims` let something pass that no file takes
+
     async def main() -> None:
         plane = Plane(tmp_path, "L0")
         await plane.serve(0)
         (lease,) = await plane.pull(1)
         group = of_lineage("L0", answer(lease))
-        odd = tuple(replace(t, episode=replace(t.episode, notes="\ud800")) for t in group.trajectories)
-        with pytest.raises(DataError, match=f"groups {lease.group_id} cannot be kept: UnicodeEncodeError"):
-            await plane.data.submit("w0", 0, [(lease.lease_id, replace(group, trajectories=odd))])
+        monkeypatch.setattr(plane.data._store, "append_groups", cannot)
+        with pytest.raises(DataError, match=f"groups {lease.group_id} cannot be kept: OverflowError"):
+            await plane.data.submit("w0", 0, [(lease.lease_id, group)])
         for call in (plane.data.next_batch(0, 0.0), plane.data.save(tmp_path / "saved"), plane.pull(1)):
             with pytest.raises(DataError, match="cannot be kept"):
                 await call

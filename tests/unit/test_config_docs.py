@@ -12,8 +12,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from echo_planes.cli import GROUPS, config_dir, describe, load_config
-from echo_planes.config import Config, FleetConfig, Section
+from echo_planes.config import Config, FleetConfig
 from echo_planes.run import USAGE, main
+from echo_planes.settings import Section
 from tasks.math.options import MathOptions
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -45,7 +45,7 @@ from echo_planes.types import (
 class Books:
     """A journal with its clock, folder and terminal."""
 
-    def __init__(self, folder: Path, config: Config | None = None) -> None:
+    def __init__(self, folder: Path, config: Config | None = None, start_step: int = 0) -> None:
         self.folder = folder
         self.clock = ManualClock(1000.0)
         self.screen = io.StringIO()
@@ -58,6 +58,7 @@ class Books:
             self.clock,
             self.exported.append,
             start_s=1000.0,
+            start_step=start_step,
         )
 
     def step(self, step: int, *names: str, versions: list[int] | None = None, seconds: float = 10.0) -> None:

@@ -20,6 +20,8 @@ def test_only_what_there_is_is_said() -> None:
     refilled = ledger_equation(books | {"uninformative": 16, "reused": 0})
     assert refilled.endswith("+ 4 removed + 16 uninformative + 200 buffered")
     lost = ledger_equation(books | {"unreadable_tokens": 5000})
+    spoilt = ledger_equation(books | {"malformed": 3})
+    assert spoilt.endswith("32 trained again; 3 malformed messages refused")
     assert lost.endswith("32 trained again; 5,000 tokens of the checkpoint unreadable, sampled again")
 
 

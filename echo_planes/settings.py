@@ -1,0 +1,37 @@
+"""How a setting is declared: sections, common types, and whether a resume may change it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Interval = Annotated[tuple[float, float], Field(strict=False)]  # YAML has lists only
+
+_MARK = "on_resume"
+
+
+class Section(BaseModel):
+    """A settings section: unknown keys and silent coercions are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
+
+
+def Fixed(default: Any, **field: Any) -> Any:
+    """A setting of the run for good: what was recorded or trained under it would be something else."""
+    return Field(default, json_schema_extra={_MARK: "fixed"}, **field)
+
+
+def Free(default: Any, **field: Any) -> Any:
+    """A setting that a resume may change, and tells."""
+    return Field(default, json_schema_extra={_MARK: "free"}, **field)
+
+
+def on_resume(field: FieldInfo) -> str:
+    """ "fixed" or "free"; "" where the field does not say."""
+    extra = field.json_schema_extra
+    return str(extra.get(_MARK, "")) if isinstance(extra, dict) else ""
