@@ -61,19 +61,26 @@ def _belongs(pid: int, folder: str) -> bool:
         environment = Path(f"/proc/{pid}/environ").read_bytes()
         if f"\0{FOLDER}={folder}\0".encode() in b"\0" + environment:
             return True
-    with suppress(OSError):
-        for number in os.listdir(f"/proc/{pid}/fd"):
-            if os.readlink(f"/proc/{pid}/fd/{number}").startswith(f"{folder}/") and _writes(pid, number):
-                return True
-    return False
+    return any(_writes(pid, number, folder) for number in _descriptors(pid))
 
 
-def _writes(pid: int, descriptor: str) -> bool:
-    """Somebody who reads a log, from outside the run, does not."""
-    fields = dict(
-        line.split(":", 1) for line in Path(f"/proc/{pid}/fdinfo/{descriptor}").read_text().splitlines()
-    )
-    return bool(int(fields["flags"], 8) & (os.O_WRONLY | os.O_RDWR))
+def _descriptors(pid: int) -> list[str]:
+    try:
+        return os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return []
+
+
+def _writes(pid: int, descriptor: str, folder: str) -> bool:
+    """Whether an open file lies in the folder, and not for reading alone, as for one who looks at logs."""
+    try:
+        if not os.readlink(f"/proc/{pid}/fd/{descriptor}").startswith(f"{folder}/"):
+            return False
+        lines = Path(f"/proc/{pid}/fdinfo/{descriptor}").read_text().splitlines()
+    except OSError:  # closed meanwhile
+        return False
+    flags = next(line.split()[1] for line in lines if line.startswith("flags:"))
+    return bool(int(flags, 8) & (os.O_WRONLY | os.O_RDWR))
 
 
 def _kill(pid: int, folder: str) -> None:
