@@ -163,7 +163,7 @@ class Scratch:
                 # It forks, so that no parent of ours takes it for our child and kills it beside us.
                 subprocess.run(
                     [sys.executable, "-I", "-S", "-c", BOOT, *words],
-                    stdin=theirs,
+                    stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     cwd="/",

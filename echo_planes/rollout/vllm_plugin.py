@@ -295,12 +295,26 @@ class LiveWeightTransferEngine(WeightTransferEngine[NoInfo, InstallInfo]):  # ty
         """Nothing to release."""
 
 
+def enter_process() -> None:
+    """First act in a process of vLLM's own: it ends with its parent, and names what it shares."""
+    die_with_parent()
+    name_shared_memory()
+
+
 class OneRank(UniProcExecutor):  # type: ignore[misc]
-    """vLLM's own. By its name the engine's process imports this module before anything else of its own."""
+    """vLLM's own, in whose process the model is."""
+
+    def _init_executor(self) -> None:
+        enter_process()
+        super()._init_executor()
 
 
 class SeveralRanks(MultiprocExecutor):  # type: ignore[misc]
-    """See `OneRank`: this engine's process holds no weights, and would not import this module otherwise."""
+    """vLLM's own, in a process without weights: the ranks are its children."""
+
+    def _init_executor(self) -> None:
+        enter_process()
+        super()._init_executor()
 
 
 class WorkerExtension:
@@ -383,6 +397,5 @@ def _let_modules_be_scanned() -> None:
 
 
 if multiprocessing.parent_process() is not None:  # a process of vLLM's own, not whoever started vLLM
-    die_with_parent()
-    name_shared_memory()
+    enter_process()
 register()

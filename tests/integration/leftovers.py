@@ -83,6 +83,12 @@ def look(
     return found(processes, os.listdir(temporary), os.listdir(shared_memory), control_groups())
 
 
+def maker(control_group: str) -> int:
+    """Id of the process whose sandbox a control group is; 0 where the name tells none."""
+    number = control_group.removeprefix(f"{CONTROL_GROUP}sandbox-").partition("-")[0]
+    return int(number) if number.isdecimal() else 0
+
+
 def missing() -> str:
     """Why there can be no `Room` here; "" when there can."""
     if os.geteuid() != 0:
@@ -160,8 +166,11 @@ class Room:
 
     def look(self) -> Left:
         """What there is now, but for control groups that were there before."""
-        seen = look(self.processes(), self.folder(self.TEMPORARY), self.folder("/dev/shm"))
-        return seen - self._before
+        inside = self.processes()
+        seen = look(inside, self.folder(self.TEMPORARY), self.folder("/dev/shm"))
+        strangers = set(psutil.pids()) - {process.pid for process in inside}
+        theirs = frozenset(name for name in seen.control_groups if maker(name) in strangers)
+        return seen - self._before - Left(control_groups=theirs)
 
 
 def machine(processes: Sequence[psutil.Process]) -> Left:
