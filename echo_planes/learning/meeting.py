@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import psutil
-from torch import distributed
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from echo_planes.errors import ClusterError, ConfigError
 
 LOOPBACK = "127.0.0.1"
 
 
-def meet(rank: int, world_size: int, port: int, timeout: timedelta) -> distributed.Store:
+def meet(rank: int, world_size: int, port: int, timeout: timedelta) -> Store:
     """The store of a process group: in memory for one rank, else at MASTER_ADDR (loopback unless set).
 
     Also has gloo and NCCL keep to the interface of that address, unless the environment names another.
@@ -34,9 +34,9 @@ def meet(rank: int, world_size: int, port: int, timeout: timedelta) -> distribut
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # NCCL takes a bare name for a beginning
     if world_size == 1:
-        return distributed.HashStore()
+        return HashStore()
     if rank > 0:
-        return distributed.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+        return TCPStore(address, port, world_size, is_master=False, timeout=timeout)
     try:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, port), family=family, backlog=world_size)
@@ -45,7 +45,7 @@ def meet(rank: int, world_size: int, port: int, timeout: timedelta) -> distribut
             f"learner.master_port={port}: rank 0 cannot listen on {address} ({error.strerror}); choose "
             "another port, or leave it out for a free one"
         ) from error
-    return distributed.TCPStore(
+    return TCPStore(
         address,
         port,
         world_size,
