@@ -16,9 +16,10 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from echo_planes.builders import ScorerBuilder, TaskBuilder, make_router
 from echo_planes.clock import Clock
+from echo_planes.cluster import NodeWatch
 from echo_planes.config import Config, WorkerConfig
+from echo_planes.data.actor import DataService
 from echo_planes.data.batch import make_batch, train_everything
-from echo_planes.data.service import DataService
 from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.errors import (
     EchoPlanesError,
@@ -65,10 +66,14 @@ class _Actor:
     handle: Any
     name: str
     gone: type[RunError]
+    node: NodeWatch | None = None  # in the process that started the cluster
 
     async def call(self, method: str, *arguments: Any) -> Any:
+        answer = getattr(self.handle, method).remote(*arguments)
         try:
-            return await getattr(self.handle, method).remote(*arguments)
+            return await (answer if self.node is None else self.node.while_up(answer))
+        except ConnectionResetError as error:
+            raise self.gone(f"{self.name}: {error}") from error
         except RayTaskError as error:
             if isinstance(error.cause, EchoPlanesError):
                 raise error.cause from None
@@ -82,8 +87,8 @@ class _Actor:
 class RemoteData:
     """`DataService` in an actor; also what workers are handed."""
 
-    def __init__(self, handle: Any, run_dir: Path) -> None:
-        self._actor = _Actor(handle, f"replay buffer (resume with run.resume={run_dir})", RunError)
+    def __init__(self, handle: Any, run_dir: Path, node: NodeWatch | None = None) -> None:
+        self._actor = _Actor(handle, f"replay buffer (resume with run.resume={run_dir})", RunError, node)
 
     async def ready(self) -> int:
         return int(await self._actor.call("ready"))
@@ -148,7 +153,13 @@ class RemoteLearner:
     """All learner ranks, called alike."""
 
     def __init__(
-        self, config: Config, link: WeightLink, signing_key: bytes, run_dir: Path, start_step: int
+        self,
+        config: Config,
+        link: WeightLink,
+        signing_key: bytes,
+        run_dir: Path,
+        start_step: int,
+        node: NodeWatch | None,
     ) -> None:
         settings = config.learner
         port = settings.master_port or free_port()
@@ -161,6 +172,7 @@ class RemoteLearner:
                 remote.remote(config, rank, settings.num_ranks, port, run_dir / "failures"),
                 f"learner rank {rank} (resume with run.resume={run_dir}, checkpoints in {checkpoints})",
                 LearnerLostError,
+                node,
             )
             for rank in range(settings.num_ranks)
         ]
@@ -218,9 +230,9 @@ class RemoteLearner:
 class RemoteWorker:
     """One incarnation of a rollout worker in an actor."""
 
-    def __init__(self, handle: Any, name: str, learner: RemoteLearner) -> None:
+    def __init__(self, handle: Any, name: str, learner: RemoteLearner, node: NodeWatch | None = None) -> None:
         self.handle = handle
-        self._actor = _Actor(handle, name, WorkerGoneError)
+        self._actor = _Actor(handle, name, WorkerGoneError, node)
         self._learner = learner
 
     async def start(self) -> None:
@@ -285,7 +297,9 @@ class RayPlanes:
         restore = resume_dir / "data" if resume_dir else None
         router = make_router(config.sampling.router, config.sampling.theta)
         data = service.remote(config, lineage, run_dir / REPLAY_FOLDER, restore, router=router)
-        self.data = RemoteData(data, run_dir)
+        self._node = NodeWatch.of_this_process()
+        self.data = RemoteData(data, run_dir, self._node)
+        self._data_for_workers = RemoteData(data, run_dir)  # theirs ends with their own node
         key = config.weights.key_file
         # Kept, so that what a resumed run publishes continues its store.
         signer = Signer.from_file(key) if key else Signer.kept_in(run_dir / "signing_key.pem")
@@ -297,7 +311,9 @@ class RayPlanes:
             model_bytes=sum(file.stat().st_size for file in config.model.folder.glob("*.safetensors")),
             config=reachable(config.weights, len([node for node in ray.nodes() if node["Alive"]])),
         )
-        self.learner = RemoteLearner(config, self._link, signer.private_bytes(), run_dir, start_step)
+        self.learner = RemoteLearner(
+            config, self._link, signer.private_bytes(), run_dir, start_step, self._node
+        )
 
     def enlist(self, worker_id: str, kind: WorkerConfig) -> None:
         """What a worker that is about to be spawned is."""
@@ -315,12 +331,12 @@ class RayPlanes:
                 epoch,
                 self._link,
                 kind,
-                self.data,
+                self._data_for_workers,
                 TaskBuilder(self._config),
                 ScorerBuilder(self._config),
             )
         )
-        worker = RemoteWorker(handle, f"worker {worker_id} ({kind.sku})", self.learner)
+        worker = RemoteWorker(handle, f"worker {worker_id} ({kind.sku})", self.learner, self._node)
         self._workers[worker_id] = worker
         return worker
 

@@ -4,22 +4,49 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import multiprocessing
 import os
 import secrets
 import signal
 import socket
 import sys
 
+from echo_planes.scratch import join
+
 PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent dies, so that a killed node leaves nothing behind.
+    """Ask Linux to kill this process when its parent dies, so that whoever is killed leaves nothing behind.
 
-    Without it an actor outlives its node's daemon by more than a minute, and keeps its GPU.
+    Without it an actor outlives its node's daemon by more than a minute, and an engine its actor for good,
+    and keeps its GPU. It holds as long as the calling thread does, and goes with the *thread* that started
+    this process: both must live as long as their processes.
+
+    Raises:
+        OSError: the kernel refuses.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if sys.platform != "linux":
+        return
+    parent_pid = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    # A parent that died before is never told of. Others than multiprocessing's children read a pipe from
+    # their parent next, or are looked after by Ray.
+    known = multiprocessing.parent_process()
+    if os.getppid() != parent_pid or (known is not None and not known.is_alive()):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def enter_actor() -> None:
+    """First act in an actor's process: it ends with its node, and keeps its files where they are cleared.
+
+    Raises:
+        ClusterError: there is no room for temporary files.
+    """
+    die_with_parent()
+    join()
 
 
 def keep_ray_private() -> None:

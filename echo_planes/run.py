@@ -130,7 +130,7 @@ async def _run(
         view.event(told)
     with ExitStack() as stack:
         with view.phase("Ray"):
-            stack.enter_context(cluster.ray_session(config))
+            stack.enter_context(cluster.ray_session(config, folder / "ray_logs"))
         await asyncio.sleep(HEAR_S)
         # Only now is anything written: a mistake leaves no run folder behind.
         meta = open_folder(config, folder, checkpoint, meta)

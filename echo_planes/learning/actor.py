@@ -12,7 +12,7 @@ import ray
 from echo_planes.clock import MonotonicClock
 from echo_planes.config import Config
 from echo_planes.errors import RunError
-from echo_planes.process import die_with_parent, settle
+from echo_planes.process import enter_actor, settle
 from echo_planes.types import Adjustment, BroadcastStats, FloatArray, Manifest, StepStats, TrainBatch
 from echo_planes.weights.choice import CodecChoice
 from echo_planes.weights.digest import BitTensor
@@ -35,7 +35,7 @@ class LearnerProcess:
     def __init__(
         self, config: Config, rank: int, world_size: int, master_port: int, failure_dir: Path
     ) -> None:
-        die_with_parent()
+        enter_actor()
         from echo_planes.learning.learner import Learner
 
         self._config = config

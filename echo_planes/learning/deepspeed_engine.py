@@ -18,6 +18,7 @@ from torch import Tensor
 
 from echo_planes.config import LearnerConfig
 from echo_planes.errors import ConfigError, DataError
+from echo_planes.learning.meeting import meet
 from echo_planes.learning.policy_model import PolicyModel
 from echo_planes.weights.device_scan import DeviceMirror, host_copy, leaves_room
 from echo_planes.weights.digest import BitArray
@@ -78,11 +79,13 @@ class DeepSpeedEngine:
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
         # Errors are wanted, the progress report on standard output is not.
         deepspeed.logger.setLevel("ERROR")
-        deepspeed.init_distributed(
-            "nccl" if device.type == "cuda" else "gloo",
-            auto_mpi_discovery=False,
-            timeout=timedelta(seconds=timeout_s),
+        backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
+        store = meet(rank, world_size, master_port, timeout)
+        # Before DeepSpeed, which takes the group that is there, and would listen on all addresses.
+        torch.distributed.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timeout
         )
+        deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout)
         self._mirror: DeviceMirror | None = None
         self._trained = False  # whether an update was made here, so that training's peak of memory is known
         self._deepspeed = deepspeed
@@ -234,7 +237,6 @@ class DeepSpeedEngine:
 
 def _set_environment(device: torch.device, rank: int, world_size: int, master_port: int) -> None:
     """What torchrun would have set."""
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.update(
         MASTER_PORT=str(master_port),
         RANK=str(rank),

@@ -13,7 +13,7 @@ import ray
 
 from echo_planes.config import Config, WorkerConfig
 from echo_planes.errors import RunError
-from echo_planes.process import die_with_parent
+from echo_planes.process import enter_actor
 from echo_planes.rollout.notices import Cloud, MetadataService, watch
 from echo_planes.rollout.scoring import ProcessScorer
 from echo_planes.rollout.sources import Task, WorkSource
@@ -52,7 +52,7 @@ class WorkerProcess:
         build_task: Callable[[], Task],
         build_scorer: Callable[[float], ProcessScorer],
     ) -> None:
-        die_with_parent()
+        enter_actor()
         self._config = config
         self._id = worker_id
         self._epoch = epoch

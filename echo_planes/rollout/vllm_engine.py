@@ -156,7 +156,10 @@ class VllmEngine:
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
+
+        from echo_planes.rollout.vllm_plugin import OneRank, SeveralRanks
 
         on_cpu = current_platform.is_cpu()
         arguments = AsyncEngineArgs(
@@ -178,7 +181,12 @@ class VllmEngine:
         )
         with engine_environment(on_cpu, self._config.num_ranks):
             try:
-                return AsyncLLM.from_engine_args(arguments)
+                return AsyncLLM(
+                    arguments.create_engine_config(UsageContext.ENGINE_CONTEXT),
+                    OneRank if self._config.num_ranks == 1 else SeveralRanks,
+                    log_stats=not arguments.disable_log_stats,
+                    log_requests=arguments.enable_log_requests,
+                )
             except RuntimeError as error:
                 raise RunError(f"the vLLM engine did not start: {error}") from error
 

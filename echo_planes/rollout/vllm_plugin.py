@@ -9,6 +9,7 @@ people who start vLLM themselves.
 from __future__ import annotations
 
 import functools
+import multiprocessing
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -30,10 +31,13 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from echo_planes.errors import WeightsError
 from echo_planes.process import die_with_parent
 from echo_planes.rollout.vllm_shards import GlooRanks, check_loaded, hugging_face_pieces, placed
+from echo_planes.scratch import name_shared_memory
 from echo_planes.types import Manifest, TensorSpec
 from echo_planes.weights.codec import Applied, Change
 from echo_planes.weights.digest import BIT_DTYPES, BitTensor, bit_tensor
@@ -251,7 +255,6 @@ class LiveWeightTransferEngine(WeightTransferEngine[NoInfo, InstallInfo]):  # ty
         if self.parallel_config.world_size == 1:
             self.receiver = Receiver(LiveTensors(model), self.probe)
             return
-        die_with_parent()  # a rank that waits for a lost one would outlive its engine
         pieces = list(hugging_face_pieces(model))
         where = placed(pieces)
         ranks = GlooRanks()
@@ -290,6 +293,28 @@ class LiveWeightTransferEngine(WeightTransferEngine[NoInfo, InstallInfo]):  # ty
 
     def shutdown(self) -> None:
         """Nothing to release."""
+
+
+def enter_process() -> None:
+    """First act in a process of vLLM's own: it ends with its parent, and names what it shares."""
+    die_with_parent()
+    name_shared_memory()
+
+
+class OneRank(UniProcExecutor):  # type: ignore[misc]
+    """vLLM's own, in whose process the model is."""
+
+    def _init_executor(self) -> None:
+        enter_process()
+        super()._init_executor()
+
+
+class SeveralRanks(MultiprocExecutor):  # type: ignore[misc]
+    """vLLM's own, in a process without weights: the ranks are its children."""
+
+    def _init_executor(self) -> None:
+        enter_process()
+        super()._init_executor()
 
 
 class WorkerExtension:
@@ -371,4 +396,6 @@ def _let_modules_be_scanned() -> None:
     _lib_wrapper.__getattr__ = look_up_function
 
 
+if multiprocessing.parent_process() is not None:  # a process of vLLM's own, not whoever started vLLM
+    enter_process()
 register()

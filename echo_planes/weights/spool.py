@@ -14,8 +14,8 @@ import weakref
 from pathlib import Path
 
 from echo_planes.errors import ClusterError
+from echo_planes.scratch import shared_folder
 
-SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "echo-node-"
 LOCK_NAME = "lock"
 MIN_ROOM_BYTES = 256 * 1024**2  # less than this in shared memory: use the temporary folder
@@ -114,9 +114,10 @@ class SpoolFile:
 
 def _root() -> Path:
     """Shared memory where it exists with room, else the temporary folder."""
+    shared = shared_folder()
     try:
-        status = os.statvfs(SHARED_MEMORY)
+        status = os.statvfs(shared)
     except OSError:
         return Path(tempfile.gettempdir())
-    has_room = status.f_bavail * status.f_frsize >= MIN_ROOM_BYTES and os.access(SHARED_MEMORY, os.W_OK)
-    return SHARED_MEMORY if has_room else Path(tempfile.gettempdir())
+    has_room = status.f_bavail * status.f_frsize >= MIN_ROOM_BYTES and os.access(shared, os.W_OK)
+    return shared if has_room else Path(tempfile.gettempdir())

@@ -26,6 +26,7 @@ import psutil
 
 from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.data.store.snapshot import StoreSnapshot
+from tests.integration.leftovers import Room
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_LIMIT_S = 420.0  # a whole run takes a minute on two idle cores; the machine may be busy
@@ -160,9 +161,10 @@ def program(
     run_dir: Path,
     *words: str,
     command: Sequence[str] = PROGRAM,
+    room: Room | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Program]:
-    """Start the program on `run_dir`; whatever is left of it at the end is killed.
+    """Start the program on `run_dir`, in `room`; whatever is left of it at the end is killed.
 
     `environment`: variables beside the usual ones.
     """
@@ -170,9 +172,9 @@ def program(
     given = [] if any(word.startswith("run.resume=") for word in words) else [f"run.dir={run_dir}"]
     with (work_dir / "stdout").open("wb") as out, (work_dir / "stderr").open("wb") as err:
         process = subprocess.Popen(
-            [sys.executable, "-m", *command, *given, *words],
+            [*(room.prefix(work_dir) if room else ()), sys.executable, "-m", *command, *given, *words],
             cwd=work_dir,
-            env={**_environment(), **(environment or {})},
+            env=_environment() | (room.environment if room else {}) | dict(environment or {}),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
@@ -310,7 +312,7 @@ def slow_run(words: list[str]) -> int:
 def watched_run(words: list[str]) -> int:
     """The program, but the data plane writes down every message of its workers, in RUN/watched.jsonl."""
     from echo_planes import launch
-    from echo_planes.data.service import DataService
+    from echo_planes.data.actor import DataService
     from echo_planes.types import Group, Lease, LeaseTokens, Receipt
 
     class WatchedData(DataService):

@@ -24,7 +24,7 @@ LIGHT = (
     "checkpoint",
 )
 PLANES = ("data", "learning", "rollout")
-BASE = {"types", "errors", "clock", "metrics", "config", "settings", "process", "samples", "claims"}
+BASE = {"types", "errors", "clock", "metrics", "config", "settings", "process", "samples", "claims", "scratch"}
 # What each part may import of the package, besides itself.
 ALLOWED = {
     "weights": BASE,

@@ -69,6 +69,8 @@ class Slot:
             *(self._tier, json.dumps(asdict(self._limits)), bwrap, self._name, str(os.getpid())),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            # Whoever kills our group would kill it before it has taken its control group down.
+            start_new_session=True,
         )
         self.facts = await self._reply(START_LIMIT_S)
 

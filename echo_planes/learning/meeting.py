@@ -1,0 +1,110 @@
+"""How the learner's ranks find one another, so that nothing listens but on the address in use.
+
+torch's own store listens on every address of the machine and answers whoever comes: it has no credentials.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import psutil
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from echo_planes.errors import ClusterError, ConfigError
+
+LOOPBACK = "127.0.0.1"
+
+
+def meet(rank: int, world_size: int, port: int, timeout: timedelta) -> Store:
+    """The store of a process group: in memory for one rank, else at MASTER_ADDR (loopback unless set).
+
+    Also has gloo and NCCL keep to the interface of that address, unless the environment names another.
+
+    Raises:
+        ConfigError: MASTER_ADDR is not an address at which others find this machine.
+        ClusterError: the port is taken.
+    """
+    host = os.environ.setdefault("MASTER_ADDR", LOOPBACK)
+    address = LOOPBACK if world_size == 1 else master_address(host, _resolved(host))
+    name = interface(_own_address(rank, address), _addresses())
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # NCCL takes a bare name for a beginning
+    if world_size == 1:
+        return HashStore()
+    if rank > 0:
+        return TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+    try:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, port), family=family, backlog=world_size)
+    except OSError as error:
+        raise ClusterError(
+            f"learner.master_port={port}: rank 0 cannot listen on {address} ({error.strerror}); choose "
+            "another port, or leave it out for a free one"
+        ) from error
+    return TCPStore(
+        address,
+        port,
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def master_address(host: str, address: str) -> str:
+    """Where rank 0 listens.
+
+    Args:
+        host: MASTER_ADDR.
+        address: what it is resolved to here.
+
+    Raises:
+        ConfigError: a name that others resolve to something else.
+    """
+    if ipaddress.ip_address(address).is_loopback and host not in (address, "localhost"):
+        raise ConfigError(
+            f"MASTER_ADDR={host}: that is {address} on this machine, where no other finds it; set it to the "
+            "address of the machine of rank 0"
+        )
+    return address
+
+
+def interface(address: str, addresses: Mapping[str, Sequence[str]]) -> str:
+    """The name of the interface that has `address`.
+
+    Raises:
+        ConfigError: none of this machine's has.
+    """
+    for name, owned in addresses.items():
+        if address in owned:
+            return name
+    raise ConfigError(f"MASTER_ADDR: {address} is not an address of this machine, which was to be rank 0's")
+
+
+def _resolved(host: str) -> str:
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigError(f"MASTER_ADDR={host}: no such host ({error.strerror})") from error
+
+
+def _own_address(rank: int, master: str) -> str:
+    """This machine's end of the way to rank 0."""
+    if rank == 0:
+        return master
+    family = socket.AF_INET6 if ":" in master else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((master, 9))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _addresses() -> dict[str, list[str]]:
+    return {
+        name: [one.address.partition("%")[0] for one in owned]
+        for name, owned in psutil.net_if_addrs().items()
+    }

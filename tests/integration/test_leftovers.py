@@ -1,0 +1,178 @@
+"""Whole runs that end well, or by kill -9 of one of their processes: nothing of them stays on the machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration import leftovers
+from tests.integration.harness import ROOT, RUN_LIMIT_S, SMALL, events, program, wait_until
+from tests.integration.leftovers import Left, Room
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(leftovers.missing()), reason=leftovers.missing()),
+]
+
+KILLED_S = 5.0  # after a kill -9, until nothing is left
+RAY_S = 15.0  # a cluster of others ends the actors of a driver that is gone when it has noticed
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def room() -> Iterator[Room]:
+    with Room() as opened:
+        yield opened
+
+
+def left_of(look: Callable[[], Left], limit_s: float) -> Left:
+    """What is still there when it should have gone; nothing, if it goes in time."""
+    with suppress(AssertionError):
+        wait_until(lambda: look().count == 0, limit_s, "everything of the run to go")
+    return look()
+
+
+def left_after(room: Room, limit_s: float) -> Left:
+    """`left_of` a room that has one run in it."""
+    return left_of(room.look, limit_s)
+
+
+def test_a_run_that_ends_well_leaves_nothing(room: Room, tmp_path: Path) -> None:
+    with program(tmp_path / "work", tmp_path / "run", *SMALL, f"run.steps={STEPS}", room=room) as run:
+        assert run.wait() == 0, run.tail()
+        assert room.look() == Left()
+
+
+# An engine of two ranks, and nobody else who wants a processor.
+TWO_RANKS = (
+    "fleet=single",
+    "fleet.workers.0.engine.tensor_parallel_size=2",
+    "fleet.workers.0.resources.CPU=2",
+    "learner.resources.CPU=0",
+)
+
+
+def still_there(processes: list[psutil.Process]) -> list[str]:
+    """Those that live, with their titles."""
+    alive = []
+    for process in processes:
+        try:
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(f"{process.pid} {process.name()}")
+        except psutil.NoSuchProcess:
+            continue
+    return alive
+
+
+def kill_with_all_it_started(victim: psutil.Process) -> list[str]:
+    """What of the killed process's own is still there when it should have gone."""
+    started = victim.children(recursive=True)
+    victim.kill()
+    try:
+        wait_until(lambda: not still_there(started), KILLED_S, "what it had started to go")
+    except AssertionError:
+        return still_there(started)
+    return []
+
+
+@pytest.mark.parametrize("who", ["driver", "raylet"])
+def test_nothing_is_left_seconds_after_a_kill(room: Room, tmp_path: Path, who: str) -> None:
+    with program(tmp_path / "work", tmp_path / "run", *SMALL, "run.steps=1000", room=room) as run:
+        run.wait_for_step(2)
+        (psutil.Process(run.process.pid) if who == "driver" else run.actor(who)).kill()
+        left = left_after(room, KILLED_S)
+        status = run.wait()
+    assert left == Left(), str(left)
+    assert status == (-9 if who == "driver" else 1)
+    assert who == "driver" or run.stderr.endswith("its raylet has ended\n"), run.tail()
+
+
+@pytest.mark.parametrize("who", ["ray::LearnerProc", "ray::DataService"])
+def test_a_run_that_lost_a_plane_ends_by_itself_and_leaves_nothing(
+    room: Room, tmp_path: Path, who: str
+) -> None:
+    with program(tmp_path / "work", tmp_path / "run", *SMALL, "run.steps=1000", room=room) as run:
+        run.wait_for_step(2)
+        assert kill_with_all_it_started(run.actor(who)) == []
+        assert run.wait() == 1, run.tail()
+        left = left_after(room, KILLED_S)
+    assert left == Left(), str(left)
+
+
+def test_an_engine_of_several_ranks_goes_with_its_worker_and_with_the_driver(
+    room: Room, tmp_path: Path
+) -> None:
+    with program(tmp_path / "work", tmp_path / "run", *SMALL, "run.steps=1000", *TWO_RANKS, room=room) as run:
+        run.wait_for_step(1)
+        assert len([p for p in room.processes() if p.name().startswith("VLLM")]) == 3
+        assert kill_with_all_it_started(run.actor("ray::WorkerProc")) == []
+        wait_until(lambda: events(run.run_dir, "worker lost"), RUN_LIMIT_S, "the worker's loss to be told")
+        # While the replacement's engine starts: its processes have not come to any code of ours yet.
+        wait_until(lambda: engine_starts(room), RUN_LIMIT_S, "another engine to start")
+        run.process.kill()
+        left = left_after(room, KILLED_S)
+    assert left == Left(), str(left)
+
+
+def engine_starts(room: Room) -> bool:
+    """Whether a child of the new worker's has begun, that has no title yet."""
+    return any("spawn_main" in " ".join(process.cmdline()) for process in room.processes())
+
+
+# --- on a cluster that somebody else started -----------------------------------------------------
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[tuple[Room, str]]:
+    """A Ray head in a room of its own, and its address; the session of that head is nobody's to clear."""
+    (tmp_path / "head").mkdir()
+    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--port=0", "--num-cpus=2"]
+    quiet = ["--include-dashboard=false", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
+    with Room() as room:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ECHO_"))}
+        local = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "PYTHONPATH": str(ROOT)}  # on loopback alone
+        started = subprocess.run(
+            [*room.prefix(tmp_path / "head"), *ray, *quiet],
+            env={**kept, **local, **room.environment},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=RUN_LIMIT_S,
+        )
+        assert started.returncode == 0, started.stdout + started.stderr
+        yield room, room.folder(f"{Room.TEMPORARY}/ray/ray_current_cluster").read_text().strip()
+
+
+def ours(left: Left) -> Left:
+    """All but Ray's own processes."""
+    kept = frozenset(one for one in left.processes if "VLLM" in one or "echo_planes" in one)
+    return Left(kept, left.files, left.shared_memory, left.semaphores, left.control_groups)
+
+
+@pytest.mark.parametrize("how", ["ends well", "kill -9 of the driver"])
+def test_on_a_cluster_of_others_our_own_files_go_and_no_others(
+    cluster: tuple[Room, str], tmp_path: Path, how: str
+) -> None:
+    room, address = cluster
+    before = room.look()
+    assert before.files == {"ray"}
+    steps = STEPS if how == "ends well" else 1000
+    words = (*SMALL, f"run.steps={steps}", f"run.ray_address={address}")
+    with program(tmp_path / "work", tmp_path / "run", *words, room=room) as run:
+        if how == "ends well":
+            assert run.wait() == 0, run.tail()
+        else:
+            run.wait_for_step(2)
+            assert len(room.look().files) > len(before.files)
+            run.process.kill()
+        left = left_of(lambda: ours(room.look() - before), RAY_S)
+    assert left == Left(), str(left)
+    assert room.look().files == before.files
