@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from echo_planes.files import user_path
+
 _ASSETS = Path(__file__).parent / "assets"
 BUILTIN_MODELS = {
     f"builtin:{name}": _ASSETS / name for name in ("tiny-math", "tiny-carry", "tiny-code", "tiny-poker")
@@ -19,16 +21,18 @@ BUILTIN_MODELS = {
 BUILTIN_LR, MODEL_LR = 2.5e-4, 1e-6  # learner.lr where it is not set
 
 PositiveInt = Annotated[int, Field(ge=1)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0)]
 Interval = Annotated[tuple[float, float], Field(strict=False)]  # YAML has lists only
 OFF = BeforeValidator(lambda value: "off" if value is False else value)  # YAML reads off as false
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 
 class Section(BaseModel):
-    """A settings section: unknown keys and silent coercions are refused."""
+    """A settings section: unknown keys, silent coercions and numbers that are none are refused."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 class RunConfig(Section):
@@ -36,7 +40,7 @@ class RunConfig(Section):
 
     dir: str | None = Field(None, description="run folder; default runs/<time>-<task>")
     resume: str | None = Field(None, description="run folder to continue from its newest checkpoint")
-    seed: int = Field(0, description="seeds prompts, learner and selectors")
+    seed: int = Field(0, ge=0, description="seeds prompts, learner and selectors")
     steps: PositiveInt = Field(120, description="learner steps in all, counted from step 0 of the first run")
     wait_limit_s: PositiveFloat = Field(
         600.0, description="longest wait for an engine, an install or a batch"
@@ -76,7 +80,7 @@ class ModelConfig(Section):
 
     @property
     def folder(self) -> Path:
-        return BUILTIN_MODELS.get(self.path, Path(self.path).expanduser())
+        return BUILTIN_MODELS.get(self.path, user_path(self.path))
 
 
 class EngineConfig(Section):
@@ -152,7 +156,7 @@ class FleetConfig(Section):
         description="fixed: `count` workers of each kind; static: as many as pay, on the nodes there are; "
         "ray: as many as pay, and Ray's autoscaler brings and takes the nodes",
     )
-    gamma: float = Field(1.1, ge=1, allow_inf_nan=False, description="redundancy: mu_target = gamma mu_min")
+    gamma: float = Field(1.1, ge=1, description="redundancy: mu_target = gamma mu_min")
     tick_s: PositiveFloat = Field(5.0, description="the fleet is looked at this often, seconds")
     sustain_s: NonNegativeFloat = Field(
         30.0, description="a shortage must last so long before workers are added; a surplus ten times as long"
@@ -242,9 +246,7 @@ class StalenessConfig(Section):
     policy: Literal["drop", "wait"] = Field(
         "wait", description="drop what is too old, or hold the learner for leases that would become too old"
     )
-    queue_batches: float = Field(
-        1.5, ge=1, allow_inf_nan=False, description="leased + buffered groups, in batches, at most"
-    )
+    queue_batches: float = Field(1.5, ge=1, description="leased + buffered groups, in batches, at most")
     selector: Literal["fifo", "freshest", "uniform", "staleness", "reward"] = Field(
         "fifo",
         description="which admissible groups first: oldest arrivals; newest versions; drawn at random, "
@@ -513,16 +515,13 @@ class GuardConfig(Section):
     entropy_slope: PositiveFloat = Field(
         0.1, description="nats a step: fastest rise or fall of entropy, fitted over 10 steps"
     )
-    grad_norm: float = Field(
-        10.0, gt=1, allow_inf_nan=False, description="largest gradient norm, in medians of the last 50 steps"
-    )
+    grad_norm: float = Field(10.0, gt=1, description="largest gradient norm, in medians of the last 50 steps")
     cut_off: float = Field(
         0.3, gt=0, le=1, description="share of answers cut off: largest rise above the median of 50 steps"
     )
     reward_drop: float = Field(
         0.7,
         gt=0,
-        allow_inf_nan=False,
         description="largest fall of the reward from its best, both over 10 steps, in what it had gained, or "
         "in standard deviations of a step's rewards where that is more",
     )

@@ -24,7 +24,7 @@ LIGHT = (
     "checkpoint",
 )
 PLANES = ("data", "learning", "rollout")
-BASE = {"types", "errors", "clock", "metrics", "config", "process", "samples"}
+BASE = {"types", "errors", "clock", "metrics", "config", "process", "samples", "files"}
 # What each part may import of the package, besides itself.
 ALLOWED = {
     "weights": BASE,
