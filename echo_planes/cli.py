@@ -6,20 +6,22 @@ files < a resumed run's config.yaml < `key=value` words.
 
 from __future__ import annotations
 
+import os
 import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from echo_planes.config import Config, TaskConfig
 from echo_planes.data.registry import adapter_class, adapter_options, installed_adapter, installed_tasks
-from echo_planes.errors import ConfigError, nearest
+from echo_planes.errors import ConfigError, nearest, shown
+from echo_planes.plain_yaml import dump_yaml, parse_word, read_yaml
 
 GROUPS = ("task", "model", "fleet")
+MAX_KEY = 200  # characters
 
 
 def config_dir() -> Path:
@@ -43,11 +45,13 @@ def load_config(words: Sequence[str]) -> Config:
     for word in words:
         key, separator, text = word.partition("=")
         if not separator or not key:
-            raise ConfigError(f"'{word}' is not of the form key=value; see --help")
+            raise ConfigError(f"{shown(word)} is not of the form key=value; see --help")
+        if len(key) > MAX_KEY:
+            raise ConfigError(f"{shown(key)} is longer than all keys there are; see --help for them")
         if key in GROUPS:
             chosen[key] = text
         else:
-            overrides.append((key, parse_value(key, text)))
+            overrides.append((key, parse_word(key, text)))
     tree = read_yaml(config_dir() / "default.yaml")
     resume = dict(overrides).get("run.resume")
     if resume is not None:
@@ -86,7 +90,7 @@ def recorded_config(folder: Path) -> Config:
 
 def dump_config(config: Config) -> str:
     """The resolved configuration as YAML."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return dump_yaml(config.model_dump(mode="json"))
 
 
 def describe() -> str:
@@ -105,34 +109,9 @@ def describe() -> str:
 # --- reading -------------------------------------------------------------------------------------
 
 
-def parse_value(key: str, text: str) -> Any:
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{key}={text}: not a YAML value ({str(error).splitlines()[0]})") from error
-    if isinstance(value, str):
-        try:
-            return float(value)  # YAML 1.1 reads 1e-5 as text
-        except ValueError:
-            return value
-    return value
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {str(error).splitlines()[0]}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} holds no settings")
-    return tree
-
-
 def _resumed(folder: Path, default: dict[str, Any]) -> dict[str, Any]:
     path = folder / "config.yaml"
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(f"run.resume={folder}: no config.yaml there; give the folder of an earlier run")
     tree = read_yaml(path)
     _merge(tree, {"run": {"dir": str(folder)}})
@@ -144,21 +123,20 @@ def _names(group: str) -> list[str]:
 
 
 def _group(group: str, name: str) -> dict[str, Any]:
-    path = config_dir() / group / f"{name}.yaml"
-    if path.is_file():
-        return read_yaml(path)
+    if name in _names(group):
+        return read_yaml(config_dir() / group / f"{name}.yaml")
     if name.endswith((".yaml", ".yml")):
         return read_yaml(Path(name))
     if group == "task" and ":" in name:
         return {"name": name.partition(":")[2], "adapter": name}
-    if group == "model" and name and Path(name).is_dir():
+    if group == "model" and name and os.path.isdir(name):  # which takes any text
         return {"path": name}
     known = _names(group)
     if group == "task":
         if adapter := installed_adapter(name):
             return {"name": name, "adapter": adapter}
         known += installed_tasks()
-    raise ConfigError(f"{group}={name}: unknown; allowed: {', '.join(known)}{nearest(name, known)}")
+    raise ConfigError(f"{group}={name:.200}: unknown; allowed: {', '.join(known)}{nearest(name, known)}")
 
 
 def _task(name: str, overrides: Sequence[tuple[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -169,11 +147,17 @@ def _task(name: str, overrides: Sequence[tuple[str, Any]]) -> tuple[dict[str, An
     """
     section = _group("task", name)
     defaults = section.pop("defaults", {})
-    if not isinstance(defaults, dict) or "task" in defaults:
-        raise ConfigError(f"task={name}: 'defaults' must be settings of other sections, not {defaults!r}")
+    if not isinstance(defaults, dict) or "task" in defaults or not all(type(key) is str for key in defaults):
+        raise ConfigError(
+            f"task={name}: 'defaults' must be settings of other sections, not {shown(defaults)}"
+        )
     options = {f"task.{key}": value for key, value in section.items()} | dict(overrides)
     for condition in [key for key in defaults if "=" in key]:
         suitable = defaults.pop(condition)
+        if not isinstance(suitable, dict):
+            raise ConfigError(
+                f"task={name}: 'defaults' of {condition} must be settings, not {shown(suitable)}"
+            )
         key, _, value = condition.partition("=")
         if str(options.get(f"task.{key}")) == value:
             _merge(defaults, suitable)
@@ -208,7 +192,7 @@ def set_key(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _index(key: str, part: str, node: list[Any]) -> int:
-    if not part.isdigit() or int(part) >= len(node):
+    if not (part.isascii() and part.isdigit() and len(part) < 10) or int(part) >= len(node):
         raise ConfigError(f"{key}: '{part}' is not an index below {len(node)}")
     return int(part)
 
@@ -250,7 +234,7 @@ def _explain(error: ValidationError, tree: dict[str, Any]) -> str:
     if first["type"] == "extra_forbidden":
         allowed = sorted(_fields_at(location[:-1], tree))
         hint = nearest(str(location[-1]), allowed)
-        return f"{path}={first['input']}: unknown key{hint or '; allowed: ' + ', '.join(allowed)}"
+        return f"{path}={_value(first['input'])}: unknown key{hint or '; allowed: ' + ', '.join(allowed)}"
     if first["type"] == "missing":
         return f"{path}=...: this setting is needed, it has no default"
     message = first["msg"].removeprefix("Value error, ")
@@ -261,7 +245,13 @@ def _explain(error: ValidationError, tree: dict[str, Any]) -> str:
         allowed = [word.strip("' ") for word in str(first.get("ctx", {}).get("expected", "")).split(" or ")]
         options = [option.strip("' ") for part in allowed for option in part.split(",")]
         hint = nearest(str(first["input"]), options)
-    return f"{path}={first['input']!r}: {message[0].lower()}{message[1:]}{hint}"
+    if first["type"] == "string_type" and isinstance(first["input"], int | float):
+        hint = "; as a text it has quotes of its own: '\"...\"'"
+    return f"{path}={shown(first['input'])}: {message[0].lower()}{message[1:]}{hint}"
+
+
+def _value(given: object) -> str:
+    return given if isinstance(given, str) and len(given) < MAX_KEY else shown(given)
 
 
 def describe_section(name: str, section: type[BaseModel]) -> list[str]:

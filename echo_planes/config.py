@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
+from echo_planes.files import user_path
 from echo_planes.settings import Fixed, Free, Interval, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 _ASSETS = Path(__file__).parent / "assets"
@@ -29,7 +30,7 @@ class RunConfig(Section):
 
     dir: str | None = Free(None, description="run folder; default runs/<time>-<task>")
     resume: str | None = Free(None, description="run folder to continue from its newest checkpoint")
-    seed: int = Fixed(0, description="seeds prompts, learner and selectors")
+    seed: int = Fixed(0, ge=0, description="seeds prompts, learner and selectors")
     steps: PositiveInt = Free(120, description="learner steps in all, counted from step 0 of the first run")
     wait_limit_s: PositiveFloat = Free(600.0, description="longest wait for an engine, an install or a batch")
     ray_address: str | None = Free(
@@ -65,7 +66,7 @@ class ModelConfig(Section):
 
     @property
     def folder(self) -> Path:
-        return BUILTIN_MODELS.get(self.path, Path(self.path).expanduser())
+        return BUILTIN_MODELS.get(self.path, user_path(self.path))
 
 
 class EngineConfig(Section):
@@ -141,7 +142,7 @@ class FleetConfig(Section):
         description="fixed: `count` workers of each kind; static: as many as pay, on the nodes there are; "
         "ray: as many as pay, and Ray's autoscaler brings and takes the nodes",
     )
-    gamma: float = Free(1.1, ge=1, allow_inf_nan=False, description="redundancy: mu_target = gamma mu_min")
+    gamma: float = Free(1.1, ge=1, description="redundancy: mu_target = gamma mu_min")
     tick_s: PositiveFloat = Free(5.0, description="the fleet is looked at this often, seconds")
     sustain_s: NonNegativeFloat = Free(
         30.0, description="a shortage must last so long before workers are added; a surplus ten times as long"
@@ -229,9 +230,7 @@ class StalenessConfig(Section):
     policy: Literal["drop", "wait"] = Free(
         "wait", description="drop what is too old, or hold the learner for leases that would become too old"
     )
-    queue_batches: float = Free(
-        1.5, ge=1, allow_inf_nan=False, description="leased + buffered groups, in batches, at most"
-    )
+    queue_batches: float = Free(1.5, ge=1, description="leased + buffered groups, in batches, at most")
     selector: Literal["fifo", "freshest", "uniform", "staleness", "reward"] = Free(
         "fifo",
         description="which admissible groups first: oldest arrivals; newest versions; drawn at random, "
@@ -500,16 +499,13 @@ class GuardConfig(Section):
     entropy_slope: PositiveFloat = Free(
         0.1, description="nats a step: fastest rise or fall of entropy, fitted over 10 steps"
     )
-    grad_norm: float = Free(
-        10.0, gt=1, allow_inf_nan=False, description="largest gradient norm, in medians of the last 50 steps"
-    )
+    grad_norm: float = Free(10.0, gt=1, description="largest gradient norm, in medians of the last 50 steps")
     cut_off: float = Free(
         0.3, gt=0, le=1, description="share of answers cut off: largest rise above the median of 50 steps"
     )
     reward_drop: float = Free(
         0.7,
         gt=0,
-        allow_inf_nan=False,
         description="largest fall of the reward from its best, both over 10 steps, in what it had gained, or "
         "in standard deviations of a step's rewards where that is more",
     )

@@ -24,7 +24,14 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
+
+MAX_LINE = 2000  # characters of a message
+_TAIL = 400  # of them at the end, where it says what to do
+_NAME = 100
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 100
 
 
 class EchoPlanesError(Exception):
@@ -32,9 +39,15 @@ class EchoPlanesError(Exception):
 
 
 class UserError(EchoPlanesError):
-    """A person's mistake. The message says what, which value, why, and what to do, in one line."""
+    """A person's mistake. The message says what, which value, why, and what to do.
+
+    It is one line of bounded length whatever values it quotes.
+    """
 
     exit_status = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class ConfigError(UserError):
@@ -125,8 +138,22 @@ class TaskError(EchoPlanesError):
     """A task adapter broke its contract."""
 
 
+def one_line(text: str) -> str:
+    """A text with its line ends as spaces, other invisible characters as escapes, and its middle cut out."""
+    if len(text) > MAX_LINE:
+        text = f"{text[: MAX_LINE - _TAIL]} ... {text[-_TAIL:]}"
+    words = " ".join(text.split())
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+
+
+def shown(value: object) -> str:
+    """A value for a message: cut where it is long, deep, or never ends."""
+    return _SHOWN.repr(value)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """What to add to a message about an unknown name: the known one it is nearly, or nothing."""
+    """Words for a message about an unknown name: the known one it is nearly, or nothing."""
+    name = name[:_NAME]  # the search for it takes the square of the length
     folded = {one.lower(): one for one in known}
     match = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.5)
     return f"; did you mean '{folded[match[0]]}'?" if match else ""

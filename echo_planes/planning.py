@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from echo_planes.config import ModelConfig
 from echo_planes.errors import ConfigError, DataError, nearest
+from echo_planes.files import user_path
 from echo_planes.plan_config import PlanConfig
 from echo_planes.rollout.advice import advise
 from echo_planes.rollout.capacity import predicted_bubble, staleness_bound
@@ -317,7 +317,7 @@ def _t_train(config: PlanConfig, size: ModelSize) -> Figure:
 
 def _chosen_rows(config: PlanConfig, notes: list[str]) -> list[PriceRow]:
     """The rows that may be used; `notes` gets what was left out."""
-    rows = list(read_prices(Path(config.prices).expanduser()))
+    rows = list(read_prices(user_path(config.prices)))
     skus = {row.sku for row in rows}
     for setting, named in (("mu", config.mu), ("tokens_per_s", config.tokens_per_s)):
         for sku in named:

@@ -18,6 +18,7 @@ from echo_planes.clock import Clock, MonotonicClock
 from echo_planes.config import Config
 from echo_planes.data.registry import adapter_options
 from echo_planes.errors import CollapsedError, EchoPlanesError, RunError, StoppedError, UserError
+from echo_planes.files import user_path
 from echo_planes.metrics import read_summary
 from echo_planes.process import keep_ray_private
 from echo_planes.resume import Change, changes_of, check_changes, check_unfinished
@@ -96,9 +97,9 @@ def run(config: Config) -> int:
 def run_folder(config: Config) -> Path:
     """The run's folder, absolute: processes of the run have other working directories."""
     if config.run.resume:
-        return Path(config.run.resume).expanduser().resolve()
+        return user_path(config.run.resume).resolve()
     if config.run.dir:
-        return Path(config.run.dir).expanduser().resolve()
+        return user_path(config.run.dir).resolve()
     return (Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{config.task.name}").resolve()
 
 

@@ -8,17 +8,19 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 PositiveInt = Annotated[int, Field(ge=1)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
 Interval = Annotated[tuple[float, float], Field(strict=False)]  # YAML has lists only
 
 _MARK = "on_resume"
 
 
 class Section(BaseModel):
-    """A settings section: unknown keys and silent coercions are refused."""
+    """A settings section: unknown keys, silent coercions and numbers that are none are refused."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 def Fixed(default: Any, **field: Any) -> Any:

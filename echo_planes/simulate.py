@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from echo_planes.errors import ClusterError, EchoPlanesError, RunError, UserError
+from echo_planes.files import user_path
 from echo_planes.ledger import ledger_equation
 from echo_planes.metrics import write_atomic
 from echo_planes.report_assets.charts import show_percent, show_usd
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         result = World(scenario).run()
         if outs:
-            write_result(Path(outs[-1]).expanduser(), result, dump_scenario(scenario))
+            write_result(user_path(outs[-1]), result, dump_scenario(scenario))
         _print(json.dumps(result.summary, indent=2) if "--json" in flags else show(result.summary))
         if result.summary["status"] == "failed":
             raise RunError(f"the simulated run failed: {result.summary['error']}")

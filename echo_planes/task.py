@@ -29,6 +29,7 @@ from echo_planes.data.task_check import NUM_PROMPTS, PROBE_LIMIT_S, Finding, Lev
 from echo_planes.data.task_skeleton import write_skeleton
 from echo_planes.errors import ConfigError, EchoPlanesError, StoppedError, UserError
 from echo_planes.fakes import FakeTokenizer
+from echo_planes.files import user_path
 from echo_planes.process import die_with_parent
 
 START_LIMIT_S = 120.0  # imports on a busy machine
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             case ["new", name] if name:
                 return _new(name, Path())
             case ["new", name, "--folder", folder] | ["new", "--folder", folder, name] if name and folder:
-                return _new(name, Path(folder).expanduser())
+                return _new(name, user_path(folder))
             case ["check" | "new", *_]:
                 raise ConfigError(f"'{' '.join(words)}': one name is needed after '{words[0]}'; see --help")
             case _:

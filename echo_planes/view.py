@@ -12,11 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from aiohttp import web
-
 from echo_planes.errors import ClusterError, UserError
 from echo_planes.viewer.run_folder import RunFolder
-from echo_planes.viewer.server import HOST, make_app
+from echo_planes.viewer.server import HOST, serving
 
 TOKEN_BYTES = 24
 
@@ -56,10 +54,7 @@ def _listen(port: int) -> socket.socket:
 
 async def _serve(run: RunFolder, listening: socket.socket) -> None:
     token = secrets.token_urlsafe(TOKEN_BYTES)
-    runner = web.AppRunner(make_app(run, token), access_log=None)
-    await runner.setup()
-    try:
-        await web.SockSite(runner, listening).start()
+    async with serving(run, token, listening):
         port = listening.getsockname()[1]
         print(f"http://{HOST}:{port}/{token}/", flush=True)
         print("Only who has this address can read it. Ctrl-C ends it.", flush=True)
@@ -67,8 +62,6 @@ async def _serve(run: RunFolder, listening: socket.socket) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
         await stopped.wait()
-    finally:
-        await runner.cleanup()
 
 
 if __name__ == "__main__":

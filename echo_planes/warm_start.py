@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from echo_planes.config import BUILTIN_MODELS
 from echo_planes.errors import ClusterError, ConfigError, EchoPlanesError, StoppedError, UserError
+from echo_planes.files import user_path
 
 if TYPE_CHECKING:
     from echo_planes.learning.offline import OfflineExample
@@ -71,7 +72,7 @@ def _run(args: argparse.Namespace) -> int:
     from echo_planes.learning.offline import OfflineObjective, warm_start
     from echo_planes.learning.policy_model import load_policy
 
-    folder = BUILTIN_MODELS.get(args.model, Path(args.model).expanduser())
+    folder = BUILTIN_MODELS.get(args.model, user_path(args.model))
     objective = OfflineObjective(args.objective, args.beta, args.cap)
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)

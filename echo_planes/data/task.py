@@ -42,7 +42,9 @@ class Policy(Protocol):
 class TaskOptions(BaseModel):
     """Base of an adapter's own settings: subclass it; unknown keys are refused."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 class RewardWeights(TaskOptions):

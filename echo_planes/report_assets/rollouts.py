@@ -16,6 +16,7 @@ from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.data.store.index import Fate
 from echo_planes.data.store.snapshot import StoreSnapshot, is_store
 from echo_planes.errors import DataError
+from echo_planes.files import user_path
 from echo_planes.metrics import Record, number
 from echo_planes.report_assets.notes import draw_all
 from echo_planes.types import IntArray
@@ -74,7 +75,7 @@ def run_tokenizer(config: Record) -> Any | None:
     name = model.get("path") if isinstance(model, dict) else None
     if not isinstance(name, str):
         return None
-    path = BUILTIN_MODELS.get(name, Path(name).expanduser()) / "tokenizer.json"
+    path = BUILTIN_MODELS.get(name, user_path(name)) / "tokenizer.json"
     if not path.is_file():
         return None
     try:

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from echo_planes.cli import config_dir, describe_section, parse_value, read_yaml, set_key
+from echo_planes.cli import config_dir, describe_section, set_key
 from echo_planes.config import StalenessConfig
-from echo_planes.errors import ConfigError, nearest
+from echo_planes.errors import ConfigError, nearest, shown
+from echo_planes.files import user_path
+from echo_planes.plain_yaml import dump_yaml, parse_word, read_yaml
 from echo_planes.rollout.router import PolicyName
 from echo_planes.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from echo_planes.sim.engine_model import EngineSpec
@@ -232,7 +233,7 @@ def load_scenario(words: Sequence[str]) -> Scenario:
         if key == "scenario":
             name = text
         else:
-            overrides.append((key, parse_value(key, text)))
+            overrides.append((key, parse_word(key, text)))
     if not name:
         raise ConfigError(f"no scenario is named; known: {', '.join(scenario_names())}; usage: {USAGE}")
     tree = read_yaml(_path(name))
@@ -255,10 +256,12 @@ def parse_scenario(tree: dict[str, Any]) -> Scenario:
         path = ".".join(str(part) for part in first["loc"]) or "scenario"
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
-            raise ConfigError(f"{path}={first['input']!r}: unknown key; see --help for all keys") from error
+            raise ConfigError(
+                f"{path}={shown(first['input'])}: unknown key; see --help for all keys"
+            ) from error
         if first["type"] in ("missing", "value_error"):
             raise ConfigError(f"{path}: {message}") from error
-        raise ConfigError(f"{path}={first['input']!r:.60}: {message[0].lower()}{message[1:]}") from error
+        raise ConfigError(f"{path}={shown(first['input'])}: {message[0].lower()}{message[1:]}") from error
 
 
 def describe() -> str:
@@ -274,7 +277,7 @@ def scenario_names() -> list[str]:
 
 def dump_scenario(scenario: Scenario) -> str:
     """The resolved scenario as YAML."""
-    return yaml.safe_dump(scenario.model_dump(mode="json"), sort_keys=False)
+    return dump_yaml(scenario.model_dump(mode="json"))
 
 
 def offer_trace(offer: OfferModel) -> SpotTrace | None:
@@ -287,7 +290,7 @@ def offer_trace(offer: OfferModel) -> SpotTrace | None:
     if offer.trace is None:
         return None
     folder = os.environ.get(DATA_VARIABLE)
-    places = [Path(offer.trace).expanduser(), *([Path(folder) / offer.trace] if folder else [])]
+    places = [user_path(offer.trace), *([Path(folder) / offer.trace] if folder else [])]
     found = next((path for path in places if path.is_file()), None)
     if found is None:
         raise ConfigError(

@@ -4,16 +4,25 @@ Loopback is shared by all users of a machine, and by every web page they open: s
 token that only the person who started this knows, the Host header must name this machine (a page elsewhere
 could have its own name resolve here), nothing but GET is answered, and a content policy lets no page load or
 send anything.
+
+Whoever on this machine has no token can still connect: connections are few, each must have asked within
+seconds, and the oldest makes room for the newest. Pages are made in a thread of their own, one at a time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from http import HTTPStatus
+from socket import socket
 
 import numpy as np
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from echo_planes.errors import DataError
 from echo_planes.report_assets.html import facts, safe
@@ -28,6 +37,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 HOST = "127.0.0.1"
 WAIT_REFRESH_S = 3
+HEADER_LIMIT_S = 10.0  # for a connection's next request to be whole
+MAX_CONNECTIONS = 64
+BACKLOG = 16
 _HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -56,11 +68,52 @@ def make_app(run: RunFolder, token: str) -> web.Application:
         return response
 
     app = web.Application(middlewares=[guard])
+    app.on_cleanup.append(pages.close)
     # Not add_get, which would answer HEAD too.
     app.router.add_route("GET", "/{token}/", pages.groups)
     app.router.add_route("GET", r"/{token}/group/{sequence:\d{1,18}}", pages.group)
     app.router.add_route("GET", r"/{token}/group/{sequence:\d{1,18}}/{sample:\d{1,9}}", pages.sample)
     return app
+
+
+@asynccontextmanager
+async def serving(run: RunFolder, token: str, listening: socket) -> AsyncIterator[None]:
+    """Serve the pages on a bound socket, within the limits of connections above."""
+    runner = web.AppRunner(
+        make_app(run, token),
+        access_log=None,
+        logger=_logger(),
+        keepalive_timeout=HEADER_LIMIT_S,
+        lingering_time=1.0,
+        shutdown_timeout=1.0,
+    )
+    await runner.setup()
+    server = runner.server
+    if server is None:
+        raise RuntimeError("a runner that was set up has a server")
+
+    def admit() -> asyncio.BaseProtocol:
+        if len(server.connections) >= MAX_CONNECTIONS:
+            server.connections[0].force_close()
+        return server()
+
+    accepting = await asyncio.get_running_loop().create_server(admit, sock=listening, backlog=BACKLOG)
+    try:
+        yield
+    finally:
+        accepting.close()
+        await runner.cleanup()
+
+
+def _logger() -> logging.Logger:
+    """Tells of our own errors, not of what others send, which would show the token to who reads along."""
+    logger = logging.getLogger(__name__)
+    logger.addFilter(_is_ours)
+    return logger
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
 def _refusal(request: web.Request, token: str) -> web.Response | None:
@@ -79,10 +132,28 @@ def _plain(status: HTTPStatus, text: str) -> web.Response:
 
 
 class _Pages:
+    """Everything that reads the run does so in one thread, so that a long search holds up no connection."""
+
     def __init__(self, run: RunFolder) -> None:
         self._run = run
+        self._thread = ThreadPoolExecutor(1, "pages")
 
     async def groups(self, request: web.Request) -> web.Response:
+        return await self._made(self._groups, request)
+
+    async def group(self, request: web.Request) -> web.Response:
+        return await self._made(self._group, request)
+
+    async def sample(self, request: web.Request) -> web.Response:
+        return await self._made(self._sample, request)
+
+    async def close(self, app: web.Application) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _made(self, page: Callable[[web.Request], web.Response], request: web.Request) -> web.Response:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, page, request)
+
+    def _groups(self, request: web.Request) -> web.Response:
         snapshot = self._run.snapshot()
         if snapshot is None:
             body = '<p class="empty">No rollouts yet: the run has not started. This page looks again.</p>'
@@ -91,13 +162,13 @@ class _Pages:
         page = find(snapshot, query)
         return self._page("Rollouts", list_body(snapshot, query, page, request.query))
 
-    async def group(self, request: web.Request) -> web.Response:
+    def _group(self, request: web.Request) -> web.Response:
         sequence, rows, about = self._rows(request)
         title = f"Group {rows[0]['group_id']}"
         body = group_body(rows, self._run.tokenizer, _colour(request), f"{sequence}/")
         return self._page(title, about + body, crumbs=[("../", "all groups")])
 
-    async def sample(self, request: web.Request) -> web.Response:
+    def _sample(self, request: web.Request) -> web.Response:
         sequence, rows, _ = self._rows(request)
         sample = int(request.match_info["sample"])
         if sample >= len(rows):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from echo_planes.errors import DataError, EchoPlanesError, UserError
+from echo_planes.files import user_path
 from echo_planes.weights import tables
 from echo_planes.weights.differences import tensor_differences
 from echo_planes.weights.digest import state_digest
@@ -159,7 +160,7 @@ def _find_store(path: str) -> tuple[str, str | None] | None:
     if "://" in path:
         check_store(path, writes=False)
         return path, None
-    folder = Path(path).expanduser()
+    folder = user_path(path)
     if folder.parent.name == PUBLICATIONS and folder.is_dir():
         return str(folder.parent.parent), folder.name
     for place in (folder, folder / "weights"):
@@ -169,7 +170,7 @@ def _find_store(path: str) -> tuple[str, str | None] | None:
 
 
 def _existing(path: str) -> Path:
-    found = Path(path).expanduser()
+    found = user_path(path)
     if not found.exists():
         raise DataError(f"{path} does not exist; give {_PLACES}")
     if found.is_file() and found.suffix != SUFFIX:
@@ -187,7 +188,7 @@ def _chosen(store: Store, only: str | None) -> list[Entry]:
 def _state(text: str) -> State:
     """The state that FILE or STORE@VERSION names."""
     place, mark, version = text.rpartition("@")
-    if not mark or Path(text).expanduser().exists():
+    if not mark or user_path(text).exists():
         if _find_store(text):
             raise DataError(f"{text} is a store: say which version, as {text}@7")
         return load_tensors(_existing(text))
@@ -211,7 +212,7 @@ def _own_verifier(objects: Objects) -> Verifies:
 
 def _read_key(text: str) -> bytes:
     """A public key given as hex digits, or as a file with them."""
-    file = Path(text).expanduser()
+    file = user_path(text)
     try:
         digits = file.read_text().strip() if file.is_file() else text
         public = bytes.fromhex(digits)

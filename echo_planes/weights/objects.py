@@ -10,13 +10,13 @@ import contextlib
 import os
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import parse_qsl, urlsplit
 
 from pyarrow import fs
 
 from echo_planes.errors import ClusterError, ConfigError, WeightsError
+from echo_planes.files import user_path
 
 CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 20.0  # without a single byte
@@ -203,7 +203,7 @@ def open_objects(
     if "\0" in url:
         raise ConfigError("weights.store has a NUL character: give a folder, or s3://bucket/prefix")
     if "://" not in url:
-        return Objects(fs.LocalFileSystem(), str(Path(url).expanduser().absolute()), renames=True)
+        return Objects(fs.LocalFileSystem(), str(user_path(url).absolute()), renames=True)
     scheme = urlsplit(url).scheme
     if scheme != "s3":
         raise ConfigError(f"weights.store={url}: {scheme}:// is not supported; give a folder or s3://bucket")
@@ -271,7 +271,7 @@ def check_store(url: str, *, writes: bool, need_bytes: int = 0, timeout_s: float
 
 
 def _check_folder(url: str, writes: bool, need_bytes: int) -> None:
-    folder = Path(url).expanduser().absolute()
+    folder = user_path(url).absolute()
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"weights.store={url} is a file: give a folder")
     if not writes:

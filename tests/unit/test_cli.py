@@ -198,7 +198,7 @@ def test_a_wrong_choice_lists_the_choices_and_the_nearest(word: str, parts: list
         (["fleet.workers.first.count=1"], ["fleet.workers.first.count", "'first'", "index below 2"]),
         (["run.steps.more=1"], ["run.steps.more", "'steps'", "not a section"]),
         (["run.steps.more.still=1"], ["run.steps.more.still", "not a section"]),
-        (["run.dir=[unclosed"], ["run.dir", "[unclosed", "not a YAML value"]),
+        (["run.dir=[unclosed"], ["run.dir", "[unclosed", "is not YAML"]),
         (["run.resume=/no/such/run"], ["run.resume=/no/such/run", "config.yaml"]),
     ],
 )

@@ -145,6 +145,7 @@ def test_rows_that_are_gone_fit_nothing(tmp_path: Path) -> None:
         ({"reward_max": "nan"}, "is no number"),
         ({"fate": "eaten"}, "fate='eaten' is not one of buffered, trained"),
         ({"sort": "secret"}, "sort='secret'"),
+        ({"text": "x" * 201}, "text has 201 characters; search for 200 at most"),
     ],
 )
 def test_a_mistake_is_one_line(fields: dict[str, str], words: str) -> None:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from echo_planes import view
+from echo_planes.viewer import server
+from echo_planes.viewer.queries import find
 from echo_planes.viewer.run_folder import RunFolder
 from echo_planes.viewer.server import make_app
 from tests.unit.stored_rollouts import EVIL, a_group, store_rows
 
 TOKEN = "a-token"
+LIMIT_S = 30.0  # for what never takes so long
 TestServer.__test__ = TestClient.__test__ = False  # type: ignore[attr-defined]
 
 
@@ -198,3 +203,117 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     description = tmp_path / "run" / "replay" / "store.json"
     description.write_text(description.read_text().replace('"format": 1', '"format": 7'))
     assert "was written in format 7" in said(run)
+
+
+# --- who asks for too much -----------------------------------------------------------------------
+
+
+def serving(run: Path, scenario: Callable[[int], Awaitable[None]]) -> None:
+    """Run `scenario` against the server that the command starts; it is given the port."""
+
+    async def main() -> None:
+        listening = view._listen(0)
+        async with server.serving(RunFolder(run), TOKEN, listening):
+            await asyncio.wait_for(scenario(listening.getsockname()[1]), LIMIT_S)
+
+    asyncio.run(main())
+
+
+async def asked(port: int, path: str, headers: bytes = b"") -> bytes:
+    """The whole answer to one request."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    host = f"Host: 127.0.0.1:{port}\r\nConnection: close\r\n".encode()
+    writer.write(b"GET " + path.encode("latin-1") + b" HTTP/1.1\r\n" + host + headers + b"\r\n")
+    try:
+        return await reader.read()
+    finally:
+        writer.close()
+
+
+def test_a_long_search_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, goes_on = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> Any:
+        began.set()
+        assert goes_on.wait(LIMIT_S)
+        return find(*arguments)
+
+    monkeypatch.setattr(server, "find", slow)
+
+    async def scenario(client: TestClient) -> None:
+        search = asyncio.create_task(text(client, "?text=L0"))
+        assert await asyncio.to_thread(began.wait, LIMIT_S)
+        async with client.get("/another-token/") as response:
+            assert response.status == 403
+        assert not search.done()
+        goes_on.set()
+        assert "L0/g0" in await search
+
+    served(a_run(tmp_path), scenario)
+
+
+@pytest.mark.parametrize("field", ["text", "worker", "status"])
+def test_a_search_is_short(tmp_path: Path, field: str) -> None:
+    async def scenario(client: TestClient) -> None:
+        page = await text(client, f"?{field}={'aé' * 1000}", 400)
+        assert f"{field} has 2,000 characters; search for 200 at most" in page
+        await text(client, f"?{field}={'a' * 200}")
+
+    served(a_run(tmp_path), scenario)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\nX: "])
+def test_a_connection_that_asks_nothing_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(server, "HEADER_LIMIT_S", 0.05)
+
+    async def scenario(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        assert await reader.read() == b""
+        writer.close()
+
+    serving(a_run(tmp_path), scenario)
+
+
+def test_idle_connections_leave_room_for_who_asks(tmp_path: Path) -> None:
+    async def scenario(port: int) -> None:
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(server.MAX_CONNECTIONS + 40)]
+        assert (await asked(port, f"/{TOKEN}/")).startswith(b"HTTP/1.1 200 ")
+        assert await idle[0][0].read() == b""  # the oldest made room
+        for _, writer in idle:
+            writer.close()
+
+    serving(a_run(tmp_path), scenario)
+
+
+DIGITS = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/\xff\xfe/", b"", 400),
+        ("/%ff%fe/", b"", 403),
+        (f"/{TOKEN}\xff/", b"", 400),
+        (f"/{TOKEN}/?start={DIGITS}", b"", 200),
+        (f"/{TOKEN}/?step_min={DIGITS}&reward_max=-{DIGITS}", b"", 200),
+        (f"/{TOKEN}/group/{DIGITS}", b"", 404),
+        (f"/{TOKEN}/?text=%ed%a0%80&worker=%00&status=%ff", b"", 200),
+        (f"/{TOKEN}/", b"X: " + b"a" * 100_000 + b"\r\n", 400),
+        (f"/{TOKEN}/", b"".join(b"X%d: a\r\n" % i for i in range(2000)), 400),
+        (f"/{TOKEN}/", b"Content-Length: " + DIGITS.encode() + b"\r\n", 400),
+        (f"/{TOKEN}/", b"Host: \xff\r\n", 403),
+    ],
+)
+def test_odd_requests_are_answered_and_not_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, path: str, headers: bytes, status: int
+) -> None:
+    async def scenario(port: int) -> None:
+        answer = await asked(port, path, headers)
+        assert int(answer.split()[1]) in (status, 400)
+        assert b"Traceback" not in answer
+
+    serving(a_run(tmp_path), scenario)
+    assert caplog.records == []

@@ -1,0 +1,136 @@
+"""Reading what a person named: a regular file of a bounded size, or one line that says what it is instead.
+
+A pipe or a terminal would keep a reader waiting for ever, and a device or a file that has grown would fill
+the memory. So whatever is named on a command line or in a configuration is opened here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from echo_planes.errors import DataError, UserError
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+SETTINGS_BYTES = 256 * KIB  # a file of settings, and a record of a run that holds some
+MODEL_JSON_BYTES = 256 * MIB  # a JSON file of a model folder: tokenizers have the largest
+LOG_BYTES = 2 * GIB  # what a long run writes line by line
+
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+def user_path(text: str) -> Path:
+    """A path as a person wrote it, `~` for the home folder; as it is where there is no such home."""
+    path = Path(text)
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        return path
+
+
+def open_regular(
+    path: Path, most_bytes: int, *, error: type[UserError] = DataError, advice: str = "give another file"
+) -> BinaryIO:
+    """A regular file, open for reading; never waits for anybody.
+
+    Args:
+        path: as a person named it.
+        most_bytes: it may have.
+        error: raised if it cannot be used.
+        advice: what to do then, ends the message.
+
+    Raises:
+        UserError: of class `error`: missing, unreadable, no regular file, or too large.
+    """
+    try:
+        # Without O_NONBLOCK a pipe that nobody writes to would keep us here.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except (OSError, ValueError) as why:
+        reason = (why.strerror if isinstance(why, OSError) else None) or str(why)
+        raise error(f"{path} cannot be read: {reason}; {advice}") from why
+    file = os.fdopen(descriptor, "rb") if _is_regular(descriptor) else None
+    if file is None:
+        mode = os.fstat(descriptor).st_mode
+        os.close(descriptor)
+        kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
+        raise error(f"{path} cannot be read: it is {kind}, not a regular file; {advice}")
+    if os.fstat(descriptor).st_size > most_bytes:
+        file.close()
+        raise _too_large(path, most_bytes, error, advice)
+    return file
+
+
+def check_regular(
+    path: Path, most_bytes: int, *, error: type[UserError] = DataError, advice: str = "give another file"
+) -> None:
+    """As `open_regular`, for a file that a library will open by its name."""
+    open_regular(path, most_bytes, error=error, advice=advice).close()
+
+
+def read_bytes(
+    path: Path, most_bytes: int, *, error: type[UserError] = DataError, advice: str = "give another file"
+) -> bytes:
+    """All of a regular file. Arguments and errors as of `open_regular`."""
+    try:
+        with open_regular(path, most_bytes, error=error, advice=advice) as file:
+            data = file.read(most_bytes + 1)  # files of /proc say that they are empty
+    except OSError as why:
+        raise error(f"{path} cannot be read: {why.strerror}; {advice}") from why
+    if len(data) > most_bytes:
+        raise _too_large(path, most_bytes, error, advice)
+    return data
+
+
+def read_text(
+    path: Path, most_bytes: int, *, error: type[UserError] = DataError, advice: str = "give another file"
+) -> str:
+    """As `read_bytes`, as UTF-8 text without the mark that some editors put before it."""
+    try:
+        return read_bytes(path, most_bytes, error=error, advice=advice).decode("utf-8-sig")
+    except UnicodeDecodeError as why:
+        raise error(f"{path} is not UTF-8 text; {advice}") from why
+
+
+def read_json(
+    path: Path, most_bytes: int, *, error: type[UserError] = DataError, advice: str = "give another file"
+) -> Any:
+    """As `read_text`, as JSON."""
+    return parse_json(read_text(path, most_bytes, error=error, advice=advice), str(path), error, advice)
+
+
+def parse_json(text: str, where: str, error: type[UserError] = DataError, advice: str = "") -> Any:
+    """What a JSON text holds.
+
+    Raises:
+        UserError: of class `error`: it is none, or numbers or nesting in it have no end.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as why:
+        reason = getattr(why, "msg", None) or str(why).partition(";")[0]
+        raise error(f"{where} is not JSON: {reason}" + (f"; {advice}" if advice else "")) from why
+
+
+def in_units(num_bytes: int) -> str:
+    """268435456 -> '256 MiB'"""
+    for size, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.4g} {name}"
+    return f"{num_bytes} bytes"
+
+
+def _is_regular(descriptor: int) -> bool:
+    return stat.S_ISREG(os.fstat(descriptor).st_mode)
+
+
+def _too_large(path: Path, most_bytes: int, error: type[UserError], advice: str) -> UserError:
+    return error(f"{path} cannot be read: it has more than {in_units(most_bytes)}; {advice}")
