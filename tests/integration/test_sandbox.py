@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from echo_planes.data.sandbox import landlock, pool
+from echo_planes.data.sandbox import jail, landlock, pool
 from echo_planes.data.sandbox.model import Limits, Outcome, Program, SandboxError, Tier
 from echo_planes.data.sandbox.pool import SandboxPool
 
@@ -80,6 +80,12 @@ FORBIDDEN = {
     "write a file of the host": "open({file!r}, 'r+').write('x')",
     "truncate a file of the host": "os.truncate({file!r}, 0)",
     "change the mode of a file": "os.chmod({file!r}, 0)",
+    "set the times of a device": "os.utime('/dev/null')",
+    "set the times of an open device": "os.utime(os.open('/dev/zero', os.O_RDWR))",
+    "set the times of a device by the old call": "call(132, b'/dev/random', None)",
+    "set the mode of a device": "os.chmod('/dev/null', 0o666)",
+    "set the owner of a device": "os.chown('/dev/null', -1, os.getgid())",
+    "set an attribute of a device": "os.setxattr('/dev/null', 'user.made', b'')",
     "link to a file of the host": "os.link({file!r}, 'link')",
     "make a file in a folder of the host": "open({folder!r} + '/made', 'w')",
     "write into /usr": "open('/usr/lib/made', 'w')",
@@ -374,7 +380,11 @@ def host(request: pytest.FixtureRequest) -> Iterator[Host]:
 
 @pytest.mark.parametrize("name", FORBIDDEN)
 def test_what_reaches_outside_is_blocked(host: Host, name: str) -> None:
+    devices = [os.stat(path) for path in jail.DEVICES]
+    before = [(found.st_mode, found.st_uid, found.st_mtime_ns) for found in devices]
     outcome = host.run(f"attempt(lambda: {FORBIDDEN[name].format(**host.aims)})")
+    devices = [os.stat(path) for path in jail.DEVICES]
+    assert [(found.st_mode, found.st_uid, found.st_mtime_ns) for found in devices] == before
     assert (outcome.stdout, outcome.status) == ("blocked\n", "ok"), outcome
     assert Path(str(host.aims["file"])).read_text() == "secret"
     assert Path(str(host.aims["file"])).stat().st_mode & 0o777 == 0o666
