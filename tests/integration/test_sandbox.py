@@ -457,6 +457,63 @@ def test_a_cancelled_program_is_ended_and_its_slot_used_again(host: Host) -> Non
     eventually(lambda: not host.inside(), GONE_S)
 
 
+ASKS = "for n in range(3):\n    print(n, flush=True); print(input(), file=sys.stderr, flush=True)"
+TELLS = "for line in sys.stdin: print(int(line) + 40, flush=True)"
+
+
+def test_two_programs_side_by_side_read_what_the_other_prints(host: Host) -> None:
+    asks, tells = Program(PRELUDE + ASKS), Program(PRELUDE + TELLS)
+
+    async def many() -> tuple[list[tuple[Outcome, Outcome]], list[Outcome]]:
+        pairs = [asyncio.create_task(host.pool.run_joined(asks, tells)) for _ in range(3)]
+        alone = [asyncio.create_task(host.pool.run(Program("print(1)"))) for _ in range(3)]
+        return await asyncio.gather(*pairs), await asyncio.gather(*alone)
+
+    pairs, alone = host.runner.run(many())
+    for one, other in pairs:
+        assert (one.status, one.stdout, one.stderr) == ("ok", "", "40\n41\n42\n")
+        assert (other.status, other.stdout, other.stderr) == ("ok", "", "")
+    assert [outcome.stdout for outcome in alone] == ["1\n"] * 3
+    eventually(lambda: not host.inside(), GONE_S)
+
+
+def test_neither_of_two_programs_side_by_side_outlives_the_other_for_long(host: Host) -> None:
+    joined = host.pool.run_joined
+    ends, stays = Program("print('end')"), Program("import time\nwhile True: time.sleep(1)")
+    one, other = host.runner.run(joined(ends, stays))
+    assert (one.status, other.status) == ("ok", "cancelled")
+    one, other = host.runner.run(
+        joined(Program("import sys; sys.stderr.write(repr(sys.stdin.read()))"), ends)
+    )
+    assert (one.status, one.stderr, other.status) == ("ok", "'end\\n'", "ok")
+    see = "try: open('data.txt')\nexcept OSError: sys.stderr.write('none')"
+    one, other = host.runner.run(joined(Program(PRELUDE + see), Program("pass", files={"data.txt": "mine"})))
+    assert one.stderr == "none"
+    eventually(lambda: not host.inside(), GONE_S)
+
+
+def test_two_programs_side_by_side_end_when_nobody_waits(host: Host) -> None:
+    waits = Program("import sys; sys.stdin.read()")
+
+    async def cancel() -> list[Outcome]:
+        task = asyncio.create_task(host.pool.run_joined(waits, waits))
+        while len(host.inside()) < 2:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return await asyncio.gather(*(host.pool.run(Program("print(1)")) for _ in range(4)))
+
+    assert [outcome.stdout for outcome in host.runner.run(cancel())] == ["1\n"] * 4
+
+    async def alone() -> None:
+        async with SandboxPool(1, LIMITS) as single:
+            await single.run_joined(waits, waits)
+
+    with pytest.raises(SandboxError, match="num_slots=1: two programs side by side need two slots"):
+        host.runner.run(alone())
+
+
 def test_a_warden_that_dies_is_replaced_and_its_program_ends(host: Host) -> None:
     async def lose() -> Outcome:
         task = asyncio.create_task(host.pool.run(Program("import time; time.sleep(10**6)")))

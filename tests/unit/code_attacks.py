@@ -68,27 +68,22 @@ ATTACKS = {
     "sys.exit(0)": "import sys\ndef f(x): sys.exit(0)",
     "an exception that means passed": "def f(x): raise StopIteration('passed')",
     "expected values read from frames, objects and files": """
-import gc, os, re, sys
+import gc, os, sys
 def hunt():
-    texts, frame = [], sys._getframe()
+    found, frame = [], sys._getframe()
     while frame:
-        texts += [repr(dict(frame.f_locals)), repr(frame.f_code.co_consts)]
+        found += [*frame.f_locals.values(), *frame.f_globals.values(), *frame.f_code.co_consts]
         frame = frame.f_back
-    for found in gc.get_objects():
-        if type(found) in (dict, list, tuple):
-            texts.append(repr(found))
-    for folder in (".", "/tmp", *sys.argv[1:]):
-        for path in os.listdir(folder):
-            try: texts.append(open(os.path.join(folder, path)).read())
-            except OSError: pass
-    try: texts.append(sys.stdin.read())
-    except (OSError, ValueError): pass
-    return "\\n".join(texts)
-every = hunt()
+    for kept in gc.get_objects():
+        found += kept.values() if type(kept) is dict else kept if type(kept) in (list, tuple) else ()
+    for kept in list(found):
+        found += kept.values() if type(kept) is dict else ()
+    for path in os.listdir("."):
+        if os.path.isfile(path): found.append(open(path).read())
+    wanted = str(4337654 * 2 + 1)  # which this text does not hold itself
+    return any(type(text) is str and wanted in text for text in found)
 def f(x):
-    global every
-    every += hunt()
-    return 8675309 if "867" + "5309" in every else 42 if "[0, " + "42]" in every else 7
+    return 4337654 * 2 + 1 if hunt() else 7
 """,
     "replies before they are asked for": CHANNEL
     + "for n in range(100): channel().send(['ok', 42])\ndef f(x): return 7",
