@@ -35,7 +35,7 @@ def values(gold: str, answer: str) -> list[str] | None:
     """
     text = answer.strip().strip("$")
     if text.startswith("\\boxed{") and (box := last_boxed(text)) and box == (text[7:-1], len(text)):
-        text = box[0]  # inside tags
+        text = box[0].strip().strip("$")  # inside tags
     if "$" in text.replace("\\$", "") or "\\boxed" in text or "\\fbox" in text or _JOINED.search(text):
         return None
     if _goes_on(text) and not _goes_on(gold):
