@@ -196,7 +196,9 @@ def _column_rows(path: Path, names: Sequence[str]) -> Iterator[tuple[int, object
 def _parquet_batches(path: Path, names: Sequence[str]) -> Iterator[Any]:
     with pq.ParquetFile(path) as file:
         _check_schema(path, file.schema_arrow, names)
-        yield from file.iter_batches(batch_size=_BATCH_ROWS, columns=names)
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=names):
+            batch.validate(full=True)  # as below; and text that is none
+            yield batch
 
 
 def _arrow_batches(path: Path, names: Sequence[str]) -> Iterator[Any]:
@@ -257,6 +259,7 @@ def _typed(row: object, name: str, kind: FieldType) -> Any:
     if name not in row:
         raise ValueError(f"no field '{name}'; it has {_listed(list(row))}")
     value = row[name]
+    _check_text(name, value)
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if type(value) in kinds:
         return value
@@ -266,11 +269,30 @@ def _typed(row: object, name: str, kind: FieldType) -> Any:
     raise ValueError(f"field '{name}' is {_shown(value)}, not {wanted}")
 
 
+def _check_text(name: str, value: object) -> None:
+    """Refuse text that no file, table or tokenizer takes: half of a surrogate pair, however deep inside.
+
+    Raises:
+        ValueError: there is one.
+    """
+    texts = value if isinstance(value, str) else ""
+    if isinstance(value, list | dict):
+        texts = json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        texts.encode()
+    except UnicodeEncodeError as error:
+        unit = ord(error.object[error.start])
+        raise ValueError(
+            f"field '{name}' holds U+{unit:04X}, half of a surrogate pair, which is no character; replace it"
+        ) from error
+
+
 def _shown(value: object) -> str:
     text = json.dumps(value, default=str)
     return f"{text[:57]}..." if len(text) > 60 else f"{text} ({type(value).__name__})"
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(f"'{name:.40}'" for name in names[:12])
+    plain = (name.encode(errors="backslashreplace").decode() for name in names[:12])
+    shown = ", ".join(f"'{name:.40}'" for name in plain)
     return (shown + (", ..." if len(names) > 12 else "")) or "none"

@@ -193,6 +193,23 @@ def by_initial_state(task: TaskAdapter, trajectories: Sequence[Trajectory]) -> l
     return normalised_by(lambda trajectory: task.initial_state(trajectory.prompt), trajectories)
 
 
+def last_tagged(text: str, tag: str, start: int = 0) -> tuple[str, int] | None:
+    """What stands inside the last `<tag></tag>` after `start`, and where that ends; in linear time.
+
+    A tag ends at the first closing one after it, whatever opens in between.
+    """
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    found = None
+    while (at := text.find(opening, start)) >= 0:
+        begin = at + len(opening)
+        end = text.find(closing, begin)
+        if end < 0:
+            break
+        start = end + len(closing)
+        found = text[begin:end], start
+    return found
+
+
 class EpisodeBuilder:
     """Joins policy samples and environment text into one `Episode`, token for token.
 

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Literal, cast
 from pydantic import Field
 
 from echo_planes.data.chat import Chat
-from echo_planes.data.task import TaskAdapter, TaskOptions, Tokenizer
+from echo_planes.data.task import TaskAdapter, TaskOptions, Tokenizer, last_tagged
 from echo_planes.errors import ConfigError, DataError, TaskError
 from echo_planes.types import Episode, Prompt, Reward
 
@@ -57,7 +57,6 @@ class ReasoningGymTask(TaskAdapter):
         super().__init__(options, tokenizer, seed)
         self._options = cast(ReasoningGymOptions, options)
         name = self._options.dataset
-        self._extract = _module("reasoning_gym.utils", name).extract_answer
         self._factory = _module("reasoning_gym.factory", name)
         if name not in self._factory.DATASETS:
             nearest = ", ".join(difflib.get_close_matches(name, self._factory.DATASETS, n=3, cutoff=0.0))
@@ -80,7 +79,8 @@ class ReasoningGymTask(TaskAdapter):
         dataset = self._dataset(place["seed"])
         if self._entry is None or self._entry[0] != prompt.answer:  # once for a group: some take a second
             self._entry = (prompt.answer, self._same(prompt, dataset[place["item"]]))
-        answer = self._extract(episode.text)
+        tagged = last_tagged(episode.text, "answer")  # as the library's `extract_answer`, in linear time
+        answer = tagged and tagged[0].strip()
         score = dataset.score_answer(answer, self._entry[1])
         return Reward(score, bool(score >= 1), {"answered": float(answer is not None)})
 

@@ -85,7 +85,7 @@ class CodeTask(TaskAdapter):
         problem = self._problem(prompt)
         answers = [self._parse(prompt, episode) for episode in episodes]
         codes = {answer.code for answer in answers if answer.code and answer.is_python}
-        self._judged = self._runner.judge(sorted(codes), problem.tests, problem.solution)
+        self._judged = self._runner.judge(sorted(codes), problem.tests, problem.head, problem.solution)
         self._judged_prompt = prompt
 
     def reward(self, prompt: Prompt, episode: Episode) -> Reward:
@@ -143,7 +143,9 @@ class CodeTask(TaskAdapter):
 
     def _problem(self, prompt: Prompt) -> Problem:
         if self._is_generated:
-            return Problem(prompt.text, HEAD, prompt.answer, "")
+            return Problem(
+                prompt.text, HEAD, prompt.answer, f"{HEAD}0"
+            )  # of a solution only the name is needed
         part, row = map(int, prompt.answer.split("/"))
         return self._splits[part][row]
 

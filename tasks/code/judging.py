@@ -1,9 +1,6 @@
-"""From an answer's text to a program that judges it, and from the program's output to a verdict.
+"""From an answer's text to the two programs that judge it, and from how they ended to a verdict.
 
-The program runs in the sandbox: first the answer, then the tests, each assertion counted by itself. It reads
-a word that nobody can guess before the answer runs, and prints it with the counts at the very end; an answer
-that ends the program early, or prints counts of its own, has passed nothing. An answer that looks for that
-word in its own process can find it: this guards against accidents of training, the sandbox against harm.
+See `inside.py`, which both of them are made of: the answer runs in one, the tests in the other.
 """
 
 from __future__ import annotations
@@ -11,65 +8,18 @@ from __future__ import annotations
 import ast
 import json
 import re
-import secrets
+import symtable
 from dataclasses import dataclass
+from pathlib import Path
 
 from echo_planes.data.sandbox.model import Outcome, Program
 
-_FENCE = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+from . import inside
+
+_OPENING = re.compile(r"[ \t]*```([^`]*)")
 _PYTHON = ("", "python", "python3", "py")
-# Everything that the judging needs is bound before the answer runs, and the tests see the builtins as they
-# were; of the answer's names that hide a builtin, they see those that the authors' solution defines too. What
-# its functions return may not decide for itself whether it equals what a test expects.
-_HARNESS = """
-import builtins, json, os, sys
-def judge():
-    told = json.loads(sys.stdin.readline())
-    out = os.fdopen(os.dup(1), "w")
-    write, flush, leave, true, clean = out.write, out.flush, os._exit, bool, dict(vars(builtins))
-    word, own, run, build = told["word"], told["own"], exec, compile
-    counts = [0, 0, 0]
-    def case(check):
-        counts[1] += 1
-        try:
-            if true(check()):
-                counts[0] += 1
-        except Exception:
-            pass
-    kind, members, is_a, can_call = type, vars, isinstance, callable
-    wrong, groups, table, classes = TypeError, (list, tuple, set, frozenset), dict, told["classes"]
-    decisive = frozenset("__%s__" % name for name in told["decisive"].split())
-    def look(value):
-        for base in kind(value).__mro__:
-            is_own = base.__module__ == "answer" and base.__name__ not in classes
-            if is_own and not decisive.isdisjoint(members(base)):
-                raise wrong("the answer compares by rules of its own")
-        for part in [*value, *value.values()] if is_a(value, table) else value if is_a(value, groups) else ():
-            look(part)
-        return value
-    def watched(name, value):
-        is_foreign = is_a(value, kind) and value.__module__ != "answer"
-        if name in classes or is_foreign or not can_call(value):
-            return value
-        return lambda *args, **named: look(value(*args, **named))
-    space = {"__name__": "answer", "__builtins__": dict(clean)}
-    try:
-        run(build(told["answer"], "answer", "exec"), space)
-        kept = [name for name in space if name not in clean or name in own]
-        seen = {name: watched(name, space[name]) for name in kept}
-        run(build(told["tests"], "tests", "exec"), {**seen, "__builtins__": clean, "_case": case})
-    except BaseException as error:
-        counts[2] = 1
-        try:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        except Exception:
-            pass
-    write("\\n%s %d %d %d" % (word, *counts))
-    flush()
-    leave(0)
-judge()
-"""
-_DECISIVE = "eq ne lt le gt ge bool len contains iter abs sub rsub getattr getattribute instancecheck"
+_DETAIL = 200  # characters
+_INSIDE = Path(inside.__file__).read_text()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,48 +57,71 @@ def parse_answer(text: str, head: str, *, fenced: bool) -> Answer:
     has_thinking = bool(closed and before.replace("<think>", "").strip())
     code: str | None = rest
     if fenced:
-        blocks = [block for kind, block in _FENCE.findall(rest) if kind.strip().lower() in _PYTHON]
-        code = blocks[-1] if blocks else None
+        code = _last_block(rest)
     if code is None:
         return Answer(None, False, has_thinking)
-    start = max(head.rfind("\ndef ") + 1, 0)
+    start = _start(head)
     name = head[start:].removeprefix("def ").partition("(")[0].strip()
     # What stands before the function, imports and helpers, is part of the question.
     code = (head[:start] if fenced and f"def {name}(" in code else head) + code
     return Answer(code, _is_python(code), has_thinking)
 
 
-def program(code: str, tests: str, solution: str) -> tuple[Program, str]:
-    """What the sandbox runs, and the word its verdict begins with.
+def _last_block(text: str) -> str | None:
+    """The last closed block of Python, or of nothing in particular."""
+    found: str | None = None
+    kind: str | None = None
+    block: list[str] = []
+    for line in text.split("\n"):
+        if kind is not None and line.strip(" \t") == "```":
+            if kind.strip().lower() in _PYTHON:
+                found = "".join(block)
+            kind = None
+        elif kind is not None:
+            block.append(line + "\n")
+        elif opening := _OPENING.fullmatch(line):
+            kind, block = opening[1], []
+    return found
+
+
+def programs(code: str, tests: str, head: str, solution: str) -> tuple[Program, Program]:
+    """What judges, and what is judged: two programs that speak to each other.
 
     Args:
         code: the answer.
         tests: see `counted`.
-        solution: the authors' own; what it defines, the answer may define.
+        head: what the answer continues; what stands before its last function is the authors' to the tests.
+        solution: the authors' own; the tests may use what it defines, of the answer's, and what it imports.
     """
-    word = secrets.token_hex(16)
-    told = {
-        "word": word,
-        "answer": code,
-        "tests": counted(tests),
-        "own": _defined(solution, ast.FunctionDef, ast.ClassDef),
-        "classes": _defined(solution, ast.ClassDef),
-        "decisive": _DECISIVE,
-    }
-    return Program(_HARNESS, stdin=json.dumps(told) + "\n"), word
+    authors = head[: _start(head)] + _imports(solution)
+    names = _bound(solution) - _bound(authors)
+    used = {node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)}
+    told = {"authors": authors, "names": sorted(names & used), "tests": counted(tests)}
+    return _inside(inside.JUDGE, told), _inside(inside.ANSWER, code)
 
 
-def verdict(outcome: Outcome, word: str, tests: str) -> Verdict:
-    """What a run says of the answer."""
+def verdict(judge: Outcome, answer: Outcome, tests: str) -> Verdict:
+    """What the ends of both programs say of the answer."""
     least = max(sum(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(tests))), 1)
-    detail = outcome.stderr.strip()[-200:]
-    said = outcome.stdout.rpartition("\n")[2].split(" ")
-    if outcome.status != "ok" or said[0] != word or len(said) != 4 or not all(n.isdigit() for n in said[1:]):
-        return Verdict(0, least, "failed" if outcome.status == "ok" else outcome.status, detail)
-    passed, total, is_cut = map(int, said[1:])
-    # A program that broke off has failed at least one, and all that it did not come to.
-    total = max(total + is_cut, least if is_cut else 1)
-    return Verdict(min(passed, total), total, "ok", detail)
+    said = answer.stderr.strip()
+    # A program that reached a limit has passed nothing, whatever was asked of it until then.
+    for outcome in (answer, judge):
+        if outcome.status not in ("ok", "failed", "cancelled"):
+            return Verdict(0, least, outcome.status, said[-_DETAIL:])
+    line = judge.stderr.rpartition("\n")[2]
+    if judge.status != "ok" or not line.startswith("{"):
+        return Verdict(0, least, "failed", judge.stderr.strip()[-_DETAIL:])
+    told = json.loads(line)
+    detail = (said or told["why"])[-_DETAIL:]
+    # Tests that broke off have failed at least one, and all that they did not come to.
+    total = max(told["total"] + told["cut"], least if told["cut"] else 1)
+    if told["gone"]:
+        return Verdict(0, total, "failed", detail)
+    return Verdict(min(told["passed"], total), total, "ok", detail)
+
+
+def _inside(main: str, told: object) -> Program:
+    return Program(main, files={inside.SOURCE: _INSIDE, inside.TOLD: json.dumps(told)})
 
 
 def counted(tests: str) -> str:
@@ -171,5 +144,18 @@ def _is_python(code: str) -> bool:
     return True
 
 
-def _defined(solution: str, *kinds: type[ast.FunctionDef | ast.ClassDef]) -> list[str]:
-    return [node.name for node in ast.parse(solution).body if isinstance(node, kinds)]
+def _start(head: str) -> int:
+    """Where the last function of a head begins; 0 if it is none."""
+    return max(head.rfind("\ndef ") + 1, 0)
+
+
+def _imports(solution: str) -> str:
+    """The imports of a program, each for itself: what is not installed is missed only where it is used."""
+    nodes = [node for node in ast.parse(solution).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return "".join(f"\ntry: {ast.unparse(node)}\nexcept ImportError: pass" for node in nodes)
+
+
+def _bound(code: str) -> set[str]:
+    """The names a program defines, imports left out."""
+    symbols = symtable.symtable(code, "authors", "exec").get_symbols()
+    return {symbol.get_name() for symbol in symbols if symbol.is_assigned() and not symbol.is_imported()}

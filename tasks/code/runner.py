@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from echo_planes.data.sandbox.model import Limits
 from echo_planes.data.sandbox.pool import SandboxPool
 
-from .judging import Verdict, program, verdict
+from .judging import Verdict, programs, verdict
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ class ProgramRunner:
     """A pool with an event loop in a thread of its own, started at the first use.
 
     Args:
-        num_slots: programs at once.
+        num_slots: answers at once; each takes two programs, the judge's and its own.
         limits: of each program.
     """
 
@@ -29,13 +29,13 @@ class ProgramRunner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pool: SandboxPool | None = None
 
-    def judge(self, codes: Sequence[str], tests: str, solution: str) -> dict[str, Verdict]:
-        """How each program does in the tests of a problem, whose authors' own solution is given.
+    def judge(self, codes: Sequence[str], tests: str, head: str, solution: str) -> dict[str, Verdict]:
+        """How each answer does in the tests of a problem; see `judging.programs`.
 
         Raises:
             SandboxError: this machine offers no protection; nothing ran.
         """
-        return self._call(self._judge(codes, tests, solution))
+        return self._call(self._judge(codes, tests, head, solution))
 
     @property
     def protection(self) -> str:
@@ -50,17 +50,17 @@ class ProgramRunner:
 
     async def _started(self) -> SandboxPool:
         if self._pool is None:
-            pool = SandboxPool(self._num_slots, self._limits)
+            pool = SandboxPool(2 * self._num_slots, self._limits)
             await pool.start()
             self._pool = pool
         return self._pool
 
-    async def _judge(self, codes: Sequence[str], tests: str, solution: str) -> dict[str, Verdict]:
+    async def _judge(self, codes: Sequence[str], tests: str, head: str, solution: str) -> dict[str, Verdict]:
         pool = await self._started()
 
         async def one(code: str) -> Verdict:
-            made, word = program(code, tests, solution)
-            return verdict(await pool.run(made), word, tests)
+            judge, answer = await pool.run_joined(*programs(code, tests, head, solution))
+            return verdict(judge, answer, tests)
 
         return dict(zip(codes, await asyncio.gather(*map(one, codes)), strict=True))
 

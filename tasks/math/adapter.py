@@ -14,6 +14,7 @@ from echo_planes.types import Episode, Prompt, Reward
 from .datasets import Problem, held_out_pairs, load_splits, training_pair
 from .grade import AnswerForm, compare_exactly, parse_response
 from .options import MathOptions
+from .stated import values
 from .verifier import Verdict, Verifier
 
 ADDITION_MAX_NEW_TOKENS = 6  # three digits and the end token, with room to be wrong
@@ -125,6 +126,17 @@ class MathTask(TaskAdapter):
     def _verdict(self, gold: str, answer: str | None) -> Verdict:
         if not answer or len(answer) > self._options.max_answer_chars:
             return "unparsable"
+        said = self._compare(gold, answer)
+        if said != "correct" or compare_exactly(gold, answer):
+            return said
+        stated = values(gold, answer)
+        if stated is None:
+            return "unparsable"
+        # All that it says it is must be the same: `33=34` is no way to say 34.
+        *others, _ = stated or [answer]
+        return next((other for value in others if (other := self._compare(stated[-1], value)) != said), said)
+
+    def _compare(self, gold: str, answer: str) -> Verdict:
         settled = compare_exactly(gold, answer)
         if settled is None:
             return self._verifier.verify(gold, answer)

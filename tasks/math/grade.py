@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
+from echo_planes.data.task import last_tagged
+
 AnswerForm = Literal["boxed", "answer"]
 
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d+)?|\.\d+)")
 _RATIO = re.compile(r"([+-]?\d+)/(\d+)")
 _LATEX_RATIO = re.compile(r"([+-]?)\\[dt]?frac\{(-?\d+)\}\{(\d+)\}")
-_THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?")
-_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_THOUSANDS = re.compile(r"[+-]?\d{1,3}((,\d{3})+|( \d{3})+)(\.\d+)?")
+_DOLLARS = re.compile(r"(?<![\d.])\\\$|\\\$(?![\d.])")  # not what stands between two numbers
+_SPACES = re.compile(r"(?<!\d) | (?!\d)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ def parse_response(text: str, form: AnswerForm) -> Parsed:
     # Some chat templates open <think> themselves, so the response may only close it.
     thought = before.partition("<think>")[2] if "<think>" in before else before
     start = text.rfind("</think>") + len("</think>") if closed else 0
-    found = _last_boxed(text, start) if form == "boxed" else _last_tagged(text, start)
+    found = last_boxed(text, start) if form == "boxed" else last_tagged(text, "answer", start)
     has_thinking = bool(closed and thought.strip())
     if found is None:
         return Parsed(None, has_thinking, has_trailing=False)
@@ -39,7 +42,8 @@ def parse_response(text: str, form: AnswerForm) -> Parsed:
     return Parsed(answer.strip(), has_thinking, has_trailing=bool(text[end:].strip(" \t\r\n.$")))
 
 
-def _last_boxed(text: str, start: int) -> tuple[str, int] | None:
+def last_boxed(text: str, start: int = 0) -> tuple[str, int] | None:
+    """What stands inside the last `\\boxed{}` after `start`, and where that ends."""
     opening = text.rfind("\\boxed{", start)
     if opening < 0:
         return None
@@ -49,11 +53,6 @@ def _last_boxed(text: str, start: int) -> tuple[str, int] | None:
         if depth == 0:
             return text[begin:position], position + 1
     return None
-
-
-def _last_tagged(text: str, start: int) -> tuple[str, int] | None:
-    matches = list(_ANSWER_TAG.finditer(text, start))
-    return (matches[-1].group(1), matches[-1].end()) if matches else None
 
 
 def compare_exactly(gold: str, answer: str) -> bool | None:
@@ -68,9 +67,10 @@ def compare_exactly(gold: str, answer: str) -> bool | None:
 
 
 def _normalise(text: str) -> str:
-    text = text.strip().strip("$").replace("\\$", "").replace("\\!", "").replace("\\,", "")
-    text = "".join(text.split()).removesuffix(".")
-    return text.replace(",", "") if _THOUSANDS.fullmatch(text) else text
+    text = _DOLLARS.sub("", text.strip().strip("$")).replace("\\!", " ").replace("\\,", " ")
+    # White space means nothing, but between two digits.
+    text = _SPACES.sub("", " ".join(text.split())).removesuffix(".")
+    return text.replace(",", "").replace(" ", "") if _THOUSANDS.fullmatch(text) else text
 
 
 def _as_fraction(text: str) -> Fraction | None:

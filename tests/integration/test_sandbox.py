@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from echo_planes.data.sandbox import landlock, pool
+from echo_planes.data.sandbox import jail, landlock, pool
 from echo_planes.data.sandbox.model import Limits, Outcome, Program, SandboxError, Tier
 from echo_planes.data.sandbox.pool import SandboxPool
 
@@ -80,6 +80,12 @@ FORBIDDEN = {
     "write a file of the host": "open({file!r}, 'r+').write('x')",
     "truncate a file of the host": "os.truncate({file!r}, 0)",
     "change the mode of a file": "os.chmod({file!r}, 0)",
+    "set the times of a device": "os.utime('/dev/null')",
+    "set the times of an open device": "os.utime(os.open('/dev/zero', os.O_RDWR))",
+    "set the times of a device by the old call": "call(132, b'/dev/random', None)",
+    "set the mode of a device": "os.chmod('/dev/null', 0o666)",
+    "set the owner of a device": "os.chown('/dev/null', -1, os.getgid())",
+    "set an attribute of a device": "os.setxattr('/dev/null', 'user.made', b'')",
     "link to a file of the host": "os.link({file!r}, 'link')",
     "make a file in a folder of the host": "open({folder!r} + '/made', 'w')",
     "write into /usr": "open('/usr/lib/made', 'w')",
@@ -374,7 +380,11 @@ def host(request: pytest.FixtureRequest) -> Iterator[Host]:
 
 @pytest.mark.parametrize("name", FORBIDDEN)
 def test_what_reaches_outside_is_blocked(host: Host, name: str) -> None:
+    devices = [os.stat(path) for path in jail.DEVICES]
+    before = [(found.st_mode, found.st_uid, found.st_mtime_ns) for found in devices]
     outcome = host.run(f"attempt(lambda: {FORBIDDEN[name].format(**host.aims)})")
+    devices = [os.stat(path) for path in jail.DEVICES]
+    assert [(found.st_mode, found.st_uid, found.st_mtime_ns) for found in devices] == before
     assert (outcome.stdout, outcome.status) == ("blocked\n", "ok"), outcome
     assert Path(str(host.aims["file"])).read_text() == "secret"
     assert Path(str(host.aims["file"])).stat().st_mode & 0o777 == 0o666
@@ -445,6 +455,63 @@ def test_a_cancelled_program_is_ended_and_its_slot_used_again(host: Host) -> Non
 
     assert [outcome.stdout for outcome in host.runner.run(cancel_some())] == ["1\n"] * 4
     eventually(lambda: not host.inside(), GONE_S)
+
+
+ASKS = "for n in range(3):\n    print(n, flush=True); print(input(), file=sys.stderr, flush=True)"
+TELLS = "for line in sys.stdin: print(int(line) + 40, flush=True)"
+
+
+def test_two_programs_side_by_side_read_what_the_other_prints(host: Host) -> None:
+    asks, tells = Program(PRELUDE + ASKS), Program(PRELUDE + TELLS)
+
+    async def many() -> tuple[list[tuple[Outcome, Outcome]], list[Outcome]]:
+        pairs = [asyncio.create_task(host.pool.run_joined(asks, tells)) for _ in range(3)]
+        alone = [asyncio.create_task(host.pool.run(Program("print(1)"))) for _ in range(3)]
+        return await asyncio.gather(*pairs), await asyncio.gather(*alone)
+
+    pairs, alone = host.runner.run(many())
+    for one, other in pairs:
+        assert (one.status, one.stdout, one.stderr) == ("ok", "", "40\n41\n42\n")
+        assert (other.status, other.stdout, other.stderr) == ("ok", "", "")
+    assert [outcome.stdout for outcome in alone] == ["1\n"] * 3
+    eventually(lambda: not host.inside(), GONE_S)
+
+
+def test_neither_of_two_programs_side_by_side_outlives_the_other_for_long(host: Host) -> None:
+    joined = host.pool.run_joined
+    ends, stays = Program("print('end')"), Program("import time\nwhile True: time.sleep(1)")
+    one, other = host.runner.run(joined(ends, stays))
+    assert (one.status, other.status) == ("ok", "cancelled")
+    one, other = host.runner.run(
+        joined(Program("import sys; sys.stderr.write(repr(sys.stdin.read()))"), ends)
+    )
+    assert (one.status, one.stderr, other.status) == ("ok", "'end\\n'", "ok")
+    see = "try: open('data.txt')\nexcept OSError: sys.stderr.write('none')"
+    one, other = host.runner.run(joined(Program(PRELUDE + see), Program("pass", files={"data.txt": "mine"})))
+    assert one.stderr == "none"
+    eventually(lambda: not host.inside(), GONE_S)
+
+
+def test_two_programs_side_by_side_end_when_nobody_waits(host: Host) -> None:
+    waits = Program("import sys; sys.stdin.read()")
+
+    async def cancel() -> list[Outcome]:
+        task = asyncio.create_task(host.pool.run_joined(waits, waits))
+        while len(host.inside()) < 2:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return await asyncio.gather(*(host.pool.run(Program("print(1)")) for _ in range(4)))
+
+    assert [outcome.stdout for outcome in host.runner.run(cancel())] == ["1\n"] * 4
+
+    async def alone() -> None:
+        async with SandboxPool(1, LIMITS) as single:
+            await single.run_joined(waits, waits)
+
+    with pytest.raises(SandboxError, match="num_slots=1: two programs side by side need two slots"):
+        host.runner.run(alone())
 
 
 def test_a_warden_that_dies_is_replaced_and_its_program_ends(host: Host) -> None:

@@ -26,18 +26,6 @@ LIGHT = (
 PLANES = ("data", "learning", "rollout")
 BASE = {"types", "errors", "clock", "metrics", "config", "settings", "files"}
 BASE |= {"process", "samples", "claims", "scratch"}
-    "types",
-    "errors",
-    "clock",
-    "metrics",
-    "config",
-    "settings",
-    "process",
-    "samples",
-    "claims",
-    "scratch",
-    "files",
-}
 # What each part may import of the package, besides itself.
 ALLOWED = {
     "weights": BASE,

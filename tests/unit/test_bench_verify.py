@@ -12,7 +12,6 @@ from bench import verify
 from bench.verify import code_reason, verify_math, verify_poker, wrong_answers, wrong_programs
 from echo_planes.errors import DataError
 from echo_planes.types import Reward
-from tests.unit.test_code_task import run
 
 HAND = """variant = 'NT'
 antes = [0, 0]
@@ -85,40 +84,6 @@ def test_wrong_programs_define_what_is_asked_for() -> None:
     assert found["wrong: ends early"].endswith("os._exit(0)\n")
     reward = Reward(0.0, False, {"passed": 0.5, "is_timeout": 1.0})
     assert code_reason(reward) == "timeout, passed 50% of its tests"
-
-
-ALWAYS = "class A:\n    def __eq__(self, other): return True\n"
-
-
-@pytest.mark.parametrize(
-    "trick",
-    [
-        ALWAYS + "def f(x): return A()",
-        ALWAYS + "def f(x): return [1, {'a': (A(),)}]",
-        ALWAYS + "def f(x): return {A.__call__: A()}",
-        "class f:\n    def __init__(self, x): pass\n    def __eq__(self, other): return True",
-        ALWAYS + "class B:\n    def __call__(self, x): return A()\nf = B()",
-        "class A(list):\n    def __eq__(self, other): return True\ndef f(x): return A()",
-        "class A:\n    def __sub__(self, other): return 0\ndef f(x): return A()",
-    ],
-)
-def test_a_result_that_equals_everything_has_passed_nothing(trick: str) -> None:
-    assert run(trick, "assert f(1) == [1, {'a': (2,)}] or abs(f(1) - 2) < 1").passed == 0
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "from collections import Counter\ndef f(x): return Counter([x])",
-        "from collections import namedtuple\nP = namedtuple('P', 'a')\ndef f(x): return {x: P(1)[0]}",
-        "f = lambda x: {x: x}",
-        "from functools import lru_cache\n@lru_cache\ndef f(x): return {x: 1}",
-    ],
-)
-def test_results_of_library_types_are_compared_as_they_are(answer: str) -> None:
-    assert run(answer, "assert f(1) == {1: 1}").passed == 1
-    if "Counter" in answer:  # the tests use the very class that the answer imported
-        assert run(answer, "assert isinstance(f(1), Counter)").passed == 1
 
 
 def test_hands_are_compared_with_what_they_state(tmp_path: Path) -> None:

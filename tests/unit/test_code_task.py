@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +20,10 @@ from echo_planes.cli import load_config
 from echo_planes.data.sandbox.model import Outcome
 from echo_planes.errors import ConfigError, DataError
 from echo_planes.fakes import FakeTokenizer
+from echo_planes.tasks.code import inside
 from echo_planes.tasks.code.adapter import CodeTask
 from echo_planes.tasks.code.functions import formula, is_held_out
-from echo_planes.tasks.code.judging import Verdict, counted, parse_answer, program, verdict
+from echo_planes.tasks.code.judging import Verdict, counted, parse_answer, programs, verdict
 from echo_planes.tasks.code.options import CodeOptions
 from echo_planes.tasks.code.problems import load_problems, split
 from echo_planes.types import Episode, Reward, Sample, Span
@@ -127,64 +130,54 @@ check(add)
     assert judged(tests, add=lambda x: x + 1) == (4, 6)
 
 
-def run(code: str, tests: str = "assert f(1) == 2\nassert f(2) == 3") -> Verdict:
-    """The program as the sandbox would run it, but here: only for answers written in this file."""
-    made, word = program(code, tests, "")
-    out = io.StringIO()
-    source = made.source.replace('os.fdopen(os.dup(1), "w")', "told_out").replace("leave(0)", "return")
-    source = source.replace("json.loads(sys.stdin.readline())", "told_in")
-    with contextlib.redirect_stderr(io.StringIO()):
-        exec(source, {"told_out": out, "told_in": json.loads(made.stdin)})
-    return verdict(Outcome("ok", 0, out.getvalue(), "", 0.1), word, tests)
+ANSWERING = "import json, os, sys; sys.path.insert(0, sys.argv[1]); import inside; inside.answer()"
+INCREMENT = "def f(x): return x + 1"
+
+
+def run(code: str, tests: str = "assert f(1) == 2\nassert f(2) == 3", solution: str = INCREMENT) -> Verdict:
+    """As the two programs in the sandbox would do it, but here: only for answers written in this file."""
+    return run_problem(code, tests, "", solution)
+
+
+def run_problem(code: str, tests: str, head: str, solution: str) -> Verdict:
+    judge, answer = programs(code, tests, head, solution)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in answer.files.items():
+            Path(folder, name).write_text(text)
+        answering = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", ANSWERING, folder],
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert answering.stdin is not None
+        assert answering.stdout is not None
+        channel = inside.Channel(answering.stdout.fileno(), answering.stdin.fileno())
+        found = inside.judged(json.loads(judge.files[inside.TOLD]), channel)
+        answering.stdin.close()  # the pool ends what goes on from here
+        answering.stdout.close()
+        assert answering.stderr is not None
+        with answering.stderr as errors:
+            said = errors.read()
+        answering.wait()
+    ended = Outcome("ok", 0, "", f"\n{json.dumps(found)}", 0.1)
+    return verdict(ended, Outcome("ok", 0, "", said.decode(), 0.1), tests)
+
+
+def counts(found: Verdict) -> tuple[int, int, str]:
+    return found.passed, found.total, found.status
 
 
 def test_the_verdict_of_a_run() -> None:
-    assert run("def f(x): return x + 1") == Verdict(2, 2, "ok")
-    assert run("def f(x): return 2") == Verdict(1, 2, "ok")
-    assert run("def g(x): return 2") == Verdict(0, 2, "ok")
-    assert run("raise SystemExit") == Verdict(0, 2, "ok")
+    assert run(INCREMENT) == Verdict(2, 2, "ok")
+    assert counts(run("def f(x): return 2")) == (1, 2, "ok")
+    assert counts(run("def g(x): return 2")) == (0, 2, "ok")
+    assert counts(run("raise SystemExit")) == (0, 2, "ok")
     many = "\n".join(["assert f(1) == 2"] * 10)
-    assert run("def f(x): return x + 1", f"assert f(1) == 2\nraise ValueError\n{many}") == Verdict(
-        1, 11, "ok"
-    )
+    assert counts(run(INCREMENT, f"assert f(1) == 2\nraise ValueError\n{many}")) == (1, 11, "ok")
     ends = "calls = []\ndef f(x):\n    calls.append(x)\n    if len(calls) > 3: raise SystemExit\n    return 2"
-    assert run(ends, many) == Verdict(3, 10, "ok")
-
-
-@pytest.mark.parametrize(
-    "trick",
-    [
-        "def bool(x): return 2\ndef f(x): return 0",
-        "import builtins\nbuiltins.bool = lambda x: True\ndef f(x): return 0",
-        "import json\njson.dumps = lambda x: '[]'\ndef f(x): return 0",
-        "def abs(x): return 0\ndef f(x): return 5",
-        "import builtins\nbuiltins.abs = lambda x: 0\ndef f(x): return 5",
-        "def _case(x): pass\ndef f(x): return 0",
-    ],
-)
-def test_an_answer_that_redefines_what_tests_use_has_passed_nothing(trick: str) -> None:
-    import builtins
-
-    kept = builtins.bool, builtins.abs, json.dumps
-    try:
-        assert run(trick, "assert abs(f(1) - 2) < 1\nassert f(1) == 2") == Verdict(0, 2, "ok")
-    finally:
-        builtins.bool, builtins.abs, json.dumps = kept  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    ("outcome", "status"),
-    [
-        (Outcome("timeout", None, "", "", 5.0), "timeout"),
-        (Outcome("ok", 0, "", "", 0.1), "failed"),
-        (Outcome("ok", 0, "\n00 2 2 0", "", 0.1), "failed"),  # counts, but not with the word
-        (Outcome("ok", 0, "\nword 2 -2 0", "", 0.1), "failed"),
-        (Outcome("ok", 0, "\nword 2", "", 0.1), "failed"),
-        (Outcome("memory", None, "\nword 2 2 0", "", 0.1), "memory"),
-    ],
-)
-def test_who_ends_early_or_forges_counts_has_passed_nothing(outcome: Outcome, status: str) -> None:
-    assert verdict(outcome, "word", "assert f(1) == 2\nassert f(2) == 3") == Verdict(0, 2, status)
+    assert counts(run(ends, many)) == (3, 10, "ok")
 
 
 def test_rewards_of_answers_that_need_no_run() -> None:
@@ -201,7 +194,7 @@ def test_rewards_of_answers_that_need_no_run() -> None:
 class HalfJudge:
     """Stands for the sandbox: every program passes one of two tests."""
 
-    def judge(self, codes: list[str], tests: str, solution: str) -> dict[str, Verdict]:
+    def judge(self, codes: list[str], tests: str, head: str, solution: str) -> dict[str, Verdict]:
         return {code: Verdict(1, 2, "ok") for code in codes}
 
 

@@ -163,6 +163,38 @@ def test_a_bad_line_is_named_with_row_and_field(tmp_path: Path, line: bytes, par
         assert part in message, message
 
 
+HALVES = [
+    ({"q": "a \ud800 b"}, "field 'q' holds U+D800, half of a surrogate pair"),
+    ({"q": ["ok", {"content": "\udfff"}]}, "field 'q' holds U+DFFF, half of a surrogate pair"),
+    ({"q": {"\udc80": 1}}, "field 'q' holds U+DC80, half of a surrogate pair"),
+    ({"\ud800": 1}, r"no field 'q'; it has '\ud800'"),
+]
+
+
+@pytest.mark.parametrize(("row", "told"), HALVES)
+def test_text_that_is_no_text_is_refused_with_file_and_row(tmp_path: Path, row: object, told: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(f'{{"q": "\\ud83d\\ude00"}}\n{json.dumps(row)}\n')  # the first is a pair, a character
+    message = refusal(path, {"q": (str, list, dict)})
+    assert message.startswith(f"{path}: row 2 is not a usable row: {told}")
+    assert "\n" not in message
+    message.encode()
+    assert load_rows(path, {"q": str}, max_rows=1) == ({"q": "\U0001f600"},)
+
+
+def test_a_column_of_text_that_is_no_utf_8_is_refused_with_its_row(tmp_path: Path) -> None:
+    raw = pa.array([b"ok", b"\xed\xa0\x80"], pa.binary())
+    table = pa.table({"q": pa.Array.from_buffers(pa.string(), 2, raw.buffers())})
+    pq.write_table(table, tmp_path / "bad.parquet")
+    with pa.ipc.new_file(str(tmp_path / "bad.arrow"), table.schema) as sink:
+        sink.write_table(table)
+    for name in ("bad.parquet", "bad.arrow"):
+        message = refusal(tmp_path / name, {"q": str})
+        assert "after row 0" in message
+        assert "Invalid UTF8 sequence at string index 1" in message
+        assert "\n" not in message
+
+
 @pytest.mark.parametrize("write", [write_parquet, write_arrow])
 def test_a_bad_column_is_named(tmp_path: Path, write: Callable[[Path, list[dict[str, Any]]], Path]) -> None:
     path = write(

@@ -62,6 +62,23 @@ def verifier() -> Iterator[Verifier]:
     one.close()
 
 
+def judging(**options: Any) -> Iterator[MathTask]:
+    pytest.importorskip("math_verify")
+    task = make(dataset="math500", verifier_timeout_s=60, **options)
+    yield task
+    task._verifier.close()
+
+
+@pytest.fixture(scope="module")
+def boxed() -> Iterator[MathTask]:
+    yield from judging()
+
+
+@pytest.fixture(scope="module")
+def tagged() -> Iterator[MathTask]:
+    yield from judging(answer_form="answer")
+
+
 # --- addition ------------------------------------------------------------------------------------
 
 
@@ -171,10 +188,110 @@ def test_parsing_tagged_answers() -> None:
         ("3", "1/0", None),
         ("x+1", "1+x", None),
         (r"\text{Evelyn}", r"\text{Evelyn}", True),
+        ("34", "3 4", None),
+        ("34", "3\n4", None),
+        ("34", r"3\,4", None),
+        ("34", r"3\$4", None),
+        ("1080", "1 080", True),
+        ("1080", r"1\,080", True),
+        (r"10,\!080", "10080", True),
+        (r"11,\! 111,\! 111,\! 100", "11111111100", True),
+        ("7/2", "3 1/2", None),
+        (r"\$5", "5", True),
+        ("x+1", "x +\n1", True),
     ],
 )
 def test_exact_comparison(gold: str, answer: str, same: bool | None) -> None:
     assert compare_exactly(gold, answer) is same
+
+
+MORE_THAN_34 = [
+    "33=34",
+    "x=35=34",
+    "33=x=34",
+    "33==34",
+    r"33\equiv 34",
+    r"33\%=34",
+    "33 cm = 34 cm",
+    r"33 = 34\text{ cm}",
+    "35=34=34=34",
+    "3 4",
+    "3\n4",
+    r"3\!4",
+    r"3\!\!4",
+    "3'4",
+    '3"4',
+    r"3\$4",
+    r"3\displaystyle4",
+    r"3\text{}4",
+    r"3\mathrm{th}4",
+    "33$ $34",
+    r"34\text{ cm}, 33\text{ cm}",
+    r"34\mbox{ cm}^2, 33\mbox{ cm}^2",
+    r"34\text{ cm}\text{ or }33\text{ cm}",
+    r"34\text{cm}+\frac{1}{2}",
+    r"34\text{cm},\frac{1}{2}",
+    r"34\mathrm{cm}; \mathrm{x}",
+    r"34 \text{ (not 33)}",
+    r"34\text{ or else 33}",
+    r"33\fbox{34}",
+    r"\fbox{34}33",
+]
+
+
+@pytest.mark.parametrize("answer", MORE_THAN_34)
+def test_a_box_that_holds_more_than_the_answer_is_not_right(boxed: MathTask, answer: str) -> None:
+    reward = boxed.reward(Prompt(0, (), "34"), episode(f"\\boxed{{{answer}}}"))
+    assert not reward.correct
+    assert reward.parts["timeout"] == 0.0
+
+
+def test_two_answers_with_a_unit_between_them_are_not_the_one(boxed: MathTask) -> None:
+    for gold in (
+        r"\frac{270}7\text{ degrees}",
+        r"864 \mbox{ inches}^2",
+        r"5.4 \text{ cents}",
+        r"15\mbox{ cm}^2",
+    ):
+        for answer, right in ((gold, True), (f"{gold}+1, {gold}", False), (f"{gold}, {gold}+1", False)):
+            assert boxed.reward(Prompt(0, (), gold), episode(f"\\boxed{{{answer}}}")).correct == right, answer
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("34", "x=34"),
+        ("34", "30+4=34"),
+        ("34", "x = 30+4 = 34"),
+        ("34", "y=x=34"),
+        ("34", "a_{10}=34"),
+        ("34", "f(2) = 34"),
+        ("34", "x^2+y^2=34"),
+        ("34", r"\text{Area}=34"),
+        ("34", r"34\text{ cm}"),
+        ("34", r"34\text{ cm}^2"),
+        ("34", r"34\,\text{m}/\text{s}^{2}"),
+        ("34", "34 cm"),
+        ("34", r"34^\circ"),
+        ("34", r"34\%"),
+        ("34", r"\$34"),
+        ("34", "$34$"),
+        ("x=5", "5"),
+        ("y = 2x + 3", "y=2x+3"),
+        ("5x - 7y + 11z + 4 = 0", "0=5x - 7y + 11z + 4"),
+        (r"\frac{1}{2}", r"P(X=2)=\frac12"),
+        (r"\frac{1}{2}", r"\frac 1 2"),
+        (r"\frac{7}{2}", r"3\frac12"),
+        (r"\log_2 3", r"\log_2 3"),
+        ("2, 3", r"3\text{ and }2"),
+        (r"864 \mbox{ inches}^2", "864"),
+    ],
+)
+def test_honest_ways_to_write_an_answer_are_right(
+    boxed: MathTask, tagged: MathTask, gold: str, answer: str
+) -> None:
+    assert boxed.reward(Prompt(0, (), gold), episode(f"\\boxed{{{answer}}}")).correct
+    assert tagged.reward(Prompt(0, (), gold), episode(f"<answer>\\boxed{{{answer}}}</answer>")).correct
 
 
 def test_composite_weights_by_hand() -> None:

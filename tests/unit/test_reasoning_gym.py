@@ -1,7 +1,7 @@
 """The bridge to reasoning-gym: on a stand-in with the library's interface, and on the library where it is.
 
 The stand-in follows reasoning-gym 0.1.25: `factory.DATASETS`, `factory.create_dataset(name, **config)` whose
-datasets give entries by number and `score_answer(answer, entry)`, and `utils.extract_answer(text)`.
+datasets give entries by number and `score_answer(answer, entry)`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,6 @@ from echo_planes.types import Episode, Reward, RewardFailure
 
 LIBRARY = {
     "__init__": "",
-    "utils": """
-import re
-def extract_answer(completion):
-    found = re.findall("<answer>(.*?)</answer>", completion, re.DOTALL)
-    return found[-1].strip() if found else None
-""",
     "factory": """
 import random
 from dataclasses import dataclass
@@ -62,7 +56,7 @@ def create_dataset(name, **kwargs):
     return DATASETS[name][0](config)
 """,
 }
-MODULES = ("reasoning_gym", "reasoning_gym.factory", "reasoning_gym.utils")
+MODULES = ("reasoning_gym", "reasoning_gym.factory")
 
 
 @pytest.fixture

@@ -95,6 +95,14 @@ def test_sockets_and_attributes_only_inside_namespaces(mode: tuple[Tier, Tasks])
         assert answer(code, seccomp.SOCKET, family, 1) == errno.EPERM
 
 
+def test_no_call_sets_a_files_times_where_a_device_of_the_host_can_be_named(mode: tuple[Tier, Tasks]) -> None:
+    code = seccomp.program(*mode, PID)
+    for number in (132, 235, 261, 280):  # utime, utimes, futimesat, utimensat
+        assert answer(code, number) == errno.EPERM
+    for number in (92, 93, 94, 260, 188, 189, 190):  # chown and its kin, setxattr and its kin
+        assert answer(code, number) == errno.EPERM
+
+
 def test_landlock_takes_away_all_that_a_version_knows() -> None:
     assert handled(3) == struct.pack("=Q", (1 << 15) - 1)
     assert handled(4) == struct.pack("=2Q", (1 << 15) - 1, 3)

@@ -52,6 +52,17 @@ def call(name: str, *arguments: int) -> None:
         raise OSError(ctypes.get_errno(), name)
 
 
+def changes(path: str) -> list[tuple[str, Callable[[], object]]]:
+    """What would change a device of the host for everybody; here each is asked to stay as it is."""
+    found = os.stat(path)
+    return [
+        ("set the times of", partial(os.utime, path)),
+        ("set the mode of", partial(os.chmod, path, found.st_mode & 0o7777)),
+        ("set the owner of", partial(os.chown, path, os.getuid(), os.getgid())),
+        ("set an attribute of", partial(os.setxattr, path, "user.canary", b"")),
+    ]
+
+
 def count_processes(limit: int) -> int:
     """How many children can be had at once, up to a number."""
     for number in range(limit):
@@ -83,6 +94,8 @@ def main() -> None:
     holes += [f"read {path}" for path in task["secrets"] if possible(partial(read, path))]
     for kind, flags in (("changed", os.O_WRONLY), ("created", os.O_WRONLY | os.O_CREAT)):
         holes += [f"write {path}" for path in task[kind] if possible(partial(os.open, path, flags))]
+    for path in task["devices"]:
+        holes += [f"{what} {path}" for what, change in changes(path) if possible(change)]
     if possible(partial(connect, socket.AF_INET, ("127.0.0.1", task["port"]))):
         holes.append("connect to loopback")
     if possible(partial(connect, socket.AF_UNIX, task["abstract"])):

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -36,6 +37,7 @@ START_LIMIT_S = 60.0  # an interpreter on a busy machine
 GRACE_S = 30.0  # after a program's wall time, for a busy machine to clear up
 CLOSE_LIMIT_S = 20.0
 PROBES = 5  # tries of each
+LINGER_S = 1.0  # for the second of two joined programs, once the first has ended
 CURE = (
     "install bubblewrap and allow user namespaces (in Docker: --security-opt seccomp=unconfined "
     "--security-opt apparmor=unconfined), or use Linux 6.2 or newer with Landlock"
@@ -50,6 +52,7 @@ class Slot:
         self._limits = limits
         self._name = name
         self._process: asyncio.subprocess.Process | None = None
+        self._handed: socket.socket | None = None  # pipe ends for joined programs go through it
         self.facts: dict[str, Any] = {}
 
     @property
@@ -64,21 +67,41 @@ class Slot:
             SandboxError: this tier cannot be built here, or the warden did not answer.
         """
         bwrap = shutil.which("bwrap") or ""
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", "-c", BOOT, str(ROOT)),
-            *(self._tier, json.dumps(asdict(self._limits)), bwrap, self._name, str(os.getpid())),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            # Whoever kills our group would kill it before it has taken its control group down.
-            start_new_session=True,
-        )
+        self._handed, handed = socket.socketpair()
+        with handed:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", "-c", BOOT, str(ROOT)),
+                *(self._tier, json.dumps(asdict(self._limits)), bwrap, self._name, str(os.getpid())),
+                str(handed.fileno()),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                pass_fds=(handed.fileno(),),
+                # Whoever kills our group would kill it before it has taken its control group down.
+                start_new_session=True,
+            )
         self.facts = await self._reply(START_LIMIT_S)
 
-    async def run(self, program: Program) -> Outcome:
-        """Run a program; a warden that died is replaced first."""
-        if self._process is None:
-            await self.start()
-        self._send({"source": program.source, "stdin": program.stdin, "files": dict(program.files)})
+    async def run(self, program: Program, joined: tuple[int, int] | None = None) -> Outcome:
+        """Run a program; a warden that died is replaced first.
+
+        Args:
+            joined: pipe ends for its standard input and output; closed here.
+        """
+        try:
+            if self._process is None:
+                await self.start()
+            if joined and self._handed is not None:
+                socket.send_fds(self._handed, [b"\0"], joined)
+        except OSError as error:
+            await self.kill()
+            raise SandboxError(
+                f"the sandbox's warden {self._name} failed ({error}); it is replaced"
+            ) from error
+        finally:
+            for descriptor in joined or ():
+                os.close(descriptor)
+        request = {"source": program.source, "stdin": program.stdin, "files": dict(program.files)}
+        self._send(request | {"is_joined": joined is not None})
         return Outcome(**await self._reply(self._limits.wall_s + GRACE_S))
 
     def cancel(self) -> None:
@@ -122,7 +145,6 @@ class Slot:
                 await self._process.wait()
         except TimeoutError:
             await self.kill()
-        self._process = None
         await self._clear()
 
     async def kill(self) -> None:
@@ -134,11 +156,14 @@ class Slot:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)
         await self._process.wait()
-        self._process = None
         await self._clear()
 
     async def _clear(self) -> None:
         """Remove what a warden that is gone may have left."""
+        self._process = None
+        if self._handed is not None:
+            self._handed.close()
+            self._handed = None
         for folder in map(Path, self.facts.get("folders", [])):
             await _empty(folder)
         if self.facts.get("scratch"):
@@ -194,6 +219,7 @@ class SandboxPool:
         self._slots: list[Slot] = []
         self._free: asyncio.Queue[Slot] = asyncio.Queue()
         self._starting = asyncio.Lock()
+        self._pairing = asyncio.Lock()  # who waits for two slots must not wait for who waits for two
         self._ending: set[asyncio.Task[Outcome]] = set()
         self._protection = ""
         self._closed = False
@@ -262,24 +288,69 @@ class SandboxPool:
             SandboxError: no protection, or what protects broke. It is not the program's fault.
         """
         await self.start()
-        reason = oversize(program, self.limits)
-        if reason:
+        if reason := oversize(program, self.limits):
             return Outcome("failed", None, "", reason, 0.0)
+        slot = await self._take()
+        task = self._begin(slot, program)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            _abandon(slot, task)
+            raise
+
+    async def run_joined(self, first: Program, second: Program) -> tuple[Outcome, Outcome]:
+        """Run two programs side by side, each one's standard output the other's standard input.
+
+        They share nothing else. Neither has its `stdin`, nor tells its `stdout`. The second is ended
+        `LINGER_S` after the first. Cancelling ends both.
+
+        Raises:
+            SandboxError: as `run`; or the pool has one slot only.
+        """
+        await self.start()
+        if self._num_slots < 2:
+            raise SandboxError("num_slots=1: two programs side by side need two slots")
+        if reason := oversize(first, self.limits) or oversize(second, self.limits):
+            refused = Outcome("failed", None, "", reason, 0.0)
+            return refused, refused
+        async with self._pairing:
+            slot = await self._take()
+            try:
+                other = await self._take()
+            except BaseException:
+                self._free.put_nowait(slot)
+                raise
+        forth, back = os.pipe(), os.pipe()
+        task = self._begin(slot, first, (back[0], forth[1]))
+        later = self._begin(other, second, (forth[0], back[1]))
+        try:
+            outcome = await asyncio.shield(task)
+            await asyncio.wait([later], timeout=LINGER_S)
+            if not later.done():
+                other.cancel()
+            return outcome, await asyncio.shield(later)
+        except BaseException:
+            _abandon(slot, task)
+            _abandon(other, later)
+            raise
+
+    async def _take(self) -> Slot:
+        """A slot, when one is free."""
         slot = await self._free.get()
         if self._closed:
             self._free.put_nowait(slot)  # for the next who waits
             raise SandboxError("this sandbox pool was closed while programs waited for a slot")
+        return slot
+
+    def _begin(
+        self, slot: Slot, program: Program, joined: tuple[int, int] | None = None
+    ) -> asyncio.Task[Outcome]:
         # A task of its own: a slot comes back when nothing of the program is left, not when nobody waits.
-        task = asyncio.create_task(slot.run(program))
+        task = asyncio.create_task(slot.run(program, joined))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
         task.add_done_callback(lambda _: self._free.put_nowait(slot))
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            slot.cancel()
-            task.add_done_callback(_retrieve)
-            raise
+        return task
 
     async def close(self) -> None:
         """End what runs, wait until nothing of it is left, and give back uids, groups and folders."""
@@ -292,7 +363,14 @@ class SandboxPool:
             self._slots = []
 
 
+def _abandon(slot: Slot, task: asyncio.Task[Outcome]) -> None:
+    """Nobody waits for this program any more: end it."""
+    if not task.done():
+        slot.cancel()
+    task.add_done_callback(_retrieve)
+
+
 def _retrieve(task: asyncio.Task[Outcome]) -> None:
-    """Nobody waits for this program any more; an error of its warden concerns nobody."""
+    """An error of its warden concerns nobody."""
     if not task.cancelled():
         task.exception()

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from echo_planes.data.sandbox.jail import DEVICES
 from echo_planes.data.sandbox.model import Limits, Outcome, Program
 
 PAYLOAD = Path(__file__).with_name("payload.py")
@@ -56,6 +57,7 @@ class Canary:
             "secrets": [self._file, *SECRETS, *(str(Path.home() / name) for name in PRIVATE)],
             "changed": [self._file, "/dev/kmsg", "/proc/self/mem"],
             "created": [f"{folder}/echo-planes-canary" for folder in ("/usr", "/dev", "/dev/shm", "/")],
+            "devices": DEVICES,
             "port": self._inet.getsockname()[1],
             "abstract": self._abstract,
             # Small ids may exist inside too; those of this process and of the warden do not.

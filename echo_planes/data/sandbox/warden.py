@@ -14,6 +14,7 @@ import os
 import select
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -114,8 +115,14 @@ class Warden:
             "scratch": self._scratch,
         }
 
-    def run(self, source: str, stdin: str, files: dict[str, str]) -> Outcome:
+    def run(
+        self, source: str, stdin: str, files: dict[str, str], joined: tuple[int, int] | None = None
+    ) -> Outcome:
         """Run one program to its end, and leave nothing of it.
+
+        Args:
+            joined: pipe ends that become its standard input and output, in the place of `stdin` and of what
+                the outcome tells; closed here.
 
         Raises:
             SandboxError: the walls could not be built around it; it did not run.
@@ -125,7 +132,7 @@ class Warden:
         texts = {name: text.encode("utf-8", "surrogatepass") for name, text in files.items()}
         oom_kills = self._group.oom_kills() if self._group else 0
         cpu_s = self._cpu_s()
-        run = self._start(texts, stdin.encode("utf-8", "surrogatepass"))
+        run = self._start(texts, stdin.encode("utf-8", "surrogatepass"), joined)
         try:
             self._watch(run, cpu_s)
         finally:
@@ -142,14 +149,14 @@ class Warden:
         status, code = decide(seen, self.plan, self.limits)
         return Outcome(status, code, stdout, stderr, wall_s)
 
-    def _start(self, texts: dict[str, bytes], stdin: bytes) -> Run:
+    def _start(self, texts: dict[str, bytes], stdin: bytes, joined: tuple[int, int] | None) -> Run:
         opened: list[int] = []
 
         def keep(*descriptors: int) -> tuple[int, ...]:
             opened.extend(descriptors)
             return descriptors
 
-        inputs = keep(_file("stdin", stdin))
+        inputs = keep(*joined) if joined else keep(_file("stdin", stdin))
         if self.plan.tier == "namespaces":
             files = {name: keep(_file(name, data))[0] for name, data in texts.items()}
         else:
@@ -158,7 +165,8 @@ class Warden:
         ends = [os.pipe() for _ in range(4)]  # stdout, stderr, bubblewrap's status, what failed before exec
         writers = keep(*(writer for _, writer in ends))
         os.lseek(self._filter, 0, os.SEEK_SET)
-        given = jail.Descriptors(inputs[0], writers[0], writers[1], files, self._filter, writers[2])
+        stdout = joined[1] if joined else writers[0]
+        given = jail.Descriptors(inputs[0], stdout, writers[1], files, self._filter, writers[2])
         command = jail.bwrap_command(self._bwrap, self.plan, self.limits, self._links, given)
         begun_s = time.monotonic()
         pid = os.fork()
@@ -328,12 +336,19 @@ def _hang_up(number: int, frame: object) -> None:
     os.close(null)
 
 
-def serve(warden: Warden) -> None:
-    """Answer requests until the parent closes the pipe."""
+def serve(warden: Warden, handed: socket.socket) -> None:
+    """Answer requests until the parent closes the pipe.
+
+    Args:
+        handed: where the pipe ends of a joined program come, before its request.
+    """
     wire.write_all(REPLIES, wire.encode(warden.facts()))
     while (message := wire.read_frame(CONTROL)) is not None:
         if "source" not in message:  # a cancellation that came after the end
             continue
+        if message.pop("is_joined"):
+            _, (source, sink), _, _ = socket.recv_fds(handed, 1, 2, socket.MSG_CMSG_CLOEXEC)
+            message["joined"] = source, sink
         try:
             reply = asdict(warden.run(**message))
         except SandboxError as error:
@@ -342,8 +357,10 @@ def serve(warden: Warden) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Arguments: tier, limits as JSON, path of bwrap or "", name of the control group, parent's id."""
-    tier, limits, bwrap, name, parent = arguments
+    """Arguments: tier, limits as JSON, path of bwrap or "", name of the control group, parent's id, and the
+    socket that pipe ends come through.
+    """
+    tier, limits, bwrap, name, parent, handed = arguments
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     signal.signal(signal.SIGTERM, _hang_up)
     libc = ctypes.CDLL(None)
@@ -355,7 +372,9 @@ def main(arguments: list[str]) -> None:
             raise Stop
         kind: Tier = "namespaces" if tier == "namespaces" else "landlock"
         warden = Warden(kind, Limits(**json.loads(limits)), bwrap, name)
-        serve(warden)
+        with socket.socket(fileno=int(handed)) as descriptors:
+            descriptors.set_inheritable(False)
+            serve(warden, descriptors)
     except SandboxError as error:
         wire.write_all(REPLIES, wire.encode({"error": str(error)}))
     except (Stop, BrokenPipeError):
