@@ -21,6 +21,7 @@ from tests.integration.harness import Program
 STEPS = 8
 PROBE_S = 2.0
 LOOPBACK = ("127.0.0.1", "::1")
+IPV4_IN_IPV6 = "::ffff:"
 # Who may unpickle, and why that is no hole. Our own packages are not among them.
 MAY_UNPICKLE = {
     "ray": "Ray's own protocol, behind the cluster's token",
@@ -101,7 +102,7 @@ def _listening(running: Program) -> list[tuple[str, str, int]]:
             name = " ".join(words[:3])[:80] if words else process.name()
             for one in process.net_connections("tcp"):
                 if one.status == psutil.CONN_LISTEN:
-                    found.add((name, one.laddr.ip, one.laddr.port))
+                    found.add((name, one.laddr.ip.removeprefix(IPV4_IN_IPV6), one.laddr.port))
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return sorted(found)
