@@ -43,7 +43,7 @@ def ray_session(config: Config, logs: Path | None = None) -> Iterator[None]:
         try:
             with _joined(config, folders.private / "ray"):
                 yield
-        except BaseException:
+        except Exception:
             if logs is not None and logs.parent.is_dir():
                 _keep_logs(folders.private / "ray", logs)
             raise

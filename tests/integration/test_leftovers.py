@@ -92,6 +92,8 @@ def test_nothing_is_left_seconds_after_a_kill(room: Room, tmp_path: Path, who: s
         status = run.wait()
     assert left == Left(), str(left)
     assert status == (-9 if who == "driver" else 1)
+    kept = list(run.run_dir.glob("ray_logs/session_*/raylet.out"))
+    assert len(kept) == (0 if who == "driver" else 1)
     assert who == "driver" or run.stderr.endswith("its raylet has ended\n"), run.tail()
 
 

@@ -134,6 +134,19 @@ def test_a_start_clears_what_the_dead_left_and_nothing_else(root: Path) -> None:
     assert not recycled.exists()
 
 
+def test_what_is_found_in_shared_memory_names_the_folder_on_disk(root: Path) -> None:
+    """Which lies elsewhere if TMPDIR was another then."""
+    here = this_process()
+    dead = replace(here, pid=2**22 - 1, start_ticks=5)
+    disk, shared = root / "disk" / dead.name, root / "shared" / dead.name
+    for folder in (disk, shared):
+        folder.mkdir(parents=True)
+        (folder / RECORD).write_text(record(dead, [disk, shared]))
+    sweep(here, [root / "shared"])
+    assert not disk.exists()
+    assert not shared.exists()
+
+
 def test_a_link_in_the_place_of_a_folder_is_not_followed(root: Path) -> None:
     here = this_process()
     target = left_by(replace(here, pid=2**22 - 1, start_ticks=5), root)
