@@ -2,7 +2,9 @@
 
 - start: one program after another, `pass`, beside a bare `python -I -S -c pass` of the same interpreter in
   the same rounds. The overhead is the median of the differences within each round;
-- rate: programs a second through two slots, interpreter start included.
+- rate: programs a second through two slots, interpreter start included;
+- judgement: one answer of task=code after another, which is two programs that speak with each other; and
+  answers a second, two at a time.
 
 Nothing else should run meanwhile. The first line says which protection was measured.
 """
@@ -17,11 +19,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from echo_planes.data.sandbox.model import Program
+from echo_planes.data.sandbox.model import Limits, Program
 from echo_planes.data.sandbox.pool import SandboxPool
+from echo_planes.tasks.code.runner import ProgramRunner
 
 NUM_SLOTS = 2
 IDLE = Program("pass")
+ANSWER, TESTS = "def f(x): return x + 1", "assert f(1) == 2\nassert f(2) == 3\nassert f(3) == 4"
 
 
 async def bare(interpreter: str) -> float:
@@ -30,6 +34,26 @@ async def bare(interpreter: str) -> float:
     process = await asyncio.create_subprocess_exec(interpreter, "-I", "-S", "-c", "pass")
     await process.wait()
     return time.perf_counter() - begun_s
+
+
+def measure_judging(rounds: int, answers: int) -> dict[str, float]:
+    """Seconds of a judgement alone, and answers a second."""
+    runner = ProgramRunner(NUM_SLOTS, Limits())
+    codes = [f"{ANSWER}  # {number}" for number in range(rounds + answers + 1)]  # equal ones are run once
+    try:
+        judged_s = []
+        for code in codes[: rounds + 1]:
+            begun_s = time.perf_counter()
+            if runner.judge([code], TESTS, "", ANSWER)[code].passed != 3:
+                raise SystemExit("a right answer was judged wrong")
+            judged_s.append(time.perf_counter() - begun_s)
+        begun_s = time.perf_counter()
+        runner.judge(codes[rounds + 1 :], TESTS, "", ANSWER)
+        rate = answers / (time.perf_counter() - begun_s)
+    finally:
+        runner.close()
+    # The first round warms up.
+    return {"judged_ms": 1000 * statistics.median(judged_s[1:]), "judgements_per_s": rate}
 
 
 async def measure(rounds: int, programs: int) -> dict[str, Any]:
@@ -67,12 +91,17 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=200, help="programs for the rate")
     arguments = parser.parse_args()
     result = asyncio.run(measure(arguments.rounds, arguments.programs))
+    result |= measure_judging(arguments.rounds, arguments.programs)
     print(result["protection"])
     print(
         f"start: {result['sandboxed_ms']:.1f} ms, bare {result['bare_ms']:.1f} ms, "
         f"overhead {result['overhead_ms']:.1f} ms (medians)"
     )
     print(f"rate: {result['programs_per_s']:.1f} programs/s with {NUM_SLOTS} slots")
+    print(
+        f"judgement: {result['judged_ms']:.1f} ms (median), {result['judgements_per_s']:.1f}/s with "
+        f"{NUM_SLOTS} at a time"
+    )
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -202,6 +202,11 @@ def wrong_programs(solution: str, other: str) -> Iterator[tuple[str, str]]:
         "wrong: equals everything",
         always + "".join(f"def {name}(*_, **__): return Always()\n" for name in names),
     )
+    anything = "from unittest.mock import ANY\n"
+    yield (
+        "wrong: equals anything",
+        anything + "".join(f"def {name}(*_, **__): return ANY\n" for name in names),
+    )
     yield "wrong: ends early", f"{solution}\nimport os\nos._exit(0)\n"
 
 

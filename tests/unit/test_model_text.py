@@ -68,9 +68,9 @@ def test_eight_times_the_text_takes_no_more_than_some_eight_times_as_long(name: 
     def quickest_s(text: str) -> float:
         found = []
         for _ in range(5):
-            begun_s = time.perf_counter()
+            begun_s = time.thread_time()
             read(text)
-            found.append(time.perf_counter() - begun_s)
+            found.append(time.thread_time() - begun_s)
         return min(found)
 
     # A stall of the machine is no reason to fail: some of several tries must be in proportion.

@@ -2,7 +2,8 @@
 
 ::
 
-    pool.py      SandboxPool: `await pool.run(program)`, a fixed number of slots          (asyncio shell)
+    pool.py      SandboxPool: `await pool.run(program)`, a fixed number of slots; two
+                 programs that speak with each other: `run_joined`                        (asyncio shell)
       warden.py  one small process for each slot: starts, watches, ends and clears         (shell)
         jail.py      what a program is started in: bubblewrap's arguments, rlimits, uid    (pure; the child)
         seccomp.py   the system calls it may make, as a BPF program                        (pure)
