@@ -19,6 +19,7 @@ from echo_planes.config import Config
 from echo_planes.data.registry import adapter_options
 from echo_planes.errors import CollapsedError, EchoPlanesError, RunError, StoppedError, UserError
 from echo_planes.files import user_path
+from echo_planes.inputs import check_inputs, digest_of_model, digest_of_prompts, keep_inputs
 from echo_planes.metrics import read_summary
 from echo_planes.process import keep_ray_private
 from echo_planes.resume import Change, changes_of, check_changes, check_unfinished
@@ -126,7 +127,13 @@ async def _run(
 
     await asyncio.sleep(HEAR_S)
     with view.phase("task"):
-        told = probe_task(config)
+        told, prompts = probe_task(config)
+        inputs = {
+            "model": digest_of_model(config.model.folder),
+            "prompts": digest_of_prompts(prompts),
+        }
+        if checkpoint:
+            check_inputs(folder, inputs, config.model.path)
     if told:
         view.event(told)
     with ExitStack() as stack:
@@ -135,6 +142,7 @@ async def _run(
         await asyncio.sleep(HEAR_S)
         # Only now is anything written: a mistake leaves no run folder behind.
         meta = open_folder(config, folder, checkpoint, meta)
+        keep_inputs(folder, inputs)
         outcome = await run_job(
             config,
             folder,

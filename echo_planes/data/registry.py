@@ -25,11 +25,13 @@ from echo_planes.data.overlong import overlong_of
 from echo_planes.data.refill import check_refill
 from echo_planes.data.task import TaskAdapter, TaskOptions, Tokenizer
 from echo_planes.errors import ConfigError, EchoPlanesError, ModelError, TaskError
+from echo_planes.types import Prompt
 
 ENTRY_POINTS = "echo_planes.tasks"
 BRIDGES = "echo_planes.tasks.bridges"
 # Of folders that name one of these, `AutoTokenizer` makes a `PreTrainedTokenizerFast`, after importing torch.
 _PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
+PROBE_PROMPTS = 16  # made before a run starts, of both kinds
 LIBRARY_TASK = "LIBRARY_TASK"  # what a bridge calls the adapter of a library's tasks
 
 
@@ -193,11 +195,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def probe_task(config: Config) -> str:
+def probe_task(config: Config) -> tuple[str, list[Prompt]]:
     """Build the task and its first prompts here, before engines take a minute to start.
 
     Returns:
-        What the task has to say to the user; mostly nothing.
+        What the task has to say to the user, mostly nothing; and its first prompts, to train on and held out.
 
     Raises:
         UserError: a data file is unreadable, the tokenizer unusable, a prompt too long for the model, or this
@@ -207,11 +209,13 @@ def probe_task(config: Config) -> str:
     check_refill(config, type(task))
     overlong_of(config, task.max_new_tokens)
     limit = config.model.max_model_len - (task.max_new_tokens or config.sampling.max_new_tokens)
-    for prompt in (task.prompt(0), task.eval_prompt(0)):
+    held_out = [task.eval_prompt(index) for index in range(min(PROBE_PROMPTS, config.eval.num_prompts))]
+    prompts = [*map(task.prompt, range(PROBE_PROMPTS)), *held_out]
+    for prompt in (prompts[0], held_out[0]):
         if not 0 < len(prompt.token_ids) <= limit:
             raise ConfigError(
                 f"task {config.task.name}: prompt {prompt.index} has {len(prompt.token_ids)} tokens, but "
                 f"model.max_model_len less the answer leaves {limit}; raise model.max_model_len or shorten "
                 "the prompts"
             )
-    return task.preflight()
+    return task.preflight(), prompts

@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from echo_planes.checkpoint import CheckpointMeta, open_lineage
+from echo_planes.run import main
 from tests.integration.harness import (
     PROMPTS_PER_STEP,
     ROOT,
@@ -303,6 +304,53 @@ def test_a_run_resumed_twice_skips_no_prompt(resumed: Program) -> None:
     assert done | dropped | buffered | set(state["returned"]) == set(range(state["next_index"]))
     assert not done & (buffered | dropped)
     assert len(state["returned"]) <= 2 * PROMPTS_PER_STEP
+
+
+def test_the_summary_is_of_all_parts_or_says_of_which(at_the_crash: Path, resumed: Program) -> None:
+    first, told = summary(at_the_crash), summary(resumed.run_dir)
+    assert (first["parts"], told["parts"]) == (1, 3)
+    assert told["seconds"] > first["seconds"] + told["seconds_last_part"] > told["seconds_last_part"] > 0
+    assert told["eval_first"] == first["eval_first"]
+    places = [row["step"] for row in told["evals"]]
+    assert places == sorted(set(places))
+    assert (places[0], places[-1]) == (0, told["steps"])
+    assert told["eval_last"] == told["evals"][-1]["accuracy"]
+    assert told["versions_published"] >= told["steps"] // 2
+    workers = {row["id"]: row for row in told["workers"]}
+    assert set(workers) == {row["id"] for row in first["workers"]}  # also the one that is no longer there
+    assert workers["w1"]["trajectories"] >= {row["id"]: row for row in first["workers"]}["w1"]["trajectories"]
+    assert sum(row["restarts"] for row in workers.values()) == 1
+    assert told["usd_total"] >= first["usd_total"]
+    assert f"{told['seconds']:.1f} s ({told['seconds_last_part']:.1f} s of it in the last of 3 parts)" in (
+        resumed.stdout
+    )
+
+
+def test_a_resume_tells_what_it_changes(resumed: Program, last_step: int) -> None:
+    told = [event["text"] for event in events(resumed.run_dir, "setting")]
+    assert "checkpoint.every 10 -> 1000000" in told
+    assert f"run.steps {MANY_STEPS} -> {last_step + 5}" in told
+    assert f"run.steps {MANY_STEPS} -> {last_step + 5}" in resumed.stdout
+    assert len(events(resumed.run_dir, "resume")) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ((), "nothing is left to do"),
+        (("run.seed=3",), "run.seed was 0 and is now 3"),
+        (("model.path=builtin:tiny-code",), "model.path was builtin:tiny-math"),
+        (("task=guess",), "task.name was math and is now guess"),
+    ],
+)
+def test_a_resume_that_would_be_another_run_is_refused_before_it_starts(
+    resumed: Program, words: tuple[str, ...], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in resumed.run_dir.rglob("*")}
+    assert main([f"run.resume={resumed.run_dir}", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert part in line
+    assert {path: path.stat().st_mtime_ns for path in resumed.run_dir.rglob("*")} == before
 
 
 def test_two_resumes_of_one_checkpoint_are_two_lineages(tmp_path: Path) -> None:

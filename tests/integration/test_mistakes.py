@@ -105,6 +105,14 @@ MISTAKES = {
     "resume without a checkpoint": Mistake(
         ("run.resume=@no-checkpoint",), ("run.resume=@no-checkpoint", "no checkpoint", "start anew")
     ),
+    "resume with another seed": Mistake(
+        ("run.resume=@no-checkpoint", "run.seed=3"),
+        ("run.resume=@no-checkpoint", "run.seed was 0 and is now 3", "start a new run"),
+    ),
+    "resume with another model": Mistake(
+        ("run.resume=@no-checkpoint", "model=tiny_code"),
+        ("model.path was builtin:tiny-math and is now builtin:tiny-code", "the same model"),
+    ),
     "folder of another run": Mistake(
         ("run.dir=@another",), ("run.dir=@another", "another run", "run.resume=@another")
     ),

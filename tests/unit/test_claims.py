@@ -315,6 +315,22 @@ def test_honest_work_that_looks_odd_is_accepted(changes: dict[str, Any]) -> None
     assert group_fault(LEASE, odd(**changes), has_made, RULES) is None
 
 
+def test_prompt_and_answer_together_are_no_longer_than_the_model_takes() -> None:
+    for length, reason in ((60, None), (61, "too_long")):
+        lease = replace(LEASE, prompt=Prompt(7, (1,) * length))
+        fault = group_fault(lease, of_lease(honest(lease), lease), has_made, RULES)
+        assert (fault.reason if fault else None) == reason
+
+
+def test_a_group_that_its_worker_gave_up_is_no_misconduct() -> None:
+    nothing = Episode((), (), (), (), "abort")
+    group = of_lease(honest(LEASE), LEASE)
+    failed = [replace(t, episode=nothing, status="failed", error="x\ny\ud800") for t in group.trajectories]
+    fault = group_fault(LEASE, replace(group, trajectories=tuple(failed)), has_made, RULES)
+    assert fault is not None
+    assert (fault.reason, fault.is_malformed, fault.detail) == ("failed", False, "x y\\ud800")
+
+
 # --- misconduct ----------------------------------------------------------------------------------
 
 
