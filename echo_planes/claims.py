@@ -8,7 +8,6 @@ message; tokens are only ever handed to loops in C.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import numpy as np
 
 from echo_planes.config import Config
 from echo_planes.errors import ModelError
+from echo_planes.files import MODEL_JSON_BYTES, read_json
 from echo_planes.samples import cover
 from echo_planes.types import (
     Draft,
@@ -149,11 +149,10 @@ def vocabulary_of(folder: Path) -> int:
         ModelError: see `rules_of`.
     """
     path = folder / "config.json"
-    try:
-        settings: Any = json.loads(path.read_bytes())
-        size = settings.get("vocab_size", settings.get("text_config", {}).get("vocab_size"))
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(f"{path} is not readable ({error}); save the model's configuration again") from error
+    settings: Any = read_json(path, MODEL_JSON_BYTES, error=ModelError, advice="save the model again")
+    if isinstance(settings, dict) and isinstance(settings.get("text_config"), dict):
+        settings = {**settings["text_config"], **settings}  # a model of several modalities
+    size = settings.get("vocab_size") if isinstance(settings, dict) else None
     if type(size) is not int or not 0 < size <= LARGEST_INT32:
         raise ModelError(f"{path}: vocab_size is {size!r:.60}, not a number of tokens; save it again")
     return size

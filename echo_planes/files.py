@@ -103,8 +103,12 @@ def read_text(
 def read_json(
     path: Path, most_bytes: int, *, error: type[UserError] = DataError, advice: str = "give another file"
 ) -> Any:
-    """As `read_text`, as JSON."""
-    return parse_json(read_text(path, most_bytes, error=error, advice=advice), str(path), error, advice)
+    """As `read_bytes`, as JSON."""
+    try:
+        text = read_bytes(path, most_bytes, error=error, advice=advice).decode("utf-8-sig")
+    except UnicodeDecodeError as why:
+        raise error(f"{path} is not JSON: it is no UTF-8 text; {advice}") from why
+    return parse_json(text, str(path), error, advice)
 
 
 def parse_json(text: str, where: str, error: type[UserError] = DataError, advice: str = "") -> Any:

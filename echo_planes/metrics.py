@@ -14,9 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echo_planes.errors import ClusterError, DataError
+from echo_planes.errors import ClusterError, DataError, shown
+from echo_planes.files import LOG_BYTES, parse_json, read_bytes, read_json
 
 Record = dict[str, Any]  # one JSON object
+_LARGEST = 1e150  # nothing that is measured is as large
+_RESTORE = "put the original back, or take the file away"
+# Of the fields that are no single values: what readers may rely on. NUMBER, {} with fields, [] with items.
+NUMBER = 0.0
+_SUMMARY_SHAPE: Record = {
+    "evals": [{"step": NUMBER, "pass_at": {}}],
+    "workers": [{}],
+    "publications": [{}],
+    "seconds_startup": {},
+}
+_STEP_SHAPE: Record = {"step": NUMBER, "lags": [{"lag": NUMBER, "drift": NUMBER, "tokens": NUMBER}]}
+_SPARSITY_SHAPE: list[Record] = [{"changed_shares": [NUMBER]}]
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
@@ -303,42 +316,75 @@ def read_metrics(folder: Path) -> list[Record]:
     """The steps of a run, in order. Steps that a resume made again replace the abandoned ones.
 
     Raises:
-        DataError: a line that is not a JSON object (a torn last line is left out instead).
+        DataError: a line that is not a JSON object, or holds something else than steps do (a torn last line
+            is left out instead).
     """
     steps: list[Record] = []
-    for record in _read_lines(folder / METRICS_FILE):
+    for record in _read_lines(folder / METRICS_FILE, _STEP_SHAPE):
         step = record.get("step")
-        while steps and isinstance(step, int) and steps[-1].get("step", -1) >= step:
+        while steps and step is not None and (steps[-1].get("step") or 0) >= step:
             steps.pop()
         steps.append(record)
     return steps
 
 
 def read_events(folder: Path) -> list[Record]:
-    """The events of a run, in the order they were written."""
-    return _read_lines(folder / EVENTS_FILE)
+    """The events of a run, in the order they were written.
+
+    Raises:
+        DataError: as `read_metrics`.
+    """
+    return _read_lines(folder / EVENTS_FILE, {})
 
 
 def read_summary(folder: Path) -> Record:
-    """summary.json, or an empty dict where the run has not written one yet."""
+    """summary.json, or an empty dict where the run has not written one yet.
+
+    Raises:
+        DataError: it is not readable, or is not what a summary is.
+    """
     path = folder / SUMMARY_FILE
     if not path.exists():
         return {}
-    return _parse(path.read_text(encoding="utf-8"), str(path))
+    summary: Record = read_json(path, LOG_BYTES, advice=_RESTORE)
+    check_shape(summary, _SUMMARY_SHAPE, str(path))
+    return summary
 
 
 def read_rows(path: Path) -> list[Record]:
-    """A file with a JSON list of objects, or an empty list where there is none.
+    """The sparsity of a run's updates, or an empty list where nobody worked it out.
 
     Raises:
-        DataError: it holds something else.
+        DataError: the file holds something else.
     """
     if not path.exists():
         return []
-    rows = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise DataError(f"{path} is not a list of JSON objects")
+    rows: list[Record] = read_json(path, LOG_BYTES, advice=_RESTORE)
+    check_shape(rows, _SPARSITY_SHAPE, str(path))
     return rows
+
+
+def check_shape(value: object, shape: object, where: str) -> None:
+    """A value read from JSON is what those who use it rely on. What is null or absent is not known.
+
+    Args:
+        shape: NUMBER; an object of the fields that are looked at, with their shapes; a list of one shape.
+        where: the file, and the field in it.
+
+    Raises:
+        DataError: it is something else.
+    """
+    if isinstance(shape, dict) and isinstance(value, dict):
+        for key, inner in shape.items():
+            if value.get(key) is not None:
+                check_shape(value[key], inner, f"{where}: '{key}'")
+    elif isinstance(shape, list) and isinstance(value, list):
+        for item in value:
+            if item is not None or shape[0] != NUMBER:
+                check_shape(item, shape[0], f"{where}: an item")
+    elif isinstance(shape, dict | list) or number(value) is None:
+        kind = "an object" if isinstance(shape, dict) else "a list" if isinstance(shape, list) else "a number"
+        raise DataError(f"{where} is {shown(value)}, not {kind}; {_RESTORE}")
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -363,8 +409,8 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def number(value: object) -> float | None:
-    """`value` as a finite float, or None."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+    """`value` as a float whose sums and differences are finite, or None."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST:
         return float(value)
     return None
 
@@ -431,23 +477,15 @@ def _cut_torn_line(path: Path) -> None:
             file.truncate(whole)
 
 
-def _read_lines(path: Path) -> list[Record]:
+def _read_lines(path: Path, shape: Record) -> list[Record]:
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")
+    records = []
     # What follows the last newline is empty, or a line that a crash cut short.
-    return [
-        _parse(line.decode("utf-8", errors="replace"), f"{path}, line {number_}")
-        for number_, line in enumerate(lines[:-1], 1)
-        if line.strip()
-    ]
-
-
-def _parse(text: str, where: str) -> Record:
-    try:
-        record = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where} is not JSON: {error.msg}") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{where} is not a JSON object")
-    return record
+    for place, line in enumerate(read_bytes(path, LOG_BYTES, advice=_RESTORE).split(b"\n")[:-1], 1):
+        if line.strip():
+            where = f"{path}, line {place}"
+            record: Record = parse_json(line.decode("utf-8", errors="replace"), where, advice=_RESTORE)
+            check_shape(record, shape, where)
+            records.append(record)
+    return records

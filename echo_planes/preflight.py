@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -13,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from echo_planes.config import Config, FleetConfig, WeightsConfig, WorkerConfig
+from echo_planes.data.registry import TOKENIZER_SETTINGS, check_model_files
 from echo_planes.data.store.files import LOCK_NAME, REPLAY_FOLDER, Lock
 from echo_planes.data.store.recovery import STORE_NAME, read_store_id
 from echo_planes.errors import ClusterError, ConfigError, ModelError
+from echo_planes.files import MODEL_JSON_BYTES, read_json
 from echo_planes.metrics import METRICS_FILE
 from echo_planes.rollout.offers import SAME
 from echo_planes.spending import check_budget
@@ -123,13 +124,11 @@ def check_model(folder: Path) -> None:
         raise ModelError(
             f"{name}: no *.safetensors there; other weight formats can run code and are not read"
         )
-    settings = folder / "tokenizer_config.json"
+    check_model_files(folder)
+    settings = folder / TOKENIZER_SETTINGS
     if not settings.is_file():
         raise ModelError(f"{name}: no tokenizer_config.json there; save the model's tokenizer beside it")
-    try:
-        content = json.loads(settings.read_text())
-    except ValueError as error:
-        raise ModelError(f"{settings} is not JSON ({error}); save the tokenizer again") from error
+    content = read_json(settings, MODEL_JSON_BYTES, error=ModelError, advice="save the tokenizer again")
     if not (isinstance(content, dict) and content.get("eos_token")):
         raise ModelError(
             f"{name}: its tokenizer has no end token, so answers would never stop; set 'eos_token' in "

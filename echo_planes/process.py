@@ -10,6 +10,10 @@ import secrets
 import signal
 import socket
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 from echo_planes.scratch import join
 
@@ -66,6 +70,30 @@ def settle() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@contextmanager
+def within(limit_s: float, error: Exception) -> Iterator[None]:
+    """Around Python code that may never end: `error` is raised in it after `limit_s` seconds.
+
+    Only the main thread can be interrupted so, and only between two steps of Python: elsewhere nothing is
+    limited. An alarm that was set before comes as much later as this took.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise error
+
+    before = signal.signal(signal.SIGALRM, end)
+    delay_s, interval_s = signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, delay_s, interval_s)
 
 
 def free_port() -> int:

@@ -15,9 +15,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from echo_planes.errors import DataError, EchoPlanesError
+from echo_planes.errors import ConfigError, DataError, EchoPlanesError
+from echo_planes.files import SETTINGS_BYTES, read_text
 from echo_planes.ledger import LEDGER_DETAILS
 from echo_planes.metrics import (
     SPARSITY_FILE,
@@ -39,6 +38,7 @@ from echo_planes.report_assets.fleet import fleet
 from echo_planes.report_assets.money import money
 from echo_planes.report_assets.rollouts import read_rollouts, rollout_card, run_tokenizer
 from echo_planes.report_assets.style import CSS, JS
+from echo_planes.settings import parse_yaml
 
 REPORT_FILE = "report.html"
 
@@ -62,7 +62,7 @@ def render(folder: Path) -> str:
     steps = read_metrics(folder)
     events = read_events(folder)
     config_path = folder / "config.yaml"
-    config_text = config_path.read_text(encoding="utf-8") if config_path.exists() else ""
+    config_text = read_text(config_path, SETTINGS_BYTES) if config_path.exists() else ""
     config = parse_config(config_text)
     summary = _complete(read_summary(folder), steps, config, read_parts(folder))
     title = f"{summary.get('task', 'run')} · {summary.get('model', '')}"
@@ -103,9 +103,9 @@ def parse_config(text: str) -> Record:
         DataError: it is not YAML.
     """
     try:
-        config = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise DataError("config.yaml of the run is not YAML: put the original back, or remove it") from error
+        config = parse_yaml(text, "config.yaml of the run")
+    except ConfigError as error:
+        raise DataError(f"{error}; or take the file away") from error
     return config if isinstance(config, dict) else {}
 
 
@@ -147,7 +147,7 @@ def _header(folder: Path, summary: Record) -> str:
         f'<div class="line"><h1>{escape(str(summary.get("task", "run")))}</h1>'
         f'<span class="pill {kind}">{escape(status)}</span></div>'
         f'<p class="sub"><code>{escape(str(summary.get("model", "unknown model")))}</code>, '
-        f"{summary.get('steps', 0):,} learner steps{took}. All rollouts: "
+        f"{number(summary.get('steps')) or 0:,.0f} learner steps{took}. All rollouts: "
         f"<code>python -m echo_planes.view {escape(shlex.quote(str(folder)))}</code></p>{after}"
         f'<div class="figures">{"".join(_figures(summary))}</div></header>'
     )
@@ -223,7 +223,7 @@ def _evaluations(summary: Record) -> str:
     words = [f"{len(evals)} evaluations"]
     if evals and (curve := evals[-1].get("pass_at")):
         n, value = next(reversed(curve.items()))
-        words.append(f"last pass@{n} {value:.3f}")
+        words.append(f"last pass@{n} {number(value) or 0.0:.3f}")
     if mixed := sum(e.get("newest_version") is not None for e in evals):
         words.append(f"{mixed} of more than one version")
     return " · ".join(words)

@@ -7,7 +7,6 @@ The task that wrote the table says by which function it is read; the result is a
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
 import shutil
 import sys
@@ -16,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echo_planes.config import BUILTIN_MODELS
+from echo_planes.data.registry import imported
 from echo_planes.errors import ClusterError, ConfigError, EchoPlanesError, StoppedError, UserError
-from echo_planes.files import user_path
+from echo_planes.files import check_regular, user_path
 
 if TYPE_CHECKING:
     from echo_planes.learning.offline import OfflineExample
@@ -63,6 +63,10 @@ def _parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace) -> int:
     if args.out.exists():
         raise ConfigError(f"--out {args.out} exists already; give a new folder")
+    for key in ("steps", "batch", "threads"):
+        if getattr(args, key) < 1:
+            raise ConfigError(f"--{key} {getattr(args, key)} is less than 1; give at least 1")
+    check_regular(args.table, sys.maxsize, advice="give the table that the task wrote")
     reader = _reader(args.reader)
     import numpy as np  # only now: mistakes in the words above are told at once
     import torch
@@ -104,14 +108,13 @@ def _run(args: argparse.Namespace) -> int:
 def _reader(name: str) -> Callable[[Path, Any, str], Sequence[OfflineExample]]:
     """The function `package.module:function`: (table, tokenizer, template) -> examples."""
     module, _, function = name.partition(":")
-    try:
-        found: Callable[[Path, Any, str], Sequence[OfflineExample]] = getattr(
-            importlib.import_module(module), function
-        )
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"--reader {name}: {error}; give package.module:function that can be imported"
-        ) from error
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise ConfigError(f"--reader {name}: not of the form package.module:function")
+    found: Callable[[Path, Any, str], Sequence[OfflineExample]] | None = getattr(
+        imported(module, f"--reader {name}"), function, None
+    )
+    if not callable(found):
+        raise ConfigError(f"--reader {name}: no function '{function}' in {module}; check the spelling")
     return found
 
 

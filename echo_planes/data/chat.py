@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from jinja2 import TemplateError
-
 from echo_planes.errors import ModelError
+from echo_planes.process import within
+
+TEMPLATE_LIMIT_S = 10.0  # to write two questions
 
 _QUESTION, _ANSWER = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
 
@@ -33,7 +34,7 @@ class Chat:
         options: for the template (`enable_thinking=False`, say).
 
     Raises:
-        ModelError: it has no template, or one that cannot write a question.
+        ModelError: it has no template, or one that cannot write a question, or not within TEMPLATE_LIMIT_S.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, **options: Any) -> None:
@@ -41,12 +42,20 @@ class Chat:
             raise ModelError("the model's tokenizer has no chat template: use task.template=plain")
         self._tokenizer = tokenizer
         self._options = options
+        endless = ModelError(
+            f"the chat template does not come to an end within {TEMPLATE_LIMIT_S:g} s: use "
+            "task.template=plain"
+        )
         try:
-            self._begun = self._render([_QUESTION])
-            another = self._render([{**_QUESTION, "content": "3"}])
-        except TemplateError as error:
+            with within(TEMPLATE_LIMIT_S, endless):
+                self._begun = self._render([_QUESTION])
+                another = self._render([{**_QUESTION, "content": "3"}])
+        except ModelError:
+            raise
+        except Exception as error:  # templates are programs, which can go wrong in any way
             raise ModelError(
-                f"the chat template cannot write a question ({error}): use task.template=plain"
+                f"the chat template cannot write a question ({type(error).__name__}: {error!s:.300}): use "
+                "task.template=plain"
             ) from error
         if another == self._begun:
             raise ModelError(

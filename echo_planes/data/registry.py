@@ -11,23 +11,28 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from pydantic import ValidationError
 
+from echo_planes.claims import vocabulary_of
 from echo_planes.config import Config, TaskConfig
 from echo_planes.data.overlong import overlong_of
 from echo_planes.data.refill import check_refill
 from echo_planes.data.task import TaskAdapter, TaskOptions, Tokenizer
-from echo_planes.errors import ConfigError, EchoPlanesError, ModelError, TaskError
+from echo_planes.errors import ConfigError, EchoPlanesError, ModelError, TaskError, one_line
+from echo_planes.files import MODEL_JSON_BYTES, check_regular, read_json
 from echo_planes.types import Prompt
 
 ENTRY_POINTS = "echo_planes.tasks"
+TOKENIZER_SETTINGS = "tokenizer_config.json"
+_TEXTS = (".json", ".jinja", ".txt", ".model", ".py", "")  # of a model folder's files, by their endings
 BRIDGES = "echo_planes.tasks.bridges"
 # Of folders that name one of these, `AutoTokenizer` makes a `PreTrainedTokenizerFast`, after importing torch.
 _PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -82,7 +87,8 @@ def adapter_class(path: str) -> type[TaskAdapter]:
     module_name, _, class_name = path.partition(":")
     if not class_name or not all(part.isidentifier() for part in module_name.split(".")):
         raise ConfigError(f"task.adapter='{path}' is not of the form package.module:Class")
-    found = _library_task(path) or getattr(_imported(path, module_name), class_name, None)
+    where = f"task.adapter='{path}'"
+    found = _library_task(path) or getattr(imported(module_name, where), class_name, None)
     if not (isinstance(found, type) and issubclass(found, TaskAdapter)):
         raise ConfigError(f"task.adapter='{path}': '{class_name}' is not a TaskAdapter in {module_name}")
     return found
@@ -94,22 +100,29 @@ def _library_task(path: str) -> type[TaskAdapter] | None:
     module = f"{BRIDGES}.{library}"
     if "." in library or importlib.util.find_spec(module) is None:
         return None
-    found: type[TaskAdapter] | None = getattr(_imported(path, module), LIBRARY_TASK, None)
+    found: type[TaskAdapter] | None = getattr(imported(module, f"task.adapter='{path}'"), LIBRARY_TASK, None)
     return found
 
 
-def _imported(path: str, module_name: str) -> ModuleType:
+def imported(module_name: str, where: str) -> ModuleType:
+    """A module that a person named; `where`, for messages: by which word.
+
+    Raises:
+        ConfigError: there is none, or it cannot be imported.
+    """
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"task.adapter='{path}': no module named '{error.name}'; check the spelling and that it can be "
-            "imported from the current folder"
+            f"{where}: no module named '{error.name}'; check the spelling and that it can be imported from "
+            "the current folder"
         ) from error
-    except Exception as error:  # a user's module may raise anything while it is imported
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's module may raise anything, SystemExit too
         raise ConfigError(
-            f"task.adapter='{path}': importing {module_name} raised {in_words(error)} ({raised_at(error)}); "
-            "correct it there"
+            f"{where}: importing {module_name} raised {in_words(error)} ({raised_at(error)}); correct it "
+            "there"
         ) from error
 
 
@@ -118,7 +131,8 @@ def adapter_options(task: TaskConfig) -> tuple[type[TaskAdapter], TaskOptions]:
 
     Raises:
         pydantic.ValidationError: an option is unknown or of the wrong type.
-        ConfigError: no such adapter, or `LIBRARY:NAME` and an option name two tasks.
+        ConfigError: no such adapter, `LIBRARY:NAME` and an option name two tasks, or the adapter's own
+            check of an option raised.
     """
     cls, options = adapter_class(task.adapter), task.options
     if _library_task(task.adapter):
@@ -128,7 +142,15 @@ def adapter_options(task: TaskConfig) -> tuple[type[TaskAdapter], TaskOptions]:
                 f"task={task.adapter}: task.{cls.named_by}={options[cls.named_by]} names another task; "
                 "leave it out"
             )
-    return cls, cls.Options.model_validate(options)
+    try:
+        return cls, cls.Options.model_validate(options)
+    except (ValidationError, EchoPlanesError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a user's validator may raise anything
+        raise ConfigError(
+            f"task={task.name}: checking its options raised {in_words(error)} ({raised_at(error)}); correct "
+            "them, or the check"
+        ) from error
 
 
 def build_adapter(task: TaskConfig, tokenizer: Tokenizer, seed: int) -> TaskAdapter:
@@ -142,15 +164,20 @@ def build_adapter(task: TaskConfig, tokenizer: Tokenizer, seed: int) -> TaskAdap
         cls, options = adapter_options(task)
     except ValidationError as error:
         raise ConfigError(f"task options: {error.errors()[0]['msg']}") from error
-    try:
+    with _told(cls, f"task {task.name}: {cls.__name__} cannot be built"):
         return cls(options, tokenizer, seed)
-    except EchoPlanesError:
+
+
+@contextmanager
+def _told(cls: type[TaskAdapter], doing: str) -> Iterator[None]:
+    """Around a call of a user's adapter: whatever it raises is a TaskError that says so, and where."""
+    try:
+        yield
+    except (EchoPlanesError, KeyboardInterrupt):
         raise
-    except Exception as error:  # a user's constructor may raise anything
+    except BaseException as error:  # SystemExit would end the process without a word
         place = raised_at(error, folder_of(cls))
-        raise TaskError(
-            f"task {task.name}: {cls.__name__} cannot be built: {in_words(error)} ({place})"
-        ) from error
+        raise TaskError(one_line(f"{doing}: {in_words(error)} ({place})")) from error
 
 
 def folder_of(cls: type[TaskAdapter]) -> Path | None:
@@ -159,13 +186,37 @@ def folder_of(cls: type[TaskAdapter]) -> Path | None:
     return Path(file).parent if file else None
 
 
-def _tokenizer_class(folder: Path) -> Any:
-    """What loads a folder's tokenizer. All of it takes seconds to import, and only some processes need it."""
+def check_model_files(folder: Path) -> None:
+    """What libraries will open in a model folder by its name: regular files, those with settings bounded.
+
+    Raises:
+        ModelError: something else is there; names it.
+    """
     try:
-        settings = json.loads((folder / "tokenizer_config.json").read_bytes())
-    except (OSError, ValueError):
-        settings = None  # what is wrong there is said by the library
-    if isinstance(settings, dict) and settings.get("tokenizer_class") in _PLAIN_TOKENIZERS:
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        raise ModelError(
+            f"model.path={folder}: cannot be loaded ({error.strerror}); give a Hugging Face model folder"
+        ) from error
+    for entry in entries:
+        if entry.exists() and not entry.is_dir():
+            most_bytes = MODEL_JSON_BYTES if entry.suffix in _TEXTS else sys.maxsize
+            check_regular(entry, most_bytes, error=ModelError, advice="put the model's own file there")
+
+
+def _tokenizer_class(folder: Path) -> Any:
+    """The class that loads a folder's tokenizer; importing it takes seconds, and only some processes need it.
+
+    Raises:
+        ModelError: the tokenizer's settings are no JSON object.
+    """
+    settings: Any = {}
+    path = folder / TOKENIZER_SETTINGS
+    if path.exists():
+        settings = read_json(path, MODEL_JSON_BYTES, error=ModelError, advice="save the tokenizer again")
+    if not isinstance(settings, dict):
+        raise ModelError(f"{path} is not a JSON object; save the tokenizer again")
+    if settings.get("tokenizer_class") in _PLAIN_TOKENIZERS:
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast
@@ -180,13 +231,19 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     Raises:
         ModelError: it cannot be loaded, or has no end token.
     """
+    check_model_files(folder)
+    kind = _tokenizer_class(folder)
     try:
-        tokenizer: Tokenizer = _tokenizer_class(folder).from_pretrained(
+        tokenizer: Tokenizer = kind.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ModelError(f"model.path={folder}: its tokenizer cannot be loaded ({reason})") from error
+    except (KeyboardInterrupt, ImportError):
+        raise
+    except BaseException as error:  # the libraries raise what they meet; those in Rust a BaseException, too
+        raise ModelError(
+            f"model.path={folder}: its tokenizer cannot be loaded ({in_words(error):.300}); save the "
+            "tokenizer again"
+        ) from error
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"model.path={folder}: its tokenizer has no end token, so answers would never stop; set "
@@ -202,15 +259,20 @@ def probe_task(config: Config) -> tuple[str, list[Prompt]]:
         What the task has to say to the user, mostly nothing; and its first prompts, to train on and held out.
 
     Raises:
-        UserError: a data file is unreadable, the tokenizer unusable, a prompt too long for the model, or this
-            machine lacks something that the task needs.
+        UserError: a data file is unreadable, the tokenizer unusable or another model's, a prompt too long for
+            the model, or this machine lacks something that the task needs.
+        TaskError: the adapter raised.
     """
-    task = build_adapter(config.task, load_tokenizer(config.model.folder), config.run.seed)
+    tokenizer = load_tokenizer(config.model.folder)
+    task = build_adapter(config.task, tokenizer, config.run.seed)
     check_refill(config, type(task))
     overlong_of(config, task.max_new_tokens)
     limit = config.model.max_model_len - (task.max_new_tokens or config.sampling.max_new_tokens)
-    held_out = [task.eval_prompt(index) for index in range(min(PROBE_PROMPTS, config.eval.num_prompts))]
-    prompts = [*map(task.prompt, range(PROBE_PROMPTS)), *held_out]
+    with _told(type(task), f"task {config.task.name}: its first prompts cannot be made"):
+        held_out = [task.eval_prompt(index) for index in range(min(PROBE_PROMPTS, config.eval.num_prompts))]
+        prompts = [*map(task.prompt, range(PROBE_PROMPTS)), *held_out]
+        most = max((token for prompt in prompts for token in prompt.token_ids), default=0)
+    check_vocabulary(config.model.folder, max(most, tokenizer.eos_token_id or 0))
     for prompt in (prompts[0], held_out[0]):
         if not 0 < len(prompt.token_ids) <= limit:
             raise ConfigError(
@@ -218,4 +280,19 @@ def probe_task(config: Config) -> tuple[str, list[Prompt]]:
                 f"model.max_model_len less the answer leaves {limit}; raise model.max_model_len or shorten "
                 "the prompts"
             )
-    return task.preflight(), prompts
+    with _told(type(task), f"task {config.task.name}: preflight"):
+        return task.preflight(), prompts
+
+
+def check_vocabulary(folder: Path, token: int) -> None:
+    """The model has a row for a token of its tokenizer.
+
+    Raises:
+        ModelError: the tokenizer is another model's, or config.json is not readable.
+    """
+    size = vocabulary_of(folder)
+    if token >= size:
+        raise ModelError(
+            f"model.path={folder}: its tokenizer makes token {token}, but config.json has vocab_size={size}; "
+            "it may be another model's: save the model's own beside it"
+        )

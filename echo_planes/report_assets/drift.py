@@ -153,7 +153,11 @@ def signal(steps: Sequence[Record]) -> str:
 def _by_lag(steps: Sequence[Record]) -> list[Series]:
     """Drift of the tokens of each lag, or of neighbouring lags together where there are many."""
     tables = [
-        {int(row["lag"]): row for row in step.get("lags") or [] if number(row["drift"]) is not None}
+        {
+            int(row["lag"]): row
+            for row in step.get("lags") or []
+            if all(number(row.get(key)) is not None for key in ("lag", "drift", "tokens"))
+        }
         for step in steps
     ]
     lags = sorted({lag for table in tables for lag in table})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -16,7 +17,7 @@ from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.data.store.index import Fate
 from echo_planes.data.store.snapshot import StoreSnapshot, is_store
 from echo_planes.errors import DataError
-from echo_planes.files import user_path
+from echo_planes.files import MODEL_JSON_BYTES, check_regular, user_path
 from echo_planes.metrics import Record, number
 from echo_planes.report_assets.notes import draw_all
 from echo_planes.types import IntArray
@@ -76,15 +77,18 @@ def run_tokenizer(config: Record) -> Any | None:
     if not isinstance(name, str):
         return None
     path = BUILTIN_MODELS.get(name, user_path(name)) / "tokenizer.json"
-    if not path.is_file():
+    if not os.path.exists(path):
         return None
+    check_regular(path, MODEL_JSON_BYTES, advice="restore it")
     try:
         from tokenizers import Tokenizer
     except ImportError:  # comes with the engines, which a machine that only reads reports may lack
         return None
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more special
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the library raises nothing more special, or a panic of Rust
         raise DataError(f"{path} cannot be read as a tokenizer ({error}); restore it") from error
 
 

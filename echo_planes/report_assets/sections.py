@@ -92,8 +92,8 @@ def _drawn(evals: Sequence[Record]) -> str:
 
 def _pass_at(evals: Sequence[Record]) -> str:
     """pass@k over the evaluations, for at most five k; empty where there is one answer a prompt."""
-    curves = [(float(e["step"]), e["pass_at"]) for e in evals if e.get("pass_at")]
-    ks = sorted({int(k) for _, curve in curves for k in curve})
+    curves = [(number(e.get("step")) or 0.0, e["pass_at"]) for e in evals if e.get("pass_at")]
+    ks = sorted({int(k) for _, curve in curves for k in curve if k.isdecimal() and len(k) < 7})
     if len(ks) < 2:
         return ""
     shown = sorted({ks[round(i * (len(ks) - 1) / 4)] for i in range(5)})

@@ -9,6 +9,7 @@ from typing import Any
 from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.data.store.snapshot import StoreSnapshot, is_store
 from echo_planes.errors import DataError
+from echo_planes.files import SETTINGS_BYTES, read_text
 from echo_planes.report import parse_config
 from echo_planes.report_assets.rollouts import run_tokenizer
 
@@ -60,4 +61,4 @@ class RunFolder:
             DataError: config.yaml is not YAML.
         """
         path = self._folder / CONFIG_FILE
-        return run_tokenizer(parse_config(path.read_text(encoding="utf-8") if path.exists() else ""))
+        return run_tokenizer(parse_config(read_text(path, SETTINGS_BYTES) if path.exists() else ""))

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from echo_planes.cli import load_config
 from echo_planes.config import BUILTIN_MODELS
-from echo_planes.data.registry import load_tokenizer
+from echo_planes.data import chat
+from echo_planes.data.registry import load_tokenizer, probe_task
 from echo_planes.errors import ModelError
+from echo_planes.files import MODEL_JSON_BYTES
 
 transformers = pytest.importorskip("transformers")
 
@@ -43,9 +48,101 @@ def test_what_is_wrong_with_a_folder_is_said_in_one_line(tmp_path: Path) -> None
     with pytest.raises(ModelError, match="has no end token"):
         load_tokenizer(folder)
     (folder / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(ModelError, match=r"tokenizer_config.json is not JSON.*save the tokenizer again"):
         load_tokenizer(folder)
     shutil.rmtree(folder)
     with pytest.raises(ModelError, match="cannot be loaded") as told:
         load_tokenizer(folder)
     assert "\n" not in str(told.value)
+
+
+def changed(parent: Path, name: str, change: str | bytes | dict[str, Any]) -> Path:
+    """As `folder_with`, with another file, or other fields in it."""
+    folder = folder_with(parent, {})
+    if isinstance(change, dict):
+        change = json.dumps(json.loads((folder / name).read_text()) | change)
+    (folder / name).write_bytes(change if isinstance(change, bytes) else change.encode())
+    return folder
+
+
+BROKEN: dict[str, tuple[str, str | bytes | dict[str, Any]]] = {
+    f"{name} {what}": (name, content)
+    for name in ("tokenizer.json", "tokenizer_config.json")
+    for what, content in {
+        "not JSON": "{",
+        "empty": "",
+        "list": "[]",
+        "number": "5",
+        "deep": "[" * 100_000,
+        "digits": "9" * 5000,
+        "bytes": b"\xff\xfe",
+    }.items()
+} | {
+    "no fields": ("tokenizer.json", "{}"),
+    "no model": ("tokenizer.json", {"model": 5}),
+    "vocabulary as a list": ("tokenizer.json", {"model": {"type": "BPE", "vocab": [1], "merges": []}}),
+    "negative token": ("tokenizer.json", {"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}),
+    "merges of nothing": ("tokenizer.json", {"model": {"type": "BPE", "vocab": {"a": 1}, "merges": ["x y"]}}),
+    "added tokens": ("tokenizer_config.json", {"added_tokens_decoder": 5}),
+    "end token": ("tokenizer_config.json", {"eos_token": 5}),
+    "class": ("tokenizer_config.json", {"tokenizer_class": 5}),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_tokenizer_files_are_told_in_one_line(name: str, tmp_path: Path) -> None:
+    folder = changed(tmp_path, *BROKEN[name])
+    with pytest.raises(ModelError, match=r"save the tokenizer again") as told:
+        load_tokenizer(folder)
+    assert str(folder) in str(told.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "large"])
+def test_files_that_never_end_are_not_opened(name: str, kind: str, tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, {})
+    (folder / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    elif kind == "device":
+        (folder / name).symlink_to("/dev/zero")
+    else:
+        with (folder / name).open("wb") as file:
+            file.truncate(MODEL_JSON_BYTES + 1)
+    with pytest.raises(ModelError, match=rf"{name} cannot be read: it (is a|has more)"):
+        load_tokenizer(folder)
+
+
+def test_a_tokenizer_of_another_model_is_found_by_its_first_prompts(tmp_path: Path) -> None:
+    folder = changed(tmp_path, "tokenizer_config.json", {"eos_token": "<one more>"})
+    with pytest.raises(ModelError, match=r"makes token \d+, but config.json has vocab_size=\d+"):
+        probe_task(load_config([f"model={folder}", "model.max_model_len=512"]))
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% if", "cannot write a question"),
+        ("{{ 1 // 0 }}", "cannot write a question"),
+        ("{{ messages[0].content.x.y.z }}", "cannot write a question"),
+        ("{{ " + "(" * 5000 + " }}", "cannot write a question"),
+        (5, "cannot write a question"),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}"
+            "{% endfor %}{% endfor %}",
+            "does not come to an end",
+        ),
+    ],
+)
+def test_a_chat_template_that_cannot_be_used(
+    template: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "TEMPLATE_LIMIT_S", 0.2)
+    folder = folder_with(tmp_path, {})
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer: Any = load_tokenizer(folder)
+    tokenizer.chat_template = template
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(ModelError, match=f"the chat template {says}.*task.template=plain"):
+        chat.Chat(tokenizer)
+    assert signal.getsignal(signal.SIGALRM) is before

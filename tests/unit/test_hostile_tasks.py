@@ -1,0 +1,72 @@
+"""Tasks whose code ends the process, or raises what `except Exception` does not catch."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import pytest
+
+from echo_planes.cli import load_config
+from echo_planes.data.registry import probe_task
+from echo_planes.errors import ConfigError, TaskError
+
+HOSTILE = """
+import sys
+from echo_planes.data.task import TaskAdapter, TaskOptions
+from examples.own_task import OwnTask
+{at_import}
+
+class Options(TaskOptions):
+    def model_post_init(self, context):
+        {in_options}
+
+class Task(OwnTask):
+    Options = Options
+    def __init__(self, options, tokenizer, seed):
+        super().__init__(OwnTask.Options(), tokenizer, seed)
+        {in_init}
+    def prompt(self, index):
+        {in_prompt}
+        return super().prompt(index)
+    def preflight(self):
+        {in_preflight}
+        return ""
+"""
+
+
+@pytest.mark.parametrize("place", ["at_import", "in_options", "in_init", "in_prompt", "in_preflight"])
+@pytest.mark.parametrize(
+    "raises",
+    [
+        "sys.exit('bye')",
+        "sys.exit(0)",
+        "raise GeneratorExit",
+        "raise type('Mine', (BaseException,), {})('a\\nb')",
+    ],
+)
+def test_a_task_that_ends_its_process_is_told_in_one_line(
+    place: str,
+    raises: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = f"hostile_{place}_{zlib.crc32(raises.encode())}"
+    places = ("at_import", "in_options", "in_init", "in_prompt", "in_preflight")
+    (tmp_path / f"{name}.py").write_text(
+        HOSTILE.format(**{other: raises if other == place else "pass" for other in places})
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises((ConfigError, TaskError)) as told:
+        probe_task(load_config([f"task={name}:Task"]))
+    assert f"{name}.py:" in str(told.value)
+    assert str(told.value).isprintable()
+
+
+def test_an_interruption_while_a_task_is_imported_stays_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "interrupted_task.py").write_text("raise KeyboardInterrupt")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        load_config(["task=interrupted_task:Task"])
