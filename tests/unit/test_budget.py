@@ -213,6 +213,13 @@ def test_a_resumed_run_goes_on_from_what_the_earlier_parts_spent(tmp_path: Path)
     assert sum(summary["usd_by_part"].values()) == pytest.approx(350.0)
 
 
+def test_before_its_first_step_a_resumed_run_does_not_know_what_was_generated(tmp_path: Path) -> None:
+    new, resumed = Spent(tmp_path), Spent(tmp_path, of_steps(1.0))
+    assert new.spending.summary(5.0, 0, 0)["tokens_generated"] == 0
+    told = resumed.spending.summary(5.0, 1, 10)
+    assert (told["tokens_generated"], told["usd_per_million_generated_tokens"]) == (None, None)
+
+
 def test_a_new_run_owes_nothing_to_one_that_never_made_a_step(tmp_path: Path) -> None:
     failed = Spent(tmp_path)
     failed.spending.summary(50.0, 0, 0)
