@@ -160,9 +160,11 @@ def test_tokens_that_are_trained_again_are_paid_for_once(tmp_path: Path) -> None
 
 def test_an_evaluation_s_answers_are_taken_to_be_as_long_as_those_it_shows(tmp_path: Path) -> None:
     run = Spent(tmp_path)
-    episode = Episode((1, 2, 3), (True, False, True), (0.0, 0.0, 0.0), (), "stop")
-    shown = Trajectory("e/0", "e", Prompt(0, (1,)), episode, Reward(1.0, True), "w0", "L")
-    run.spending.evaluated(EvalReport(0, 0, 5, 3, 1.0, 1.0, trajectories=(shown,)))
+    prompt, reward = Prompt(0, (1,)), Reward(1.0, True)
+    masks = ((True, False, True, True), (True, False, False, False))  # 3 tokens of its own, and 1
+    episodes = [Episode((1, 2, 3, 4), mask, (0.0,) * 4, (), "stop") for mask in masks]
+    shown = tuple(Trajectory("e/0", "e", prompt, episode, reward, "w0", "L") for episode in episodes)
+    run.spending.evaluated(EvalReport(0, 0, 5, 3, 1.0, 1.0, trajectories=shown))
     run.spending.evaluated(EvalReport(0, 0, 5, 3, 1.0, 1.0))  # shows none: nobody knows
     run.step(30, 40)
     assert run.parts == pytest.approx({"trained": 70.0, "evaluated": 30.0})
