@@ -161,7 +161,7 @@ class Topology:
 
     def append(self, peer_id: str, count: int) -> None:
         """Add a peer behind a tail: of its own chain if there are fewer than `count`, else of a chain that
-        is among the shortest, preferably one that ends in, or passes through, the peer's region."""
+        is among the shortest, preferably one that ends in the peer's region, or else was never there."""
         if len(self._chains) < count:
             self._chains.append([peer_id])
             return

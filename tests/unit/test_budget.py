@@ -160,9 +160,11 @@ def test_tokens_that_are_trained_again_are_paid_for_once(tmp_path: Path) -> None
 
 def test_an_evaluation_s_answers_are_taken_to_be_as_long_as_those_it_shows(tmp_path: Path) -> None:
     run = Spent(tmp_path)
-    episode = Episode((1, 2, 3), (True, False, True), (0.0, 0.0, 0.0), (), "stop")
-    shown = Trajectory("e/0", "e", Prompt(0, (1,)), episode, Reward(1.0, True), "w0", "L")
-    run.spending.evaluated(EvalReport(0, 0, 5, 3, 1.0, 1.0, trajectories=(shown,)))
+    prompt, reward = Prompt(0, (1,)), Reward(1.0, True)
+    masks = ((True, False, True, True), (True, False, False, False))  # 3 tokens of its own, and 1
+    episodes = [Episode((1, 2, 3, 4), mask, (0.0,) * 4, (), "stop") for mask in masks]
+    shown = tuple(Trajectory("e/0", "e", prompt, episode, reward, "w0", "L") for episode in episodes)
+    run.spending.evaluated(EvalReport(0, 0, 5, 3, 1.0, 1.0, trajectories=shown))
     run.spending.evaluated(EvalReport(0, 0, 5, 3, 1.0, 1.0))  # shows none: nobody knows
     run.step(30, 40)
     assert run.parts == pytest.approx({"trained": 70.0, "evaluated": 30.0})
@@ -211,6 +213,13 @@ def test_a_resumed_run_goes_on_from_what_the_earlier_parts_spent(tmp_path: Path)
     assert summary["usd_per_million_tokens"] == 7e6
     assert summary["usd_by_sku"] == {"L4 spot": 350.0}
     assert sum(summary["usd_by_part"].values()) == pytest.approx(350.0)
+
+
+def test_before_its_first_step_a_resumed_run_does_not_know_what_was_generated(tmp_path: Path) -> None:
+    new, resumed = Spent(tmp_path), Spent(tmp_path, of_steps(1.0))
+    assert new.spending.summary(5.0, 0, 0)["tokens_generated"] == 0
+    told = resumed.spending.summary(5.0, 1, 10)
+    assert (told["tokens_generated"], told["usd_per_million_generated_tokens"]) == (None, None)
 
 
 def test_a_new_run_owes_nothing_to_one_that_never_made_a_step(tmp_path: Path) -> None:

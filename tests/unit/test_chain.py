@@ -133,6 +133,24 @@ def test_joiners_stay_in_their_region_unless_that_chain_is_long() -> None:
     assert far.parents()["x"] != "h"  # four deep already, where others are two
 
 
+def test_no_chain_enters_a_region_twice_for_a_joiner() -> None:
+    topology = Topology({"a": "eu", "b": "us", "c": "us", "d": "us", "x": "eu", "y": "eu", "z": "asia"})
+    topology.set_plan([["a", "b"], ["c", "d"]], [])
+    topology.append("x", 2)
+    assert topology.parents()["x"] == "d"  # the other chain was in its region, and has left it
+    topology.append("y", 2)
+    assert topology.parents()["y"] == "x"
+    topology.append("z", 2)
+    assert topology.parents()["z"] == "b"  # new to both: the shorter one
+
+
+def test_a_leaf_hangs_on_a_tail_of_its_region_where_it_can_choose() -> None:
+    topology = three_chains(e="eu", f="us", x="us", y="eu", z="us")
+    for leaf, tail in (("x", "f"), ("y", "e"), ("z", "g")):
+        topology.hang(leaf)
+        assert topology.parents()[leaf] == tail
+
+
 def test_leaves_spread_over_tails_and_move_with_them() -> None:
     topology = three_chains()
     topology.hang("x")

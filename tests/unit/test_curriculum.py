@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -142,6 +143,19 @@ def test_levels_that_the_task_does_not_have_are_refused(tmp_path: Path, content:
     ) as caught:
         Curriculum(Laddered(), path)
     assert "\n" not in str(caught.value)
+
+
+def test_levels_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"cannot read {tmp_path}: Is a directory"):
+        Curriculum(Laddered(), tmp_path)
+
+
+def test_no_descriptor_stays_open_for_a_block(tmp_path: Path) -> None:
+    curriculum = Curriculum(Laddered(), tmp_path / "levels.txt")
+    before = len(os.listdir("/proc/self/fd"))
+    for block in range(20):
+        curriculum.prompt(block * BLOCK_PROMPTS)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("wrong", [-1, 4, 1.0, None, True])

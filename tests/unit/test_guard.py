@@ -256,6 +256,14 @@ def test_a_rung_is_not_taken_back_while_a_signal_still_comes() -> None:
     assert watch.report.rung == 1
 
 
+def test_calm_is_counted_from_the_step_after_a_signal() -> None:
+    watch = guard(calm=30)
+    assert rungs(watch, BEYOND["k3"], 3) == ["mask"]
+    assert watch.observe(BEYOND["k3"](3)) is None  # one more, and no alarm
+    assert [i for i in range(1, 61) if watch.observe(CALM)] == [30]
+    assert watch.adjustment == Adjustment()
+
+
 def test_a_synchronous_run_is_taken_back_without_a_word_about_staleness() -> None:
     watch = guard(0, calm=30)
     assert rungs(watch, BEYOND["k3"], 6) == ["mask", "slow"]
@@ -311,6 +319,20 @@ def test_a_checkpoint_is_good_only_after_steps_without_an_alarm() -> None:
     calm(watch, 20)
     assert watch.report.good_step == 5  # the alarm came too soon after the other one
     assert watch.kept_checkpoints == {5}
+
+
+def test_what_the_run_was_given_is_good_and_what_nobody_looked_at_is_not() -> None:
+    watch = guard()
+    assert watch.kept_checkpoints == frozenset()
+    watch.saved(0)
+    assert (watch.report.good_step, watch.kept_checkpoints) == (0, {0})
+    assert "rollback" in rungs(watch, BEYOND["k3"], 60)
+    resumed = guard()
+    resumed.saved(7)
+    assert resumed.kept_checkpoints == frozenset()
+    calm(resumed, 1)
+    resumed.saved(8)
+    assert resumed.kept_checkpoints == {8}
 
 
 def test_a_checkpoint_written_while_a_signal_counted_is_none() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -233,9 +235,9 @@ def test_a_loss_below_mu_min_is_replaced_at_once_and_one_above_it_is_not() -> No
     roomy = replace(NEED, gamma=1.25)  # a target of 40
     fleet.tick(0.0, [SMALL], roomy)
     assert fleet.running == {"small": 10}
-    fleet.running["small"] -= 1  # 36 of 40: the learner does not wait
+    fleet.running["small"] -= 2  # 32 of 40: the learner does not wait
     assert "waiting" in fleet.tick(10.0, [SMALL], roomy)
-    fleet.running["small"] -= 2  # 28
+    fleet.running["small"] -= 1  # 28
     assert "at once" in fleet.tick(20.0, [SMALL], roomy)
     assert fleet.running == {"small": 10}
 
@@ -260,6 +262,45 @@ def test_what_is_let_go_is_what_the_lowest_ratio_of_that_time_permits() -> None:
     steady.tick(0.0, [SMALL])
     steady.tick(100.0, [SMALL])
     assert steady.running == {"small": 8}
+    earlier = Fleet(small=10)  # how long it lasted is how far back it looks
+    earlier.tick(0.0, [replace(SMALL, mu=3.7)])
+    earlier.tick(50.0, [SMALL])
+    earlier.tick(100.0, [SMALL])
+    assert earlier.running == {"small": 9}
+
+
+def test_a_low_from_before_that_time_does_not_count_where_machines_still_boot() -> None:
+    fleet, booting = Fleet(), replace(SMALL, boot_s=400.0)
+    fleet.tick(0.0, [booting])
+    assert fleet.running == {"small": 8}
+    fleet.tick(10.0, [booting], replace(NEED, per_step=224))  # 32 for 28
+    for now_s in range(20, 400, 10):
+        fleet.tick(float(now_s), [booting], replace(NEED, per_step=128))  # 32 for 16
+    assert fleet.running == {"small": 8}
+    fleet.tick(400.0, [booting], replace(NEED, per_step=128))
+    assert fleet.running == {"small": 4}
+
+
+def test_what_is_as_good_as_the_target_is_enough() -> None:
+    """The last bit does not count, nor a little below it where no other fleet can be had."""
+    fleet = Fleet(small=8)
+    for now_s in range(0, 500, 50):
+        assert "enough" in fleet.tick(float(now_s), [replace(SMALL, mu=math.nextafter(4.0, 0.0))])
+    fleet = Fleet(small=8)
+    for now_s in range(0, 500, 50):
+        reason = fleet.tick(float(now_s), [replace(SMALL, max_count=8)], replace(NEED, gamma=1.03))
+        assert reason.endswith("32.00 are there: enough")
+    assert fleet.changes == []
+
+
+def test_where_nothing_can_be_added_to_what_runs_another_fleet_takes_its_place() -> None:
+    fleet = Fleet(Limits(max_workers=3), small=2)
+    for now_s in (0.0, 20.0):
+        assert "waiting" in fleet.tick(now_s, [SMALL, LARGE])
+    assert "+3 large at $3.00/h (rho 0.25), -2 small at $0.80/h (rho 0.20)" in fleet.tick(
+        30.0, [SMALL, LARGE]
+    )
+    assert fleet.running == {"large": 3}
 
 
 def test_a_surplus_within_the_margin_is_kept_and_so_are_machines_that_cost_nothing() -> None:
@@ -417,6 +458,18 @@ def test_what_cannot_be_added_to_is_not_searched_again_at_every_tick(searches: l
         fleet.tick(float(now_s), [noisy])
     assert fleet.running == {"small": 3}
     assert len(searches) <= 6
+
+
+@pytest.mark.parametrize("change", [{"t_train_s": 11.0}, {"t_bcast_s": 55.0}, {"kappa": 3}])
+def test_advice_is_of_the_need_as_it_is_now(change: dict[str, Any]) -> None:
+    provisioner, need = Provisioner(FREE), replace(NEED, t_bcast_s=50.0)
+    first = provisioner.decide(need, [SMALL], {}, 0.0)
+    assert first.advice == advise(need, [SMALL], FREE)
+    noisy = replace(need, t_train_s=10.1, t_bcast_s=50.5)
+    assert provisioner.decide(noisy, [SMALL], {}, 10.0).advice == first.advice
+    changed = replace(need, **change)
+    assert provisioner.decide(changed, [SMALL], {}, 20.0).advice == advise(changed, [SMALL], FREE)
+    assert advise(changed, [SMALL], FREE) != first.advice
 
 
 @pytest.mark.parametrize("assumed", [False, True])
