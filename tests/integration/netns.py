@@ -3,7 +3,8 @@
 Each namespace has one TUN device, behind a token bucket (tc tbf) of the host's uplink rate. A process of its
 own (`tests/integration/netns_switch.py`) carries packets between them: it holds each back by half a
 round trip, loses a share of them, shapes every host's downlink, drops what would wait longer than `QUEUE_S`
-there, and cuts hosts off when told to. It exists because this kernel may lack netem. Needs root and /dev/net/tun.
+there, and cuts hosts off when told to. It exists because this kernel may lack netem. Needs root and
+/dev/net/tun.
 
 A namespace has the machine's default congestion control; only root's own connections may choose cubic, as
 the plain one does that the link's rate is measured with.
