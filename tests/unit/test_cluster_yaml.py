@@ -36,6 +36,14 @@ CONTAINER = {
     "properties": {
         "name": {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"},
         "image": {"type": "string"},
+        "env": {
+            "type": "array",
+            "items": {
+                "required": ["name", "value"],
+                "additionalProperties": False,
+                "properties": {"name": {"type": "string"}, "value": {"type": "string"}},
+            },
+        },
         "ports": {"type": "array", "items": {"required": ["containerPort", "name"]}},
         "resources": {
             "type": "object",
