@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from echo_planes.builders import ScorerBuilder, TaskBuilder, make_router
 from echo_planes.clock import Clock
@@ -293,7 +294,9 @@ class RayPlanes:
         self._config = config
         self._kinds = dict(kinds)
         self._workers: dict[str, RemoteWorker] = {}
-        service = ray.remote(DataService).options(num_cpus=0)
+        # Ray puts whoever asks for nothing on any node: with a spot worker, the run would end.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        service = ray.remote(DataService).options(num_cpus=0, scheduling_strategy=here)
         restore = resume_dir / "data" if resume_dir else None
         router = make_router(config.sampling.router, config.sampling.theta)
         data = service.remote(config, lineage, run_dir / REPLAY_FOLDER, restore, router=router)

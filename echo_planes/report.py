@@ -30,6 +30,7 @@ from echo_planes.metrics import (
     write_atomic,
 )
 from echo_planes.parts import read_parts, whole_run
+from echo_planes.plain_yaml import parse_yaml
 from echo_planes.report_assets import sections
 from echo_planes.report_assets.charts import show_percent, show_usd
 from echo_planes.report_assets.dissemination import dissemination
@@ -38,7 +39,6 @@ from echo_planes.report_assets.fleet import fleet
 from echo_planes.report_assets.money import money
 from echo_planes.report_assets.rollouts import read_rollouts, rollout_card, run_tokenizer
 from echo_planes.report_assets.style import CSS, JS
-from echo_planes.settings import parse_yaml
 
 REPORT_FILE = "report.html"
 

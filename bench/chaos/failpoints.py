@@ -27,6 +27,7 @@ Side = Literal["before", "during", "after"]
 SIDES: tuple[Side, ...] = ("before", "during", "after")
 Victim = Literal["driver", "learner", "learner's node", "worker", "worker's node", "data plane", "reward"]
 PLAN, SEEN, FIRED = "plan.json", "seen.jsonl", "fired"
+LEASES = "ECHO_CHAOS_LEASES"  # in the environment: what the data plane is told of leases is written down too
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,10 @@ def install(folder_name: str) -> None:
     change(actor, "LearnerProcess.train_step", lambda plain: _watch_step(plain, folder))
     change(actor, "LearnerProcess.publish", lambda plain: _watch_publish(plain, folder))
     change(actor, "LearnerProcess.start", lambda plain: _watch_start(plain, folder))
+    if os.environ.get(LEASES):
+        for name, watch in (("pull", _watch_pull), ("stream", _watch_stream), ("submit", _watch_accept)):
+            change("echo_planes.data.service", f"DataService.{name}", functools.partial(watch, folder=folder))
+        change("echo_planes.data.service", "DataService.lose", lambda plain: _watch_lose(plain, folder))
     for place in PLACES:
         change(place.module, place.function, functools.partial(_kill_at, place=place, folder=folder))
     sys.meta_path.insert(0, _Changing(changes))
@@ -284,3 +289,44 @@ def _watch_publish(plain: Any, folder: Path) -> Any:
         return manifest
 
     return publish
+
+
+def _watch_pull(plain: Any, folder: Path) -> Any:
+    async def pull(self: Any, worker_id: str, epoch: int, room: int, wait_s: float) -> Any:
+        leases = await plain(self, worker_id, epoch, room, wait_s)
+        if leases:
+            given = {one.lease_id: one.prompt.index for one in leases}
+            note(folder, "leased", worker=worker_id, epoch=epoch, leases=given)
+        return leases
+
+    return pull
+
+
+def _watch_stream(plain: Any, folder: Path) -> Any:
+    async def stream(self: Any, worker_id: str, epoch: int, messages: list[Any]) -> Any:
+        unwanted = await plain(self, worker_id, epoch, messages)
+        heard = [one.lease_id for one in messages if one.pieces and one.lease_id not in unwanted]
+        if heard:
+            note(folder, "heard", worker=worker_id, epoch=epoch, leases=heard)
+        return unwanted
+
+    return stream
+
+
+def _watch_accept(plain: Any, folder: Path) -> Any:
+    async def submit(self: Any, worker_id: str, epoch: int, groups: list[Any]) -> Any:
+        receipts = await plain(self, worker_id, epoch, groups)
+        taken = [lease for one, (lease, _) in zip(receipts, groups, strict=True) if one.accepted]
+        refused = [one.reason for one in receipts if not one.accepted]
+        note(folder, "taken", worker=worker_id, epoch=epoch, leases=taken, refused=refused)
+        return receipts
+
+    return submit
+
+
+def _watch_lose(plain: Any, folder: Path) -> Any:
+    async def lose(self: Any, worker_id: str) -> Any:
+        note(folder, "lost", worker=worker_id)
+        return await plain(self, worker_id)
+
+    return lose

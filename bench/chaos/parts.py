@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from echo_planes.types import Draw, Episode, Manifest, Prompt, Publication, Rewa
 # Token ids: what they mean as text is of no matter here.
 DIGIT, EQUALS, FIRST = 10, 9, 20  # DIGIT + 0 ... DIGIT + 9; FIRST + the sample's number
 ANSWER_TOKENS = 6
-TOKEN_S = 0.03
+TOKEN_S = float(os.environ.get("ECHO_CHAOS_TOKEN_S", "0.03"))
 
 
 class ChaosTask(TaskAdapter):

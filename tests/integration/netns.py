@@ -2,8 +2,9 @@
 
 Each namespace has one TUN device, behind a token bucket (tc tbf) of the host's uplink rate. A process of its
 own (`tests/integration/netns_switch.py`) carries packets between them: it holds each back by half a
-round trip, shapes every host's downlink, drops what would wait longer than `QUEUE_S` there, and cuts hosts
-off when told to. It exists because this kernel may lack netem. Needs root and /dev/net/tun.
+round trip, loses a share of them, shapes every host's downlink, drops what would wait longer than `QUEUE_S`
+there, and cuts hosts off when told to. It exists because this kernel may lack netem. Needs root and
+/dev/net/tun.
 
 A namespace has the machine's default congestion control; only root's own connections may choose cubic, as
 the plain one does that the link's rate is measured with.
@@ -60,10 +61,18 @@ class ShapedNetwork:
     Args:
         uplinks_mbit, downlinks_mbit: one for each host.
         rtt_s: round trip between any two hosts.
+        loss: share of packets that is lost on the way, in each direction.
     """
 
-    def __init__(self, uplinks_mbit: Sequence[float], downlinks_mbit: Sequence[float], rtt_s: float) -> None:
+    def __init__(
+        self,
+        uplinks_mbit: Sequence[float],
+        downlinks_mbit: Sequence[float],
+        rtt_s: float,
+        loss: float = 0.0,
+    ) -> None:
         self.rtt_s = rtt_s
+        self._loss = loss
         self._uplinks_mbit = list(uplinks_mbit)
         self._downlinks_mbit = list(downlinks_mbit)
         self._tag = secrets.token_hex(3)
@@ -137,6 +146,7 @@ class ShapedNetwork:
     def _start_switch(self, tuns: list[int]) -> None:
         rates, delay_s = self._downlinks_mbit, self.rtt_s / 2
         plan = {"tuns": tuns, "downlinks_mbit": rates, "delay_s": delay_s, "queue_s": QUEUE_S}
+        plan["loss"] = self._loss
         self._switch = subprocess.Popen(
             [sys.executable, "-m", "tests.integration.netns", "switch", json.dumps(plan)],
             stdin=subprocess.PIPE,
@@ -156,8 +166,9 @@ class ShapedNetwork:
         descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
         flags = IFF_TUN | IFF_NO_PI | IFF_VNET_HDR
         fcntl.ioctl(descriptor, TUNSETIFF, struct.pack("16sH22x", device.encode(), flags))
-        # Segments stay whole up to 64 KiB on their way through the switch: it moves few, large packets.
-        fcntl.ioctl(descriptor, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4)
+        # Segments stay whole up to 64 KiB on their way through the switch: it moves few, large packets. But
+        # where packets are lost they are of the usual size, or a share of them would be lost too seldom.
+        fcntl.ioctl(descriptor, TUNSETOFFLOAD, TUN_F_CSUM if self._loss else TUN_F_CSUM | TUN_F_TSO4)
         _run("ip", "netns", "add", name)
         _run("ip", "link", "set", device, "netns", name)
         _run("ip", "-n", name, "link", "set", device, "name", "eth0", "txqueuelen", "2000")

@@ -1,4 +1,4 @@
-"""Moves the packets of a shaped network (`tests/integration/netns.py`): delay, downlink shaping, cuts.
+"""Moves the packets of a shaped network (`tests/integration/netns.py`): delay, loss, downlink shaping, cuts.
 
 Compiled, since it shares few cores with what it carries packets for: in Python it would take so much of
 them that it changes what is measured. Its C library calls are external symbols of the compiled code, which
@@ -56,6 +56,7 @@ class State(NamedTuple):
     free_s: NDArray[np.float64]  # when the downlink has sent all that it was given
     delay_s: float
     queue_s: float
+    loss: float  # share of packets
     words: NDArray[np.int64]  # every ring, one after the other
     times: NDArray[np.float64]  # the same memory
     starts: NDArray[np.int64]  # word at which a ring starts
@@ -76,10 +77,16 @@ class Switch:
         downlinks_mbit: one for each host.
         delay_s: from host to host.
         queue_s: what would wait longer for its downlink is dropped.
+        loss: share of packets that is dropped beside, each by itself.
     """
 
     def __init__(
-        self, tuns: Sequence[int], downlinks_mbit: Sequence[float], delay_s: float, queue_s: float
+        self,
+        tuns: Sequence[int],
+        downlinks_mbit: Sequence[float],
+        delay_s: float,
+        queue_s: float,
+        loss: float = 0.0,
     ) -> None:
         hosts = len(tuns)
         rates = np.array(downlinks_mbit, np.float64) / 8e-6
@@ -96,6 +103,7 @@ class Switch:
             free_s=np.zeros(hosts),
             delay_s=delay_s - TICK_S,  # what a packet waits on its way in and out, on average
             queue_s=queue_s,
+            loss=loss,
             words=words,
             times=words.view(np.float64),
             starts=ends - sizes,
@@ -188,7 +196,7 @@ def _take(state: State, host: int) -> int:
         target = np.int64(packet[VNET_HEADER_BYTES + 19]) - 1  # last byte of the destination's IPv4 address
         if packet[VNET_HEADER_BYTES] >> 4 != 4 or target < 0 or target >= state.polls.size:
             continue
-        if state.is_cut[host] or state.is_cut[target]:
+        if state.is_cut[host] or state.is_cut[target] or np.random.random() < state.loss:
             continue
         arrival_s = _now_s(state) + state.delay_s
         done_s = max(arrival_s, state.free_s[target]) + size * state.seconds_per_byte[target]

@@ -191,6 +191,13 @@ def test_a_ring_that_is_full_drops_what_comes_and_keeps_what_it_has() -> None:
         assert third.recv(1 << 17) == packet(2, 1, 50)
 
 
+def test_a_share_of_the_packets_is_lost() -> None:
+    with resting_hosts(2, mbit=800, delay_s=0.002, queue_s=0.1) as (switch, (first, _)):
+        state = switch._state._replace(queue_s=1e6, loss=0.2)
+        kept = sum(is_taken(state, first, packet(1, number, 50), 1) for number in range(2000))
+    assert 1500 <= kept <= 1700  # five times the spread on each side
+
+
 @pytest.mark.parametrize("target", [2, -1])
 def test_a_packet_to_an_address_that_no_host_has_goes_into_no_ring(target: int) -> None:
     with resting_hosts(3, mbit=800, delay_s=0.002, queue_s=0.1) as (switch, (first, _, _)):

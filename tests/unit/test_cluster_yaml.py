@@ -13,6 +13,7 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 import yaml
 
+from bench.chaos.recovery import RECOMMENDED
 from echo_planes.config import WorkerConfig
 from echo_planes.rollout.actuator import node_type
 
@@ -35,6 +36,14 @@ CONTAINER = {
     "properties": {
         "name": {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"},
         "image": {"type": "string"},
+        "env": {
+            "type": "array",
+            "items": {
+                "required": ["name", "value"],
+                "additionalProperties": False,
+                "properties": {"name": {"type": "string"}, "value": {"type": "string"}},
+            },
+        },
         "ports": {"type": "array", "items": {"required": ["containerPort", "name"]}},
         "resources": {
             "type": "object",
@@ -192,6 +201,19 @@ def test_the_autoscaler_heeds_labels_and_may_start_all_that_is_offered(name: str
     assert loaded["max_workers"] >= sum(kind["max_workers"] for kind in worker_types(name).values())
     assert 0 < loaded["idle_timeout_minutes"] <= 15  # what nobody asks for costs no longer than that
     assert loaded["available_node_types"][loaded["head_node_type"]]["max_workers"] == 0
+
+
+@pytest.mark.parametrize("name", LAUNCHER_FILES)
+def test_a_head_misses_its_machines_as_soon_as_it_was_measured_that_it_may(name: str) -> None:
+    (start,) = [line for line in read(name)["head_start_ray_commands"] if "ray start" in line]
+    given = dict(word.split("=", 1) for word in start.split() if word.startswith("RAY_health_check"))
+    assert given == RECOMMENDED
+    assert all(f"{key}={value}" in (ROOT / "docs" / "fleet.md").read_text() for key, value in given.items())
+
+
+def test_so_does_a_heads_pod() -> None:
+    (container,) = read("kuberay")["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    assert {one["name"]: one["value"] for one in container["env"]} == RECOMMENDED
 
 
 def test_a_pod_has_what_ray_is_told_that_it_has() -> None:
