@@ -9,6 +9,7 @@ number alone; what was run is kept in the folder and not run again. Fuzzing that
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import resource
@@ -25,11 +26,15 @@ import numpy as np
 
 from bench import fuzz_wire
 from bench.chaos.lives import read_lines
+from echo_planes.claims import Rules, group_fault, stats_fault, tokens_fault
+from echo_planes.data.schema import to_batch
 from echo_planes.data.store.message import Kind, Place, encode
 from echo_planes.data.store.segment import GROUP_ENTRY, scan
 from echo_planes.errors import EchoPlanesError
+from echo_planes.types import Draft, Lease, LeaseTokens, Prompt, Sample, Span, Trajectory, WorkerStats
 from echo_planes.weights.manifest import PublicationKey
 from echo_planes.weights.tracker_events import Event, event_from_json, event_to_json
+from tests.unit.ledger_attacks import honest
 from tests.unit.test_replay_store import batch_of
 
 BLOCK = 50_000  # inputs
@@ -116,11 +121,63 @@ def _reports() -> tuple[Decoder, list[bytes]]:
     return take, [json.dumps(event_to_json(event)).encode() for event in events]
 
 
+def _leases() -> tuple[Decoder, list[bytes]]:
+    """What a worker hands in, streams and counts: what is let through must fit the ledger.
+
+    These come as objects, by Ray; the input says which field of which is exchanged for what.
+    """
+    lease = Lease("L0.3", "L0.3", 0, "w0", Prompt(7, (1, 2), "9", "4 + 5"), 2, 0, 60.0)
+    rules = Rules(vocabulary=100, max_tokens=64)
+    group, published = honest(lease), ((0, "d0"), (2, "d2"))
+    sample = Sample((10, 11), (-0.5, -0.25), (Span(0, 2, 0, "d0"),), "stop")
+    tokens = LeaseTokens("L0.3", ((0, Draft((1, 2), sample)),))
+    stats = WorkerStats("w0", 2, "d2", 1, 4, 100, 2.5)
+
+    def has_made(one: Trajectory) -> bool:
+        spans = one.episode.spans
+        return one.lineage == "L0" and all((span.version, span.digest) in published for span in spans)
+
+    def take(data: bytes) -> None:
+        rng = random.Random(data)
+        damaged = data not in (b"group", b"tokens", b"stats")
+        if data[:1] == b"g":
+            message = _exchanged(group, rng) if damaged else group
+            if group_fault(lease, message, has_made, rules) is None:
+                to_batch([message], created_s=1.0)
+            elif not damaged:
+                raise RuntimeError("an honest group is refused")
+        elif data[:1] == b"t":
+            tokens_fault(_exchanged(tokens, rng) if damaged else tokens, rules)
+        else:
+            stats_fault(_exchanged(stats, rng) if damaged else stats, "w0")
+
+    return take, [b"group", b"tokens", b"stats"]
+
+
+def _exchanged(message: Any, rng: random.Random) -> Any:
+    """A message with one field, at any depth, exchanged, left out or doubled."""
+    if dataclasses.is_dataclass(message) and not isinstance(message, type):
+        name = rng.choice(dataclasses.fields(message)).name
+        changed = _exchanged(getattr(message, name), rng)
+        return dataclasses.replace(message, **{name: changed})
+    if isinstance(message, tuple) and message and rng.random() < 0.8:
+        at = rng.randrange(len(message))
+        match rng.randrange(4):
+            case 0:
+                return (*message[:at], *message[at + 1 :])
+            case 1:
+                return (*message[:at], message[at], *message[at:])
+            case _:
+                return (*message[:at], _exchanged(message[at], rng), *message[at + 1 :])
+    return rng.choice(VALUES)
+
+
 DECODERS: Mapping[str, Callable[[], tuple[Decoder, list[bytes]]]] = {
     "patch": fuzz_wire.TARGETS["codec"],
     "frame": fuzz_wire.TARGETS["frames"],
     "manifest": fuzz_wire.TARGETS["messages"],
     "Arrow group": _groups,
+    "lease message": _leases,
     "tracker report": _reports,
 }
 

@@ -416,7 +416,7 @@ LEDGER_ATTACKS: tuple[Attack, ...] = (
     counters("a negative number of places", slots=-(2**40)),
     # other types
     whole("no group at all", "wrong_type", lambda *_: None),
-    whole("a group without samples", "wrong_type", lambda g, _: replace(g, trajectories=None)),
+    whole("a group without samples", "wrong_type", lambda g, _: replace(g, trajectories=None)),  # type: ignore[arg-type]
     sample("a sample without an answer", "wrong_type", lambda t: replace(t, episode=None)),  # type: ignore[arg-type]
     sample("a status that is a column of the ledger", "wrong_name", lambda t: replace(t, status="accepted")),  # type: ignore[arg-type]
     episode("bytes for a text", "wrong_type", text=b"7"),
