@@ -265,6 +265,7 @@ def _check_sample(sample: Trajectory, rules: Rules) -> None:
     length = len(episode.response_ids)
     if len(sample.prompt.token_ids) + length > rules.max_tokens:
         raise _Wrong("too_long", f"{name}: prompt and answer have more than {rules.max_tokens} tokens")
+    _check_row(sample.prompt.token_ids, rules, name)  # equal to the lease's, but 1 equals True
     _check_drawn(episode.response_ids, episode.logprobs, episode.top_logprobs, rules, name)
     mask = episode.response_mask
     if len(mask) != length or any(kind not in (bool, np.bool_) for kind in set(map(type, mask))):

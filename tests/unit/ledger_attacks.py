@@ -199,6 +199,11 @@ def honest(lease: Lease) -> Group:
     return Group(lease.group_id, tuple(samples))
 
 
+def with_decimals(prompt: Prompt) -> Prompt:
+    """The same prompt to whoever asks whether they are equal."""
+    return replace(prompt, token_ids=tuple(map(float, prompt.token_ids)))  # type: ignore[arg-type]
+
+
 # --- forgeries -----------------------------------------------------------------------------------
 
 Forge = Callable[[Trajectory], Trajectory]
@@ -415,6 +420,9 @@ LEDGER_ATTACKS: tuple[Attack, ...] = (
     counters("1e300 tokens a second", full_tokens=10**300, full_s=1.0),
     counters("a negative number of places", slots=-(2**40)),
     # other types
+    sample(
+        "decimals for the prompt's tokens", "bad_tokens", lambda t: replace(t, prompt=with_decimals(t.prompt))
+    ),
     whole("no group at all", "wrong_type", lambda *_: None),
     whole("a group without samples", "wrong_type", lambda g, _: replace(g, trajectories=None)),  # type: ignore[arg-type]
     sample("a sample without an answer", "wrong_type", lambda t: replace(t, episode=None)),  # type: ignore[arg-type]
