@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from echo_planes.claims import (
     FORMS,
     MOST_CHARS,
+    MOST_PIECES,
     Rules,
     answers_fault,
     group_fault,
@@ -480,6 +481,7 @@ def test_pieces_are_whole_and_of_the_model_s_tokens() -> None:
         LeaseTokens("l", ((0, Draft((1,), replace(piece, finish_reason="gone"))),)),  # type: ignore[arg-type]
         LeaseTokens("l", ((0, Draft((1,) * 63, piece)),)),
         LeaseTokens("l", ((0,),)),  # type: ignore[arg-type]
+        LeaseTokens("l", ((0, Draft((1,), piece)),) * (MOST_PIECES + 1)),
         LeaseTokens("l", ((True, Draft((1,), piece)),)),
         LeaseTokens("l", ((0, Draft((1,), piece, 2**70)),)),
     ):
