@@ -254,7 +254,7 @@ class ReplayBuffer:
         """Enter the tokens of leases that this incarnation still has; their ids. A malformed message changes
         no draft: its lease ends, and others go on from what there was before.
         """
-        kept = []
+        kept = {}
         for message in messages:
             if not self._leases.holds(message.lease_id, worker_id, epoch, now_s):
                 continue
@@ -265,11 +265,12 @@ class ReplayBuffer:
             except LeaseError as why:
                 fault = Fault("unspanned", f"lease {message.lease_id}: {why}")
             if fault is None:
-                kept.append(message.lease_id)
+                kept[message.lease_id] = message  # once, however often it is named
             else:
                 self._give_back([self._leases.give_up(message.lease_id)])
                 self._complain(worker_id, epoch, fault)
-        return kept
+        # None of them is left where the worker was fenced meanwhile.
+        return [lease_id for lease_id in kept if self._leases.holds(lease_id, worker_id, epoch, now_s)]
 
     def submit(self, worker_id: str, epoch: int, lease_id: str, group: Group, now_s: float) -> Receipt:
         """Take a finished group, or say why not. Its lease ends either way."""

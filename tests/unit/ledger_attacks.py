@@ -311,6 +311,13 @@ async def _nameless_lease(arena: Arena) -> str:
     return "accepted" if receipt.accepted else receipt.reason
 
 
+async def _handed_over_twice(arena: Arena) -> str:
+    """Of two hand-overs in one message the second would find no lease, and the prompt be forgotten."""
+    lease = await arena.lease()
+    given = await arena.data.hand_over(ATTACKER, 0, [LeaseTokens(lease.lease_id, ())] * 2)
+    return f"given up {given}"
+
+
 async def _absurd_room(arena: Arena) -> str:
     await arena.lease()
     room: Any = "a lot"
@@ -345,6 +352,7 @@ LEDGER_ATTACKS: tuple[Attack, ...] = (
     Attack("a lease that nobody issued", "unknown", _invented),
     Attack("an older incarnation", "fenced", _older_incarnation),
     Attack("a lease without a name, beside a good one", "pairs of a lease's name", _nameless_lease),
+    Attack("a lease that is handed over twice at once", "given up 1", _handed_over_twice),
     Attack("a request for no number of leases", "asked for str", _absurd_room),
     # whose it is, and what made it
     sample("of another run", "unpublished", lambda t: replace(t, lineage="L9")),

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from echo_planes.claims import (
     FORMS,
     MOST_CHARS,
+    MOST_PIECES,
     Rules,
     answers_fault,
     group_fault,
@@ -413,6 +414,17 @@ def test_a_malformed_message_costs_only_its_own_lease(call: str) -> None:
     assert buffer.counts.malformed == 1
 
 
+def test_who_is_fenced_in_mid_message_loses_every_lease_once() -> None:
+    buffer, first = ready_buffer()
+    buffer.pull("w0", 0, MAX_MALFORMED, 0.0)
+    others = [buffer.lease("w0", 0, Prompt(i, (i,)), 0.0) for i in range(1, MAX_MALFORMED + 1)]
+    bad = Draft((1, 2), Sample((5,), (0.7,), (Span(0, 1, 4, "d4"),), ""))
+    messages = [LeaseTokens(first.lease_id, ()), *(LeaseTokens(x.lease_id, ((0, bad),)) for x in others)]
+    assert buffer.hand_over("w0", 0, messages, 0.0) == 0
+    assert buffer.counts.leased == 0
+    assert buffer.state().returned == tuple(range(MAX_MALFORMED + 1))
+
+
 # --- evaluations, counters, rules ----------------------------------------------------------------
 
 
@@ -480,6 +492,7 @@ def test_pieces_are_whole_and_of_the_model_s_tokens() -> None:
         LeaseTokens("l", ((0, Draft((1,), replace(piece, finish_reason="gone"))),)),  # type: ignore[arg-type]
         LeaseTokens("l", ((0, Draft((1,) * 63, piece)),)),
         LeaseTokens("l", ((0,),)),  # type: ignore[arg-type]
+        LeaseTokens("l", ((0, Draft((1,), piece)),) * (MOST_PIECES + 1)),
         LeaseTokens("l", ((True, Draft((1,), piece)),)),
         LeaseTokens("l", ((0, Draft((1,), piece, 2**70)),)),
     ):
