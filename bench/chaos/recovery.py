@@ -41,7 +41,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -174,7 +174,8 @@ class Life:
     machines: Machines
     running: Program
     record: LeaseRecord
-    missed: list[int]  # machines that the cluster gave up though nothing was done to them
+    missed: list[int] = field(default_factory=list)  # machines that were given up and nothing done to them
+    struck: set[Incarnation] = field(default_factory=set)  # whose end was our doing
 
     def worker(self, machine: int) -> str:
         """The name of the worker on it."""
@@ -191,6 +192,11 @@ class Life:
 
         return wait_for(reached, limit_s, what)
 
+    def sampling(self, machine: int) -> Incarnation | None:
+        """The incarnation that samples there now, if one does."""
+        newest = self.record.samples(self.worker(machine), time.time() - RECENT_S)
+        return newest if newest not in self.struck else None
+
     def wait_until_all_sample(self) -> None:
         """Until each worker has leases, and sends tokens. A machine that was given up joins again."""
 
@@ -200,8 +206,7 @@ class Life:
                     self.missed.append(machine)
                     self.machines.clear(machine)
                     self.machines.start(machine)
-            names = [self.worker(machine) for machine in WORKERS]
-            return all(self.record.samples(name, time.time() - RECENT_S) for name in names)
+            return all(self.sampling(machine) for machine in WORKERS)
 
         self.wait(all_sample, START_S, "tokens of every worker")
 
@@ -224,7 +229,7 @@ def life(folder: Path, settings: Mapping[str, str]) -> Iterator[Life]:
         starting = program(place / "work", place / "run", *_WORDS, environment=joined)
         with machines.net.inside(0):
             running = stack.enter_context(starting)
-        one = Life(machines, running, LeaseRecord(place / SEEN), [])
+        one = Life(machines, running, LeaseRecord(place / SEEN))
         one.wait_until_all_sample()
         yield one
     shutil.rmtree(place)
@@ -233,9 +238,8 @@ def life(folder: Path, settings: Mapping[str, str]) -> Iterator[Life]:
 def strike(one: Life, fault: Fault, machine: int) -> dict[str, Any]:
     """One fault, and how long its work stood still; then the machine is as it was."""
     worker = one.worker(machine)
-    lost: Incarnation = one.wait(
-        lambda: one.record.samples(worker, time.time() - RECENT_S), START_S, f"tokens of {worker}"
-    )
+    lost: Incarnation = one.wait(lambda: one.sampling(machine), START_S, f"tokens of {worker}")
+    one.struck.add(lost)
     at_s = time.time()
     if fault == "actor":
         for name, process in one.machines.processes(machine):
