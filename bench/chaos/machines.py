@@ -79,21 +79,25 @@ class Machines:
         if started.returncode:
             raise RuntimeError(f"machine {machine} does not start: {started.stdout}{started.stderr}")
 
-    def processes(self, machine: int) -> list[psutil.Process]:
-        """All that lives on it."""
+    def processes(self, machine: int) -> list[tuple[str, psutil.Process]]:
+        """All that lives on it, with its name."""
         home = os.stat(f"/run/netns/{self.net.namespace(machine)}").st_ino
         found = []
         for process in psutil.process_iter():
             try:
                 if os.stat(f"/proc/{process.pid}/ns/net").st_ino == home:
-                    found.append(process)
-            except OSError:
+                    found.append((process.name(), process))
+            except (OSError, psutil.NoSuchProcess):
                 continue  # gone meanwhile, or a zombie
         return found
 
+    def has_raylet(self, machine: int) -> bool:
+        """Whether Ray's daemon lives there. One that hears that it was given up ends itself."""
+        return any(name == "raylet" for name, _ in self.processes(machine))
+
     def signal(self, machine: int, number: signal.Signals) -> None:
         """To every process of the machine, the raylet first, so that it tells nobody of the others' ends."""
-        for process in sorted(self.processes(machine), key=lambda one: one.name() != "raylet"):
+        for _, process in sorted(self.processes(machine), key=lambda one: one[0] != "raylet"):
             try:
                 process.send_signal(number)
             except psutil.NoSuchProcess:

@@ -19,7 +19,8 @@ fault's is taken before the first signal is sent or the switch told, the others 
 process.
 
 A false death is a worker that the run takes for lost while nothing was done to it. Leases that were taken
-from a living worker because they ran out are counted beside.
+from a living worker because they ran out are counted beside; so are machines that were given up between the
+faults.
 
 `RECOMMENDED` is what the head of a cluster is to be started with (configs/cluster has it). The head of a
 private cluster, which is the only machine of its run, keeps Ray's defaults: nobody could go on elsewhere.
@@ -40,7 +41,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,6 +54,7 @@ from tests.integration.harness import ROOT, Program, events, metrics, program
 from tests.integration.netns import missing
 
 Fault = Literal["actor", "node stopped", "node killed", "link"]
+NOTHING = "none"  # in the place of a fault: a machine was given up all the same
 BARS_S: dict[Fault, float] = {"actor": 4.0, "node stopped": 6.0, "node killed": 6.0, "link": 8.0}
 RECOMMENDED = {
     "RAY_health_check_period_ms": "500",
@@ -108,11 +110,10 @@ def figures_of(samples: Sequence[Mapping[str, Any]], quiet: Sequence[Mapping[str
     """Figures by settings and fault, and those of the undisturbed run."""
     figures: dict[str, Any] = {"rtt_s": RTT_S, "loss": LOSS, "recommended_environment": RECOMMENDED}
     for name in SETTINGS:
-        figures[name] = {}
-        for fault in BARS_S:
-            mine = [one for one in samples if (one["settings"], one["fault"]) == (name, fault)]
-            if mine:
-                figures[name][fault] = _fault_figures(mine)
+        mine = [one for one in samples if one["settings"] == name]
+        by_fault = {fault: [one for one in mine if one["fault"] == fault] for fault in BARS_S}
+        figures[name] = {fault: _fault_figures(some) for fault, some in by_fault.items() if some}
+        figures[f"{name}: given up for nothing"] = sum(one["fault"] == NOTHING for one in mine)
     if quiet:
         figures["quiet"] = {
             "minutes": round(sum(one["seconds"] for one in quiet) / 60, 2),
@@ -158,7 +159,7 @@ def faults_left(samples: Sequence[Mapping[str, Any]], name: str, number: int) ->
     """What is still to be done of so many faults of each kind, the kinds in turn."""
     done = dict.fromkeys(BARS_S, 0)
     for one in samples:
-        if one["settings"] == name:
+        if one["settings"] == name and one["fault"] != NOTHING:
             done[one["fault"]] += 1
     return [fault for turn in range(number) for fault in BARS_S if turn >= done[fault]]
 
@@ -173,6 +174,8 @@ class Life:
     machines: Machines
     running: Program
     record: LeaseRecord
+    missed: list[int] = field(default_factory=list)  # machines that were given up and nothing done to them
+    struck: set[Incarnation] = field(default_factory=set)  # whose end was our doing
 
     def worker(self, machine: int) -> str:
         """The name of the worker on it."""
@@ -189,12 +192,21 @@ class Life:
 
         return wait_for(reached, limit_s, what)
 
+    def sampling(self, machine: int) -> Incarnation | None:
+        """The incarnation that samples there now, if one does."""
+        newest = self.record.samples(self.worker(machine), time.time() - RECENT_S)
+        return newest if newest not in self.struck else None
+
     def wait_until_all_sample(self) -> None:
-        """Until each worker has leases, and sends tokens."""
+        """Until each worker has leases, and sends tokens. A machine that was given up joins again."""
 
         def all_sample() -> bool:
-            names = [self.worker(machine) for machine in WORKERS]
-            return all(self.record.samples(name, time.time() - RECENT_S) for name in names)
+            for machine in WORKERS:
+                if not self.machines.has_raylet(machine):
+                    self.missed.append(machine)
+                    self.machines.clear(machine)
+                    self.machines.start(machine)
+            return all(self.sampling(machine) for machine in WORKERS)
 
         self.wait(all_sample, START_S, "tokens of every worker")
 
@@ -226,13 +238,12 @@ def life(folder: Path, settings: Mapping[str, str]) -> Iterator[Life]:
 def strike(one: Life, fault: Fault, machine: int) -> dict[str, Any]:
     """One fault, and how long its work stood still; then the machine is as it was."""
     worker = one.worker(machine)
-    lost: Incarnation = one.wait(
-        lambda: one.record.samples(worker, time.time() - RECENT_S), START_S, f"tokens of {worker}"
-    )
+    lost: Incarnation = one.wait(lambda: one.sampling(machine), START_S, f"tokens of {worker}")
+    one.struck.add(lost)
     at_s = time.time()
     if fault == "actor":
-        for process in one.machines.processes(machine):
-            if process.name().startswith("ray::WorkerPro"):
+        for name, process in one.machines.processes(machine):
+            if name.startswith("ray::WorkerPro"):
                 kill(process)
     elif fault == "link":
         one.machines.net.cut(machine)
@@ -260,6 +271,10 @@ def _strike_all(folder: Path, name: str, number: int) -> None:
             for fault in left[:PER_LIFE]:
                 done = read_lines(folder / SAMPLES)
                 one.wait_until_all_sample()
+                for machine in one.missed:
+                    _append(folder / SAMPLES, {"settings": name, "fault": NOTHING, "machine": machine})
+                    print(f"[recovery] machine {machine} was given up, and nothing done to it", flush=True)
+                one.missed.clear()
                 time.sleep(random.Random(f"{name}/{len(done)}").uniform(0.0, 2.0))
                 before = sum(earlier["fault"] == fault for earlier in done)
                 sample = {"settings": name, **strike(one, fault, WORKERS[before % len(WORKERS)])}

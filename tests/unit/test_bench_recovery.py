@@ -132,11 +132,18 @@ def test_one_of_twenty_may_be_late_and_two_may_not(fault: str) -> None:
     assert verdicts_of(others + one, [QUIET, QUIET]) == []
     (failed,) = verdicts_of(others + one[1:] + [sample(fault, None)], [QUIET, QUIET])
     assert failed.startswith(f"{fault}: ")
+    assert figures_of([*one, sample("none", None)], [])["recommended: given up for nothing"] == 1
     assert figures_of(one, [])["recommended"][fault]["samples_s"][-1] == LIMIT_S
 
 
 def test_an_interrupted_campaign_goes_on_with_what_is_missing() -> None:
     assert faults_left([], "defaults", 2) == [*BARS_S, *BARS_S]
-    done = [sample("actor", 1.0), sample("link", 1.0), sample("actor", 1.0), sample("link", 5.0, "defaults")]
+    done = [
+        sample("actor", 1.0),
+        sample("none", None),
+        sample("link", 1.0),
+        sample("actor", 1.0),
+        sample("link", 5.0, "defaults"),
+    ]
     assert faults_left(done, "recommended", 2) == ["node stopped", "node killed"] * 2 + ["link"]
     assert faults_left(done * 2, "recommended", 2) == ["node stopped", "node killed"] * 2
