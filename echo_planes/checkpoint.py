@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from echo_planes.errors import ClusterError, ConfigError, DataError
+from echo_planes.errors import ClusterError, ConfigError, DataError, shown
+from echo_planes.files import SETTINGS_BYTES, read_json, read_text
 from echo_planes.metrics import METRICS_FILE, read_metrics, write_atomic
 
 LINEAGE_FILE = "lineage"  # in the run folder: number of the newest incarnation
@@ -101,15 +102,20 @@ def read_meta(checkpoint: Path) -> CheckpointMeta:
     """What a checkpoint says of itself.
 
     Raises:
-        DataError: it is not there, or not readable.
+        DataError: it is not there, not readable, or holds something else.
     """
     path = checkpoint / "meta.json"
+    advice = "restore it, or remove the folder to resume from an older one"
     try:
-        return CheckpointMeta(**json.loads(path.read_text()))
-    except (OSError, TypeError, ValueError) as error:
-        raise DataError(
-            f"{path} is not readable ({error}); restore it, or remove the folder to resume from an older one"
-        ) from error
+        meta = CheckpointMeta(**read_json(path, SETTINGS_BYTES, advice=advice))
+        numbers = (meta.step, meta.lineage_number, meta.next_epoch)
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise TypeError("its numbers are not whole")
+        if not isinstance(meta.guard, dict):
+            raise TypeError("the guard's record is not an object")
+    except TypeError as error:
+        raise DataError(f"{path} is not readable ({error}); {advice}") from error
+    return meta
 
 
 def go_back(checkpoint: Path, next_epoch: int, guard: Mapping[str, Any]) -> CheckpointMeta:
@@ -135,11 +141,18 @@ def open_lineage(run_dir: Path, meta: CheckpointMeta) -> CheckpointMeta:
     """`meta` with a lineage number that no incarnation of this run has had, written down at once.
 
     The checkpoint alone does not know: a run that died before its next checkpoint had a lineage too.
+
+    Raises:
+        DataError: the file of it holds something else.
     """
     path = run_dir / LINEAGE_FILE
     number = meta.lineage_number
-    if path.is_file():
-        number = max(number, int(path.read_text()) + 1)
+    if path.exists():
+        advice = "write the number of the newest lineage into it"
+        text = read_text(path, SETTINGS_BYTES, advice=advice).strip()
+        if not (text.isascii() and text.isdigit() and len(text) < 10):
+            raise DataError(f"{path} holds {shown(text)}, not a number; {advice}")
+        number = max(number, int(text) + 1)
     write_atomic(path, f"{number}\n")
     return replace(meta, lineage_number=number)
 
@@ -147,7 +160,7 @@ def open_lineage(run_dir: Path, meta: CheckpointMeta) -> CheckpointMeta:
 def rewind_metrics(run_dir: Path, step: int) -> int:
     """Forget the metrics of steps that the resume does again. Returns how many."""
     rows = read_metrics(run_dir)
-    kept = [row for row in rows if row["step"] <= step]
+    kept = [row for row in rows if (row.get("step") or 0) <= step]
     if len(kept) < len(rows):
         write_atomic(run_dir / METRICS_FILE, "".join(json.dumps(row) + "\n" for row in kept))
     return len(rows) - len(kept)

@@ -16,7 +16,7 @@ from echo_planes.data.registry import TOKENIZER_SETTINGS, check_model_files
 from echo_planes.data.store.files import LOCK_NAME, REPLAY_FOLDER, Lock
 from echo_planes.data.store.recovery import STORE_NAME, read_store_id
 from echo_planes.errors import ClusterError, ConfigError, ModelError
-from echo_planes.files import MODEL_JSON_BYTES, read_json
+from echo_planes.files import MIB, MODEL_JSON_BYTES, check_regular, read_json
 from echo_planes.metrics import METRICS_FILE
 from echo_planes.rollout.offers import SAME
 from echo_planes.spending import check_budget
@@ -106,9 +106,9 @@ def check_weights(weights: WeightsConfig) -> None:
     if weights.key_file:
         Signer.from_file(weights.key_file)
     for key in ("tls_cert", "tls_key", "tls_ca"):
-        path = getattr(weights, key)
-        if path and not Path(path).is_file():
-            raise ConfigError(f"weights.{key}={path}: no such file; give a PEM file, or leave TLS out")
+        if path := getattr(weights, key):
+            advice = f"give a PEM file as weights.{key}, or leave TLS out"
+            check_regular(Path(path), MIB, error=ConfigError, advice=advice)
     if weights.store:
         check_store(weights.store, writes=True)
 

@@ -19,6 +19,7 @@ import numpy as np
 from echo_planes.clock import Clock
 from echo_planes.config import Config
 from echo_planes.errors import ConfigError, DataError
+from echo_planes.files import SETTINGS_BYTES, read_json
 from echo_planes.metrics import Aggregates, Record, number, write_atomic
 from echo_planes.money import WASTED, Budget, MoneyBook
 from echo_planes.observers import QuietObserver
@@ -35,6 +36,7 @@ SPENDING_FILE = "spending.json"
 EARLIER = "earlier"  # part and SKU of dollars of which only the sum is known
 LOOK_S = 2.0
 FEW_STEPS = 3  # fewer left in the budget are worth a warning
+_RESTORE = "put the original back, or remove it to count the dollars of its steps alone"
 _OF_A_STEP = (
     "usd_per_million_tokens",
     "tokens_generated",
@@ -318,7 +320,7 @@ def _read(path: Path, total_usd: float) -> dict[str, dict[str, float]]:
     if not path.exists():
         return {key: {EARLIER: total_usd} for key in keys}
     try:
-        written: Any = json.loads(path.read_text(encoding="utf-8"))
+        written: Any = read_json(path, SETTINGS_BYTES, advice=_RESTORE)
         spent = {key: {str(name): number(usd) for name, usd in written[key].items()} for key in keys}
     except (ValueError, TypeError, KeyError, AttributeError) as why:
         raise _damaged(path) from why
@@ -329,10 +331,7 @@ def _read(path: Path, total_usd: float) -> dict[str, dict[str, float]]:
 
 
 def _damaged(path: Path) -> DataError:
-    return DataError(
-        f"{path} does not say what the run has spent so far: put the original back, or remove it to count "
-        "the dollars of its steps alone"
-    )
+    return DataError(f"{path} does not say what the run has spent so far: {_RESTORE}")
 
 
 def _added(earlier: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:

@@ -25,6 +25,7 @@ from echo_planes.data.buffer_state import Accepted, BufferState
 from echo_planes.data.cut_drafts import DraftsRecord, read_drafts, write_drafts
 from echo_planes.data.store.index import StoreCounts
 from echo_planes.errors import DataError
+from echo_planes.files import LOG_BYTES, read_json
 from echo_planes.types import BufferCounts
 
 CUT_NAME = "state.json"  # in a checkpoint's data folder
@@ -56,7 +57,7 @@ def load_cut(path: Path) -> tuple[BufferState, int]:
         DataError: the file is no cut.
     """
     try:
-        record = json.loads(path.read_text())
+        record = read_json(path, LOG_BYTES, advice="restore it, or remove the checkpoint")
         state = BufferState(
             step=record["step"],
             next_index=record["next_index"],
@@ -69,7 +70,7 @@ def load_cut(path: Path) -> tuple[BufferState, int]:
         )
         drafts = DraftsRecord(**record["drafts"]) if record.get("drafts") else None
         num_groups = int(record["num_groups"])
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(
             f"the checkpoint's {path} is not readable ({error}); restore it, or remove the checkpoint"
         ) from error

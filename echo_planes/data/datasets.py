@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,16 +21,28 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from echo_planes.data.arrow_sizes import unpacked_bytes
 from echo_planes.errors import DataError
+from echo_planes.files import MIB, MODEL_JSON_BYTES, check_regular, open_regular, read_json
 
 FieldType = type | tuple[type, ...]
 Row = dict[str, Any]
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".arrow")
-MAX_LINE_BYTES = 64 << 20
+MAX_LINE_BYTES = 64 * MIB
+MAX_FILE_BYTES = 1 << 40
+# Of a file, unpacked: beyond these it holds nothing but repetition, and would fill the memory.
+FREE_BYTES, FREE_ROWS = 64 * MIB, 1_000_000
+MOST_RATIO = 200  # unpacked bytes per byte beyond FREE_BYTES
+MOST_DECODED = 16 * MOST_RATIO  # the same, of columns whose equal values were written once
 _BATCH_ROWS = 1024
+_CHECK_BYTES = 1 << 16
 _PIECE = re.compile(r"(?P<split>.+?)-\d+(-of-(?P<total>\d+))?")
 _SAVED = "state.json"
+_INDEXED, _INDEXED_BYTES = (
+    b"ARROW1",
+    8,
+)  # how a file with an index begins; the stream in it is after these bytes
 _EXTENSION = b"ARROW:extension:name"
 
 
@@ -68,6 +82,7 @@ def iter_rows(
     Rows count from 1; in JSON lines they are lines, blank ones counted too.
     """
     for file in data_files(path, split):
+        check_regular(file, MAX_FILE_BYTES, advice=f"give one that ends in {', '.join(SUFFIXES)}")
         read = _json_rows if file.name.endswith((".jsonl", ".jsonl.gz")) else _column_rows
         number = 0
         try:
@@ -95,7 +110,7 @@ def data_files(path: Path, split: str | None = None) -> list[Path]:
         if _ending(path) is None:
             raise DataError(f"{path}: not a data file; give one that ends in {', '.join(SUFFIXES)}")
         return [path]
-    if (path / _SAVED).is_file():
+    if (path / _SAVED).exists():
         return _saved_files(path)
     found = _splits(path)
     if split is None and len(found) == 1:
@@ -123,7 +138,7 @@ def _splits(folder: Path) -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     for entry in sorted(folder.iterdir()):
         ending = _ending(entry)
-        if entry.is_file() and ending is not None:
+        if not entry.is_dir() and ending is not None:
             stem = entry.name.removesuffix(SUFFIXES[ending])
             piece = _PIECE.fullmatch(stem)
             split = piece["split"] if piece else stem
@@ -149,9 +164,9 @@ def _saved_files(folder: Path) -> list[Path]:
     """The Arrow files that `save_to_disk` listed."""
     path = folder / _SAVED
     try:
-        state = json.loads(path.read_text())
+        state = read_json(path, MODEL_JSON_BYTES, advice="save the data set again")
         names = [entry["filename"] for entry in state["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise DataError(f"{path}: does not list data files ({error}); save the data set again") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
@@ -166,10 +181,16 @@ def _saved_files(folder: Path) -> list[Path]:
 
 def _json_rows(path: Path, names: Sequence[str]) -> Iterator[tuple[int, object]]:
     """A line that is no JSON comes as the error that says so."""
-    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-        number = 0
+    with ExitStack() as stack:
+        packed = stack.enter_context(open_regular(path, MAX_FILE_BYTES))
+        file = stack.enter_context(gzip.open(packed, "rb")) if path.suffix == ".gz" else packed
+        number = num_bytes = checked_bytes = 0
         while line := file.readline(MAX_LINE_BYTES + 1):
             number += 1
+            num_bytes += len(line)
+            if num_bytes - checked_bytes >= _CHECK_BYTES:
+                _check_unpacked(path, num_bytes, packed.tell())
+                checked_bytes = num_bytes
             if len(line) > MAX_LINE_BYTES:
                 raise DataError(f"{path}: row {number} is longer than {MAX_LINE_BYTES >> 20} MiB; cut it")
             if not line.strip():
@@ -180,13 +201,24 @@ def _json_rows(path: Path, names: Sequence[str]) -> Iterator[tuple[int, object]]
                 yield number, error
 
 
+def _check_unpacked(path: Path, num_bytes: int, packed_bytes: int, ratio: int = MOST_RATIO) -> None:
+    """Refuse what a few bytes unpack to, before it fills the memory."""
+    if num_bytes > FREE_BYTES + ratio * packed_bytes:
+        raise DataError(
+            f"{path}: unpacks to {num_bytes >> 20:,} MiB from {packed_bytes:,} bytes, more than data do; "
+            "give it unpacked"
+        )
+
+
 # --- columns -------------------------------------------------------------------------------------
 
 
 def _column_rows(path: Path, names: Sequence[str]) -> Iterator[tuple[int, object]]:
     batches = _parquet_batches if path.suffix == ".parquet" else _arrow_batches
-    number = 0
+    number = num_bytes = 0
     for batch in batches(path, names):
+        num_bytes += batch.nbytes
+        _check_unpacked(path, num_bytes, os.stat(path).st_size, MOST_DECODED)
         for start in range(0, batch.num_rows, _BATCH_ROWS):
             for row in batch.slice(start, _BATCH_ROWS).to_pylist():
                 number += 1
@@ -196,21 +228,42 @@ def _column_rows(path: Path, names: Sequence[str]) -> Iterator[tuple[int, object
 def _parquet_batches(path: Path, names: Sequence[str]) -> Iterator[Any]:
     with pq.ParquetFile(path) as file:
         _check_schema(path, file.schema_arrow, names)
+        _check_footer(path, file.metadata, names)
         for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=names):
             batch.validate(full=True)  # as below; and text that is none
             yield batch
 
 
+def _check_footer(path: Path, footer: Any, names: Sequence[str]) -> None:
+    """The sizes that a Parquet file declares, before anything of these sizes is made."""
+    size_bytes, unpacked = os.stat(path).st_size, 0
+    for i in range(footer.num_row_groups):
+        group = footer.row_group(i)
+        for j in range(group.num_columns):
+            column = group.column(j)
+            if column.path_in_schema.partition(".")[0] in names:
+                unpacked += max(column.total_uncompressed_size, 0)
+    _check_unpacked(path, unpacked, size_bytes)
+    if footer.num_rows > FREE_ROWS + MOST_RATIO * size_bytes:
+        raise DataError(
+            f"{path}: says it has {footer.num_rows:,} rows in {size_bytes:,} bytes, more than data have; "
+            "write it anew"
+        )
+
+
 def _arrow_batches(path: Path, names: Sequence[str]) -> Iterator[Any]:
-    """Of a file with its index at the end, or of a stream, as `save_to_disk` writes them."""
+    """Of a stream, as `save_to_disk` writes it, or of a file, which is one with an index at its end."""
     with pa.memory_map(str(path)) as source:
-        is_file = source.read(6) == b"ARROW1"
-        source.seek(0)
-        reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
+        begin = _INDEXED_BYTES if source.read(len(_INDEXED)) == _INDEXED else 0
+        source.seek(begin)
+        unpacked = 0
+        for message in pa.ipc.MessageReader.open_stream(source):
+            unpacked += unpacked_bytes(message)
+            _check_unpacked(path, unpacked, source.size())
+        source.seek(begin)
+        reader = pa.ipc.open_stream(source)
         _check_schema(path, reader.schema, names)
-        count = reader.num_record_batches if is_file else None
-        numbered = (reader.get_batch(i) for i in range(count)) if count is not None else reader
-        for batch in numbered:
+        for batch in reader:
             batch.validate(full=True)  # damaged offsets would be followed wherever they point
             yield batch.select(names)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echo_planes.errors import ConfigError, DataError, nearest
+from echo_planes.files import read_text
 from echo_planes.rollout.offers import Offer
 from echo_planes.rollout.sku_facts import SKU_FACTS
 from echo_planes.types import Market
@@ -257,14 +258,7 @@ def _records(
     path: Path, needed: Sequence[str], allowed: Sequence[str] | None = None
 ) -> list[tuple[int, dict[str, str]]]:
     """(line number, column -> text) of a CSV file; `allowed`: the columns it may have, None for any."""
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise DataError(f"{path} is larger than the {MAX_FILE_BYTES:,} bytes a list may have; cut it")
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}; give a CSV file of prices") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text; give a CSV file of prices") from error
+    text = read_text(path, MAX_FILE_BYTES, advice="give a CSV file of prices")
     reader = csv.reader(io.StringIO(text), strict=True)
     records: list[tuple[int, dict[str, str]]] = []
     try:

@@ -7,7 +7,6 @@ mostly is, tokens/s = batch / (bytes read / bandwidth): a roofline. Real engines
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from echo_planes.errors import ModelError
+from echo_planes.files import MODEL_JSON_BYTES, read_json
 from echo_planes.rollout.sku_facts import SkuFacts
 from echo_planes.weights.tensor_files import load_tensors
 
@@ -27,6 +27,7 @@ LEARNER_EFFICIENCY = 0.35  # of the peak arithmetic: usual for training with opt
 FLOPS_PER_WEIGHT_TOKEN = 8  # forward and backward 6, the forward pass for log-probabilities 2
 _KV_BYTES_8B = 131_072  # per token: 32 layers, 8 KV heads of 128, keys and values in bf16
 _GIB = 2**30
+_MOST = 10**7  # layers, heads, and dimensions of a head
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +79,17 @@ def size_of_folder(folder: Path) -> ModelSize:
         DataError: no safetensors files, or damaged ones.
     """
     path = folder / "config.json"
-    try:
-        fields: Any = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(
-            f"{path} cannot be read ({error.strerror}); give a model folder, or params_b=N"
-        ) from error
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON; give a model folder, or params_b=N") from error
+    advice = "give a model folder, or params_b=N"
+    fields: Any = read_json(path, MODEL_JSON_BYTES, error=ModelError, advice=advice)
     if isinstance(fields, dict) and isinstance(fields.get("text_config"), dict):
         fields = fields["text_config"]  # a model of several modalities
     try:
         layers, heads = int(fields["num_hidden_layers"]), int(fields["num_attention_heads"])
         kv_heads = int(fields.get("num_key_value_heads") or heads)
         head_dim = int(fields.get("head_dim") or int(fields["hidden_size"]) // heads)
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        if not 0 < min(layers, heads, kv_heads, head_dim) <= max(layers, heads, kv_heads, head_dim) < _MOST:
+            raise ValueError("one is none, or too large")
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError) as error:
         raise ModelError(
             f"{path} does not say its layers and heads ({error}); give params_b=N and kv_kib_per_token=N"
         ) from error

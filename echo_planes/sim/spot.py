@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from echo_planes.errors import DataError
+from echo_planes.files import read_text
 
 AtEnd = Literal["repeat", "hold", "error"]
 MAX_BYTES = 64 * 2**20
@@ -76,12 +77,7 @@ def read_trace(path: Path, at_end: AtEnd = "error") -> SpotTrace:
     Raises:
         DataError: it cannot be read, or is not of these formats; names the line.
     """
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise DataError(f"spot trace {path} is larger than {MAX_BYTES:,} bytes: cut it to what is needed")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"spot trace {path} cannot be read ({error}): give a CSV file") from error
+    text = read_text(path, MAX_BYTES, advice="give a CSV file of a spot trace")
     rows = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not rows:
         raise DataError(f"spot trace {path} has no rows: give one of the formats of echo_planes.sim.spot")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from echo_planes.errors import DataError, EchoPlanesError, UserError
-from echo_planes.files import user_path
+from echo_planes.files import KIB, read_text, user_path
 from echo_planes.weights import tables
 from echo_planes.weights.differences import tensor_differences
 from echo_planes.weights.digest import state_digest
@@ -214,9 +214,9 @@ def _read_key(text: str) -> bytes:
     """A public key given as hex digits, or as a file with them."""
     file = user_path(text)
     try:
-        digits = file.read_text().strip() if file.is_file() else text
+        digits = read_text(file, KIB).strip() if os.path.exists(file) else text
         public = bytes.fromhex(digits)
-    except (OSError, ValueError):
+    except ValueError:
         public = b""
     if len(public) != KEY_BYTES:
         raise DataError(f"--key {text}: neither {2 * KEY_BYTES} hex digits nor a file with them")

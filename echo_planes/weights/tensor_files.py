@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from echo_planes.errors import DataError, WeightsError
+from echo_planes.files import check_regular
 from echo_planes.types import ByteArray, TensorSpec
 from echo_planes.weights.digest import BIT_DTYPES, BitTensor
 
@@ -44,6 +46,7 @@ def load_tensors(path: Path) -> dict[str, BitTensor]:
         raise DataError(f"{path} has no {SUFFIX} files; give a file, a model folder or a store")
     tensors: dict[str, BitTensor] = {}
     for file in files:
+        check_regular(file, sys.maxsize, advice="give a safetensors file")
         try:
             data = np.memmap(file, dtype=np.uint8, mode="r")
             tensors |= tensors_in(data)

@@ -604,5 +604,5 @@ def test_a_checkpoint_whose_numbers_are_damaged_is_named(tmp_path: Path) -> None
     path = save(tmp_path, 50) / "meta.json"
     for content in ("", "[]", '{"step": 3}'):
         path.write_text(content)
-        with pytest.raises(DataError, match=r"meta\.json is not readable .* remove the folder"):
+        with pytest.raises(DataError, match=r"meta\.json is not (readable|JSON).* remove the folder"):
             newest_checkpoint(tmp_path)

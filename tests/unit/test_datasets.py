@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -283,7 +285,7 @@ def test_a_saved_folder_cannot_name_files_elsewhere(tmp_path: Path, name: object
 def test_a_saved_folder_without_its_list(tmp_path: Path, text: str) -> None:
     folder = save_to_disk(tmp_path / "saved", [{"a": 1}])
     (folder / "state.json").write_text(text)
-    assert "does not list data files" in refusal(folder, {"a": int})
+    assert re.search("does not list data files|is not JSON", refusal(folder, {"a": int}))
 
 
 # --- as a task uses it ---------------------------------------------------------------------------
@@ -302,3 +304,110 @@ def test_the_math_task_reads_all_of_them(tmp_path: Path) -> None:
     write_parquet(tmp_path / "train-00000-of-00001.parquet", [{"question": "q", "answer": "seven"}])
     with pytest.raises(DataError, match=r"row 1 is not a gsm8k row: .*####.*; set task\.data=PATH"):
         load_splits("gsm8k", str(tmp_path), None)
+
+
+# --- what never ends -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", datasets.SUFFIXES)
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_never_ends_is_not_read(tmp_path: Path, ending: str, inside: bool, kind: str) -> None:
+    path = tmp_path / f"train{ending}"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    assert "it is a" in refusal(tmp_path if inside else path, {"a": int})
+
+
+def test_a_list_of_saved_files_that_never_ends(tmp_path: Path) -> None:
+    folder = save_to_disk(tmp_path / "saved", [{"a": 1}])
+    (folder / "state.json").unlink()
+    os.mkfifo(folder / "state.json")
+    assert "state.json cannot be read: it is a named pipe" in refusal(folder, {"a": int})
+
+
+@pytest.mark.parametrize("text", [b"\n", b'{"a": 1}\n', b'{"a": 1, "b": "' + b"x" * 1000 + b'"}\n'])
+def test_gzip_that_unpacks_to_much_more_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: bytes
+) -> None:
+    monkeypatch.setattr(datasets, "FREE_BYTES", 1 << 16)
+    monkeypatch.setattr(datasets, "MOST_RATIO", 20)
+    path = tmp_path / "bomb.jsonl.gz"
+    path.write_bytes(gzip.compress(text * (2_000_000 // len(text))))
+    assert "unpacks to" in refusal(path, {"a": int})
+
+
+def test_gzip_of_repetitive_data_is_read(tmp_path: Path) -> None:
+    path = write_json(tmp_path / "same.jsonl.gz", [{"a": 1}] * 50_000)
+    assert len(load_rows(path, {"a": int})) == 50_000
+
+
+def test_parquet_that_unpacks_to_much_more_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets, "FREE_BYTES", 1 << 16)
+    table = pa.table({"a": ["x" * 20_000_000], "b": [1]})
+    path = tmp_path / "bomb.parquet"
+    pq.write_table(table, path, compression="zstd", use_dictionary=False)
+    assert "unpacks to 19 MiB" in refusal(path, {"a": str})
+    assert load_rows(path, {"b": int}) == ({"b": 1},)
+
+
+def test_parquet_whose_values_are_written_once_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets, "FREE_BYTES", 1 << 16)
+    path = tmp_path / "bomb.parquet"
+    pq.write_table(pa.table({"a": ["x" * 1000] * 100_000}), path, compression="none", write_statistics=False)
+    assert "unpacks to" in refusal(path, {"a": str})
+
+
+def test_parquet_of_endless_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "FREE_ROWS", 1000)
+    monkeypatch.setattr(datasets, "MOST_RATIO", 20)
+    path = tmp_path / "bomb.parquet"
+    pq.write_table(pa.table({"a": [1] * 1_000_000}), path)
+    assert "says it has 1,000,000 rows" in refusal(path, {"a": int})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+def test_packed_arrow_is_read_and_a_bomb_refused_before_it_is_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool, codec: str
+) -> None:
+    def written(name: str, table: pa.Table) -> Path:
+        new = pa.ipc.new_stream if stream else pa.ipc.new_file
+        options = pa.ipc.IpcWriteOptions(compression=codec)
+        with new(str(tmp_path / name), table.schema, options=options) as sink:
+            sink.write_table(table)
+        return tmp_path / name
+
+    words = pa.array(["yes", "no"] * 500).dictionary_encode()
+    whole = written("whole.arrow", pa.table({"a": list(range(1000)), "w": words}))
+    assert load_rows(whole, {"a": int, "w": str})[-1] == {"a": 999, "w": "no"}
+    monkeypatch.setattr(datasets, "FREE_BYTES", 1 << 16)
+    bomb = written("bomb.arrow", pa.table({"a": ["x" * 20_000_000]}))
+    assert "unpacks to 19 MiB" in refusal(bomb, {"a": str})
+
+
+@pytest.mark.parametrize("place", range(0, 400, 7))
+def test_a_damaged_header_of_an_arrow_message_is_one_line(tmp_path: Path, place: int) -> None:
+    path = tmp_path / "a.arrow"
+    table = pa.table({"a": list(range(100))})
+    with pa.ipc.new_stream(
+        str(path), table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")
+    ) as sink:
+        sink.write_table(table)
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0xFF
+    path.write_bytes(data)
+    try:
+        load_rows(path, {"a": int})
+    except DataError as error:
+        assert_one_line(error)
+
+
+def assert_one_line(error: DataError) -> None:
+    assert str(error).isprintable()

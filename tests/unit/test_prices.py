@@ -133,7 +133,7 @@ def test_a_file_that_is_no_list_is_refused(tmp_path: Path, monkeypatch: pytest.M
     binary.write_bytes(b"\xff\xfe\x00")
     assert "not UTF-8" in refusal(binary)
     monkeypatch.setattr(prices, "MAX_FILE_BYTES", 10)
-    assert "larger than" in refusal(write(tmp_path))
+    assert "it has more than" in refusal(write(tmp_path))
 
 
 # --- offers --------------------------------------------------------------------------------------
