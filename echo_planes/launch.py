@@ -309,7 +309,7 @@ class RayPlanes:
                 self._config,
                 worker_id,
                 epoch,
-                self._link,
+                self._link.of_worker(worker_id, epoch),
                 kind,
                 self.data,
                 TaskBuilder(self._config),

@@ -14,13 +14,13 @@ from echo_planes.weights.manifest import PublicationKey
 from echo_planes.weights.tracker import Tracker, TrackerSettings
 from echo_planes.weights.tracker_events import (
     SENDER_ID,
+    Accusation,
     Action,
     Assign,
     CancelBroadcast,
     Demote,
     Drop,
     Event,
-    ForgeryProven,
     PeerJoined,
     PeerLeft,
     PublicationCommitted,
@@ -52,7 +52,8 @@ class Fleet:
     def __init__(
         self, names: str, *, chains: int | None = 1, direct: bool = False, regions: str = ""
     ) -> None:
-        known = TrackerSettings(chains * 2000.0, 2000.0, direct) if chains else TrackerSettings(direct=direct)
+        rates = (chains * 2000.0, 2000.0) if chains else (None, None)
+        known = TrackerSettings(*rates, direct, least_bytes_per_s=RATE / 10)
         self.tracker = Tracker(known)
         self.now_s = 0.0
         self.have: dict[str, dict[PublicationKey, int]] = {}
@@ -363,13 +364,13 @@ def test_damage_everywhere_throttles_but_moves_nobody() -> None:
 
 def test_forgery_drops_and_the_second_accusation_falls_back() -> None:
     fleet = running()
-    actions = fleet.send(ForgeryProven("b", by="c"))
+    actions = fleet.send(Accusation("b", by="c"))
     assert [type(a) for a in actions] == [Drop, Assign]
     assert fleet.tracker.is_dropped("b")
     assert "b" not in fleet.tracker.parents()
     assert fleet.send(PeerJoined("b", "http://b", "")) == []
-    assert fleet.send(ForgeryProven("b", by="c")) == []  # its answer was lost, and it says so again
-    again = fleet.send(ForgeryProven("a", by="c"))
+    assert fleet.send(Accusation("b", by="c")) == []  # its answer was lost, and it says so again
+    again = fleet.send(Accusation("a", by="c"))
     assert [type(a) for a in again][:1] == [Demote]
     assert not fleet.tracker.is_dropped("a")
 
@@ -658,7 +659,7 @@ events = st.one_of(
         st.booleans(),
         numbers,
     ),
-    st.builds(ForgeryProven, names, names),
+    st.builds(Accusation, names, names),
     st.just(Tick()),
 )
 actions = st.one_of(
