@@ -332,7 +332,7 @@ class RayPlanes:
                 self._config,
                 worker_id,
                 epoch,
-                self._link,
+                self._link.of_worker(worker_id, epoch),
                 kind,
                 self._data_for_workers,
                 TaskBuilder(self._config),

@@ -153,11 +153,17 @@ class Topology:
         """Whether the peer hangs on a tail and forwards to nobody."""
         return peer_id in self._leaves
 
-    def set_plan(self, chains: list[list[str]], leaves: Iterable[str]) -> None:
-        """Replace everything."""
-        self._chains, self._leaves = [list(chain) for chain in chains if chain], {}
+    def set_plan(self, chains: list[list[str]], leaves: Iterable[str], refuges: Iterable[str] = ()) -> None:
+        """Replace everything. `refuges` are leaves of the sender itself."""
+        self._chains = [list(chain) for chain in chains if chain]
+        self._leaves = dict.fromkeys(refuges, SENDER_ID)
         for leaf in leaves:
             self.hang(leaf)
+
+    def take_in(self, peer_id: str) -> None:
+        """Make a peer a leaf of the sender itself, wherever it was."""
+        self.remove(peer_id)
+        self._leaves[peer_id] = SENDER_ID
 
     def append(self, peer_id: str, count: int) -> None:
         """Add a peer behind a tail: of its own chain if there are fewer than `count`, else of a chain that

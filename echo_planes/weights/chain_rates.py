@@ -14,6 +14,7 @@ not set of them is found out:
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 
 from echo_planes.weights.chain import RATE_MEMORY, num_chains
@@ -51,6 +52,11 @@ class ChainRates:
         self._count = 1
         if uplink_bytes_per_s is not None and worker_bytes_per_s is not None:
             self._count = num_chains(uplink_bytes_per_s, worker_bytes_per_s)
+
+    @property
+    def worker_bytes_per_s(self) -> float | None:
+        """Bw as set, else what the median peer's hop was seen to carry; None: not known."""
+        return self._worker or (statistics.median_low(self._reached.values()) if self._reached else None)
 
     @property
     def count(self) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from echo_planes.config import WeightsConfig
 from echo_planes.errors import WaitTimeoutError, WeightsError
 from echo_planes.types import Manifest, Publication
+from echo_planes.weights.credentials import credential
 from echo_planes.weights.node_client import WorkerNode
 from echo_planes.weights.node_settings import NodeSettings
 from echo_planes.weights.receiver import open_staged
@@ -22,10 +23,10 @@ def reachable(config: WeightsConfig, num_machines: int) -> WeightsConfig:
 
 @dataclass(frozen=True, slots=True)
 class WeightLink:
-    """Made once per run, handed to every actor that sends or receives weights."""
+    """Made once per run; as it is for the learner, and as `of_worker` gives it for each worker."""
 
     lineage: str
-    token: str  # bearer token of all nodes of the run
+    token: str  # the run's secret, which makes every node's credential; of a worker's copy: that worker's own
     public_key: str  # hex: whose signatures count
     store: str  # folder or s3:// address
     model_bytes: int  # size of the model's files: much larger publications are refused
@@ -43,6 +44,7 @@ class WeightLink:
             uplink_mbit=config.uplink_mbit,
             worker_mbit=config.worker_mbit,
             direct=config.mode != "chain",
+            starved_s=config.starved_s,
             store=self.store,
             signing_key=signing_key.hex(),
             anchor_every=config.anchor_every,
@@ -50,13 +52,16 @@ class WeightLink:
             keep_anchors=config.keep_anchors,
         )
 
+    def of_worker(self, worker_id: str, epoch: int) -> WeightLink:
+        """The copy for one incarnation of a worker: with its own credential in the place of the secret."""
+        return replace(self, token=credential(self.token, _node_id(worker_id, epoch)))
+
     def worker_settings(self, worker_id: str, epoch: int, host: str, region: str) -> NodeSettings:
-        """Of the node beside one incarnation of a worker, which listens on `host`."""
-        # Another incarnation is another node: it has nothing, whatever its predecessor had.
+        """Of the node beside one incarnation of a worker, which listens on `host`; of `of_worker`'s copy."""
         return NodeSettings(
             **self._common(host),
             role="worker",
-            node_id=f"{worker_id}.{epoch}",
+            node_id=_node_id(worker_id, epoch),
             sender=self.sender,
             region=region,
         )
@@ -75,6 +80,11 @@ class WeightLink:
             "tls_key": config.tls_key or "",
             "tls_ca": config.tls_ca or "",
         }
+
+
+def _node_id(worker_id: str, epoch: int) -> str:
+    # Another incarnation is another node: it has nothing, whatever its predecessor had.
+    return f"{worker_id}.{epoch}"
 
 
 class NodeSource:

@@ -28,11 +28,11 @@ from echo_planes.weights.tracker_events import (
     REPORT_INTERVAL_S,
     SENDER_ID,
     TICK_INTERVAL_S,
+    Accusation,
     Action,
     CancelBroadcast,
     Drop,
     Event,
-    ForgeryProven,
     PeerJoined,
     PublicationCommitted,
     PublicationOpened,
@@ -293,9 +293,9 @@ class BroadcastSim:
         self._tell(Tick())
         self.at(self.now_s + TICK_INTERVAL_S, self._tick)
 
-    def prove_forgery(self, name: str, by: str) -> None:
-        """The transport of `by` has proof against its parent."""
-        self._tell(ForgeryProven(name, by))
+    def accuse(self, name: str, by: str) -> None:
+        """The transport of `by` got altered bytes from its parent, again and again."""
+        self._tell(Accusation(name, by))
 
     def _report(self, name: str) -> None:
         node = self.nodes[name]

@@ -29,7 +29,7 @@ from echo_planes.weights.node_settings import NodeSettings
 from echo_planes.weights.node_shelf import Shelf
 from echo_planes.weights.signing import Verifier
 from echo_planes.weights.spool import hold_folder, remove_folder
-from echo_planes.weights.transport import application, listen, server_tls
+from echo_planes.weights.transport import listen, node_application, owner_application, server_tls
 
 
 class Node:
@@ -55,8 +55,8 @@ class Node:
         if ":" not in place.rpartition("]")[2]:
             place = f"{place}:{self.port}"
         self.address = f"http{'s' if self._tls else ''}://{place}"
-        self._public = application(settings.token)
-        self._control = application(settings.token)
+        self._public = node_application(settings.token)
+        self._control = owner_application(settings.token)
         role = SenderRole if settings.role == "sender" else WorkerRole
         self.role: SenderRole | WorkerRole = role(settings, self.shelf, self.address)
         self._runners: list[web.AppRunner] = []

@@ -25,6 +25,7 @@ from echo_planes.weights.paths import Entry, Position
 from echo_planes.weights.spool import SpoolFile
 from echo_planes.weights.store import Store
 from echo_planes.weights.transfer import Verifies
+from echo_planes.weights.transport import showing
 
 if TYPE_CHECKING:
     from echo_planes.weights.stager import Stager
@@ -41,12 +42,16 @@ class RemoteObjects:
     Args:
         loop: where the session lives.
         url: of the store or the snapshot at the sender's node.
+        shown: this node's credential with it.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, session: aiohttp.ClientSession, url: str) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, session: aiohttp.ClientSession, url: str, shown: str
+    ) -> None:
         self._loop = loop
         self._session = session
         self._url = url
+        self._shown = shown
 
     def read(self, name: str, max_bytes: int) -> bytes:
         """See `ObjectReader`."""
@@ -73,7 +78,9 @@ class RemoteObjects:
     async def _get(self, path: str, query: dict[str, str], max_bytes: int) -> bytes:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=READ_S, sock_read=READ_S)
         try:
-            async with self._session.get(f"{self._url}/{path}", params=query, timeout=timeout) as response:
+            async with self._session.get(
+                f"{self._url}/{path}", params=query, timeout=timeout, **showing(self._shown)
+            ) as response:
                 if response.status in (404, 422):
                     raise WeightsError(f"the store has no sound {path}: {await response.text()}")
                 if response.status != 200:

@@ -29,6 +29,7 @@ from echo_planes.errors import (
     WeightsError,
 )
 from echo_planes.types import BroadcastStats, ByteArray, Manifest
+from echo_planes.weights.credentials import bearer
 from echo_planes.weights.frames import ManifestFrame, SegmentFrame, encode_frame
 from echo_planes.weights.manifest import SignedManifest, SignedSegment
 from echo_planes.weights.node_settings import NodeSettings
@@ -220,7 +221,7 @@ class _NodeProcess:
             settings = replace(settings, folder=str(claim_folder()))
         self._settings = settings
         self.socket = Path(settings.folder) / CONTROL_SOCKET
-        self.headers = {"Authorization": f"Bearer {settings.token}"}
+        self.headers = {"Authorization": bearer(settings.token)}
         self.address = ""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "echo_planes.weights.node"],

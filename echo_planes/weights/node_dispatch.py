@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from aiohttp import web
 
 from echo_planes.errors import WeightsError
 from echo_planes.types import BroadcastStats
+from echo_planes.weights.credentials import credential
 from echo_planes.weights.manifest import PublicationKey
 from echo_planes.weights.node_feed import Feeds
 from echo_planes.weights.node_shelf import Holding
@@ -21,17 +23,18 @@ from echo_planes.weights.tracker import Tracker
 from echo_planes.weights.tracker_events import (
     SENDER_ID,
     TICK_INTERVAL_S,
+    Accusation,
     Action,
     Assign,
     CancelBroadcast,
     Demote,
     Drop,
     Event,
-    ForgeryProven,
     PeerJoined,
     PeerLeft,
     PublicationCommitted,
     PublicationOpened,
+    Readmit,
     Report,
     SegmentAdded,
     Throttle,
@@ -51,12 +54,14 @@ class Dispatch:
         tracker: decides.
         feeds: this node's own, which obey throttling and dropping as well.
         notify: is called with one line for people about each repair, demotion and drop.
+        secret: of the run, of which the peers' credentials are made.
     """
 
-    def __init__(self, tracker: Tracker, feeds: Feeds, notify: Callable[[str], None]) -> None:
+    def __init__(self, tracker: Tracker, feeds: Feeds, notify: Callable[[str], None], secret: str) -> None:
         self._tracker = tracker
         self._feeds = feeds
         self._notify = notify
+        self._secret = secret
         self._throttles: dict[str, Throttle] = {}  # by child
         self._opened: set[PublicationKey] = set()
         self._dense_bytes: int | None = None  # of the model, once a manifest said so
@@ -104,11 +109,11 @@ class Dispatch:
         return await self._heard(request, (PeerJoined, PeerLeft))
 
     async def report(self, request: web.Request) -> web.Response:
-        """`POST /v1/tracker/report`: {"events": [Reports and ForgeryProven]} of the peer that asks."""
+        """`POST /v1/tracker/report`: {"events": [Reports and Accusation]} of the peer that asks."""
         peer_id = request.headers.get("X-Node", "")
         if self._tracker.assignment(peer_id) is None and not self._tracker.is_dropped(peer_id):
             return web.json_response({"join": True})
-        return await self._heard(request, (Report, ForgeryProven))
+        return await self._heard(request, (Report, Accusation))
 
     async def _heard(self, request: web.Request, kinds: tuple[type, ...]) -> web.Response:
         peer_id = request.headers.get("X-Node", "")
@@ -116,7 +121,7 @@ class Dispatch:
         if not isinstance(events, list) or len(events) > MAX_EVENTS:
             raise WeightsError(f"a message to the tracker is {{events: [...]}} with at most {MAX_EVENTS}")
         for event in map(event_from_json, events):
-            speaker = event.by if isinstance(event, ForgeryProven) else getattr(event, "peer_id", "")
+            speaker = event.by if isinstance(event, Accusation) else getattr(event, "peer_id", "")
             if not isinstance(event, kinds) or speaker != peer_id:
                 raise WeightsError(f"{peer_id} cannot say {type(event).__name__} here, or not for {speaker}")
             self.handle(event)
@@ -131,8 +136,12 @@ class Dispatch:
     def _orders(self, peer_id: str) -> list[Action]:
         """All that holds for one peer now."""
         if self._tracker.is_dropped(peer_id):
-            return [Drop(peer_id, "it altered signed bytes")]
+            return [Drop(peer_id, "its children say that it alters signed bytes")]
         assign = self._tracker.assignment(peer_id)
+        if assign is not None:
+            at_sender = assign.parent_id == SENDER_ID
+            key = self._secret if at_sender else credential(self._secret, assign.parent_id)
+            assign = replace(assign, shown=credential(key, peer_id))
         cancelled = [CancelBroadcast(key, (peer_id,)) for key in self._tracker.cancelled(peer_id)]
         throttles = [order for order in self._throttles.values() if order.parent_id == peer_id]
         return [*([assign] if assign else []), *cancelled, *throttles]
@@ -144,6 +153,9 @@ class Dispatch:
             case Drop(peer_id, reason):
                 self._feeds.cut(peer_id)
                 self._notify(f"{peer_id} was dropped: {reason}")
+            case Readmit(peer_id):
+                self._feeds.readmit(peer_id)
+                self._notify(f"{peer_id} may join again")
             case Demote(peer_id, reason):
                 self._notify(f"{peer_id} is rollout-only from now on: {reason}")
             case Throttle(child_id, _, bytes_per_s):

@@ -90,6 +90,10 @@ class Feeds:
             for feed in state.feeds.values():
                 feed.ended = True
 
+    def readmit(self, child: str) -> None:
+        """It may come again."""
+        self.refused.discard(child)
+
     def check(self, child: str) -> None:
         """Refuse a peer that was dropped.
 
@@ -97,7 +101,7 @@ class Feeds:
             WeightsError: it was.
         """
         if child in self.refused:
-            raise WeightsError(f"{child} was dropped from this run: it altered signed bytes")
+            raise WeightsError(f"{child} is out for now: its children say that it alters signed bytes")
 
     def limit_bytes_per_s(self, child: str) -> float | None:
         """How fast a child may be sent anything; None: as fast as it can take it."""

@@ -26,7 +26,7 @@ from echo_planes.weights.frames import (
 from echo_planes.weights.manifest import PublicationKey, key_text
 from echo_planes.weights.node_shelf import Shelf, wants_message
 from echo_planes.weights.tracker_events import PING_INTERVAL_S
-from echo_planes.weights.transport import ANSWER_S, ask
+from echo_planes.weights.transport import ANSWER_S, ask, showing
 
 FORGERY_TRIES = 3  # so often one chunk must come altered over TLS from one parent to prove that it lies
 STALL_PINGS = 4  # a parent with so little to say while chunks are missing: attach again, saying what is here
@@ -42,6 +42,7 @@ class Parent:
 
     peer_id: str
     address: str
+    shown: str  # this node's credential with it
 
 
 class ParentLink:
@@ -64,7 +65,7 @@ class ParentLink:
         self.parent = parent
         self.heard_s = time.monotonic()  # last byte from it
         self.connected: set[int] = set()
-        self.forger = False  # it was proven to alter signed bytes
+        self.forger = False  # it alters signed bytes: nobody else can have
         self.trouble = ""  # why what arrives cannot be kept here
         self._heard: dict[int, tuple[float, asyncio.Timeout]] = {}  # by open stream: last byte, what ends it
         self._mended_s = -STALL_S  # when a dead stream was last ended
@@ -106,7 +107,8 @@ class ParentLink:
 
     async def _say_unwanted(self, key: PublicationKey) -> None:
         try:
-            await ask(self._session, f"{self.parent.address}/v1/unwanted", {"key": key_text(key)})
+            url, message = f"{self.parent.address}/v1/unwanted", {"key": key_text(key)}
+            await ask(self._session, url, message, self.parent.shown)
         except ConnectionError:
             return  # what still comes is thrown away
 
@@ -136,7 +138,8 @@ class ParentLink:
         parser = FrameParser(self._shelf.limits)
         message = wants_message(self._shelf, self._newest())
         num_pings = 0  # since anything else came
-        async with asyncio.timeout(None) as limit, self._session.post(url, json=message) as response:
+        shown = showing(self.parent.shown)
+        async with asyncio.timeout(None) as limit, self._session.post(url, json=message, **shown) as response:
             if response.status != 200:
                 return
             self.connected.add(number)
@@ -220,9 +223,10 @@ class ParentLink:
 
     async def _range(self, key: PublicationKey, offset_bytes: int, size_bytes: int) -> bytes | None:
         url = f"{self.parent.address}/v1/publications/{key_text(key)}/payload"
-        headers = {"Range": f"bytes={offset_bytes}-{offset_bytes + size_bytes - 1}"}
+        asked = showing(self.parent.shown)
+        asked["headers"]["Range"] = f"bytes={offset_bytes}-{offset_bytes + size_bytes - 1}"
         try:
-            async with asyncio.timeout(ANSWER_S), self._session.get(url, headers=headers) as response:
+            async with asyncio.timeout(ANSWER_S), self._session.get(url, **asked) as response:
                 if response.status != 206:
                     return None
                 data = await response.content.read(size_bytes)

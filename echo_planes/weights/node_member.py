@@ -22,10 +22,10 @@ from echo_planes.weights.tracker_events import (
     IDLE_REPORT_INTERVAL_S,
     REPORT_INTERVAL_S,
     SENDER_ID,
+    Accusation,
     Assign,
     CancelBroadcast,
     Drop,
-    ForgeryProven,
     PeerJoined,
     Report,
     Throttle,
@@ -55,7 +55,7 @@ class Member:
         installed: Callable[[str], int],
     ) -> None:
         self.link: ParentLink | None = None
-        self.dropped = ""  # why the tracker wants nothing more of this node
+        self.dropped = ""  # why the tracker wants nothing of this node for now
         self.repairs = 0  # parents changed while something was arriving
         self._refused = ""  # the tracker's last order that was not followed, and why
         self._unheard = ""  # why the sender could not be asked, the last time
@@ -67,7 +67,7 @@ class Member:
         self._position = position
         self._installed = installed
         self._joined = False
-        self._forgers: set[str] = set()  # proven, and the tracker has not heard of it; also former parents
+        self._forgers: set[str] = set()  # parents, also former ones, of which the tracker has not heard
         self._told: set[PublicationKey] = set()  # complete ones that the tracker has heard of
 
     @property
@@ -78,7 +78,7 @@ class Member:
     async def run(self) -> None:
         """Report for ever."""
         next_s = time.monotonic()
-        while not self.dropped:
+        while True:
             try:
                 await self._speak()
                 self._unheard = ""
@@ -86,13 +86,12 @@ class Member:
                 if not self._unheard:
                     print(f"weights: {self._settings.node_id}: {error}", file=sys.stderr, flush=True)
                 self._unheard = str(error)
-            busy = bool(self._shelf.incomplete()) or not self._joined
+            busy = not self.dropped and (bool(self._shelf.incomplete()) or not self._joined)
             next_s = max(next_s, time.monotonic() - REPORT_INTERVAL_S)
             next_s += REPORT_INTERVAL_S if busy else IDLE_REPORT_INTERVAL_S
             await self._rest_until(next_s)
             if self._has_news():
                 next_s = time.monotonic()
-        await self._attach(None)
 
     async def leave(self) -> None:
         """Stop pulling."""
@@ -124,7 +123,7 @@ class Member:
         reports = [event_to_json(self._report(holding)) for holding in about or [None]]
         self._note_forgery()
         accused = sorted(self._forgers)
-        reports += [event_to_json(ForgeryProven(forger, self._settings.node_id)) for forger in accused]
+        reports += [event_to_json(Accusation(forger, self._settings.node_id)) for forger in accused]
         answer = await self._tell("report", reports)
         if not answer.get("join"):
             self._forgers.difference_update(accused)
@@ -134,7 +133,8 @@ class Member:
         await self._follow(answer)
 
     async def _tell(self, what: str, events: list[dict[str, Any]]) -> dict[str, Any]:
-        return await ask(self._session, f"{self._settings.sender}/v1/tracker/{what}", {"events": events})
+        url, shown = f"{self._settings.sender}/v1/tracker/{what}", self._settings.token
+        return await ask(self._session, url, {"events": events}, shown)
 
     def _report(self, holding: Holding | None) -> Report:
         link = self.link
@@ -170,25 +170,27 @@ class Member:
             raise ConnectionError(f"the sender's orders cannot be read: {error}") from error
         for action in actions:
             match action:
-                case Assign(_, parent_id, address):
+                case Assign(_, parent_id, address, shown):
                     sender = parent_id == SENDER_ID
-                    await self._assigned(Parent(parent_id, self._settings.sender if sender else address))
+                    place = self._settings.sender if sender else address
+                    await self._assigned(Parent(parent_id, place, shown))
                 case CancelBroadcast(key, _) if key in self._shelf.holdings:
                     self._shelf.cancel(key)
                     if self.link is not None:
                         self.link.refuse(key)
                 case Throttle(child_id, _, bytes_per_s):
                     limits[child_id] = bytes_per_s
-                case Drop(_, reason):
-                    self.dropped = reason
+                case Drop():
+                    await self._attach(None)
+        self.dropped = next((action.reason for action in actions if isinstance(action, Drop)), "")
         self._feeds.throttle(limits)
 
     async def _assigned(self, parent: Parent) -> None:
-        """Go to a parent, unless the fleet's token would go out in plain text for it."""
+        """Go to a parent, unless a credential would go out in plain text for it."""
         if self._settings.sender.startswith("https://") and not parent.address.startswith("https://"):
             self._refused = (
-                f"{parent.peer_id} at {parent.address} does not speak TLS, as the sender does: the token is "
-                "not sent to it; give its node weights.tls_cert and weights.tls_key"
+                f"{parent.peer_id} at {parent.address} does not speak TLS, as the sender does: no credential "
+                "is shown to it; give its node weights.tls_cert and weights.tls_key"
             )
             return
         self._refused = ""

@@ -97,8 +97,10 @@ class SenderRole(_Role):
             uplink_bytes_per_s=_bytes_per_s(settings.uplink_mbit),
             worker_bytes_per_s=_bytes_per_s(settings.worker_mbit),
             direct=settings.direct,
+            starved_s=settings.starved_s,
+            streams_per_link=settings.streams_per_link,
         )
-        self.dispatch = Dispatch(Tracker(rates), self.feeds, _tell)
+        self.dispatch = Dispatch(Tracker(rates), self.feeds, _tell, settings.token)
         self._refusal: tuple[PublicationKey, str] | None = None  # the last publication refused, and why
         self.shadow = Shadow(settings, shelf, _tell) if settings.signing_key else None
         self.store: StoreKeeper | None = None
@@ -269,7 +271,7 @@ class WorkerRole(_Role):
         if self.session is None:
             raise WeightsError("this node has not begun yet")
         url = f"{self.settings.sender}/v1/{path}"
-        return RemoteObjects(asyncio.get_running_loop(), self.session, url)
+        return RemoteObjects(asyncio.get_running_loop(), self.session, url, self.settings.token)
 
     async def _staged(self, request: web.Request) -> web.Response:
         asked = await read_json(request)

@@ -1,6 +1,6 @@
 """What a node process is told at its start: one JSON object on stdin, never on the command line.
 
-The settings hold the fleet's token, which a command line would show to every user of the machine.
+The settings hold the node's credential, which a command line would show to every user of the machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class NodeSettings:
 
     role: Role
     node_id: str  # unique in the fleet; the tracker knows the node by it
-    token: str  # the fleet's bearer token: whoever holds it may read, and relay, publications
+    token: str  # sender: the run's secret; worker: `credential(secret, node_id)`, its own and nobody else's
     public_key: str  # of the learner's Ed25519 key, 64 hex digits: whose signatures are believed
     sender: str = ""  # worker: the sender's address, "http://host:port" or "https://host:port"
     host: str = "127.0.0.1"  # to listen on
@@ -45,6 +45,9 @@ class NodeSettings:
     streams_per_link: int = 2
     uplink_mbit: float | None = None  # sender: what it can send, Mbit/s; None: learnt from broadcasts
     worker_mbit: float | None = None  # sender: what one worker can take, Mbit/s; None: learnt
+    starved_s: float = (
+        4.0  # sender: a worker too little reaches of what it lacks for so long is fed elsewhere
+    )
     direct: bool = False  # sender: every worker pulls from the sender itself (a star, not chains)
     store: str = ""  # sender: a path or s3://bucket/prefix to keep publications in; "": none
     signing_key: str = ""  # sender: 64 hex digits, the learner's private key: signs the snapshots it makes
@@ -63,7 +66,7 @@ class NodeSettings:
         if self.role == "worker" and not self.sender.startswith(("http://", "https://")):
             raise ConfigError(f"a worker's node needs its sender as http(s)://host:port, not {self.sender!r}")
         if not self.token:
-            raise ConfigError("a node needs the fleet's token: any long random text, the same on all nodes")
+            raise ConfigError("a node needs a token: the sender a long random text, a worker its credential")
         if len(self.public_bytes) != KEY_BYTES:
             raise ConfigError("public_key is not an Ed25519 public key: it must have 64 hex digits")
         if self.signing_key and len(_from_hex(self.signing_key)) != KEY_BYTES:

@@ -7,7 +7,15 @@ chain, and when (ECHO-2, section 4.2 and appendix D):
 - a hop that is silent or closed although both ends report, that is slow, or that keeps damaging bytes, is
   dissolved: its parent becomes a leaf at a tail and its child goes to the peer before. If the child's next
   hop is no better, then the child was at fault: it becomes the leaf and its former parent's record is clean;
-- the sender is never cut out: a slow seed is replaced once per broadcast, then the source itself is slow.
+- the sender is never cut out: a slow seed is replaced once per broadcast, then the source itself is slow;
+- a peer that starves (`tracker_hunger`), whatever its parent says, goes to the peer before its parent, which
+  becomes a leaf; if it starves again, to the sender itself, whom all must trust, until it has everything. If
+  it starves even there, the fault is its own and its former parents' records are clean.
+
+A child that accuses its parent of altering bytes can prove nothing: bytes carry the learner's signature, not
+the parent's, and the child could have altered them. So a word costs no more than any other bad hop: it is
+dissolved. `EXPELLING_CHILDREN` different children, whom the tracker itself had put there, are believed: the
+parent is out for `EXPELLED_S`. Who accuses one parent after another is not believed at all.
 
 The order of the chains is renewed between publications only.
 """
@@ -15,6 +23,7 @@ The order of the chains is renewed between publications only.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from echo_planes.types import BroadcastStats
@@ -32,16 +41,17 @@ from echo_planes.weights.tracker_broadcasts import Broadcasts
 from echo_planes.weights.tracker_events import (
     SENDER_ID,
     TICK_INTERVAL_S,
+    Accusation,
     Action,
     Assign,
     Demote,
     Drop,
     Event,
-    ForgeryProven,
     PeerJoined,
     PeerLeft,
     PublicationCommitted,
     PublicationOpened,
+    Readmit,
     Report,
     SegmentAdded,
     Throttle,
@@ -59,12 +69,17 @@ from echo_planes.weights.tracker_hops import (
     patience_s,
     steady_rates,
 )
+from echo_planes.weights.tracker_hunger import Hunger, needed_bytes_per_s
 
 CLOSED_S = 1.0  # a child has failed to connect to its parent for so long
 SLOW_REPORTS = 2  # in a row
 STALLED_S = 2 * TICK_INTERVAL_S  # between two events: this process itself stood still
 RERANK_MARGIN = 10.0  # points by which a peer must beat one nearer to the sender to renew the order
 FORGOTTEN_S = 600.0  # a lost peer
+STARVED_S = 4.0  # without enough of what it lacks, beyond what a few chunks take
+LEAST_BYTES_PER_S = 1e6 / 8
+EXPELLING_CHILDREN = 3  # a few workers that conspire must not rule the fleet
+EXPELLED_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +90,9 @@ class TrackerSettings:
     worker_bytes_per_s: float | None = None  # Bw, of one worker
     direct: bool = False  # every peer pulls from the sender
     gamma: float = 1.1  # T_bcast ends when the fraction 1/gamma of the peers has everything
+    starved_s: float = STARVED_S
+    least_bytes_per_s: float = LEAST_BYTES_PER_S  # that counts as being fed, while no rate is known
+    streams_per_link: int = 2
 
 
 class Tracker:
@@ -88,11 +106,18 @@ class Tracker:
         self._settings = settings
         self._peers: dict[str, Peer] = {}
         self._regions: dict[str, str] = {}
-        self._dropped: set[str] = set()
-        self._accusers: set[str] = set()
+        self._dropped: dict[str, float] = {}  # until when
+        self._accused: dict[str, set[str]] = {}  # by whom
         self._topology = Topology(self._regions)
         self._broadcasts = Broadcasts(self._peers, self._topology, settings.gamma)
         self._rates = ChainRates(settings.uplink_bytes_per_s, settings.worker_bytes_per_s)
+        self._hunger = Hunger(
+            self._peers,
+            settings.starved_s,
+            settings.streams_per_link,
+            lambda: needed_bytes_per_s(self._rates.worker_bytes_per_s, settings.least_bytes_per_s),
+            lambda peer_id, key: key in self._broadcasts.cancelled(peer_id),
+        )
         self._actions: list[Action] = []
         self._now_s: float | None = None
         self._reorder = False
@@ -109,7 +134,7 @@ class Tracker:
         return self._broadcasts.cancelled(peer_id)
 
     def is_dropped(self, peer_id: str) -> bool:
-        """Whether the peer altered signed bytes: nothing of it is listened to any more."""
+        """Whether the peer is out at present: nothing of it is listened to."""
         return peer_id in self._dropped
 
     def parents(self) -> dict[str, str]:
@@ -145,12 +170,14 @@ class Tracker:
                 self._actions += self._broadcasts.open(event, now_s)
             case SegmentAdded(key, _, num_bytes):
                 self._broadcasts.grow(key, num_bytes, now_s)
-            case PublicationCommitted(key, payload_bytes, _):
+                self._hunger.grow(key, num_bytes)
+            case PublicationCommitted(key, payload_bytes, num_chunks):
                 self._actions += self._broadcasts.commit(key, payload_bytes, now_s)
+                self._hunger.commit(key, payload_bytes, num_chunks, now_s)
             case Report():
                 self._report(event, now_s)
-            case ForgeryProven():
-                self._forgery(event)
+            case Accusation():
+                self._accuse(event, now_s)
             case Tick():
                 self._tick(now_s)
         self._broadcasts.finish(now_s, lambda broadcast: self._book(broadcast, now_s))
@@ -172,12 +199,15 @@ class Tracker:
         stats = known.stats if known else PeerStats(event.peer_id, event.region, measured_s=now_s)
         self._remove(event.peer_id)
         self._regions[event.peer_id] = event.region
-        self._peers[event.peer_id] = Peer(replace(stats, region=event.region), event.address, now_s)
+        stats = replace(stats, region=event.region)
+        self._peers[event.peer_id] = Peer(stats, event.address, now_s, fed_s=now_s)
         self._place(event.peer_id)
 
     def _place(self, peer_id: str) -> None:
         """Give a peer that has none a place at a tail."""
-        if self._peers[peer_id].rollout_only:
+        if self._peers[peer_id].refuge:
+            self._topology.take_in(peer_id)
+        elif self._peers[peer_id].rollout_only:
             self._topology.hang(peer_id)
         else:
             self._topology.append(peer_id, self._count())
@@ -193,19 +223,34 @@ class Tracker:
             self._broadcasts.forget(peer_id)
             self._reorder = True
 
-    def _forgery(self, event: ForgeryProven) -> None:
-        if event.peer_id in self._dropped:
-            return  # the same again: the answer to the first was lost
-        if event.by in self._accusers:
+    def _accuse(self, event: Accusation, now_s: float) -> None:
+        child = self._peers.get(event.by)
+        if child is None or event.peer_id not in self._peers or child.parent_id != event.peer_id:
+            return  # of its present parent alone it can know anything
+        accusers = self._accused.setdefault(event.peer_id, set())
+        if any(event.by in others for accused, others in self._accused.items() if accused != event.peer_id):
             # Whoever accuses one parent after another alters the bytes itself, or its memory does.
+            for others in self._accused.values():
+                others.discard(event.by)
             self._demote(event.by, "accuses one parent after another of forgery")
-        elif event.peer_id in self._peers and event.by in self._peers:
-            self._accusers.add(event.by)
-            self._dropped.add(event.peer_id)
-            self._remove(event.peer_id)
-            self._actions.append(Drop(event.peer_id, f"altered signed bytes, as {event.by} has shown"))
+            return
+        accusers.add(event.by)
+        if len(accusers) < EXPELLING_CHILDREN:
+            self._dissolve(event.by, "serves altered bytes", now_s)
+            return
+        self._dropped[event.peer_id] = now_s + EXPELLED_S
+        self._remove(event.peer_id)
+        shown = ", ".join(sorted(accusers))
+        self._actions.append(Drop(event.peer_id, f"altered signed bytes, say its children {shown}"))
+
+    def _readmit(self, now_s: float) -> None:
+        for peer_id in [peer_id for peer_id, until_s in self._dropped.items() if now_s >= until_s]:
+            del self._dropped[peer_id]
+            self._accused.pop(peer_id, None)
+            self._actions.append(Readmit(peer_id))
 
     def _tick(self, now_s: float) -> None:
+        self._readmit(now_s)
         for peer_id, peer in list(self._peers.items()):
             if peer.lost and now_s - peer.seen_s >= FORGOTTEN_S:
                 self._remove(peer_id)
@@ -222,8 +267,12 @@ class Tracker:
             return
         peer.seen_s, peer.installed, peer.idle = now_s, event.installed_version, event.key is None
         damaged, sound = self._broadcasts.take(event, now_s)
+        self._hunger.hear(event, now_s)
+        if not self._hunger.lacks(event.peer_id):
+            self._reorder |= peer.refuge
+            peer.refuge, peer.starved_by = False, []
         if peer.lost:
-            peer.lost = False
+            peer.lost, peer.fed_s = False, now_s
             self._place(event.peer_id)
             return
         peer.reported_parent = event.parent_id
@@ -232,6 +281,8 @@ class Tracker:
             peer.best_bytes_per_s = max(peer.best_bytes_per_s, event.rate_bytes_per_s)
             if not self._check_damage(event.peer_id, peer, damaged, sound, now_s):
                 self._check_hop(event.peer_id, peer, now_s)
+        if not self._settings.direct and self._hunger.starves(event.peer_id, now_s):
+            self._feed_elsewhere(event.peer_id, peer, now_s)
 
     def _check_hop(self, child_id: str, child: Peer, now_s: float) -> None:
         if child.silent_s >= (CLOSED_S if child.closed else SILENCE_S):
@@ -315,6 +366,29 @@ class Tracker:
             child.suspect = (child.parent_id, parent.stats)
             self._to_tail(child.parent_id, fault, now_s)
 
+    def _feed_elsewhere(self, child_id: str, child: Peer, now_s: float) -> None:
+        """It starves where it is: to the peer before its parent, the second time to the sender."""
+        parent_id = child.parent_id
+        parent = self._peers.get(parent_id)
+        child.fed_s = now_s
+        if parent is None:
+            for innocent, record in child.starved_by:
+                if innocent in self._peers:
+                    self._peers[innocent].stats, self._peers[innocent].struck = record, False
+            child.starved_by = []
+            if not self._topology.is_leaf(child_id):
+                self._to_tail(child_id, "does not take what the sender sends", now_s)
+            return
+        first = not child.starved_by
+        child.starved_by.append((parent_id, parent.stats))
+        self._punish(parent_id, "leaves its child without bytes, again and again", now_s)
+        self._topology.remove(parent_id)
+        self._topology.hang(parent_id)
+        self._reorder = True
+        if not first:
+            child.refuge = True
+            self._topology.take_in(child_id)
+
     def _to_tail(self, peer_id: str, fault: str, now_s: float) -> None:
         self._strike(peer_id, f"{fault}, again and again", now_s)
         self._topology.remove(peer_id)
@@ -322,8 +396,10 @@ class Tracker:
         self._reorder = True
 
     def _strike(self, peer_id: str, why: str, now_s: float) -> None:
-        if not self._broadcasts:  # it disturbed nothing
-            return
+        if self._broadcasts:  # else it disturbed nothing
+            self._punish(peer_id, why, now_s)
+
+    def _punish(self, peer_id: str, why: str, now_s: float) -> None:
         peer = self._peers[peer_id]
         peer.stats, peer.struck = peer.stats.after_failure(now_s), True
         if peer.stats.consecutive_failures > MAX_CONSECUTIVE_FAILURES:
@@ -371,19 +447,25 @@ class Tracker:
     def _replan(self, now_s: float) -> None:
         """Order the chains anew, where the fleet or its records have changed; never in mid-broadcast."""
         live = {peer_id: peer for peer_id, peer in self._peers.items() if not peer.lost}
-        forwarding = [peer.stats for peer in live.values() if not peer.rollout_only]
+        refuges = [peer_id for peer_id, peer in live.items() if peer.refuge]
+        forwarding = [peer.stats for peer in live.values() if not (peer.rollout_only or peer.refuge)]
         # As of when they were measured: that all records age is no reason to move anybody.
         scores = {stats.peer_id: peer_score(stats, stats.measured_s) for stats in forwarding}
         if not self._reorder and not is_misplaced(self._topology.chains, scores, RERANK_MARGIN):
             return
-        leaves = [peer_id for peer_id, peer in live.items() if peer.rollout_only]
-        self._topology.set_plan(plan_chains(forwarding, self._count(), now_s), leaves)
+        leaves = [peer_id for peer_id, peer in live.items() if peer.rollout_only and not peer.refuge]
+        self._topology.set_plan(plan_chains(forwarding, self._count(), now_s), leaves, refuges)
         self._reorder = False
         self._reassign(now_s)
 
     def _reassign(self, now_s: float) -> None:
         """Tell every peer whose parent is another one than it was told."""
-        for peer_id, parent_id in self.parents().items():
+        parents = self.parents()
+        moved = {one for one, parent_id in parents.items() if self._peers[one].parent_id != parent_id}
+        if moved:  # whatever comes to a peer below comes another way as well
+            below = (peer_id for peer_id in parents if moved & _line(peer_id, parents))
+            self._hunger.begin_anew(below, now_s)
+        for peer_id, parent_id in parents.items():
             peer = self._peers[peer_id]
             if peer.parent_id == parent_id:
                 continue
@@ -398,3 +480,12 @@ class Tracker:
     def _assign(self, peer_id: str, parent_id: str) -> Assign:
         address = "" if parent_id == SENDER_ID else self._peers[parent_id].address
         return Assign(peer_id, parent_id, address)
+
+
+def _line(peer_id: str, parents: Mapping[str, str]) -> set[str]:
+    """A peer and all from whom it receives, directly or not."""
+    line: set[str] = set()
+    while peer_id in parents and peer_id not in line:
+        line.add(peer_id)
+        peer_id = parents[peer_id]
+    return line

@@ -1,8 +1,8 @@
 """What the tracker hears and what it orders: frozen dataclasses, each also a JSON object on the wire.
 
-Events come from the sender's own node (publications, ticks) and from the peers (joining, reports, proofs).
-Actions say who pulls from whom. On the wire an event or action is its fields plus `"kind"`, the name of its
-class; anything else, or a value out of range, is refused before the tracker sees it.
+Events come from the sender's own node (publications, ticks) and from the peers (joining, reports,
+accusations). Actions say who pulls from whom. On the wire an event or action is its fields plus `"kind"`, the
+name of its class; anything else, or a value out of range, is refused before the tracker sees it.
 """
 
 from __future__ import annotations
@@ -97,9 +97,14 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class ForgeryProven:
-    """`by` holds bytes that `peer_id` altered: they came over an authenticated, undamaged connection and
-    fail their signed hash, repeatedly."""
+class Accusation:
+    """`by` says that `peer_id`, its parent, alters bytes: they came over a connection that nobody else can
+    write to, and fail their signed hash, repeatedly.
+
+    It is a claim, not a proof, and no bytes beside it would make it one: parents do not sign what they pass
+    on, so whoever shows altered bytes may have altered them itself. What the tracker makes of it is in
+    `Tracker`.
+    """
 
     peer_id: str
     by: str
@@ -117,7 +122,7 @@ Event: TypeAlias = (
     | SegmentAdded
     | PublicationCommitted
     | Report
-    | ForgeryProven
+    | Accusation
     | Tick
 )
 
@@ -132,14 +137,22 @@ class Assign:
     peer_id: str
     parent_id: str  # SENDER_ID: the sender's node
     parent_address: str  # "" for the sender: every peer knows it
+    shown: str = ""  # the peer's credential with that parent: the sender's node, which can make it, adds it
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """`peer_id` is out: refuse its requests and reports."""
+    """`peer_id` is out for a while: refuse its requests and reports."""
 
     peer_id: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Readmit:
+    """`peer_id` was out for long enough: it may join again."""
+
+    peer_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +180,7 @@ class CancelBroadcast:
     peer_ids: tuple[str, ...]
 
 
-Action: TypeAlias = Assign | Drop | Demote | Throttle | CancelBroadcast
+Action: TypeAlias = Assign | Drop | Readmit | Demote | Throttle | CancelBroadcast
 
 
 # --- JSON ----------------------------------------------------------------------------------------

@@ -135,6 +135,11 @@ class Peer:
     damaging_s: float | None = None  # since when its hop has damaged too many; None: it does not
     throttled: bool = False  # for it
     best_bytes_per_s: float = 0.0  # that it received in a second from this parent, as it reports
+    whole: tuple[str, int] = ("", -1)  # (lineage, version): the newest that it has whole, or installed
+    got: dict[PublicationKey, int] = field(default_factory=dict)  # verified bytes of what it lacked
+    fed_s: float = 0.0  # until then it had enough of what it lacks (`tracker_hunger`)
+    starved_by: list[tuple[str, PeerStats]] = field(default_factory=list)  # parents, their records before
+    refuge: bool = False  # it starved twice: the sender itself feeds it until it has everything
 
     def on_chunks(self, now_s: float, damaged: int, sound: int) -> Literal["clean", "damages", "hopeless"]:
         """Chunks since the last report. Says what its hop is like: `damages` is to be throttled, `hopeless`
@@ -154,6 +159,15 @@ class Peer:
             self.damaging_s = None
         return "clean" if self.damaging_s is None else "damages"
 
+    def whole_version(self, lineage: str) -> int:
+        """The newest version of a lineage that it has whole; -1: none."""
+        return self.whole[1] if self.whole[0] == lineage else -1
+
+    def came_to(self, lineage: str, version: int) -> None:
+        """It has this version of the present lineage whole; -1: none."""
+        if version > self.whole_version(lineage):
+            self.whole = lineage, version
+
     def is_stale(self, now_s: float) -> bool:
         """Whether reports are overdue: should its children hear nothing of it either, it is lost."""
         interval_s = IDLE_REPORT_INTERVAL_S if self.idle else REPORT_INTERVAL_S
@@ -168,6 +182,7 @@ class Peer:
         """Nobody listened for so long."""
         self.seen_s += gap_s
         self.assigned_s += gap_s
+        self.fed_s += gap_s
         self.slow_reports = 0
 
     def judge_anew(self) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import socket
 import ssl
@@ -20,6 +19,7 @@ from aiohttp import web
 from yarl import URL
 
 from echo_planes.errors import ClusterError, ConfigError, EchoPlanesError, WaitTimeoutError, WeightsError
+from echo_planes.weights.credentials import bearer, is_bearer, may_enter
 from echo_planes.weights.node_settings import LOOPBACK, NodeSettings
 from echo_planes.weights.objects import StoreUnreachableError
 
@@ -43,13 +43,31 @@ _STATUS: dict[type[EchoPlanesError], int] = {  # the first that fits
 }
 
 
-def application(token: str) -> web.Application:
-    """An empty server that answers nobody without the token, and errors of ours as JSON objects."""
+def node_application(key: str) -> web.Application:
+    """An empty server for other nodes: each shows its own credential, and X-Node names it from then on.
+
+    Args:
+        key: of the node that serves; see `credentials`.
+    """
+
+    def enters(request: web.Request) -> bool:
+        given = request.headers.get("Authorization", "")
+        return may_enter(given, request.headers.get("X-Node", ""), key)
+
+    return _application(enters)
+
+
+def owner_application(key: str) -> web.Application:
+    """An empty server for the owner of the node alone, who holds its key."""
+    return _application(lambda request: is_bearer(request.headers.get("Authorization", ""), key))
+
+
+def _application(enters: Callable[[web.Request], bool]) -> web.Application:
+    """A server that answers nobody else, and errors of ours as JSON objects."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode()
-        if not hmac.compare_digest(given, f"Bearer {token}".encode()):
+        if not enters(request):
             return web.json_response(
                 {"error": "Unauthorized", "message": "wrong or missing token"}, status=401
             )
@@ -153,7 +171,7 @@ def client_session(settings: NodeSettings) -> aiohttp.ClientSession:
     connector = aiohttp.TCPConnector(ssl=tls, limit=0, socket_factory=tuned)
     return aiohttp.ClientSession(
         connector=connector,
-        headers={"Authorization": f"Bearer {settings.token}", "X-Node": settings.node_id},
+        headers={"X-Node": settings.node_id},
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=ANSWER_S),
         read_bufsize=READ_BUFFER_BYTES,
         middlewares=(_through_proxy,),
@@ -186,14 +204,27 @@ async def happens(event: asyncio.Event, limit_s: float | None) -> bool:
     return True
 
 
-async def ask(session: aiohttp.ClientSession, url: str, message: dict[str, Any]) -> dict[str, Any]:
+def showing(shown: str) -> dict[str, Any]:
+    """Options of a request that shows this credential to whoever is asked, and to nobody it points to."""
+    return {"headers": {"Authorization": bearer(shown)}, "allow_redirects": False}
+
+
+async def ask(
+    session: aiohttp.ClientSession, url: str, message: dict[str, Any], shown: str
+) -> dict[str, Any]:
     """POST one JSON object and return the one that comes back.
+
+    Args:
+        shown: this node's credential with whoever is asked.
 
     Raises:
         ConnectionError: no answer within `ANSWER_S`, or none that is a JSON object with status 200.
     """
     try:
-        async with asyncio.timeout(ANSWER_S), session.post(url, json=message) as response:
+        async with (
+            asyncio.timeout(ANSWER_S),
+            session.post(url, json=message, **showing(shown)) as response,
+        ):
             body = bytearray()
             async for part in response.content.iter_any():
                 body += part

@@ -16,7 +16,7 @@ from blake3 import blake3
 from bench.broadcast import BAR, DETECTION_BAR_S, Case, Fault, Fleet, faulted, unfaulted
 from echo_planes.weights.manifest import key_text
 from tests.integration.netns import missing
-from tests.integration.weight_nodes import TOKEN, Signed
+from tests.integration.weight_nodes import Signed, as_node
 
 SIZE_BYTES = 30_000_000
 SLACK = 4.0  # times the bar: this is no quiet machine, and perhaps a slow one
@@ -38,7 +38,7 @@ def check_bytes(fleet: Fleet, signed: Signed, workers: list[int]) -> None:
             connection.request(
                 "GET",
                 f"/v1/publications/{key_text(signed.key)}/payload",
-                headers={"Authorization": f"Bearer {TOKEN}"},
+                headers=as_node("reader", at=f"w{number:02d}"),
             )
             payload = connection.getresponse().read()
             connection.close()

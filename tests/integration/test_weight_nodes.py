@@ -29,6 +29,7 @@ from tests.integration.weight_nodes import (
     TOKEN,
     Signed,
     Uplink,
+    as_node,
     hand_over,
     held,
     publication,
@@ -253,7 +254,7 @@ def test_ranges_are_served_up_to_what_is_verified() -> None:
         signed = publication(chain.signer, 1, 500_000, chunk_bytes=CHUNK_BYTES, segment_bytes=300_000)
         await hand_over(chain.sender, signed, num_segments=1, commit=False)
         url = f"{chain.sender.address}/v1/publications/{key_text(signed.key)}/payload"
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
+        async with aiohttp.ClientSession(headers=as_node("reader")) as session:
             async with session.get(url, headers={"Range": "bytes=1000-1999"}) as response:
                 assert (response.status, response.headers["Content-Range"]) == (206, "bytes 1000-1999/*")
                 assert await response.read() == payload_of(signed)[1000:2000]

@@ -20,11 +20,11 @@ from echo_planes.weights.manifest import key_text
 from echo_planes.weights.transport import MAX_JSON_BYTES
 from tests.integration.weight_nodes import (
     LIMIT_S,
-    TOKEN,
     Fleet,
     Proxy,
     Signed,
     Uplink,
+    as_node,
     free_port,
     payload_at,
     port_of,
@@ -110,7 +110,7 @@ class Lines:
 
     async def orders_to(self, name: str) -> list[dict[str, Any]]:
         """What the tracker orders a worker to do."""
-        headers = {"Authorization": f"Bearer {TOKEN}", "X-Node": name}
+        headers = as_node(name)
         async with (
             aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(10)) as session,
             session.post(f"{self.fleet.address}/v1/tracker/report", json={"events": []}) as response,
@@ -156,7 +156,7 @@ def test_nothing_that_was_altered_on_the_way_is_kept_or_goes_on() -> None:
             assert had[head]["damaged_chunks"] == had[tail]["damaged_chunks"] == 0  # it ended there
             assert throttled or moved
             for name, port in ((name, uplink.target) for name, uplink in made.uplinks.items()):
-                payload = await payload_at(f"http://127.0.0.1:{port}", signed)
+                payload = await payload_at(f"http://127.0.0.1:{port}", signed, name)
                 assert f"b3:{blake3(payload).hexdigest()}" == signed.payload_digest, name
 
     run(story)
@@ -263,7 +263,7 @@ def ask(
 def test_any_client_with_the_token_can_read_ranges(served: tuple[str, Signed]) -> None:
     place, signed = served
     path = f"/v1/publications/{key_text(signed.key)}/payload"
-    token = {"Authorization": f"Bearer {TOKEN}"}
+    token = as_node("reader")
     response, data = ask(place, "GET", path, {**token, "Range": "bytes=40000-139999"})
     assert response.status == 206
     assert response.headers["Content-Range"] == "bytes 40000-139999/300000"
@@ -281,7 +281,7 @@ def test_any_client_with_the_token_can_read_ranges(served: tuple[str, Signed]) -
 def test_a_message_that_is_too_large_is_refused(served: tuple[str, Signed], path: str) -> None:
     place, _ = served
     body = json.dumps({"events": "x" * MAX_JSON_BYTES}).encode()
-    headers = {"Authorization": f"Bearer {TOKEN}", "X-Node": "w0", "Content-Type": "application/json"}
+    headers = {**as_node("w0"), "Content-Type": "application/json"}
     response, _ = ask(place, "POST", path, headers, body)
     assert response.status == 413
     response, _ = ask(place, "GET", "/v1/status", headers)

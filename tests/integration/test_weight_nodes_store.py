@@ -32,7 +32,7 @@ from echo_planes.weights.node_store import StoreKeeper
 from echo_planes.weights.publisher import Publisher
 from echo_planes.weights.signing import Signer, Verifier
 from echo_planes.weights.spool import SpoolFile
-from tests.integration.weight_nodes import TOKEN, Signed, hand_over, publication, running, settings, until
+from tests.integration.weight_nodes import Signed, as_node, hand_over, publication, running, settings, until
 
 LIMIT_S = 30.0
 
@@ -131,7 +131,7 @@ def test_only_publications_are_served_of_a_store(tmp_path: Path) -> None:
         signer = Signer.generate()
         async with (
             running(sender_settings(signer, store=str(tmp_path))) as sender,
-            aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session,
+            aiohttp.ClientSession(headers=as_node("reader")) as session,
         ):
             for path, status in (
                 ("objects/signing_key.pem", 422),
@@ -263,7 +263,7 @@ def test_a_snapshot_that_nobody_reads_any_more_is_freed_and_made_again_when_aske
         signer = Signer.generate()
         async with (
             running(sender_settings(signer)) as sender,
-            aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session,
+            aiohttp.ClientSession(headers=as_node("reader")) as session,
         ):
             shadow = sender_of(sender).shadow
             assert shadow

@@ -24,10 +24,10 @@ from echo_planes.weights.frames import ChunkFrame, ManifestFrame, PingFrame, Seg
 from echo_planes.weights.tracker_events import PeerJoined, Report, event_to_json
 from tests.integration.weight_nodes import (
     LIMIT_S,
-    TOKEN,
     Fleet,
     Proxy,
     Signed,
+    as_node,
     free_port,
     payload_at,
     port_of,
@@ -111,7 +111,7 @@ class LyingParent:
         client = ssl.create_default_context(cafile=self._certificates["tls_ca"])
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=client),
-            headers={"Authorization": f"Bearer {TOKEN}", "X-Node": self._name},
+            headers=as_node(self._name),
             timeout=aiohttp.ClientTimeout(10),
         )
         await self._tell("join", PeerJoined(self._name, f"https://127.0.0.1:{port}", ""))
@@ -221,7 +221,10 @@ def test_a_publication_travels_a_chain_over_tls(certificates: dict[str, str]) ->
                 had = await fleet.until_complete(name, signed, LIMIT_S)
                 assert had["payload_digest"] == signed.payload_digest
                 assert had["damaged_chunks"] == 0
-                assert digest_of(await payload_at(worker.address, signed, trusting)) == signed.payload_digest
+                assert (
+                    digest_of(await payload_at(worker.address, signed, name, trusting))
+                    == signed.payload_digest
+                )
 
     run(story)
 
@@ -261,7 +264,7 @@ def test_plain_http_to_a_tls_node_is_refused(certificates: dict[str, str]) -> No
 
             await until_true(troubled, LIMIT_S, "trouble")
             assert (await fleet.status())["peers"] == {}
-            async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
+            async with aiohttp.ClientSession(headers=as_node("reader")) as session:
                 with pytest.raises(aiohttp.ClientError):
                     await session.get(f"{plain}/v1/status", timeout=aiohttp.ClientTimeout(10))
 
@@ -293,7 +296,9 @@ def test_a_parent_that_alters_signed_bytes_over_tls_is_dropped(
                 assert await fleet.until_obeyed(1, LIMIT_S) == {"w0": "sender"}
                 assert await liar.feed_status() == 422
             trusting = ssl.create_default_context(cafile=certificates["tls_ca"])
-            assert digest_of(await payload_at(worker.address, signed, trusting)) == signed.payload_digest
+            assert (
+                digest_of(await payload_at(worker.address, signed, "w0", trusting)) == signed.payload_digest
+            )
 
     run(story)
     assert "liar was dropped: altered signed bytes, as w0 has shown" in capfd.readouterr().err

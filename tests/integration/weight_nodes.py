@@ -19,6 +19,7 @@ from blake3 import blake3
 
 from echo_planes.errors import WeightsError
 from echo_planes.types import ByteArray, Codec, Manifest
+from echo_planes.weights.credentials import bearer, credential
 from echo_planes.weights.frames import ManifestFrame, SegmentFrame, encode_frame
 from echo_planes.weights.manifest import (
     PublicationKey,
@@ -99,12 +100,17 @@ def settings(signer: Signer, node_id: str, sender: str = "", **options: Any) -> 
     plain = NodeSettings(
         role="worker" if sender else "sender",
         node_id=node_id,
-        token=TOKEN,
+        token=credential(TOKEN, node_id) if sender else TOKEN,
         public_key=signer.public_bytes().hex(),
         sender=sender,
         staging=False,
     )
     return replace(plain, **options)
+
+
+def as_node(name: str, at: str = "") -> dict[str, str]:
+    """What the node `name` shows to the worker `at`, or to the sender."""
+    return {"Authorization": bearer(credential(credential(TOKEN, at) if at else TOKEN, name)), "X-Node": name}
 
 
 @contextlib.asynccontextmanager
@@ -362,13 +368,11 @@ async def until_true(condition: Callable[[], Awaitable[bool]], limit_s: float, w
         await asyncio.sleep(0.05)
 
 
-async def payload_at(
-    address: str, signed: Signed, tls: ssl.SSLContext | None = None, token: str = TOKEN
-) -> bytes:
-    """What a node serves of a publication."""
+async def payload_at(address: str, signed: Signed, name: str, tls: ssl.SSLContext | None = None) -> bytes:
+    """What the worker `name` serves of a publication."""
     url = f"{address}/v1/publications/{key_text(signed.key)}/payload"
     async with (
-        aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"}) as session,
+        aiohttp.ClientSession(headers=as_node("reader", at=name)) as session,
         session.get(url, ssl=tls or True, timeout=aiohttp.ClientTimeout(10)) as response,
     ):
         return await response.read()

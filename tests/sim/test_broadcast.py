@@ -209,7 +209,7 @@ def test_random_faults(seed: int) -> None:
         elif fault == "damage":
             sim.nodes[victim].damage_share = 10 ** rng.uniform(-4, -0.5)
         elif child := next((c for c, p in sim.tracker.parents().items() if p == victim), None):
-            sim.at(at_s, lambda v=victim, c=child: sim.prove_forgery(v, c))  # type: ignore[misc]
+            sim.at(at_s, lambda v=victim, c=child: sim.accuse(v, c))  # type: ignore[misc]
     for number in range(rng.randint(0, 3)):
         sim.at(START_S + rng.uniform(0.0, 8.0), lambda n=number: sim.join(f"late{n}"))  # type: ignore[misc]
     finish(sim)

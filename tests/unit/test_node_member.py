@@ -63,7 +63,7 @@ def test_a_peer_that_the_tracker_has_forgotten_is_asked_to_join_again(
         clock = SimpleNamespace(monotonic=lambda: now_s)
         monkeypatch.setattr("echo_planes.weights.node_dispatch.time", clock)
         tracker = Tracker(TrackerSettings())
-        dispatch = Dispatch(tracker, Feeds(Shelf(VERIFIER, LIMITS, tmp_path)), lambda line: None)
+        dispatch = Dispatch(tracker, Feeds(Shelf(VERIFIER, LIMITS, tmp_path)), lambda line: None, "secret")
         report = Report("w0", "", None, 0, 0, 0.0, 0, 0.0, False, False, -1)
 
         async def answer_to(handler: Any, *events: Any) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class Unreachable:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def post(self, url: str, json: object) -> Unreachable:
+    def post(self, url: str, json: object, **shown: object) -> Unreachable:
         self.asked.append(url)
         return self
 
@@ -157,7 +157,7 @@ def test_a_stream_goes_on_after_there_was_no_room(monkeypatch: pytest.MonkeyPatc
 
         monkeypatch.setattr(ParentLink, "_pull", pull)
         session: Any = Unreachable()
-        link = ParentLink(session, shelf, Parent("w1", "http://w1"), 1, lambda: None)
+        link = ParentLink(session, shelf, Parent("w1", "http://w1", ""), 1, lambda: None)
         await asyncio.wait_for(tried_again.wait(), 5.0)
         assert link.trouble == ""
         await link.close()
@@ -175,7 +175,7 @@ class _Pipe:
         self.closed: list[int] = []
 
     @contextlib.asynccontextmanager
-    async def post(self, url: str, json: object) -> AsyncIterator[Any]:
+    async def post(self, url: str, json: object, **shown: object) -> AsyncIterator[Any]:
         queue: asyncio.Queue[bytes] = asyncio.Queue()
         self.opened.append(queue)
         self.numbers.append(int(url.partition("stream=")[2].partition("&")[0]))
@@ -214,7 +214,7 @@ def test_a_stream_that_is_silent_while_others_ping_is_opened_anew(
         nonlocal now_s
         pipe: Any = _Pipe()
         shelf = Shelf(VERIFIER, LIMITS, tmp_path)
-        link = ParentLink(pipe, shelf, Parent("w1", "http://w1"), 3, lambda: None)
+        link = ParentLink(pipe, shelf, Parent("w1", "http://w1", ""), 3, lambda: None)
         await _happens(lambda: link.connected == {0, 1, 2})
         while now_s <= DEAD_STREAM_S:
             assert pipe.closed == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,20 +10,21 @@ from hypothesis import strategies as st
 
 from echo_planes.errors import WeightsError
 from echo_planes.weights.manifest import PublicationKey
-from echo_planes.weights.tracker import Tracker, TrackerSettings
+from echo_planes.weights.tracker import EXPELLED_S
 from echo_planes.weights.tracker_events import (
     SENDER_ID,
+    Accusation,
     Action,
     Assign,
     CancelBroadcast,
     Demote,
     Drop,
     Event,
-    ForgeryProven,
     PeerJoined,
     PeerLeft,
     PublicationCommitted,
     PublicationOpened,
+    Readmit,
     Report,
     SegmentAdded,
     Throttle,
@@ -37,101 +37,7 @@ from echo_planes.weights.tracker_events import (
     stats_to_json,
 )
 from echo_planes.weights.tracker_hops import Broadcast, steady_rates
-
-RATE = 1000  # bytes/s, of every healthy hop
-STEP_S = 0.25
-
-
-def key(version: int, codec: str = "full", base: int = -1) -> PublicationKey:
-    return PublicationKey("run", version, codec, base)  # type: ignore[arg-type]
-
-
-class Fleet:
-    """Peers that report every 0.25 s; each hop adds RATE x its factor, of what the parent has."""
-
-    def __init__(
-        self, names: str, *, chains: int | None = 1, direct: bool = False, regions: str = ""
-    ) -> None:
-        known = TrackerSettings(chains * 2000.0, 2000.0, direct) if chains else TrackerSettings(direct=direct)
-        self.tracker = Tracker(known)
-        self.now_s = 0.0
-        self.have: dict[str, dict[PublicationKey, int]] = {}
-        self.size: dict[PublicationKey, int] = {}
-        self.ready: dict[PublicationKey, int] = {}
-        self.factor: dict[str, float] = {}  # of the hop that ends at the peer
-        self.parent: dict[str, str] = {}
-        self.extra: dict[str, dict[str, object]] = {}  # fields of a peer's reports that are set by the test
-        self.mute: set[str] = set()  # partitioned from everybody
-        self.silent_s: dict[str, float] = {}
-        self.actions: list[Action] = []
-        for place, name in enumerate(names):
-            self.join(name, regions[place : place + 1])
-
-    def send(self, event: Event) -> list[Action]:
-        actions = self.tracker.handle(event, self.now_s)
-        self.actions += actions
-        return actions
-
-    def join(self, name: str, region: str = "") -> None:
-        self.have[name] = {}
-        self.send(PeerJoined(name, f"http://{name}", region))
-        self.parent[name] = self.tracker.parents()[name]
-
-    def publish(self, version: int, size: int, ready: int | None = None, **more: object) -> PublicationKey:
-        one = key(version, **more)  # type: ignore[arg-type]
-        self.size[one], self.ready[one] = size, size if ready is None else ready
-        self.send(PublicationOpened(one, size))
-        self.send(SegmentAdded(one, self.ready[one], self.ready[one]))
-        if ready is None:
-            self.send(PublicationCommitted(one, size, size))
-        return one
-
-    def report(self, name: str) -> None:
-        open_now = [one for one in self.size if self.have[name].get(one, 0) < self.size[one]]
-        for one in list(self.size) or [None]:
-            have = self.have[name].get(one, 0) if one else 0
-            whole = one is not None and have == self.size[one]
-            report = Report(
-                peer_id=name,
-                parent_id=self.parent[name],
-                key=one if open_now else None,
-                chunks_have=have,
-                bytes_received=have,
-                rate_bytes_per_s=RATE,
-                damaged_chunks=0,
-                parent_silent_s=self.silent_s.get(name, 0.0),
-                parent_closed=False,
-                complete=whole,
-                installed_version=one.version if one and whole else -1,
-            )
-            self.send(replace(report, **self.extra.get(name, {})))  # type: ignore[arg-type]
-        self.parent[name] = getattr(self.tracker.assignment(name), "parent_id", "")
-
-    def run(self, seconds: float) -> list[Action]:
-        """Everybody receives and reports; returns the actions of that time."""
-        begin = len(self.actions)
-        for _ in range(round(seconds / STEP_S)):
-            self.now_s += STEP_S
-            before = {name: dict(have) for name, have in self.have.items()}
-            for name, have in self.have.items():
-                room = RATE * STEP_S * self.factor.get(name, 1.0)
-                for one in self.size:
-                    cut_off = self.mute & {name, self.parent[name]}
-                    above = {} if cut_off else before.get(self.parent[name], self.ready)
-                    gain = min(room, max(0, above.get(one, 0) - have.get(one, 0)))
-                    have[one] = int(have.get(one, 0) + gain)
-                    room -= gain
-            for name in self.have:
-                muted = self.parent.get(name) in self.mute
-                self.silent_s[name] = self.silent_s.get(name, 0.0) + STEP_S if muted else 0.0
-                if name not in self.mute and name in self.parent:
-                    self.report(name)
-            self.send(Tick())
-        return self.actions[begin:]
-
-    def assigned(self, actions: list[Action]) -> dict[str, str]:
-        return {a.peer_id: a.parent_id for a in actions if isinstance(a, Assign)}
-
+from tests.unit.tracker_fleet import RATE, STEP_S, Fleet, key
 
 # --- joining and leaving -------------------------------------------------------------------------
 
@@ -361,17 +267,75 @@ def test_damage_everywhere_throttles_but_moves_nobody() -> None:
         assert not fleet.assigned(fleet.run(STEP_S))
 
 
-def test_forgery_drops_and_the_second_accusation_falls_back() -> None:
+def test_one_accusation_moves_no_more_than_a_bad_hop_would() -> None:
     fleet = running()
-    actions = fleet.send(ForgeryProven("b", by="c"))
-    assert [type(a) for a in actions] == [Drop, Assign]
-    assert fleet.tracker.is_dropped("b")
-    assert "b" not in fleet.tracker.parents()
-    assert fleet.send(PeerJoined("b", "http://b", "")) == []
-    assert fleet.send(ForgeryProven("b", by="c")) == []  # its answer was lost, and it says so again
-    again = fleet.send(ForgeryProven("a", by="c"))
-    assert [type(a) for a in again][:1] == [Demote]
+    actions = fleet.send(Accusation("b", by="c"))
+    assert fleet.assigned(actions) == {"c": "a", "b": "d"}
+    assert not [a for a in actions if isinstance(a, Drop | Demote)]
+    assert not fleet.tracker.is_dropped("b")
+    fleet.run(60.0)
+    stats = fleet.tracker.all_stats()[-1]
+    assert stats.num_complete == 4  # it goes on receiving like everybody
+
+
+@pytest.mark.parametrize("about", ["a", "d", "c", SENDER_ID, "nobody"])
+def test_nobody_is_accused_but_by_its_present_child(about: str) -> None:
+    fleet = running()
+    before = fleet.tracker.parents()
+    assert before["c"] == "b"
+    assert fleet.send(Accusation(about, by="c")) == []
+    assert fleet.send(Accusation("b", by="nobody")) == []
+    assert fleet.tracker.parents() == before
+
+
+def test_whoever_accuses_one_parent_after_another_is_not_believed() -> None:
+    fleet = running()
+    fleet.send(Accusation("b", by="c"))
+    actions = fleet.send(Accusation("a", by="c"))
+    assert [type(a) for a in actions][:1] == [Demote]
+    assert fleet.tracker.parents()["a"] == SENDER_ID
     assert not fleet.tracker.is_dropped("a")
+
+
+def accused(by: str) -> Fleet:
+    """A fleet in which these children have accused "x", each when it was its parent."""
+    fleet = Fleet("x" + by)
+    for version, child in enumerate(by):
+        fleet.publish(version, 1000)
+        others = [name for name in by if name != child]
+        for name in others:
+            fleet.send(PeerLeft(name))
+        for name in others:
+            fleet.join(name)
+        while fleet.tracker.parents()[child] != "x":  # the order of joining is that of the chain
+            for name in ("x", child):
+                fleet.send(PeerLeft(name))
+            for name in ("x", child):
+                fleet.join(name)
+        fleet.send(Accusation("x", by=child))
+    return fleet
+
+
+def test_several_children_expel_a_parent_for_a_while() -> None:
+    assert not accused("cd").tracker.is_dropped("x")
+    fleet = accused("cde")
+    [drop] = [a for a in fleet.actions if isinstance(a, Drop)]
+    assert drop.peer_id == "x"
+    assert drop.reason.endswith("its children c, d, e")
+    assert "x" not in fleet.tracker.parents()
+    assert fleet.send(PeerJoined("x", "http://x", "")) == []
+    fleet.now_s += EXPELLED_S - 1.0
+    assert not [a for a in fleet.send(Tick()) if isinstance(a, Readmit)]
+    assert fleet.tracker.is_dropped("x")
+    fleet.now_s += 1.0
+    assert [a for a in fleet.send(Tick()) if isinstance(a, Readmit)] == [Readmit("x")]
+    assert fleet.send(PeerJoined("x", "http://x", ""))
+    fleet.send(Accusation("x", by="c"))  # one word is not enough again
+    assert not fleet.tracker.is_dropped("x")
+
+
+def test_one_child_that_repeats_itself_is_one_child() -> None:
+    assert not accused("ccc").tracker.is_dropped("x")
 
 
 def test_a_version_of_another_lineage_completes_nothing() -> None:
@@ -658,12 +622,13 @@ events = st.one_of(
         st.booleans(),
         numbers,
     ),
-    st.builds(ForgeryProven, names, names),
+    st.builds(Accusation, names, names),
     st.just(Tick()),
 )
 actions = st.one_of(
-    st.builds(Assign, names, names, names),
+    st.builds(Assign, names, names, names, names),
     st.builds(Drop, names, names),
+    st.builds(Readmit, names),
     st.builds(Demote, names, names),
     st.builds(Throttle, names, names, rates),
     st.builds(CancelBroadcast, keys, st.lists(names).map(tuple)),
