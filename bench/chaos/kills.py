@@ -222,14 +222,14 @@ class Lane:
 
         wait_for(made, START_S, "a step")
 
-    def _what_follows(self, running: Program, victim: Victim) -> tuple[list[str], float | None]:
-        """Processes left behind by a run that ended; seconds to the next step of one that goes on."""
+    def _what_follows(self, running: Program, victim: Victim) -> tuple[str, float | None]:
+        """What is left behind by a run that ended; seconds to the next step of one that goes on."""
         if victim in ENDS_THE_RUN:
             running.wait(START_S)
-            return running.left_behind(GONE_S), None
+            return self.lineage.left_behind(GONE_S), None
         begun_s = time.monotonic()
         self._wait_for_step(running)
-        return [], round(time.monotonic() - begun_s, 2)
+        return "", round(time.monotonic() - begun_s, 2)
 
 
 def kill_verdicts(figures: dict[str, Any], number: int, *, deterministic: bool) -> dict[str, bool]:
@@ -241,7 +241,7 @@ def kill_verdicts(figures: dict[str, Any], number: int, *, deterministic: bool) 
         "no acknowledged group is lost": all(row["acknowledged_lost"] == 0 for row in rows),
         "nothing is trained twice": all(row["trained_twice"] == 0 for row in rows),
         "the books are exact": all(row["books_exact"] for row in rows),
-        "no process is left 5 s later": all(row["left_behind"] == 0 for row in rows),
+        "nothing is left 5 s later": all(row["left_behind"] == 0 for row in rows),
     }
     if deterministic:
         claims["weights are those of the undisturbed run"] = all(

@@ -22,6 +22,7 @@ from bench.chaos.failpoints import Victim, arm, seen
 from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.data.store.snapshot import StoreSnapshot
 from tests.integration.harness import ROOT, Program, metrics, program, summary
+from tests.integration.leftovers import Room
 
 PROMPTS, SAMPLES = 6, 4
 EVERY = 5  # steps between checkpoints
@@ -61,10 +62,14 @@ class Lineage:
         self.run_dir = folder / "run"
         self.real_engine = real_engine
         self._words = (*WORDS, *words)
+        self._room: Room | None = None  # of the present life
 
     @contextmanager
     def life(self, number: int, steps: int = ENDLESS) -> Iterator[Program]:
-        """The program, from its newest checkpoint if there is one. Its working folder goes with it."""
+        """The program, from its newest checkpoint if there is one. Its working folder goes with it.
+
+        It has a temporary folder and shared memory of its own, in which all that is left is its own.
+        """
         work = self.folder / f"life-{number:04d}"
         shutil.rmtree(work, ignore_errors=True)
         if not (self.folder / "plan.json").exists():
@@ -80,9 +85,27 @@ class Lineage:
             "PYTHONPATH": os.pathsep.join((str(ROOT / "bench" / "chaos" / "inject"), str(ROOT))),
             "ECHO_CHAOS": str(self.folder),
         }
-        with program(work, self.run_dir, *words, environment=environment) as running:
+        with (
+            Room() as self._room,
+            program(work, self.run_dir, *words, room=self._room, environment=environment) as running,
+        ):
             yield running
         shutil.rmtree(work)
+
+    def left_behind(self, limit_s: float) -> str:
+        """What is still there of a life that has ended, processes and files, `limit_s` later; "" if nothing.
+
+        Raises:
+            RuntimeError: there was no life yet.
+        """
+        room = self._room
+        if room is None:
+            raise RuntimeError("nothing can be left of a run that was never started")
+        try:
+            wait_for(lambda: room.look().count == 0, limit_s, "everything to go")
+        except TimeoutError:
+            return str(room.look())
+        return ""
 
     def last_step(self) -> int:
         """Of the metrics; 0 before the first."""

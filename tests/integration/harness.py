@@ -129,14 +129,14 @@ class Program:
         """Ctrl-C in a terminal: every process of the foreground group hears it."""
         os.killpg(self.process.pid, signal.SIGINT)
 
-    def left_behind(self, limit_s: float = 10.0) -> list[str]:
+    def left_behind(self) -> list[str]:
         """Processes that outlive the run by more than a moment."""
 
         def ended() -> bool:
             return not self.processes()
 
         try:
-            wait_until(ended, limit_s, "the processes of the run to end")
+            wait_until(ended, 10.0, "the processes of the run to end")
         except AssertionError:
             return [f"{p.pid} {p.name()}" for p in self.processes()]
         return []
