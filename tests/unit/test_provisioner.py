@@ -273,7 +273,7 @@ def test_a_low_from_before_that_time_does_not_count_where_machines_still_boot() 
     fleet, booting = Fleet(), replace(SMALL, boot_s=400.0)
     fleet.tick(0.0, [booting])
     assert fleet.running == {"small": 8}
-    fleet.tick(10.0, [booting], replace(NEED, per_step=224))  # 32 for 28
+    fleet.tick(10.0, [booting], replace(NEED, per_step=160))  # 32 for 20: of 16, two could go
     for now_s in range(20, 400, 10):
         fleet.tick(float(now_s), [booting], replace(NEED, per_step=128))  # 32 for 16
     assert fleet.running == {"small": 8}
