@@ -204,7 +204,7 @@ def test_the_autoscaler_heeds_labels_and_may_start_all_that_is_offered(name: str
 
 
 @pytest.mark.parametrize("name", LAUNCHER_FILES)
-def test_a_head_misses_its_machines_as_soon_as_it_was_measured_that_it_may(name: str) -> None:
+def test_a_head_is_started_with_the_settings_that_the_campaign_measures(name: str) -> None:
     (start,) = [line for line in read(name)["head_start_ray_commands"] if "ray start" in line]
     given = dict(word.split("=", 1) for word in start.split() if word.startswith("RAY_health_check"))
     assert given == RECOMMENDED
