@@ -45,7 +45,6 @@ WORDS = (
     "sampling.stream_s=0.1",
     "learner.micro_batch_tokens=512",
     "learner.decay=0",  # else the rate would hang on how long the run is to be
-    "learner.decay=0",  # else the rate would hang on how long the run is to be
     "fleet.restarts=1000000",
     f"checkpoint.every={EVERY}",
 )
