@@ -314,7 +314,7 @@ def test_a_good_checkpoint_that_is_gone_is_told(tmp_path: Path) -> None:
         return ALARMING if step >= 18 else CALM
 
     job = Job(config(), tmp_path, k3)
-    with pytest.raises(CollapsedError, match=r"step-000010/meta.json is not readable"):
+    with pytest.raises(CollapsedError, match=r"step-000010/meta.json cannot be read"):
         exit_status(job.outcome)
     assert read_summary(tmp_path)["status"] == "collapsed"
 
