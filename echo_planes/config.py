@@ -304,10 +304,7 @@ class WeightsConfig(Section):
     worker_mbit: PositiveFloat | None = Field(
         None, description="Bw: what a worker can receive, Mbit/s; default: learnt from the broadcasts"
     )
-    starved_s: PositiveFloat = Field(
-        4.0,
-        description="a worker that gets too little of a committed version for so long gets another parent, s",
-    )
+    starved_s: PositiveFloat = Field(4.0, description="with too little of a version so long: another parent")
     anchor_every: PositiveInt = Field(50, description="publications between full snapshots in the store")
     keep_patches: PositiveInt = Field(100, description="newest patches kept in the store")
     keep_anchors: PositiveInt = Field(10, description="newest full snapshots kept in the store")
