@@ -290,10 +290,7 @@ class WeightsConfig(Section):
     worker_mbit: PositiveFloat | None = Free(
         None, description="Bw: what a worker can receive, Mbit/s; default: learnt from the broadcasts"
     )
-    starved_s: PositiveFloat = Free(
-        4.0,
-        description="a worker that gets too little of a committed version for so long gets another parent, s",
-    )
+    starved_s: PositiveFloat = Free(4.0, description="with too little of a version so long: another parent")
     anchor_every: PositiveInt = Free(50, description="publications between full snapshots in the store")
     keep_patches: PositiveInt = Free(100, description="newest patches kept in the store")
     keep_anchors: PositiveInt = Free(10, description="newest full snapshots kept in the store")

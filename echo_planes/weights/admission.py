@@ -15,9 +15,14 @@ class Admission:
     A signature does not grow old: without this memory an old publication, sent again, would take a worker
     back. One lineage is followed at a time; the first that is committed, or named by `follow`, is it, and
     another one that is committed later (the learner restarted) retires it for good.
+
+    Args:
+        only: the one lineage there is, where that is known; else an old run's publication, whose signature is
+            as good, could retire the present lineage.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, only: str = "") -> None:
+        self._only = only
         self.lineage = ""  # the one that is followed; "": none yet
         self.newest_version = -1  # committed in it
         self._digests: dict[int, str] = {}  # of the lineage's versions, as far as they are known
@@ -82,6 +87,10 @@ class Admission:
         self.lineage = lineage
 
     def _check_current(self, key: PublicationKey) -> None:
+        if self._only and key.lineage != self._only:
+            raise WeightsError(
+                f"version {key.version} is of lineage {key.lineage}, this run's is {self._only}"
+            )
         if key.lineage in self._retired:
             raise WeightsError(
                 f"lineage {key.lineage} was replaced by {self.lineage}; its version {key.version} is void"

@@ -71,6 +71,7 @@ class WeightLink:
         return {
             "token": self.token,
             "public_key": self.public_key,
+            "lineage": self.lineage,
             "host": host,
             "digest": config.digest,
             # Positions and values of every weight, the largest patch there is, take five times the weights.

@@ -20,10 +20,11 @@ from pathlib import Path
 import uvloop
 from aiohttp import web
 
-from echo_planes.errors import ConfigError, EchoPlanesError
+from echo_planes.errors import ConfigError, EchoPlanesError, RunError
 from echo_planes.process import die_with_parent, settle
 from echo_planes.weights.limits import TransferLimits, limits_for, relay_limits
 from echo_planes.weights.node_client import CONTROL_SOCKET
+from echo_planes.weights.node_door import Door
 from echo_planes.weights.node_roles import SenderRole, WorkerRole
 from echo_planes.weights.node_settings import NodeSettings
 from echo_planes.weights.node_shelf import Shelf
@@ -45,16 +46,18 @@ class Node:
     def __init__(self, settings: NodeSettings) -> None:
         self.settings = settings
         self.folder = Path(settings.folder)
-        self.shelf = Shelf(Verifier(settings.public_bytes), _limits(settings), self.folder)
-        self._listener = listen(settings)
-        self._tls = server_tls(settings)
-        self.port: int = self._listener.getsockname()[1]
+        verifier = Verifier(settings.public_bytes)
+        self.shelf = Shelf(verifier, _limits(settings), self.folder, settings.lineage)
+        listener = listen(settings)
+        tls = server_tls(settings)
+        self._door = Door(listener, tls)
+        self.port: int = listener.getsockname()[1]
         place = settings.advertise or settings.host
         if place.count(":") > 1:
             place = f"[{place}]"
         if ":" not in place.rpartition("]")[2]:
             place = f"{place}:{self.port}"
-        self.address = f"http{'s' if self._tls else ''}://{place}"
+        self.address = f"http{'s' if tls else ''}://{place}"
         self._public = node_application(settings.token)
         self._control = owner_application(settings.token)
         role = SenderRole if settings.role == "sender" else WorkerRole
@@ -65,7 +68,9 @@ class Node:
         """Listen, and begin to take part."""
         self.role.add_routes(self._public, self._control)
         public = await self._runner(self._public)
-        await web.SockSite(public, self._listener, ssl_context=self._tls).start()
+        if public.server is None:
+            raise RunError("the node's server was not set up")
+        self._door.open(public.server)
         control = await self._runner(self._control)
         await web.UnixSite(control, str(self.folder / CONTROL_SOCKET)).start()
         await self.role.start()
@@ -73,6 +78,7 @@ class Node:
     async def close(self) -> None:
         """End everything that `start` began, and give the space back."""
         await self.role.close()
+        await self._door.close()
         for runner in self._runners:
             await runner.cleanup()
         self.shelf.close()

@@ -74,6 +74,11 @@ class SenderNode:
         """Where workers' nodes find this one, "http(s)://host:port"."""
         return self._process.address
 
+    @property
+    def pid(self) -> int:
+        """The node's process."""
+        return self._process.pid
+
     def add_segment(self, signed: SignedSegment, payload: ByteArray) -> None:
         """Hand over one segment, `payload` of shape (header.size_bytes,); its chunks leave at once.
 

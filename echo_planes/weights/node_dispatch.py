@@ -7,6 +7,7 @@ answer that was lost costs nothing.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,6 +46,7 @@ from echo_planes.weights.tracker_events import (
 from echo_planes.weights.transport import read_json
 
 MAX_EVENTS = 64  # in one message of a peer
+_ADDRESS = re.compile(r"https?://(\[[0-9a-fA-F:.]{2,45}\]|[0-9a-zA-Z._-]{1,253}):[0-9]{1,5}")
 
 
 class Dispatch:
@@ -124,6 +126,10 @@ class Dispatch:
             speaker = event.by if isinstance(event, Accusation) else getattr(event, "peer_id", "")
             if not isinstance(event, kinds) or speaker != peer_id:
                 raise WeightsError(f"{peer_id} cannot say {type(event).__name__} here, or not for {speaker}")
+            if isinstance(event, PeerJoined) and not _ADDRESS.fullmatch(event.address):
+                raise WeightsError(
+                    f"{peer_id} joins with the address {event.address[:80]!r}, not http(s)://host:port"
+                )
             self.handle(event)
         return web.json_response({"orders": [action_to_json(order) for order in self._orders(peer_id)]})
 

@@ -30,7 +30,8 @@ from echo_planes.weights.transport import happens, read_json
 
 MAX_LAG = 4  # patches that came after the child and wait for it: beyond, it goes on with the newest
 MAX_BEGUN = 2  # whole ones of one child at a time: its quicker streams wait for its slowest
-MAX_RANGE_BYTES = 8 * 1024**2  # of one answer; the asker asks again for more
+WRITE_BYTES = 1024**2  # of a range, at a time
+WRITE_S = 60.0  # for a chunk or so many bytes: who reads nothing must not keep here what it was to be sent
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})?")
 _PING = encode_frame(PingFrame())
 
@@ -69,8 +70,8 @@ class Feeds:
         try:
             await response.prepare(request)
             await feed.run()
-        except ConnectionError:
-            pass  # the child went away: it will come back, here or elsewhere
+        except (ConnectionError, TimeoutError):
+            pass  # the child went away, or reads nothing: it will come back, here or elsewhere
         finally:
             state.leave(feed)
             if not state.feeds and self._children.get(child) is state:
@@ -139,10 +140,11 @@ class Feeds:
         try:
             await response.prepare(request)
             while start < end:
-                data = holding.spool.read(start, min(end - start, MAX_RANGE_BYTES))
+                data = holding.spool.read(start, min(end - start, WRITE_BYTES))
                 if not data:
                     raise ConnectionError(f"the payload of {holding.key} ends early, at byte {start}")
-                await response.write(data)
+                async with asyncio.timeout(WRITE_S):
+                    await response.write(data)
                 start += len(data)
         finally:
             holding.unpin()
@@ -348,7 +350,8 @@ class _Feed:
             start_s = max(now_s, self._state.free_s)
             self._state.free_s = start_s + len(data) / limit
             await asyncio.sleep(start_s - now_s)
-        await self._response.write(data)
+        async with asyncio.timeout(WRITE_S):
+            await self._response.write(data)
         self._feeds.bytes_sent += len(data)
 
 

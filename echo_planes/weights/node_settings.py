@@ -33,6 +33,7 @@ class NodeSettings:
     token: str  # sender: the run's secret; worker: `credential(secret, node_id)`, its own and nobody else's
     public_key: str  # of the learner's Ed25519 key, 64 hex digits: whose signatures are believed
     sender: str = ""  # worker: the sender's address, "http://host:port" or "https://host:port"
+    lineage: str = ""  # whose publications alone are taken; "": any
     host: str = "127.0.0.1"  # to listen on
     port: int = 0  # 0: any free one
     advertise: str = ""  # host, or host:port, by which others reach this node; "": where it listens

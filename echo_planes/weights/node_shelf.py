@@ -83,12 +83,13 @@ class Shelf:
         verifier: whose signatures count.
         limits: the largest publication taken.
         folder: on whose file system the bytes are kept.
+        lineage: the only one that is taken; "": any.
     """
 
-    def __init__(self, verifier: Verifies, limits: TransferLimits, folder: Path) -> None:
+    def __init__(self, verifier: Verifies, limits: TransferLimits, folder: Path, lineage: str = "") -> None:
         self.holdings: dict[PublicationKey, Holding] = {}
         self.limits = limits
-        self.admission = Admission()
+        self.admission = Admission(lineage)
         self.changed = asyncio.Event()  # set at the next change, then replaced
         self._verifier = verifier
         self._folder = folder

@@ -7,6 +7,7 @@ be stored is counted and said, and an anchor follows as soon as the store takes 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import deque
 from collections.abc import Callable
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 READABLE = (OBJECTS, PUBLICATIONS)
 MAX_OBJECT_BYTES = 64 * 1024**2  # of one answer; what is larger is read in ranges
+_PART = re.compile(r"[0-9]{1,18}-[0-9]{1,18}")
 REMEMBERED_KEYS = 64  # a learner that lost an answer hands the same publication over again
 POLL_S = 1.0  # how often a retry that is due is looked for
 
@@ -226,6 +228,6 @@ def _read_part(objects: ObjectReader, name: str, part: str) -> bytes:
     if not part:
         return objects.read(name, MAX_OBJECT_BYTES)
     offset, _, size = part.partition("-")
-    if not (offset.isdecimal() and size.isdecimal() and int(size) <= 8 * MAX_OBJECT_BYTES):
+    if not (_PART.fullmatch(part) and int(size) <= 8 * MAX_OBJECT_BYTES):
         raise WeightsError(f"part {part[:40]!r} of an object is offset-size")
     return objects.read_range(name, int(offset), int(size))

@@ -20,12 +20,14 @@ from yarl import URL
 
 from echo_planes.errors import ClusterError, ConfigError, EchoPlanesError, WaitTimeoutError, WeightsError
 from echo_planes.weights.credentials import bearer, is_bearer, may_enter
+from echo_planes.weights.node_door import MAX_PER_NODE, Guest
 from echo_planes.weights.node_settings import LOOPBACK, NodeSettings
 from echo_planes.weights.objects import StoreUnreachableError
 
 MAX_JSON_BYTES = 4 * 1024**2  # of one request: ranges of chunks, reports
 CONNECT_S = 3.0
 ANSWER_S = 10.0  # for one small request
+BODY_S = 30.0  # for a request's body, of at most `MAX_JSON_BYTES`
 READ_BUFFER_BYTES = 256 * 1024  # per connection, before the peer is made to wait
 # Congestion control, where the kernel has it and lets this user choose; else the kernel's own choice works
 # too. BBR keeps its window between publications, where others begin anew at a few packets per round trip
@@ -71,6 +73,10 @@ def _application(enters: Callable[[web.Request], bool]) -> web.Application:
             return web.json_response(
                 {"error": "Unauthorized", "message": "wrong or missing token"}, status=401
             )
+        guest = request.protocol
+        if isinstance(guest, Guest) and not guest.shows(request.headers["X-Node"]):
+            why = f"a node has at most {MAX_PER_NODE} connections here, each of its own"
+            return web.json_response({"error": "TooManyConnections", "message": why}, status=429)
         try:
             return await handler(request)
         except EchoPlanesError as error:
@@ -87,7 +93,10 @@ async def read_json(request: web.Request) -> dict[str, Any]:
         WeightsError: it is something else.
     """
     try:
-        message = json.loads(await request.read())
+        async with asyncio.timeout(BODY_S):
+            message = json.loads(await request.read())
+    except TimeoutError as error:
+        raise WeightsError(f"the request's body did not come within {BODY_S:.0f} s") from error
     except (ValueError, RecursionError) as error:
         raise WeightsError(f"the request's body is not JSON: {error}") from error
     if not isinstance(message, dict):

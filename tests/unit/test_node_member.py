@@ -72,13 +72,13 @@ def test_a_peer_that_the_tracker_has_forgotten_is_asked_to_join_again(
             return parsed
 
         assert await answer_to(dispatch.report, report) == {"join": True}
-        assert (await answer_to(dispatch.join, PeerJoined("w0", "http://w0", "")))["orders"]
+        assert (await answer_to(dispatch.join, PeerJoined("w0", "http://w0:1", "")))["orders"]
         assert (await answer_to(dispatch.report, report))["orders"]
         while now_s < FORGOTTEN_S + 10:
             now_s += 0.5
             dispatch.handle(Tick())
         assert await answer_to(dispatch.report, report) == {"join": True}
-        assert (await answer_to(dispatch.join, PeerJoined("w0", "http://w0", "")))["orders"]
+        assert (await answer_to(dispatch.join, PeerJoined("w0", "http://w0:1", "")))["orders"]
 
     asyncio.run(story())
 
