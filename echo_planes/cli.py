@@ -111,7 +111,7 @@ def describe() -> str:
 
 def _resumed(folder: Path, default: dict[str, Any]) -> dict[str, Any]:
     path = folder / "config.yaml"
-    if not os.path.isfile(path):
+    if not os.path.exists(path):
         raise ConfigError(f"run.resume={folder}: no config.yaml there; give the folder of an earlier run")
     tree = read_yaml(path)
     _merge(tree, {"run": {"dir": str(folder)}})

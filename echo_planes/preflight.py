@@ -44,12 +44,12 @@ def check(config: Config, run_dir: Path) -> None:
     ):
         if port is not None:
             check_port(key, port)
+    check_disk(run_dir)
     if config.run.resume is None:
         check_new(run_dir)
     elif config.budget.usd is not None:
         check_budget(config.budget.usd, run_dir)
     check_replay(run_dir)
-    check_disk(run_dir)
     check_weights(config.weights)
 
 
@@ -116,15 +116,15 @@ def check_weights(weights: WeightsConfig) -> None:
 def check_model(folder: Path) -> None:
     """The model folder holds a model, and its tokenizer an end token."""
     name = f"model.path={folder}"
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # which takes any name
         raise ModelError(f"{name}: no such folder; give a Hugging Face model folder, or builtin:tiny-math")
+    check_model_files(folder)
     if not (folder / "config.json").is_file():
         raise ModelError(f"{name}: no config.json there; give a Hugging Face model folder")
     if not any(folder.glob("*.safetensors")):
         raise ModelError(
             f"{name}: no *.safetensors there; other weight formats can run code and are not read"
         )
-    check_model_files(folder)
     settings = folder / TOKENIZER_SETTINGS
     if not settings.is_file():
         raise ModelError(f"{name}: no tokenizer_config.json there; save the model's tokenizer beside it")

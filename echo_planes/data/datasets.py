@@ -32,7 +32,7 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".arrow")
 MAX_LINE_BYTES = 64 * MIB
 MAX_FILE_BYTES = 1 << 40
 # Of a file, unpacked: beyond these it holds nothing but repetition, and would fill the memory.
-FREE_BYTES, FREE_ROWS = 64 * MIB, 1_000_000
+FREE_BYTES, FREE_ROWS = 16 * MIB, 1_000_000
 MOST_RATIO = 200  # unpacked bytes per byte beyond FREE_BYTES
 MOST_DECODED = 16 * MOST_RATIO  # the same, of columns whose equal values were written once
 _BATCH_ROWS = 1024

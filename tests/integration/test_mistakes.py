@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -116,8 +117,28 @@ MISTAKES = {
     "folder of another run": Mistake(
         ("run.dir=@another",), ("run.dir=@another", "another run", "run.resume=@another")
     ),
+    "an unset variable": Mistake(("run.resume=",), ("run.resume=", "no value", "run.resume=null")),
+    "a date": Mistake(("run.steps=2026-02-30",), ("run.steps='2026-02-30'", "valid integer")),
+    "octal": Mistake(("run.seed=010",), ("run.seed='010'", "valid integer")),
+    "minutes": Mistake(("run.steps=12:30",), ("run.steps='12:30'", "valid integer")),
+    "5,000 digits": Mistake(("run.steps=" + "9" * 5000,), ("run.steps=", "is not YAML", "limit")),
+    "deep brackets": Mistake(("run.dir=" + "[" * 5000,), ("run.dir=", "nested more than")),
+    "a task that exits": Mistake(
+        ("task=tests.integration.exits:Task",), ("exits.py:3", "SystemExit: an accident", "correct it")
+    ),
+    "a tokenizer that is a list": Mistake(
+        ("model.path=@list-tokenizer",), ("list-tokenizer", "cannot be loaded", "save the tokenizer again")
+    ),
+    "a pipe as data": Mistake(
+        ("task.dataset=gsm8k", "task.data=@pipe.jsonl"), ("@pipe.jsonl", "a named pipe", "set task.data=PATH")
+    ),
+    "a bomb as data": Mistake(
+        ("task.dataset=gsm8k", "task.data=@bomb.jsonl.gz"), ("@bomb.jsonl.gz", "unpacks to", "unpacked")
+    ),
+    "a pipe as a configuration": Mistake(("fleet=@pipe.yaml",), ("@pipe.yaml", "a named pipe")),
     "folder is a file": Mistake(("run.dir=/dev/full",), ("run.dir=/dev/full", "Not a directory", "choose")),
 }
+BOMB = (b'{"question": "' + b"x" * 1000 + b'", "answer": "#### 2"}\n') * 50_000
 SAYS = {"print": ("--print",), "help": ("--help",)}  # no mistakes, but they start nothing either
 
 
@@ -135,6 +156,11 @@ def mistake_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole = gzip.compress(b'{"question": "1 + 1?", "answer": "#### 2"}\n' * 1000)
     (folder / "corrupt.jsonl.gz").write_bytes(whole[: len(whole) // 2])
     (folder / "other.jsonl").write_text('{"problem": "1 + 1?", "answer": "2"}\n')
+    (folder / "bomb.jsonl.gz").write_bytes(gzip.compress(BOMB))
+    for name in ("pipe.jsonl", "pipe.yaml"):
+        os.mkfifo(folder / name)
+    shutil.copytree(model, folder / "list-tokenizer")
+    (folder / "list-tokenizer" / "tokenizer.json").write_text("[]")
     (folder / "no-checkpoint").mkdir()
     (folder / "no-checkpoint" / "config.yaml").write_text("run: {steps: 20}\n")
     (folder / "another").mkdir()

@@ -19,6 +19,8 @@ from echo_planes.config import Config
 from echo_planes.data.registry import adapter_class
 from echo_planes.errors import MAX_LINE, ConfigError
 from echo_planes.plain_yaml import dump_yaml
+from echo_planes.plan_config import PlanConfig, load_plan
+from echo_planes.sim import scenario
 
 LAUGHS = (
     "{a: &a [x,x,x,x,x,x,x,x,x,x], "
@@ -127,6 +129,11 @@ def leaves(model: type[BaseModel], prefix: str) -> Iterator[str]:
             yield from leaves(nested, f"{key}.0." if field.annotation is not nested else f"{key}.")
 
 
+def some(keys: list[str], name: str) -> list[str]:
+    """Of values that are refused before the key matters, and take YAML a while, a few keys are enough."""
+    return keys[:: len(keys) // 4] if name.startswith("deep") or name == "laughs" else keys
+
+
 def every_key() -> list[str]:
     options = adapter_class(load_config([]).task.adapter).Options
     return [
@@ -175,7 +182,7 @@ def means(text: str, value: Any) -> bool:
 @pytest.mark.parametrize("name", ODD)
 def test_every_field_takes_it_as_written_or_refuses_it_in_one_line(name: str, quick: None) -> None:
     text = ODD[name]
-    for key in every_key():
+    for key in some(every_key(), name):
         try:
             config = load_config([f"{key}={text}"])
         except ConfigError as error:
@@ -260,3 +267,22 @@ def test_no_value_is_none_only_where_it_is_called_so() -> None:
         with pytest.raises(ConfigError, match=rf"{key}=: no value.*{key}=null"):
             load_config([f"{key}="])
     assert load_config(["budget.usd=null"]).budget.usd is None
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_plans_and_scenarios_take_it_or_refuse_it_in_one_line(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = cache(scenario.read_yaml)
+    monkeypatch.setattr(scenario, "read_yaml", lambda path: copy.deepcopy(read(path)))
+    needed = {"prices": "x", "params_b": "1", "uplink_mbit": "1", "worker_mbit": "1", "t_train_s": "1"}
+    for key in [*leaves(PlanConfig, ""), "mu.L4"]:
+        try:
+            load_plan([f"{key}={text}" for key, text in {**needed, key: ODD[name]}.items()])
+        except ConfigError as error:
+            one_line(error)
+    for key in some([*leaves(scenario.Scenario, "")], name):
+        try:
+            scenario.load_scenario(["scenario=steady", f"{key}={ODD[name]}"])
+        except ConfigError as error:
+            one_line(error)

@@ -1,0 +1,3 @@
+"""A task module that ends whoever imports it."""
+
+raise SystemExit("an accident")
