@@ -64,14 +64,14 @@ class Verdict:
     """How an attack ended."""
 
     told: str
-    refused: bool  # with the reason that was to be expected
-    unchanged: bool  # what honest nodes hold, and what is believed of them
-    served: bool  # honest workers, afterwards
+    is_refused: bool  # with the reason that was to be expected
+    is_unchanged: bool  # what honest nodes hold, and what is believed of them
+    is_served: bool  # honest workers, afterwards
 
     @property
     def held(self) -> bool:
         """Whether all is well."""
-        return self.refused and self.unchanged and self.served
+        return self.is_refused and self.is_unchanged and self.is_served
 
 
 async def run_attacks(field: Field, names: list[str] | None = None) -> dict[str, Verdict]:

@@ -15,6 +15,7 @@ import pytest
 from tests.integration import leftovers
 from tests.integration.harness import ROOT, RUN_LIMIT_S, SMALL, events, program, wait_until
 from tests.integration.leftovers import Left, Room
+from tests.thorough import takes_minutes
 
 pytestmark = [
     pytest.mark.integration,
@@ -83,7 +84,7 @@ def kill_with_all_it_started(victim: psutil.Process) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("who", ["driver", "raylet"])
+@pytest.mark.parametrize("who", ["driver", pytest.param("raylet", marks=takes_minutes)])
 def test_nothing_is_left_seconds_after_a_kill(room: Room, tmp_path: Path, who: str) -> None:
     with program(tmp_path / "work", tmp_path / "run", *SMALL, "run.steps=1000", room=room) as run:
         run.wait_for_step(2)
@@ -97,6 +98,7 @@ def test_nothing_is_left_seconds_after_a_kill(room: Room, tmp_path: Path, who: s
     assert who == "driver" or run.stderr.endswith("its raylet has ended\n"), run.tail()
 
 
+@takes_minutes
 @pytest.mark.parametrize("who", ["ray::LearnerProc", "ray::DataService"])
 def test_a_run_that_lost_a_plane_ends_by_itself_and_leaves_nothing(
     room: Room, tmp_path: Path, who: str
@@ -109,6 +111,7 @@ def test_a_run_that_lost_a_plane_ends_by_itself_and_leaves_nothing(
     assert left == Left(), str(left)
 
 
+@takes_minutes
 def test_an_engine_of_several_ranks_goes_with_its_worker_and_with_the_driver(
     room: Room, tmp_path: Path
 ) -> None:
@@ -159,6 +162,7 @@ def ours(left: Left) -> Left:
     return Left(kept, left.files, left.shared_memory, left.semaphores, left.control_groups)
 
 
+@takes_minutes
 @pytest.mark.parametrize("how", ["ends well", "kill -9 of the driver"])
 def test_on_a_cluster_of_others_our_own_files_go_and_no_others(
     cluster: tuple[Room, str], tmp_path: Path, how: str

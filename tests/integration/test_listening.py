@@ -28,6 +28,7 @@ QUESTION = b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 PROMETHEUS = b"Content-Type: text/plain; version=0.0.4"
 WAIT_S = 3.0
 JOIN_S = 120.0
+ENOUGH = 1000  # bytes of an answer
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,15 @@ class Listener:
 
 def ask(address: str, port: int) -> bytes:
     """The beginning of what comes back; b"" where nothing does."""
+    answer = b""
     try:
         with socket.create_connection((address, port), WAIT_S) as connection:
             connection.sendall(QUESTION)
-            return connection.recv(200)
+            while len(answer) < ENOUGH and (more := connection.recv(ENOUGH)):  # a header may come alone
+                answer += more
     except OSError:
-        return b""
+        pass  # what has come is the answer
+    return answer
 
 
 def listeners(processes: list[psutil.Process]) -> list[Listener]:
