@@ -156,6 +156,7 @@ ABSURD: dict[str, Any] = {
     "parent_closed": "yes",
     "complete": 1,
     "installed_version": -2,
+    "staged_version": True,
 }
 
 FIELDS = {
