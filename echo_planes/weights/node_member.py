@@ -141,6 +141,7 @@ class Member:
         transfer = holding.transfer if holding is not None else None
         held = [transfer.key, *self._shelf.holdings] if transfer else list(self._shelf.holdings)[::-1]
         lineage = held[0].lineage if held else ""
+        staged = self._position()
         return Report(
             peer_id=self._settings.node_id,
             parent_id=link.parent.peer_id if link else "",
@@ -153,6 +154,7 @@ class Member:
             parent_closed=link is not None and not link.connected,
             complete=holding is not None and holding.completed_s is not None,
             installed_version=self._installed(lineage),
+            staged_version=staged[1] if staged is not None and staged[0] == lineage else -1,
         )
 
     async def _follow(self, answer: dict[str, Any]) -> None:

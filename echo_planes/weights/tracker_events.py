@@ -94,6 +94,7 @@ class Report:
     parent_closed: bool  # no connection to the parent stands at present
     complete: bool
     installed_version: int  # of the sender's present lineage; -1: none
+    staged_version: int = -1  # the same for what is staged here, whichever way it came
 
 
 @dataclass(frozen=True, slots=True)

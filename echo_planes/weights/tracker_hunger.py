@@ -88,7 +88,7 @@ class Hunger:
         # Without a key the installed version is of the newest lineage that the peer knows.
         if event.key is None or event.key.lineage == newest.lineage:
             complete = event.key.version if event.key is not None and event.complete else -1
-            peer.came_to(newest.lineage, max(complete, event.installed_version))
+            peer.came_to(newest.lineage, max(complete, event.installed_version, event.staged_version))
         size = self._sizes.get(event.key) if event.key is not None else None
         if event.key is not None and size is not None:
             self._count(peer, event.key, min(event.bytes_received, size), now_s)

@@ -156,6 +156,7 @@ ABSURD: dict[str, Any] = {
     "parent_closed": "yes",
     "complete": 1,
     "installed_version": -2,
+    "staged_version": True,
 }
 
 FIELDS = {
@@ -172,7 +173,7 @@ FIELDS = {
 
 async def accuse_another(field: Field) -> str:
     """An honest worker from which it does not receive."""
-    own = field.sender.role.dispatch.peers().get(MALLORY)
+    own = field.dispatch.peers().get(MALLORY)
     another = next(name for name in field.workers if name != own)
     return await field.says("report", {"events": [event_to_json(Accusation(another, by=MALLORY))]})
 

@@ -26,6 +26,7 @@ from echo_planes.weights.frames import ChunkFrame
 from echo_planes.weights.limits import relay_limits
 from echo_planes.weights.manifest import key_text
 from echo_planes.weights.node import Node
+from echo_planes.weights.node_dispatch import Dispatch
 from echo_planes.weights.node_link import Parent, ParentLink
 from echo_planes.weights.node_roles import SenderRole
 from echo_planes.weights.node_shelf import Holding, Shelf
@@ -63,7 +64,7 @@ class Field:
 
     async def __aenter__(self) -> Self:
         enter = self._stack.enter_async_context
-        options = {"lineage": LINEAGE, "max_payload_bytes": MAX_BYTES}
+        options: dict[str, Any] = {"lineage": LINEAGE, "max_payload_bytes": MAX_BYTES}
         self.sender = await enter(running(settings(self.signer, "sender", starved_s=1.0, **options)))
         # One connection for each request: what stays open would count as the hostile worker's.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -124,22 +125,27 @@ class Field:
             }
             for name, node in nodes.items()
         }
-        role = self.sender.role
-        if not isinstance(role, SenderRole):
-            raise TypeError("the sender's node has another role")
-        peers = role.dispatch._tracker._peers
+        tracker = self.dispatch._tracker
+        peers = tracker._peers
         believed = {
             name: {**asdict(peers[name].stats), "whole": peers[name].whole, "leaf": peers[name].rollout_only}
             for name in self.workers
         }
         refused = {name: sorted(node.role.feeds.refused) for name, node in nodes.items()}
-        dropped = [name for name in self.workers if role.dispatch._tracker.is_dropped(name)]
+        dropped = [name for name in self.workers if tracker.is_dropped(name)]
         text = json.dumps([payloads, believed, refused, dropped, sorted(self.parents())], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
+    @property
+    def dispatch(self) -> Dispatch:
+        """Of the sender's node."""
+        if not isinstance(self.sender.role, SenderRole):
+            raise TypeError("the sender's node has another role")
+        return self.sender.role.dispatch
+
     def parents(self) -> dict[str, str]:
         """Of the honest workers, for the tracker."""
-        found = self.sender.role.dispatch.peers()
+        found = self.dispatch.peers()
         return {name: found[name] for name in self.workers if name in found}
 
     async def says(self, what: str, message: Any, headers: dict[str, str] | None = None) -> str:

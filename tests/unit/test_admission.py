@@ -109,3 +109,11 @@ def test_memory_does_not_grow_without_end() -> None:
         admission.committed(full(version))
     refused(admission, patch(3001, 2999, base_digest="xxh3:other"), "patches")
     admission.check(PublicationKey("L0", 3001, "compact", 5), "xxh3:other")  # forgotten: checked at install
+
+
+def test_where_the_lineage_is_known_no_other_is_let_in() -> None:
+    admission = Admission(only="L1")
+    with pytest.raises(WeightsError, match="is of lineage L0, this run's is L1"):
+        admission.check(PublicationKey("L0", 9, "full", -1), "")
+    admission.check(PublicationKey("L1", 1, "full", -1), "")
+    assert admission.lineage == ""

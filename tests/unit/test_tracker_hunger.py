@@ -151,6 +151,15 @@ def test_a_version_that_a_peer_was_told_to_give_up_starves_nobody() -> None:
     assert fleet.tracker.parents() == before
 
 
+def test_who_caught_up_from_the_store_is_not_starved_by_a_parent_that_skips_it() -> None:
+    fleet = frozen("abc", "b")
+    fleet.extra["c"] = {"key": None, "bytes_received": 0, "installed_version": 0, "staged_version": 1}
+    fleet.extra["b"] = {"key": key(1), "bytes_received": SIZE, "complete": True}
+    before = fleet.tracker.parents()
+    fleet.run(3 * JUDGED_S)
+    assert fleet.tracker.parents() == before
+
+
 def test_in_a_star_nobody_is_moved() -> None:
     fleet = frozen("abc", "", direct=True)
     fleet.factor["b"] = 0.0

@@ -1,0 +1,53 @@
+"""Credentials of nodes: whom each opens a door to, and what a worker is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo_planes.config import WeightsConfig
+from echo_planes.weights.credentials import MAX_NAME, bearer, credential, is_bearer, may_enter
+from echo_planes.weights.link import WeightLink
+
+SECRET = "s" * 64
+
+
+def test_a_credential_opens_one_door_for_one_name() -> None:
+    w0, w1 = (credential(SECRET, name) for name in ("w0", "w1"))
+    assert may_enter(bearer(w0), "w0", SECRET)
+    assert not may_enter(bearer(w0), "w1", SECRET)
+    at_w1 = credential(w1, "w0")  # what w0 shows to its parent w1
+    assert may_enter(bearer(at_w1), "w0", w1)
+    for name, key in (("w0", SECRET), ("w1", SECRET), ("w1", w1), ("w0", w0)):
+        assert not may_enter(bearer(at_w1), name, key), (name, key)
+    assert not may_enter(bearer(SECRET), "w0", SECRET)  # the secret itself is nobody's credential
+
+
+@pytest.mark.parametrize("name", ["", "x" * (MAX_NAME + 1), "a\nb", "\udcff"])
+def test_a_name_that_is_none_never_enters(name: str) -> None:
+    assert not may_enter(bearer(credential(SECRET, name)), name, SECRET)
+
+
+@given(st.binary(max_size=80))
+def test_any_bytes_are_an_answer_and_not_an_error(raw: bytes) -> None:
+    given = raw.decode("utf-8", "surrogateescape")  # as headers are decoded
+    assert not is_bearer(given, SECRET)
+    assert not may_enter(given, "w0", SECRET)
+    assert not may_enter(bearer("x"), given, SECRET)
+
+
+def test_a_worker_is_given_its_own_credential_and_not_the_secret() -> None:
+    run = WeightLink("L0", SECRET, "0" * 64, str(Path("/store")), 10, WeightsConfig(), sender="http://x:1")
+    link = run.of_worker("gpu", 2)
+    settings = link.worker_settings("gpu", 2, "127.0.0.1", "")
+    assert settings.node_id == "gpu.2"
+    assert may_enter(bearer(settings.token), "gpu.2", SECRET)
+    assert SECRET not in repr(link) + settings.to_json()
+    assert settings.lineage == "L0"
+    other = run.of_worker("gpu", 3).worker_settings("gpu", 3, "127.0.0.1", "")
+    assert other.token != settings.token  # another incarnation is another node
+    sender = run.sender_settings("127.0.0.1", bytes(32))
+    assert (sender.token, sender.starved_s) == (SECRET, WeightsConfig().starved_s)
