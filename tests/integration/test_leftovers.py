@@ -25,6 +25,7 @@ pytestmark = [
 
 KILLED_S = 5.0  # after a kill -9, until nothing is left
 RAY_S = 15.0  # a cluster of others ends the actors of a driver that is gone when it has noticed
+HEAD_S = 120.0  # until a head is up, on a busy machine
 STEPS = 4
 
 
@@ -143,16 +144,19 @@ def cluster(tmp_path: Path) -> Iterator[tuple[Room, str]]:
     quiet = ["--include-dashboard=false", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
     with Room() as room:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ECHO_"))}
-        local = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "PYTHONPATH": str(ROOT)}  # on loopback alone
-        started = subprocess.run(
-            [*room.prefix(tmp_path / "head"), *ray, *quiet],
-            env={**kept, **local, **room.environment},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=RUN_LIMIT_S,
-        )
-        assert started.returncode == 0, started.stdout + started.stderr
+        room.environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on loopback alone, the driver too
+        told = tmp_path / "told"  # not a pipe: what it starts would hold it open
+        with told.open("wb") as output:
+            started = subprocess.run(
+                [*room.prefix(tmp_path / "head"), *ray, *quiet],
+                env={**kept, **room.environment, "PYTHONPATH": str(ROOT)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                check=False,
+                timeout=HEAD_S,
+            )
+        assert started.returncode == 0, told.read_text()
         yield room, room.folder(f"{Room.TEMPORARY}/ray/ray_current_cluster").read_text().strip()
 
 
