@@ -65,6 +65,8 @@ class Door:
         """A stranger has shown who it is; False: that name has too many connections already."""
         if visit.name == name:
             return True
+        if visit not in self._visits:  # sent away just now
+            return False
         if visit.name or self._names[name] >= MAX_PER_NODE:
             return False
         visit.name = name

@@ -71,7 +71,7 @@ class Feeds:
             await response.prepare(request)
             await feed.run()
         except (ConnectionError, TimeoutError):
-            pass  # the child went away, or reads nothing: it will come back, here or elsewhere
+            _give_up(request)  # the child went away, or reads nothing: it will come back, here or elsewhere
         finally:
             state.leave(feed)
             if not state.feeds and self._children.get(child) is state:
@@ -146,6 +146,8 @@ class Feeds:
                 async with asyncio.timeout(WRITE_S):
                     await response.write(data)
                 start += len(data)
+        except TimeoutError:
+            _give_up(request)
         finally:
             holding.unpin()
         return response
@@ -391,6 +393,12 @@ class _Share:
             return None
         self.arrivals += 1
         return self.holding.arrivals[self.arrivals - 1]
+
+
+def _give_up(request: web.Request) -> None:
+    """Close a connection without waiting until the other side reads what is unsent."""
+    if request.transport is not None:
+        request.transport.abort()
 
 
 def _number(request: web.Request, name: str, most: int) -> int:

@@ -444,3 +444,27 @@ def test_a_store_that_cannot_be_used_is_one_clear_error(tmp_path: Path) -> None:
     signer = Signer.generate()
     with pytest.raises(ConfigError, match=r"weights\.store"):
         SenderNode.spawn(settings(signer, "sender", store=str(tmp_path / "file")))
+
+
+@pytest.mark.parametrize("what", ["payload", "feed"])
+def test_who_reads_nothing_of_what_it_asked_for_holds_nothing(
+    what: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("echo_planes.weights.node_feed.WRITE_S", 0.3)
+
+    async def story(chain: Chain) -> None:
+        signed = publication(chain.signer, 1, 30_000_000)
+        await hand_over(chain.sender, signed)
+        holding = chain.sender.shelf.holdings[signed.key]
+        path = f"GET /v1/publications/{key_text(signed.key)}/payload"
+        asked = path if what == "payload" else "POST /v1/feed?stream=0&of=1"
+        headers = "".join(f"{name}: {value}\r\n" for name, value in as_node("idler").items())
+        reader, writer = await asyncio.open_connection("127.0.0.1", chain.sender.port, limit=1024)
+        writer.write(f"{asked} HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n{headers}\r\n{{}}".encode())
+        await until(lambda: holding.pins + holding.senders > 0, LIMIT_S, "it to be sent something")
+        await until(lambda: holding.pins + holding.senders == 0, LIMIT_S, "it to be given up")
+        writer.transport.abort()
+        del reader
+
+    on_chain(0, story)
+    assert "Traceback" not in capfd.readouterr().err
