@@ -269,4 +269,4 @@ def test_the_tasks_command_is_the_trainers(
     with pytest.raises(SystemExit) as ended:
         poker_command(["warmstart", "--table", "none.arrow", "--model", "builtin:tiny-poker", *REST])
     assert ended.value.code == 2
-    assert "none.arrow cannot be read" in capsys.readouterr().err
+    assert "none.arrow: no readable table" in capsys.readouterr().err
