@@ -6,6 +6,7 @@ import ipaddress
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,12 +77,12 @@ def call(port: int, method: str) -> Any:
 
 
 def listeners(processes: list[psutil.Process]) -> list[Listener]:
-    found = [
-        (process.name(), one.laddr.ip, one.laddr.port)
-        for process in processes
-        for one in process.net_connections("inet")
-        if one.status == psutil.CONN_LISTEN
-    ]
+    found = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            sockets = process.net_connections("inet")
+            places = [one.laddr for one in sockets if one.status == psutil.CONN_LISTEN]
+            found += [(process.name(), place.ip, place.port) for place in places]
     with ThreadPoolExecutor(len(found)) as pool:  # most say nothing, each for `WAIT_S`
         answers = pool.map(lambda one: ask(one[1], one[2]), found)
     return [Listener(*one, answer) for one, answer in zip(found, answers, strict=True)]
