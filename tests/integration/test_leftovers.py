@@ -144,7 +144,8 @@ def cluster(tmp_path: Path) -> Iterator[tuple[Room, str]]:
     quiet = ["--include-dashboard=false", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
     with Room() as room:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ECHO_"))}
-        room.environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on loopback alone, the driver too
+        # On loopback alone, where nobody else is asked for a token; the driver must find it so as well.
+        room.environment |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "disabled"}
         told = tmp_path / "told"  # not a pipe: what it starts would hold it open
         with told.open("wb") as output:
             started = subprocess.run(
