@@ -531,6 +531,13 @@ def test_a_minimum_is_kept_where_no_fleet_is_enough() -> None:
     assert fleet.running == {"small": 3}
 
 
+def test_beside_minimums_that_are_beyond_a_limit_nobody_is_added() -> None:
+    fleet, own = Fleet(Limits(usd_per_hour=2.0, max_workers=3)), replace(SMALL, usd_per_hour=0.0)
+    for now_s in range(0, 200, 10):
+        fleet.tick(float(now_s), [replace(LARGE, min_count=1), own], replace(NEED, max_staleness=0, kappa=1))
+    assert fleet.running == {"large": 1}
+
+
 @pytest.mark.parametrize(
     "need", [NEED, replace(NEED, t_bcast_s=40.0), replace(NEED, max_staleness=0, kappa=1)]
 )
