@@ -13,6 +13,7 @@ from bench.chaos.machines import shut_off
 from bench.chaos.recovery import RECOMMENDED, WORKERS, life, strike
 from tests.integration.harness import ROOT
 from tests.integration.netns import missing
+from tests.thorough import takes_minutes
 
 pytestmark = [
     pytest.mark.integration,
@@ -21,6 +22,7 @@ pytestmark = [
 ]
 
 
+@takes_minutes
 def test_the_prompts_of_a_machine_that_was_cut_off_go_on_elsewhere(tmp_path: Path) -> None:
     words = shut_off([sys.executable, "-m", "tests.integration.test_recovery", str(tmp_path)])
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
