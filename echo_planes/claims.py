@@ -1,4 +1,4 @@
-"""What a worker says, checked before anybody acts on it: groups, pieces of answers, counters, evaluations.
+"""Checks of what a worker says, before anybody acts on it: groups, pieces of answers, counters, evaluations.
 
 Pure functions of a message and of what the receiver knows (`Rules`, the lease, the published versions). They
 take any object at all and never raise: what is wrong is a `Fault`, a named reason and one line for people.

@@ -1,4 +1,4 @@
-"""What a run is made from, by digest: a path says nothing of the files behind it.
+"""The inputs of a run, by digest: a path says nothing of the files behind it.
 
 `inputs.json` of a run folder is written when the run starts, and looked at by every resume.
 """

@@ -1,4 +1,4 @@
-"""What a resume may change of a run, and what it may not: told, or refused, before anything starts.
+"""Changes that a resume makes to a run: told where they may be, refused where not, before anything starts.
 
 Compared are the settings that the run recorded (its config.yaml) and those it is to go on with. A setting
 that is declared `Fixed` is the run's for good; the options of its task are, too, unless the task declares one

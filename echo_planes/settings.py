@@ -1,4 +1,4 @@
-"""How a setting is declared: sections, common types, and whether a resume may change it."""
+"""Declaration of settings: sections, common types, and whether a resume may change it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the record of a replay buffer says about leases: who had which prompt, and when its tokens came."""
+"""Leases by the record of a replay buffer: who had which prompt, and when its tokens came."""
 
 from __future__ import annotations
 

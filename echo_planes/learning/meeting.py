@@ -1,4 +1,4 @@
-"""How the learner's ranks find one another, so that nothing listens but on the address in use.
+"""Rendezvous of the learner's ranks: nothing listens but on the address in use.
 
 torch's own store listens on every address of the machine and answers whoever comes: it has no credentials.
 """

@@ -1,4 +1,4 @@
-"""Who a node is: one credential per node, bound to its name, that nobody else can make.
+"""Credentials of nodes: one per node, bound to its name, that nobody else can make.
 
 The sender's node holds the run's secret, which no worker gets. A worker is given `credential(secret, name)`:
 with it the sender knows who asks, and no other name can be claimed. At another worker, its parent, that would

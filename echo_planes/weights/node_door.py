@@ -1,4 +1,4 @@
-"""Who may stay connected to a node: a stranger has seconds to show who it is, and there are never many.
+"""Admission of connections to a node: a stranger has seconds to show who it is, and there are never many.
 
 A connection costs a descriptor before anything is known of whoever made it. So strangers are few, in all and
 from one address, and each new one takes the place of the oldest of the address with the most: an honest node,

@@ -1,4 +1,4 @@
-"""Who lacks what the learner has committed, and since when too little of it has reached whom. Pure.
+"""Starvation of nodes: which lack what the learner has committed, and since when they get too little. Pure.
 
 A parent that wants to keep its child from the newest version need not be silent: it can ping, send old
 versions, open publications and cancel them, send byte after byte, or headers without their chunks, and report

@@ -1,4 +1,4 @@
-"""What runs in the sandbox when an answer is judged: two programs, with a pipe each way between them.
+"""Programs in the sandbox when an answer is judged: two, with a pipe each way between them.
 
 `answer` runs the answer and does as it is asked: call this with that. `judge` runs the authors' tests, with a
 `Remote` wherever they name something that the answer defines, and holds what they expect; it never runs the

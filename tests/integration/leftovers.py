@@ -1,4 +1,4 @@
-"""What a run leaves on its machine: processes, files, shared memory, semaphores, control groups.
+"""Leftovers of a run on its machine: processes, files, shared memory, semaphores, control groups.
 
 `Room` is a place of their own for the runs of a test: all in it is theirs, however busy the machine is.
 """

@@ -1,4 +1,4 @@
-"""Whoever judges programs is killed with its whole process group, as a slow reward is: nothing stays."""
+"""A judge of programs is killed with its whole process group, as a slow reward is: nothing stays."""
 
 from __future__ import annotations
 

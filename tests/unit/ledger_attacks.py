@@ -1,4 +1,4 @@
-"""What a hostile worker may try on the ledger, by name: mounted on a whole data plane in one process.
+"""Attacks of a hostile worker on the ledger, by name: mounted on a whole data plane in one process.
 
 `LEDGER_ATTACKS` is a table for tests and benchmarks: `mount` plays one of them and says what came of it.
 """

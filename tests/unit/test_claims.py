@@ -1,4 +1,4 @@
-"""What a worker says, checked: named attacks, every field made absurd, and honest work let through."""
+"""Checks of what a worker says: named attacks, every field made absurd, and honest work let through."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the learner's ranks meet: at one address, that of loopback where one machine has them all."""
+"""Rendezvous of the learner's ranks: at one address, that of loopback where one machine has them all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a resume may change is told, what it may not is refused by name, before anything starts."""
+"""A resume's changes: told where they may be, refused by name where not, before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which temporary folders are left by the dead, and what may never be cleared."""
+"""Temporary folders left by the dead, and those that may never be cleared."""
 
 from __future__ import annotations
 

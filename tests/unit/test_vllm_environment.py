@@ -1,4 +1,4 @@
-"""What an engine's processes inherit, and their actor must not keep."""
+"""The environment that an engine's processes inherit, and their actor must not keep."""
 
 from __future__ import annotations
 
