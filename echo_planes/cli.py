@@ -53,6 +53,11 @@ def load_config(words: Sequence[str]) -> Config:
         else:
             overrides.append((key, parse_word(key, text)))
     tree = read_yaml(config_dir() / "default.yaml")
+    for key, value in overrides:
+        if key == "run" and isinstance(value, dict) and "resume" in value:
+            raise ConfigError(
+                "run={resume: ...}: a resume begins from another configuration; write run.resume=..."
+            )
     resume = dict(overrides).get("run.resume")
     if resume is not None:
         tree = _resumed(Path(str(resume)), tree)

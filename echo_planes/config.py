@@ -135,7 +135,8 @@ class FleetConfig(Section):
     restarts: int = Free(
         3,
         ge=0,
-        description="times a lost worker is started again, each, after 0, 1, 3, 7, ... 60 s (scale=fixed)",
+        description="times in a row that a lost worker is started again, each, after 0, 1, 3, 7, ... 60 s; "
+        "ten minutes of work begin the row anew (scale=fixed)",
     )
     scale: Literal["fixed", "static", "ray"] = Free(
         "fixed",

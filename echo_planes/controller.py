@@ -68,6 +68,7 @@ STARVED_AGAIN_S = 2.0  # a starved learner publishes again after this long, and 
 MOST_STARVED_AGAIN_S = 120.0
 MAX_INSTALL_FAILURES = 3  # then the worker is replaced
 MOST_RESTART_DELAY_S = 60  # a lost worker comes back after 0 s, 1 s, 3 s, 7 s, ..., but no later than this
+STEADY_S = 600.0  # losses of a worker that was up so long between them are not in a row
 
 
 @dataclass
@@ -78,6 +79,8 @@ class _Worker:
     installing: int = -1  # version on its way, -1: none
     failures: int = 0  # installs refused in a row
     restarts: int = 0
+    in_a_row: int = 0  # of them, without `STEADY_S` of work in between
+    ready_s: float | None = None  # when this incarnation was
     given_up: bool = False
     leaving: bool = False  # takes no new prompts
     evaluating: bool = False  # newer weights wait until it has answered
@@ -155,9 +158,9 @@ class Controller:
             case Published(manifest):
                 actions = self._on_published(manifest, now_s)
             case WorkerReady():
-                actions = self._on_worker_ready(event)
+                actions = self._on_worker_ready(event, now_s)
             case WorkerLost():
-                actions = self._on_worker_lost(event)
+                actions = self._on_worker_lost(event, now_s)
             case WorkerWanted(worker_id):
                 self._workers[worker_id] = _Worker(epoch=self._first_epoch)
                 actions = [StartWorker(worker_id, self._first_epoch, 0.0)]
@@ -166,7 +169,7 @@ class Controller:
             case WorkerLeft(worker_id, epoch):
                 actions = self._on_worker_left(worker_id, epoch)
             case Installed(report, epoch):
-                actions = self._on_installed(report, epoch)
+                actions = self._on_installed(report, epoch, now_s)
             case BatchReady(batch):
                 self._starved_since_s = self._waiting_since_s = None
                 self._starved_again_s = STARVED_AGAIN_S
@@ -317,31 +320,36 @@ class Controller:
         self._past_restarts[worker_id] = self._workers.pop(worker_id).restarts
         return [StopWorker(worker_id)]
 
-    def _on_worker_ready(self, event: WorkerReady) -> list[Action]:
+    def _on_worker_ready(self, event: WorkerReady, now_s: float) -> list[Action]:
         worker = self._living(event.worker_id, event.epoch)
         if worker is None:
             return []
         worker.up, worker.version, worker.installing, worker.evaluating = True, -1, -1, False
+        worker.ready_s = now_s
         return self._install(event.worker_id, worker) if self._manifest else []
 
-    def _on_worker_lost(self, event: WorkerLost) -> list[Action]:
+    def _on_worker_lost(self, event: WorkerLost, now_s: float) -> list[Action]:
         worker = self._living(event.worker_id, event.epoch)
         if worker is None:
             return []
-        return self._replace(event.worker_id, worker, event.reason)
+        return self._replace(event.worker_id, worker, event.reason, now_s)
 
-    def _replace(self, worker_id: str, worker: _Worker, reason: str) -> list[Action]:
+    def _replace(self, worker_id: str, worker: _Worker, reason: str, now_s: float) -> list[Action]:
         if worker.leaving or self._config.fleet.scale != "fixed":
             return self._forget(worker_id)  # whether another comes is the fleet's decision
         worker.up, worker.version, worker.installing, worker.failures = False, -1, -1, 0
         worker.epoch += 1
-        if worker.restarts >= self._config.fleet.restarts:
+        if worker.ready_s is not None and now_s - worker.ready_s >= STEADY_S:
+            worker.in_a_row = 0
+        worker.ready_s = None
+        if worker.in_a_row >= self._config.fleet.restarts:
             worker.given_up = True
             if all(w.given_up for w in self._workers.values()):
                 return self._finish("failed", f"no worker is left; the last one, {worker_id}: {reason}")
             return [StopWorker(worker_id)]
         worker.restarts += 1
-        delay_s = min(2 ** (worker.restarts - 1) - 1, MOST_RESTART_DELAY_S)
+        worker.in_a_row += 1
+        delay_s = min(2 ** (worker.in_a_row - 1) - 1, MOST_RESTART_DELAY_S)
         return [StartWorker(worker_id, worker.epoch, float(delay_s))]
 
     def _install(self, worker_id: str, worker: _Worker) -> list[Action]:
@@ -350,7 +358,7 @@ class Controller:
         worker.installing = self._manifest.version
         return [Install(worker_id, worker.epoch, fresh=worker.failures > 0)]
 
-    def _on_installed(self, report: InstallReport, epoch: int) -> list[Action]:
+    def _on_installed(self, report: InstallReport, epoch: int, now_s: float) -> list[Action]:
         worker = self._living(report.worker_id, epoch)
         if worker is None or self._manifest is None:
             return []
@@ -367,7 +375,7 @@ class Controller:
             return actions
         worker.failures += 1
         if worker.failures > MAX_INSTALL_FAILURES:
-            return self._replace(report.worker_id, worker, f"install refused: {report.error}")
+            return self._replace(report.worker_id, worker, f"install refused: {report.error}", now_s)
         return self._install(report.worker_id, worker)
 
     # --- evaluation and the end ------------------------------------------------------------------

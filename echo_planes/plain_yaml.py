@@ -8,6 +8,7 @@ of values in a line, or one that never ends.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe, with the numbers of JSON, and no deeper than MAX_DEPTH."""
+    """Safe, with the numbers of JSON, no key twice, and no deeper than MAX_DEPTH."""
 
     _depth = 0
 
@@ -44,6 +45,13 @@ class _Loader(yaml.SafeLoader):
             return super().compose_node(parent, index)
         finally:
             self._depth -= 1
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if twice := [key for key, count in keys.items() if count > 1]:
+            raise ValueError(f"{shown(twice[0])} stands in it twice")
+        return node
 
 
 class _Dumper(yaml.SafeDumper):

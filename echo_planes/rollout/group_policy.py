@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from echo_planes.errors import WorkerGoneError
 from echo_planes.rollout.generate import Engine
 from echo_planes.samples import joined
 from echo_planes.types import Draft, Draw, Sample
@@ -71,6 +72,10 @@ class GroupPolicy:
             work.append(self._begin(key, len(joining) - len(begun)))
         try:
             answers = [sample for samples in await _together(work) for sample in samples]
+            if len(answers) != len(joining):  # else some would wait for ever
+                raise WorkerGoneError(
+                    f"the engine gave {len(answers)} samples where {len(joining)} were asked for"
+                )
         except Exception as why:  # noqa: BLE001  raised again by every sample that asked
             for future in joining:
                 if not future.done():

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from echo_planes import events as ev
+from echo_planes.controller import STEADY_S
 from echo_planes.errors import ClusterError, EchoPlanesError
 from echo_planes.money import Budget
 from echo_planes.sim.chaos import ChaosDataPlane, ChaosMarket, Ghost
@@ -101,7 +102,8 @@ class ChaosWorld(World):
         self._published_steps = -1  # newest version that was published
         self._work: LearnerWork | None = None  # that the learner has in hand
         self._epochs: dict[str, int] = {}  # newest that was started
-        self._starts: Counter[str] = Counter()
+        self._starts: Counter[str] = Counter()  # in a row
+        self._ready_s: dict[tuple[str, int], float] = {}  # by worker and epoch
         self._no_installs_until_s = 0.0
         self._streamed_s: dict[str, float] = {}  # when each worker streamed last
         self._stop_due_s: float | None = None  # when the budget was seen to be spent
@@ -142,6 +144,8 @@ class ChaosWorld(World):
                 late_s = self.chaos.uniform(0.0, self.plan.leave_s)
                 self.kernel.after(late_s, partial(super().tell, event))
                 return
+            case ev.WorkerReady(worker_id, epoch):
+                self._ready_s[worker_id, epoch] = self.kernel.now_s
             case ev.WorkerLost() if self.chaos.random() < self.plan.twice:
                 super().tell(event)
         super().tell(event)
@@ -192,6 +196,8 @@ class ChaosWorld(World):
         before = self._epochs.get(worker_id, -1)
         require(epoch > before, f"{worker_id} is started with epoch {epoch} after {before}")
         self._epochs[worker_id] = epoch
+        if self.kernel.now_s - self._ready_s.get((worker_id, before), math.inf) >= STEADY_S:
+            self._starts[worker_id] = 1
         self._starts[worker_id] += 1
         most = self.scenario.fleet.restarts + 1
         require(self._starts[worker_id] <= most, f"{worker_id} is started {self._starts[worker_id]} times")

@@ -135,7 +135,7 @@ class FleetModel(Section):
         "take the place of the lost; provisioned: as many as pay; exact: the same, by the optimum of every "
         "moment and without hysteresis, to compare with",
     )
-    restarts: int = Field(3, ge=0, description="fixed: times a lost worker is started again, each")
+    restarts: int = Field(3, ge=0, description="fixed: times in a row that a lost worker is started again")
     boot_limit_s: PositiveFloat = Field(
         3600.0, description="a worker that does not generate by then is given up, its offer backed off"
     )

@@ -200,6 +200,8 @@ def test_a_wrong_choice_lists_the_choices_and_the_nearest(word: str, parts: list
         (["run.steps.more.still=1"], ["run.steps.more.still", "not a section"]),
         (["run.dir=[unclosed"], ["run.dir", "[unclosed", "is not YAML"]),
         (["run.resume=/no/such/run"], ["run.resume=/no/such/run", "config.yaml"]),
+        (["run={resume: /no/such/run}"], ["run={resume: ...}", "write run.resume=..."]),
+        (["run={steps: 3, seed: 1, steps: 5}"], ["is not YAML", "steps", "stands in it twice"]),
     ],
 )
 def test_other_mistakes(words: list[str], parts: list[str]) -> None:

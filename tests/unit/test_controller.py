@@ -13,6 +13,7 @@ from echo_planes.controller import (
     MAX_INSTALL_FAILURES,
     MOST_RESTART_DELAY_S,
     STARVED_AGAIN_S,
+    STEADY_S,
     Controller,
 )
 from echo_planes.testing import replace_section, tiny_config
@@ -355,6 +356,22 @@ def test_a_lost_worker_comes_back_with_a_new_epoch_and_a_growing_delay() -> None
     assert delays == sorted(set(delays))
     assert loop.tell(ev.WorkerLost("w0", 3, "died")) == [ev.StopWorker("w0")]  # given up; w1 goes on
     assert loop.controller.restarts == {"w0": 3, "w1": 0}
+
+
+def test_losses_far_apart_are_not_in_a_row() -> None:
+    """Over weeks every worker is lost more often than a broken one would be started again."""
+    loop = Loop(settings(restarts=2), ("w0", "w1"))
+    loop.start()
+    for epoch in range(9):
+        loop.now_s += STEADY_S
+        again = loop.tell(ev.WorkerLost("w0", epoch, "died"))
+        assert again == [ev.StartWorker("w0", epoch + 1, 0.0)]
+        loop.tell(ev.WorkerReady("w0", epoch + 1))
+    assert loop.controller.restarts == {"w0": 9, "w1": 0}
+    loop.now_s += STEADY_S - 1.0
+    assert loop.tell(ev.WorkerLost("w0", 9, "died")) == [ev.StartWorker("w0", 10, 1.0)]  # the second in a row
+    loop.now_s += 10 * STEADY_S  # of starting, without an engine
+    assert loop.tell(ev.WorkerLost("w0", 10, "died")) == [ev.StopWorker("w0")]
 
 
 def test_the_delay_of_a_lost_worker_has_a_ceiling() -> None:

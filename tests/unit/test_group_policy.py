@@ -11,7 +11,7 @@ import pytest
 
 from echo_planes.data.drafts import DraftBook
 from echo_planes.data.task import EpisodeBuilder, Policy, TaskAdapter, TaskOptions
-from echo_planes.errors import RunError
+from echo_planes.errors import RunError, WorkerGoneError
 from echo_planes.fakes import FakeTask, FakeTokenizer, InlineScorer
 from echo_planes.rollout.group_policy import GroupPolicy
 from echo_planes.rollout.play import Player
@@ -340,3 +340,15 @@ def test_an_engine_that_died_in_a_continuation_ends_the_worker() -> None:
     drafts = [draft(task.prompt(7).token_ids, 5)]
     with pytest.raises(RunError, match="the engine hangs"):
         play_group(task, Dies(), Streamed(drafts), drafts, 100.0)
+
+
+def test_an_engine_that_answers_for_too_few_ends_the_worker() -> None:
+    """Else those that it left out would wait until their lease ends."""
+
+    class Miscounts(Engine):
+        async def generate(self, prompt_ids: Sequence[int], **settings: Any) -> list[Sample]:
+            return (await super().generate(prompt_ids, **settings))[1:]
+
+    task = FakeTask(TaskOptions(), FakeTokenizer(), 0)
+    with pytest.raises(WorkerGoneError, match="samples where"):
+        play_group(task, Miscounts(), Streamed([]), [], 100.0)
