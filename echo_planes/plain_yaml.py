@@ -46,7 +46,7 @@ class _Loader(yaml.SafeLoader):
         finally:
             self._depth -= 1
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
         if twice := [key for key, count in keys.items() if count > 1]:

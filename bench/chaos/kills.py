@@ -20,7 +20,6 @@ from bench.chaos.failpoints import PLACES, SIDES, Armed, Place, Victim, arm, fir
 from bench.chaos.lives import (
     ENDS_THE_RUN,
     GOES_ON,
-    GONE_S,
     START_S,
     Lineage,
     Reference,
@@ -122,7 +121,8 @@ class Lane:
         self._choose = choose
         self._real_engine = real_engine
         self._log = folder / "kills.jsonl"
-        self.kills = read_lines(self._log)
+        self._ends = folder / "ends.jsonl"  # of lives that were let end
+        self.kills, self.ends = read_lines(self._log), read_lines(self._ends)
         self.lives = max((one["life"] for one in self.kills), default=0)
 
     def kill_until(self, kills: int) -> None:
@@ -136,6 +136,7 @@ class Lane:
                 else:
                     running.interrupt()
                     running.wait(START_S)
+                    self._kept(self._ends, self.ends, {"left_behind": self.lineage.left_behind()})
 
     def end_well(self) -> None:
         """Let the run make a few more steps and end."""
@@ -151,7 +152,7 @@ class Lane:
             "kills": len(self.kills),
             "lives": self.lives,
             "places": dict(sorted(places.items())),
-            "left_behind": sum(bool(one["left_behind"]) for one in self.kills),
+            "left_behind": sum(bool(one["left_behind"]) for one in self.kills + self.ends),
             **asdict(judge(self.lineage, None if reference is None else reference.digests)),
         }
 
@@ -182,11 +183,14 @@ class Lane:
             "resumed_s": resumed_s,
             "left_behind": left,
         }
-        self.kills.append(record)
-        with self._log.open("a") as log:
-            log.write(json.dumps(record) + "\n")
+        self._kept(self._log, self.kills, record)
         print(f"[kills] {self.lineage.folder.name} {len(self.kills)}: {record}", flush=True)
         return victim
+
+    def _kept(self, path: Path, records: list[dict[str, Any]], record: dict[str, Any]) -> None:
+        records.append(record)
+        with path.open("a") as log:
+            log.write(json.dumps(record) + "\n")
 
     def _fired(self, running: Program) -> bool:
         if fired(self.lineage.folder):
@@ -226,7 +230,7 @@ class Lane:
         """What is left behind by a run that ended; seconds to the next step of one that goes on."""
         if victim in ENDS_THE_RUN:
             running.wait(START_S)
-            return self.lineage.left_behind(GONE_S), None
+            return self.lineage.left_behind(), None
         begun_s = time.monotonic()
         self._wait_for_step(running)
         return "", round(time.monotonic() - begun_s, 2)

@@ -22,13 +22,12 @@ from bench.chaos.failpoints import Victim, arm, seen
 from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.data.store.snapshot import StoreSnapshot
 from tests.integration.harness import ROOT, Program, metrics, program, summary
-from tests.integration.leftovers import Room
+from tests.integration.leftovers import KILLED_S, Room, left_within
 
 PROMPTS, SAMPLES = 6, 4
 EVERY = 5  # steps between checkpoints
 ENDLESS = 1_000_000
 START_S = 240.0  # until the first step of a life, on a busy machine
-GONE_S = 5.0  # a process of a run that was killed is gone by then
 WORDS = (
     "task=bench.chaos.parts:ChaosTask",
     "model.path=builtin:tiny-code",
@@ -91,8 +90,8 @@ class Lineage:
             yield running
         shutil.rmtree(work)
 
-    def left_behind(self, limit_s: float) -> str:
-        """What is still there of a life that has ended, processes and files, `limit_s` later; "" if nothing.
+    def left_behind(self) -> str:
+        """What is still there of a life `KILLED_S` after it ended, processes and files; "" if nothing.
 
         Raises:
             RuntimeError: there was no life yet.
@@ -100,11 +99,8 @@ class Lineage:
         room = self._room
         if room is None:
             raise RuntimeError("nothing can be left of a run that was never started")
-        try:
-            wait_for(lambda: room.look().count == 0, limit_s, "everything to go")
-        except TimeoutError:
-            return str(room.look())
-        return ""
+        left = left_within(room.look, KILLED_S)
+        return str(left) if left.count else ""
 
     def last_step(self) -> int:
         """Of the metrics; 0 before the first."""

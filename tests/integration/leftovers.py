@@ -9,7 +9,9 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +21,7 @@ import psutil
 SEMAPHORE = "sem."  # glibc's named semaphores, in shared memory
 CONTROL_GROUP = "echo-planes-"
 READY = "ready"
+KILLED_S = 5.0  # after a kill -9, until nothing is left
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +174,14 @@ class Room:
         strangers = set(psutil.pids()) - {process.pid for process in inside}
         theirs = frozenset(name for name in seen.control_groups if maker(name) in strangers)
         return seen - self._before - Left(control_groups=theirs)
+
+
+def left_within(look: Callable[[], Left], limit_s: float) -> Left:
+    """What is still there `limit_s` later; nothing, as soon as nothing is."""
+    until_s, tick = time.monotonic() + limit_s, threading.Event()
+    while (left := look()).count and time.monotonic() < until_s:
+        tick.wait(0.05)
+    return left
 
 
 def machine(processes: Sequence[psutil.Process]) -> Left:

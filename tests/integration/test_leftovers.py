@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -14,7 +13,7 @@ import pytest
 
 from tests.integration import leftovers
 from tests.integration.harness import ROOT, RUN_LIMIT_S, SMALL, events, program, wait_until
-from tests.integration.leftovers import Left, Room
+from tests.integration.leftovers import KILLED_S, Left, Room, left_within
 from tests.thorough import takes_minutes
 
 pytestmark = [
@@ -23,7 +22,6 @@ pytestmark = [
     pytest.mark.skipif(bool(leftovers.missing()), reason=leftovers.missing()),
 ]
 
-KILLED_S = 5.0  # after a kill -9, until nothing is left
 RAY_S = 15.0  # a cluster of others ends the actors of a driver that is gone when it has noticed
 HEAD_S = 120.0  # until a head is up, on a busy machine
 STEPS = 4
@@ -33,18 +31,6 @@ STEPS = 4
 def room() -> Iterator[Room]:
     with Room() as opened:
         yield opened
-
-
-def left_of(look: Callable[[], Left], limit_s: float) -> Left:
-    """What is still there when it should have gone; nothing, if it goes in time."""
-    with suppress(AssertionError):
-        wait_until(lambda: look().count == 0, limit_s, "everything of the run to go")
-    return look()
-
-
-def left_after(room: Room, limit_s: float) -> Left:
-    """`left_of` a room that has one run in it."""
-    return left_of(room.look, limit_s)
 
 
 def test_a_run_that_ends_well_leaves_nothing(room: Room, tmp_path: Path) -> None:
@@ -85,12 +71,13 @@ def kill_with_all_it_started(victim: psutil.Process) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("who", ["driver", pytest.param("raylet", marks=takes_minutes)])
+@takes_minutes  # the driver's also in test_listening
+@pytest.mark.parametrize("who", ["driver", "raylet"])
 def test_nothing_is_left_seconds_after_a_kill(room: Room, tmp_path: Path, who: str) -> None:
     with program(tmp_path / "work", tmp_path / "run", *SMALL, "run.steps=1000", room=room) as run:
         run.wait_for_step(2)
         (psutil.Process(run.process.pid) if who == "driver" else run.actor(who)).kill()
-        left = left_after(room, KILLED_S)
+        left = left_within(room.look, KILLED_S)
         status = run.wait()
     assert left == Left(), str(left)
     assert status == (-9 if who == "driver" else 1)
@@ -108,7 +95,7 @@ def test_a_run_that_lost_a_plane_ends_by_itself_and_leaves_nothing(
         run.wait_for_step(2)
         assert kill_with_all_it_started(run.actor(who)) == []
         assert run.wait() == 1, run.tail()
-        left = left_after(room, KILLED_S)
+        left = left_within(room.look, KILLED_S)
     assert left == Left(), str(left)
 
 
@@ -124,7 +111,7 @@ def test_an_engine_of_several_ranks_goes_with_its_worker_and_with_the_driver(
         # While the replacement's engine starts: its processes have not come to any code of ours yet.
         wait_until(lambda: engine_starts(room), RUN_LIMIT_S, "another engine to start")
         run.process.kill()
-        left = left_after(room, KILLED_S)
+        left = left_within(room.look, KILLED_S)
     assert left == Left(), str(left)
 
 
@@ -184,6 +171,6 @@ def test_on_a_cluster_of_others_our_own_files_go_and_no_others(
             run.wait_for_step(2)
             assert len(room.look().files) > len(before.files)
             run.process.kill()
-        left = left_of(lambda: ours(room.look() - before), RAY_S)
+        left = left_within(lambda: ours(room.look() - before), RAY_S)
     assert left == Left(), str(left)
     assert room.look().files == before.files

@@ -1,13 +1,16 @@
-"""Every socket that a whole run listens on, and what it says to somebody who brings no credentials."""
+"""Every socket that a whole run listens on, and what it says to somebody who brings no credentials.
+
+The run is the largest of the tests, two learner ranks and two workers. So what a kill -9 of its driver leaves
+behind is looked for here, too.
+"""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -16,7 +19,7 @@ import pytest
 
 from tests.integration import leftovers
 from tests.integration.harness import SMALL, program
-from tests.integration.leftovers import Room
+from tests.integration.leftovers import KILLED_S, Left, Room, left_within
 
 pytestmark = [
     pytest.mark.integration,
@@ -45,6 +48,7 @@ class Listener:
     address: str
     port: int
     answer: bytes
+    codes: frozenset[Any] = frozenset()  # statuses of gRPC calls, where it speaks HTTP/2
 
     @property
     def is_local(self) -> bool:
@@ -80,6 +84,12 @@ def call(port: int, method: str) -> Any:
     return grpc.StatusCode.OK
 
 
+def with_codes(listener: Listener) -> Listener:
+    if not listener.answer.startswith(HTTP2_SETTINGS):
+        return listener
+    return replace(listener, codes=frozenset(call(listener.port, method) for method in METHODS))
+
+
 def listeners(processes: list[psutil.Process]) -> list[Listener]:
     found = []
     for process in processes:
@@ -92,14 +102,29 @@ def listeners(processes: list[psutil.Process]) -> list[Listener]:
     return [Listener(*one, answer) for one, answer in zip(found, answers, strict=True)]
 
 
+@dataclass(frozen=True)
+class Seen:
+    """Listeners when all of a run was at work, and what was left `KILLED_S` after its driver's end."""
+
+    listeners: list[Listener]
+    left: Left
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Listener]]:
-    """Of a run of two learner ranks and two workers, when all of it is at work."""
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """Of a run of two learner ranks and two workers."""
     folder = tmp_path_factory.mktemp("listening")
     words = (*SMALL, "run.steps=1000", *TWO_RANKS)
     with Room() as room, program(folder / "work", folder / "run", *words, room=room) as run:
         run.wait_for_step(1)
-        yield listeners(room.processes())
+        found = [with_codes(one) for one in listeners(room.processes())]
+        run.process.kill()
+        return Seen(found, left_within(room.look, KILLED_S))
+
+
+@pytest.fixture
+def found(seen: Seen) -> list[Listener]:
+    return seen.listeners
 
 
 def test_the_run_has_its_usual_listeners(found: list[Listener]) -> None:
@@ -121,8 +146,10 @@ def test_only_numbers_are_told_to_whoever_brings_no_credentials(found: list[List
 
 
 def test_ray_does_nothing_for_a_caller_without_the_token_of_the_run(found: list[Listener]) -> None:
-    speaking = [one for one in found if one.answer.startswith(HTTP2_SETTINGS)]
-    codes = {one: {call(one.port, method) for method in METHODS} for one in speaking}
-    assert not [one for one, seen in codes.items() if grpc.StatusCode.OK in seen]
-    refusing = {one.process for one, seen in codes.items() if grpc.StatusCode.UNAUTHENTICATED in seen}
+    assert not [one for one in found if grpc.StatusCode.OK in one.codes]
+    refusing = {one.process for one in found if grpc.StatusCode.UNAUTHENTICATED in one.codes}
     assert {"gcs_server", "raylet", "ray::DataService"} <= {name.partition(".")[0] for name in refusing}
+
+
+def test_nothing_is_left_seconds_after_a_kill_of_the_driver(seen: Seen) -> None:
+    assert seen.left == Left(), str(seen.left)
