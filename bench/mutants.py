@@ -274,7 +274,7 @@ MUTANTS = (
         "a worker is started again for ever",
         Controller,
         "_replace",
-        "worker.restarts >= self._config.fleet.restarts",
+        "worker.in_a_row >= self._config.fleet.restarts",
         "False",
     ),
     Mutant("a leaving worker gets leases", Flow, "ask", "member.leaving", "False"),
