@@ -17,7 +17,6 @@ import struct
 import traceback
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from echo_planes.claims import Rules, group_fault, stats_fault, tokens_fault
 from echo_planes.data.schema import to_batch
 from echo_planes.data.store.message import Kind, Place, encode
 from echo_planes.data.store.segment import GROUP_ENTRY, scan
-from echo_planes.errors import EchoPlanesError
+from echo_planes.errors import EchoPlanesError, LeaseError
 from echo_planes.types import Draft, Lease, LeaseTokens, Prompt, Sample, Span, Trajectory, WorkerStats
 from echo_planes.weights.manifest import PublicationKey
 from echo_planes.weights.tracker_events import Event, event_from_json, event_to_json
@@ -142,14 +141,17 @@ def _leases() -> tuple[Decoder, list[bytes]]:
         damaged = data not in (b"group", b"tokens", b"stats")
         if data[:1] == b"g":
             message = _exchanged(group, rng) if damaged else group
-            if group_fault(lease, message, has_made, rules) is None:
+            fault = group_fault(lease, message, has_made, rules)
+            if fault is None:
                 to_batch([message], created_s=1.0)
-            elif not damaged:
-                raise RuntimeError("an honest group is refused")
         elif data[:1] == b"t":
-            tokens_fault(_exchanged(tokens, rng) if damaged else tokens, rules)
+            fault = tokens_fault(_exchanged(tokens, rng) if damaged else tokens, rules)
         else:
-            stats_fault(_exchanged(stats, rng) if damaged else stats, "w0")
+            fault = stats_fault(_exchanged(stats, rng) if damaged else stats, "w0")
+        if fault is not None and not damaged:
+            raise RuntimeError(f"an honest message is refused: {fault}")
+        if fault is not None:
+            raise LeaseError(str(fault))
 
     return take, [b"group", b"tokens", b"stats"]
 
@@ -188,11 +190,12 @@ def fuzz(folder: Path, decoders: Sequence[str], inputs: int, processes: int) -> 
     done = {(line["decoder"], line["block"]): line for line in read_lines(log)}
     blocks = -(-inputs // BLOCK)
     wanted = [(name, block) for name in decoders for block in range(blocks) if (name, block) not in done]
+    # Not an executor: with a limit of tasks per process it may hang when two processes reach it at once.
     with (
-        ProcessPoolExecutor(processes, mp_context=get_context("spawn"), max_tasks_per_child=20) as pool,
+        get_context("spawn").Pool(processes, maxtasksperchild=20) as pool,
         log.open("a", buffering=1) as out,
     ):
-        for line in pool.map(_block, wanted):
+        for line in pool.imap(_block, wanted):
             done[line["decoder"], line["block"]] = line
             out.write(json.dumps(line) + "\n")
             print(f"[fuzz] {line}", flush=True)
