@@ -405,6 +405,7 @@ LEDGER_ATTACKS: tuple[Attack, ...] = (
     episode("a mask of numbers", "bad_mask", response_mask=(1, 0, 1, 7)),
     episode("a mask of nothing", "bad_mask", response_mask=(False,) * 4),
     # log-probabilities
+    episode("an alternative's huge whole logprob", "bad_logprobs", top_logprobs=(((10, -(2**70)),),)),
     episode("a logprob of NaN", "bad_logprobs", logprobs=(-0.5, 0.0, -0.25, math.nan)),
     episode("a positive logprob", "bad_logprobs", logprobs=(-0.5, 0.0, -0.25, 0.7)),
     episode("an infinite logprob", "bad_logprobs", logprobs=(-0.5, 0.0, -0.25, math.inf)),
