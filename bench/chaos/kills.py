@@ -136,7 +136,7 @@ class Lane:
                 else:
                     running.interrupt()
                     running.wait(START_S)
-                    self._kept(self._ends, self.ends, {"left_behind": self.lineage.left_behind()})
+                    _keep(self._ends, self.ends, {"left_behind": self.lineage.left_behind()})
 
     def end_well(self) -> None:
         """Let the run make a few more steps and end."""
@@ -183,14 +183,9 @@ class Lane:
             "resumed_s": resumed_s,
             "left_behind": left,
         }
-        self._kept(self._log, self.kills, record)
+        _keep(self._log, self.kills, record)
         print(f"[kills] {self.lineage.folder.name} {len(self.kills)}: {record}", flush=True)
         return victim
-
-    def _kept(self, path: Path, records: list[dict[str, Any]], record: dict[str, Any]) -> None:
-        records.append(record)
-        with path.open("a") as log:
-            log.write(json.dumps(record) + "\n")
 
     def _fired(self, running: Program) -> bool:
         if fired(self.lineage.folder):
@@ -234,6 +229,13 @@ class Lane:
         begun_s = time.monotonic()
         self._wait_for_step(running)
         return "", round(time.monotonic() - begun_s, 2)
+
+
+def _keep(path: Path, records: list[dict[str, Any]], record: dict[str, Any]) -> None:
+    """Add a record to those of a file, and to the file."""
+    records.append(record)
+    with path.open("a") as log:
+        log.write(json.dumps(record) + "\n")
 
 
 def kill_verdicts(figures: dict[str, Any], number: int, *, deterministic: bool) -> dict[str, bool]:
