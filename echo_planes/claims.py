@@ -404,9 +404,8 @@ def _check_drawn(
 def _check_logprobs(logprobs: Sequence[Any], lowest: float, name: str) -> None:
     if not all(_is_number(kind) for kind in set(map(type, logprobs))):
         raise _Wrong("bad_logprobs", f"{name}: a log-probability is not a number")
-    if any(
-        type(one) is int and one < -(2**53) for one in logprobs
-    ):  # no float has it; Arrow refuses those of 65 bits
+    # Arrow takes whole numbers of 64 bits, and raises at longer ones.
+    if any(type(one) is int and one < -(2**53) for one in logprobs):
         raise _Wrong("bad_logprobs", f"{name}: a log-probability is a huge whole number")
     # A comparison with NaN is false, but min and max pass it over: the sum does not.
     if logprobs and not (
