@@ -135,11 +135,11 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "eval.samples_per_prompt=1",
     ]
     with metadata.serving(), program(base / "work", folder, *words, command=WATCHED_PROGRAM) as running:
-        running.wait_for_step(2)
+        # At the start both are full. Later w1 may take what there is, where the learner is slow.
         wait_in_generation(running, "w0")
         metadata.armed.set()
         running.wait_until(lambda: events(folder, "worker left"), "w0 left")
-        running.wait_for_step(metrics(folder)[-1]["step"] + 1)
+        running.wait_for_step(len(metrics(folder)) + 1)
         wait_in_generation(running, "w1")
         killed = running.actor("ray::WorkerProc")  # the oldest of those alive
         (base / KILLED).write_text(str(time.time()))
