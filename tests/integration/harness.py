@@ -80,8 +80,8 @@ class Program:
         for process in psutil.process_iter():
             try:
                 is_ours = process.cwd() == str(self.work_dir)
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue  # gone meanwhile, or a zombie
+            except (psutil.Error, OSError):
+                continue  # gone meanwhile, a zombie, or deeper than a path may be long: no run works there
             if is_ours:
                 found.append(process)
         return found
