@@ -41,6 +41,8 @@ WORDS = (
     "weights.keep_anchors=2",
     "weights.keep_patches=50",
     "fleet.workers.0.count=2",
+    "fleet.workers.0.resources={CPU: 0.5}",  # two workers and the learner on two cores
+    "learner.resources={CPU: 0.5}",
 )
 
 
