@@ -19,7 +19,6 @@ import numpy as np
 from echo_planes.config import Config
 from echo_planes.errors import ModelError
 from echo_planes.files import MODEL_JSON_BYTES, read_json
-from echo_planes.samples import cover
 from echo_planes.types import (
     Draft,
     Episode,
@@ -33,6 +32,7 @@ from echo_planes.types import (
     Status,
     Trajectory,
     WorkerStats,
+    cover,
 )
 
 Reason = Literal[

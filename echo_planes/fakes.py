@@ -14,7 +14,6 @@ import numpy as np
 from echo_planes.data.reward_child import outcomes
 from echo_planes.data.task import TaskAdapter
 from echo_planes.errors import RunError, WeightsError, WorkerGoneError
-from echo_planes.samples import joined
 from echo_planes.types import (
     Adjustment,
     BroadcastStats,
@@ -30,6 +29,7 @@ from echo_planes.types import (
     StepStats,
     TrainBatch,
     Trajectory,
+    joined,
 )
 
 

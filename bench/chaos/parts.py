@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from echo_planes.data.task import TaskAdapter
-from echo_planes.samples import joined
-from echo_planes.types import Draw, Episode, Manifest, Prompt, Publication, Reward, Sample, Span
+from echo_planes.types import Draw, Episode, Manifest, Prompt, Publication, Reward, Sample, Span, joined
 
 # Token ids: what they mean as text is of no matter here.
 DIGIT, EQUALS, FIRST = 10, 9, 20  # DIGIT + 0 ... DIGIT + 9; FIRST + the sample's number

@@ -35,7 +35,6 @@ from echo_planes.data.roll import WorkerRoll
 from echo_planes.data.store.choose import choose
 from echo_planes.data.store.index import Fate, GroupIndex
 from echo_planes.errors import LeaseError
-from echo_planes.samples import sampled_tokens
 from echo_planes.types import (
     BufferCounts,
     Complaint,
@@ -46,6 +45,7 @@ from echo_planes.types import (
     Prompt,
     Receipt,
     WorkerStats,
+    sampled_tokens,
 )
 
 RECENT_BATCHES = 4  # so many tell how many groups will be set aside

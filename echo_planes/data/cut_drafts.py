@@ -22,8 +22,7 @@ import xxhash
 from echo_planes.data.drafts import num_tokens
 from echo_planes.data.store.files import map_file
 from echo_planes.errors import DataError
-from echo_planes.samples import is_whole
-from echo_planes.types import Draft, Sample, Span
+from echo_planes.types import Draft, Sample, Span, is_whole
 
 FORMAT = 1  # of the file; another one is not read
 SCHEMA = pa.schema(

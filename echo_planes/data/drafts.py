@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from echo_planes.data.leases import ENOUGH_COMPLETIONS, RECENT_COMPLETIONS
 from echo_planes.errors import LeaseError
-from echo_planes.samples import is_whole, joined
-from echo_planes.types import Draft, Lease, LeaseTokens, Sample
+from echo_planes.types import Draft, Lease, LeaseTokens, Sample, is_whole, joined
 
 
 class DraftBook:

@@ -15,8 +15,7 @@ from echo_planes.data.store.files import on_disk
 from echo_planes.data.store.index import Fate
 from echo_planes.data.store.store import ReplayStore
 from echo_planes.errors import ConfigError, DataError
-from echo_planes.samples import sampled_tokens
-from echo_planes.types import BufferCounts, Group
+from echo_planes.types import BufferCounts, Group, sampled_tokens
 
 LEVELS_NAME = "levels.txt"  # of a curriculum, in the store's folder
 _WITH_A_RUN = (Fate.BUFFERED, Fate.TRAINED, Fate.DROPPED, Fate.UNINFORMATIVE)

@@ -8,8 +8,7 @@ from typing import Any
 
 from echo_planes.errors import WorkerGoneError
 from echo_planes.rollout.generate import Engine
-from echo_planes.samples import joined
-from echo_planes.types import Draft, Draw, Sample
+from echo_planes.types import Draft, Draw, Sample, joined
 
 
 class GroupPolicy:

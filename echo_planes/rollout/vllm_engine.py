@@ -23,8 +23,7 @@ from echo_planes.config import EngineConfig, SamplingConfig
 from echo_planes.errors import ModelError, RunError, TaskError, WeightsError
 from echo_planes.rollout.vllm_answers import Answer, Origins, label
 from echo_planes.rollout.vllm_environment import ENVIRONMENT, engine_environment, staging_parent
-from echo_planes.samples import joined
-from echo_planes.types import Draw, Manifest, Publication, Sample
+from echo_planes.types import Draw, Manifest, Publication, Sample, joined
 from echo_planes.weights.receiver import check_payload
 
 if TYPE_CHECKING:

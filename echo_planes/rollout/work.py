@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from echo_planes.config import SamplingConfig, WorkerConfig
 from echo_planes.rollout.plateau import BatchProfile
-from echo_planes.samples import joined
-from echo_planes.types import Draft, Lease, LeaseTokens, Sample
+from echo_planes.types import Draft, Lease, LeaseTokens, Sample, joined
 
 
 @dataclass(eq=False)

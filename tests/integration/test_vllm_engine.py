@@ -22,8 +22,7 @@ from echo_planes.config import BUILTIN_MODELS, EngineConfig, SamplingConfig
 from echo_planes.errors import RunError, TaskError, WeightsError
 from echo_planes.rollout.vllm_engine import VllmEngine
 from echo_planes.rollout.vllm_plugin import LiveTensors, WorkerExtension
-from echo_planes.samples import is_whole, joined
-from echo_planes.types import Draw, Publication, Sample
+from echo_planes.types import Draw, Publication, Sample, is_whole, joined
 from echo_planes.weights.codec import Applied, Change
 from echo_planes.weights.digest import BitTensor, bit_tensor
 from echo_planes.weights.stager import Stager

@@ -19,9 +19,8 @@ import pytest
 from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.data.store.snapshot import StoreSnapshot
 from echo_planes.runner import Outcome
-from echo_planes.samples import joined
 from echo_planes.testing import FakeEngine, Faults, Simulation, Trace, replace_section, tiny_config
-from echo_planes.types import Draw, Sample, Span
+from echo_planes.types import Draw, Sample, Span, joined
 from tests.thorough import examples
 
 FIRST = 0x10000  # number of the first token: above every character of the prompts

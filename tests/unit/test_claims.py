@@ -31,7 +31,6 @@ from echo_planes.data.batch import make_batch, train_everything
 from echo_planes.data.buffer import MAX_ATTEMPTS, MAX_MALFORMED
 from echo_planes.data.schema import to_batch, to_groups
 from echo_planes.errors import LeaseError, ModelError
-from echo_planes.samples import cover
 from echo_planes.types import (
     Draft,
     Episode,
@@ -44,6 +43,7 @@ from echo_planes.types import (
     Span,
     Trajectory,
     WorkerStats,
+    cover,
 )
 from tests.unit.ledger_attacks import LEDGER_ATTACKS, Attack, honest, mount
 from tests.unit.test_buffer import Buffer

@@ -8,8 +8,7 @@ from echo_planes.config import StalenessConfig
 from echo_planes.data.drafts import DraftBook, DraftShelf
 from echo_planes.data.leases import ENOUGH_COMPLETIONS, RECENT_COMPLETIONS, LeaseBook
 from echo_planes.errors import LeaseError
-from echo_planes.samples import is_whole, joined
-from echo_planes.types import Draft, Lease, LeaseTokens, Prompt, Sample, Span
+from echo_planes.types import Draft, Lease, LeaseTokens, Prompt, Sample, Span, is_whole, joined
 from tests.unit.test_buffer import Buffer, answer, lease, make_buffer, submit
 
 CONTEXT = (1, 2)

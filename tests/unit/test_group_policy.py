@@ -16,8 +16,7 @@ from echo_planes.fakes import FakeTask, FakeTokenizer, InlineScorer
 from echo_planes.rollout.group_policy import GroupPolicy
 from echo_planes.rollout.play import Player
 from echo_planes.rollout.work import Work
-from echo_planes.samples import joined
-from echo_planes.types import Draft, Draw, Episode, Group, Lease, Prompt, Sample, Span
+from echo_planes.types import Draft, Draw, Episode, Group, Lease, Prompt, Sample, Span, joined
 from echo_planes.virtual_time import run_virtual
 from tests.unit.stub_engine import StubEngine
 
