@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from echo_planes.weights.chain import ideal_broadcast_s
-from echo_planes.weights.node_client import SenderNode, WorkerNode
-from echo_planes.weights.signing import Signer
+from echo_planes.weights.chain.plan import ideal_broadcast_s
+from echo_planes.weights.node.client import SenderNode, WorkerNode
+from echo_planes.weights.wire.signing import Signer
 from tests.integration.netns import ShapedNetwork, missing
 from tests.integration.weight_nodes import Signed, publication, settings
 

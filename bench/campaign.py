@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.mutants import MUTANTS, Mutant
-from echo_planes.metrics import write_atomic
+from echo_planes.reporting.metrics import write_atomic
 from echo_planes.sim.campaign import Outcome, replays, run_seed
 
 REPLAY_EVERY = 10  # of the seeds, so many are run twice

@@ -30,8 +30,8 @@ import numpy as np
 from bench import coo_baseline
 from bench.training_steps import states
 from echo_planes.types import Codec
-from echo_planes.weights import kernels
-from echo_planes.weights.codec import Patcher, encode
+from echo_planes.weights.codec import kernels
+from echo_planes.weights.codec.entry import Patcher, encode
 from echo_planes.weights.digest import BitTensor, StateHasher, state_digest
 
 ADAM_STEP, LEARNING_RATE, DEVIATION = 0.0685, 3e-6, 0.015

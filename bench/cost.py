@@ -55,8 +55,9 @@ from bench.cost_market import (
 )
 from bench.cost_papers import papers_own
 from echo_planes.errors import DataError
-from echo_planes.rollout.offers import Need, Offer
-from echo_planes.rollout.prices import PriceRow, read_prices
+from echo_planes.fleet.capacity import Need
+from echo_planes.fleet.instance_types import Offer
+from echo_planes.fleet.prices import PriceRow, read_prices
 from echo_planes.sim.scenario import Scenario
 from echo_planes.sim.trace import LEARNER
 from echo_planes.sim.world import World

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bench.cost_fleets import HOUR_S, Stretch
-from echo_planes.rollout.offers import Offer
+from echo_planes.fleet.instance_types import Offer
 from echo_planes.sim.world import World
 
 EVERY_S = 15.0  # the simulator's default tick

@@ -13,8 +13,9 @@ from itertools import pairwise
 
 from bench.cost_market import SpotMarket
 from echo_planes.errors import DataError
-from echo_planes.rollout.exact import fleet_problem, solve
-from echo_planes.rollout.offers import FleetPlan, Limits, Need, Offer
+from echo_planes.fleet.capacity import Need
+from echo_planes.fleet.exact import fleet_problem, solve
+from echo_planes.fleet.instance_types import FleetPlan, Limits, Offer
 
 HOUR_S = 3600.0
 

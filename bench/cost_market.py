@@ -10,16 +10,17 @@ from typing import Any
 
 import yaml
 
-from echo_planes.rollout.offers import Need, Offer
-from echo_planes.rollout.prices import PriceRow
-from echo_planes.rollout.sku_facts import SKU_FACTS
-from echo_planes.rollout.throughput import (
+from echo_planes.config.fields import Section
+from echo_planes.fleet.capacity import Need
+from echo_planes.fleet.instance_types import Offer
+from echo_planes.fleet.prices import PriceRow
+from echo_planes.fleet.sku_facts import SKU_FACTS
+from echo_planes.fleet.throughput import (
     BYTES_PER_WEIGHT,
     ENGINE_EFFICIENCY,
     MEMORY_SHARE,
     estimated_t_train_s,
 )
-from echo_planes.settings import Section
 from echo_planes.sim.lengths import LengthModel
 from echo_planes.sim.scaling import GroupShape, expected_mu
 from echo_planes.sim.scenario import OfferModel, Scenario, parse_scenario

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from bench.cost_fleets import HOUR_S
 from echo_planes.errors import DataError
-from echo_planes.rollout.exact import exact
-from echo_planes.rollout.offers import FleetPlan, Limits, Offer
+from echo_planes.fleet.exact import exact
+from echo_planes.fleet.instance_types import FleetPlan, Limits, Offer
 
 
 def papers_own(path: Path) -> list[tuple[str, str, str]]:

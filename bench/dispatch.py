@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from echo_planes.rollout.router import Ints, Policy, Workers, policy_named
+from echo_planes.data.replay.dispatch import Ints, Policy, Workers, policy_named
 
 THETA = 16
 BATCHES = (1, 64, 1_000, 10_000, 100_000)

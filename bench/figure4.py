@@ -22,10 +22,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from echo_planes.weights.chain import ideal_broadcast_s, num_chains
-from echo_planes.weights.link_sim import MBIT, BroadcastSim
-from echo_planes.weights.link_sim_nodes import SimSettings
-from echo_planes.weights.manifest import PublicationKey
+from echo_planes.weights.chain.plan import ideal_broadcast_s, num_chains
+from echo_planes.weights.chain.simulated import MBIT, BroadcastSim
+from echo_planes.weights.chain.simulated_nodes import SimSettings
+from echo_planes.weights.wire.manifest import PublicationKey
 
 SNAPSHOT_BYTES = 16_000_000_000
 CHUNK_BYTES = 16 * 1024**2

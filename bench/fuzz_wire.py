@@ -24,13 +24,13 @@ import numpy as np
 
 from echo_planes.errors import WeightsError
 from echo_planes.types import Codec
-from echo_planes.weights import frames, manifest
-from echo_planes.weights.codec import decode, encode
+from echo_planes.weights.codec.entry import decode, encode
 from echo_planes.weights.digest import BIT_DTYPES, BitTensor
-from echo_planes.weights.frames import ChunkFrame, FrameParser, ManifestFrame, SegmentFrame, encode_frame
-from echo_planes.weights.limits import relay_limits
-from echo_planes.weights.signing import Verifier
-from echo_planes.weights.transfer import ChunkSet, Transfer
+from echo_planes.weights.wire import frames, manifest
+from echo_planes.weights.wire.frames import ChunkFrame, FrameParser, ManifestFrame, SegmentFrame, encode_frame
+from echo_planes.weights.wire.limits import relay_limits
+from echo_planes.weights.wire.signing import Verifier
+from echo_planes.weights.wire.transfer import ChunkSet, Transfer
 from tests.unit.wire import FULL, PATCH, SIGNER, signed
 
 SECONDS = 300

@@ -29,15 +29,15 @@ from typing import Any
 import numpy as np
 from safetensors.torch import load_file
 
-from echo_planes.config import BUILTIN_MODELS, EngineConfig, SamplingConfig
-from echo_planes.rollout.vllm_engine import VllmEngine
-from echo_planes.rollout.vllm_plugin import WorkerExtension
+from echo_planes.config.schema import BUILTIN_MODELS, EngineConfig, SamplingConfig
+from echo_planes.rollout.vllm.engine import VllmEngine
+from echo_planes.rollout.vllm.plugin import WorkerExtension
 from echo_planes.types import ByteArray, Codec, Manifest, Publication, TensorSpec
-from echo_planes.weights.codec import Applied, Change, encode
+from echo_planes.weights.codec.entry import Applied, Change, encode
+from echo_planes.weights.codec.exchange import exchange
 from echo_planes.weights.digest import BitTensor, bit_tensor, state_digest
-from echo_planes.weights.exchange import exchange
+from echo_planes.weights.node.stager import Stager
 from echo_planes.weights.receiver import Receiver
-from echo_planes.weights.stager import Stager
 
 State = dict[str, BitTensor]
 

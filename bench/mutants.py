@@ -16,17 +16,17 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from echo_planes import claims
-from echo_planes.controller import Controller
-from echo_planes.data.buffer import ReplayBuffer
-from echo_planes.data.drafts import DraftBook, DraftShelf
-from echo_planes.data.leases import LeaseBook
-from echo_planes.data.prompts import PromptCursor
-from echo_planes.money import Budget, MoneyBook
-from echo_planes.rollout.fleet import Fleet
-from echo_planes.rollout.members import Member
-from echo_planes.rollout.offer_book import BackOffs
-from echo_planes.rollout.provisioner import Provisioner
+from echo_planes.data import claims
+from echo_planes.data.replay.buffer import ReplayBuffer
+from echo_planes.data.replay.leases import LeaseBook
+from echo_planes.data.replay.partial_rollouts import DraftBook, DraftShelf
+from echo_planes.data.replay.prompts import PromptCursor
+from echo_planes.fleet.instance_record import BackOffs
+from echo_planes.fleet.members import Member
+from echo_planes.fleet.money import Budget, MoneyBook
+from echo_planes.fleet.provisioner import Provisioner
+from echo_planes.fleet.reconciler import Fleet
+from echo_planes.loop.controller import Controller
 from echo_planes.sim.crew import Crew
 from echo_planes.sim.flow import Flow
 

@@ -1,7 +1,7 @@
 """Small changes of the modules that decide, against their tests: `python -m bench.mutation [--json FILE]`.
 
     python -m bench.mutation                                       all modules
-    python -m bench.mutation --module echo_planes/data/leases.py   one of them; may be given again
+    python -m bench.mutation --module echo_planes/data/replay/leases.py   one of them; may be given again
     python -m bench.mutation --survivors                           only what no test noticed the last time
 
 cosmic-ray (`pip install -e .[mutants]`) and two operators of our own make the changes; so many are drawn a
@@ -48,27 +48,27 @@ SURVIVORS = ROOT / "bench" / "mutation_survivors.yaml"
 # What decides, and what would be lost if it were wrong. Beside each module the tests that must notice.
 MODULES: dict[str, tuple[str, ...]] = {
     # data: every sample counted once, none too old, none lost, none masked wrongly
-    "echo_planes/data/leases.py": ("test_leases", "test_drafts", "test_buffer"),
-    "echo_planes/data/limiter.py": ("test_limiter",),
-    "echo_planes/data/prompts.py": ("test_limiter", "test_curriculum"),
-    "echo_planes/data/cut.py": ("test_resume_drafts", "test_checkpoint"),
-    "echo_planes/data/drafts.py": ("test_drafts", "test_resume_drafts"),
-    "echo_planes/data/batch.py": ("test_batch", "test_refill"),
-    "echo_planes/data/overlong.py": ("test_refill",),
-    "echo_planes/ledger.py": ("test_ledger", "test_journal"),
+    "echo_planes/data/replay/leases.py": ("test_leases", "test_drafts", "test_buffer"),
+    "echo_planes/data/replay/staleness.py": ("test_limiter",),
+    "echo_planes/data/replay/prompts.py": ("test_limiter", "test_curriculum"),
+    "echo_planes/data/replay/checkpoint_state.py": ("test_resume_drafts", "test_checkpoint"),
+    "echo_planes/data/replay/partial_rollouts.py": ("test_drafts", "test_resume_drafts"),
+    "echo_planes/data/replay/batch.py": ("test_batch", "test_refill"),
+    "echo_planes/data/replay/overlong.py": ("test_refill",),
+    "echo_planes/reporting/ledger.py": ("test_ledger", "test_journal"),
     # dollars
-    "echo_planes/money.py": ("test_money", "test_budget"),
-    "echo_planes/spending.py": ("test_budget", "test_preflight"),
+    "echo_planes/fleet/money.py": ("test_money", "test_budget"),
+    "echo_planes/loop/spending.py": ("test_budget", "test_preflight"),
     # the loop
-    "echo_planes/controller.py": ("test_controller", "test_controller_guard", "test_controller_fleet"),
+    "echo_planes/loop/controller.py": ("test_controller", "test_controller_guard", "test_controller_fleet"),
     # weights: nothing is let in that the learner did not sign, or that is older; who forwards to whom
-    "echo_planes/weights/admission.py": ("test_admission",),
-    "echo_planes/weights/chain.py": ("test_chain", "test_chain_rates"),
-    "echo_planes/weights/signing.py": ("test_signing",),
+    "echo_planes/weights/wire/admission.py": ("test_admission",),
+    "echo_planes/weights/chain/plan.py": ("test_chain", "test_chain_rates"),
+    "echo_planes/weights/wire/signing.py": ("test_signing",),
     # the fleet
-    "echo_planes/rollout/capacity.py": ("test_capacity",),
+    "echo_planes/fleet/capacity.py": ("test_capacity",),
     "echo_planes/rollout/group_policy.py": ("test_group_policy",),
-    "echo_planes/rollout/provisioner.py": ("test_provisioner", "test_fleet"),
+    "echo_planes/fleet/provisioner.py": ("test_provisioner", "test_fleet"),
     # learning: what the gradient is of, and when a run is taken back
     "echo_planes/learning/advantages.py": ("test_advantages",),
     "echo_planes/learning/rate.py": ("test_learning_rate",),

@@ -19,7 +19,7 @@ from bench.papers_base import (
     variations,
     workers_for,
 )
-from echo_planes.rollout.capacity import needed_capacity
+from echo_planes.fleet.capacity import needed_capacity
 
 NETWORK = ("worker_mbit", "uplink_mbit", "rtt_s", "snapshot_mb", "install_s", "receive_in_place")
 LEAST_T_BCAST = 1.15  # how much longer a star takes than chains, at least, to count as longer

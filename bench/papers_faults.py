@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.papers_base import BASE, Claim, Row, Values, Variation, offer, run, scenario, variations
-from echo_planes.rollout.capacity import needed_capacity
+from echo_planes.fleet.capacity import needed_capacity
 from echo_planes.sim.scenario import Scenario
 from echo_planes.sim.world import Result, World
 

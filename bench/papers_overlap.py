@@ -18,7 +18,7 @@ from bench.papers_base import (
     variations,
     workers_for,
 )
-from echo_planes.rollout.capacity import needed_capacity
+from echo_planes.fleet.capacity import needed_capacity
 
 MBIT_S = 8.0  # Mbit of a MB
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from bench.papers_base import BASE, Claim, Row, Values, Variation, variations
-from echo_planes.rollout.router import Ints, Proportional, Pull, Workers
+from echo_planes.data.replay.dispatch import Ints, Proportional, Pull, Workers
 from echo_planes.sim.engine_model import Engine, EngineSpec
 from echo_planes.sim.lengths import LengthModel
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bench.papers_base import Claim, Row, Values, run, scenario
-from echo_planes.rollout.capacity import staleness_bound
-from echo_planes.rollout.offers import Need
+from echo_planes.fleet.capacity import Need, staleness_bound
 
 TOKENS = 100  # of every answer: with equal ones the rate of a worker is what it is set to
 MBIT_S = 8.0

@@ -22,9 +22,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from echo_planes.rollout.exact import fleet_problem, solve
-from echo_planes.rollout.offers import Limits, Need, Offer
-from echo_planes.rollout.provisioner import Provisioner, greedy
+from echo_planes.fleet.capacity import Need
+from echo_planes.fleet.exact import fleet_problem, solve
+from echo_planes.fleet.instance_types import Limits, Offer
+from echo_planes.fleet.provisioner import Provisioner, greedy
 
 WORKERS, OFFERS = 10_000, 40
 BAR_S = 1e-3

@@ -26,13 +26,13 @@ from pathlib import Path
 import psutil
 from transformers import AutoTokenizer
 
-from echo_planes.builders import ScorerBuilder
-from echo_planes.config import Config, ModelConfig, SamplingConfig, WorkerConfig
-from echo_planes.fakes import FakeWeights
-from echo_planes.rollout.vllm_engine import VllmEngine
+from echo_planes.config.schema import Config, ModelConfig, SamplingConfig, WorkerConfig
+from echo_planes.loop.builders import ScorerBuilder
+from echo_planes.rollout.vllm.engine import VllmEngine
 from echo_planes.rollout.worker import RolloutWorker
 from echo_planes.tasks.math.adapter import MathTask
 from echo_planes.tasks.math.options import MathOptions
+from echo_planes.testing.fakes import FakeWeights
 from echo_planes.types import Group, Lease, LeaseTokens, Prompt, Receipt, WorkerStats
 
 BAR = 0.95

@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from echo_planes.data.sandbox.model import Limits, Program
-from echo_planes.data.sandbox.pool import SandboxPool
+from echo_planes.sandbox.model import Limits, Program
+from echo_planes.sandbox.pool import SandboxPool
 from echo_planes.tasks.code.runner import ProgramRunner
 
 NUM_SLOTS = 2

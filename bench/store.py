@@ -30,11 +30,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from echo_planes.data.schema import SCHEMA
 from echo_planes.data.store.choose import Selector
 from echo_planes.data.store.files import Files
 from echo_planes.data.store.index import Fate
 from echo_planes.data.store.retention import Retention
+from echo_planes.data.store.schema import SCHEMA
 from echo_planes.data.store.store import ReplayStore
 
 TOKENS = 512

@@ -27,9 +27,8 @@ from typing import Any
 
 from pokerkit import HandHistory
 
-from echo_planes.data.datasets import has_split, iter_rows
+from echo_planes.data.tasks.datasets import has_split, iter_rows
 from echo_planes.errors import DataError
-from echo_planes.fakes import FakeTokenizer
 from echo_planes.tasks.code.adapter import CodeTask
 from echo_planes.tasks.code.options import CodeOptions
 from echo_planes.tasks.code.problems import load_problems, split
@@ -37,6 +36,7 @@ from echo_planes.tasks.math.adapter import MathTask
 from echo_planes.tasks.math.datasets import PARSERS
 from echo_planes.tasks.math.options import MathOptions
 from echo_planes.tasks.poker.phh import read_replays
+from echo_planes.testing.fakes import FakeTokenizer
 from echo_planes.types import Episode, Prompt, Reward
 
 DATA_DIR = Path(os.environ.get("ECHO_PLANES_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))

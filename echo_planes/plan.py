@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from echo_planes.errors import ConfigError, EchoPlanesError, UserError
-from echo_planes.metrics import write_atomic
-from echo_planes.plan_config import describe, load_plan
-from echo_planes.plan_report import as_html, as_json, as_text
-from echo_planes.planning import plan
-from echo_planes.rollout.prices import convert_skypilot
+from echo_planes.fleet.plan_config import describe, load_plan
+from echo_planes.fleet.planning import plan
+from echo_planes.fleet.prices import convert_skypilot
+from echo_planes.reporting.metrics import write_atomic
+from echo_planes.reporting.plan import as_html, as_json, as_text
 
 NO_FLEET = 1  # exit status, beside 0 for a fleet and 2 for a person's mistake
 CONVERT = "convert-skypilot"

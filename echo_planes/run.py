@@ -11,20 +11,21 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from echo_planes import preflight
-from echo_planes.checkpoint import CheckpointMeta, newest_checkpoint
-from echo_planes.cli import describe, dump_config, load_config, recorded_config
-from echo_planes.clock import Clock, MonotonicClock
-from echo_planes.config import Config
-from echo_planes.data.registry import adapter_options
+from echo_planes.cluster.clock import Clock, MonotonicClock
+from echo_planes.cluster.placement import cluster_address
+from echo_planes.cluster.process import keep_ray_private
+from echo_planes.config.files import user_path
+from echo_planes.config.schema import Config
+from echo_planes.data.tasks.registry import adapter_options
 from echo_planes.errors import CollapsedError, EchoPlanesError, RunError, StoppedError, UserError
-from echo_planes.files import user_path
-from echo_planes.inputs import check_inputs, digest_of_model, digest_of_prompts, keep_inputs
-from echo_planes.metrics import read_summary
-from echo_planes.process import keep_ray_private
-from echo_planes.resume import Change, changes_of, check_changes, check_unfinished
-from echo_planes.runner import Outcome
-from echo_planes.terminal import View
+from echo_planes.loop import preflight
+from echo_planes.loop.checkpoint import CheckpointMeta, newest_checkpoint
+from echo_planes.loop.inputs import check_inputs, digest_of_model, digest_of_prompts, keep_inputs
+from echo_planes.loop.loading import describe, dump_config, load_config, recorded_config
+from echo_planes.loop.resume import Change, changes_of, check_changes, check_unfinished
+from echo_planes.loop.runner import Outcome
+from echo_planes.reporting.metrics import GAUGES, read_summary
+from echo_planes.reporting.terminal import View
 
 HEAR_S = 0.01  # for the loop to hear of a Ctrl-C that came while something else ran
 
@@ -117,13 +118,14 @@ async def _run(
     # Heard by the loop, not by whatever code runs just then: some imports swallow an interruption.
     task = asyncio.current_task()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: task and task.cancel())
-    if not preflight.cluster_address(config):
+    if not cluster_address(config):
         keep_ray_private()
     with view.phase("imports"):
         # Only now: a mistake in the settings is told before these take their seconds.
-        from echo_planes import cluster, launch
-        from echo_planes.data.registry import probe_task
-        from echo_planes.job import open_folder, run_job
+        from echo_planes.cluster import session as cluster
+        from echo_planes.loop import launch
+        from echo_planes.loop.job import open_folder, run_job
+        from echo_planes.loop.task_probe import probe_task
 
     await asyncio.sleep(HEAR_S)
     with view.phase("task"):
@@ -155,7 +157,7 @@ async def _run(
             make_planes=launch.RayPlanes,
             make_actuator=launch.make_actuator,
             kinds=config.fleet.fixed(),
-            export=cluster.prometheus(),
+            export=cluster.prometheus((one.key, one.name, one.description) for one in GAUGES),
         )
     return exit_status(outcome)
 

@@ -13,11 +13,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from echo_planes.config.files import user_path
 from echo_planes.errors import ClusterError, EchoPlanesError, RunError, UserError
-from echo_planes.files import user_path
-from echo_planes.ledger import ledger_equation
-from echo_planes.metrics import write_atomic
-from echo_planes.report_assets.charts import show_percent, show_usd
+from echo_planes.reporting.ledger import ledger_equation
+from echo_planes.reporting.metrics import write_atomic
+from echo_planes.reporting.sections.charts import show_percent, show_usd
 from echo_planes.sim.report import render
 from echo_planes.sim.scenario import describe, dump_scenario, load_scenario, scenario_names
 from echo_planes.sim.trace import MARK, Record

@@ -21,16 +21,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from echo_planes.cli import load_config
-from echo_planes.config import BUILTIN_MODELS, Config
-from echo_planes.data.registry import load_tokenizer
-from echo_planes.data.task import Tokenizer
-from echo_planes.data.task_check import NUM_PROMPTS, PROBE_LIMIT_S, Finding, Level, Setting, TaskCheck
-from echo_planes.data.task_skeleton import write_skeleton
+from echo_planes.cluster.process import die_with_parent
+from echo_planes.config.files import user_path
+from echo_planes.config.schema import BUILTIN_MODELS, Config
+from echo_planes.data.tasks.adapter import Tokenizer
+from echo_planes.data.tasks.check import NUM_PROMPTS, PROBE_LIMIT_S, Finding, Level, Setting, TaskCheck
+from echo_planes.data.tasks.registry import load_tokenizer
+from echo_planes.data.tasks.skeleton import write_skeleton
 from echo_planes.errors import ConfigError, EchoPlanesError, StoppedError, UserError
-from echo_planes.fakes import FakeTokenizer
-from echo_planes.files import user_path
-from echo_planes.process import die_with_parent
+from echo_planes.loop.loading import load_config
+from echo_planes.testing.fakes import FakeTokenizer
 
 START_LIMIT_S = 120.0  # imports on a busy machine
 GRACE_S = 5.0  # the child ends itself at a limit and says where it was; then it is killed

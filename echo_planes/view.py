@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from echo_planes.errors import ClusterError, UserError
-from echo_planes.viewer.run_folder import RunFolder
-from echo_planes.viewer.server import HOST, serving
+from echo_planes.reporting.viewer.run_folder import RunFolder
+from echo_planes.reporting.viewer.server import HOST, serving
 
 TOKEN_BYTES = 24
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from echo_planes.testing import Faults, Simulation, tiny_config
+from echo_planes.testing.simulation import Faults, Simulation, tiny_config
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import cast
 
 from pydantic import Field
 
-from echo_planes.data.task import TaskAdapter, TaskOptions
+from echo_planes.data.tasks.adapter import TaskAdapter, TaskOptions
 from echo_planes.types import Episode, Prompt, Reward
 
 

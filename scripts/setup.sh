@@ -23,5 +23,5 @@ quiet .venv/bin/python -m pip install -q --disable-pip-version-check --no-deps -
 step "echo_planes"
 quiet .venv/bin/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
 step "codecs (compiled once)"
-quiet .venv/bin/python -m echo_planes.weights.warm_up
+quiet .venv/bin/python -m echo_planes.weights.codec.warm_up
 printf '[setup] done\n'

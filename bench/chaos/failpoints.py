@@ -41,26 +41,26 @@ class Place:
 
 
 PLACES = (
-    Place("driver", "batch", "echo_planes.launch", "RemoteData.next_batch"),
-    Place("driver", "publish", "echo_planes.launch", "RemoteData.publish"),
-    Place("driver", "commit", "echo_planes.launch", "RemoteLearner.commit"),
-    Place("driver", "install", "echo_planes.launch", "RemoteWorker.install"),
-    Place("driver", "fsync", "echo_planes.checkpoint", "_sync"),
-    Place("driver", "checkpoint rename", "echo_planes.checkpoint", "save_checkpoint"),
+    Place("driver", "batch", "echo_planes.loop.launch", "RemoteData.next_batch"),
+    Place("driver", "publish", "echo_planes.loop.launch", "RemoteData.publish"),
+    Place("driver", "commit", "echo_planes.loop.launch", "RemoteLearner.commit"),
+    Place("driver", "install", "echo_planes.loop.launch", "RemoteWorker.install"),
+    Place("driver", "fsync", "echo_planes.loop.checkpoint", "_sync"),
+    Place("driver", "checkpoint rename", "echo_planes.loop.checkpoint", "save_checkpoint"),
     Place("learner", "batch", "echo_planes.learning.actor", "LearnerProcess.train_step"),
     Place("learner", "publish", "echo_planes.learning.actor", "LearnerProcess.publish"),
-    Place("learner", "hand-over", "echo_planes.weights.node_client", "SenderNode.add_segment"),
+    Place("learner", "hand-over", "echo_planes.weights.node.client", "SenderNode.add_segment"),
     Place("learner", "commit", "echo_planes.learning.actor", "LearnerProcess.commit"),
     Place("learner", "checkpoint", "echo_planes.learning.actor", "LearnerProcess.save"),
-    Place("learner's node", "hand-over", "echo_planes.weights.node_roles", "SenderRole._segment"),
-    Place("learner's node", "commit", "echo_planes.weights.node_roles", "SenderRole._commit"),
-    Place("learner's node", "publish", "echo_planes.weights.node_store", "StoreKeeper._put"),
-    Place("worker", "acknowledge", "echo_planes.launch", "RemoteData.submit"),
-    Place("worker", "hand-over", "echo_planes.launch", "RemoteData.stream"),
-    Place("worker", "batch", "echo_planes.launch", "RemoteData.pull"),
+    Place("learner's node", "hand-over", "echo_planes.weights.node.roles", "SenderRole._segment"),
+    Place("learner's node", "commit", "echo_planes.weights.node.roles", "SenderRole._commit"),
+    Place("learner's node", "publish", "echo_planes.weights.node.store", "StoreKeeper._put"),
+    Place("worker", "acknowledge", "echo_planes.loop.launch", "RemoteData.submit"),
+    Place("worker", "hand-over", "echo_planes.loop.launch", "RemoteData.stream"),
+    Place("worker", "batch", "echo_planes.loop.launch", "RemoteData.pull"),
     Place("worker", "install", "echo_planes.rollout.worker", "RolloutWorker.install"),
-    Place("worker's node", "install", "echo_planes.weights.node_roles", "WorkerRole._staged"),
-    Place("worker's node", "commit", "echo_planes.weights.node_roles", "WorkerRole._settled"),
+    Place("worker's node", "install", "echo_planes.weights.node.roles", "WorkerRole._staged"),
+    Place("worker's node", "commit", "echo_planes.weights.node.roles", "WorkerRole._settled"),
     Place("data plane", "acknowledge", "echo_planes.data.service", "DataService.submit"),
     Place("data plane", "fsync", "echo_planes.data.store.files", "Files.sync"),
     Place("data plane", "fate", "echo_planes.data.store.store", "ReplayStore.settle"),
@@ -130,7 +130,7 @@ def install(folder_name: str) -> None:
 
     if _plan(folder)["engine"] == "hash":
         change("echo_planes.rollout.actor", "VllmEngine", lambda _: _engine())
-    change("echo_planes.launch", "RemoteData.submit", lambda plain: _watch_submit(plain, folder))
+    change("echo_planes.loop.launch", "RemoteData.submit", lambda plain: _watch_submit(plain, folder))
     actor = "echo_planes.learning.actor"
     change(actor, "LearnerProcess.train_step", lambda plain: _watch_step(plain, folder))
     change(actor, "LearnerProcess.publish", lambda plain: _watch_publish(plain, folder))

@@ -25,14 +25,14 @@ import numpy as np
 
 from bench import fuzz_wire
 from bench.chaos.lives import read_lines
-from echo_planes.claims import Rules, group_fault, stats_fault, tokens_fault
-from echo_planes.data.schema import to_batch
+from echo_planes.data.claims import Rules, group_fault, stats_fault, tokens_fault
 from echo_planes.data.store.message import Kind, Place, encode
+from echo_planes.data.store.schema import to_batch
 from echo_planes.data.store.segment import GROUP_ENTRY, scan
 from echo_planes.errors import EchoPlanesError, LeaseError
 from echo_planes.types import Draft, Lease, LeaseTokens, Prompt, Sample, Span, Trajectory, WorkerStats
-from echo_planes.weights.manifest import PublicationKey
-from echo_planes.weights.tracker_events import Event, event_from_json, event_to_json
+from echo_planes.weights.chain.events import Event, event_from_json, event_to_json
+from echo_planes.weights.wire.manifest import PublicationKey
 from tests.unit.ledger_attacks import honest
 from tests.unit.test_replay_store import batch_of
 

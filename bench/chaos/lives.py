@@ -118,14 +118,14 @@ def find(running: Program, victim: Victim) -> psutil.Process | None:
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
         above = parent.name() if parent is not None else ""
-        is_node = "echo_planes.weights.node" in command
+        is_node = "echo_planes.weights.node.process" in command
         if {
             "learner": command.startswith("ray::LearnerProcess"),
             "worker": command.startswith("ray::WorkerProcess"),
             "data plane": command.startswith("ray::DataService"),
             "learner's node": is_node and above.startswith("ray::LearnerPro"),
             "worker's node": is_node and above.startswith("ray::WorkerPro"),
-            "reward": "echo_planes.data.reward_child" in command,
+            "reward": "echo_planes.data.tasks.reward_child" in command,
         }[victim]:
             return process
     return None

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from echo_planes.data.task import TaskAdapter
+from echo_planes.data.tasks.adapter import TaskAdapter
 from echo_planes.types import Draw, Episode, Manifest, Prompt, Publication, Reward, Sample, Span, joined
 
 # Token ids: what they mean as text is of no matter here.

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echo_planes.config import ObjectiveConfig
+from echo_planes.config.schema import ObjectiveConfig
 from echo_planes.learning.advantages import compute_advantages
 from echo_planes.learning.objectives import OBJECTIVES, Tokens, policy_loss, token_weights
 from echo_planes.types import FloatArray

@@ -19,7 +19,7 @@ from typing import Any
 from bench.learning.harness import LAST, Loop, Setup, in_processes
 from bench.learning.intervals import interval
 from bench.learning.staleness import METHODS, ONE, Result, grid, run_all
-from echo_planes.config import GuardConfig
+from echo_planes.config.schema import GuardConfig
 from echo_planes.errors import DivergedError
 from echo_planes.learning.fall import collapse_of
 from echo_planes.learning.guard import Guard, GuardFigures, figures_of

@@ -21,14 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echo_planes.config import Config
-from echo_planes.data.registry import build_adapter, load_tokenizer
-from echo_planes.data.task import TaskAdapter
+from echo_planes.cluster.process import free_port
+from echo_planes.config.schema import Config
+from echo_planes.data.tasks.adapter import TaskAdapter
+from echo_planes.data.tasks.registry import build_adapter, load_tokenizer
 from echo_planes.errors import DivergedError
 from echo_planes.learning.guard import GuardFigures, figures_of
 from echo_planes.learning.learner import Learner
 from echo_planes.learning.policy_model import load_policy
-from echo_planes.process import free_port
 from echo_planes.types import Episode, Prompt, Span, TrainBatch
 
 LAST = 20  # steps whose mean reward is a run's end

@@ -41,11 +41,11 @@ import torch
 
 from bench.learning.harness import Setup, train
 from bench.learning.intervals import Interval, interval
-from echo_planes.config import Config
-from echo_planes.data.registry import build_adapter, load_tokenizer
+from echo_planes.cluster.process import free_port
+from echo_planes.config.schema import Config
+from echo_planes.data.tasks.registry import build_adapter, load_tokenizer
 from echo_planes.errors import DataError
 from echo_planes.learning.learner import Learner
-from echo_planes.process import free_port
 from echo_planes.types import FloatArray, IntArray, TrainBatch
 
 BASELINE = Path(__file__).resolve().parents[1] / "trl_baseline.py"

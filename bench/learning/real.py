@@ -19,7 +19,7 @@ from typing import Any
 from bench.learning.harness import REACHED, WINDOW
 from bench.learning.intervals import interval
 from bench.learning.staleness import SEEDS
-from echo_planes.metrics import read_metrics, read_summary
+from echo_planes.reporting.metrics import read_metrics, read_summary
 
 ROOT = Path(__file__).resolve().parents[2]
 CELLS = ((0, 2.5e-4), (3, 2.5e-4), (6, 2.5e-4), (0, 1e-3), (3, 1e-3), (6, 1e-3), (16, 1e-3))

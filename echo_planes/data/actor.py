@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from echo_planes.cluster.process import enter_actor
 from echo_planes.data import service
-from echo_planes.process import enter_actor
 
 
 class DataService(service.DataService):

@@ -17,25 +17,25 @@ from pathlib import Path
 
 import numpy as np
 
-from echo_planes.claims import Rules, rules_of
-from echo_planes.clock import Clock, MonotonicClock
-from echo_planes.config import Config, ReplayConfig
-from echo_planes.data.batch import make_batch
-from echo_planes.data.buffer import ReplayBuffer
-from echo_planes.data.buffer_state import Accepted, NotReady
-from echo_planes.data.cut import write_cut
-from echo_planes.data.opening import LEVELS_NAME, open_store
-from echo_planes.data.overlong import overlong_of
-from echo_planes.data.prompts import Curriculum
-from echo_planes.data.refill import refill_of
-from echo_planes.data.registry import build_adapter, load_tokenizer
-from echo_planes.data.routing import RoutedBuffer, Router
+from echo_planes.cluster.clock import Clock, MonotonicClock
+from echo_planes.cluster.process import settle
+from echo_planes.config.schema import Config, ReplayConfig
+from echo_planes.data.claims import Rules, rules_of
+from echo_planes.data.open import LEVELS_NAME, open_store
+from echo_planes.data.replay.batch import make_batch
+from echo_planes.data.replay.buffer import ReplayBuffer
+from echo_planes.data.replay.buffer_state import Accepted, NotReady
+from echo_planes.data.replay.checkpoint_state import write_cut
+from echo_planes.data.replay.dispatch_buffer import RoutedBuffer, Router
+from echo_planes.data.replay.overlong import overlong_of
+from echo_planes.data.replay.prompts import Curriculum
+from echo_planes.data.replay.refill import refill_of
 from echo_planes.data.store.files import on_disk
 from echo_planes.data.store.index import Fate
 from echo_planes.data.store.retention import Retention
-from echo_planes.data.task import TaskAdapter
+from echo_planes.data.tasks.adapter import TaskAdapter
+from echo_planes.data.tasks.registry import build_adapter, load_tokenizer
 from echo_planes.errors import DataError, EchoPlanesError, LeaseError, TaskError
-from echo_planes.process import settle
 from echo_planes.types import (
     BufferCounts,
     Complaint,

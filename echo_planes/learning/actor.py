@@ -9,18 +9,18 @@ from pathlib import Path
 
 import ray
 
-from echo_planes.clock import MonotonicClock
-from echo_planes.config import Config
+from echo_planes.cluster.clock import MonotonicClock
+from echo_planes.cluster.process import enter_actor, settle
+from echo_planes.config.schema import Config
 from echo_planes.errors import RunError
-from echo_planes.process import enter_actor, settle
 from echo_planes.types import Adjustment, BroadcastStats, FloatArray, Manifest, StepStats, TrainBatch
-from echo_planes.weights.choice import CodecChoice
+from echo_planes.weights.codec.choice import CodecChoice
+from echo_planes.weights.codec.warm_up import warm_up
 from echo_planes.weights.digest import BitTensor
 from echo_planes.weights.link import WeightLink
-from echo_planes.weights.node_client import SenderNode
+from echo_planes.weights.node.client import SenderNode
 from echo_planes.weights.publisher import Publisher
-from echo_planes.weights.signing import Signer
-from echo_planes.weights.warm_up import warm_up
+from echo_planes.weights.wire.signing import Signer
 
 
 class LearnerProcess:

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echo_planes.config import LearnerConfig
+from echo_planes.config.schema import LearnerConfig
 from echo_planes.errors import ConfigError, DataError
+from echo_planes.learning.device_scan import DeviceMirror, host_copy, leaves_room
 from echo_planes.learning.meeting import meet
 from echo_planes.learning.policy_model import PolicyModel
-from echo_planes.weights.device_scan import DeviceMirror, host_copy, leaves_room
 from echo_planes.weights.digest import BitArray
 
 StateBits = dict[str, tuple[BitArray, tuple[int, ...]]]

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from echo_planes.config import GuardConfig
+from echo_planes.config.schema import GuardConfig
 from echo_planes.learning.fall import fall_of, root_mean_square
 from echo_planes.types import Adjustment, GuardReport, StepStats, TrainBatch
 

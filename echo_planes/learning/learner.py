@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echo_planes.config import Config
+from echo_planes.config.schema import Config
 from echo_planes.errors import ConfigError, DivergedError
 from echo_planes.learning import packing
 from echo_planes.learning.advantages import compute_advantages, zero_groups

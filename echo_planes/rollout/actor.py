@@ -11,17 +11,17 @@ from dataclasses import replace
 import aiohttp
 import ray
 
-from echo_planes.config import Config, WorkerConfig
+from echo_planes.cluster.process import enter_actor
+from echo_planes.config.schema import Config, WorkerConfig
 from echo_planes.errors import RunError
-from echo_planes.process import enter_actor
 from echo_planes.rollout.notices import Cloud, MetadataService, watch
 from echo_planes.rollout.scoring import ProcessScorer
 from echo_planes.rollout.sources import Task, WorkSource
-from echo_planes.rollout.vllm_engine import VllmEngine
+from echo_planes.rollout.vllm.engine import VllmEngine
 from echo_planes.rollout.worker import RolloutWorker
 from echo_planes.types import Draw, InstallReport, Manifest, Trajectory, WorkerStats
 from echo_planes.weights.link import NodeSource, WeightLink
-from echo_planes.weights.node_client import WorkerNode
+from echo_planes.weights.node.client import WorkerNode
 
 NOTICE_EVERY_S = 2.0  # the shortest notice any cloud gives is 30 s
 NOTICE_LIMIT_S = 2.0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from echo_planes.errors import WorkerGoneError
-from echo_planes.rollout.generate import Engine
+from echo_planes.rollout.engine import Engine
 from echo_planes.types import Draft, Draw, Sample, joined
 
 

@@ -1,6 +1,6 @@
 """Rewards from processes of their own, so that a slow, hanging or crashing one never stalls an engine.
 
-A child process holds the task adapter and answers one group at a time (`echo_planes.data.reward_child`). A
+A child process holds the task adapter and answers one group at a time (`data.tasks.reward_child`). A
 reward that raises, returns nonsense, or takes too long is a `RewardFailure`, never a silent zero. A child
 that missed a deadline is killed; another takes its place when there is work for it.
 """
@@ -42,7 +42,7 @@ class ProcessScorer:
     """A few child processes, started as they are needed.
 
     Args:
-        module: run with `python -m`; see `echo_planes.data.reward_child` for what it is told and answers.
+        module: run with `python -m`; see `data.tasks.reward_child` for what it is told and answers.
         setup: JSON that tells the child which adapter to build.
         limit_s: deadline of one answer's reward, seconds.
     """

@@ -34,7 +34,7 @@ class WorkSource(Protocol):
 
 
 class WeightSource(Protocol):
-    """Where published weights come from (`echo_planes.weights.node_client`)."""
+    """Where published weights come from (`echo_planes.weights.node.client`)."""
 
     async def staged(self, manifest: Manifest, fresh: bool) -> Publication:
         """That version, verified and ready for the engine; `fresh`: every weight, not only what changed.
@@ -60,7 +60,7 @@ class Policy(Protocol):
 
 
 class Task(Protocol):
-    """The part of a task adapter that runs in the rollout plane (`echo_planes.data.task.TaskAdapter`)."""
+    """The part of a task adapter that runs in the rollout plane (`data.tasks.adapter.TaskAdapter`)."""
 
     max_new_tokens: int | None
     reward_limit_s: float

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from echo_planes.config import SamplingConfig, WorkerConfig
+from echo_planes.config.schema import SamplingConfig, WorkerConfig
 from echo_planes.rollout.plateau import BatchProfile
 from echo_planes.types import Draft, Lease, LeaseTokens, Sample, joined
 

@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from echo_planes.clock import Clock, MonotonicClock
-from echo_planes.config import SamplingConfig, WorkerConfig
+from echo_planes.cluster.clock import Clock, MonotonicClock
+from echo_planes.config.schema import SamplingConfig, WorkerConfig
 from echo_planes.errors import ClusterError, WeightsError
-from echo_planes.rollout.generate import Engine
-from echo_planes.rollout.play import Player
+from echo_planes.rollout.engine import Engine
+from echo_planes.rollout.episodes import Player
 from echo_planes.rollout.scoring import Scorer
 from echo_planes.rollout.sources import Task, WeightSource, WorkSource
 from echo_planes.rollout.work import Load, Plateau, Work, places

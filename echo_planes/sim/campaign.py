@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from echo_planes import events as ev
-from echo_planes.controller import STEADY_S
 from echo_planes.errors import ClusterError, EchoPlanesError
-from echo_planes.money import Budget
+from echo_planes.fleet.money import Budget
+from echo_planes.loop import events as ev
+from echo_planes.loop.controller import STEADY_S
 from echo_planes.sim.chaos import ChaosDataPlane, ChaosMarket, Ghost
 from echo_planes.sim.data_plane import SimDataPlane
 from echo_planes.sim.draws import Disturbance, Plan, draw

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
-from echo_planes import events as ev
+from echo_planes.fleet.estimates import ThroughputSample
+from echo_planes.fleet.members import Activate, FleetAction, Launch, Leave, Park
+from echo_planes.loop import events as ev
+from echo_planes.sim.context import Context
 from echo_planes.sim.data_plane import SimDataPlane
 from echo_planes.sim.flow import Flow, Member
 from echo_planes.sim.market import Market
@@ -22,9 +24,6 @@ from echo_planes.sim.spot import SpotTrace
 from echo_planes.sim.worker import SimWorker
 from echo_planes.types import InstallReport, Lease, Manifest
 
-if TYPE_CHECKING:
-    from echo_planes.sim.world import World
-
 MB = 1_000_000
 
 
@@ -32,16 +31,16 @@ class Crew:
     """All workers.
 
     Args:
-        world: the run they belong to.
+        run: they belong to.
         data: its data plane.
         traces: recorded spot markets, by offer.
     """
 
-    def __init__(self, world: World, data: SimDataPlane, traces: Mapping[str, SpotTrace]) -> None:
-        scenario = world.scenario
-        self._world = world
-        self._kernel = world.kernel
-        self._trace = world.trace
+    def __init__(self, run: Context, data: SimDataPlane, traces: Mapping[str, SpotTrace]) -> None:
+        scenario = run.scenario
+        self._run = run
+        self._kernel = run.kernel
+        self._trace = run.trace
         self._data = data
         self._settings = network = scenario.network
         self._offers = {offer.name: offer for offer in scenario.offers}
@@ -55,8 +54,8 @@ class Crew:
                 network.detection_s,
             )
         )
-        self.flow = Flow(scenario.sampling, world.kernel, world.trace, data)
-        self.market = Market(self._offers, traces, self._kernel, self, world.rng)
+        self.flow = Flow(scenario.sampling, run.kernel, run.trace, data)
+        self.market = Market(self._offers, traces, self._kernel, self, run.rng)
         self.members: dict[str, Member] = {}
         self.first_served_s = math.inf
         self._serving: set[str] = set()
@@ -65,14 +64,15 @@ class Crew:
         self._tick_s = scenario.sampling.stream_s
         if scenario.sampling.router != "pull":
             self._kernel.after(self._tick_s, self._tick)
-        self.scaling = None if scenario.fleet.mode == "fixed" else Scaling(world, self)
+        self.scaling = None if scenario.fleet.mode == "fixed" else Scaling(run)
 
     def begin(self, offers: Mapping[str, OfferModel]) -> None:
         """The fleet to begin with: by name those the controller knows, or those the fleet asks for."""
         for name, offer in offers.items():
             self.members[name] = Member(name, offer)
         if self.scaling is not None:
-            self.scaling.begin()
+            self._scale(self.scaling.begin())
+            self._kernel.after(self._run.scenario.fleet.tick_s, partial(self._tick_fleet, self.scaling))
 
     def end(self) -> None:
         """The run is over: count what is being made."""
@@ -111,6 +111,35 @@ class Crew:
             case ev.Install(worker_id, epoch, fresh):
                 self._install(worker_id, epoch, fresh)
 
+    # --- what the fleet asks ---------------------------------------------------------------------
+
+    def _tick_fleet(self, scaling: Scaling) -> None:
+        self._scale(scaling.tick({member.name: self._sample(member) for member in self.serving()}))
+        self._kernel.after(self._run.scenario.fleet.tick_s, partial(self._tick_fleet, scaling))
+
+    def _sample(self, member: Member) -> ThroughputSample:
+        self.flow.advance(member)
+        engine = member.engine
+        if engine is None:
+            return ThroughputSample(0, 0.0, 0, 0)
+        model = engine.engine
+        return ThroughputSample(
+            int(model.saturated_tokens), model.saturated_s, member.accepted_tokens, member.accepted
+        )
+
+    def _scale(self, actions: Sequence[FleetAction]) -> None:
+        for action in actions:
+            match action:
+                case Launch(worker_id, offer):
+                    self.members[worker_id] = Member(worker_id, self._offers[offer])
+                    self.market.ask(worker_id, offer)
+                case Leave(worker_id, reason, limit_s):
+                    self.unwant(worker_id, reason, limit_s)
+                case Park(worker_id):
+                    self.park(worker_id, parked=True, reason="it is to be a standby")
+                case Activate(worker_id, reason):
+                    self.park(worker_id, parked=False, reason=reason)
+
     def unwant(self, worker_id: str, reason: str, limit_s: float) -> None:
         """The fleet no longer wants a worker."""
         member = self.members.get(worker_id)
@@ -120,7 +149,7 @@ class Crew:
         if self.market.holds(worker_id):
             self._trace.event(self._kernel.now_s, "worker leaves", reason, worker=worker_id)
         if member.epoch >= 0:
-            self._world.tell(ev.WorkerUnwanted(worker_id, reason, limit_s))
+            self._run.tell(ev.WorkerUnwanted(worker_id, reason, limit_s))
         else:
             self._forget(worker_id)
 
@@ -182,15 +211,15 @@ class Crew:
             member.name,
             member.epoch,
             member.offer,
-            lengths=self._world.lengths,
-            answers=self._world.answers,
+            lengths=self._run.lengths,
+            answers=self._run.answers,
             now_s=now_s,
         )
         self.network.join(member.name, member.offer.region)
         self._data.register(member.name, member.epoch)
         self._trace.money.mark(member.name, "idle", now_s)
         self._trace.event(now_s, "worker ready", member.offer.name, worker=member.name)
-        self._world.tell(ev.WorkerReady(member.name, member.epoch))
+        self._run.tell(ev.WorkerReady(member.name, member.epoch))
 
     def _leave(self, worker_id: str, epoch: int) -> None:
         member = self.members[worker_id]
@@ -200,7 +229,7 @@ class Crew:
         self._trace.event(
             self._kernel.now_s, "worker left", f"{handed} prompts go on elsewhere", worker=worker_id
         )
-        self._world.tell(ev.WorkerLeft(worker_id, epoch))
+        self._run.tell(ev.WorkerLeft(worker_id, epoch))
 
     def _end(self, worker_id: str) -> None:
         """End an incarnation, if there is one, and give its prompts back."""
@@ -235,12 +264,12 @@ class Crew:
         if member.starting:
             self._engine_ready(member)
         else:
-            self._world.tell(ev.WorkerWanted(worker_id))
+            self._run.tell(ev.WorkerWanted(worker_id))
 
     def on_notice(self, worker_id: str, limit_s: float) -> None:
         self._trace.event(self._kernel.now_s, "notice", f"goes in {limit_s:.0f} s", worker=worker_id)
         if self.scaling is not None:
-            self.scaling.notice(worker_id, limit_s)
+            self._scale(self.scaling.notice(worker_id, limit_s))
 
     def on_taken(self, worker_id: str) -> None:
         member = self.members[worker_id]
@@ -264,7 +293,7 @@ class Crew:
         self._kernel.after(self._settings.detection_s, noticed)
 
     def _told_lost(self, worker_id: str, epoch: int, reason: str) -> None:
-        self._world.tell(ev.WorkerLost(worker_id, epoch, reason))
+        self._run.tell(ev.WorkerLost(worker_id, epoch, reason))
 
     def _stop_engine(self, member: Member) -> None:
         engine, member.engine = member.engine, None
@@ -282,7 +311,7 @@ class Crew:
     # --- weights ---------------------------------------------------------------------------------
 
     def _install(self, worker_id: str, epoch: int, fresh: bool) -> None:
-        member, manifest = self.members.get(worker_id), self._world.manifest
+        member, manifest = self.members.get(worker_id), self._run.manifest()
         if member is None or member.engine is None or member.epoch != epoch or manifest is None:
             return
         now_s = self._kernel.now_s
@@ -328,7 +357,7 @@ class Crew:
         report = InstallReport(
             worker_id=member.name,
             version=engine.version,
-            digest=self._world.answers.digest(engine.version),
+            digest=self._run.answers.digest(engine.version),
             ok=ok,
             seconds=self._settings.install_s,
             digest_mismatches=int(not ok),
@@ -339,7 +368,7 @@ class Crew:
             self._trace.installed(now_s, report, len(self._serving))
         else:
             self._trace.event(now_s, "refused", report.error, worker=member.name, version=manifest.version)
-        self._world.tell(ev.Installed(report, member.epoch))
+        self._run.tell(ev.Installed(report, member.epoch))
 
     def _serves(self, member: Member, engine: SimWorker) -> None:
         if engine.version < 0:
@@ -358,7 +387,7 @@ class Crew:
         """Enter what a worker can make now in the books."""
         able = member.name in self._serving and not member.parked
         able = able and self._kernel.now_s >= member.silent_until_s
-        batch = member.offer.max_groups * self._world.scenario.sampling.samples_per_prompt
+        batch = member.offer.max_groups * self._run.scenario.sampling.samples_per_prompt
         full = member.offer.engine.tokens_per_s(batch) * member.speed
         self._trace.capacity(self._kernel.now_s, member.name, full if able else 0.0)
 

@@ -14,14 +14,14 @@ from functools import partial
 
 import numpy as np
 
-from echo_planes.builders import make_router
-from echo_planes.data.buffer import ReplayBuffer
-from echo_planes.data.buffer_state import Accepted, NotReady
-from echo_planes.data.refill import Refill
-from echo_planes.data.routing import RoutedBuffer
+from echo_planes.data.replay.buffer import ReplayBuffer
+from echo_planes.data.replay.buffer_state import Accepted, NotReady
+from echo_planes.data.replay.dispatch_buffer import RoutedBuffer
+from echo_planes.data.replay.refill import Refill
 from echo_planes.data.service import SHORTEST_LEASE_STREAMS
 from echo_planes.data.store.index import Fate, GroupIndex
 from echo_planes.data.store.segment import GROUP_ENTRY
+from echo_planes.loop.builders import make_router
 from echo_planes.sim.kernel import Kernel, Timer
 from echo_planes.sim.scenario import SamplingModel, Scenario
 from echo_planes.types import (

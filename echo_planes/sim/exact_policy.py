@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from echo_planes.rollout.exact import fleet_problem, solve
-from echo_planes.rollout.offers import Need, Offer, Shortfall
-from echo_planes.rollout.plans import more
-from echo_planes.rollout.provisioner import Decision, Provisioner
+from echo_planes.fleet.capacity import Need
+from echo_planes.fleet.exact import fleet_problem, solve
+from echo_planes.fleet.greedy import more
+from echo_planes.fleet.instance_types import Offer, Shortfall
+from echo_planes.fleet.provisioner import Decision, Provisioner
 
 
 class ExactPolicy(Provisioner):

@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Container, Sequence
 from typing import Any, Literal
 
-from echo_planes.data.buffer import MAX_ATTEMPTS, RECENT_BATCHES, ReplayBuffer
-from echo_planes.data.buffer_state import Accepted, NotReady
+from echo_planes.data.replay.buffer import MAX_ATTEMPTS, RECENT_BATCHES, ReplayBuffer
+from echo_planes.data.replay.buffer_state import Accepted, NotReady
 from echo_planes.sim.buffer_model import Call, Held, Tally, is_sound, labels
 from echo_planes.sim.log import InvariantError, Log, require
 from echo_planes.types import Group, Lease, LeaseTokens, Prompt, Receipt

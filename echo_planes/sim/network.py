@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from echo_planes.weights.chain import PeerStats, num_chains, plan_chains
+from echo_planes.weights.chain.plan import PeerStats, num_chains, plan_chains
 
 Dissemination = Literal["chain", "star", "star_unlimited"]
 

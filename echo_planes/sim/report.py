@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from echo_planes.ledger import ledger_equation
-from echo_planes.metrics import FLEET_STATE, WORKER_STATE
-from echo_planes.report import csp_hash
-from echo_planes.report_assets.charts import (
+from echo_planes.reporting.ledger import ledger_equation
+from echo_planes.reporting.metrics import FLEET_STATE, WORKER_STATE
+from echo_planes.reporting.report import csp_hash
+from echo_planes.reporting.sections.charts import (
     Chart,
     Series,
     bar_chart,
@@ -19,10 +19,10 @@ from echo_planes.report_assets.charts import (
     stacked_chart,
     timeline,
 )
-from echo_planes.report_assets.fleet import fleet_cards
-from echo_planes.report_assets.fleet_history import read_history
-from echo_planes.report_assets.html import pill, safe
-from echo_planes.report_assets.style import CSS, JS
+from echo_planes.reporting.sections.fleet import fleet_cards
+from echo_planes.reporting.sections.fleet_history import read_history
+from echo_planes.reporting.sections.html import pill, safe
+from echo_planes.reporting.sections.style import CSS, JS
 from echo_planes.sim.trace import Record
 from echo_planes.sim.world import Result
 

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 
-from echo_planes.metrics import FLEET_STATE
-from echo_planes.rollout.capacity import UninformativeShare
-from echo_planes.rollout.estimates import CapacityModel, ThroughputSample
-from echo_planes.rollout.fleet import Fleet
-from echo_planes.rollout.fleet_record import FleetRecord
-from echo_planes.rollout.members import Activate, Cause, FleetAction, Launch, Leave, Park
-from echo_planes.rollout.offers import Limits, Offer
-from echo_planes.rollout.provisioner import Provisioner
+from echo_planes.fleet.capacity import UninformativeShare
+from echo_planes.fleet.estimates import CapacityModel, ThroughputSample
+from echo_planes.fleet.instance_types import Limits, Offer
+from echo_planes.fleet.members import Cause, FleetAction
+from echo_planes.fleet.provisioner import Provisioner
+from echo_planes.fleet.reconciler import Fleet
+from echo_planes.fleet.record import FleetRecord
+from echo_planes.reporting.metrics import FLEET_STATE
+from echo_planes.sim.context import Context
 from echo_planes.sim.exact_policy import ExactPolicy
-from echo_planes.sim.flow import Member
 from echo_planes.sim.lengths import LengthModel
 from echo_planes.sim.scenario import OfferModel
-
-if TYPE_CHECKING:
-    from echo_planes.sim.crew import Crew
-    from echo_planes.sim.world import World
 
 SAMPLE_PROMPTS = 1024  # for the mean of a group's longest answer
 
@@ -30,24 +27,20 @@ SAMPLE_PROMPTS = 1024  # for the mean of a group's longest answer
 class Scaling:
     """Fleet modes `kept`, `provisioned` and `exact`.
 
-    Args:
-        world: the run.
-        crew: its workers.
+    Its workers do what the actions that it returns say.
     """
 
-    def __init__(self, world: World, crew: Crew) -> None:
-        scenario = world.scenario
-        self._world = world
-        self._crew = crew
-        self._kernel = world.kernel
-        self._offers = {offer.name: offer for offer in scenario.offers}
+    def __init__(self, run: Context) -> None:
+        scenario = run.scenario
+        self._run = run
+        self._kernel = run.kernel
         self._model = CapacityModel()
         self._uninformative = UninformativeShare(scenario.per_step)
         self._broadcast = 0  # newest version whose T_bcast was observed; the first goes out whole, once
         self._reason = ""
         fleet = scenario.fleet
         limits = Limits(usd_per_hour=fleet.usd_per_hour, interruptions_per_hour=fleet.interruptions_per_hour)
-        shape = GroupShape.of(world.lengths)
+        shape = GroupShape.of(run.lengths)
         policy = ExactPolicy if fleet.mode == "exact" else Provisioner
         self.fleet = Fleet(
             [_offer(offer, expected_mu(offer, shape)) for offer in scenario.offers],
@@ -59,12 +52,11 @@ class Scaling:
         )
         self._record = FleetRecord(self.fleet)
 
-    def begin(self) -> None:
-        """The first workers, and the first tick."""
+    def begin(self) -> list[FleetAction]:
+        """The first workers."""
         first = self.fleet.begin(0.0)
         self._record.begun(first)
-        self._carry_out(first)
-        self._kernel.after(self._world.scenario.fleet.tick_s, self._tick)
+        return first
 
     # --- what happens ----------------------------------------------------------------------------
 
@@ -76,9 +68,9 @@ class Scaling:
         """A worker generates."""
         self.fleet.serving(worker_id, self._kernel.now_s)
 
-    def notice(self, worker_id: str, limit_s: float) -> None:
+    def notice(self, worker_id: str, limit_s: float) -> list[FleetAction]:
         """A machine will go."""
-        self._carry_out(self.fleet.notice(worker_id, limit_s, self._kernel.now_s))
+        return self.fleet.notice(worker_id, limit_s, self._kernel.now_s)
 
     def gone(self, worker_id: str, cause: str) -> None:
         """A worker is no more."""
@@ -88,18 +80,19 @@ class Scaling:
         """A learner step has ended; so many trajectories were replaced so far."""
         self._model.observe_step(t_train_s)
         self._uninformative.observe(uninformative)
-        newest = self._world.trace.broadcasts.newest()
+        newest = self._run.trace.broadcasts.newest()
         if newest and newest["published_version"] > self._broadcast:
             self._broadcast = newest["published_version"]
             self._model.observe_broadcast(newest["t_bcast_s"])
 
     # --- what should be --------------------------------------------------------------------------
 
-    def _tick(self) -> None:
-        now_s, scenario = self._kernel.now_s, self._world.scenario
+    def tick(self, samples: Mapping[str, ThroughputSample]) -> list[FleetAction]:
+        """Every `fleet.tick_s`: what each serving worker has made so far."""
+        now_s, scenario = self._kernel.now_s, self._run.scenario
         need = None
-        for member in self._crew.serving():
-            self.fleet.measured(member.name, _sample(self._crew, member), now_s)
+        for worker_id, sample in samples.items():
+            self.fleet.measured(worker_id, sample, now_s)
         if scenario.fleet.follows_need:
             staleness = scenario.staleness
             need = self._model.need(
@@ -114,26 +107,12 @@ class Scaling:
         decision = self.fleet.decision
         if decision is not None and actions and decision.reason != self._reason:
             self._reason = decision.reason
-            self._world.trace.event(now_s, "fleet", decision.reason)
+            self._run.trace.event(now_s, "fleet", decision.reason)
         written = self._record.tick(need, actions, now_s)
         if written is not None:
             text, numbers = written
-            self._world.trace.event(now_s, FLEET_STATE, text, **numbers)
-        self._carry_out(actions)
-        self._kernel.after(scenario.fleet.tick_s, self._tick)
-
-    def _carry_out(self, actions: list[FleetAction]) -> None:
-        for action in actions:
-            match action:
-                case Launch(worker_id, offer):
-                    self._crew.members[worker_id] = Member(worker_id, self._offers[offer])
-                    self._crew.market.ask(worker_id, offer)
-                case Leave(worker_id, reason, limit_s):
-                    self._crew.unwant(worker_id, reason, limit_s)
-                case Park(worker_id):
-                    self._crew.park(worker_id, parked=True, reason="it is to be a standby")
-                case Activate(worker_id, reason):
-                    self._crew.park(worker_id, parked=False, reason=reason)
+            self._run.trace.event(now_s, FLEET_STATE, text, **numbers)
+        return actions
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,15 +153,4 @@ def _offer(offer: OfferModel, mu: float) -> Offer:
         market=offer.market,
         interruptions_per_hour=offer.interruptions_per_hour,
         boot_s=offer.boot_s,
-    )
-
-
-def _sample(crew: Crew, member: Member) -> ThroughputSample:
-    crew.flow.advance(member)
-    engine = member.engine
-    if engine is None:
-        return ThroughputSample(0, 0.0, 0, 0)
-    model = engine.engine
-    return ThroughputSample(
-        int(model.saturated_tokens), model.saturated_s, member.accepted_tokens, member.accepted
     )

@@ -14,13 +14,13 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from echo_planes.cli import config_dir, describe_section, set_key
-from echo_planes.config import StalenessConfig
+from echo_planes.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from echo_planes.config.files import user_path
+from echo_planes.config.plain_yaml import dump_yaml, parse_word, read_yaml
+from echo_planes.config.schema import StalenessConfig
+from echo_planes.data.replay.dispatch import PolicyName
 from echo_planes.errors import ConfigError, nearest, shown
-from echo_planes.files import user_path
-from echo_planes.plain_yaml import dump_yaml, parse_word, read_yaml
-from echo_planes.rollout.router import PolicyName
-from echo_planes.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from echo_planes.loop.loading import config_dir, describe_section, set_key
 from echo_planes.sim.engine_model import EngineSpec
 from echo_planes.sim.network import Dissemination
 from echo_planes.sim.spot import AtEnd, SpotTrace, read_trace

@@ -19,8 +19,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
+from echo_planes.config.files import read_text
 from echo_planes.errors import DataError
-from echo_planes.files import read_text
 
 AtEnd = Literal["repeat", "hold", "error"]
 MAX_BYTES = 64 * 2**20

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from echo_planes.broadcasts import BroadcastBook
-from echo_planes.data.buffer_state import Accepted
-from echo_planes.metrics import WORKER_STATE
-from echo_planes.money import Fate, MoneyBook
-from echo_planes.rollout.capacity import needed_capacity
+from echo_planes.data.replay.buffer_state import Accepted
+from echo_planes.fleet.capacity import needed_capacity
+from echo_planes.fleet.money import Fate, MoneyBook
+from echo_planes.reporting.broadcasts import BroadcastBook
+from echo_planes.reporting.metrics import WORKER_STATE
 from echo_planes.sim.scenario import Scenario
 from echo_planes.types import BufferCounts, InstallReport, Manifest
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from echo_planes import events as ev
-from echo_planes.config import (
+from echo_planes.config.schema import (
     CheckpointConfig,
     Config,
     EvalConfig,
@@ -25,9 +24,11 @@ from echo_planes.config import (
     SamplingConfig,
     WorkerConfig,
 )
-from echo_planes.controller import Controller
-from echo_planes.data.buffer_state import Accepted, NotReady
+from echo_planes.data.replay.buffer_state import Accepted, NotReady
 from echo_planes.errors import RunError
+from echo_planes.loop import events as ev
+from echo_planes.loop.controller import Controller
+from echo_planes.sim.context import Context
 from echo_planes.sim.crew import Crew
 from echo_planes.sim.data_plane import SimDataPlane
 from echo_planes.sim.faults import Faults
@@ -87,7 +88,17 @@ class World:
         self._chosen: Sequence[Accepted] = ()  # of the batch that is trained
         traces = {o.name: trace for o in scenario.offers if (trace := offer_trace(o)) is not None}
         self.data = self.make_data_plane()
-        self.crew = Crew(self, self.data, traces)
+        context = Context(
+            scenario,
+            self.kernel,
+            self.trace,
+            self.rng,
+            self.lengths,
+            self.answers,
+            tell=self.tell,
+            manifest=lambda: self.manifest,
+        )
+        self.crew = Crew(context, self.data, traces)
         fixed = self.config.fleet.fixed()
         offers = [offer for offer in scenario.offers for _ in range(offer.count)]
         self._first = dict(zip(fixed, offers, strict=True)) if fixed else {}

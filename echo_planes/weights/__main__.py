@@ -2,7 +2,7 @@
 
 import sys
 
-from echo_planes.weights.cli import main
+from echo_planes.reporting.weights.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

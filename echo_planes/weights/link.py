@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from echo_planes.config import WeightsConfig
+from echo_planes.config.schema import WeightsConfig
 from echo_planes.errors import WaitTimeoutError, WeightsError
 from echo_planes.types import Manifest, Publication
-from echo_planes.weights.credentials import credential
-from echo_planes.weights.node_client import WorkerNode
-from echo_planes.weights.node_settings import NodeSettings
+from echo_planes.weights.node.client import WorkerNode
+from echo_planes.weights.node.settings import NodeSettings
 from echo_planes.weights.receiver import open_staged
+from echo_planes.weights.wire.credentials import credential
 
 
 def reachable(config: WeightsConfig, num_machines: int) -> WeightsConfig:

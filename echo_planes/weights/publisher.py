@@ -15,11 +15,11 @@ from blake3 import blake3
 
 from echo_planes.errors import WeightsError
 from echo_planes.types import ByteArray, Manifest
-from echo_planes.weights.choice import CodecChoice
-from echo_planes.weights.codec import encode
+from echo_planes.weights.codec.choice import CodecChoice
+from echo_planes.weights.codec.entry import encode
 from echo_planes.weights.digest import BitTensor, StateHasher
-from echo_planes.weights.manifest import PublicationKey, SegmentHeader, SignedManifest, SignedSegment
-from echo_planes.weights.signing import Signer
+from echo_planes.weights.wire.manifest import PublicationKey, SegmentHeader, SignedManifest, SignedSegment
+from echo_planes.weights.wire.signing import Signer
 
 
 class Sink(Protocol):

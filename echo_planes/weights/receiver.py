@@ -25,7 +25,7 @@ import xxhash
 
 from echo_planes.errors import RunError, WeightsError
 from echo_planes.types import Manifest, Publication, TensorSpec
-from echo_planes.weights.codec import Applied, Change, decode
+from echo_planes.weights.codec.entry import Applied, Change, decode
 from echo_planes.weights.digest import BitArray, BitTensor, bytes_digest, state_digest
 
 _ALGORITHMS = {"xxh3": "xxh3", "b3": "blake3", "sha256": "sha256"}  # by the prefix of their digests

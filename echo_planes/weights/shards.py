@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from echo_planes.errors import RunError, WeightsError
 from echo_planes.types import ByteArray, TensorSpec
-from echo_planes.weights.codec import Applied, Change, IndexArray
+from echo_planes.weights.codec.entry import Applied, Change, IndexArray
 from echo_planes.weights.digest import BIT_DTYPES, BitArray, BitTensor, StateHasher
 from echo_planes.weights.receiver import Receiver, Target, algorithm_of, digest_of_replaced
 

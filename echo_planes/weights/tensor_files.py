@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from echo_planes.config.files import check_regular
 from echo_planes.errors import DataError, WeightsError
-from echo_planes.files import check_regular
 from echo_planes.types import ByteArray, TensorSpec
 from echo_planes.weights.digest import BIT_DTYPES, BitTensor
 

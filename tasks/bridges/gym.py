@@ -21,8 +21,8 @@ from typing import Any, ClassVar, cast
 
 from pydantic import Field
 
-from echo_planes.data.environment import Environment, EpisodeOptions, EpisodeTask, Turn
-from echo_planes.data.task import Policy, TaskOptions, Tokenizer
+from echo_planes.data.tasks.adapter import Policy, TaskOptions, Tokenizer
+from echo_planes.data.tasks.environment import Environment, EpisodeOptions, EpisodeTask, Turn
 from echo_planes.errors import TaskError
 from echo_planes.types import Prompt, Reward
 

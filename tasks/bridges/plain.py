@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Literal, cast
 
 from pydantic import Field
 
-from echo_planes.data.chat import Chat
-from echo_planes.data.task import TaskAdapter, TaskOptions, Tokenizer
+from echo_planes.data.tasks.adapter import TaskAdapter, TaskOptions, Tokenizer
+from echo_planes.data.tasks.chat import Chat
 from echo_planes.types import Episode, Prompt, Reward
 
 from .rows import RowOptions, Rows, named

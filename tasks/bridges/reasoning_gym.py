@@ -22,8 +22,8 @@ from typing import Any, ClassVar, Literal, cast
 
 from pydantic import Field
 
-from echo_planes.data.chat import Chat
-from echo_planes.data.task import TaskAdapter, TaskOptions, Tokenizer, last_tagged
+from echo_planes.data.tasks.adapter import TaskAdapter, TaskOptions, Tokenizer, last_tagged
+from echo_planes.data.tasks.chat import Chat
 from echo_planes.errors import ConfigError, DataError, TaskError
 from echo_planes.types import Episode, Prompt, Reward
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import Field
 
-from echo_planes.data.datasets import FieldType, load_rows
-from echo_planes.data.task import TaskOptions
+from echo_planes.data.tasks.adapter import TaskOptions
+from echo_planes.data.tasks.datasets import FieldType, load_rows
 from echo_planes.errors import ConfigError, DataError
 
 _ANYTHING: FieldType = (str, int, float, bool, list, dict)

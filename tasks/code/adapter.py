@@ -10,9 +10,9 @@ from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar, cast
 
-from echo_planes.data.sandbox.model import Limits
-from echo_planes.data.task import Policy, TaskAdapter, TaskOptions, Tokenizer
+from echo_planes.data.tasks.adapter import Policy, TaskAdapter, TaskOptions, Tokenizer
 from echo_planes.errors import ModelError
+from echo_planes.sandbox.model import Limits
 from echo_planes.types import Episode, Prompt, Reward
 
 from .functions import HEAD, formula

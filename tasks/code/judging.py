@@ -12,7 +12,7 @@ import symtable
 from dataclasses import dataclass
 from pathlib import Path
 
-from echo_planes.data.sandbox.model import Outcome, Program
+from echo_planes.sandbox.model import Outcome, Program
 
 from . import inside
 

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from echo_planes.data.task import RewardWeights, TaskOptions
+from echo_planes.data.tasks.adapter import RewardWeights, TaskOptions
 
 from .problems import Dataset
 

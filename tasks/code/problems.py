@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from echo_planes.data.datasets import load_rows
+from echo_planes.data.tasks.datasets import load_rows
 from echo_planes.errors import DataError
 
 Dataset = Literal["functions", "humaneval", "mbpp"]

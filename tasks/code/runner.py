@@ -7,8 +7,8 @@ import threading
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from echo_planes.data.sandbox.model import Limits
-from echo_planes.data.sandbox.pool import SandboxPool
+from echo_planes.sandbox.model import Limits
+from echo_planes.sandbox.pool import SandboxPool
 
 from .judging import Verdict, programs, verdict
 

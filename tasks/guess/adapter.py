@@ -7,8 +7,8 @@ from typing import ClassVar, cast
 
 from pydantic import Field
 
-from echo_planes.data.environment import Environment, EpisodeOptions, EpisodeTask, Turn
-from echo_planes.data.task import Policy, TaskOptions, Tokenizer
+from echo_planes.data.tasks.adapter import Policy, TaskOptions, Tokenizer
+from echo_planes.data.tasks.environment import Environment, EpisodeOptions, EpisodeTask, Turn
 from echo_planes.types import Prompt, Reward
 
 

@@ -7,7 +7,7 @@ import random
 from functools import cached_property, lru_cache
 from typing import ClassVar, cast
 
-from echo_planes.data.task import WINDOW_GROUPS, Progress, TaskAdapter, TaskOptions, Tokenizer
+from echo_planes.data.tasks.adapter import WINDOW_GROUPS, Progress, TaskAdapter, TaskOptions, Tokenizer
 from echo_planes.errors import DataError, ModelError
 from echo_planes.types import Episode, Prompt, Reward
 

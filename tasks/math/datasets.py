@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from echo_planes.data.datasets import FieldType, Row, has_split, iter_rows
+from echo_planes.data.tasks.datasets import FieldType, Row, has_split, iter_rows
 from echo_planes.errors import DataError
 
 HOLDOUT_STRIDE, HOLDOUT_OFFSET = 20, 7  # 1 in 20 is held out
@@ -77,7 +77,7 @@ PARSERS: dict[str, tuple[dict[str, FieldType], Callable[[Row], Problem]]] = {
 
 
 def read_problems(path: Path, dataset: str, split: str | None = None) -> list[Problem]:
-    """All rows of a file, or of one split of a folder, in order; see `echo_planes.data.datasets`.
+    """All rows of a file, or of one split of a folder, in order; see `echo_planes.data.tasks.datasets`.
 
     Raises:
         DataError: missing, unreadable, empty, or a row is not what `dataset` should hold.

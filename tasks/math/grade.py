@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from echo_planes.data.task import last_tagged
+from echo_planes.data.tasks.adapter import last_tagged
 
 AnswerForm = Literal["boxed", "answer"]
 

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from echo_planes.data.task import Tokenizer
+from echo_planes.data.tasks.adapter import Tokenizer
 from echo_planes.errors import ConfigError, EchoPlanesError, UserError
 
 from .adapter import PLAIN_MAX_NEW_TOKENS, PokerTask
@@ -30,7 +30,9 @@ from .options import PokerOptions
 from .records import convert, write_records
 from .table import TableRules
 
-TRAINER = "echo_planes.warm_start"  # a command of its own: tasks know the learning plane only from outside
+TRAINER = (
+    "echo_planes.loop.warm_start"  # a command of its own: tasks know the learning plane only from outside
+)
 READER = "echo_planes.tasks.poker.offline:read_examples"
 
 USAGE = """usage: python -m tasks.poker COMMAND ...

@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 from typing import ClassVar, cast
 
-from echo_planes.data.environment import Environment, EpisodeTask
-from echo_planes.data.task import Policy, TaskOptions, Tokenizer
+from echo_planes.data.tasks.adapter import Policy, TaskOptions, Tokenizer
+from echo_planes.data.tasks.environment import Environment, EpisodeTask
 from echo_planes.types import Prompt
 
 from .frozen import PREFIX, FrozenModel, check_tokenizer, model_folder

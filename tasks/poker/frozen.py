@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from echo_planes.data.task import Tokenizer
+from echo_planes.data.tasks.adapter import Tokenizer
 from echo_planes.errors import ConfigError, ModelError
 from echo_planes.types import Sample, Span
 

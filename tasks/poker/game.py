@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from echo_planes.data.environment import Turn
-from echo_planes.data.task import Policy, Tokenizer
+from echo_planes.data.tasks.adapter import Policy, Tokenizer
+from echo_planes.data.tasks.environment import Turn
 from echo_planes.types import Reward
 
 from .opponents import Opponent

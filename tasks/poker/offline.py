@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from echo_planes.data.chat import Chat
-from echo_planes.data.task import Tokenizer
+from echo_planes.data.tasks.adapter import Tokenizer
+from echo_planes.data.tasks.chat import Chat
 from echo_planes.errors import ModelError
 
 from .histories import OfflineRecord

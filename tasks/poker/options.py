@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from echo_planes.data.environment import EpisodeOptions
+from echo_planes.data.tasks.environment import EpisodeOptions
 
 from .frozen import PREFIX
 from .table import MAX_SEATS

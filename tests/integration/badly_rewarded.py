@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from echo_planes.data.task import TaskAdapter, TaskOptions
+from echo_planes.data.tasks.adapter import TaskAdapter, TaskOptions
 from echo_planes.tasks.math.adapter import MathTask
 from echo_planes.types import Episode, Prompt, Reward
 

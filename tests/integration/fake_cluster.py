@@ -32,7 +32,7 @@ from typing import Any
 
 import psutil
 
-from echo_planes.rollout.actuator import node_type
+from echo_planes.fleet.actuators.actuator import node_type
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD_ID = "fffffffffffffffffffffffffffffffffffffffffffffffffff00000"  # what Ray's fake provider calls it

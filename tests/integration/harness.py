@@ -270,7 +270,7 @@ def check_books(run_dir: Path, num_steps: int, max_staleness: int = 3) -> dict[s
 
 def lossy_run(words: list[str]) -> int:
     """The program, but each worker's first delivery of each of `LOST_VERSIONS` never arrives."""
-    from echo_planes import launch
+    from echo_planes.loop import launch
     from echo_planes.types import InstallReport, Manifest
 
     class LossyWorker(launch.RemoteWorker):
@@ -295,7 +295,7 @@ def lossy_run(words: list[str]) -> int:
 
 def slow_run(words: list[str]) -> int:
     """The program with a learner as slow as a large model's, which gets slower still on the way."""
-    from echo_planes import launch
+    from echo_planes.loop import launch
     from echo_planes.types import StepStats, TrainBatch
 
     class SlowLearner(launch.RemoteLearner):
@@ -311,8 +311,8 @@ def slow_run(words: list[str]) -> int:
 
 def watched_run(words: list[str]) -> int:
     """The program, but the data plane writes down every message of its workers, in RUN/watched.jsonl."""
-    from echo_planes import launch
     from echo_planes.data.actor import DataService
+    from echo_planes.loop import launch
     from echo_planes.types import Group, Lease, LeaseTokens, Receipt
 
     class WatchedData(DataService):
@@ -363,12 +363,13 @@ def watched_run(words: list[str]) -> int:
 
 def _run_on(planes: Any, words: list[str]) -> int:
     """The program on other planes."""
-    from echo_planes import cluster, launch
-    from echo_planes.checkpoint import CheckpointMeta
-    from echo_planes.cli import load_config
-    from echo_planes.clock import MonotonicClock
-    from echo_planes.job import run_job
-    from echo_planes.terminal import View
+    from echo_planes.cluster import session as cluster
+    from echo_planes.cluster.clock import MonotonicClock
+    from echo_planes.loop import launch
+    from echo_planes.loop.checkpoint import CheckpointMeta
+    from echo_planes.loop.job import run_job
+    from echo_planes.loop.loading import load_config
+    from echo_planes.reporting.terminal import View
 
     config = load_config(words)
     clock = MonotonicClock()

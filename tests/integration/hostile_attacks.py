@@ -16,8 +16,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from echo_planes.weights.credentials import bearer, credential
-from echo_planes.weights.frames import (
+from echo_planes.weights.chain.events import Accusation, PeerJoined, PeerLeft, Report, event_to_json
+from echo_planes.weights.node.door import MAX_PER_NODE
+from echo_planes.weights.node.transport import MAX_JSON_BYTES
+from echo_planes.weights.wire.credentials import bearer, credential
+from echo_planes.weights.wire.frames import (
     CancelFrame,
     ChunkFrame,
     ManifestFrame,
@@ -25,16 +28,13 @@ from echo_planes.weights.frames import (
     SegmentFrame,
     encode_frame,
 )
-from echo_planes.weights.manifest import (
+from echo_planes.weights.wire.manifest import (
     PublicationKey,
     SignedManifest,
     SignedSegment,
     key_text,
 )
-from echo_planes.weights.node_door import MAX_PER_NODE
-from echo_planes.weights.signing import Signer
-from echo_planes.weights.tracker_events import Accusation, PeerJoined, PeerLeft, Report, event_to_json
-from echo_planes.weights.transport import MAX_JSON_BYTES
+from echo_planes.weights.wire.signing import Signer
 from tests.integration.hostile_field import (
     CHUNK_BYTES,
     ELSEWHERE,

@@ -22,16 +22,16 @@ import aiohttp
 from aiohttp import web
 from blake3 import blake3
 
-from echo_planes.weights.frames import ChunkFrame
-from echo_planes.weights.limits import relay_limits
-from echo_planes.weights.manifest import key_text
-from echo_planes.weights.node import Node
-from echo_planes.weights.node_dispatch import Dispatch
-from echo_planes.weights.node_link import Parent, ParentLink
-from echo_planes.weights.node_roles import SenderRole
-from echo_planes.weights.node_shelf import Holding, Shelf
-from echo_planes.weights.signing import Signer, Verifier
-from echo_planes.weights.tracker_events import TICK_INTERVAL_S, PeerJoined, event_to_json
+from echo_planes.weights.chain.events import TICK_INTERVAL_S, PeerJoined, event_to_json
+from echo_planes.weights.node.dispatch import Dispatch
+from echo_planes.weights.node.link import Parent, ParentLink
+from echo_planes.weights.node.process import Node
+from echo_planes.weights.node.roles import SenderRole
+from echo_planes.weights.node.shelf import Holding, Shelf
+from echo_planes.weights.wire.frames import ChunkFrame
+from echo_planes.weights.wire.limits import relay_limits
+from echo_planes.weights.wire.manifest import key_text
+from echo_planes.weights.wire.signing import Signer, Verifier
 from tests.integration.weight_nodes import (
     LIMIT_S,
     Signed,

@@ -10,7 +10,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from echo_planes.weights.frames import (
+from echo_planes.weights.chain.events import Event, PeerJoined, Report, event_to_json
+from echo_planes.weights.wire.frames import (
     CancelFrame,
     ChunkFrame,
     ManifestFrame,
@@ -18,7 +19,6 @@ from echo_planes.weights.frames import (
     SegmentFrame,
     encode_frame,
 )
-from echo_planes.weights.tracker_events import Event, PeerJoined, Report, event_to_json
 from tests.integration.weight_nodes import Signed, as_node
 
 PAUSE_S = 0.05

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from echo_planes.config import Config
+from echo_planes.config.schema import Config
 from echo_planes.types import TrainBatch
 
 VOCABULARY = 48

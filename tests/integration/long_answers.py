@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echo_planes.data.task import TaskAdapter
+from echo_planes.data.tasks.adapter import TaskAdapter
 from echo_planes.types import Episode, Prompt, Reward
 
 

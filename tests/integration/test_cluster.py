@@ -56,15 +56,15 @@ def test_a_machine_that_is_always_too_busy_is_one_line() -> None:
 
 def main(failures: int) -> None:
     """Open a session while the first `failures` starts of Ray find their time over; print what came of it."""
-    from echo_planes.cli import load_config
+    from echo_planes.cluster.process import keep_ray_private
     from echo_planes.errors import ClusterError
-    from echo_planes.process import keep_ray_private
+    from echo_planes.loop.loading import load_config
 
     keep_ray_private()
     import ray._private.node as node
     import ray._private.services as services
 
-    from echo_planes import cluster
+    from echo_planes.cluster import session as cluster
 
     starts = 0
     find_node = services.get_node

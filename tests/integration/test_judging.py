@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from echo_planes.data.sandbox import pool
-from echo_planes.data.sandbox.model import Limits, Tier
+from echo_planes.sandbox import pool
+from echo_planes.sandbox.model import Limits, Tier
 from echo_planes.tasks.code.judging import Verdict
 from echo_planes.tasks.code.runner import ProgramRunner
 from tests.integration.test_sandbox import missing

@@ -26,7 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from echo_planes.config import Config
+from echo_planes.config.schema import Config
 from echo_planes.errors import ConfigError, DataError, DivergedError, ModelError
 from echo_planes.learning.learner import Learner
 from echo_planes.learning.policy_model import load_policy, nucleus

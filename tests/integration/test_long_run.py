@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from echo_planes.checkpoint import CheckpointMeta, open_lineage
+from echo_planes.loop.checkpoint import CheckpointMeta, open_lineage
 from echo_planes.run import main
 from tests.integration.harness import (
     PROMPTS_PER_STEP,
@@ -71,7 +71,7 @@ def node_beside(running: Program, title: str) -> psutil.Process:
     """The weight node whose parent is the first actor of that name."""
     for process in running.processes():
         parent = process.parent()
-        is_node = "echo_planes.weights.node" in " ".join(process.cmdline())
+        is_node = "echo_planes.weights.node.process" in " ".join(process.cmdline())
         if is_node and parent is not None and parent.name().startswith(title):
             return process
     raise AssertionError(f"no weight node beside {title}")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from echo_planes.config import BUILTIN_MODELS
+from echo_planes.config.schema import BUILTIN_MODELS
 from tests.integration.harness import Answer, program, several
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]

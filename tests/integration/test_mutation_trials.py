@@ -44,7 +44,11 @@ def test_tests_that_fail_without_a_change_judge_nothing(tmp_path: Path) -> None:
 
 
 def test_a_change_reaches_who_imports_the_module_and_nobody_else() -> None:
-    reached = mutation_trials.reached_by("echo_planes.data.leases")
-    assert {"echo_planes.data.leases", "echo_planes.data.drafts", "echo_planes.data.buffer"} <= reached
+    reached = mutation_trials.reached_by("echo_planes.data.replay.leases")
+    assert {
+        "echo_planes.data.replay.leases",
+        "echo_planes.data.replay.partial_rollouts",
+        "echo_planes.data.replay.buffer",
+    } <= reached
     assert "echo_planes.types" not in reached
-    assert "echo_planes.data.limiter" not in reached
+    assert "echo_planes.data.replay.staleness" not in reached

@@ -14,7 +14,7 @@ import pytest
 from blake3 import blake3
 
 from bench.broadcast import BAR, DETECTION_BAR_S, Case, Fault, Fleet, faulted, unfaulted
-from echo_planes.weights.manifest import key_text
+from echo_planes.weights.wire.manifest import key_text
 from tests.integration.netns import missing
 from tests.integration.weight_nodes import Signed, as_node
 

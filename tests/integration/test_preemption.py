@@ -23,7 +23,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from echo_planes.config import BUILTIN_MODELS
+from echo_planes.config.schema import BUILTIN_MODELS
 from tests.integration.harness import (
     WATCHED_PROGRAM,
     Program,

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import yaml
 
-from echo_planes.clock import MonotonicClock
-from echo_planes.config import WorkerConfig
+from echo_planes.cluster.clock import MonotonicClock
+from echo_planes.config.schema import WorkerConfig
 from echo_planes.errors import ClusterError
-from echo_planes.rollout.actuator import Actuator, Node, node_type
+from echo_planes.fleet.actuators.actuator import Actuator, Node, node_type
 from tests.integration import fake_cluster
 from tests.integration.fake_cluster import Kind, Plan
 from tests.integration.harness import json_lines, wait_until
@@ -54,7 +54,7 @@ async def old() -> None:
     """What a cluster with Ray's old autoscaler is told; then nothing, until it is killed."""
     import ray
 
-    from echo_planes.rollout.ray_nodes import RayNodes
+    from echo_planes.fleet.actuators.ray_nodes import RayNodes
 
     ray.init(log_to_driver=False, logging_level="ERROR")
     try:
@@ -97,7 +97,7 @@ async def scenario() -> None:
     """The life of a few machines."""
     import ray
 
-    from echo_planes.rollout.ray_nodes import RayNodes
+    from echo_planes.fleet.actuators.ray_nodes import RayNodes
 
     ray.init(log_to_driver=False, logging_level="ERROR")
     machines = RayNodes(LABELS, CLOCK)

@@ -21,9 +21,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from echo_planes.data.sandbox import jail, landlock, pool
-from echo_planes.data.sandbox.model import Limits, Outcome, Program, SandboxError, Tier
-from echo_planes.data.sandbox.pool import SandboxPool
+from echo_planes.sandbox import jail, landlock, pool
+from echo_planes.sandbox.model import Limits, Outcome, Program, SandboxError, Tier
+from echo_planes.sandbox.pool import SandboxPool
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Limits(
@@ -551,8 +551,8 @@ def test_closing_ends_what_runs_and_what_waits(host: Host) -> None:
 PARENT = """
 import asyncio, json, sys
 sys.path.insert(0, sys.argv[1])
-from echo_planes.data.sandbox import pool
-from echo_planes.data.sandbox.model import *
+from echo_planes.sandbox import pool
+from echo_planes.sandbox.model import *
 pool.TIERS = (sys.argv[2],)
 async def main():
     sandbox = pool.SandboxPool(1, Limits(wall_s=1000))

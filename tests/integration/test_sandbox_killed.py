@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 15.0
 JUDGE = """
 import asyncio
-from echo_planes.data.sandbox.model import Program
-from echo_planes.data.sandbox.pool import SandboxPool
+from echo_planes.sandbox.model import Program
+from echo_planes.sandbox.pool import SandboxPool
 async def main():
     async with SandboxPool(2) as pool:
         print("ready", flush=True)

@@ -32,7 +32,7 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> None:
 def scorer(limit_s: float = 60.0, seed: int = 0, name: str = "BadlyRewarded") -> ProcessScorer:
     task = {"name": "bad", "adapter": f"tests.integration.badly_rewarded:{name}"}
     setup = json.dumps({"task": task, "model_folder": "/nowhere", "seed": seed})
-    return ProcessScorer("echo_planes.data.reward_child", setup, limit_s)
+    return ProcessScorer("echo_planes.data.tasks.reward_child", setup, limit_s)
 
 
 def answer(text: str) -> Episode:
@@ -146,7 +146,7 @@ def children() -> list[int]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            is_reward = "echo_planes.data.reward_child" in process.cmdline()
+            is_reward = "echo_planes.data.tasks.reward_child" in process.cmdline()
             if is_reward and process.environ().get(MARK) == str(os.getpid()):
                 found.append(process.pid)
     return found

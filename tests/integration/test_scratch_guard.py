@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from echo_planes import scratch
-from echo_planes.scratch import SHARED_MEMORY, sweep, this_process
+from echo_planes.cluster import scratch
+from echo_planes.cluster.scratch import SHARED_MEMORY, sweep, this_process
 from tests.integration.harness import wait_until
 
 pytestmark = pytest.mark.integration

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from echo_planes.data.sandbox.model import Limits, SandboxError
+from echo_planes.sandbox.model import Limits, SandboxError
 from echo_planes.tasks.code.runner import ProgramRunner
 from tests.integration.harness import run_to_end, summary, trained
 

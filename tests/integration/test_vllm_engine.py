@@ -18,14 +18,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from echo_planes.config import BUILTIN_MODELS, EngineConfig, SamplingConfig
+from echo_planes.config.schema import BUILTIN_MODELS, EngineConfig, SamplingConfig
 from echo_planes.errors import RunError, TaskError, WeightsError
-from echo_planes.rollout.vllm_engine import VllmEngine
-from echo_planes.rollout.vllm_plugin import LiveTensors, WorkerExtension
+from echo_planes.rollout.vllm.engine import VllmEngine
+from echo_planes.rollout.vllm.plugin import LiveTensors, WorkerExtension
 from echo_planes.types import Draw, Publication, Sample, is_whole, joined
-from echo_planes.weights.codec import Applied, Change
+from echo_planes.weights.codec.entry import Applied, Change
 from echo_planes.weights.digest import BitTensor, bit_tensor
-from echo_planes.weights.stager import Stager
+from echo_planes.weights.node.stager import Stager
 from tests.unit.test_receiver import publication as in_memory
 from tests.unit.test_stager import Learner
 

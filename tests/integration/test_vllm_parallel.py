@@ -17,11 +17,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from echo_planes.config import BUILTIN_MODELS
+from echo_planes.config.schema import BUILTIN_MODELS
 from echo_planes.errors import RunError, WeightsError
-from echo_planes.rollout.vllm_engine import VllmEngine
-from echo_planes.rollout.vllm_plugin import WorkerExtension
-from echo_planes.rollout.vllm_shards import Piece, check_loaded
+from echo_planes.rollout.vllm.engine import VllmEngine
+from echo_planes.rollout.vllm.plugin import WorkerExtension
+from echo_planes.rollout.vllm.shards import Piece, check_loaded
 from echo_planes.types import Publication, TensorSpec
 from echo_planes.weights.digest import BitTensor, bit_tensor, state_digest
 from echo_planes.weights.shards import Shard

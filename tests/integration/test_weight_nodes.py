@@ -16,14 +16,14 @@ import pytest
 from echo_planes.errors import ClusterError, ConfigError, RunError, WaitTimeoutError, WeightsError
 from echo_planes.types import Codec, Manifest
 from echo_planes.weights.digest import BitTensor, state_digest
-from echo_planes.weights.manifest import key_text
-from echo_planes.weights.node import Node
-from echo_planes.weights.node_client import SenderNode, WorkerNode
-from echo_planes.weights.node_roles import WorkerRole
-from echo_planes.weights.node_shelf import Holding
+from echo_planes.weights.node.client import SenderNode, WorkerNode
+from echo_planes.weights.node.process import Node
+from echo_planes.weights.node.roles import WorkerRole
+from echo_planes.weights.node.shelf import Holding
+from echo_planes.weights.node.transport import happens
 from echo_planes.weights.publisher import Publisher
-from echo_planes.weights.signing import Signer
-from echo_planes.weights.transport import happens
+from echo_planes.weights.wire.manifest import key_text
+from echo_planes.weights.wire.signing import Signer
 from tests.integration.weight_nodes import (
     LIMIT_S,
     TOKEN,
@@ -450,7 +450,7 @@ def test_a_store_that_cannot_be_used_is_one_clear_error(tmp_path: Path) -> None:
 def test_who_reads_nothing_of_what_it_asked_for_holds_nothing(
     what: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("echo_planes.weights.node_feed.WRITE_S", 0.3)
+    monkeypatch.setattr("echo_planes.weights.node.feed.WRITE_S", 0.3)
 
     async def story(chain: Chain) -> None:
         signed = publication(chain.signer, 1, 30_000_000)

@@ -6,8 +6,8 @@ import contextlib
 
 import pytest
 
-from echo_planes.weights.node import Node
-from echo_planes.weights.signing import Signer
+from echo_planes.weights.node.process import Node
+from echo_planes.weights.wire.signing import Signer
 from tests.integration.hostile_relay import FREEZES, HostileRelay
 from tests.integration.weight_nodes import (
     LIMIT_S,

@@ -15,9 +15,9 @@ import aiohttp
 import pytest
 from blake3 import blake3
 
-from echo_planes.weights.frames import PingFrame, encode_frame
-from echo_planes.weights.manifest import key_text
-from echo_planes.weights.transport import MAX_JSON_BYTES
+from echo_planes.weights.node.transport import MAX_JSON_BYTES
+from echo_planes.weights.wire.frames import PingFrame, encode_frame
+from echo_planes.weights.wire.manifest import key_text
 from tests.integration.weight_nodes import (
     LIMIT_S,
     Fleet,

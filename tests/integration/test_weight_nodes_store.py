@@ -17,21 +17,21 @@ import pytest
 
 from echo_planes.errors import ClusterError, ConfigError, WeightsError
 from echo_planes.types import ByteArray, Codec
-from echo_planes.weights.archivist import AnchorWork
 from echo_planes.weights.digest import BitTensor, state_digest
-from echo_planes.weights.frames import ChunkFrame
-from echo_planes.weights.limits import relay_limits
-from echo_planes.weights.manifest import SignedManifest, SignedSegment
-from echo_planes.weights.node import Node
-from echo_planes.weights.node_roles import SenderRole, WorkerRole
-from echo_planes.weights.node_settings import NodeSettings
-from echo_planes.weights.node_shadow import Shadow, Snapshot
-from echo_planes.weights.node_shelf import Holding, Shelf
-from echo_planes.weights.node_staging import Staging
-from echo_planes.weights.node_store import StoreKeeper
+from echo_planes.weights.node.process import Node
+from echo_planes.weights.node.roles import SenderRole, WorkerRole
+from echo_planes.weights.node.settings import NodeSettings
+from echo_planes.weights.node.shadow import Shadow, Snapshot
+from echo_planes.weights.node.shelf import Holding, Shelf
+from echo_planes.weights.node.spool import SpoolFile
+from echo_planes.weights.node.staging import Staging
+from echo_planes.weights.node.store import StoreKeeper
 from echo_planes.weights.publisher import Publisher
-from echo_planes.weights.signing import Signer, Verifier
-from echo_planes.weights.spool import SpoolFile
+from echo_planes.weights.store.archivist import AnchorWork
+from echo_planes.weights.wire.frames import ChunkFrame
+from echo_planes.weights.wire.limits import relay_limits
+from echo_planes.weights.wire.manifest import SignedManifest, SignedSegment
+from echo_planes.weights.wire.signing import Signer, Verifier
 from tests.integration.weight_nodes import Signed, as_node, hand_over, publication, running, settings, until
 
 LIMIT_S = 30.0
@@ -231,7 +231,7 @@ def test_a_shadow_that_was_damaged_recovers_by_patches_alone(tmp_path: Path, way
 def test_a_shadow_that_was_too_slow_goes_on_without_a_full_publication(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("echo_planes.weights.node_shadow.WAITING_COPIES", 0)
+    monkeypatch.setattr("echo_planes.weights.node.shadow.WAITING_COPIES", 0)
 
     async def run() -> None:
         signer = Signer.generate()
@@ -257,7 +257,7 @@ def test_a_shadow_that_was_too_slow_goes_on_without_a_full_publication(
 def test_a_snapshot_that_nobody_reads_any_more_is_freed_and_made_again_when_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("echo_planes.weights.node_shadow.SNAPSHOT_KEPT_S", 0.7)
+    monkeypatch.setattr("echo_planes.weights.node.shadow.SNAPSHOT_KEPT_S", 0.7)
 
     async def run() -> None:
         signer = Signer.generate()

@@ -9,7 +9,7 @@ import resource
 import aiohttp
 import pytest
 
-from echo_planes.weights.node_door import (
+from echo_planes.weights.node.door import (
     MAX_PER_NODE,
     MAX_STRANGERS_PER_ADDRESS,
     RESERVED_DESCRIPTORS,

@@ -20,8 +20,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from echo_planes.weights.frames import ChunkFrame, ManifestFrame, PingFrame, SegmentFrame, encode_frame
-from echo_planes.weights.tracker_events import PeerJoined, Report, event_to_json
+from echo_planes.weights.chain.events import PeerJoined, Report, event_to_json
+from echo_planes.weights.wire.frames import ChunkFrame, ManifestFrame, PingFrame, SegmentFrame, encode_frame
 from tests.integration.weight_nodes import (
     LIMIT_S,
     Fleet,

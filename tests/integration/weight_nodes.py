@@ -19,20 +19,20 @@ from blake3 import blake3
 
 from echo_planes.errors import WeightsError
 from echo_planes.types import ByteArray, Codec, Manifest
-from echo_planes.weights.credentials import bearer, credential
-from echo_planes.weights.frames import ManifestFrame, SegmentFrame, encode_frame
-from echo_planes.weights.manifest import (
+from echo_planes.weights.chain.events import TICK_INTERVAL_S
+from echo_planes.weights.node.client import CONTROL_SOCKET, SenderNode, WorkerNode
+from echo_planes.weights.node.process import Node
+from echo_planes.weights.node.settings import NodeSettings
+from echo_planes.weights.wire.credentials import bearer, credential
+from echo_planes.weights.wire.frames import ManifestFrame, SegmentFrame, encode_frame
+from echo_planes.weights.wire.manifest import (
     PublicationKey,
     SegmentHeader,
     SignedManifest,
     SignedSegment,
     key_text,
 )
-from echo_planes.weights.node import Node
-from echo_planes.weights.node_client import CONTROL_SOCKET, SenderNode, WorkerNode
-from echo_planes.weights.node_settings import NodeSettings
-from echo_planes.weights.signing import Signer
-from echo_planes.weights.tracker_events import TICK_INTERVAL_S
+from echo_planes.weights.wire.signing import Signer
 
 TOKEN = "a token for tests"
 LIMIT_S = 20.0  # for any one thing to come about; the machine may be busy

@@ -10,12 +10,12 @@ from functools import cache
 
 import pytest
 
-from echo_planes.weights.chain import ideal_broadcast_s
-from echo_planes.weights.link_sim import MBIT, BroadcastSim
-from echo_planes.weights.link_sim_nodes import SimSettings
-from echo_planes.weights.manifest import PublicationKey
-from echo_planes.weights.tracker import Tracker, TrackerSettings
-from echo_planes.weights.tracker_events import SENDER_ID, Assign, CancelBroadcast, Demote, Throttle
+from echo_planes.weights.chain.events import SENDER_ID, Assign, CancelBroadcast, Demote, Throttle
+from echo_planes.weights.chain.plan import ideal_broadcast_s
+from echo_planes.weights.chain.simulated import MBIT, BroadcastSim
+from echo_planes.weights.chain.simulated_nodes import SimSettings
+from echo_planes.weights.chain.tracker import Tracker, TrackerSettings
+from echo_planes.weights.wire.manifest import PublicationKey
 from tests.thorough import examples
 
 CHUNK = 512 * 1024

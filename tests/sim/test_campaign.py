@@ -16,7 +16,7 @@ import pytest
 
 from bench.campaign import BUG_SEEDS, find, main, run_seeds, show
 from bench.mutants import MUTANTS, Mutant
-from echo_planes.data.leases import LeaseBook
+from echo_planes.data.replay.leases import LeaseBook
 from echo_planes.sim.campaign import run_seed
 from echo_planes.sim.draws import KINDS, draw
 from tests.thorough import THOROUGH

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from echo_planes.types import Codec
-from echo_planes.weights.codec import Patcher, apply, decode, encode
+from echo_planes.weights.codec.entry import Patcher, apply, decode, encode
 from echo_planes.weights.digest import BIT_DTYPES, BitTensor, StateHasher, state_digest
 from tests.unit.codec_states import State, copied, specs_of
 

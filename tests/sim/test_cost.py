@@ -33,10 +33,11 @@ from bench.cost_market import (
     spot_market,
 )
 from bench.cost_papers import papers_own
-from echo_planes.rollout.offers import Need, Offer
-from echo_planes.rollout.prices import COLUMNS, PriceRow, read_prices
-from echo_planes.rollout.sku_facts import SKU_FACTS
-from echo_planes.rollout.throughput import Answers, estimated_tokens_per_s, size_of_params
+from echo_planes.fleet.capacity import Need
+from echo_planes.fleet.instance_types import Offer
+from echo_planes.fleet.prices import COLUMNS, PriceRow, read_prices
+from echo_planes.fleet.sku_facts import SKU_FACTS
+from echo_planes.fleet.throughput import Answers, estimated_tokens_per_s, size_of_params
 from echo_planes.sim.engine_model import EngineSpec
 from echo_planes.sim.spot import SpotTrace
 from echo_planes.sim.world import World

@@ -15,17 +15,17 @@ from typing import Any, TypeVar
 
 import pytest
 
-from echo_planes.claims import Rules
-from echo_planes.config import StalenessConfig, WorkerConfig
+from echo_planes.config.schema import StalenessConfig, WorkerConfig
+from echo_planes.data.claims import Rules
 from echo_planes.data.service import DataService
 from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.data.store.snapshot import StoreSnapshot
 from echo_planes.errors import LeaseError
-from echo_planes.fakes import FakeWeights, InlineScorer
 from echo_planes.rollout.worker import RolloutWorker
-from echo_planes.testing import replace_section, tiny_config
+from echo_planes.testing.fakes import FakeWeights, InlineScorer
+from echo_planes.testing.simulation import replace_section, tiny_config
+from echo_planes.testing.virtual_time import VirtualTimeLoop, run_virtual
 from echo_planes.types import Draft, Group, Lease, LeaseTokens, Prompt, Receipt, Sample, Span, TrainBatch
-from echo_planes.virtual_time import VirtualTimeLoop, run_virtual
 from tests.thorough import THOROUGH
 from tests.unit.test_buffer import Buffer, answer
 from tests.unit.test_group_policy import Engine

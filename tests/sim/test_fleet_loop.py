@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from echo_planes.config import Config, FleetConfig, WorkerConfig
-from echo_planes.rollout.actuator import Node
-from echo_planes.testing import Faults, Simulation, Trace, tiny_config
+from echo_planes.config.schema import Config, FleetConfig, WorkerConfig
+from echo_planes.fleet.actuators.actuator import Node
+from echo_planes.testing.simulation import Faults, Simulation, Trace, tiny_config
 from tests.sim.test_loop import check
 from tests.thorough import examples
 from tests.unit.test_keeper import Machines

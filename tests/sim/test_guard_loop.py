@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from echo_planes.checkpoint import CheckpointMeta, newest_checkpoint
-from echo_planes.cli import load_config
-from echo_planes.config import Config, GuardConfig, WorkerConfig
+from echo_planes.config.schema import Config, GuardConfig, WorkerConfig
 from echo_planes.data.service import DataService
 from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.errors import CollapsedError, RunError
-from echo_planes.job import open_folder, run_job
-from echo_planes.metrics import read_events, read_metrics, read_summary
+from echo_planes.loop.checkpoint import CheckpointMeta, newest_checkpoint
+from echo_planes.loop.job import open_folder, run_job
+from echo_planes.loop.loading import load_config
+from echo_planes.loop.runner import Outcome
+from echo_planes.reporting.metrics import read_events, read_metrics, read_summary
+from echo_planes.reporting.terminal import View
 from echo_planes.run import exit_status
-from echo_planes.runner import Outcome
-from echo_planes.terminal import View
-from echo_planes.testing import Faults, LocalPlanes, Simulation, replace_section, tiny_config
+from echo_planes.testing.simulation import Faults, LocalPlanes, Simulation, replace_section, tiny_config
+from echo_planes.testing.virtual_time import VirtualTimeLoop, run_virtual
 from echo_planes.types import Adjustment
-from echo_planes.virtual_time import VirtualTimeLoop, run_virtual
 from tests.thorough import examples
 
 K3 = Callable[

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from echo_planes.config import Config
+from echo_planes.config.schema import Config
 from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.data.store.snapshot import StoreSnapshot
-from echo_planes.data.task import TaskOptions
+from echo_planes.data.tasks.adapter import TaskOptions
 from echo_planes.errors import RunError
-from echo_planes.fakes import FakeTask, FakeTokenizer
-from echo_planes.runner import Outcome
-from echo_planes.testing import Faults, Simulation, Trace, replace_section, tiny_config
+from echo_planes.loop.runner import Outcome
+from echo_planes.testing.fakes import FakeTask, FakeTokenizer
+from echo_planes.testing.simulation import Faults, Simulation, Trace, replace_section, tiny_config
 from echo_planes.types import Episode, EvalReport, Prompt, Reward
 from tests.thorough import examples
 

@@ -18,8 +18,8 @@ import pytest
 
 from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.data.store.snapshot import StoreSnapshot
-from echo_planes.runner import Outcome
-from echo_planes.testing import FakeEngine, Faults, Simulation, Trace, replace_section, tiny_config
+from echo_planes.loop.runner import Outcome
+from echo_planes.testing.simulation import FakeEngine, Faults, Simulation, Trace, replace_section, tiny_config
 from echo_planes.types import Draw, Sample, Span, joined
 from tests.thorough import examples
 
@@ -90,7 +90,7 @@ def simulate(
     """A run in which three workers die three times each."""
     rng = random.Random(seed)
     log: list[Sampled] = []
-    monkeypatch.setattr("echo_planes.testing.FakeEngine", long_engine(log))
+    monkeypatch.setattr("echo_planes.testing.simulation.FakeEngine", long_engine(log))
     faults = Faults()
     for index in range(len(SECONDS_PER_TOKEN)):
         dies_at_s = 3.0

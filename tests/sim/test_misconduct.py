@@ -12,9 +12,9 @@ import pytest
 
 from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.data.store.snapshot import StoreSnapshot
-from echo_planes.rollout.play import Player
+from echo_planes.rollout.episodes import Player
 from echo_planes.rollout.worker import RolloutWorker
-from echo_planes.testing import Simulation, replace_section, tiny_config
+from echo_planes.testing.simulation import Simulation, replace_section, tiny_config
 from echo_planes.types import Draw, Group, Reward, Trajectory, WorkerStats
 
 EVIL = ("w1", 0)  # the first incarnation of w1

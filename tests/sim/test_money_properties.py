@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echo_planes.money import FATES, USEFUL, WASTED, Budget, MoneyBook
+from echo_planes.fleet.money import FATES, USEFUL, WASTED, Budget, MoneyBook
 
 MACHINES = ("m0", "m1", "m2", "m3")
 PRICES = st.one_of(st.floats(0.0, 100.0), st.sampled_from([0.0, 0.07, 3.6, 1e-30, 1e30]))

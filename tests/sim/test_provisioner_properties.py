@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echo_planes.rollout.advice import advise
-from echo_planes.rollout.exact import exact, fleet_problem, plan_of, solve
-from echo_planes.rollout.offers import FleetPlan, Limits, Need, Offer, Shortfall
-from echo_planes.rollout.provisioner import Provisioner, greedy
+from echo_planes.fleet.advice import advise
+from echo_planes.fleet.capacity import Need
+from echo_planes.fleet.exact import exact, fleet_problem, plan_of, solve
+from echo_planes.fleet.instance_types import FleetPlan, Limits, Offer, Shortfall
+from echo_planes.fleet.provisioner import Provisioner, greedy
 from tests.thorough import examples
 
 EPSILON = 1e-9

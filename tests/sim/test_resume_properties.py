@@ -16,16 +16,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from echo_planes.clock import ManualClock
-from echo_planes.config import Config
-from echo_planes.data.cut import load_cut
+from echo_planes.cluster.clock import ManualClock
+from echo_planes.config.schema import Config
+from echo_planes.data.replay.checkpoint_state import load_cut
 from echo_planes.data.service import DataService
 from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.data.store.index import Fate
 from echo_planes.data.store.snapshot import StoreSnapshot
-from echo_planes.data.task import TaskOptions
-from echo_planes.fakes import FakeTask, FakeTokenizer
-from echo_planes.testing import replace_section, tiny_config
+from echo_planes.data.tasks.adapter import TaskOptions
+from echo_planes.testing.fakes import FakeTask, FakeTokenizer
+from echo_planes.testing.simulation import replace_section, tiny_config
 from echo_planes.types import Draft, Lease, LeaseTokens, Sample, Span, TrainBatch
 from tests.unit.test_buffer import answer
 from tests.unit.test_checkpoint import of_lineage

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.dispatch import one_at_a_time, with_a_heap
-from echo_planes.rollout.router import Move, Proportional, Pull, ShortestQueue, Workers
+from echo_planes.data.replay.dispatch import Move, Proportional, Pull, ShortestQueue, Workers
 from tests.thorough import examples
 
 SPEEDS = st.one_of(st.floats(0.1, 1e4), st.sampled_from([0.0, 1.0, 2.0, 1e-9, 1e9]))

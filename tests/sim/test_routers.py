@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from echo_planes.data.routing import RoutedBuffer
+from echo_planes.data.replay.dispatch_buffer import RoutedBuffer
+from echo_planes.data.replay.dispatch_policies import Routing
 from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.data.store.snapshot import StoreSnapshot
-from echo_planes.rollout.routing import Routing
 from echo_planes.sim.scenario import parse_scenario
 from echo_planes.sim.world import World
-from echo_planes.testing import Faults, Simulation, replace_section, tiny_config
+from echo_planes.testing.simulation import Faults, Simulation, replace_section, tiny_config
 from tests.sim.test_migration import Sampled, check_answers, long_engine
 from tests.sim.test_simulator import check
 
@@ -106,7 +106,7 @@ def test_real_workers_move_what_waits_to_the_faster_and_every_token_is_kept(
 ) -> None:
     moves = Moves(monkeypatch)
     log: list[Sampled] = []
-    monkeypatch.setattr("echo_planes.testing.FakeEngine", long_engine(log))
+    monkeypatch.setattr("echo_planes.testing.simulation.FakeEngine", long_engine(log))
     config = tiny_config(steps=12, max_staleness=2)
     sampling = {"stream_s": 0.25, "max_new_tokens": 100, "router": "jsq", "prompts_per_step": 12}
     simulation = Simulation(

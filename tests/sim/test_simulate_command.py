@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from echo_planes.metrics import FLEET_STATE, WORKER_STATE
+from echo_planes.reporting.metrics import FLEET_STATE, WORKER_STATE
 from echo_planes.simulate import main
 from tests.unit.test_report_fleet import table
 

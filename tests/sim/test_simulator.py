@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo_planes.errors import ConfigError, DataError
-from echo_planes.rollout.capacity import needed_capacity
-from echo_planes.rollout.offer_book import MOST_BACK_OFF_S
+from echo_planes.fleet.capacity import needed_capacity
+from echo_planes.fleet.instance_record import MOST_BACK_OFF_S
 from echo_planes.sim.scaling import GroupShape, expected_mu
 from echo_planes.sim.scenario import parse_scenario
 from echo_planes.sim.world import Result, World

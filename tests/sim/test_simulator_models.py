@@ -19,10 +19,10 @@ from echo_planes.sim.lengths import LengthModel
 from echo_planes.sim.network import Links, Network, t_bcast_s
 from echo_planes.sim.scenario import dump_scenario, load_scenario, parse_scenario, scenario_names
 from echo_planes.sim.spot import SpotTrace, read_trace
-from echo_planes.weights.chain import ideal_broadcast_s
-from echo_planes.weights.link_sim import MBIT, BroadcastSim
-from echo_planes.weights.link_sim_nodes import SimSettings
-from echo_planes.weights.manifest import PublicationKey
+from echo_planes.weights.chain.plan import ideal_broadcast_s
+from echo_planes.weights.chain.simulated import MBIT, BroadcastSim
+from echo_planes.weights.chain.simulated_nodes import SimSettings
+from echo_planes.weights.wire.manifest import PublicationKey
 
 DATA = Path(os.environ.get("ECHO_PLANES_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 TRACES = DATA / "spot_traces" / "bamboo"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echo_planes.data.drafts import DraftBook
+from echo_planes.data.replay.partial_rollouts import DraftBook
 from echo_planes.sim.lengths import LengthModel
 from echo_planes.sim.scenario import OfferModel, SamplingModel
 from echo_planes.sim.worker import Answers, SimWorker

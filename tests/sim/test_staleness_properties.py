@@ -23,11 +23,11 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from echo_planes.config import StalenessConfig
-from echo_planes.data.buffer import MAX_ATTEMPTS
-from echo_planes.data.buffer_state import Accepted, BufferState, NotReady
-from echo_planes.data.cut import CUT_NAME, load_cut, write_cut
-from echo_planes.data.refill import Refill
+from echo_planes.config.schema import StalenessConfig
+from echo_planes.data.replay.buffer import MAX_ATTEMPTS
+from echo_planes.data.replay.buffer_state import Accepted, BufferState, NotReady
+from echo_planes.data.replay.checkpoint_state import CUT_NAME, load_cut, write_cut
+from echo_planes.data.replay.refill import Refill
 from echo_planes.data.store.index import GroupIndex
 from echo_planes.types import Draft, Group, Lease, LeaseTokens, Prompt, Sample, Span
 from tests.thorough import THOROUGH

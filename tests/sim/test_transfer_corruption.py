@@ -15,7 +15,7 @@ import pytest
 from blake3 import blake3
 
 from echo_planes.errors import WeightsError
-from echo_planes.weights.frames import (
+from echo_planes.weights.wire.frames import (
     ChunkFrame,
     Frame,
     FrameParser,
@@ -23,10 +23,10 @@ from echo_planes.weights.frames import (
     SegmentFrame,
     encode_frame,
 )
-from echo_planes.weights.limits import TransferLimits, relay_limits
-from echo_planes.weights.manifest import PublicationKey
-from echo_planes.weights.signing import Verifier
-from echo_planes.weights.transfer import ChunkSpan, Transfer
+from echo_planes.weights.wire.limits import TransferLimits, relay_limits
+from echo_planes.weights.wire.manifest import PublicationKey
+from echo_planes.weights.wire.signing import Verifier
+from echo_planes.weights.wire.transfer import ChunkSpan, Transfer
 from tests.unit.wire import SIGNER, Signed, signed
 
 CHUNK_BYTES = 1024

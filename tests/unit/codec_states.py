@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from echo_planes.types import Codec, TensorSpec
-from echo_planes.weights.codec import EncodedSegment, apply, decode
+from echo_planes.weights.codec.entry import EncodedSegment, apply, decode
 from echo_planes.weights.digest import BIT_DTYPES, BitArray, BitTensor
 
 State = dict[str, BitTensor]

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from echo_planes.builders import make_router
-from echo_planes.clock import ManualClock
+from echo_planes.cluster.clock import ManualClock
 from echo_planes.data.service import DataService
-from echo_planes.data.task import TaskOptions
+from echo_planes.data.tasks.adapter import TaskOptions
 from echo_planes.errors import LeaseError
-from echo_planes.fakes import FakeTask, FakeTokenizer
-from echo_planes.testing import replace_section, tiny_config
+from echo_planes.loop.builders import make_router
+from echo_planes.testing.fakes import FakeTask, FakeTokenizer
+from echo_planes.testing.simulation import replace_section, tiny_config
 from echo_planes.types import (
     Draft,
     Episode,

@@ -9,12 +9,12 @@ import numpy as np
 from blake3 import blake3
 
 from echo_planes.types import Codec, Manifest
-from echo_planes.weights.limits import TransferLimits, relay_limits
-from echo_planes.weights.manifest import PublicationKey, SegmentHeader, SignedManifest, SignedSegment
-from echo_planes.weights.paths import Entry
-from echo_planes.weights.signing import Signer, Verifier
-from echo_planes.weights.store import StoredPublication
-from echo_planes.weights.store_writer import PutOutcome, StoreWriter
+from echo_planes.weights.store.paths import Entry
+from echo_planes.weights.store.reading import StoredPublication
+from echo_planes.weights.store.writing import PutOutcome, StoreWriter
+from echo_planes.weights.wire.limits import TransferLimits, relay_limits
+from echo_planes.weights.wire.manifest import PublicationKey, SegmentHeader, SignedManifest, SignedSegment
+from echo_planes.weights.wire.signing import Signer, Verifier
 
 SIGNER = Signer.from_private_bytes(bytes(range(32)))
 VERIFIER = Verifier(SIGNER.public_bytes())

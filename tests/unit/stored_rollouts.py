@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from echo_planes.data.schema import SCHEMA
 from echo_planes.data.store.index import Fate
+from echo_planes.data.store.schema import SCHEMA
 from echo_planes.data.store.store import ReplayStore
 
 EVIL = "<script>window.hacked = 1</script>\"'><img src=x onerror='window.hacked = 2'> &amp; </pre></style>"

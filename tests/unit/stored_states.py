@@ -9,14 +9,14 @@ import numpy as np
 from blake3 import blake3
 
 from echo_planes.types import Codec, Manifest
-from echo_planes.weights.codec import encode, full_payload
+from echo_planes.weights.codec.entry import encode, full_payload
 from echo_planes.weights.digest import BitTensor, state_digest
-from echo_planes.weights.limits import relay_limits
-from echo_planes.weights.manifest import PublicationKey, SegmentHeader
-from echo_planes.weights.objects import open_objects
-from echo_planes.weights.replay import State
-from echo_planes.weights.store import Store
-from echo_planes.weights.store_writer import StoreWriter
+from echo_planes.weights.store.objects import open_objects
+from echo_planes.weights.store.reading import Store
+from echo_planes.weights.store.replay import State
+from echo_planes.weights.store.writing import StoreWriter
+from echo_planes.weights.wire.limits import relay_limits
+from echo_planes.weights.wire.manifest import PublicationKey, SegmentHeader
 from tests.unit.store_publications import SIGNER, VERIFIER
 
 CHUNK_BYTES = 4096

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo_planes.errors import ClusterError
-from echo_planes.rollout.actuator import Actuator, Node, Sighting, StaticActuator, node_type, picture
+from echo_planes.fleet.actuators.actuator import Actuator, Node, Sighting, StaticActuator, node_type, picture
 
 OFFERS = ("cheap", "dear")
 

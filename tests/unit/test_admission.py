@@ -8,8 +8,8 @@ import pytest
 
 from echo_planes.errors import WeightsError
 from echo_planes.types import Manifest
-from echo_planes.weights.admission import Admission
-from echo_planes.weights.manifest import PublicationKey, key_of
+from echo_planes.weights.wire.admission import Admission
+from echo_planes.weights.wire.manifest import PublicationKey, key_of
 from tests.unit.wire import FULL, manifest_for
 
 

@@ -8,41 +8,67 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "echo_planes"
 LIGHT = (
-    "config",
-    "cli",
+    "config.schema",
+    "config.files",
     "types",
     "errors",
-    "clock",
-    "events",
-    "controller",
-    "planes",
-    "runner",
-    "preflight",
-    "checkpoint",
+    "cluster.clock",
+    "cluster.placement",
+    "loop.loading",
+    "loop.events",
+    "loop.controller",
+    "loop.planes",
+    "loop.runner",
+    "loop.preflight",
+    "loop.checkpoint",
 )
 PLANES = ("data", "learning", "rollout")
-BASE = {"types", "errors", "clock", "metrics", "config", "settings", "files"}
-BASE |= {"process", "samples", "claims", "scratch"}
-# What each part may import of the package, besides itself.
-ALLOWED = {
+BASE = ("types", "errors", "config", "cluster")
+# The rooms, and what each may import of the package besides itself.
+ROOMS: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "types": (),
+    "config": ("errors",),
+    "cluster": ("types", "errors", "config"),
+    "sandbox": BASE,
     "weights": BASE,
-    "data": BASE | {"weights"},
-    "learning": BASE | {"weights"},
-    "rollout": BASE | {"weights"},
-    "events": BASE,
-    "controller": BASE | {"events", "learning"},  # of it the guard, which is pure
-    "planes": BASE,
-    "runner": BASE | {"controller", "evaluation", "events", "planes"},
-    "evaluation": BASE,
-    "cluster": BASE | {"preflight"},
+    "data": BASE,
+    "fleet": (*BASE, "weights"),
+    "learning": (*BASE, "weights"),
+    "rollout": (*BASE, "weights"),
+    "reporting": (*BASE, "weights", "data", "fleet"),
+    "loop": (*BASE, "weights", "data", "fleet", "learning", "rollout", "reporting"),
+    "testing": (*BASE, "data", "fleet", "rollout", "reporting", "loop"),
+    "sim": (*BASE, "weights", "data", "fleet", "reporting", "loop", "testing"),
+    "tasks": (),  # `test_tasks_import_only_the_public_interface`
+}
+COMMANDS = ("run", "plan", "simulate", "view", "task")  # which put rooms together
+# Rooms within rooms, lowest first: each may import those before it. Other modules stand for themselves.
+FLOORS: dict[str, tuple[str, ...]] = {
+    "weights": (
+        "digest",
+        "tensor_files",
+        "wire",
+        "codec",
+        "receiver",
+        "publisher",
+        "shards",
+        "chain",
+        "store",
+        "node",
+        "link",
+    ),
+    "data": ("claims", "store", "tasks", "replay", "open", "service", "actor"),
 }
 HEAVY = {
-    "ray": lambda path: path.name in ("cluster.py", "launch.py", "actor.py", "ray_nodes.py"),
+    "ray": lambda path: path.name in ("session.py", "launch.py", "actor.py", "ray_nodes.py"),
     "deepspeed": lambda path: path.name == "deepspeed_engine.py",
-    "vllm": lambda path: path.name.startswith("vllm_"),
+    "vllm": lambda path: path.parent == PACKAGE / "rollout" / "vllm",
 }
 
 
@@ -65,31 +91,74 @@ def imports(path: Path) -> frozenset[str]:
     return frozenset(found)
 
 
-def part_of(name: str) -> str:
-    """echo_planes.data.buffer -> data"""
-    pieces = name.split(".")
-    return pieces[1] if len(pieces) > 1 else ""
+def module_of(path: Path) -> str:
+    """.../echo_planes/data/service.py -> echo_planes.data.service"""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def test_direction_of_imports() -> None:
-    wrong = []
-    for path in PACKAGE.rglob("*.py"):
-        part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if part not in ALLOWED:
-            continue
-        for name in imports(path):
-            target = part_of(name)
-            known = (PACKAGE / target).is_dir() or (PACKAGE / f"{target}.py").is_file()
-            if name.startswith("echo_planes.") and known and target not in ALLOWED[part] | {part}:
-                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
-    assert not wrong
+@cache
+def arrows() -> dict[str, set[str]]:
+    """Of every module of the package the modules of the package that it imports."""
+    modules = {module_of(path): path for path in PACKAGE.rglob("*.py")}
+    found: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        names = imports(path) & modules.keys()
+        # `from package import module` means the module, not what the package's own file does
+        found[module] = {n for n in names if not any(other.startswith(f"{n}.") for other in names)} - {module}
+    return found
 
 
-def test_planes_never_import_one_another() -> None:
+def room_of(module: str) -> str:
+    """echo_planes.data.replay.buffer -> data; echo_planes.weights.__main__ is a command."""
+    pieces = module.split(".")
+    return "" if len(pieces) < 2 or pieces[-1] == "__main__" else pieces[1]
+
+
+def test_every_module_is_in_a_room() -> None:
+    assert {room_of(module) for module in arrows()} - {""} == ROOMS.keys() | set(COMMANDS)
+    things = [
+        path for path in PACKAGE.iterdir() if path.name not in ("__init__.py", "py.typed", "__pycache__")
+    ]
+    assert len([path for path in things if path.stem not in COMMANDS]) <= 16
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_what_it_may(room: str) -> None:
+    assert not [
+        f"{module} imports {name}"
+        for module, names in arrows().items()
+        if room_of(module) == room
+        for name in sorted(names)
+        if room_of(name) not in (room, "", *ROOMS[room])
+    ]
+
+
+def test_rooms_go_one_way() -> None:
+    """What a room may import stands before it: so there is no way round in a circle."""
+    order = list(ROOMS)
+    for room, allowed in ROOMS.items():
+        assert all(order.index(other) < order.index(room) for other in allowed), room
     for plane in PLANES:
-        others = {p for p in PLANES if p != plane}
-        for path in (PACKAGE / plane).rglob("*.py"):
-            assert not {part_of(n) for n in imports(path) if n.startswith("echo_planes.")} & others, path
+        assert not set(PLANES) & set(ROOMS[plane])
+
+
+@pytest.mark.parametrize("room", FLOORS)
+def test_rooms_within_a_room_go_one_way(room: str) -> None:
+    floors = FLOORS[room]
+    for module, names in arrows().items():
+        if room_of(module) != room or module == f"echo_planes.{room}":
+            continue
+        own = floors.index(module.split(".")[2])
+        above = [n for n in names if room_of(n) == room and floors.index(n.split(".")[2]) > own]
+        assert not above, f"{module} imports {above}"
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    left = {module: set(names) for module, names in arrows().items()}
+    while free := [module for module, names in left.items() if not names & left.keys()]:
+        for module in free:
+            del left[module]
+    assert not left, f"a cycle is among {sorted(left)}"
 
 
 def test_heavy_dependencies_stay_in_their_files() -> None:
@@ -101,11 +170,11 @@ def test_heavy_dependencies_stay_in_their_files() -> None:
 
 def test_tasks_import_only_the_public_interface() -> None:
     public = {
-        "echo_planes.data.chat",
-        "echo_planes.data.datasets",
-        "echo_planes.data.environment",
-        "echo_planes.data.sandbox",
-        "echo_planes.data.task",
+        "echo_planes.data.tasks.chat",
+        "echo_planes.data.tasks.datasets",
+        "echo_planes.data.tasks.environment",
+        "echo_planes.sandbox",
+        "echo_planes.data.tasks.adapter",
         "echo_planes.types",
         "echo_planes.errors",
     }
@@ -130,9 +199,9 @@ def test_settings_and_cores_import_without_the_heavy_four() -> None:
 def test_a_run_begins_without_the_seconds_that_torch_takes() -> None:
     """The driver, with the task's first prompts made; the data plane's process imports less."""
     code = (
-        "from echo_planes import cluster, job, launch\n"
-        "from echo_planes.cli import load_config\n"
-        "from echo_planes.data.registry import probe_task\n"
+        "from echo_planes.cluster import session\nfrom echo_planes.loop import job, launch\n"
+        "from echo_planes.loop.loading import load_config\n"
+        "from echo_planes.loop.task_probe import probe_task\n"
         "probe_task(load_config([]))"
     )
     assert heavy_after(code) == "['ray']"

@@ -8,11 +8,18 @@ from typing import Any
 
 import pytest
 
-from echo_planes.data.batch import make_batch, train_everything
-from echo_planes.data.task import TaskAdapter, TaskOptions, by_batch, by_group, by_initial_state
+from echo_planes.data.replay.batch import make_batch
+from echo_planes.data.tasks.adapter import (
+    TaskAdapter,
+    TaskOptions,
+    by_batch,
+    by_group,
+    by_initial_state,
+    train_everything,
+)
 from echo_planes.errors import TaskError
-from echo_planes.fakes import FakeTask, FakeTokenizer
 from echo_planes.learning.advantages import EPS, compute_advantages
+from echo_planes.testing.fakes import FakeTask, FakeTokenizer
 from echo_planes.types import Group, Omega, Prompt, Reward
 from tests.unit.test_schema import make_group
 

@@ -98,7 +98,7 @@ def test_each_verdict_on_the_network_can_be_false() -> None:
     assert all(network.verdicts(good).values())
     for wrong in (
         {"processes watched": 0},
-        {"unpickled by": {"echo_planes.weights.node": ["os.system"]}},
+        {"unpickled by": {"echo_planes.weights.node.process": ["os.system"]}},
         {"ports": [{**port, "is_loopback": False}]},
         {"ports": [{**port, "answer": "200 hello"}]},
     ):

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from echo_planes.data.reward_child import outcomes
+from echo_planes.data.tasks.reward_child import outcomes
 from echo_planes.errors import ConfigError, DataError, TaskError
-from echo_planes.fakes import FakeTokenizer
 from echo_planes.tasks.bridges.gym import GymOptions, GymTask
 from echo_planes.tasks.bridges.plain import FunctionOptions, FunctionTask
+from echo_planes.testing.fakes import FakeTokenizer
 from echo_planes.types import Episode, Reward, RewardFailure, Sample, Span
 
 HERE = "tests.unit.test_bridges"

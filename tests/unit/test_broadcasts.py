@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from echo_planes.broadcasts import BroadcastBook, summary_of
+from echo_planes.reporting.broadcasts import BroadcastBook, summary_of
 from echo_planes.types import BroadcastStats, InstallReport, Manifest
 
 

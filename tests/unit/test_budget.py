@@ -12,23 +12,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from echo_planes import testing
-from echo_planes.checkpoint import CheckpointMeta, newest_checkpoint, rewind_metrics
-from echo_planes.clock import Clock, ManualClock
-from echo_planes.config import Config, WorkerConfig
+from echo_planes.cluster.clock import Clock, ManualClock
+from echo_planes.config.schema import Config, WorkerConfig
 from echo_planes.data.service import DataService
 from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.errors import ConfigError, DataError, RunError
-from echo_planes.job import run_job
-from echo_planes.metrics import Aggregates, read_events, read_metrics, read_summary
-from echo_planes.money import WASTED, Budget, MoneyBook
-from echo_planes.observers import QuietObserver
-from echo_planes.rollout.actuator import Actuator
+from echo_planes.fleet.actuators.actuator import Actuator
+from echo_planes.fleet.money import WASTED, Budget, MoneyBook
+from echo_planes.loop.checkpoint import CheckpointMeta, newest_checkpoint, rewind_metrics
+from echo_planes.loop.job import run_job
+from echo_planes.loop.observers import QuietObserver
+from echo_planes.loop.runner import Outcome
+from echo_planes.loop.spending import LOOK_S, SPENDING_FILE, BudgetGuard, Spending, check_budget, open_budget
+from echo_planes.reporting.metrics import Aggregates, read_events, read_metrics, read_summary
+from echo_planes.reporting.terminal import View
 from echo_planes.run import exit_status
-from echo_planes.runner import Outcome
-from echo_planes.spending import LOOK_S, SPENDING_FILE, BudgetGuard, Spending, check_budget, open_budget
-from echo_planes.terminal import View
-from echo_planes.testing import Faults, Simulation, replace_section, tiny_config
+from echo_planes.testing import simulation as testing
+from echo_planes.testing.simulation import Faults, Simulation, replace_section, tiny_config
+from echo_planes.testing.virtual_time import VirtualTimeLoop, run_virtual
 from echo_planes.types import (
     BufferCounts,
     Episode,
@@ -40,7 +41,6 @@ from echo_planes.types import (
     Trajectory,
     WorkerInfo,
 )
-from echo_planes.virtual_time import VirtualTimeLoop, run_virtual
 
 
 def a_config(steps: int = 10, **more: Any) -> Config:

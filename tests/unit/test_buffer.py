@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from echo_planes.config import Config, ReplayConfig, StalenessConfig
-from echo_planes.data.buffer import ReplayBuffer
-from echo_planes.data.buffer_state import Accepted, NotReady
-from echo_planes.data.refill import Refill
+from echo_planes.config.schema import Config, ReplayConfig, StalenessConfig
+from echo_planes.data.replay.buffer import ReplayBuffer
+from echo_planes.data.replay.buffer_state import Accepted, NotReady
+from echo_planes.data.replay.refill import Refill
 from echo_planes.data.store.index import Fate, GroupIndex
 from echo_planes.data.store.segment import GROUP_ENTRY
 from echo_planes.data.store.sidecar import MESSAGE_ENTRY

@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo_planes.errors import ConfigError
-from echo_planes.rollout.capacity import (
+from echo_planes.fleet.capacity import (
     RECENT_STEPS,
+    Need,
     UninformativeShare,
     needed_capacity,
     predicted_bubble,
     staleness_bound,
     useful_instances,
 )
-from echo_planes.rollout.offers import Need
 
 
 def test_a_worked_example() -> None:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo_planes.errors import WeightsError
-from echo_planes.weights.catch_up import CatchUp, plan_path
-from echo_planes.weights.paths import Entry, Position
+from echo_planes.weights.store.catch_up import CatchUp, plan_path
+from echo_planes.weights.store.paths import Entry, Position
 from tests.unit.store_publications import digest_of, entry_of
 
 ANCHOR_BYTES, PATCH_BYTES = 1000, 90

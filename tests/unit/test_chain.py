@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from echo_planes.weights.chain import (
+from echo_planes.weights.chain.events import SENDER_ID
+from echo_planes.weights.chain.plan import (
     PeerStats,
     Topology,
     cancels,
@@ -14,7 +15,6 @@ from echo_planes.weights.chain import (
     peer_score,
     plan_chains,
 )
-from echo_planes.weights.tracker_events import SENDER_ID
 
 MBIT = 1e6 / 8
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo_planes.weights.chain import num_chains
-from echo_planes.weights.chain_rates import RETRY_BROADCASTS, ChainRates, next_count
+from echo_planes.weights.chain.plan import num_chains
+from echo_planes.weights.chain.rates import RETRY_BROADCASTS, ChainRates, next_count
 
 
 class Links:

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echo_planes.data.chat import Chat
-from echo_planes.data.environment import Environment, EpisodeOptions, EpisodeTask, Turn
-from echo_planes.data.task import Policy
+from echo_planes.data.tasks.adapter import Policy
+from echo_planes.data.tasks.chat import Chat
+from echo_planes.data.tasks.environment import Environment, EpisodeOptions, EpisodeTask, Turn
 from echo_planes.errors import ModelError
 from echo_planes.types import Prompt, Reward, Sample, Span
 from tests.unit.test_chat_templates import (

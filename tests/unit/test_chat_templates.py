@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from echo_planes.data.chat import Chat
+from echo_planes.data.tasks.chat import Chat
 
 pytest.importorskip("transformers")
 Messages = list[dict[str, Any]]

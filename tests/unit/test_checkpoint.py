@@ -11,25 +11,25 @@ from typing import Any
 
 import pytest
 
-from echo_planes.checkpoint import (
+from echo_planes.cluster.clock import ManualClock
+from echo_planes.config.schema import Config
+from echo_planes.data.replay.buffer_state import Accepted, BufferState
+from echo_planes.data.replay.checkpoint_state import rejoin
+from echo_planes.data.service import DataService
+from echo_planes.data.store.index import StoreCounts
+from echo_planes.data.store.snapshot import StoreSnapshot
+from echo_planes.data.tasks.adapter import Progress, TaskAdapter, TaskOptions
+from echo_planes.errors import ClusterError, ConfigError, DataError
+from echo_planes.loop.checkpoint import (
     CheckpointMeta,
     newest_checkpoint,
     open_lineage,
     rewind_metrics,
     save_checkpoint,
 )
-from echo_planes.clock import ManualClock
-from echo_planes.config import Config
-from echo_planes.data.buffer_state import Accepted, BufferState
-from echo_planes.data.cut import rejoin
-from echo_planes.data.service import DataService
-from echo_planes.data.store.index import StoreCounts
-from echo_planes.data.store.snapshot import StoreSnapshot
-from echo_planes.data.task import Progress, TaskAdapter, TaskOptions
-from echo_planes.errors import ClusterError, ConfigError, DataError
-from echo_planes.fakes import FakeTask, FakeTokenizer
-from echo_planes.metrics import MetricsWriter, read_metrics
-from echo_planes.testing import replace_section, tiny_config
+from echo_planes.reporting.metrics import MetricsWriter, read_metrics
+from echo_planes.testing.fakes import FakeTask, FakeTokenizer
+from echo_planes.testing.simulation import replace_section, tiny_config
 from echo_planes.types import BufferCounts, Group, Lease, Prompt, TrainBatch
 from tests.unit.test_buffer import answer
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from echo_planes.clock import MonotonicClock
+from echo_planes.cluster.clock import MonotonicClock
 from echo_planes.types import Codec
-from echo_planes.weights.choice import CodecChoice, CodecCost, measure, quickest
+from echo_planes.weights.codec.choice import CodecChoice, CodecCost, measure, quickest
 from echo_planes.weights.digest import BIT_DTYPES, BitTensor
 
 DENSE_BYTES = 10**9

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echo_planes.claims import (
+from echo_planes.config.schema import BUILTIN_MODELS, StalenessConfig
+from echo_planes.data.claims import (
     FORMS,
     MOST_CHARS,
     MOST_PIECES,
@@ -26,10 +27,10 @@ from echo_planes.claims import (
     tokens_fault,
     vocabulary_of,
 )
-from echo_planes.config import BUILTIN_MODELS, StalenessConfig
-from echo_planes.data.batch import make_batch, train_everything
-from echo_planes.data.buffer import MAX_ATTEMPTS, MAX_MALFORMED
-from echo_planes.data.schema import to_batch, to_groups
+from echo_planes.data.replay.batch import make_batch
+from echo_planes.data.replay.buffer import MAX_ATTEMPTS, MAX_MALFORMED
+from echo_planes.data.store.schema import to_batch, to_groups
+from echo_planes.data.tasks.adapter import train_everything
 from echo_planes.errors import LeaseError, ModelError
 from echo_planes.types import (
     Draft,

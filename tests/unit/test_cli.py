@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from echo_planes.cli import dump_config, load_config
-from echo_planes.config import Config
+from echo_planes.config.schema import Config
 from echo_planes.errors import ConfigError
+from echo_planes.loop.loading import dump_config, load_config
 
 
 def refusal(*words: str) -> str:

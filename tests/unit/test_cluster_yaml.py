@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from bench.chaos.recovery import RECOMMENDED
-from echo_planes.config import WorkerConfig
-from echo_planes.rollout.actuator import node_type
+from echo_planes.config.schema import WorkerConfig
+from echo_planes.fleet.actuators.actuator import node_type
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "configs" / "cluster"

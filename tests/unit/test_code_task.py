@@ -16,16 +16,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo_planes.cli import load_config
-from echo_planes.data.sandbox.model import Outcome
 from echo_planes.errors import ConfigError, DataError
-from echo_planes.fakes import FakeTokenizer
+from echo_planes.loop.loading import load_config
+from echo_planes.sandbox.model import Outcome
 from echo_planes.tasks.code import inside
 from echo_planes.tasks.code.adapter import CodeTask
 from echo_planes.tasks.code.functions import formula, is_held_out
 from echo_planes.tasks.code.judging import Verdict, counted, parse_answer, programs, verdict
 from echo_planes.tasks.code.options import CodeOptions
 from echo_planes.tasks.code.problems import load_problems, split
+from echo_planes.testing.fakes import FakeTokenizer
 from echo_planes.types import Episode, Reward, Sample, Span
 
 

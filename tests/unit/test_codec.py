@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from echo_planes.errors import WeightsError
 from echo_planes.types import Codec
-from echo_planes.weights import kernels
-from echo_planes.weights.changes import Change
-from echo_planes.weights.codec import (
+from echo_planes.weights.codec import kernels
+from echo_planes.weights.codec.changes import Change
+from echo_planes.weights.codec.entry import (
     Patcher,
     apply,
     decode,
@@ -23,8 +23,8 @@ from echo_planes.weights.codec import (
     index_dtype,
     overwrite_payload,
 )
+from echo_planes.weights.codec.rans import decode_numbers, encode_numbers
 from echo_planes.weights.digest import BitArray, StateHasher, state_digest
-from echo_planes.weights.rans import decode_numbers, encode_numbers
 from tests.unit.codec_states import (
     CODECS,
     CODED,

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from echo_planes.errors import WeightsError
 from echo_planes.types import ByteArray, Codec, TensorSpec
-from echo_planes.weights.codec import Patcher, decode, encode
+from echo_planes.weights.codec.entry import Patcher, decode, encode
+from echo_planes.weights.codec.layout import put_number
 from echo_planes.weights.digest import BIT_DTYPES
-from echo_planes.weights.layout import put_number
 from tests.thorough import examples
 from tests.unit.codec_states import CODECS, CODED, copied, model_state, one, same_bits, specs_of, updated
 

@@ -11,10 +11,10 @@ import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from echo_planes.cli import GROUPS, config_dir, describe, load_config
-from echo_planes.config import Config, FleetConfig
+from echo_planes.config.fields import Section
+from echo_planes.config.schema import Config, FleetConfig
+from echo_planes.loop.loading import GROUPS, config_dir, describe, load_config
 from echo_planes.run import USAGE, main
-from echo_planes.settings import Section
 from tasks.math.options import MathOptions
 
 ROOT = Path(__file__).resolve().parents[2]

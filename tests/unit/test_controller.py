@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from echo_planes import events as ev
-from echo_planes.config import Config
-from echo_planes.controller import (
+from echo_planes.config.schema import Config
+from echo_planes.loop import events as ev
+from echo_planes.loop.controller import (
     MAX_INSTALL_FAILURES,
     MOST_RESTART_DELAY_S,
     STARVED_AGAIN_S,
     STEADY_S,
     Controller,
 )
-from echo_planes.testing import replace_section, tiny_config
+from echo_planes.testing.simulation import replace_section, tiny_config
 from echo_planes.types import EvalReport, InstallReport, Manifest, StepStats, TrainBatch
 
 STATS = StepStats(0, 0.0, 0.0, 0.0, 1.0, 0, 0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0, 0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from echo_planes import events as ev
-from echo_planes.testing import replace_section
+from echo_planes.loop import events as ev
+from echo_planes.testing.simulation import replace_section
 from echo_planes.types import InstallReport
 from tests.unit.test_controller import Loop, manifest, settings
 

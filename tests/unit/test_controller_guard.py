@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from echo_planes import events as ev
-from echo_planes.config import Config, GuardConfig
-from echo_planes.controller import Controller
-from echo_planes.testing import replace_section
+from echo_planes.config.schema import Config, GuardConfig
+from echo_planes.loop import events as ev
+from echo_planes.loop.controller import Controller
+from echo_planes.testing.simulation import replace_section
 from echo_planes.types import Adjustment, InstallReport, StepStats
 from tests.unit.test_controller import STATS, batch, manifest, report, settings
 

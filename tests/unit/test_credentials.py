@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo_planes.config import WeightsConfig
-from echo_planes.weights.credentials import MAX_NAME, bearer, credential, is_bearer, may_enter
+from echo_planes.config.schema import WeightsConfig
 from echo_planes.weights.link import WeightLink
+from echo_planes.weights.wire.credentials import MAX_NAME, bearer, credential, is_bearer, may_enter
 
 SECRET = "s" * 64
 

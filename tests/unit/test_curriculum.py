@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from echo_planes.data.prompts import BLOCK_PROMPTS, Curriculum, PromptCursor
-from echo_planes.data.task import WINDOW_GROUPS, Progress, TaskOptions
+from echo_planes.data.replay.prompts import BLOCK_PROMPTS, Curriculum, PromptCursor
+from echo_planes.data.tasks.adapter import WINDOW_GROUPS, Progress, TaskOptions
 from echo_planes.errors import ClusterError, DataError, TaskError
-from echo_planes.fakes import FakeTask, FakeTokenizer
 from echo_planes.tasks.math.adapter import MathTask
 from echo_planes.tasks.math.options import MathOptions
+from echo_planes.testing.fakes import FakeTask, FakeTokenizer
 from echo_planes.types import Group, Prompt
 from tests.unit.test_schema import make_group
 

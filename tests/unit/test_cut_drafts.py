@@ -11,8 +11,13 @@ import pyarrow as pa
 import pytest
 import xxhash
 
-from echo_planes.data import cut_drafts
-from echo_planes.data.cut_drafts import SCHEMA, DraftsRecord, read_drafts, write_drafts
+from echo_planes.data.replay import checkpoint_partial_rollouts as cut_drafts
+from echo_planes.data.replay.checkpoint_partial_rollouts import (
+    SCHEMA,
+    DraftsRecord,
+    read_drafts,
+    write_drafts,
+)
 from echo_planes.errors import DataError
 from echo_planes.types import Draft, Sample, Span
 

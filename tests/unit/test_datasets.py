@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from echo_planes.data import datasets
-from echo_planes.data.datasets import data_files, has_split, iter_rows, load_rows
+from echo_planes.data.tasks import datasets
+from echo_planes.data.tasks.datasets import data_files, has_split, iter_rows, load_rows
 from echo_planes.errors import DataError
 from echo_planes.tasks.math.datasets import load_splits
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from echo_planes.errors import WeightsError
-from echo_planes.weights.device_scan import DeviceMirror, changes, leaves_room
+from echo_planes.learning.device_scan import DeviceMirror, changes, leaves_room
 from echo_planes.weights.digest import BIT_DTYPES, BitTensor, bit_tensor
 from tests.unit.codec_states import model_state, random_bits, same_bits, states, updated
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from echo_planes.config import StalenessConfig
-from echo_planes.data.drafts import DraftBook, DraftShelf
-from echo_planes.data.leases import ENOUGH_COMPLETIONS, RECENT_COMPLETIONS, LeaseBook
+from echo_planes.config.schema import StalenessConfig
+from echo_planes.data.replay.leases import ENOUGH_COMPLETIONS, RECENT_COMPLETIONS, LeaseBook
+from echo_planes.data.replay.partial_rollouts import DraftBook, DraftShelf
 from echo_planes.errors import LeaseError
 from echo_planes.types import Draft, Lease, LeaseTokens, Prompt, Sample, Span, is_whole, joined
 from tests.unit.test_buffer import Buffer, answer, lease, make_buffer, submit

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo_planes.data.chat import Chat
-from echo_planes.data.environment import EpisodeTask
+from echo_planes.data.tasks.chat import Chat
+from echo_planes.data.tasks.environment import EpisodeTask
 from echo_planes.errors import ModelError
-from echo_planes.fakes import FakeTokenizer
 from echo_planes.tasks.guess.adapter import GuessOptions, GuessTask
+from echo_planes.testing.fakes import FakeTokenizer
 from echo_planes.types import Episode, Prompt, Reward, Sample, Span
 
 END = 0  # FakeTokenizer's

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo_planes.errors import RefusedError
-from echo_planes.rollout.estimates import LIE_FACTOR, CapacityModel, InterruptionRates, ThroughputSample
+from echo_planes.fleet.estimates import LIE_FACTOR, CapacityModel, InterruptionRates, ThroughputSample
 
 
 class Worker:

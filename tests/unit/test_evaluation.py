@@ -7,10 +7,10 @@ from itertools import combinations
 
 import pytest
 
-from echo_planes.config import Config, EvalConfig
+from echo_planes.config.schema import Config, EvalConfig
 from echo_planes.errors import RunError
-from echo_planes.evaluation import eval_draw, pass_at, report_of
-from echo_planes.testing import replace_section
+from echo_planes.loop.evaluation import eval_draw, pass_at, report_of
+from echo_planes.testing.simulation import replace_section
 from echo_planes.types import Draw, Episode, Prompt, Reward, Span, Status, Trajectory
 
 

@@ -7,18 +7,19 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from echo_planes.errors import ConfigError
-from echo_planes.rollout.estimates import CapacityModel, ThroughputSample
-from echo_planes.rollout.fleet import Fleet
-from echo_planes.rollout.members import FleetAction, Launch, Leave
-from echo_planes.rollout.offer_book import (
+from echo_planes.fleet.capacity import Need
+from echo_planes.fleet.estimates import CapacityModel, ThroughputSample
+from echo_planes.fleet.instance_record import (
     FIRST_BACK_OFF_S,
     FIRST_WITHOUT_S,
     MOST_BACK_OFF_S,
     PRIOR_HOURS,
     YOUNG_S,
 )
-from echo_planes.rollout.offers import Limits, Need, Offer
-from echo_planes.rollout.provisioner import Provisioner
+from echo_planes.fleet.instance_types import Limits, Offer
+from echo_planes.fleet.members import FleetAction, Launch, Leave
+from echo_planes.fleet.provisioner import Provisioner
+from echo_planes.fleet.reconciler import Fleet
 
 BOOT_LIMIT_S = 600.0
 TICK_S = 5.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from echo_planes.rollout.fleet import Leave
-from echo_planes.rollout.fleet_record import EVERY_S, FleetRecord
+from echo_planes.fleet.reconciler import Leave
+from echo_planes.fleet.record import EVERY_S, FleetRecord
 from tests.unit.test_fleet import BOOT_LIMIT_S, Story, need, offer
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echo_planes.rollout.estimates import CapacityModel, ThroughputSample
-from echo_planes.rollout.fleet import Fleet
-from echo_planes.rollout.health import (
+from echo_planes.fleet.capacity import Need
+from echo_planes.fleet.estimates import CapacityModel, ThroughputSample
+from echo_planes.fleet.health import (
     ENOUGH_CHANGES,
     RECENT_CHANGES,
     SLOW_S,
@@ -20,10 +20,11 @@ from echo_planes.rollout.health import (
     SpeedWatch,
     worst,
 )
-from echo_planes.rollout.members import Activate, FleetAction, Launch, Leave, Park
-from echo_planes.rollout.offer_book import FIRST_BACK_OFF_S
-from echo_planes.rollout.offers import Limits, Need, Offer
-from echo_planes.rollout.provisioner import Provisioner
+from echo_planes.fleet.instance_record import FIRST_BACK_OFF_S
+from echo_planes.fleet.instance_types import Limits, Offer
+from echo_planes.fleet.members import Activate, FleetAction, Launch, Leave, Park
+from echo_planes.fleet.provisioner import Provisioner
+from echo_planes.fleet.reconciler import Fleet
 from tests.unit.test_fleet import TICK_S, launches, leaves, need, offer
 
 TOKENS_PER_S = 100.0

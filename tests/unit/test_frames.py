@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo_planes.errors import WeightsError
-from echo_planes.weights.frames import (
+from echo_planes.weights.wire.frames import (
     CancelFrame,
     ChunkFrame,
     Frame,
@@ -30,8 +30,8 @@ from echo_planes.weights.frames import (
     segment_from_json,
     segment_to_json,
 )
-from echo_planes.weights.limits import TransferLimits, relay_limits
-from echo_planes.weights.manifest import (
+from echo_planes.weights.wire.limits import TransferLimits, relay_limits
+from echo_planes.weights.wire.manifest import (
     MAX_KEY_BYTES,
     header_bytes,
     key_bytes,
@@ -40,7 +40,7 @@ from echo_planes.weights.manifest import (
     parse_key,
     parse_manifest,
 )
-from echo_planes.weights.transfer import ChunkSet
+from echo_planes.weights.wire.transfer import ChunkSet
 from tests.thorough import examples
 from tests.unit.wire import FULL, LIMITS, PATCH, frame_head, signed
 

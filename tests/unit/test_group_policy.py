@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from echo_planes.data.drafts import DraftBook
-from echo_planes.data.task import EpisodeBuilder, Policy, TaskAdapter, TaskOptions
+from echo_planes.data.replay.partial_rollouts import DraftBook
+from echo_planes.data.tasks.adapter import EpisodeBuilder, Policy, TaskAdapter, TaskOptions
 from echo_planes.errors import RunError, WorkerGoneError
-from echo_planes.fakes import FakeTask, FakeTokenizer, InlineScorer
+from echo_planes.rollout.episodes import Player
 from echo_planes.rollout.group_policy import GroupPolicy
-from echo_planes.rollout.play import Player
 from echo_planes.rollout.work import Work
+from echo_planes.testing.fakes import FakeTask, FakeTokenizer, InlineScorer
+from echo_planes.testing.virtual_time import run_virtual
 from echo_planes.types import Draft, Draw, Episode, Group, Lease, Prompt, Sample, Span, joined
-from echo_planes.virtual_time import run_virtual
 from tests.unit.stub_engine import StubEngine
 
 LONGEST = 9  # tokens of one call

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from echo_planes.config import GuardConfig
+from echo_planes.config.schema import GuardConfig
 from echo_planes.learning.guard import (
     HISTORY,
     SIGNALS,

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from echo_planes.cli import load_config
-from echo_planes.data.registry import probe_task
 from echo_planes.errors import ConfigError, TaskError
+from echo_planes.loop.loading import load_config
+from echo_planes.loop.task_probe import probe_task
 
 HOSTILE = """
 import sys
-from echo_planes.data.task import TaskAdapter, TaskOptions
+from echo_planes.data.tasks.adapter import TaskAdapter, TaskOptions
 from examples.own_task import OwnTask
 {at_import}
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from echo_planes.config import BUILTIN_MODELS
+from echo_planes.config.schema import BUILTIN_MODELS
 from echo_planes.errors import ConfigError, DataError, ModelError
-from echo_planes.inputs import (
+from echo_planes.loop.inputs import (
     INPUTS_FILE,
     check_inputs,
     digest_of_model,

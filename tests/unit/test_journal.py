@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from echo_planes.clock import ManualClock
-from echo_planes.config import Config
-from echo_planes.journal import Journal
-from echo_planes.ledger import LEDGER_DETAILS
-from echo_planes.metrics import (
+from echo_planes.cluster.clock import ManualClock
+from echo_planes.config.schema import Config
+from echo_planes.loop.accounting import Journal
+from echo_planes.reporting.ledger import LEDGER_DETAILS
+from echo_planes.reporting.metrics import (
     FLEET_STATE,
     GAUGES,
     WORKER_STATE,
@@ -25,8 +25,8 @@ from echo_planes.metrics import (
     read_metrics,
     read_summary,
 )
-from echo_planes.terminal import View
-from echo_planes.testing import replace_section, tiny_config
+from echo_planes.reporting.terminal import View
+from echo_planes.testing.simulation import replace_section, tiny_config
 from echo_planes.types import (
     BufferCounts,
     EvalReport,

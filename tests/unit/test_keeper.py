@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from echo_planes.broadcasts import BroadcastBook
-from echo_planes.config import Config, FleetConfig, WorkerConfig
+from echo_planes.config.schema import Config, FleetConfig, WorkerConfig
 from echo_planes.errors import ClusterError, RunError, WaitTimeoutError
-from echo_planes.fakes import FakeLearner, Faults
-from echo_planes.keeper import MAX_FAILED_LOOKS, NODE_LABEL, FleetKeeper, limits_of, offers_of
-from echo_planes.rollout.actuator import Node, NodeState
-from echo_planes.testing import replace_section, tiny_config
+from echo_planes.fleet.actuators.actuator import Node, NodeState
+from echo_planes.loop.provisioning import MAX_FAILED_LOOKS, NODE_LABEL, FleetKeeper, limits_of, offers_of
+from echo_planes.reporting.broadcasts import BroadcastBook
+from echo_planes.testing.fakes import FakeLearner, Faults
+from echo_planes.testing.simulation import replace_section, tiny_config
+from echo_planes.testing.virtual_time import VirtualTimeLoop, run_virtual
 from echo_planes.types import (
     BufferCounts,
     InstallReport,
@@ -25,7 +26,6 @@ from echo_planes.types import (
     WorkerInfo,
     WorkerStats,
 )
-from echo_planes.virtual_time import VirtualTimeLoop, run_virtual
 
 TICK_S = 1.0
 T_TRAIN_S = 10.0

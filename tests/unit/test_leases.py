@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from echo_planes.data.leases import LeaseBook
+from echo_planes.data.replay.leases import LeaseBook
 from echo_planes.errors import LeaseError
 from echo_planes.types import Lease, Prompt
 

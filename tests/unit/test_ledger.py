@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from echo_planes.ledger import LEDGER_DETAILS, ledger_equation, reward_failures
+from echo_planes.reporting.ledger import LEDGER_DETAILS, ledger_equation, reward_failures
 from echo_planes.types import BufferCounts
 
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echo_planes.data.limiter import is_admissible, num_permits, num_urgent
-from echo_planes.data.prompts import PromptCursor
-from echo_planes.data.roll import WorkerRoll
+from echo_planes.data.replay.prompts import PromptCursor
+from echo_planes.data.replay.staleness import is_admissible, num_permits, num_urgent
+from echo_planes.data.replay.worker_registry import WorkerRoll
 
 quick = settings(max_examples=150, deadline=None)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo_planes.errors import WeightsError
-from echo_planes.weights.manifest import (
+from echo_planes.weights.wire.manifest import (
     MAX_KEY_BYTES,
     MAX_MANIFEST_BYTES,
     PublicationKey,

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from echo_planes.cli import load_config
 from echo_planes.errors import ConfigError, DataError, ModelError
-from echo_planes.fakes import FakeTokenizer
+from echo_planes.loop.loading import load_config
 from echo_planes.tasks.math.adapter import MathOptions, MathTask
 from echo_planes.tasks.math.datasets import held_out_pairs, is_held_out, load_splits, read_problems
 from echo_planes.tasks.math.grade import compare_exactly, parse_response
 from echo_planes.tasks.math.verifier import Verifier
+from echo_planes.testing.fakes import FakeTokenizer
 from echo_planes.types import Episode, Prompt
 
 DATA = Path(os.environ.get("ECHO_PLANES_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))

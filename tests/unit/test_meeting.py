@@ -10,10 +10,10 @@ from datetime import timedelta
 import psutil
 import pytest
 
+from echo_planes.cluster.process import free_port
 from echo_planes.errors import ClusterError, ConfigError
 from echo_planes.learning import meeting
 from echo_planes.learning.meeting import interface, master_address, meet
-from echo_planes.process import free_port
 
 LIMIT = timedelta(seconds=20)
 VARIABLES = ("MASTER_ADDR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

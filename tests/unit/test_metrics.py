@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from echo_planes.clock import ManualClock
+from echo_planes.cluster.clock import ManualClock
 from echo_planes.errors import ClusterError, DataError
-from echo_planes.metrics import (
+from echo_planes.reporting.metrics import (
     GAUGES,
     Aggregates,
     MetricsWriter,
@@ -21,7 +21,7 @@ from echo_planes.metrics import (
     step_line,
     write_atomic,
 )
-from echo_planes.terminal import ERASE_LINE, View
+from echo_planes.reporting.terminal import ERASE_LINE, View
 
 FULL_DISK = Path("/dev/full")
 needs_full_disk = pytest.mark.skipif(not FULL_DISK.exists(), reason="no /dev/full on this system")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo_planes.data.task import last_tagged
+from echo_planes.data.tasks.adapter import last_tagged
 from echo_planes.tasks.code.judging import parse_answer
 from echo_planes.tasks.math.grade import compare_exactly, parse_response
 from echo_planes.tasks.math.stated import values

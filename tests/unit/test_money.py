@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo_planes.errors import ConfigError, RefusedError
-from echo_planes.money import FATES, Budget, MoneyBook, _whole
+from echo_planes.fleet.money import FATES, Budget, MoneyBook, _whole
 
 
 def at_work(usd_per_hour: float = 3.6) -> MoneyBook:

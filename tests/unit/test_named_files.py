@@ -9,16 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from echo_planes import plan, run, simulate, warm_start
-from echo_planes.checkpoint import CheckpointMeta, open_lineage, read_meta
-from echo_planes.config import BUILTIN_MODELS
-from echo_planes.data.cut import load_cut
+from echo_planes import plan, run, simulate
+from echo_planes.config.files import open_regular, read_bytes, read_json, read_text
+from echo_planes.config.schema import BUILTIN_MODELS
+from echo_planes.data.replay.checkpoint_state import load_cut
 from echo_planes.errors import DataError, UserError
-from echo_planes.files import open_regular, read_bytes, read_json, read_text
+from echo_planes.loop import warm_start
+from echo_planes.loop.checkpoint import CheckpointMeta, open_lineage, read_meta
+from echo_planes.loop.spending import check_budget
+from echo_planes.reporting.viewer.run_folder import RunFolder
+from echo_planes.reporting.weights import cli as weights
 from echo_planes.sim.spot import read_trace
-from echo_planes.spending import check_budget
-from echo_planes.viewer.run_folder import RunFolder
-from echo_planes.weights import cli as weights
 
 Command = Callable[[list[str]], int]
 # What stands for the path of the file is @; for its folder, which has a model in it, is #.

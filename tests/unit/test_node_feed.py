@@ -13,7 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo_planes.errors import ClusterError, WeightsError
-from echo_planes.weights.frames import (
+from echo_planes.weights.node.feed import MAX_BEGUN, Feeds, _Child, _Feed
+from echo_planes.weights.node.shelf import KEPT_PATCHES, Shelf, Wants, wants_message
+from echo_planes.weights.node.spool import SpoolFile
+from echo_planes.weights.node.transport import _STATUS
+from echo_planes.weights.wire.frames import (
     CancelFrame,
     ChunkFrame,
     Frame,
@@ -21,12 +25,8 @@ from echo_planes.weights.frames import (
     ManifestFrame,
     SegmentFrame,
 )
-from echo_planes.weights.manifest import PublicationKey, key_text
-from echo_planes.weights.node_feed import MAX_BEGUN, Feeds, _Child, _Feed
-from echo_planes.weights.node_shelf import KEPT_PATCHES, Shelf, Wants, wants_message
-from echo_planes.weights.signing import Verifier
-from echo_planes.weights.spool import SpoolFile
-from echo_planes.weights.transport import _STATUS
+from echo_planes.weights.wire.manifest import PublicationKey, key_text
+from echo_planes.weights.wire.signing import Verifier
 from tests.unit.wire import LIMITS, SIGNER, Signed, signed
 
 VERIFIER = Verifier(SIGNER.public_bytes())
@@ -391,7 +391,7 @@ def test_a_publication_that_may_not_come_in_is_refused_without_an_error() -> Non
 
 
 def test_a_store_that_is_away_is_worth_asking_again() -> None:
-    from echo_planes.weights.objects import StoreUnreachableError
+    from echo_planes.weights.store.objects import StoreUnreachableError
 
     error = StoreUnreachableError("away")
     assert next(code for kind, code in _STATUS.items() if isinstance(error, kind)) == 503

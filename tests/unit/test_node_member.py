@@ -14,16 +14,7 @@ import aiohttp
 import pytest
 
 from echo_planes.errors import ClusterError
-from echo_planes.weights.frames import ChunkFrame, PingFrame, encode_frame
-from echo_planes.weights.node_dispatch import Dispatch
-from echo_planes.weights.node_feed import Feeds
-from echo_planes.weights.node_link import DEAD_STREAM_S, Parent, ParentLink
-from echo_planes.weights.node_member import Member
-from echo_planes.weights.node_settings import NodeSettings
-from echo_planes.weights.node_shelf import Shelf
-from echo_planes.weights.signing import Verifier
-from echo_planes.weights.tracker import FORGOTTEN_S, Tracker, TrackerSettings
-from echo_planes.weights.tracker_events import (
+from echo_planes.weights.chain.events import (
     PING_INTERVAL_S,
     Assign,
     CancelBroadcast,
@@ -33,6 +24,15 @@ from echo_planes.weights.tracker_events import (
     action_to_json,
     event_to_json,
 )
+from echo_planes.weights.chain.tracker import FORGOTTEN_S, Tracker, TrackerSettings
+from echo_planes.weights.node.dispatch import Dispatch
+from echo_planes.weights.node.feed import Feeds
+from echo_planes.weights.node.link import DEAD_STREAM_S, Parent, ParentLink
+from echo_planes.weights.node.membership import Member
+from echo_planes.weights.node.settings import NodeSettings
+from echo_planes.weights.node.shelf import Shelf
+from echo_planes.weights.wire.frames import ChunkFrame, PingFrame, encode_frame
+from echo_planes.weights.wire.signing import Verifier
 from tests.unit.wire import LIMITS, PATCH, SIGNER, signed
 
 VERIFIER = Verifier(SIGNER.public_bytes())
@@ -61,7 +61,7 @@ def test_a_peer_that_the_tracker_has_forgotten_is_asked_to_join_again(
     async def story() -> None:
         now_s = 0.0
         clock = SimpleNamespace(monotonic=lambda: now_s)
-        monkeypatch.setattr("echo_planes.weights.node_dispatch.time", clock)
+        monkeypatch.setattr("echo_planes.weights.node.dispatch.time", clock)
         tracker = Tracker(TrackerSettings())
         dispatch = Dispatch(tracker, Feeds(Shelf(VERIFIER, LIMITS, tmp_path)), lambda line: None, "secret")
         report = Report("w0", "", None, 0, 0, 0.0, 0, 0.0, False, False, -1)
@@ -136,7 +136,7 @@ def test_a_cancelled_publication_is_refused_without_waiting_for_the_parent(tmp_p
 
 
 def test_a_stream_goes_on_after_there_was_no_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("echo_planes.weights.node_link.RETRY_S", (0.0, 0.0))
+    monkeypatch.setattr("echo_planes.weights.node.link.RETRY_S", (0.0, 0.0))
 
     async def story() -> None:
         shelf = Shelf(VERIFIER, LIMITS, tmp_path)
@@ -202,7 +202,7 @@ def test_a_stream_that_is_silent_while_others_ping_is_opened_anew(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, others: str
 ) -> None:
     now_s = 0.0
-    monkeypatch.setattr("echo_planes.weights.node_link.time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr("echo_planes.weights.node.link.time", SimpleNamespace(monotonic=lambda: now_s))
     one = signed(bytes(100), key=PATCH)
     brought = {
         "ping": encode_frame(PingFrame()),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from echo_planes.config import ObjectiveConfig
+from echo_planes.config.schema import ObjectiveConfig
 from echo_planes.learning import objectives
 from echo_planes.learning.objectives import OBJECTIVES, Loss, Tokens, outlier_masks, token_weights
 

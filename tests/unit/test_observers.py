@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from echo_planes.observers import Observers, QuietObserver
-from echo_planes.planes import Observer
+from echo_planes.loop.observers import Observers, QuietObserver
+from echo_planes.loop.planes import Observer
 from echo_planes.types import WorkerInfo
 
 TOLD = [name for name in vars(Observer) if name.startswith("on_")]

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from echo_planes import metrics, report
 from echo_planes.errors import DataError
-from echo_planes.metrics import MetricsWriter, read_summary
+from echo_planes.reporting import metrics, report
+from echo_planes.reporting.metrics import MetricsWriter, read_summary
 from tests.unit.test_report import a_run, outline
 
 ODD: dict[str, Any] = {

@@ -13,13 +13,14 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from echo_planes import cli, run
-from echo_planes.cli import dump_config, load_config
-from echo_planes.config import Config
-from echo_planes.data.registry import adapter_class
+from echo_planes import run
+from echo_planes.config.plain_yaml import dump_yaml
+from echo_planes.config.schema import Config
+from echo_planes.data.tasks.registry import adapter_class
 from echo_planes.errors import MAX_LINE, ConfigError
-from echo_planes.plain_yaml import dump_yaml
-from echo_planes.plan_config import PlanConfig, load_plan
+from echo_planes.fleet.plan_config import PlanConfig, load_plan
+from echo_planes.loop import loading as cli
+from echo_planes.loop.loading import dump_config, load_config
 from echo_planes.sim import scenario
 
 LAUGHS = (

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from echo_planes.checkpoint import rewind_metrics
 from echo_planes.errors import DataError
-from echo_planes.metrics import read_summary
-from echo_planes.parts import PARTS_FILE, read_parts, whole_run
-from echo_planes.report import render
-from echo_planes.terminal import closing_lines
-from echo_planes.testing import tiny_config
+from echo_planes.loop.checkpoint import rewind_metrics
+from echo_planes.reporting.metrics import read_summary
+from echo_planes.reporting.parts import PARTS_FILE, read_parts, whole_run
+from echo_planes.reporting.report import render
+from echo_planes.reporting.terminal import closing_lines
+from echo_planes.testing.simulation import tiny_config
 from echo_planes.types import EvalReport, InstallReport, Manifest, WorkerStats
 from tests.unit.test_journal import Books, info
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from echo_planes.fleet.plan_config import PlanConfig
+from echo_planes.fleet.prices import read_prices
 from echo_planes.plan import main
-from echo_planes.plan_config import PlanConfig
-from echo_planes.rollout.prices import read_prices
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "configs" / "prices" / "example.csv"

@@ -12,16 +12,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from echo_planes.config import BUILTIN_MODELS
-from echo_planes.data.registry import load_tokenizer
+from echo_planes.config.schema import BUILTIN_MODELS
+from echo_planes.data.tasks.registry import load_tokenizer
 from echo_planes.errors import ConfigError, ModelError
-from echo_planes.fakes import FakeTokenizer
 from echo_planes.tasks.poker import frozen
 from echo_planes.tasks.poker.__main__ import main
 from echo_planes.tasks.poker.adapter import PokerTask
 from echo_planes.tasks.poker.evaluate import ModelRow, evaluate_model
 from echo_planes.tasks.poker.frozen import FrozenModel, Question, model_folder, sample
 from echo_planes.tasks.poker.options import PokerOptions
+from echo_planes.testing.fakes import FakeTokenizer
 from echo_planes.types import Episode, Prompt, Sample
 
 TINY = BUILTIN_MODELS["builtin:tiny-poker"]

@@ -14,13 +14,14 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from echo_planes.config import BUILTIN_MODELS
-from echo_planes.data.chat import Chat
-from echo_planes.data.registry import load_tokenizer
+from echo_planes.config.schema import BUILTIN_MODELS
+from echo_planes.data.tasks.chat import Chat
+from echo_planes.data.tasks.registry import load_tokenizer
 from echo_planes.errors import ConfigError, DataError, DivergedError
 from echo_planes.learning import offline
 from echo_planes.learning.offline import OfflineObjective, offline_weights, rectangle, warm_start
 from echo_planes.learning.policy_model import PolicyModel, load_policy
+from echo_planes.loop.warm_start import main
 from echo_planes.tasks.poker.__main__ import main as poker_command
 from echo_planes.tasks.poker.adapter import PokerTask
 from echo_planes.tasks.poker.game import Game
@@ -30,7 +31,6 @@ from echo_planes.tasks.poker.options import PokerOptions
 from echo_planes.tasks.poker.records import write_records
 from echo_planes.tasks.poker.text import Style
 from echo_planes.types import Prompt, Sample, Span
-from echo_planes.warm_start import main
 
 TINY = BUILTIN_MODELS["builtin:tiny-poker"]
 TOKENIZER = load_tokenizer(TINY)
@@ -264,7 +264,7 @@ def test_the_command_writes_a_model_folder_that_a_run_takes(
 def test_the_tasks_command_is_the_trainers(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "echo_planes.warm_start")  # as in a process of its own
+    monkeypatch.delitem(sys.modules, "echo_planes.loop.warm_start")  # as in a process of its own
     monkeypatch.setattr(sys, "argv", [])
     with pytest.raises(SystemExit) as ended:
         poker_command(["warmstart", "--table", "none.arrow", "--model", "builtin:tiny-poker", *REST])

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.feather
 import pytest
 
-from echo_planes.data.schema import SCHEMA as TRAJECTORIES
+from echo_planes.data.store.schema import SCHEMA as TRAJECTORIES
 from echo_planes.errors import ClusterError, DataError
 from echo_planes.tasks.poker import records
 from echo_planes.tasks.poker.__main__ import main

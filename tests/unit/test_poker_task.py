@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo_planes.errors import EchoPlanesError
-from echo_planes.fakes import FakeTokenizer
 from echo_planes.tasks.poker.adapter import PokerTask
 from echo_planes.tasks.poker.options import PokerOptions
+from echo_planes.testing.fakes import FakeTokenizer
 from echo_planes.types import Episode, Prompt, Sample, Span
 
 OPPONENTS = ("calling-station", "tight-aggressive", "maniac", "mixed", "self")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from echo_planes.config import BUILTIN_MODELS
+from echo_planes.config.schema import BUILTIN_MODELS
 from echo_planes.tasks.poker.opponents import all_opponents
 from echo_planes.tasks.poker.table import Hand, TableRules, play, shuffled_deck
 from echo_planes.tasks.poker.text import Style, action_text, read_answer, state_text

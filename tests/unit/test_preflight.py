@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from echo_planes import preflight
-from echo_planes.config import Config
+from echo_planes.cluster import placement
+from echo_planes.config.schema import Config
 from echo_planes.data.store.store import ReplayStore
 from echo_planes.errors import ClusterError, ConfigError, DataError, ModelError, UserError
-from echo_planes.spending import SPENDING_FILE
-from echo_planes.testing import replace_section
+from echo_planes.loop import preflight
+from echo_planes.loop.spending import SPENDING_FILE
+from echo_planes.testing.simulation import replace_section
 
 
 @pytest.fixture
@@ -392,9 +393,9 @@ def test_the_devices_of_one_engine_lie_on_one_node() -> None:
     kind = {"sku": "a", "resources": {"CPU": 4.0, "GPU": 4.0}, "engine": {"tensor_parallel_size": 4}}
     small = [{"CPU": 16.0, "GPU": 2.0}, {"CPU": 2.0, "GPU": 8.0}]
     with pytest.raises(ClusterError, match="'a' needs 4 CPU, 4 GPU on one node, and no node"):
-        preflight.check_nodes(config(fleet={"workers": [kind]}).fleet, small)
-    preflight.check_nodes(config(fleet={"workers": [kind]}).fleet, [*small, {"CPU": 4.0, "GPU": 4.0}])
-    preflight.check_nodes(changing(kind, scale="ray").fleet, small)  # nodes come when asked for
+        placement.check_nodes(config(fleet={"workers": [kind]}).fleet, small)
+    placement.check_nodes(config(fleet={"workers": [kind]}).fleet, [*small, {"CPU": 4.0, "GPU": 4.0}])
+    placement.check_nodes(changing(kind, scale="ray").fleet, small)  # nodes come when asked for
 
 
 def test_a_fleet_that_changes_must_fit_with_all_its_quotas_unless_nodes_come() -> None:
@@ -402,8 +403,8 @@ def test_a_fleet_that_changes_must_fit_with_all_its_quotas_unless_nodes_come() -
     has = {"CPU": 8.0, "GPU": 3.0}
     nodes = [{"pool": "x"}]
     with pytest.raises(ClusterError, match="need 4 GPU, the cluster has 3"):
-        preflight.check_fit(changing(kind), has, nodes)
+        placement.check_fit(changing(kind), has, nodes)
     with pytest.raises(ClusterError, match="no node of the cluster carries the labels"):
-        preflight.check_fit(changing(kind), has | {"GPU": 4.0}, [{"pool": "y"}])
-    preflight.check_fit(changing(kind), has | {"GPU": 4.0}, nodes)
-    preflight.check_fit(changing(kind, scale="ray"), {"CPU": 8.0}, [])
+        placement.check_fit(changing(kind), has | {"GPU": 4.0}, [{"pool": "y"}])
+    placement.check_fit(changing(kind), has | {"GPU": 4.0}, nodes)
+    placement.check_fit(changing(kind, scale="ray"), {"CPU": 8.0}, [])

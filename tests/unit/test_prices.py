@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from echo_planes.errors import ConfigError, DataError
-from echo_planes.rollout import prices
-from echo_planes.rollout.offers import Offer
-from echo_planes.rollout.prices import COLUMNS, PriceRow, convert_skypilot, offers_from_prices, read_prices
-from echo_planes.rollout.sku_facts import SKU_FACTS
+from echo_planes.fleet import prices
+from echo_planes.fleet.instance_types import Offer
+from echo_planes.fleet.prices import COLUMNS, PriceRow, convert_skypilot, offers_from_prices, read_prices
+from echo_planes.fleet.sku_facts import SKU_FACTS
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "configs" / "prices" / "example.csv"

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from echo_planes.errors import ConfigError
-from echo_planes.rollout.advice import advise
-from echo_planes.rollout.exact import exact, fleet_problem, solve
-from echo_planes.rollout.offers import FleetPlan, Limits, Need, Offer, Shortfall
-from echo_planes.rollout.provisioner import Provisioner, greedy
+from echo_planes.fleet.advice import advise
+from echo_planes.fleet.capacity import Need
+from echo_planes.fleet.exact import exact, fleet_problem, solve
+from echo_planes.fleet.instance_types import FleetPlan, Limits, Offer, Shortfall
+from echo_planes.fleet.provisioner import Provisioner, greedy
 
 FREE = Limits()
 # 4 x 256 trajectories while 4 steps of 10 s last, of which 8 s go to the broadcast: 32 a second.
@@ -434,7 +435,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         found.append(solve(*args, **options))  # type: ignore[arg-type]
         return found[-1]
 
-    monkeypatch.setattr("echo_planes.rollout.plans.solve", counted)
+    monkeypatch.setattr("echo_planes.fleet.greedy.solve", counted)
     return found
 
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 from blake3 import blake3
 
-from echo_planes.clock import ManualClock
+from echo_planes.cluster.clock import ManualClock
 from echo_planes.errors import WeightsError
+from echo_planes.learning.device_scan import DeviceMirror
 from echo_planes.types import ByteArray
-from echo_planes.weights.choice import CodecChoice
-from echo_planes.weights.codec import Patcher
-from echo_planes.weights.device_scan import DeviceMirror
+from echo_planes.weights.codec.choice import CodecChoice
+from echo_planes.weights.codec.entry import Patcher
 from echo_planes.weights.digest import BIT_DTYPES, BitTensor, state_digest
-from echo_planes.weights.manifest import SignedManifest, SignedSegment
 from echo_planes.weights.publisher import Publisher
-from echo_planes.weights.signing import Signer, Verifier
+from echo_planes.weights.wire.manifest import SignedManifest, SignedSegment
+from echo_planes.weights.wire.signing import Signer, Verifier
 
 State = dict[str, BitTensor]
 SHAPES = {"embed.weight": (96, 32), "layers.0.weight": (64, 32), "norm.weight": (32,)}

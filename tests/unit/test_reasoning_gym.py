@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from echo_planes.cli import load_config
-from echo_planes.data.registry import build_adapter
-from echo_planes.data.reward_child import outcomes
-from echo_planes.data.task import TaskAdapter
+from echo_planes.data.tasks.adapter import TaskAdapter
+from echo_planes.data.tasks.registry import build_adapter
+from echo_planes.data.tasks.reward_child import outcomes
 from echo_planes.errors import ConfigError, DataError
-from echo_planes.fakes import FakeTokenizer
+from echo_planes.loop.loading import load_config
+from echo_planes.testing.fakes import FakeTokenizer
 from echo_planes.types import Episode, Reward, RewardFailure
 
 LIBRARY = {

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from echo_planes.config import Config
-from echo_planes.data.batch import make_batch, train_everything
-from echo_planes.data.overlong import Overlong, overlong_of
-from echo_planes.data.refill import Refill, check_refill, refill_of
-from echo_planes.data.task import by_batch, by_group, by_initial_state
+from echo_planes.config.schema import Config
+from echo_planes.data.replay.batch import make_batch
+from echo_planes.data.replay.overlong import Overlong, overlong_of
+from echo_planes.data.replay.refill import Refill, check_refill, refill_of
+from echo_planes.data.tasks.adapter import by_batch, by_group, by_initial_state, train_everything
 from echo_planes.errors import ConfigError
-from echo_planes.fakes import FakeTask
 from echo_planes.learning.advantages import compute_advantages, zero_groups
-from echo_planes.testing import replace_section, tiny_config
+from echo_planes.testing.fakes import FakeTask
+from echo_planes.testing.simulation import replace_section, tiny_config
 from echo_planes.types import Episode, Group, Prompt, Reward, Span, Trajectory
 
 

@@ -12,11 +12,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from echo_planes.data.schema import OLDER_SCHEMAS, SCHEMA, from_row
 from echo_planes.data.store.files import Files, Piece
 from echo_planes.data.store.index import Fate
 from echo_planes.data.store.message import FOOT_BYTES, Kind, Place, encode
 from echo_planes.data.store.retention import Retention
+from echo_planes.data.store.schema import OLDER_SCHEMAS, SCHEMA, from_row
 from echo_planes.data.store.segment import GROUP_ENTRY, encode_header
 from echo_planes.data.store.store import ReplayStore
 from echo_planes.errors import ClusterError, DataError, RefusedError

@@ -14,10 +14,24 @@ from typing import Any
 import pytest
 
 from echo_planes.errors import DataError
-from echo_planes.metrics import MetricsWriter, read_summary
-from echo_planes.report import main, render, write_report
-from echo_planes.report_assets.charts import MAX_POINTS, Chart, Series, line_chart, moving_average, si, ticks
-from echo_planes.report_assets.rollouts import decoded, heat_class, read_rollouts, rollout_card, token_texts
+from echo_planes.reporting.metrics import MetricsWriter, read_summary
+from echo_planes.reporting.report import main, render, write_report
+from echo_planes.reporting.sections.charts import (
+    MAX_POINTS,
+    Chart,
+    Series,
+    line_chart,
+    moving_average,
+    si,
+    ticks,
+)
+from echo_planes.reporting.sections.rollouts import (
+    decoded,
+    heat_class,
+    read_rollouts,
+    rollout_card,
+    token_texts,
+)
 from tests.unit.stored_rollouts import a_row as a_stored_row
 from tests.unit.stored_rollouts import store_rows
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from echo_planes.fakes import Faults
-from echo_planes.metrics import FLEET_STATE, WORKER_STATE, MetricsWriter, read_events
-from echo_planes.report import render
-from echo_planes.report_assets.fleet import MAX_LANES, MAX_ROWS, NUM_POINTS, fleet
-from echo_planes.report_assets.fleet_history import RESUMED, Life, over_time, read_history
+from echo_planes.reporting.metrics import FLEET_STATE, WORKER_STATE, MetricsWriter, read_events
+from echo_planes.reporting.report import render
+from echo_planes.reporting.sections.fleet import MAX_LANES, MAX_ROWS, NUM_POINTS, fleet
+from echo_planes.reporting.sections.fleet_history import RESUMED, Life, over_time, read_history
+from echo_planes.testing.fakes import Faults
 from tests.unit.test_budget import Job
 from tests.unit.test_report import EVIL, a_run, outline
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from echo_planes.errors import DataError
-from echo_planes.metrics import SPARSITY_FILE, MetricsWriter
-from echo_planes.report import render
+from echo_planes.reporting.metrics import SPARSITY_FILE, MetricsWriter
+from echo_planes.reporting.report import render
 from tests.unit.test_report import EVIL, outline
 
 

@@ -12,16 +12,16 @@ import pytest
 from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 
-from echo_planes import preflight
-from echo_planes.checkpoint import CheckpointMeta
-from echo_planes.cli import dump_config, load_config, recorded_config
-from echo_planes.config import Config, TaskConfig
-from echo_planes.data.registry import adapter_options
-from echo_planes.data.task import TaskOptions
+from echo_planes.config.fields import Free, on_resume
+from echo_planes.config.schema import Config, TaskConfig
+from echo_planes.data.tasks.adapter import TaskOptions
+from echo_planes.data.tasks.registry import adapter_options
 from echo_planes.errors import ConfigError
-from echo_planes.resume import Change, changes_of, check_changes, check_unfinished
+from echo_planes.loop import preflight
+from echo_planes.loop.checkpoint import CheckpointMeta
+from echo_planes.loop.loading import dump_config, load_config, recorded_config
+from echo_planes.loop.resume import Change, changes_of, check_changes, check_unfinished
 from echo_planes.run import main
-from echo_planes.settings import Free, on_resume
 
 
 def options(task: TaskConfig) -> BaseModel:

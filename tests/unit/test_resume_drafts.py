@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from echo_planes.config import Config
-from echo_planes.data.cut import CUT_NAME, load_cut
-from echo_planes.data.line import VersionLine
+from echo_planes.config.schema import Config
+from echo_planes.data.replay.checkpoint_state import CUT_NAME, load_cut
+from echo_planes.data.replay.lineage import VersionLine
 from echo_planes.data.store.snapshot import StoreSnapshot
 from echo_planes.errors import LeaseError
-from echo_planes.testing import tiny_config
+from echo_planes.testing.simulation import tiny_config
 from echo_planes.types import BufferCounts, Draft, Lease, LeaseTokens, TrainBatch
 from tests.unit.test_buffer import answer
 from tests.unit.test_checkpoint import Plane, of_lineage

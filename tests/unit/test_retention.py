@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo_planes.errors import ConfigError
-from echo_planes.weights.archivist import FIRST_RETRY_S, AnchorWork, Archivist
-from echo_planes.weights.manifest import PublicationKey
-from echo_planes.weights.paths import Entry, Position, cheapest_steps, payload_cost
-from echo_planes.weights.retention import kept_entries
+from echo_planes.weights.store.archivist import FIRST_RETRY_S, AnchorWork, Archivist
+from echo_planes.weights.store.paths import Entry, Position, cheapest_steps, payload_cost
+from echo_planes.weights.store.retention import kept_entries
+from echo_planes.weights.wire.manifest import PublicationKey
 from tests.unit.store_publications import entry_of
 
 PAYLOAD_BYTES, DENSE_BYTES = 10, 1000  # so small that bytes alone never make a publication wait too long

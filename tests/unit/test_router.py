@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from echo_planes.data.replay.dispatch import Move, Proportional, ShortestQueue, Workers, policy_named
 from echo_planes.errors import ConfigError
-from echo_planes.rollout.router import Move, Proportional, ShortestQueue, Workers, policy_named
 
 
 def fleet(n: int, **columns: Any) -> Workers:

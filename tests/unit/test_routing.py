@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 
-from echo_planes.builders import make_router
-from echo_planes.config import StalenessConfig
-from echo_planes.data.routing import KEEP_TICKS, LAPSE_TICKS, RoutedBuffer
+from echo_planes.config.schema import StalenessConfig
+from echo_planes.data.replay.dispatch import PolicyName
+from echo_planes.data.replay.dispatch_buffer import KEEP_TICKS, LAPSE_TICKS, RoutedBuffer
 from echo_planes.errors import LeaseError
-from echo_planes.rollout.router import PolicyName
+from echo_planes.loop.builders import make_router
 from echo_planes.types import Lease, LeaseTokens, Prompt, WorkerStats
 from tests.unit.test_buffer import Buffer, answer
 from tests.unit.test_drafts import message, piece

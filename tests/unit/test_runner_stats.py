@@ -6,11 +6,11 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from echo_planes.observers import QuietObserver
-from echo_planes.runner import Runner
-from echo_planes.testing import tiny_config
+from echo_planes.loop.observers import QuietObserver
+from echo_planes.loop.runner import Runner
+from echo_planes.testing.simulation import tiny_config
+from echo_planes.testing.virtual_time import VirtualTimeLoop, run_virtual
 from echo_planes.types import WorkerInfo, WorkerStats
-from echo_planes.virtual_time import VirtualTimeLoop, run_virtual
 
 
 class Data:

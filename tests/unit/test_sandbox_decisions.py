@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from echo_planes.data.sandbox import jail, pool, probe, wire
-from echo_planes.data.sandbox.model import (
+from echo_planes.errors import TaskError
+from echo_planes.sandbox import jail, pool, probe, wire
+from echo_planes.sandbox.model import (
     Limits,
     Outcome,
     Plan,
@@ -21,9 +22,8 @@ from echo_planes.data.sandbox.model import (
     oversize,
     tasks_allowed,
 )
-from echo_planes.data.sandbox.users import is_mapped
-from echo_planes.data.sandbox.verdict import Cause, Observed, decide
-from echo_planes.errors import TaskError
+from echo_planes.sandbox.users import is_mapped
+from echo_planes.sandbox.verdict import Cause, Observed, decide
 
 LIMITS = Limits(cpu_s=1.5, memory_bytes=1 << 20, scratch_bytes=100)
 PLAN = Plan("namespaces", "processes", "/usr/bin/python3", "/usr/", 1000, "v2")

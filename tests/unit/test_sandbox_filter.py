@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from echo_planes.data.sandbox import seccomp
-from echo_planes.data.sandbox.cgroups import Site, candidates, find, parse_mounts, parse_own
-from echo_planes.data.sandbox.landlock import SCRATCH, handled
-from echo_planes.data.sandbox.model import Tasks, Tier
+from echo_planes.sandbox import seccomp
+from echo_planes.sandbox.cgroups import Site, candidates, find, parse_mounts, parse_own
+from echo_planes.sandbox.landlock import SCRATCH, handled
+from echo_planes.sandbox.model import Tasks, Tier
 
 PID = 4242
 ALLOWED = "allowed"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echo_planes.data.schema import OLDER_SCHEMAS, SCHEMA, from_row, to_batch, to_groups, to_row
+from echo_planes.data.store.schema import OLDER_SCHEMAS, SCHEMA, from_row, to_batch, to_groups, to_row
 from echo_planes.errors import DataError
 from echo_planes.types import Episode, Group, Prompt, Reward, Span, Trajectory
 

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from echo_planes import scratch, scratch_guard
-from echo_planes.errors import ClusterError
-from echo_planes.scratch import (
+from echo_planes.cluster import scratch, scratch_guard
+from echo_planes.cluster.scratch import (
     FOLDER,
     MAX_FOLDER_BYTES,
     RECORD,
@@ -28,6 +27,7 @@ from echo_planes.scratch import (
     sweep,
     this_process,
 )
+from echo_planes.errors import ClusterError
 
 HERE = Owner(pid=7, start_ticks=900, boot="b1", pid_namespace=11, uid=1000)
 OWNER = Owner(pid=40, start_ticks=500, boot="b1", pid_namespace=11, uid=1000)

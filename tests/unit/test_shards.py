@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from echo_planes.errors import RunError, WeightsError
 from echo_planes.types import ByteArray, Publication, TensorSpec
-from echo_planes.weights.codec import Applied, Change
+from echo_planes.weights.codec.entry import Applied, Change
 from echo_planes.weights.digest import BitTensor, state_digest
 from echo_planes.weights.receiver import digest_of_replaced
 from echo_planes.weights.shards import Shard, ShardedTensors, ShardReceiver, check_cover

@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo_planes.errors import ConfigError, WeightsError
-from echo_planes.weights.manifest import SignedManifest, SignedSegment, header_bytes, manifest_bytes
-from echo_planes.weights.signing import Signer, Verifier
+from echo_planes.weights.wire.manifest import SignedManifest, SignedSegment, header_bytes, manifest_bytes
+from echo_planes.weights.wire.signing import Signer, Verifier
 from tests.unit.wire import FULL, PATCH, SIGNER, header_of, manifest_for
 
 VERIFIER = Verifier(SIGNER.public_bytes())

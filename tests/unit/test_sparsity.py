@@ -12,10 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo_planes.errors import WeightsError
-from echo_planes.weights.differences import max_ulp_step
-from echo_planes.weights.digest import BitTensor
-from echo_planes.weights.replay import State, rebuild, replay
-from echo_planes.weights.sparsity import (
+from echo_planes.reporting.weights.differences import max_ulp_step
+from echo_planes.reporting.weights.sparsity import (
     STEPS,
     KStepSparsity,
     changed_share,
@@ -23,6 +21,8 @@ from echo_planes.weights.sparsity import (
     predicted_share,
     sparsity_table,
 )
+from echo_planes.weights.digest import BitTensor
+from echo_planes.weights.store.replay import State, rebuild, replay
 from tests.unit.stored_states import (
     first_state,
     reader_at,

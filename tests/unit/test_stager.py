@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from echo_planes.errors import ClusterError, WeightsError
 from echo_planes.types import ByteArray, Codec, Manifest, TensorSpec
-from echo_planes.weights.codec import Change, decode, encode, overwrite_payload
+from echo_planes.weights.codec.entry import Change, decode, encode, overwrite_payload
 from echo_planes.weights.digest import BitTensor, bytes_digest, state_digest
+from echo_planes.weights.node.stager import Staged, Stager
+from echo_planes.weights.node.staging_steps import Touched, merge
 from echo_planes.weights.receiver import Receiver, check_payload
-from echo_planes.weights.stager import Staged, Stager
-from echo_planes.weights.staging_steps import Touched, merge
 from tests.unit.test_receiver import MemoryTarget, State, bumped, copied, model_state, same_bits, specs_of
 
 Segments = list[tuple[int, ByteArray]]

@@ -12,13 +12,13 @@ import pytest
 
 from echo_planes.errors import ClusterError, ConfigError, WeightsError
 from echo_planes.types import Codec
-from echo_planes.weights.archivist import Archivist
-from echo_planes.weights.catch_up import plan_path
-from echo_planes.weights.manifest import PublicationKey
-from echo_planes.weights.objects import Objects, StoreUnreachableError, check_store, open_objects
-from echo_planes.weights.signing import Signer, Verifier
-from echo_planes.weights.store import Store, object_name, read_public_key
-from echo_planes.weights.store_writer import StoreWriter
+from echo_planes.weights.store.archivist import Archivist
+from echo_planes.weights.store.catch_up import plan_path
+from echo_planes.weights.store.objects import Objects, StoreUnreachableError, check_store, open_objects
+from echo_planes.weights.store.reading import Store, object_name, read_public_key
+from echo_planes.weights.store.writing import StoreWriter
+from echo_planes.weights.wire.manifest import PublicationKey
+from echo_planes.weights.wire.signing import Signer, Verifier
 from tests.unit.s3_stub import ACCESS_KEY, S3Stub, s3_stub
 from tests.unit.store_publications import (
     LIMITS,

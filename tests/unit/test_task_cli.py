@@ -14,15 +14,15 @@ from typing import Any, cast
 
 import pytest
 
-from echo_planes.cli import load_config
-from echo_planes.config import TaskConfig
-from echo_planes.data.registry import adapter_class, installed_adapter, installed_tasks
-from echo_planes.data.task import EpisodeBuilder, TaskAdapter, TaskOptions, Tokenizer
-from echo_planes.data.task_check import Finding, Setting, TaskCheck
-from echo_planes.data.task_skeleton import write_skeleton
+from echo_planes.config.schema import TaskConfig
+from echo_planes.data.tasks.adapter import EpisodeBuilder, TaskAdapter, TaskOptions, Tokenizer
+from echo_planes.data.tasks.check import Finding, Setting, TaskCheck
+from echo_planes.data.tasks.registry import adapter_class, installed_adapter, installed_tasks
+from echo_planes.data.tasks.skeleton import write_skeleton
 from echo_planes.errors import ConfigError, DataError
-from echo_planes.fakes import FakeTokenizer
+from echo_planes.loop.loading import load_config
 from echo_planes.task import check_task, main
+from echo_planes.testing.fakes import FakeTokenizer
 from echo_planes.types import Episode, Omega, Prompt, Reward, Trajectory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -440,7 +440,7 @@ def test_a_module_that_cannot_be_imported_is_one_line(
 
 BROKEN = """
 import os
-from echo_planes.data.task import TaskAdapter
+from echo_planes.data.tasks.adapter import TaskAdapter
 from echo_planes.types import Prompt, Reward
 
 class Base(TaskAdapter):

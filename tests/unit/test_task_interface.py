@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from echo_planes.config import TaskConfig
-from echo_planes.data.task import EpisodeBuilder
-from echo_planes.data.task_check import ScriptedPolicy, Setting, TaskCheck
-from echo_planes.fakes import FakeTokenizer
+from echo_planes.config.schema import TaskConfig
+from echo_planes.data.tasks.adapter import EpisodeBuilder
+from echo_planes.data.tasks.check import ScriptedPolicy, Setting, TaskCheck
+from echo_planes.testing.fakes import FakeTokenizer
 from echo_planes.types import Episode, Prompt, Reward, Sample, Span, Trajectory
 from examples.own_task import OwnOptions, OwnTask
 
@@ -154,7 +154,7 @@ def test_the_example_is_a_whole_task_in_under_forty_lines() -> None:
     text = EXAMPLE.read_text()
     assert text.count("\n") < 40
     used = {node.module for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)}
-    assert used == {"typing", "pydantic", "echo_planes.data.task", "echo_planes.types"}
+    assert used == {"typing", "pydantic", "echo_planes.data.tasks.adapter", "echo_planes.types"}
 
 
 def test_the_example_keeps_the_contract() -> None:

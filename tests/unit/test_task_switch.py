@@ -13,8 +13,8 @@ from pathlib import Path
 
 import yaml
 
-from echo_planes.cli import load_config
-from echo_planes.data.registry import adapter_class
+from echo_planes.data.tasks.registry import adapter_class
+from echo_planes.loop.loading import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "echo_planes"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from echo_planes.config import BUILTIN_MODELS
+from echo_planes.config.schema import BUILTIN_MODELS
 from echo_planes.errors import ModelError, nearest
-from echo_planes.rollout.sku_facts import SKU_FACTS
-from echo_planes.rollout.throughput import (
+from echo_planes.fleet.sku_facts import SKU_FACTS
+from echo_planes.fleet.throughput import (
     ENGINE_EFFICIENCY,
     LEARNER_EFFICIENCY,
     Answers,

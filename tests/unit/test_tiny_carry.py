@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from echo_planes.cli import load_config
-from echo_planes.config import BUILTIN_MODELS
-from echo_planes.fakes import FakeTokenizer
+from echo_planes.config.schema import BUILTIN_MODELS
+from echo_planes.loop.loading import load_config
 from echo_planes.tasks.math.adapter import MathTask
 from echo_planes.tasks.math.datasets import held_out_pairs, is_held_out, needs_carry
 from echo_planes.tasks.math.options import MathOptions
+from echo_planes.testing.fakes import FakeTokenizer
 from scripts.tiny_model import chances
 
 FOLDER = BUILTIN_MODELS["builtin:tiny-carry"]

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from echo_planes.cli import load_config
-from echo_planes.config import BUILTIN_MODELS
-from echo_planes.data import chat
-from echo_planes.data.registry import load_tokenizer, probe_task
+from echo_planes.config.files import MODEL_JSON_BYTES
+from echo_planes.config.schema import BUILTIN_MODELS
+from echo_planes.data.tasks import chat
+from echo_planes.data.tasks.registry import load_tokenizer
 from echo_planes.errors import ModelError
-from echo_planes.files import MODEL_JSON_BYTES
+from echo_planes.loop.loading import load_config
+from echo_planes.loop.task_probe import probe_task
 
 transformers = pytest.importorskip("transformers")
 

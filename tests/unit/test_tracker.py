@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo_planes.errors import WeightsError
-from echo_planes.weights.manifest import PublicationKey
-from echo_planes.weights.tracker import EXPELLED_S
-from echo_planes.weights.tracker_events import (
+from echo_planes.weights.chain.events import (
     SENDER_ID,
     Accusation,
     Action,
@@ -36,7 +34,9 @@ from echo_planes.weights.tracker_events import (
     stats_from_json,
     stats_to_json,
 )
-from echo_planes.weights.tracker_hops import Broadcast, steady_rates
+from echo_planes.weights.chain.hops import Broadcast, steady_rates
+from echo_planes.weights.chain.tracker import EXPELLED_S
+from echo_planes.weights.wire.manifest import PublicationKey
 from tests.unit.tracker_fleet import RATE, STEP_S, Fleet, key
 
 # --- joining and leaving -------------------------------------------------------------------------

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from echo_planes.weights.manifest import PublicationKey
-from echo_planes.weights.tracker import STARVED_S, TrackerSettings
-from echo_planes.weights.tracker_events import SENDER_ID, Demote, PeerJoined
-from echo_planes.weights.tracker_hunger import MAX_NEED_BYTES_PER_S, needed_bytes_per_s
+from echo_planes.weights.chain.events import SENDER_ID, Demote, PeerJoined
+from echo_planes.weights.chain.starvation import MAX_NEED_BYTES_PER_S, needed_bytes_per_s
+from echo_planes.weights.chain.tracker import STARVED_S, TrackerSettings
+from echo_planes.weights.wire.manifest import PublicationKey
 from tests.unit.tracker_fleet import RATE, Fleet, key
 
 SIZE = 2000  # bytes of a version: two seconds on one hop

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from echo_planes.errors import WeightsError
 from echo_planes.types import Codec, TensorSpec
-from echo_planes.weights.codec import encode
+from echo_planes.weights.codec.entry import encode
 from echo_planes.weights.digest import BIT_DTYPES, BitTensor
-from echo_planes.weights.limits import limits_for
-from echo_planes.weights.manifest import SEGMENT_BYTES, SignedManifest, SignedSegment
-from echo_planes.weights.signing import Signer, Verifier
-from echo_planes.weights.transfer import ChunkSet, ChunkSpan, Transfer
+from echo_planes.weights.wire.limits import limits_for
+from echo_planes.weights.wire.manifest import SEGMENT_BYTES, SignedManifest, SignedSegment
+from echo_planes.weights.wire.signing import Signer, Verifier
+from echo_planes.weights.wire.transfer import ChunkSet, ChunkSpan, Transfer
 from tests.unit.wire import FULL, LIMITS, PATCH, SIGNER, Signed, header_of, manifest_for, signed
 
 VERIFIER = Verifier(SIGNER.public_bytes())

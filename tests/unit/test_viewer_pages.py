@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from echo_planes.data.store.snapshot import StoreSnapshot
-from echo_planes.report_assets.html import safe
-from echo_planes.report_assets.notes import draw_all, draw_notes, read_notes, turn_notes
-from echo_planes.viewer.html import address, layout
-from echo_planes.viewer.listing import list_body
-from echo_planes.viewer.queries import find, parse_query
-from echo_planes.viewer.reading import COLOURS, group_body, sample_body
-from echo_planes.viewer.tokens import is_text_shown, response_tokens, turns_of, versions_of
+from echo_planes.reporting.sections.html import safe
+from echo_planes.reporting.sections.notes import draw_all, draw_notes, read_notes, turn_notes
+from echo_planes.reporting.viewer.html import address, layout
+from echo_planes.reporting.viewer.listing import list_body
+from echo_planes.reporting.viewer.queries import find, parse_query
+from echo_planes.reporting.viewer.reading import COLOURS, group_body, sample_body
+from echo_planes.reporting.viewer.tokens import is_text_shown, response_tokens, turns_of, versions_of
 from tests.unit.stored_rollouts import EVIL, a_row, store_rows
 
 TAGS = """html head meta title style script body main header p div h1 h3 h4 a span i b pre article table thead

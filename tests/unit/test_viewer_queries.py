@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from echo_planes.data.store.snapshot import StoreSnapshot
 from echo_planes.errors import DataError
+from echo_planes.reporting.viewer import queries
+from echo_planes.reporting.viewer.listing import summaries
+from echo_planes.reporting.viewer.queries import Page, find, parse_query
 from echo_planes.types import IntArray
-from echo_planes.viewer import queries
-from echo_planes.viewer.listing import summaries
-from echo_planes.viewer.queries import Page, find, parse_query
 from tests.unit.stored_rollouts import a_group, store_rows
 
 

@@ -14,10 +14,10 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from echo_planes import view
-from echo_planes.viewer import server
-from echo_planes.viewer.queries import find
-from echo_planes.viewer.run_folder import RunFolder
-from echo_planes.viewer.server import make_app
+from echo_planes.reporting.viewer import server
+from echo_planes.reporting.viewer.queries import find
+from echo_planes.reporting.viewer.run_folder import RunFolder
+from echo_planes.reporting.viewer.server import make_app
 from tests.unit.stored_rollouts import EVIL, a_group, store_rows
 
 TOKEN = "a-token"

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from echo_planes.rollout.vllm_environment import engine_environment
+from echo_planes.rollout.vllm.environment import engine_environment
 
 LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 

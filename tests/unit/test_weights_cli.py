@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from echo_planes.weights.cli import main
+from echo_planes.reporting.weights.cli import main
 from echo_planes.weights.digest import state_digest
-from echo_planes.weights.replay import State
-from echo_planes.weights.signing import Signer
+from echo_planes.weights.store.replay import State
+from echo_planes.weights.wire.signing import Signer
 from tests.unit.store_publications import SIGNER
 from tests.unit.stored_states import first_state, reader_at, stepped, store_chain, write_file
 

@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from echo_planes.config import SamplingConfig, WorkerConfig
-from echo_planes.data.task import EpisodeBuilder, Policy, TaskAdapter, TaskOptions
+from echo_planes.config.schema import SamplingConfig, WorkerConfig
+from echo_planes.data.tasks.adapter import EpisodeBuilder, Policy, TaskAdapter, TaskOptions
 from echo_planes.errors import ClusterError, WeightsError
-from echo_planes.fakes import FakeTask, FakeTokenizer, FakeWeights, InlineScorer
 from echo_planes.rollout.worker import RolloutWorker
+from echo_planes.testing.fakes import FakeTask, FakeTokenizer, FakeWeights, InlineScorer
+from echo_planes.testing.virtual_time import run_virtual
 from echo_planes.types import (
     Draw,
     Episode,
@@ -31,7 +32,6 @@ from echo_planes.types import (
     Sample,
     Span,
 )
-from echo_planes.virtual_time import run_virtual
 from tests.unit.stub_engine import StubEngine
 
 T = TypeVar("T")

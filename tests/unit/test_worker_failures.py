@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from echo_planes.config import SamplingConfig, WorkerConfig
+from echo_planes.config.schema import SamplingConfig, WorkerConfig
 from echo_planes.data.service import DataService
-from echo_planes.data.task import EpisodeBuilder, Policy, TaskOptions
+from echo_planes.data.tasks.adapter import EpisodeBuilder, Policy, TaskOptions
 from echo_planes.errors import LeaseError, RunError, TaskError, WorkerGoneError
-from echo_planes.fakes import FakeTask, FakeTokenizer, FakeWeights, InlineScorer
 from echo_planes.rollout.worker import RolloutWorker
-from echo_planes.testing import tiny_config
+from echo_planes.testing.fakes import FakeTask, FakeTokenizer, FakeWeights, InlineScorer
+from echo_planes.testing.simulation import tiny_config
 from echo_planes.types import Episode, Lease, Prompt, Reward, Sample, Span, TrainBatch
 from tests.unit.test_worker import (
     LEASE_S,

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from echo_planes.config import SamplingConfig, WorkerConfig
-from echo_planes.data.drafts import DraftBook
-from echo_planes.fakes import FakeWeights, InlineScorer
+from echo_planes.config.schema import SamplingConfig, WorkerConfig
+from echo_planes.data.replay.partial_rollouts import DraftBook
 from echo_planes.rollout.worker import RolloutWorker
+from echo_planes.testing.fakes import FakeWeights, InlineScorer
 from echo_planes.types import (
     Draft,
     Episode,

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from echo_planes.config import EngineConfig, SamplingConfig, WorkerConfig
-from echo_planes.fakes import FakeWeights, InlineScorer
+from echo_planes.config.schema import EngineConfig, SamplingConfig, WorkerConfig
 from echo_planes.rollout.work import places
 from echo_planes.rollout.worker import RolloutWorker
+from echo_planes.testing.fakes import FakeWeights, InlineScorer
 from echo_planes.types import LeaseTokens, WorkerStats
 from tests.unit.test_worker import Engine, Source, fake_task, virtual
 

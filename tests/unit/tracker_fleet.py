@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from echo_planes.weights.manifest import PublicationKey
-from echo_planes.weights.tracker import Tracker, TrackerSettings
-from echo_planes.weights.tracker_events import (
+from echo_planes.weights.chain.events import (
     Action,
     Assign,
     Event,
@@ -17,6 +15,8 @@ from echo_planes.weights.tracker_events import (
     SegmentAdded,
     Tick,
 )
+from echo_planes.weights.chain.tracker import Tracker, TrackerSettings
+from echo_planes.weights.wire.manifest import PublicationKey
 
 RATE = 1000  # bytes/s, of every healthy hop
 STEP_S = 0.25

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from echo_planes.types import Manifest
-from echo_planes.weights.limits import relay_limits
-from echo_planes.weights.manifest import (
+from echo_planes.weights.wire.limits import relay_limits
+from echo_planes.weights.wire.manifest import (
     PublicationKey,
     SegmentHeader,
     SignedManifest,
     SignedSegment,
 )
-from echo_planes.weights.signing import Signer
+from echo_planes.weights.wire.signing import Signer
 
 SIGNER = Signer.from_private_bytes(bytes(range(32)))
 FULL = PublicationKey("L0", 7, "full", -1)

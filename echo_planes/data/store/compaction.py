@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from echo_planes.data.schema import SCHEMA
 from echo_planes.data.store.files import Files, Piece, on_disk, stage, write_whole
 from echo_planes.data.store.index import GroupIndex, MessageState
 from echo_planes.data.store.message import Entries, Kind, Place, encode, size_of
 from echo_planes.data.store.reader import RowReader
 from echo_planes.data.store.recovery import Segment, segment_index, sidecar_path
+from echo_planes.data.store.schema import SCHEMA
 from echo_planes.data.store.segment import encode_header, segment_path
 from echo_planes.data.store.sidecar import encode_sidecar
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from echo_planes.data.schema import SCHEMA, OlderSchema
 from echo_planes.data.store.files import map_file, read_part
 from echo_planes.data.store.index import GroupIndex, MessageState
 from echo_planes.data.store.message import Kind, Place, decode
+from echo_planes.data.store.schema import SCHEMA, OlderSchema
 from echo_planes.data.store.segment import GROUP_ENTRY, segment_path
 from echo_planes.errors import DataError
 

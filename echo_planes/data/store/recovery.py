@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from echo_planes.data.schema import OLDER_SCHEMAS, SCHEMA, OlderSchema
 from echo_planes.data.store.files import Files, cannot_write, map_file, write_whole
 from echo_planes.data.store.index import GroupIndex
 from echo_planes.data.store.message import FORMAT, STORE_ID_BYTES, Kind, Message, Place, size_of
+from echo_planes.data.store.schema import OLDER_SCHEMAS, SCHEMA, OlderSchema
 from echo_planes.data.store.segment import (
     GROUP_ENTRY,
     Damage,

@@ -14,7 +14,6 @@ from typing import BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from echo_planes.data.schema import SCHEMA, OlderSchema
 from echo_planes.data.store.fates import FATE_ENTRY, FATES_NAME, FATES_SCHEMA
 from echo_planes.data.store.files import cannot_read
 from echo_planes.data.store.index import Fate, GroupIndex, MessageState
@@ -29,6 +28,7 @@ from echo_planes.data.store.recovery import (
     read_sidecar,
     read_store_id,
 )
+from echo_planes.data.store.schema import SCHEMA, OlderSchema
 from echo_planes.data.store.segment import (
     GROUP_ENTRY,
     Damage,

@@ -23,10 +23,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from echo_planes.data.schema import SCHEMA, to_batch, to_groups
 from echo_planes.data.store.choose import Selector, choose
 from echo_planes.data.store.compaction import Compactor
-from echo_planes.data.store.drafts import make_draft
 from echo_planes.data.store.fates import FATE_ENTRY, FateLog
 from echo_planes.data.store.files import LOCK_NAME, Files, Lock, LogFile, Piece, on_disk, write_whole
 from echo_planes.data.store.index import Fate, GroupIndex, MessageState, StoreCounts
@@ -43,8 +41,10 @@ from echo_planes.data.store.recovery import (
 )
 from echo_planes.data.store.retention import Retention, live_share, outdated
 from echo_planes.data.store.rollback import plan
+from echo_planes.data.store.schema import SCHEMA, to_batch, to_groups
 from echo_planes.data.store.segment import encode_header, segment_path
 from echo_planes.data.store.sidecar import encode_sidecar
+from echo_planes.data.store.write_batch import make_draft
 from echo_planes.errors import DataError, RefusedError
 from echo_planes.types import Group, IntArray
 

@@ -26,9 +26,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from echo_planes.config import ObjectiveConfig
+from echo_planes.config.fields import Interval
+from echo_planes.config.schema import ObjectiveConfig
 from echo_planes.learning.advantages import Advantage
-from echo_planes.settings import Interval
 
 OUTLIER_TOKENS = (0.5, 2.0)  # ends of the ratio
 OUTLIER_ANSWERS = (0.8, 1.25)  # of its geometric mean

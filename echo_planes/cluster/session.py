@@ -1,0 +1,173 @@
+"""The Ray cluster of a run: joined, or started for it alone; and what its metrics endpoint is told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.util.metrics import Gauge as RayGauge
+
+from echo_planes.cluster import scratch
+from echo_planes.cluster.placement import check_fit, check_nodes, cluster_address
+from echo_planes.config.schema import Config
+from echo_planes.errors import ClusterError
+
+PRIVATE_STORE_BYTES = 512 * 1024**2
+STARTS = 3
+KILLED_S = 10.0
+LEAVE_S = 3.0  # for the processes of a private cluster to end once they were told
+# Of the plain `Exception` that Ray raises when its own processes were not up in time.
+_TOO_SLOW = "timed out during startup"
+
+
+@contextmanager
+def ray_session(config: Config, logs: Path | None = None) -> Iterator[None]:
+    """Join the configured cluster, or start a private one, and leave it again: nothing of it stays behind.
+
+    A private one keeps to loopback if `process.keep_ray_private` ran before Ray was imported.
+
+    Args:
+        logs: where Ray's logs of a private cluster go if the session ends by an error.
+
+    Raises:
+        ClusterError: no cluster at that address, or not what the fleet needs; a private one does not start.
+    """
+    with scratch.opened() as folders:
+        try:
+            with _joined(config, folders.private / "ray"):
+                yield
+        except Exception:
+            if logs is not None and logs.parent.is_dir():
+                _keep_logs(folders.private / "ray", logs)
+            raise
+
+
+def _keep_logs(ray_folder: Path, logs: Path) -> None:
+    for session in ray_folder.glob("session_*/logs"):
+        if not session.parent.is_symlink():
+            shutil.copytree(session, logs / session.parent.name, symlinks=True, dirs_exist_ok=True)
+
+
+@contextmanager
+def _joined(config: Config, ray_folder: Path) -> Iterator[None]:
+    address = cluster_address(config)
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if address:
+        options["address"] = address
+    else:
+        options |= {
+            "address": "local",
+            "include_dashboard": False,
+            "object_store_memory": PRIVATE_STORE_BYTES,
+            "_metrics_export_port": config.run.metrics_port,
+            "_temp_dir": str(ray_folder),
+        }
+    before = set(psutil.Process().children(recursive=True))
+    try:
+        _start(options)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ClusterError(f"Ray cluster '{address or 'local'}' cannot be reached: {error}") from error
+    try:
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        check_fit(config, ray.cluster_resources(), [node["Labels"] for node in nodes])
+        check_nodes(config.fleet, [node["Resources"] for node in nodes])
+        yield
+    finally:
+        begun = set(psutil.Process().children(recursive=True)) - before
+        ray.shutdown()
+        _, alive = psutil.wait_procs(begun, timeout=LEAVE_S)
+        _kill(alive)
+
+
+class NodeWatch:
+    """Whether the node daemon of a private cluster lives. Ray itself would tell of its death a quarter of a
+    minute later, and until then nobody who waits for an actor would be answered.
+
+    Of the running event loop.
+    """
+
+    def __init__(self, raylet_pid: int) -> None:
+        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        descriptor = os.pidfd_open(raylet_pid)
+        asyncio.get_running_loop().add_reader(descriptor, self._on_end, descriptor)
+
+    @classmethod
+    def of_this_process(cls) -> NodeWatch | None:
+        """Of the cluster that this process started; None where it joined one."""
+        for child in psutil.Process().children():
+            if child.name() == "raylet":
+                return cls(child.pid)
+        return None
+
+    async def while_up(self, answer: Awaitable[Any]) -> Any:
+        """What `answer` gives.
+
+        Raises:
+            ConnectionResetError: the node is gone, so that it will give nothing.
+        """
+        waiting = asyncio.ensure_future(answer)
+        try:
+            await asyncio.wait((waiting, self._lost), return_when=asyncio.FIRST_COMPLETED)
+            if waiting.done():
+                return waiting.result()
+        finally:
+            waiting.cancel()
+        raise ConnectionResetError("the Ray node that its process was on is gone: its raylet has ended")
+
+    def _on_end(self, descriptor: int) -> None:
+        asyncio.get_running_loop().remove_reader(descriptor)
+        os.close(descriptor)
+        if not self._lost.done():
+            self._lost.set_result(None)
+
+
+def _start(options: Mapping[str, Any]) -> None:
+    """`ray.init`, and again where Ray gave up on its own processes.
+
+    It grants them 30 s, which no setting changes, however busy the machine is. What it had begun lives on.
+    """
+    before = set(psutil.Process().children(recursive=True))
+    for _ in range(STARTS):
+        try:
+            ray.init(**options)
+            return
+        except Exception as error:  # Ray raises nothing narrower for it; all others go on
+            if _TOO_SLOW not in str(error):
+                raise
+        begun = [one for one in psutil.Process().children(recursive=True) if one not in before]
+        _kill(begun)
+    raise ClusterError(
+        f"Ray's own processes were not up within 30 s, {STARTS} times: this machine is too busy for them; "
+        "end what else runs on it, or join a cluster with run.ray_address"
+    )
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=KILLED_S)
+
+
+def prometheus(described: Iterable[tuple[str, str, str]]) -> Callable[[Mapping[str, float]], None]:
+    """A function that exports a step's numbers through Ray's metrics endpoint.
+
+    Args:
+        described: of each number its key among a step's, its name for Prometheus, and what it is.
+    """
+    gauges = {key: RayGauge(name, description) for key, name, description in described}
+
+    def export(metrics: Mapping[str, float]) -> None:
+        for key, gauge in gauges.items():
+            value = metrics.get(key)
+            if value is not None:
+                gauge.set(value)
+
+    return export

@@ -1,0 +1,591 @@
+"""What a run is made of: typed settings, YAML groups and `key=value` overrides.
+
+Nothing here imports torch, ray, vllm or deepspeed: a mistake is found before anything heavy starts. `Fixed`
+settings are a run's for good; `Free` ones may change where it is resumed (see `settings`, `resume`).
+`cli.py` turns command-line words into one of these models.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+
+from echo_planes.config.fields import (
+    Fixed,
+    Free,
+    Interval,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+from echo_planes.config.files import user_path
+
+_ASSETS = Path(__file__).parents[1] / "assets"
+BUILTIN_MODELS = {
+    f"builtin:{name}": _ASSETS / name for name in ("tiny-math", "tiny-carry", "tiny-code", "tiny-poker")
+}
+
+BUILTIN_LR, MODEL_LR = 2.5e-4, 1e-6  # learner.lr where it is not set
+
+OFF = BeforeValidator(lambda value: "off" if value is False else value)  # YAML reads off as false
+
+
+class RunConfig(Section):
+    """Where the run lives and how long it is."""
+
+    dir: str | None = Free(None, description="run folder; default runs/<time>-<task>")
+    resume: str | None = Free(None, description="run folder to continue from its newest checkpoint")
+    seed: int = Fixed(0, ge=0, description="seeds prompts, learner and selectors")
+    steps: PositiveInt = Free(120, description="learner steps in all, counted from step 0 of the first run")
+    wait_limit_s: PositiveFloat = Free(600.0, description="longest wait for an engine, an install or a batch")
+    ray_address: str | None = Free(
+        None, description="cluster to join; default: RAY_ADDRESS, else a private local one"
+    )
+    metrics_port: int | None = Free(None, ge=1024, le=65535, description="Prometheus port of a local cluster")
+
+
+class TaskConfig(BaseModel):
+    """Which adapter, and its own options (validated by the adapter's `Options` model)."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    name: str = Fixed("math", description="short name: run folder, report")
+    adapter: str = Fixed(
+        "echo_planes.tasks.math.adapter:MathTask", description="package.module:Class of the TaskAdapter"
+    )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keys that belong to the adapter."""
+        return dict(self.model_extra or {})
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str = Fixed(
+        "builtin:tiny-math",
+        description="Hugging Face model folder, or builtin:tiny-math, -carry, -code, -poker",
+    )
+    max_model_len: PositiveInt = Free(512, description="prompt + response, tokens")
+
+    @property
+    def folder(self) -> Path:
+        return BUILTIN_MODELS.get(self.path, user_path(self.path))
+
+
+class EngineConfig(Section):
+    """Options of one vLLM engine."""
+
+    max_num_seqs: PositiveInt = Free(256, description="requests decoded together")
+    tensor_parallel_size: PositiveInt = Free(1, description="GPUs that share every layer of one engine")
+    pipeline_parallel_size: PositiveInt = Free(1, description="stages of layers, each on GPUs of its own")
+    gpu_memory_utilization: float = Free(0.85, gt=0, le=1, description="share of GPU memory (GPU only)")
+    kv_cache_gib: PositiveFloat = Free(0.25, description="KV cache size on CPU, GiB")
+    enforce_eager: bool = Free(False, description="no CUDA graphs (GPU only)")
+    enable_prefix_caching: bool = Free(False, description="reuse the KV of common prefixes")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Free(
+        "bfloat16", description="what the engine holds and computes in; published weights are bfloat16"
+    )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of one engine that hold weights, each with a device."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+class WorkerConfig(Section):
+    """One kind of rollout worker."""
+
+    sku: str = Free("cpu", description="what the hardware is called in reports and prices")
+    usd_per_hour: NonNegativeFloat = Free(0.0, description="price of one worker")
+    count: int = Free(1, ge=0, description="how many")
+    engine: EngineConfig = EngineConfig()
+    max_groups: PositiveInt = Free(16, description="prompts in flight at once")
+    slowdown_s: NonNegativeFloat = Free(
+        0.0, description="pause before each group, seconds: for trying out slow workers"
+    )
+    resources: dict[str, float] = Free({"CPU": 1.0}, description="Ray resources of one worker (GPU: n, ...)")
+    labels: dict[str, str] = Free({}, description="Ray label selector")
+    region: str = Free("", description="where it stands: a chain of workers enters each region once")
+    market: Literal["on_demand", "spot"] = Free("on_demand", description="spot machines may be taken away")
+    min_count: int = Free(0, ge=0, description="fleet.scale: always so many")
+    max_count: int | None = Free(None, ge=0, description="fleet.scale: quota; default: `count`")
+    mu: PositiveFloat | None = Free(
+        None, description="trajectories/s of one, until it is measured; default: as the others"
+    )
+    interruptions_per_hour: NonNegativeFloat = Free(
+        0.0, description="preemptions of one, until they are measured"
+    )
+    cloud: Literal["aws", "gcp", "azure"] | None = Free(
+        None, description="whose metadata service announces preemptions on the machine; default: none asked"
+    )
+    metadata_url: str | None = Free(None, description="its address; default: the cloud's usual one")
+
+    @property
+    def offer(self) -> str:
+        """What this kind is called where fleets are chosen."""
+        return "/".join(part for part in (self.sku, self.region, self.market) if part)
+
+    @property
+    def quota(self) -> int:
+        """Workers of this kind at most."""
+        return self.count if self.max_count is None else self.max_count
+
+
+class FleetConfig(Section):
+    """The rollout workers."""
+
+    workers: list[WorkerConfig] = Free([WorkerConfig()], description="kinds of workers")
+    restarts: int = Free(
+        3,
+        ge=0,
+        description="times in a row that a lost worker is started again, each, after 0, 1, 3, 7, ... 60 s; "
+        "ten minutes of work begin the row anew (scale=fixed)",
+    )
+    scale: Literal["fixed", "static", "ray"] = Free(
+        "fixed",
+        description="fixed: `count` workers of each kind; static: as many as pay, on the nodes there are; "
+        "ray: as many as pay, and Ray's autoscaler brings and takes the nodes",
+    )
+    gamma: float = Free(1.1, ge=1, description="redundancy: mu_target = gamma mu_min")
+    tick_s: PositiveFloat = Free(5.0, description="the fleet is looked at this often, seconds")
+    sustain_s: NonNegativeFloat = Free(
+        30.0, description="a shortage must last so long before workers are added; a surplus ten times as long"
+    )
+    ask_limit_s: PositiveFloat = Free(
+        120.0, description="a machine that is not there by then is given up, its kind backed off"
+    )
+    boot_limit_s: PositiveFloat = Free(
+        600.0, description="a worker that does not generate so long after that is given up likewise"
+    )
+    usd_per_hour: PositiveFloat | None = Free(None, description="all workers together, at most")
+    interruptions_per_hour: PositiveFloat | None = Free(
+        None, description="expected preemptions of all workers together, at most"
+    )
+    max_workers: PositiveInt | None = Free(None, description="all kinds together, at most")
+    standby: int = Free(
+        0, ge=0, description="workers beside these that are kept ready, idle, for the place of a lost one"
+    )
+
+    @property
+    def num_workers(self) -> int:
+        return sum(kind.count for kind in self.workers)
+
+    def fixed(self) -> dict[str, WorkerConfig]:
+        """The workers of a fleet that does not change: w0, w1, ... in the order of the settings."""
+        if self.scale != "fixed":
+            return {}
+        kinds = [kind for kind in self.workers for _ in range(kind.count)]
+        return {f"w{i}": kind for i, kind in enumerate(kinds)}
+
+
+class BudgetConfig(Section):
+    """What the run may cost."""
+
+    usd: PositiveFloat | None = Free(
+        None, description="all machines together, earlier parts of a resumed run too: then it stops, cleanly"
+    )
+
+
+class SamplingConfig(Section):
+    """How answers are drawn. Log-probabilities are taken after temperature and top-p."""
+
+    prompts_per_step: PositiveInt = Free(32, description="groups in a learner step")
+    samples_per_prompt: int = Fixed(8, ge=2, description="samples in a group (n)")
+    temperature: PositiveFloat = Fixed(1.0, description="logits are divided by it")
+    top_p: float = Fixed(1.0, gt=0, le=1, description="nucleus: only tokens within this probability mass")
+    max_new_tokens: PositiveInt = Free(64, description="tokens per call of the policy")
+    top_logprobs: int = Free(0, ge=0, le=20, description="top-k log-probabilities kept per token")
+    lease_s: PositiveFloat = Free(
+        60.0, description="longest lease, seconds: 2.5 x the median completion, renewed by streamed tokens"
+    )
+    stream_s: PositiveFloat = Free(
+        1.0, description="workers send their tokens this often; so much at most is sampled again after a loss"
+    )
+    router: Literal["pull", "jsq", "proportional"] = Free("pull", description="which worker gets the prompts")
+    refill: Annotated[Literal["off", "reward", "correct"] | None, OFF] = Free(
+        None,
+        description="groups that do not count towards a batch, others take their place: all rewards equal, "
+        "or all answers right or all wrong; default: off, objective.name=dapo: reward",
+    )
+    refill_limit: PositiveFloat = Free(
+        4.0, description="such groups at most, for one batch, in batches; then they count"
+    )
+    overlong: Literal["keep", "mask", "penalty"] | None = Free(
+        None,
+        description="answers that reach max_new_tokens: trained as they are; not trained; or with less and "
+        "less reward over the last overlong_tokens; default: keep, objective.name=dapo: penalty",
+    )
+    overlong_tokens: PositiveInt | None = Free(
+        None, description="overlong=penalty: tokens before the limit; default: a fifth of max_new_tokens"
+    )
+    theta: int = Free(2, ge=1, le=65536, description="router=jsq: prompts queued at a worker, at most")
+
+    @property
+    def trajectories_per_step(self) -> int:
+        """R of ECHO-2."""
+        return self.prompts_per_step * self.samples_per_prompt
+
+
+class StalenessConfig(Section):
+    """Bounded staleness: a trajectory of version v may be in the batch formed at t only if t - v <= S."""
+
+    max_staleness: int = Free(3, ge=0, description="S; 0 is the strictly synchronous algorithm")
+    publish_every: PositiveInt | None = Free(None, description="kappa; default max(1, S - 1); at most S + 1")
+    policy: Literal["drop", "wait"] = Free(
+        "wait", description="drop what is too old, or hold the learner for leases that would become too old"
+    )
+    queue_batches: float = Free(1.5, ge=1, description="leased + buffered groups, in batches, at most")
+    selector: Literal["fifo", "freshest", "uniform", "staleness", "reward"] = Free(
+        "fifo",
+        description="which admissible groups first: oldest arrivals; newest versions; drawn at random, "
+        "alike, or newer versions, or higher rewards, more often",
+    )
+    reuse: PositiveInt = Free(
+        1, description="times a group may be trained, where too few new ones are there; at most S + 1"
+    )
+
+    @property
+    def kappa(self) -> int:
+        return self.publish_every if self.publish_every is not None else max(1, self.max_staleness - 1)
+
+    def limited(self, max_staleness: int) -> Self:
+        """These settings at another S; what S bounds is lowered with it."""
+        most = max_staleness + 1
+        every = None if self.publish_every is None else min(self.publish_every, most)
+        changes = {"max_staleness": max_staleness, "publish_every": every, "reuse": min(self.reuse, most)}
+        return type(self).model_validate({**self.model_dump(), **changes})
+
+    @model_validator(mode="after")
+    def _live(self) -> Self:
+        if self.kappa > self.max_staleness + 1:
+            raise ValueError(
+                f"publish_every={self.kappa} is larger than max_staleness + 1 = {self.max_staleness + 1}: "
+                "the newest snapshot would be too old to train on before the next one comes; lower "
+                "publish_every or raise max_staleness"
+            )
+        if self.reuse > self.max_staleness + 1:
+            raise ValueError(
+                f"reuse={self.reuse} is larger than max_staleness + 1 = {self.max_staleness + 1}: a group is "
+                "too old after that many batches, and the learner would wait for groups to use again that "
+                "never come; lower reuse or raise max_staleness"
+            )
+        return self
+
+
+class WeightsConfig(Section):
+    """How published weights travel from the learner to the workers, and where they are kept."""
+
+    mode: Literal["chain", "direct", "full"] = Free(
+        "chain",
+        description="chain: patches along chains of workers; direct: patches, every worker from the learner; "
+        "full: whole snapshots, every worker from the learner",
+    )
+    codec: Literal["auto", "compact", "fast", "overwrite"] = Free(
+        "auto", description="how patches are written down; auto: the quickest for the slowest link"
+    )
+    digest: Literal["xxh3", "blake3", "sha256"] = Free(
+        "xxh3", description="what proves that a worker's live weights are the learner's"
+    )
+    chunk_kib: int = Free(256, ge=4, le=4096, description="verified and forwarded at once, KiB")
+    streams_per_link: int = Free(2, ge=1, le=16, description="connections from a worker to its parent")
+    uplink_mbit: PositiveFloat | None = Free(
+        None, description="B0: what the learner can send, Mbit/s; default: learnt from the broadcasts"
+    )
+    worker_mbit: PositiveFloat | None = Free(
+        None, description="Bw: what a worker can receive, Mbit/s; default: learnt from the broadcasts"
+    )
+    starved_s: PositiveFloat = Free(4.0, description="with too little of a version so long: another parent")
+    anchor_every: PositiveInt = Free(50, description="publications between full snapshots in the store")
+    keep_patches: PositiveInt = Free(100, description="newest patches kept in the store")
+    keep_anchors: PositiveInt = Free(10, description="newest full snapshots kept in the store")
+    store: str | None = Free(None, description="folder or s3:// address; default: weights/ in run.dir")
+    key_file: str | None = Free(
+        None, description="Ed25519 private key (PEM) that signs publications; default: made in run.dir"
+    )
+    host: str = Free("127.0.0.1", description="address that the nodes listen on; 'node': the machine's own")
+    port: int | None = Free(None, ge=1024, le=65535, description="the learner's port; default: a free one")
+    tls_cert: str | None = Free(None, description="certificate (PEM) of every node; default: no TLS")
+    tls_key: str | None = Free(None, description="its private key (PEM)")
+    tls_ca: str | None = Free(None, description="authority (PEM) that nodes must be certified by")
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        given = [self.tls_cert, self.tls_key, self.tls_ca]
+        if any(given) and not all(given):
+            raise ValueError("tls_cert, tls_key and tls_ca belong together: give all three or none")
+        return self
+
+
+class ObjectiveConfig(Section):
+    """The loss. Each name fixes how advantages are normalised, how tokens are averaged, and its defaults."""
+
+    name: Literal["grpo", "dapo", "dr_grpo", "rloo", "gspo", "cispo"] = Free(
+        "grpo", description="see learning/objectives"
+    )
+    anchor: Literal["proximal", "sampler"] | None = Free(
+        None,
+        description="what the clipped ratio is against: the policy at the step's start, times a truncated "
+        "weight against the sampler; or the policy that sampled, so that the clip holds for stale tokens; "
+        "default: proximal, name=cispo: sampler",
+    )
+    clip_low: NonNegativeFloat | None = Free(
+        None, description="lower clip: ratio >= 1 - clip_low; default: the objective's"
+    )
+    clip_high: NonNegativeFloat | None = Free(
+        None, description="upper clip: ratio <= 1 + clip_high; default: the objective's"
+    )
+    clip_delta: NonNegativeFloat | None = Free(
+        None,
+        description="second-side clip: ratio <= clip_delta where the advantage is negative; 0: none; "
+        "default: the objective's",
+    )
+    tis_level: Literal["token", "sequence", "geometric", "none"] | None = Free(
+        None,
+        description="anchor=proximal: level of the truncated importance weight; default: the objective's",
+    )
+    tis_cap: PositiveFloat = Free(2.0, description="C: importance weights are cut here")
+    uncorrected: bool = Free(False, description="allow tis_level=none on stale data: a biased gradient")
+    token_mask: Interval | None = Free(
+        None, description="[low, high]: tokens whose pi_learner / pi_sampler lies outside are left out"
+    )
+    sequence_mask: Interval | None = Free(
+        None, description="[low, high]: answers whose geometric mean ratio lies outside are left out"
+    )
+    kl_beta: NonNegativeFloat = Free(0.0, description="weight of the KL to the frozen reference")
+    kl_estimator: Literal["k1", "k2", "k3"] = Free("k3", description="how the KL is estimated")
+    kl_clamp: PositiveFloat = Free(10.0, description="nats: largest |log ratio| in the KL estimate")
+    skip_zero_advantage: bool = Free(
+        True, description="leave out groups with equal rewards (no gradient when kl_beta = 0)"
+    )
+    score_skipped: bool = Free(
+        False,
+        description="put skipped groups through the model all the same: entropy and drift of all tokens",
+    )
+
+    @property
+    def ratio_anchor(self) -> Literal["proximal", "sampler"]:
+        """`anchor`, or the objective's own."""
+        return self.anchor or ("sampler" if self.name == "cispo" else "proximal")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.ratio_anchor == "sampler" and self.tis_level is not None:
+            raise ValueError(
+                "anchor=sampler takes the ratio against the policy that sampled, which corrects by itself: "
+                f"leave out tis_level={self.tis_level}, or set anchor=proximal"
+            )
+        if self.name == "cispo" and self.anchor == "proximal":
+            raise ValueError(
+                "name=cispo weights tokens against the policy that sampled, not that of the step's start: "
+                "leave out anchor=proximal"
+            )
+        if self.name == "gspo" and self.token_mask is not None:
+            raise ValueError("name=gspo has one ratio an answer: give sequence_mask instead of token_mask")
+        for key in ("token_mask", "sequence_mask"):
+            ends = getattr(self, key)
+            if ends is not None and not 0 <= ends[0] < 1 < ends[1]:
+                raise ValueError(
+                    f"{key}={list(ends)} must hold 1 between its ends: the ratio of fresh tokens"
+                )
+        return self
+
+
+class LearnerConfig(Section):
+    """DeepSpeed and the optimizer."""
+
+    num_ranks: PositiveInt = Fixed(1, description="learner processes (data parallel)")
+    zero_stage: int = Fixed(
+        1, ge=0, le=3, description="what ZeRO shards: 1 moments, 2 + gradients, 3 + weights"
+    )
+    dtype: Literal["auto", "bf16", "fp32"] = Fixed(
+        "auto", description="compute type over fp32 masters; auto: bf16 on GPUs, fp32 on CPUs"
+    )
+    lr: NonNegativeFloat | None = Free(
+        None, description="peak learning rate of AdamW; default 2.5e-4 for builtin models, 1e-6 for others"
+    )
+    drift_target: NonNegativeFloat = Free(
+        0.1,
+        description="nats: the learning rate shrinks while mean |log pi_learner - log pi_sampler| of the "
+        "trained tokens is above it; 0: never",
+    )
+    drift_floor: float = Free(0.02, gt=0, le=1, description="smallest factor drift puts on the rate")
+    warmup_steps: int = Free(10, ge=0, description="optimizer updates of linear warm-up")
+    decay: float = Free(
+        0.3, ge=0, le=1, description="share of the run, at its end, in which lr falls linearly to 0"
+    )
+    beta1: float = Free(0.9, ge=0, lt=1, description="AdamW: decay of the first moment")
+    beta2: float = Free(0.98, ge=0, lt=1, description="AdamW: decay of the second moment")
+    eps: PositiveFloat = Free(1e-8, description="AdamW: added to the root of the second moment")
+    weight_decay: NonNegativeFloat = Free(0.0, description="AdamW: decoupled weight decay")
+    grad_clip: PositiveFloat = Free(1.0, description="largest gradient norm")
+    updates_per_step: PositiveInt = Free(1, description="optimizer updates per batch (ECHO-2 makes 2)")
+    max_skipped_updates: int = Free(
+        3,
+        ge=0,
+        description="updates in a row without a finite gradient that are left out; then the run stops",
+    )
+    dropout: bool = Free(False, description="the model's own dropout, in updates alone; else it is off")
+    micro_batch_tokens: PositiveInt = Free(8192, description="tokens packed into one forward pass")
+    threads: PositiveInt = Free(1, description="CPU threads per rank")
+    usd_per_hour: NonNegativeFloat = Free(0.0, description="price of one rank")
+    resources: dict[str, float] = Free({"CPU": 1.0}, description="Ray resources of one rank")
+    master_port: int | None = Free(
+        None, ge=1024, le=65535, description="torch.distributed port; default: a free one"
+    )
+
+
+class EvalConfig(Section):
+    """The held-out set: evaluated at the start, during and at the end."""
+
+    every: int = Free(40, ge=0, description="steps between evaluations; 0: only first and last")
+    num_prompts: PositiveInt = Free(128, description="held-out prompts")
+    samples_per_prompt: PositiveInt = Free(4, description="n of avg@n, and of pass@k for k = 1 ... n")
+    temperature: float | None = Free(
+        None,
+        ge=0,
+        le=2,
+        description="logits are divided by it; 0: the likeliest token; default: as trained on",
+    )
+    top_p: float | None = Free(
+        None, gt=0, le=1, description="only tokens within this probability mass; default: as trained on"
+    )
+
+    @model_validator(mode="after")
+    def _not_the_same_again(self) -> Self:
+        if self.temperature == 0 and self.samples_per_prompt > 1:
+            raise ValueError(
+                f"temperature=0 gives one answer, {self.samples_per_prompt} times: set samples_per_prompt=1"
+            )
+        return self
+
+
+class ReplayConfig(Section):
+    """How long the rows of accepted trajectories are kept on disk (RUN/replay)."""
+
+    max_gib: PositiveFloat = Free(8.0, description="of all rows; the oldest go, trained ones first")
+    max_age_h: PositiveFloat | None = Free(None, description="since acceptance, hours; default: no limit")
+    max_versions: PositiveInt | None = Free(
+        None, description="newest policy versions whose rows are kept; default: all"
+    )
+    trim_every: PositiveInt = Free(20, description="steps between looks at these limits")
+
+
+class CheckpointConfig(Section):
+    """What a crash cannot take away."""
+
+    every: int = Free(
+        50, ge=0, description="steps between checkpoints, the first of the start; 0: at the end and on Ctrl-C"
+    )
+    keep: PositiveInt = Free(2, description="newest checkpoints kept")
+
+
+class GuardConfig(Section):
+    """Limits of the signals that are watched; `learning/guard.py` says what is done beyond them."""
+
+    mode: Literal["act", "warn", "off"] = Free("act", description="climb the ladder; only tell; neither")
+    patience: PositiveInt = Free(
+        4,
+        description="steps that a signal is beyond its limit, less those it is within, until the next rung; "
+        "one twice beyond counts two",
+    )
+    calm: PositiveInt = Free(50, description="steps without a signal until the last rung is taken back")
+    good_after: PositiveInt = Free(
+        10, description="steps without an alarm after a checkpoint until it counts as good"
+    )
+    max_rollbacks: int = Free(2, ge=0, description="times the run goes back to a good checkpoint")
+    k3: PositiveFloat = Free(0.3, description="nats: largest k3 of the tokens of any lag")
+    effective_samples: float = Free(
+        0.1, gt=0, lt=1, description="smallest effective sample size, as a share of the tokens"
+    )
+    truncated: float = Free(
+        0.1, gt=0, le=1, description="largest share of tokens whose importance weight is cut at its cap"
+    )
+    log_weight: PositiveFloat = Free(8.0, description="nats: largest 99.9th percentile of |log weight|")
+    entropy_slope: PositiveFloat = Free(
+        0.1, description="nats a step: fastest rise or fall of entropy, fitted over 10 steps"
+    )
+    grad_norm: float = Free(10.0, gt=1, description="largest gradient norm, in medians of the last 50 steps")
+    cut_off: float = Free(
+        0.3, gt=0, le=1, description="share of answers cut off: largest rise above the median of 50 steps"
+    )
+    reward_drop: float = Free(
+        0.7,
+        gt=0,
+        description="largest fall of the reward from its best, both over 10 steps, in what it had gained, or "
+        "in standard deviations of a step's rewards where that is more",
+    )
+    mismatch: PositiveFloat = Free(
+        0.1,
+        description="nats: largest mean |log pi_learner - log pi_sampler| where both hold the first version",
+    )
+
+
+class Config(Section):
+    """A whole run, resolved."""
+
+    run: RunConfig = RunConfig()
+    task: TaskConfig = TaskConfig()
+    model: ModelConfig = ModelConfig()
+    fleet: FleetConfig = FleetConfig()
+    budget: BudgetConfig = BudgetConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    weights: WeightsConfig = WeightsConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    learner: LearnerConfig = LearnerConfig()
+    eval: EvalConfig = EvalConfig()
+    replay: ReplayConfig = ReplayConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    guard: GuardConfig = GuardConfig()
+
+    @property
+    def lr(self) -> float:
+        """Peak learning rate: the embedded models learn at a rate that would ruin a real one."""
+        if self.learner.lr is not None:
+            return self.learner.lr
+        return BUILTIN_LR if self.model.path in BUILTIN_MODELS else MODEL_LR
+
+    @property
+    def refill(self) -> Literal["off", "reward", "correct"]:
+        """Which groups do not count towards a batch; dynamic sampling is a part of DAPO."""
+        return self.sampling.refill or ("reward" if self.objective.name == "dapo" else "off")
+
+    @property
+    def overlong(self) -> Literal["keep", "mask", "penalty"]:
+        """Treatment of answers that were cut off; the soft penalty is a part of DAPO."""
+        return self.sampling.overlong or ("penalty" if self.objective.name == "dapo" else "keep")
+
+    @model_validator(mode="after")
+    def _corrected(self) -> Self:
+        stale = self.staleness.max_staleness
+        if self.objective.tis_level == "none" and stale and not self.objective.uncorrected:
+            raise ValueError(
+                f"objective.tis_level=none trains data of other versions (staleness.max_staleness={stale}) "
+                "as if it were fresh; choose token or sequence, or say objective.uncorrected=true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _punishes(self) -> Self:
+        if self.sampling.overlong_tokens is not None and self.overlong != "penalty":
+            raise ValueError(
+                f"sampling.overlong_tokens={self.sampling.overlong_tokens} says where a penalty begins, and "
+                f"sampling.overlong={self.overlong} has none; leave it out, or set overlong=penalty"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _keeps_what_it_trains(self) -> Self:
+        kept, budget = self.replay.max_versions, self.staleness.max_staleness
+        if kept is not None and kept <= budget:
+            raise ValueError(
+                f"replay.max_versions={kept} does not keep the {budget + 1} versions that "
+                f"staleness.max_staleness={budget} trains on: rows would go before their batch is formed; "
+                f"give at least {budget + 1}"
+            )
+        return self

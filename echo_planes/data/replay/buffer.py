@@ -1,0 +1,493 @@
+"""The replay buffer's core: versioned groups, strict admission, permits, and a ledger that adds up.
+
+No clock, no I/O, no Ray: `service.py` is its shell, and the replay store holds the rows. The buffer decides
+over the store's index; what it decides, the shell makes durable before anybody hears of it.
+
+Invariants (kept by property tests):
+
+- a group is in the batch formed at t only if every span of every sample is of version >= t - S;
+- accepted = trained + dropped + removed + uninformative + buffered, in trajectories, at every moment;
+- a group is trained at most `reuse` times, and more than once only where too few new ones are there;
+- a lease ends exactly once;
+- the learner is never left waiting while an admissible worker is alive: permits come in whole groups when
+  a lease is issued, are returned when it ends or its group is set aside, and at least one batch is always
+  allowed; no more groups are set aside for a batch than `refill` says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Container, Sequence
+from dataclasses import asdict, replace
+
+import numpy as np
+
+from echo_planes.config.schema import StalenessConfig
+from echo_planes.data.claims import Fault, Rules, group_fault, stats_fault, tokens_fault
+from echo_planes.data.replay.buffer_state import Accepted, BufferState, NotReady
+from echo_planes.data.replay.leases import LeaseBook
+from echo_planes.data.replay.lineage import VersionLine
+from echo_planes.data.replay.partial_rollouts import DraftShelf, made_under, num_tokens, oldest_version
+from echo_planes.data.replay.prompts import PromptCursor
+from echo_planes.data.replay.refill import Refill
+from echo_planes.data.replay.staleness import is_admissible, num_permits, num_urgent, oldest_admissible
+from echo_planes.data.replay.worker_registry import WorkerRoll
+from echo_planes.data.store.choose import choose
+from echo_planes.data.store.index import Fate, GroupIndex
+from echo_planes.errors import LeaseError
+from echo_planes.types import (
+    BufferCounts,
+    Complaint,
+    Draft,
+    Group,
+    Lease,
+    LeaseTokens,
+    Prompt,
+    Receipt,
+    WorkerStats,
+    sampled_tokens,
+)
+
+RECENT_BATCHES = 4  # so many tell how many groups will be set aside
+MAX_ATTEMPTS = 3  # a prompt that fails this often is set aside, and counted
+MAX_MALFORMED = 4  # messages in a row, then a worker is fenced: more than a single bad prompt makes
+
+
+class ReplayBuffer:
+    """Versioned groups between rollout and learning.
+
+    Args:
+        staleness: S, kappa, policy, selector and queue length.
+        groups_per_step: groups in a batch.
+        samples_per_prompt: samples in a group.
+        lease_s: longest lease, seconds.
+        shortest_lease_s: the shortest that `LeaseBook` may come to.
+        lineage: name of this run's line of versions.
+        seed: of the selectors that draw.
+        index: of the store that holds the rows. Accepted groups must be entered there before the next batch
+            is formed, and chosen, dropped or set aside ones settled.
+        state: the cut to continue from.
+        refill: which groups are set aside as uninformative; None: none is.
+        rules: that every message must keep to; None: of a simulation, without real tokens or misconduct.
+    """
+
+    def __init__(
+        self,
+        staleness: StalenessConfig,
+        *,
+        groups_per_step: int,
+        samples_per_prompt: int,
+        lease_s: float,
+        shortest_lease_s: float,
+        lineage: str,
+        seed: int,
+        index: GroupIndex,
+        state: BufferState | None = None,
+        refill: Refill | None = None,
+        rules: Rules | None = None,
+    ) -> None:
+        self._rules = rules
+        self._malformed: Counter[str] = Counter()  # messages in a row, of each worker
+        self._complaints: dict[tuple[str, int], Complaint] = {}
+        self._settings = self._staleness = staleness  # as configured, and in force
+        self._refill = refill
+        self._groups_per_step = groups_per_step
+        self._samples = samples_per_prompt
+        self._lineage = lineage
+        self._rng = np.random.default_rng(seed)
+        self._index = index
+        self._leases = LeaseBook(lease_s, shortest_lease_s)
+        self._drafts = DraftShelf(state.drafts if state else {})
+        self._workers = WorkerRoll()
+        self._attempts: dict[int, int] = {}
+        self._dropped: list[Accepted] = []
+        self._uninformative: list[Accepted] = []
+        self._replaced = state.replaced if state else 0  # groups set aside for the batch to come
+        self._recent: deque[bool] = deque(maxlen=RECENT_BATCHES * groups_per_step)  # of groups: set aside?
+        self._again: dict[Accepted, int] = {}  # trained, and how often; may be once more
+        self.last_failure = ""
+        self._step = state.step if state else 0
+        self._issued = state.issued if state else 0
+        self._tally = asdict(state.counts if state else BufferCounts())
+        self._cursor = PromptCursor(state.next_index, state.returned) if state else PromptCursor()
+        self._line = VersionLine(lineage, state.published, state.step) if state else VersionLine(lineage)
+        self._groups: dict[str, Accepted] = {g.group_id: g for g in state.groups} if state else {}
+
+    # --- what others may look at -----------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """t: batches formed so far, which is the updates completed when the next one is formed."""
+        return self._step
+
+    @property
+    def lease_s(self) -> float:
+        """How long a lease lasts now, from its last tokens on."""
+        return self._leases.lease_s
+
+    @property
+    def counts(self) -> BufferCounts:
+        now = {"buffered": len(self._groups) * self._samples, "leased": len(self._leases) * self._samples}
+        return BufferCounts(**{**self._tally, **now})
+
+    def state(self) -> BufferState:
+        """The cut to save. Leased prompts count as returned, with the tokens that were streamed of them."""
+        live = self._leases.live
+        leased = tuple(lease.prompt.index for lease in live)
+        oldest = oldest_admissible(self._step, self._staleness.max_staleness)
+        drafts, left_out = self._drafts.cut(live, self._line.digests, oldest)
+        counts = self.counts
+        return BufferState(
+            step=self._step,
+            next_index=self._cursor.next_index,
+            returned=tuple(sorted(self._cursor.returned + leased)),
+            issued=self._issued,
+            groups=tuple(self._groups.values()),
+            counts=replace(counts, leased=0, discarded_tokens=counts.discarded_tokens + left_out),
+            published=self._line.published,
+            drafts=drafts,
+            replaced=self._replaced,
+        )
+
+    def limit_staleness(self, max_staleness: int) -> None:
+        """Keep to another S, at most the configured one. What is too old for it is dropped, and counted, when
+        the next batch is formed; work on live leases too, if it comes too late.
+        """
+        self._staleness = self._settings.limited(min(max_staleness, self._settings.max_staleness))
+
+    # --- versions and workers --------------------------------------------------------------------
+
+    def publish(self, version: int, digest: str) -> None:
+        """A version exists from now on: work sampled under it can be accepted."""
+        self._line.publish(version, digest)
+
+    def register(self, worker_id: str, epoch: int) -> None:
+        """A new incarnation of a worker, serving nothing yet."""
+        self._give_back(self._leases.forget(worker_id))
+        self._leases.register(worker_id, epoch)
+        self._workers.serves(worker_id, -1)
+        self._malformed.pop(worker_id, None)
+
+    def lose(self, worker_id: str) -> int:
+        """A worker is gone: its leases end, its prompts go to others. Returns how many."""
+        self._workers.remove(worker_id)
+        ended = self._leases.forget(worker_id)
+        self._give_back(ended)
+        return len(ended)
+
+    def installed(self, worker_id: str, version: int) -> None:
+        """A worker serves `version` from now on."""
+        if worker_id in self._workers:
+            self._workers.serves(worker_id, version)
+
+    def believes(self, epoch: int, stats: WorkerStats) -> bool:
+        """Whether counters are of a current incarnation and can be true; if not, they are complained of."""
+        if not self._leases.is_current(stats.worker_id, epoch):
+            return False
+        fault = stats_fault(stats, stats.worker_id) if self._rules else None
+        if fault is not None:
+            self._complain(stats.worker_id, epoch, fault)
+        return fault is None
+
+    def park(self, worker_id: str, parked: bool) -> None:
+        """A parked worker is leased nothing; what it was leased before goes on. It need not be there yet."""
+        self._workers.park(worker_id, parked)
+
+    # --- leases ----------------------------------------------------------------------------------
+
+    def pull(self, worker_id: str, epoch: int, room: int, now_s: float) -> list[int]:
+        """Prompt indices that may be leased now; `lease` must follow for each."""
+        if not self._leases.is_current(worker_id, epoch):
+            raise LeaseError(f"worker {worker_id} epoch {epoch} is fenced")
+        self.expire(now_s)
+        if not self._workers.may_lease(worker_id):
+            return []
+        # A worker comes back for more as it finishes; taking all at once, a slow one would hoard.
+        share = -(-self._permits(self._workers.version(worker_id)) // self._workers.num_leasing)
+        return [self._cursor.take() for _ in range(min(room, share))]
+
+    def lease(self, worker_id: str, epoch: int, prompt: Prompt, now_s: float) -> Lease:
+        """Issue the lease of one pulled prompt, with what other workers had made of it."""
+        name = f"{self._lineage}.{self._issued}"
+        self._issued += 1
+        drafts = self._take_drafts(prompt.index)
+        version = self._workers.version(worker_id)
+        lease = Lease(
+            lease_id=name,
+            group_id=name,
+            epoch=epoch,
+            worker_id=worker_id,
+            prompt=prompt,
+            num_samples=self._samples,
+            version=min(version, oldest_version(drafts)) if drafts else version,
+            expires_s=now_s + self._leases.lasts_s(prompt.index),
+            drafts=drafts,
+        )
+        self._drafts.open(lease)
+        return self._leases.issue(lease, now_s)
+
+    def stream(
+        self, worker_id: str, epoch: int, messages: Sequence[LeaseTokens], now_s: float
+    ) -> tuple[str, ...]:
+        """Tokens arrived: they are kept, and their leases go on. Returns the leases that the worker must give
+        up: it has them no longer, or they are to go on elsewhere.
+        """
+        held = self._keep_tokens(worker_id, epoch, messages, now_s)
+        self._leases.renew(worker_id, epoch, held, now_s)
+        lost = [message.lease_id for message in messages if message.lease_id not in held]
+        return (*lost, *self._leases.recalled_from(worker_id, epoch))
+
+    def recall(self, worker_id: str, num_leases: int, spare: Container[str] = ()) -> list[str]:
+        """Have a worker give up so many leases when it streams next, or fewer, and none to `spare`: which."""
+        shelf = self._drafts
+        return self._leases.recall(worker_id, num_leases, shelf.prefill_tokens, shelf.is_far, spare)
+
+    def hand_over(self, worker_id: str, epoch: int, messages: Sequence[LeaseTokens], now_s: float) -> int:
+        """A worker gives up leases, with their last tokens; they go on elsewhere. Returns how many."""
+        held = self._keep_tokens(worker_id, epoch, messages, now_s)
+        self._give_back([self._leases.give_up(lease_id) for lease_id in held])
+        return len(held)
+
+    def _keep_tokens(
+        self, worker_id: str, epoch: int, messages: Sequence[LeaseTokens], now_s: float
+    ) -> list[str]:
+        """Enter the tokens of leases that this incarnation still has; their ids. A malformed message changes
+        no draft: its lease ends, and others go on from what there was before.
+        """
+        kept = {}
+        for message in messages:
+            if not self._leases.holds(message.lease_id, worker_id, epoch, now_s):
+                continue
+            fault = tokens_fault(message, self._rules) if self._rules else None
+            try:
+                if fault is None:
+                    self._drafts.add(message)
+            except LeaseError as why:
+                fault = Fault("unspanned", f"lease {message.lease_id}: {why}")
+            if fault is None:
+                kept[message.lease_id] = message  # once, however often it is named
+            else:
+                self._give_back([self._leases.give_up(message.lease_id)])
+                self._complain(worker_id, epoch, fault)
+        # None of them is left where the worker was fenced meanwhile.
+        return [lease_id for lease_id in kept if self._leases.holds(lease_id, worker_id, epoch, now_s)]
+
+    def submit(self, worker_id: str, epoch: int, lease_id: str, group: Group, now_s: float) -> Receipt:
+        """Take a finished group, or say why not. Its lease ends either way."""
+        try:
+            lease = self._leases.close(lease_id, worker_id, epoch, now_s)
+        except LeaseError as why:
+            reason = "duplicate" if lease_id in self._groups else str(why)
+            self._count(refused=self._samples)
+            return Receipt(lease_id, accepted=False, reason=reason)
+        fault = group_fault(lease, group, self._line.has_made, self._rules)
+        if fault is not None:
+            self._attempt_failed(lease, group, fault)
+            if fault.is_malformed:
+                self._complain(worker_id, epoch, fault)
+            return Receipt(lease_id, accepted=False, reason=fault.reason, detail=fault.detail)
+        self._drafts.close(lease_id)
+        self._malformed.pop(worker_id, None)
+        self._attempts.pop(lease.prompt.index, None)
+        sampled = sampled_tokens(group)
+        self._count(accepted=self._samples, accepted_tokens=sampled)
+        self._drafts.finished(sampled)
+        taken = Accepted.of(group)
+        if not is_admissible(taken.version, self._step, self._staleness.max_staleness):
+            self._drop(taken)
+        elif self._is_to_be_replaced(group):
+            self._count(uninformative=self._samples, uninformative_tokens=sampled)
+            self._replaced += 1
+            self._recent.append(True)
+            self._uninformative.append(taken)
+        else:
+            self._recent.append(False)
+            self._groups[group.group_id] = taken
+        return Receipt(lease_id, accepted=True)
+
+    def expire(self, now_s: float) -> int:
+        """End the leases whose time is up; their prompts go to others. Returns how many."""
+        ended = self._leases.expire(now_s)
+        if ended:
+            self._count(expired=len(ended))
+            self._give_back(ended)
+        return len(ended)
+
+    # --- batches ---------------------------------------------------------------------------------
+
+    def next_batch(self, step: int, now_s: float) -> list[Accepted] | NotReady:
+        """Form the batch of update `step` (t), in whole groups, or say what is missing.
+
+        Where `reuse` allows it, groups that were trained already fill up a batch for which too few new ones
+        are there: those used least go first, then the newest. At least 1 in `reuse` groups is new, so that
+        on average none is trained more often.
+
+        Raises:
+            LeaseError: `step` is not the number of batches formed so far.
+        """
+        if step != self._step:
+            raise LeaseError(f"batch {step} was asked for, but {self._step} batches were formed")
+        self.expire(now_s)
+        oldest = oldest_admissible(step, self._staleness.max_staleness)
+        for group in [g for g in self._groups.values() if g.version < oldest]:
+            self._drop(self._groups.pop(group.group_id))
+        self._again = {g: uses for g, uses in self._again.items() if g.version >= oldest}
+        num_new = min(len(self._groups), self._groups_per_step)
+        num_again = self._groups_per_step - num_new
+        if num_new * self._staleness.reuse < self._groups_per_step or num_again > len(self._again):
+            return self._what_is_missing()
+        waiting = self._staleness.policy == "wait"
+        urgent = num_urgent(
+            buffered_versions=[group.version for group in self._groups.values()],
+            leased_versions=[lease.version for lease in self._admissible_leases()] if waiting else [],
+            step=step,
+            max_staleness=self._staleness.max_staleness,
+            groups_per_step=self._groups_per_step,
+        )
+        if urgent is None:
+            held = min(self._admissible_leases(), key=lambda lease: lease.version)
+            return NotReady("holding", f"for version {held.version} on worker {held.worker_id}")
+        sequences = choose(
+            self._index,
+            num_new,
+            selector=self._staleness.selector,
+            min_version=oldest,
+            urgent=urgent,
+            rng=self._rng,
+        )
+        new = [self._groups.pop(self._index.ids[sequence]) for sequence in sequences.tolist()]
+        used = sorted(self._again, key=lambda group: (self._again[group], -group.version))[:num_again]
+        for group in new + used:
+            uses = self._again.pop(group, 0) + 1
+            if uses < self._staleness.reuse:
+                self._again[group] = uses
+        self._count(trained=num_new * self._samples, reused=num_again * self._samples)
+        self._step += 1
+        self._replaced = 0
+        # In the order of their prompts: what an update comes to must not hang on who answered first.
+        return sorted(new + used, key=lambda group: group.prompt_index)
+
+    def take_dropped(self) -> list[Accepted]:
+        """Groups dropped as stale since the last call, for the store."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def take_uninformative(self) -> list[Accepted]:
+        """Groups set aside since the last call, for the store. Their prompts are done."""
+        uninformative, self._uninformative = self._uninformative, []
+        return uninformative
+
+    def forget_removed(self) -> None:
+        """The store let go of rows, or lost them: prompts of groups still to be trained go out again."""
+        groups = self._index.groups
+        gone = groups["erased"] | (groups["fate"] == Fate.LOST)
+        for group in [g for g in self._groups.values() if gone[self._index.by_id[g.group_id]]]:
+            self._count(removed=self._samples)
+            self._cursor.give_back(self._groups.pop(group.group_id).prompt_index)
+        self._again = {g: n for g, n in self._again.items() if not gone[self._index.by_id[g.group_id]]}
+
+    def take_complaints(self) -> list[Complaint]:
+        """Of every incarnation what was refused of it since the last call, because it was malformed."""
+        complaints, self._complaints = list(self._complaints.values()), {}
+        return complaints
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _is_to_be_replaced(self, group: Group) -> bool:
+        refill = self._refill
+        return refill is not None and self._replaced < refill.max_groups and not refill.carries_signal(group)
+
+    def _outstanding(self) -> int:
+        """Groups that may still be trained: buffered ones, and leases that are not too old already."""
+        oldest = oldest_admissible(self._step, self._staleness.max_staleness)
+        leased = sum(count for version, count in self._leases.versions.items() if version >= oldest)
+        return len(self._groups) + leased
+
+    def _permits(self, version: int, *, ended: int = 0) -> int:
+        """How many more groups may be leased whose oldest token is of `version`, `ended` leases later."""
+        outstanding = self._outstanding() - ended
+        return num_permits(
+            worker_version=version,
+            step=self._step,
+            max_staleness=self._staleness.max_staleness,
+            groups_per_step=self._groups_per_step,
+            outstanding_groups=outstanding,
+            queue_batches=self._staleness.queue_batches,
+            leased_groups=outstanding - len(self._groups),
+            uninformative=sum(self._recent) / (len(self._recent) + 1),
+        )
+
+    def _take_drafts(self, prompt_index: int) -> tuple[Draft, ...]:
+        """What others had made of a prompt, if a group of that age may still be begun."""
+        if not (waiting := self._drafts.take(prompt_index)):
+            return ()
+        drafts = made_under(waiting, self._line.digests)
+        if drafts and self._permits(oldest_version(drafts)) < 1:
+            drafts = ()
+        self._count(discarded_tokens=num_tokens(waiting) - num_tokens(drafts))
+        if drafts:
+            self._count(continued=1, continued_tokens=num_tokens(drafts))
+        return drafts
+
+    def _admissible_leases(self) -> list[Lease]:
+        oldest = oldest_admissible(self._step, self._staleness.max_staleness)
+        return [lease for lease in self._leases.live if lease.version >= oldest]
+
+    def _what_is_missing(self) -> NotReady:
+        have = f"{len(self._groups)} of {self._groups_per_step} groups buffered"
+        newest = max(self._workers.versions, default=-1)
+        serving = newest >= 0 and is_admissible(newest, self._step, self._staleness.max_staleness)
+        if not serving and self._outstanding() < self._groups_per_step:
+            return NotReady("starved", f"{have}; newest version any worker serves is {newest}")
+        return NotReady("filling", f"{have}; {len(self._leases)} leased to {len(self._workers)} workers")
+
+    def _attempt_failed(self, lease: Lease, group: Group, fault: Fault) -> None:
+        """A prompt goes out again; what was streamed of it is gone on with, unless the task itself failed."""
+        self.last_failure = fault.detail
+        self._count(refused=self._samples)
+        attempts = self._attempts.get(lease.prompt.index, 0) + 1
+        self._attempts[lease.prompt.index] = attempts
+        is_last = attempts >= MAX_ATTEMPTS
+        if fault.is_malformed and not is_last:
+            self._give_back([lease])
+            return
+        self._count(discarded_tokens=self._drafts.close(lease.lease_id))
+        if not is_last:
+            self._cursor.give_back(lease.prompt.index)
+        if not fault.is_malformed:
+            self._count(failed=self._samples)
+            for trajectory in group.trajectories:
+                if trajectory.status not in ("ok", "failed"):
+                    self._count(**{trajectory.status: 1})
+
+    def _complain(self, worker_id: str, epoch: int, fault: Fault) -> None:
+        """A worker sent what no such worker sends; it is fenced where that was one too many in a row."""
+        self._count(malformed=1)
+        if self._rules is None:
+            return
+        self._malformed[worker_id] += 1
+        is_fenced = self._malformed[worker_id] >= MAX_MALFORMED
+        known = self._complaints.get((worker_id, epoch))
+        count = 1 + (known.count if known else 0)
+        self._complaints[worker_id, epoch] = Complaint(
+            worker_id, epoch, count, fault.reason, fault.detail, is_fenced
+        )
+        if is_fenced:
+            self.lose(worker_id)
+
+    def _give_back(self, leases: list[Lease]) -> None:
+        for lease in leases:
+            self._count(discarded_tokens=self._drafts.shelve(lease, self._line.digests))
+            self._cursor.give_back(lease.prompt.index)
+
+    def _drop(self, group: Accepted) -> None:
+        """Too old to train. The prompt goes out again, so that slow prompts are not starved."""
+        share = group.share_correct
+        kind = "dropped_hard" if share == 0 else "dropped_easy" if share == 1 else "dropped_middling"
+        self._count(dropped_stale=self._samples, **{kind: self._samples})
+        self._cursor.give_back(group.prompt_index)
+        self._dropped.append(group)
+
+    def _count(self, **more: int) -> None:
+        for key, value in more.items():
+            self._tally[key] += value

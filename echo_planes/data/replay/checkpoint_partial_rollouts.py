@@ -1,0 +1,195 @@
+"""The drafts of a cut as an Arrow file beside it: millions of tokens, exact to the last bit of a logprob.
+
+The file is an Arrow IPC stream of `SCHEMA`, one row a draft. A prompt's rows stand together, in the order of
+their calls. Its own size and xxh3-128 stand in the cut (`DraftsRecord`), so that nothing of a file that is
+not the one that was written is given to Arrow. As in the replay store, the hash finds damage; it is no
+defence against somebody who forges a checkpoint on purpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
+
+from echo_planes.data.replay.partial_rollouts import num_tokens
+from echo_planes.data.store.files import map_file
+from echo_planes.errors import DataError
+from echo_planes.types import Draft, Sample, Span, is_whole
+
+FORMAT = 1  # of the file; another one is not read
+SCHEMA = pa.schema(
+    [
+        ("prompt_index", pa.int64()),
+        ("context", pa.list_(pa.int32())),  # null: that of the row before, which is of the same prompt
+        ("token_ids", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float64())),  # of each token, after temperature and top-p
+        ("span_stops", pa.list_(pa.int32())),
+        ("span_versions", pa.list_(pa.int64())),
+        ("span_digests", pa.list_(pa.string())),
+        ("finish_reason", pa.string()),
+        ("top_ids", pa.list_(pa.list_(pa.int32()))),  # per token, k alternatives; empty unless asked for
+        ("top_logprobs", pa.list_(pa.list_(pa.float64()))),
+    ],
+    metadata={"echo_planes.drafts_format": str(FORMAT)},
+)
+BATCH_TOKENS = 2**20  # tokens in an Arrow batch, about: what is built at once while a file is written
+
+Drafts = Mapping[int, tuple[Draft, ...]]  # by prompt index
+_Row = tuple[int, Draft, bool]  # prompt index, draft, whether its context is that of the row before
+
+
+@dataclass(frozen=True, slots=True)
+class DraftsRecord:
+    """What a cut says of the file beside it."""
+
+    format: int
+    size_bytes: int
+    xxh3_128: str  # of the whole file, hex
+    num_tokens: int
+
+
+def write_drafts(path: Path, drafts: Drafts) -> DraftsRecord:
+    """Write a new file; returns what the cut must say of it.
+
+    Raises:
+        OSError: the disk is full or cannot be written.
+    """
+    with path.open("wb") as sink, pa.ipc.new_stream(sink, SCHEMA) as writer:
+        for rows in _batches(drafts):
+            writer.write_batch(_to_batch(rows))
+    data = map_file(path)
+    total = sum(num_tokens(mine) for mine in drafts.values())
+    return DraftsRecord(FORMAT, len(data), xxhash.xxh3_128_hexdigest(data), total)
+
+
+def read_drafts(path: Path, record: DraftsRecord) -> dict[int, tuple[Draft, ...]]:
+    """The drafts of a file; the exact inverse of `write_drafts`.
+
+    Raises:
+        DataError: the file is missing, of another format, or not what was written.
+    """
+    if record.format != FORMAT:
+        raise DataError(
+            f"{path} is of format {record.format}, this program reads {FORMAT}; update echo_planes"
+        )
+    try:
+        data = map_file(path)
+    except FileNotFoundError as error:
+        raise DataError(f"{path} is missing; restore it") from error
+    if len(data) != record.size_bytes:
+        raise DataError(f"{path} has {len(data)} bytes, not the {record.size_bytes} written; restore it")
+    if xxhash.xxh3_128_hexdigest(data) != record.xxh3_128:
+        raise DataError(f"{path} is not what was written: its hash is another one; restore it")
+    drafts: dict[int, list[Draft]] = {}
+    try:
+        with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
+            if not reader.schema.equals(SCHEMA, check_metadata=True):
+                raise DataError(f"{path} has another schema than this program writes; restore it")
+            for batch in reader:
+                batch.validate(full=True)
+                _enter(batch, drafts)
+    except (pa.ArrowException, LookupError, TypeError, ValueError) as error:
+        raise DataError(f"{path} holds no drafts ({error}); restore it") from error
+    return {index: tuple(mine) for index, mine in drafts.items()}
+
+
+def _batches(drafts: Drafts) -> Iterator[list[_Row]]:
+    """Rows in pieces of about `BATCH_TOKENS` tokens, none of them across two prompts' drafts."""
+    rows: list[_Row] = []
+    size = 0
+    for index, mine in drafts.items():
+        before: tuple[int, ...] = ()
+        for draft in mine:
+            is_same = draft.context == before
+            rows.append((index, draft, is_same))
+            size += len(draft.sample.token_ids) + (0 if is_same else len(draft.context))
+            before = draft.context
+        if size >= BATCH_TOKENS:
+            yield rows
+            rows, size = [], 0
+    if rows:
+        yield rows
+
+
+def _to_batch(rows: Sequence[_Row]) -> pa.RecordBatch:
+    samples = [draft.sample for _, draft, _ in rows]
+    contexts = _column([() if is_same else draft.context for _, draft, is_same in rows], np.int32)
+    is_same_context = pa.array([is_same for _, _, is_same in rows], pa.bool_())
+    columns = [
+        pa.array([index for index, _, _ in rows], pa.int64()),
+        pa.ListArray.from_arrays(contexts.offsets, contexts.values, mask=is_same_context),
+        _column([sample.token_ids for sample in samples], np.int32),
+        _column([sample.logprobs for sample in samples], np.float64),
+        _column([[span.stop for span in sample.spans] for sample in samples], np.int32),
+        _column([[span.version for span in sample.spans] for sample in samples], np.int64),
+        pa.array([[span.digest for span in sample.spans] for sample in samples], pa.list_(pa.string())),
+        pa.array([sample.finish_reason for sample in samples], pa.string()),
+        pa.array(
+            [[[i for i, _ in top] for top in sample.top_logprobs] for sample in samples],
+            pa.list_(pa.list_(pa.int32())),
+        ),
+        pa.array(
+            [[[p for _, p in top] for top in sample.top_logprobs] for sample in samples],
+            pa.list_(pa.list_(pa.float64())),
+        ),
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+
+
+def _column(lists: Sequence[Sequence[Any]], dtype: npt.DTypeLike) -> pa.ListArray:
+    """Lists of numbers as a column; several times quicker than through `pa.array`."""
+    offsets = np.zeros(len(lists) + 1, np.int32)
+    np.cumsum([len(one) for one in lists], out=offsets[1:])
+    values = np.fromiter(chain.from_iterable(lists), dtype, count=int(offsets[-1]))
+    return pa.ListArray.from_arrays(offsets, pa.array(values))
+
+
+def _enter(batch: pa.RecordBatch, drafts: dict[int, list[Draft]]) -> None:
+    """Enter the rows of a batch. Raises ValueError where one is no draft."""
+    column = batch.column
+    ids, logprobs = _tuples(column("token_ids")), _tuples(column("logprobs"))
+    is_same_context = column("context").is_null().to_pylist()
+    contexts = _tuples(column("context"))
+    spans = zip(
+        _tuples(column("span_stops")),
+        _tuples(column("span_versions")),
+        column("span_digests").to_pylist(),
+        strict=True,
+    )
+    tops = zip(column("top_ids").to_pylist(), column("top_logprobs").to_pylist(), strict=True)
+    reasons = column("finish_reason").to_pylist()
+    for row, (index, of_spans, top) in enumerate(
+        zip(column("prompt_index").to_pylist(), spans, tops, strict=True)
+    ):
+        sample = Sample(
+            token_ids=ids[row],
+            logprobs=logprobs[row],
+            spans=_spans(*of_spans),
+            finish_reason=reasons[row],
+            top_logprobs=tuple(tuple(zip(*pair, strict=True)) for pair in zip(*top, strict=True)),
+        )
+        mine = drafts.setdefault(index, [])
+        context = mine[-1].context if is_same_context[row] and mine else contexts[row]
+        if not context or not sample.token_ids or not is_whole(sample):
+            raise ValueError(f"a draft of prompt {index} is not whole")
+        mine.append(Draft(context, sample))
+
+
+def _tuples(column: pa.ListArray) -> list[tuple[Any, ...]]:
+    """The inverse of `_column`; () for a null."""
+    values = column.flatten().to_numpy(zero_copy_only=False).tolist()
+    stops = np.cumsum(column.value_lengths().fill_null(0).to_numpy()).tolist()
+    return [tuple(values[start:stop]) for start, stop in zip([0, *stops], stops, strict=False)]
+
+
+def _spans(stops: Sequence[int], versions: Sequence[int], digests: Iterable[str]) -> tuple[Span, ...]:
+    starts = [0, *stops][: len(stops)]
+    return tuple(Span(*fields) for fields in zip(starts, stops, versions, digests, strict=True))

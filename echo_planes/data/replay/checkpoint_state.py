@@ -1,0 +1,132 @@
+"""The replay buffer's part of a checkpoint, and how it meets the store again on a resume.
+
+The store is the truth about groups: it has every accepted one, also those of the time between checkpoint and
+crash. The checkpoint is the truth about training and prompts. Put together, no prompt is skipped, none whose
+work is there is done again, and the ledger adds up.
+
+In a checkpoint's data folder::
+
+    state.json      everything but the drafts, and what the file beside it must be (null where there is none)
+    drafts.arrows   tokens of unfinished prompts (see `cut_drafts.py`, which numbers its format)
+
+A cut that was written before there were drafts names none, and is read. Drafts only spare work: where their
+file is missing, damaged or of another format, the run goes on without them, and the ledger counts the tokens
+(`unreadable_tokens`). The rest of the cut must be whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from echo_planes.config.files import LOG_BYTES, read_json
+from echo_planes.data.replay.buffer_state import Accepted, BufferState
+from echo_planes.data.replay.checkpoint_partial_rollouts import DraftsRecord, read_drafts, write_drafts
+from echo_planes.data.store.index import StoreCounts
+from echo_planes.errors import DataError
+from echo_planes.types import BufferCounts
+
+CUT_NAME = "state.json"  # in a checkpoint's data folder
+DRAFTS_NAME = "drafts.arrows"  # beside it
+
+
+def write_cut(folder: Path, state: BufferState, *, num_groups: int) -> None:
+    """Write a cut into a new folder.
+
+    Args:
+        folder: a checkpoint's data folder, empty.
+        state: the cut.
+        num_groups: how many groups the store had accepted.
+
+    Raises:
+        OSError: the disk is full or cannot be written.
+    """
+    drafts = asdict(write_drafts(folder / DRAFTS_NAME, state.drafts)) if state.drafts else None
+    record = {**asdict(replace(state, drafts={})), "drafts": drafts, "num_groups": num_groups}
+    (folder / CUT_NAME).write_text(json.dumps(record))
+
+
+def load_cut(path: Path) -> tuple[BufferState, int]:
+    """The inverse of `write_cut`: the cut whose `CUT_NAME` is `path`, and the number of groups in the store.
+
+    Drafts that cannot be read are left out, and their tokens counted.
+
+    Raises:
+        DataError: the file is no cut.
+    """
+    try:
+        record = read_json(path, LOG_BYTES, advice="restore it, or remove the checkpoint")
+        state = BufferState(
+            step=record["step"],
+            next_index=record["next_index"],
+            returned=tuple(record["returned"]),
+            issued=record["issued"],
+            groups=tuple(Accepted(**group) for group in record["groups"]),
+            counts=BufferCounts(**record["counts"]),
+            published=tuple((line, version, digest) for line, version, digest in record["published"]),
+            replaced=record.get("replaced", 0),
+        )
+        drafts = DraftsRecord(**record["drafts"]) if record.get("drafts") else None
+        num_groups = int(record["num_groups"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"the checkpoint's {path} is not readable ({error}); restore it, or remove the checkpoint"
+        ) from error
+    return (_with_drafts(state, path.parent / DRAFTS_NAME, drafts) if drafts else state), num_groups
+
+
+def _with_drafts(state: BufferState, path: Path, record: DraftsRecord) -> BufferState:
+    try:
+        return replace(state, drafts=read_drafts(path, record))
+    except DataError:  # their work is done again; the ledger says how much that is
+        counts = state.counts
+        lost = replace(
+            counts,
+            discarded_tokens=counts.discarded_tokens + record.num_tokens,
+            unreadable_tokens=counts.unreadable_tokens + record.num_tokens,
+        )
+        return replace(state, counts=lost)
+
+
+def rejoin(
+    state: BufferState,
+    later: Sequence[Accepted],
+    kept: Sequence[Accepted],
+    counts: StoreCounts,
+    done: Sequence[Accepted] = (),
+) -> BufferState:
+    """The state to go on from.
+
+    Args:
+        state: the checkpoint's cut.
+        later: of `kept`, the groups that were accepted after the cut.
+        kept: every group that the rolled back store holds as buffered, in order of arrival.
+        counts: its ledger, in trajectories.
+        done: groups that were set aside as uninformative after the cut, and stay so.
+    """
+    there = {group.prompt_index for group in (*kept, *done)}
+    beyond = max((group.prompt_index + 1 for group in (*later, *done)), default=0)
+    next_index = max(state.next_index, beyond)
+    open_ = {*state.returned, *range(state.next_index, next_index)}
+    # Of the cut's groups, those that have left since: dropped, or let go, or damaged on disk.
+    open_ |= {group.prompt_index for group in state.groups}
+    ledger = replace(
+        state.counts,
+        accepted=counts.trained + counts.dropped + counts.removed + counts.uninformative + counts.buffered,
+        trained=counts.trained,
+        dropped_stale=counts.dropped,
+        removed=counts.removed,
+        uninformative=counts.uninformative,
+        buffered=counts.buffered,
+    )
+    returned = open_ - there
+    return replace(
+        state,
+        next_index=next_index,
+        returned=tuple(sorted(returned)),
+        groups=tuple(kept),
+        counts=ledger,
+        drafts={index: drafts for index, drafts in state.drafts.items() if index in returned},
+    )

@@ -1,0 +1,57 @@
+"""Groups without a signal do not count towards a batch: others take their place (`sampling.refill`).
+
+Dynamic sampling of DAPO (2503.14476, section 3.2, eq. 11), inside the staleness bound: a group that is set
+aside gives its permit back, so that another prompt of the same version can be begun for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from echo_planes.config.schema import Config
+from echo_planes.data.replay.overlong import KEPT, Overlong
+from echo_planes.data.tasks.adapter import TaskAdapter, by_batch, by_initial_state
+from echo_planes.errors import ConfigError
+from echo_planes.types import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Refill:
+    """Which groups are set aside, and how many."""
+
+    by: Literal["reward", "correct"]
+    max_groups: int  # that are set aside for one batch; what comes beyond counts like any other
+    overlong: Overlong = KEPT
+
+    def carries_signal(self, group: Group) -> bool:
+        """Whether something can be learnt from a group: its answers differ, and one at least is trained."""
+        answers = group.trajectories
+        if all(self.overlong.is_masked(answer.episode) for answer in answers):
+            return False
+        if self.by == "correct":
+            return len({answer.reward.correct for answer in answers}) > 1
+        return len(set(self.overlong.trained_rewards(answers).tolist())) > 1
+
+
+def refill_of(config: Config, overlong: Overlong) -> Refill | None:
+    """What a run asks for; None: every group counts."""
+    by = config.refill
+    if by == "off":
+        return None
+    return Refill(by, int(config.sampling.refill_limit * config.sampling.prompts_per_step), overlong)
+
+
+def check_refill(config: Config, task: type[TaskAdapter]) -> None:
+    """Refuse to judge groups by themselves where their advantages come from other companions too.
+
+    Raises:
+        ConfigError: the task's `materialize` is `by_batch` or `by_initial_state`.
+    """
+    for companions in (by_batch, by_initial_state):
+        if config.refill != "off" and task.materialize is companions:
+            raise ConfigError(
+                f"sampling.refill={config.refill}: task {config.task.name} compares answers beyond their "
+                f"group (materialize = {companions.__name__}), where a group of equal rewards has a gradient "
+                "too; set sampling.refill=off"
+            )

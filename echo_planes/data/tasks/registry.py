@@ -1,0 +1,247 @@
+"""Finding a task adapter by name and building it.
+
+`task=WORD` is, in this order: the file `configs/task/WORD.yaml`; a path to a YAML file of your own, with an
+`adapter:` key; `package.module:Class`; `LIBRARY:NAME`, a task of a library that a module of that name in
+`tasks/bridges/` brings; or an installed package's entry point WORD in the group `echo_planes.tasks`, whose
+value is `package.module:Class`. So a package can add names, but take none over.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pydantic import ValidationError
+
+from echo_planes.config.files import MODEL_JSON_BYTES, check_regular, read_json
+from echo_planes.config.schema import TaskConfig
+from echo_planes.data.tasks.adapter import TaskAdapter, TaskOptions, Tokenizer
+from echo_planes.errors import ConfigError, EchoPlanesError, ModelError, TaskError, one_line
+
+ENTRY_POINTS = "echo_planes.tasks"
+TOKENIZER_SETTINGS = "tokenizer_config.json"
+_TEXTS = (".json", ".jinja", ".txt", ".model", ".py", "")  # of a model folder's files, by their endings
+BRIDGES = "echo_planes.tasks.bridges"
+# Of folders that name one of these, `AutoTokenizer` makes a `PreTrainedTokenizerFast`, after importing torch.
+_PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
+LIBRARY_TASK = "LIBRARY_TASK"  # what a bridge calls the adapter of a library's tasks
+
+
+def installed_tasks() -> list[str]:
+    """Names of the tasks that installed packages offer, sorted. Imports none of them."""
+    return sorted({entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)})
+
+
+def installed_adapter(name: str) -> str | None:
+    """`package.module:Class` of the task that an installed package offers as `name`; None: nobody does.
+
+    Raises:
+        ConfigError: two packages offer one of this name.
+    """
+    entries = importlib.metadata.entry_points(group=ENTRY_POINTS, name=name)
+    offers = sorted({(entry.dist.name if entry.dist else "?", entry.value) for entry in entries})
+    if len(offers) > 1:
+        shown = " and ".join(f"{package} ({value})" for package, value in offers)
+        raise ConfigError(
+            f"task={name}: {shown} offer a task of this name; uninstall one, or write "
+            "task=package.module:Class"
+        )
+    return offers[0][1] if offers else None
+
+
+def raised_at(error: BaseException, folder: Path | None = None) -> str:
+    """`file:line` of the user's code where `error` came from: the deepest frame in `folder`, else of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    own = [frame for frame in frames if folder is not None and Path(frame.filename).parent == folder]
+    deepest = (own or frames)[-1]
+    return f"{deepest.filename}:{deepest.lineno}"
+
+
+def in_words(error: BaseException) -> str:
+    """The last line of an error's traceback."""
+    lines = traceback.format_exception_only(error)[-1].strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def adapter_class(path: str) -> type[TaskAdapter]:
+    """The class named by `package.module:Class`, or the one that brings the tasks of `LIBRARY:NAME`.
+
+    Raises:
+        ConfigError: no such module or class, a module that cannot be imported, or not a TaskAdapter.
+    """
+    module_name, _, class_name = path.partition(":")
+    if not class_name or not all(part.isidentifier() for part in module_name.split(".")):
+        raise ConfigError(f"task.adapter='{path}' is not of the form package.module:Class")
+    where = f"task.adapter='{path}'"
+    found = _library_task(path) or getattr(imported(module_name, where), class_name, None)
+    if not (isinstance(found, type) and issubclass(found, TaskAdapter)):
+        raise ConfigError(f"task.adapter='{path}': '{class_name}' is not a TaskAdapter in {module_name}")
+    return found
+
+
+def _library_task(path: str) -> type[TaskAdapter] | None:
+    """The adapter of a library's tasks, if `path` is `LIBRARY:NAME` and there is a bridge to the library."""
+    library = path.partition(":")[0]
+    module = f"{BRIDGES}.{library}"
+    if "." in library or importlib.util.find_spec(module) is None:
+        return None
+    found: type[TaskAdapter] | None = getattr(imported(module, f"task.adapter='{path}'"), LIBRARY_TASK, None)
+    return found
+
+
+def imported(module_name: str, where: str) -> ModuleType:
+    """A module that a person named; `where`, for messages: by which word.
+
+    Raises:
+        ConfigError: there is none, or it cannot be imported.
+    """
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{where}: no module named '{error.name}'; check the spelling and that it can be imported from "
+            "the current folder"
+        ) from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's module may raise anything, SystemExit too
+        raise ConfigError(
+            f"{where}: importing {module_name} raised {in_words(error)} ({raised_at(error)}); correct it "
+            "there"
+        ) from error
+
+
+def adapter_options(task: TaskConfig) -> tuple[type[TaskAdapter], TaskOptions]:
+    """The adapter's class and its validated options.
+
+    Raises:
+        pydantic.ValidationError: an option is unknown or of the wrong type.
+        ConfigError: no such adapter, `LIBRARY:NAME` and an option name two tasks, or the adapter's own
+            check of an option raised.
+    """
+    cls, options = adapter_class(task.adapter), task.options
+    if _library_task(task.adapter):
+        name = task.adapter.partition(":")[2]
+        if options.setdefault(cls.named_by, name) != name:
+            raise ConfigError(
+                f"task={task.adapter}: task.{cls.named_by}={options[cls.named_by]} names another task; "
+                "leave it out"
+            )
+    try:
+        return cls, cls.Options.model_validate(options)
+    except (ValidationError, EchoPlanesError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a user's validator may raise anything
+        raise ConfigError(
+            f"task={task.name}: checking its options raised {in_words(error)} ({raised_at(error)}); correct "
+            "them, or the check"
+        ) from error
+
+
+def build_adapter(task: TaskConfig, tokenizer: Tokenizer, seed: int) -> TaskAdapter:
+    """The run's adapter.
+
+    Raises:
+        UserError: it cannot be found, or its options are wrong.
+        TaskError: its constructor raised.
+    """
+    try:
+        cls, options = adapter_options(task)
+    except ValidationError as error:
+        raise ConfigError(f"task options: {error.errors()[0]['msg']}") from error
+    with told(cls, f"task {task.name}: {cls.__name__} cannot be built"):
+        return cls(options, tokenizer, seed)
+
+
+@contextmanager
+def told(cls: type[TaskAdapter], doing: str) -> Iterator[None]:
+    """Around a call of a user's adapter: whatever it raises is a TaskError that says so, and where."""
+    try:
+        yield
+    except (EchoPlanesError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # SystemExit would end the process without a word
+        place = raised_at(error, folder_of(cls))
+        raise TaskError(one_line(f"{doing}: {in_words(error)} ({place})")) from error
+
+
+def folder_of(cls: type[TaskAdapter]) -> Path | None:
+    """Where an adapter's source lies; None for a class without a file."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return Path(file).parent if file else None
+
+
+def check_model_files(folder: Path) -> None:
+    """What libraries will open in a model folder by its name: regular files, those with settings bounded.
+
+    Raises:
+        ModelError: something else is there; names it.
+    """
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        raise ModelError(
+            f"model.path={folder}: cannot be loaded ({error.strerror}); give a Hugging Face model folder"
+        ) from error
+    for entry in entries:
+        if entry.exists() and not entry.is_dir():
+            most_bytes = MODEL_JSON_BYTES if entry.suffix in _TEXTS else sys.maxsize
+            check_regular(entry, most_bytes, error=ModelError, advice="put the model's own file there")
+
+
+def _tokenizer_class(folder: Path) -> Any:
+    """The class that loads a folder's tokenizer; importing it takes seconds, and only some processes need it.
+
+    Raises:
+        ModelError: the tokenizer's settings are no JSON object.
+    """
+    settings: Any = {}
+    path = folder / TOKENIZER_SETTINGS
+    if path.exists():
+        settings = read_json(path, MODEL_JSON_BYTES, error=ModelError, advice="save the tokenizer again")
+    if not isinstance(settings, dict):
+        raise ModelError(f"{path} is not a JSON object; save the tokenizer again")
+    if settings.get("tokenizer_class") in _PLAIN_TOKENIZERS:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a local Hugging Face model folder; never runs code from it.
+
+    Raises:
+        ModelError: it cannot be loaded, or has no end token.
+    """
+    check_model_files(folder)
+    kind = _tokenizer_class(folder)
+    try:
+        tokenizer: Tokenizer = kind.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except (KeyboardInterrupt, ImportError):
+        raise
+    except BaseException as error:  # the libraries raise what they meet; those in Rust a BaseException, too
+        raise ModelError(
+            f"model.path={folder}: its tokenizer cannot be loaded ({in_words(error):.300}); save the "
+            "tokenizer again"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"model.path={folder}: its tokenizer has no end token, so answers would never stop; set "
+            "'eos_token' in tokenizer_config.json"
+        )
+    return tokenizer

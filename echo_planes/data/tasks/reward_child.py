@@ -1,0 +1,168 @@
+"""The process that rewards are computed in: a worker starts `python -m echo_planes.data.tasks.reward_child`.
+
+Messages are JSON after their length in four bytes, both ways, on what were standard input and output: first
+the task's settings, answered by {} once the adapter is built; then a prompt and its episodes at a time,
+answered by one outcome for each episode as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+import os
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, cast
+
+import numpy as np
+
+from echo_planes.cluster.process import die_with_parent
+from echo_planes.config.schema import TaskConfig
+from echo_planes.data.tasks.adapter import Tokenizer
+from echo_planes.data.tasks.registry import build_adapter, load_tokenizer
+from echo_planes.types import Episode, Prompt, Reward, RewardFailure, Span
+
+MOST_NOTES = 20_000  # characters of Reward.notes that are kept
+
+
+class Rewarding(Protocol):
+    """The part of a task adapter that is used here."""
+
+    def prepare(self, prompt: Prompt, episodes: Sequence[Episode]) -> None: ...
+
+    def reward(self, prompt: Prompt, episode: Episode) -> Reward: ...
+
+
+def outcomes(
+    task: Rewarding, prompt: Prompt, episodes: Sequence[Episode]
+) -> Iterator[Reward | RewardFailure]:
+    """The rewards of one group's answers, checked; whatever goes wrong is a failure with a reason."""
+    try:
+        task.prepare(prompt, episodes)
+    except Exception as why:  # noqa: BLE001  as below
+        for _ in episodes:
+            yield _raised(why)
+        return
+    for episode in episodes:
+        try:
+            reward = task.reward(prompt, episode)
+        except Exception as why:  # noqa: BLE001  a user's code may raise anything; it becomes a counted status
+            yield _raised(why)
+            continue
+        try:
+            yield checked(reward)
+        except (TypeError, ValueError) as why:
+            yield RewardFailure("reward_invalid", str(why))
+
+
+def _raised(why: Exception) -> RewardFailure:
+    frame = traceback.extract_tb(why.__traceback__)[-1]
+    place = f"{Path(frame.filename).name}:{frame.lineno}"
+    return RewardFailure("reward_error", f"{type(why).__name__} at {place}: {why}")
+
+
+def checked(reward: object) -> Reward:
+    """What an adapter's `reward` returned, if it is one.
+
+    Raises:
+        TypeError, ValueError: it is of another type, or a number in it is not finite.
+    """
+    if not isinstance(reward, Reward):
+        raise TypeError(f"reward returned {_shown(reward)}; it must return a Reward")
+    if not isinstance(reward.correct, bool | np.bool_):
+        raise TypeError(f"Reward.correct is {_shown(reward.correct)}; it must be True or False")
+    if not isinstance(reward.parts, Mapping):
+        raise TypeError(f"Reward.parts is {_shown(reward.parts)}; it must be a mapping of names to numbers")
+    parts = {str(name): _finite(f"Reward.parts[{name!r}]", part) for name, part in reward.parts.items()}
+    if not isinstance(reward.notes, str):
+        raise TypeError(f"Reward.notes is {_shown(reward.notes)}; it must be text")
+    notes = reward.notes[:MOST_NOTES]
+    return Reward(_finite("Reward.value", reward.value), bool(reward.correct), parts, notes)
+
+
+def _finite(name: str, number: object) -> float:
+    if not isinstance(number, numbers.Real) or isinstance(number, bool):
+        raise TypeError(f"{name} is {_shown(number)}; it must be a number")
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{name} is {value}; it must be finite")
+    return value
+
+
+def _shown(value: object) -> str:
+    return f"{value!r:.60} ({type(value).__name__})"
+
+
+class _LazyTokenizer:
+    """The model's tokenizer once somebody asks for anything of it: importing it takes seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._loaded: Tokenizer | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        self._loaded = self._loaded or load_tokenizer(self._folder)
+        return getattr(self._loaded, name)
+
+
+def _receive(stream: BinaryIO) -> Any:
+    """The next message; None when the worker is gone."""
+    head = stream.read(4)
+    if len(head) < 4:
+        return None
+    body = stream.read(int.from_bytes(head, "big"))
+    return json.loads(body)
+
+
+def _send(stream: BinaryIO, message: object) -> None:
+    data = json.dumps(message).encode()
+    stream.write(len(data).to_bytes(4, "big") + data)
+    stream.flush()
+
+
+def _prompt(fields: dict[str, Any]) -> Prompt:
+    return Prompt(**{**fields, "token_ids": tuple(fields["token_ids"])})
+
+
+def _episode(fields: dict[str, Any]) -> Episode:
+    tops = tuple(tuple((i, p) for i, p in pairs) for pairs in fields["top_logprobs"])
+    spans = tuple(Span(**span) for span in fields["spans"])
+    lists = ("response_ids", "response_mask", "logprobs", "turn_rewards")
+    flat: dict[str, Any] = {name: tuple(fields[name]) for name in lists}
+    return Episode(**{**fields, **flat, "spans": spans, "top_logprobs": tops})
+
+
+def _answer(outcome: Reward | RewardFailure) -> dict[str, Any]:
+    if isinstance(outcome, RewardFailure):
+        return {"status": outcome.status, "error": outcome.error[:4000]}
+    return asdict(outcome)
+
+
+def main() -> None:
+    """Answer until the worker closes the pipe."""
+    die_with_parent()
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    # Processes that a reward forks must not keep the pipes open: the worker would wait for them.
+    os.register_at_fork(after_in_child=lambda: os.closerange(requests.fileno(), replies.fileno() + 1))
+    # What a reward prints is no answer, and it has nothing to read.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    setup = _receive(requests)
+    try:
+        tokenizer = cast(Tokenizer, _LazyTokenizer(Path(setup["model_folder"])))
+        task = build_adapter(TaskConfig.model_validate(setup["task"]), tokenizer, setup["seed"])
+    except Exception as why:  # noqa: BLE001  a user's constructor may raise anything; the worker tells it
+        _send(replies, {"error": f"{type(why).__name__}: {why}"})
+        return
+    _send(replies, {})
+    while (request := _receive(requests)) is not None:
+        prompt, episodes = _prompt(request[0]), [_episode(fields) for fields in request[1]]
+        for outcome in outcomes(task, prompt, episodes):
+            _send(replies, _answer(outcome))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""mu of a worker before it has run: measured, given, or estimated from the bandwidth of its memory.
+
+A decoding step reads all weights once and the KV cache of every sequence in the batch. While the batch is
+small enough for that reading to take longer than the arithmetic, and at the lengths of reasoning answers it
+mostly is, tokens/s = batch / (bytes read / bandwidth): a roofline. Real engines reach a part of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from echo_planes.config.files import MODEL_JSON_BYTES, read_json
+from echo_planes.errors import ModelError
+from echo_planes.fleet.sku_facts import SkuFacts
+from echo_planes.weights.tensor_files import load_tensors
+
+Source = Literal["measured", "given", "estimated"]
+
+BYTES_PER_WEIGHT = 2  # bf16, of weights and KV cache
+ENGINE_EFFICIENCY = 0.6  # of the roofline: scheduling, prefill, sampling, kernels below their peak
+MEMORY_SHARE = 0.85  # of GPU memory that an engine takes (EngineConfig.gpu_memory_utilization)
+LEARNER_EFFICIENCY = 0.35  # of the peak arithmetic: usual for training with optimizer and data movement
+FLOPS_PER_WEIGHT_TOKEN = 8  # forward and backward 6, the forward pass for log-probabilities 2
+_KV_BYTES_8B = 131_072  # per token: 32 layers, 8 KV heads of 128, keys and values in bf16
+_GIB = 2**30
+_MOST = 10**7  # layers, heads, and dimensions of a head
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What decoding reads."""
+
+    num_params: float
+    kv_bytes_per_token: float
+    kv_source: Source
+
+    @property
+    def weight_bytes(self) -> float:
+        return self.num_params * BYTES_PER_WEIGHT
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What is decoded, tokens: means over the run."""
+
+    prompt_tokens: int
+    answer_tokens: int
+    max_num_seqs: int  # decoded together at most
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """mu of one worker, and where it comes from."""
+
+    mu: float  # trajectories/s
+    source: Source
+
+
+def size_of_params(num_params: float, kv_bytes_per_token: float | None) -> ModelSize:
+    """A dense decoder of that many weights.
+
+    Without `kv_bytes_per_token` it is estimated to grow with the root of the size, through 128 KiB at 8 B:
+    within a factor of three for the usual decoders with grouped keys and values.
+    """
+    if kv_bytes_per_token is not None:
+        return ModelSize(num_params, kv_bytes_per_token, "given")
+    return ModelSize(num_params, _KV_BYTES_8B * math.sqrt(num_params / 8e9), "estimated")
+
+
+def size_of_folder(folder: Path) -> ModelSize:
+    """Weights as its safetensors files hold them, KV cache as its config.json says.
+
+    Raises:
+        ModelError: no config.json, or one that does not say how many layers and heads there are.
+        DataError: no safetensors files, or damaged ones.
+    """
+    path = folder / "config.json"
+    advice = "give a model folder, or params_b=N"
+    fields: Any = read_json(path, MODEL_JSON_BYTES, error=ModelError, advice=advice)
+    if isinstance(fields, dict) and isinstance(fields.get("text_config"), dict):
+        fields = fields["text_config"]  # a model of several modalities
+    try:
+        layers, heads = int(fields["num_hidden_layers"]), int(fields["num_attention_heads"])
+        kv_heads = int(fields.get("num_key_value_heads") or heads)
+        head_dim = int(fields.get("head_dim") or int(fields["hidden_size"]) // heads)
+        if not 0 < min(layers, heads, kv_heads, head_dim) <= max(layers, heads, kv_heads, head_dim) < _MOST:
+            raise ValueError("one is none, or too large")
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError) as error:
+        raise ModelError(
+            f"{path} does not say its layers and heads ({error}); give params_b=N and kv_kib_per_token=N"
+        ) from error
+    kv_bytes = 2.0 * layers * kv_heads * head_dim * BYTES_PER_WEIGHT
+    return ModelSize(float(sum(t.bits.size for t in load_tensors(folder).values())), kv_bytes, "given")
+
+
+def estimated_tokens_per_s(
+    size: ModelSize, answers: Answers, facts: SkuFacts, memory_gib: float, num_gpus: int
+) -> float | None:
+    """Tokens/s of a saturated engine that spans `num_gpus`; None where no sequence fits beside the weights.
+
+    The batch is what the memory holds, at most `max_num_seqs`; a sequence is on average half way through its
+    answer. The arithmetic of a large batch is a second limit.
+    """
+    context_bytes = size.kv_bytes_per_token * (answers.prompt_tokens + answers.answer_tokens / 2)
+    room_bytes = MEMORY_SHARE * memory_gib * _GIB * num_gpus - size.weight_bytes
+    batch = min(answers.max_num_seqs, math.floor(room_bytes / context_bytes))
+    if batch < 1:
+        return None
+    reading_s = (size.weight_bytes + batch * context_bytes) / (facts.bandwidth_gb_s * 1e9 * num_gpus)
+    computing_s = 2 * size.num_params * batch / (facts.bf16_tflops * 1e12 * num_gpus)
+    return ENGINE_EFFICIENCY * batch / max(reading_s, computing_s)
+
+
+def mu_of_sku(
+    sku: str,
+    measured: Mapping[str, float],
+    given_tokens_per_s: Mapping[str, float],
+    estimated: float | None,
+    answer_tokens: int,
+) -> Throughput | None:
+    """The best known mu of a worker: measured, else from given tokens/s, else from the estimate.
+
+    Args:
+        measured: SKU -> trajectories/s of one worker.
+        given_tokens_per_s: SKU -> tokens/s of one saturated worker.
+        estimated: tokens/s of one saturated worker (`estimated_tokens_per_s`).
+        answer_tokens: mean length of an answer.
+    """
+    if sku in measured:
+        return Throughput(measured[sku], "measured")
+    if sku in given_tokens_per_s:
+        return Throughput(given_tokens_per_s[sku] / answer_tokens, "given")
+    return None if estimated is None else Throughput(estimated / answer_tokens, "estimated")
+
+
+def estimated_t_train_s(num_params: float, tokens_per_step: float, facts: SkuFacts, num_gpus: int) -> float:
+    """T_train from a step's arithmetic: 8 operations per weight and token, at a usual share of the peak."""
+    operations = FLOPS_PER_WEIGHT_TOKEN * num_params * tokens_per_step
+    return operations / (LEARNER_EFFICIENCY * facts.bf16_tflops * 1e12 * num_gpus)

@@ -1,0 +1,353 @@
+"""Keeps a run's books: the step line, metrics.jsonl, events, money, the ledger and summary.json.
+
+It is the `Observer` of a real run; everything it is told comes from `runner.py`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from echo_planes.cluster.clock import Clock
+from echo_planes.config.schema import Config
+from echo_planes.fleet.capacity import UninformativeShare, needed_capacity
+from echo_planes.learning.fall import collapse_of
+from echo_planes.loop.evaluation import doublings, drawn, in_words
+from echo_planes.loop.spending import Spending
+from echo_planes.reporting.broadcasts import BroadcastBook, summary_of
+from echo_planes.reporting.figures import batch_figures, learner_figures
+from echo_planes.reporting.ledger import LEDGER_DETAILS
+from echo_planes.reporting.metrics import FLEET_STATE, WORKER_STATE, MetricsWriter, Record
+from echo_planes.reporting.parts import PartsBook, whole_run
+from echo_planes.reporting.terminal import View
+from echo_planes.types import (
+    BroadcastStats,
+    BufferCounts,
+    EvalReport,
+    GuardReport,
+    InstallReport,
+    Manifest,
+    StepStats,
+    TrainBatch,
+    WorkerInfo,
+    WorkerStats,
+)
+
+RECENT_STEPS = 20  # T_train is the median of so many
+
+
+class Journal:
+    """The books of one part of a run; what it tells of the whole run holds the earlier parts, too.
+
+    Args:
+        config: the run's settings.
+        writer: its folder's metrics and events.
+        view: its terminal.
+        clock: seconds.
+        export: called with every step's numbers (Prometheus).
+        start_s: when the part began, on `clock`.
+        start_step: of the checkpoint that it goes on from.
+
+    Raises:
+        DataError: what the earlier parts wrote down is damaged.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        writer: MetricsWriter,
+        view: View,
+        clock: Clock,
+        export: Callable[[Mapping[str, float]], None],
+        start_s: float,
+        start_step: int = 0,
+    ) -> None:
+        self._config = config
+        self._writer = writer
+        self._view = view
+        self._clock = clock
+        self._export = export
+        self._start_s = start_s
+        self._last_step_s = start_s
+        self._infos: dict[str, WorkerInfo] = {}
+        self._serving: set[str] = set()  # workers whose living incarnation has weights
+        self._t_train_s: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._uninformative = UninformativeShare(config.sampling.trajectories_per_step)
+        self._stats: dict[tuple[str, int], WorkerStats] = {}
+        self._evals: list[dict[str, Any]] = []
+        self._versions: list[int] = []
+        self._install_s: list[float] = []
+        self._mismatches: list[float] = []
+        self._uses: Counter[str] = Counter()  # times each group was trained
+        self._duplicates = 0
+        self._digest_mismatches = 0
+        self._restarts: Mapping[str, int] = {}
+        self._parts = PartsBook(writer.folder, start_step)
+        self.broadcasts = BroadcastBook()
+        self.spending = Spending(config, writer.folder, start_s, writer.aggregates)
+        self.counts = BufferCounts()  # the ledger, as of the last step
+        self._guard = GuardReport(0, config.staleness.max_staleness, 1.0)
+
+    # --- Observer --------------------------------------------------------------------------------
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return self._view.phase(name)
+
+    def on_event(self, kind: str, text: str, *, worker: str = "", version: int | None = None) -> None:
+        self._writer.event(self._elapsed_s(), kind, text, worker=worker or None, version=version)
+        if kind not in ("publication", "eval"):
+            self._view.event(f"{kind}{' ' + worker if worker else ''}: {text}")
+
+    def on_worker(self, info: WorkerInfo, *, alive: bool) -> None:
+        known = self._infos.get(info.worker_id, info)
+        if info.epoch < known.epoch:
+            return  # late news of a machine that its successor has replaced
+        self._infos[info.worker_id] = info
+        self._serving.discard(info.worker_id)
+        self._worker_state(info, "booting" if alive else "gone")
+        self.spending.worker(info, self._clock.now_s(), alive=alive)
+
+    def on_stats(self, epoch: int, stats: WorkerStats) -> None:
+        self._stats[(stats.worker_id, epoch)] = stats
+        if stats.worker_id in self._infos and self._infos[stats.worker_id].epoch == epoch:
+            self.spending.book.worked(stats.worker_id, stats.busy_s, self._clock.now_s())
+
+    def on_published(self, manifest: Manifest, seconds: float) -> None:
+        self._versions.append(manifest.version)
+        self.broadcasts.on_published(manifest, seconds, self._clock.now_s())
+        share = manifest.changed_elements / max(1, manifest.total_elements)
+        self.on_event(
+            "publication",
+            f"{manifest.codec}, {manifest.payload_bytes:,} bytes, {share:.1%} changed, {seconds:.2f} s",
+            version=manifest.version,
+        )
+        self._write_part([])
+
+    def on_broadcasts(self, stats: Sequence[BroadcastStats]) -> None:
+        self.broadcasts.on_broadcasts(stats)
+
+    def on_installed(self, report: InstallReport) -> None:
+        self._digest_mismatches += report.digest_mismatches
+        if report.caught_up:
+            self.on_event("caught up", report.caught_up, worker=report.worker_id, version=report.version)
+        if report.ok:
+            info = self._infos.get(report.worker_id)
+            if info is not None and report.worker_id not in self._serving:
+                self._worker_state(info, "serving")
+            self._serving.add(report.worker_id)
+            self.spending.serves(report.worker_id, self._clock.now_s())
+            self.broadcasts.on_installed(report, len(self._serving), self._clock.now_s())
+            if not self._install_s:
+                self._last_step_s = self._clock.now_s()  # the first step is measured from here
+            self._install_s.append(report.seconds)
+
+    def on_step(self, batch: TrainBatch, stats: StepStats, idle_s: float, counts: BufferCounts) -> None:
+        now_s = self._clock.now_s()
+        step_s, self._last_step_s = now_s - self._last_step_s, now_s
+        self.counts = counts
+        groups = [trajectory_id.rpartition("/")[0] for trajectory_id in batch.trajectory_ids]
+        is_first = [not self._uses[group] for group in groups]
+        self._uses.update(set(groups))
+        self._duplicates += sum(self._uses[group] > self._config.staleness.reuse for group in groups)
+        staleness = batch.step - batch.versions
+        metrics: dict[str, Any] = {
+            "step": stats.step + 1,
+            "policy_version": stats.step + 1,
+            "reward_mean": float(batch.task_rewards.mean()),
+            "reward_trained_mean": float(batch.rewards.mean()),
+            "reward_std": float(batch.task_rewards.std()),
+            "correct_mean": float(batch.correct.mean()),
+            **batch_figures(batch),
+            **learner_figures(stats),
+            "staleness_max": int(staleness.max()),
+            "staleness_mean": float(staleness.mean()),
+            "t_train_s": stats.t_train_s,
+            "t_idle_s": idle_s,
+            "t_step_s": step_s,
+            "tokens": stats.tokens,
+            "tokens_per_s": stats.tokens / max(step_s, 1e-9),
+            **self.spending.step(batch, is_first, stats, idle_s, counts, now_s),
+            "buffered": counts.buffered,
+            "leased": counts.leased,
+            "accepted": counts.accepted,
+            "trained": counts.trained,
+            "dropped_stale": counts.dropped_stale,
+            "refused": counts.refused,
+            **_details(counts),
+            **_guarded(self._guard),
+            "time_s": self._elapsed_s(),
+            **self.broadcasts.newest(),
+            **self._newest_eval(),
+        }
+        self._t_train_s.append(stats.t_train_s)
+        self._uninformative.observe(counts.uninformative)
+        if metrics.get("t_bcast_s") is not None:
+            metrics["mu_min"] = needed_capacity(
+                self._config.staleness.kappa,
+                self._config.sampling.trajectories_per_step,
+                statistics.median(self._t_train_s),
+                metrics["t_bcast_s"],
+                uninformative=self._uninformative.share,
+            )
+        metrics["bubble_ratio"] = self._writer.aggregates.bubble_ratio_with(stats.t_train_s, idle_s)
+        self._writer.step(metrics)
+        self._export(metrics)
+        self._view.step({**metrics, "usd": self.spending.total_usd(now_s)})
+
+    def on_eval(self, report: EvalReport, mismatch: float | None) -> None:
+        draw = drawn(self._config)
+        self._evals.append(
+            {
+                "step": report.step,
+                "version": report.version,
+                "newest_version": report.newest_version,
+                "samples_per_prompt": report.samples_per_prompt,
+                "temperature": draw.temperature,
+                "top_p": draw.top_p,
+                "accuracy": report.accuracy,
+                "pass_at": doublings(report.pass_at),
+                "reward_mean": report.reward_mean,
+                "prompt_rewards": [list(pair) for pair in report.prompt_rewards],
+            }
+        )
+        self.spending.evaluated(report)
+        if mismatch is not None:
+            self._mismatches.append(mismatch)
+        text = in_words(report)
+        self.on_event("eval", text, version=report.version)
+        self._view.event(text)
+        self._write_part([])
+
+    def on_guard(self, report: GuardReport) -> None:
+        self._guard = report
+
+    @property
+    def collapse(self) -> str:
+        """In words, how the reward ended far below its best; "" if it did not."""
+        totals = self._writer.aggregates
+        return collapse_of(totals.rewards, totals.spreads)
+
+    def on_fleet(self, text: str, numbers: Mapping[str, Any]) -> None:
+        """Where a fleet that follows price and need stands, and what was done (`rollout.fleet_record`)."""
+        self._writer.event(self._elapsed_s(), FLEET_STATE, text, **numbers)
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def summary(
+        self,
+        *,
+        status: str,
+        error: str,
+        counts: BufferCounts,
+        digest_mismatches: int,
+        restarts: Mapping[str, int],
+    ) -> dict[str, Any]:
+        """What summary.json says; written too. Of the whole run, but for keys that name its last part."""
+        now_s, totals = self._clock.now_s(), self._writer.aggregates
+        self._digest_mismatches, self._restarts = digest_mismatches, restarts
+        whole = whole_run(self._write_part(self.broadcasts.rows()))
+        summary = {
+            "task": self._config.task.name,
+            "model": self._config.model.path,
+            "status": status,
+            "error": error,
+            **totals.summary(),
+            **self.spending.summary(now_s, totals.num_steps, totals.tokens_trained),
+            # The largest that was in force: a rollback halves it, a resume may set another.
+            "max_staleness": max(self._config.staleness.max_staleness, totals.max_staleness_allowed),
+            "publish_every": self._config.staleness.kappa,
+            "lost_trajectories": counts.lost,
+            "accepted": counts.accepted,
+            "trained": counts.trained,
+            "dropped_stale": counts.dropped_stale,
+            "buffered": counts.buffered,
+            "refused": counts.refused,
+            **_details(counts),
+            **summary_of(whole["publications"]),
+            "guard": {
+                "mode": self._config.guard.mode,
+                "alarms": dict(self._guard.alarms),
+                "actions": dict(self._guard.actions),
+                "good_step": self._guard.good_step if self._guard.good_step >= 0 else None,
+                **_guarded(self._guard),
+            },
+            **whole,
+        }
+        self._writer.write_summary(summary)
+        return summary
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _write_part(self, publications: Sequence[Record]) -> list[Record]:
+        """Bring parts.json up to date; the rows of publications only at the end, as they are many."""
+        now_s = self._clock.now_s()
+        return self._parts.write(
+            {
+                "seconds": round(now_s - self._start_s, 3),
+                "startup": self._view.phase_seconds,
+                "versions_published": len(set(self._versions)),
+                "digest_mismatches": self._digest_mismatches,
+                "duplicates": self._duplicates,
+                "installs": len(self._install_s),
+                "install_s": sum(self._install_s),
+                "mismatches": self._mismatches,
+                "evals": self._evals,
+                "publications": list(publications),
+                "workers": [self._worker_row(info, now_s) for _, info in sorted(self._infos.items())],
+            }
+        )
+
+    def _worker_row(self, info: WorkerInfo, now_s: float) -> dict[str, Any]:
+        lives = [stats for (worker_id, _), stats in self._stats.items() if worker_id == info.worker_id]
+        return {
+            "id": info.worker_id,
+            "sku": info.sku,
+            "usd_per_hour": info.usd_per_hour,
+            "trajectories": sum(stats.trajectories for stats in lives),
+            "tokens": sum(stats.tokens for stats in lives),
+            "usd": self.spending.book.usd(info.worker_id, now_s),
+            "restarts": self._restarts.get(info.worker_id, 0),
+        }
+
+    def _newest_eval(self) -> dict[str, Any]:
+        """The newest evaluation's numbers, for metrics.jsonl; {} before."""
+        if not self._evals:
+            return {}
+        newest = self._evals[-1]
+        return {
+            "eval_step": newest["step"],
+            "eval_version": newest["version"],
+            "eval_newest_version": newest["newest_version"],
+            "eval_accuracy": newest["accuracy"],
+            "eval_pass_at": newest["pass_at"],
+            "eval_pass_at_n": next(reversed(newest["pass_at"].values()), None),
+        }
+
+    def _worker_state(self, info: WorkerInfo, state: str) -> None:
+        """For the report, not for the terminal."""
+        offer = info.offer or info.sku
+        self._writer.event(
+            self._elapsed_s(), WORKER_STATE, state, worker=info.worker_id, offer=offer, epoch=info.epoch
+        )
+
+    def _elapsed_s(self) -> float:
+        return self._clock.now_s() - self._start_s
+
+
+def _guarded(report: GuardReport) -> dict[str, float]:
+    """What is in force, and how often it came to something."""
+    return {
+        "guard_rung": report.rung,
+        "guard_max_staleness": report.max_staleness,
+        "guard_rate_scale": report.rate_scale,
+        "guard_alarms": sum(count for _, count in report.alarms),
+        "guard_rollbacks": report.rollbacks,
+    }
+
+
+def _details(counts: BufferCounts) -> dict[str, int]:
+    """What the ledger's sum is made of, and what never came into it."""
+    return {key: getattr(counts, key) for key in LEDGER_DETAILS}

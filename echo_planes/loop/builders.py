@@ -1,0 +1,49 @@
+"""What a plane's process gets of another plane, sent to it as plain data.
+
+A worker's builds its task adapter and the processes of its rewards; the data plane's has the router.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from echo_planes.config.schema import Config
+from echo_planes.data.replay.dispatch import PolicyName, policy_named
+from echo_planes.data.replay.dispatch_buffer import Router
+from echo_planes.data.replay.dispatch_policies import Routing
+from echo_planes.data.tasks.adapter import TaskAdapter
+from echo_planes.data.tasks.registry import build_adapter, load_tokenizer
+from echo_planes.rollout.scoring import ProcessScorer
+
+
+@dataclass(frozen=True, slots=True)
+class TaskBuilder:
+    """Builds the run's task adapter in whichever process calls it."""
+
+    config: Config
+
+    def __call__(self) -> TaskAdapter:
+        config = self.config
+        return build_adapter(config.task, load_tokenizer(config.model.folder), config.run.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerBuilder:
+    """Makes the processes that compute the run's rewards, each answer within `limit_s` seconds."""
+
+    config: Config
+
+    def __call__(self, limit_s: float) -> ProcessScorer:
+        config = self.config
+        setup = {
+            "task": config.task.model_dump(mode="json"),
+            "model_folder": str(config.model.folder.absolute()),
+            "seed": config.run.seed,
+        }
+        return ProcessScorer("echo_planes.data.tasks.reward_child", json.dumps(setup), limit_s)
+
+
+def make_router(name: PolicyName, theta: int) -> Router | None:
+    """Who hands the leases out, by its name in the settings; None where workers just pull."""
+    return None if name == "pull" else Routing(policy_named(name, theta=theta))

@@ -1,0 +1,186 @@
+"""One checkpoint covers all planes: learner, replay buffer and prompt cursor, as of the same step.
+
+::
+
+    checkpoints/step-000050/
+      meta.json    step, lineage number, worker epoch, the guard's record
+      learner/     weights, fp32 masters, moments, RNG (DeepSpeed)
+      data/        buffered groups, prompt cursor, ledger, published digests, drafts (Arrow)
+
+A checkpoint is written under another name and renamed when whole, so one that is there is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from echo_planes.config.files import SETTINGS_BYTES, read_json, read_text
+from echo_planes.errors import ClusterError, ConfigError, DataError, shown
+from echo_planes.reporting.metrics import METRICS_FILE, read_metrics, write_atomic
+
+LINEAGE_FILE = "lineage"  # in the run folder: number of the newest incarnation
+
+
+class Saver(Protocol):
+    """A plane that can write its part."""
+
+    async def save(self, folder: Path) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointMeta:
+    """What the next incarnation of the run must know."""
+
+    step: int
+    lineage_number: int  # incarnations of the run so far; each has a lineage of its own
+    next_epoch: int  # first worker epoch of the next incarnation
+    guard: Mapping[str, Any] = field(default_factory=dict)  # `learning.guard.Guard.record`
+
+
+async def save_checkpoint(
+    folder: Path,
+    meta: CheckpointMeta,
+    data: Saver,
+    learner: Saver,
+    *,
+    keep: int,
+    keep_steps: Collection[int] = (),
+) -> Path:
+    """Write `folder`/step-N and remove all but the `keep` newest, and those of `keep_steps`.
+
+    Raises:
+        ClusterError: the disk is full or cannot be written.
+    """
+    target = folder / _name_of(meta.step)
+    kept = {_name_of(step) for step in keep_steps}
+    partial = folder / f".partial-{meta.step:06d}"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        await learner.save(partial / "learner")
+        await data.save(partial / "data")
+        (partial / "meta.json").write_text(json.dumps(asdict(meta)))
+        _sync(partial)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+        for old in sorted(folder.glob("step-*"), key=_age)[:-keep]:
+            if old.name not in kept:
+                shutil.rmtree(old)
+    except OSError as error:
+        raise ClusterError(
+            f"cannot write the checkpoint {target}: {error.strerror}; free some space or set run.dir"
+        ) from error
+    return target
+
+
+def newest_checkpoint(run_dir: Path) -> tuple[Path, CheckpointMeta]:
+    """The checkpoint to resume from.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = sorted((path.parent for path in (run_dir / "checkpoints").glob("step-*/meta.json")), key=_age)
+    if not found:
+        raise ConfigError(
+            f"run.resume={run_dir}: no checkpoint there; start anew, or give another run's folder"
+        )
+    return found[-1], read_meta(found[-1])
+
+
+def checkpoint_of(run_dir: Path, step: int) -> Path:
+    """Folder of the checkpoint of a step."""
+    return run_dir / "checkpoints" / _name_of(step)
+
+
+def read_meta(checkpoint: Path) -> CheckpointMeta:
+    """What a checkpoint says of itself.
+
+    Raises:
+        DataError: it is not there, not readable, or holds something else.
+    """
+    path = checkpoint / "meta.json"
+    advice = "restore it, or remove the folder to resume from an older one"
+    try:
+        meta = CheckpointMeta(**read_json(path, SETTINGS_BYTES, advice=advice))
+        numbers = (meta.step, meta.lineage_number, meta.next_epoch)
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise TypeError("its numbers are not whole")
+        if not isinstance(meta.guard, dict):
+            raise TypeError("the guard's record is not an object")
+    except TypeError as error:
+        raise DataError(f"{path} is not readable ({error}); {advice}") from error
+    return meta
+
+
+def go_back(checkpoint: Path, next_epoch: int, guard: Mapping[str, Any]) -> CheckpointMeta:
+    """Make a checkpoint the newest one: later ones, of a policy that was given up, are removed.
+
+    Args:
+        checkpoint: its folder.
+        next_epoch: worker epoch that no incarnation has had.
+        guard: record to go on with, written into the checkpoint: a resume from it knows of the rollback.
+
+    Raises:
+        DataError: it is not readable.
+    """
+    meta = read_meta(checkpoint)
+    for later in (other for other in checkpoint.parent.glob("step-*") if _age(other) > _age(checkpoint)):
+        shutil.rmtree(later)
+    meta = replace(meta, next_epoch=max(meta.next_epoch, next_epoch), guard=guard)
+    write_atomic(checkpoint / "meta.json", json.dumps(asdict(meta)))
+    return meta
+
+
+def open_lineage(run_dir: Path, meta: CheckpointMeta) -> CheckpointMeta:
+    """`meta` with a lineage number that no incarnation of this run has had, written down at once.
+
+    The checkpoint alone does not know: a run that died before its next checkpoint had a lineage too.
+
+    Raises:
+        DataError: the file of it holds something else.
+    """
+    path = run_dir / LINEAGE_FILE
+    number = meta.lineage_number
+    if path.exists():
+        advice = "write the number of the newest lineage into it"
+        text = read_text(path, SETTINGS_BYTES, advice=advice).strip()
+        if not (text.isascii() and text.isdigit() and len(text) < 10):
+            raise DataError(f"{path} holds {shown(text)}, not a number; {advice}")
+        number = max(number, int(text) + 1)
+    write_atomic(path, f"{number}\n")
+    return replace(meta, lineage_number=number)
+
+
+def rewind_metrics(run_dir: Path, step: int) -> int:
+    """Forget the metrics of steps that the resume does again. Returns how many."""
+    rows = read_metrics(run_dir)
+    kept = [row for row in rows if (row.get("step") or 0) <= step]
+    if len(kept) < len(rows):
+        write_atomic(run_dir / METRICS_FILE, "".join(json.dumps(row) + "\n" for row in kept))
+    return len(rows) - len(kept)
+
+
+def _name_of(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def _age(checkpoint: Path) -> tuple[int, str]:
+    """Sorts checkpoints from the oldest: a step may have more digits than names are padded to."""
+    return len(checkpoint.name), checkpoint.name
+
+
+def _sync(folder: Path) -> None:
+    """Bring every file to the disk before the rename makes the checkpoint count."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)

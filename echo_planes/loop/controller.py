@@ -1,0 +1,436 @@
+"""The loop, as a pure state machine: events in, actions out. No Ray, no clock, no waiting.
+
+::
+
+          WorkerReady              Installed                    BatchReady            StepDone
+    StartWorker ----> Install(v) ----------> (workers pull) FormBatch ----> Train ----------> t + 1
+         ^                ^                                     ^  |                            |
+         | WorkerLost     | Published(v)                        |  | NotReady("starved")        |
+         |                +---- Publish <-----------------------+--+----- every kappa steps ----+
+         |                                                      |                               |
+      restart, with a new epoch and a growing delay             +---- Checkpoint, Evaluate <----+
+
+          WorkerWanted               WorkerUnwanted              WorkerLeft
+               +----> StartWorker          +----> LeaveWorker         +----> StopWorker
+
+`runner.py` carries the actions out against real actors or fakes, and feeds the events back. At most one
+FormBatch, Train, Publish, Checkpoint or adjustment is in the air at a time (the learner does one thing at a
+time); installs, evaluations and restarts run beside them. What the guard (`learning.guard`) makes of a step
+comes before whatever else follows from it. A worker that evaluates gets no newer weights until its evaluation
+is answered, so that all answers are of one version, unless the learner starves meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from echo_planes.config.schema import Config
+from echo_planes.learning.guard import Guard, GuardFigures, figures_of
+from echo_planes.loop.events import (
+    Action,
+    Adjusted,
+    AdjustLearner,
+    BatchNotReady,
+    BatchReady,
+    Checkpoint,
+    Checkpointed,
+    EndStatus,
+    Evaluate,
+    Evaluated,
+    EvaluationLost,
+    Event,
+    Finish,
+    FormBatch,
+    Install,
+    Installed,
+    LearnerReady,
+    LeaveWorker,
+    LimitStaleness,
+    Publish,
+    Published,
+    StartWorker,
+    StepDone,
+    StopRequested,
+    StopWorker,
+    TellGuard,
+    Train,
+    WorkerLeft,
+    WorkerLost,
+    WorkerReady,
+    WorkerUnwanted,
+    WorkerWanted,
+)
+from echo_planes.types import InstallReport, Manifest, StepStats, TrainBatch
+
+STARVED_AGAIN_S = 2.0  # a starved learner publishes again after this long, and the same version ever later
+MOST_STARVED_AGAIN_S = 120.0
+MAX_INSTALL_FAILURES = 3  # then the worker is replaced
+MOST_RESTART_DELAY_S = 60  # a lost worker comes back after 0 s, 1 s, 3 s, 7 s, ..., but no later than this
+STEADY_S = 600.0  # losses of a worker that was up so long between them are not in a row
+
+
+@dataclass
+class _Worker:
+    epoch: int = 0
+    up: bool = False
+    version: int = -1
+    installing: int = -1  # version on its way, -1: none
+    failures: int = 0  # installs refused in a row
+    restarts: int = 0
+    in_a_row: int = 0  # of them, without `STEADY_S` of work in between
+    ready_s: float | None = None  # when this incarnation was
+    given_up: bool = False
+    leaving: bool = False  # takes no new prompts
+    evaluating: bool = False  # newer weights wait until it has answered
+
+
+class Controller:
+    """Turns the three planes.
+
+    Args:
+        config: the run's settings.
+        worker_ids: the fleet to begin with.
+        first_epoch: incarnation number of the first workers (larger after a resume).
+        guard: record of the guard that the checkpoint to continue from was written with.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        worker_ids: list[str],
+        first_epoch: int = 0,
+        guard: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._config = config
+        self.guard = Guard(config.guard, config.staleness.max_staleness, guard)
+        self._first_epoch = first_epoch
+        self._workers = {worker_id: _Worker(epoch=first_epoch) for worker_id in worker_ids}
+        self._past_restarts: dict[str, int] = {}  # of workers that have left
+        self._step = -1
+        self._saved_step = -1  # of the newest checkpoint, or of the start
+        self._manifest: Manifest | None = None
+        self._busy = False  # FormBatch, Train, Publish, Checkpoint or an adjustment is in the air
+        self._batch: TrainBatch | None = None  # that is trained
+        self._todo: list[Action] = []  # what the learner does next, in order
+        self._starved_since_s: float | None = None
+        self._starved_again_s = STARVED_AGAIN_S
+        self._waiting_since_s: float | None = None
+        self._evaluations_due: set[int] = set()
+        self._evaluating = False
+        self._stop: StopRequested | None = None  # the first request: it says why the run ends
+        self._over = False
+        self.digest_mismatches = 0
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """How often each worker was started again."""
+        return self._past_restarts | {w: worker.restarts for w, worker in self._workers.items()}
+
+    @property
+    def _kappa(self) -> int:
+        """Steps between publications, as things are now."""
+        return 1 if self.guard.limits_staleness else self._config.staleness.kappa
+
+    def begin(self) -> list[Action]:
+        """What to do first."""
+        return [StartWorker(worker_id, worker.epoch, 0.0) for worker_id, worker in self._workers.items()]
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        """The next actions, given what happened."""
+        if self._over:
+            return []
+        match event:
+            case LearnerReady(step):
+                self._step = self._saved_step = step
+                if step:  # a resume: what was in force still is
+                    self._todo += self._adjustments() if self.guard.report.rung else []
+                    self.guard.saved(step)
+                self._todo.append(Publish(step))
+                if not step and self._config.guard.mode == "act" and self._config.checkpoint.every:
+                    # After a rollback to the start its checkpoint is there already.
+                    self._todo += [] if self.guard.report.good_step == step else [Checkpoint(step)]
+                self._evaluations_due.add(step)
+                actions = self._learner_free(now_s)
+                if self.guard.report.alarms:
+                    actions.insert(0, TellGuard(self.guard.report, ""))
+            case Published(manifest):
+                actions = self._on_published(manifest, now_s)
+            case WorkerReady():
+                actions = self._on_worker_ready(event, now_s)
+            case WorkerLost():
+                actions = self._on_worker_lost(event, now_s)
+            case WorkerWanted(worker_id):
+                self._workers[worker_id] = _Worker(epoch=self._first_epoch)
+                actions = [StartWorker(worker_id, self._first_epoch, 0.0)]
+            case WorkerUnwanted():
+                actions = self._on_worker_unwanted(event)
+            case WorkerLeft(worker_id, epoch):
+                actions = self._on_worker_left(worker_id, epoch)
+            case Installed(report, epoch):
+                actions = self._on_installed(report, epoch, now_s)
+            case BatchReady(batch):
+                self._starved_since_s = self._waiting_since_s = None
+                self._starved_again_s = STARVED_AGAIN_S
+                self._batch = batch
+                actions = [Train(batch)]
+            case BatchNotReady():
+                actions = self._on_not_ready(event, now_s)
+            case StepDone(stats):
+                actions = self._on_step_done(stats, now_s)
+            case Checkpointed(step):
+                self._saved_step = step
+                self.guard.saved(step)
+                actions = self._learner_free(now_s)
+            case Adjusted():
+                actions = self._learner_free(now_s)
+            case Evaluated(report):
+                self._evaluations_due.discard(report.step)
+                actions = self._on_evaluation_over() + self._finish_if_complete()
+            case EvaluationLost():
+                actions = self._on_evaluation_over()
+            case StopRequested(reason, status):
+                self._stop = self._stop or event
+                actions = [] if self._busy else self._finish(status, reason)
+        return actions
+
+    # --- learner ---------------------------------------------------------------------------------
+
+    def _learner_free(self, now_s: float) -> list[Action]:
+        """Give the idle learner its next thing to do."""
+        self._busy = False
+        if self._todo:
+            self._busy = True
+            return [self._todo.pop(0)]
+        if self._stop and self._saved_step == self._step:
+            return self._finish(self._stop.status, self._stop.reason)
+        if self._stop:
+            self._busy = True
+            return [Checkpoint(self._step)]
+        if self._step >= self._config.run.steps:
+            return self._finish_if_complete()
+        self._busy = True
+        self._waiting_since_s = self._waiting_since_s if self._waiting_since_s is not None else now_s
+        return [FormBatch(self._step)]
+
+    def _on_step_done(self, stats: StepStats, now_s: float) -> list[Action]:
+        self._step += 1
+        told = self._compare(stats) if stats.step == 0 else []
+        if not self._over:
+            told += self._guarded(figures_of(self._batch, stats) if self._batch else GuardFigures())
+        if self._over:
+            return told
+        last = self._step >= self._config.run.steps
+        if self._step % self._kappa == 0 or last:
+            self._todo.append(Publish(self._step))
+        every = self._config.checkpoint.every
+        if last or (every and self._step % every == 0):
+            self._todo.append(Checkpoint(self._step))
+        every = self._config.eval.every
+        if last or (every and self._step % every == 0):
+            self._evaluations_due.add(self._step)
+        return told + self._learner_free(now_s)
+
+    # --- guard -----------------------------------------------------------------------------------
+
+    def _guarded(self, figures: GuardFigures) -> list[Action]:
+        """What the guard does about a step; what the learner must do for it is put first."""
+        verdict = None if self._stop else self.guard.observe(figures)  # who stops it decides how to go on
+        if verdict is None:
+            return []
+        told: list[Action] = [TellGuard(self.guard.report, verdict.text)]
+        match verdict.rung:
+            case "rollback":
+                return told + self._finish("rollback", verdict.text)
+            case "stop":
+                return told + self._finish("collapsed", verdict.text)
+        if self._config.guard.mode == "act":
+            self._todo = self._adjustments() + self._todo
+        return told
+
+    def _adjustments(self) -> list[Action]:
+        return [AdjustLearner(self.guard.adjustment), LimitStaleness(self.guard.max_staleness)]
+
+    def _compare(self, first: StepStats) -> list[Action]:
+        """The first batch was sampled from the very weights that scored it: they must agree."""
+        trouble = "" if first.mismatch_mean is None else self.guard.compare(first.mismatch_mean)
+        if not trouble:
+            return []
+        told: list[Action] = [TellGuard(self.guard.report, trouble)]
+        return told + (self._finish("failed", trouble) if self._config.guard.mode == "act" else [])
+
+    # --- publications and batches ----------------------------------------------------------------
+
+    def _on_published(self, manifest: Manifest, now_s: float) -> list[Action]:
+        self._manifest = manifest
+        installs = [
+            action
+            for worker_id, worker in self._workers.items()
+            if _takes_weights(worker)  # others: when they are through
+            for action in self._install(worker_id, worker)
+        ]
+        return installs + self._learner_free(now_s)
+
+    def _on_not_ready(self, event: BatchNotReady, now_s: float) -> list[Action]:
+        waited_s = now_s - (self._waiting_since_s if self._waiting_since_s is not None else now_s)
+        if waited_s > self._config.run.wait_limit_s:
+            return self._finish(
+                "failed",
+                f"timed out after {waited_s:.0f} s waiting for the batch of step {self._step} "
+                f"({event.reason}: {event.detail})",
+            )
+        if self._stop:
+            return self._learner_free(now_s)
+        if event.reason != "starved" or not any(worker.up for worker in self._workers.values()):
+            self._starved_since_s = None
+        elif self._starved_since_s is None:
+            self._starved_since_s = now_s
+        elif now_s - self._starved_since_s >= self._starved_again_s:
+            self._starved_since_s = now_s
+            if held := self._let_go():  # an evaluation of two versions is better than a learner that waits
+                return held + self._learner_free(now_s)
+            # Either kappa left nothing new enough, or a publication was lost or is still on its way.
+            self._starved_again_s = min(2 * self._starved_again_s, MOST_STARVED_AGAIN_S)
+            for worker in self._workers.values():
+                worker.installing = -1
+            self._todo.append(Publish(self._step))
+        return self._learner_free(now_s)
+
+    # --- workers ---------------------------------------------------------------------------------
+
+    def _living(self, worker_id: str, epoch: int) -> _Worker | None:
+        """The worker, if that incarnation of it is the present one."""
+        worker = self._workers.get(worker_id)
+        return worker if worker is not None and worker.epoch == epoch else None
+
+    def _on_worker_unwanted(self, event: WorkerUnwanted) -> list[Action]:
+        worker = self._workers.get(event.worker_id)
+        if worker is None or worker.leaving:
+            return []
+        if not worker.up:
+            return self._forget(event.worker_id)
+        worker.leaving = True
+        return [LeaveWorker(event.worker_id, worker.epoch, event.limit_s)]
+
+    def _on_worker_left(self, worker_id: str, epoch: int) -> list[Action]:
+        return self._forget(worker_id) if self._living(worker_id, epoch) else []
+
+    def _forget(self, worker_id: str) -> list[Action]:
+        self._past_restarts[worker_id] = self._workers.pop(worker_id).restarts
+        return [StopWorker(worker_id)]
+
+    def _on_worker_ready(self, event: WorkerReady, now_s: float) -> list[Action]:
+        worker = self._living(event.worker_id, event.epoch)
+        if worker is None:
+            return []
+        worker.up, worker.version, worker.installing, worker.evaluating = True, -1, -1, False
+        worker.ready_s = now_s
+        return self._install(event.worker_id, worker) if self._manifest else []
+
+    def _on_worker_lost(self, event: WorkerLost, now_s: float) -> list[Action]:
+        worker = self._living(event.worker_id, event.epoch)
+        if worker is None:
+            return []
+        return self._replace(event.worker_id, worker, event.reason, now_s)
+
+    def _replace(self, worker_id: str, worker: _Worker, reason: str, now_s: float) -> list[Action]:
+        if worker.leaving or self._config.fleet.scale != "fixed":
+            return self._forget(worker_id)  # whether another comes is the fleet's decision
+        worker.up, worker.version, worker.installing, worker.failures = False, -1, -1, 0
+        worker.epoch += 1
+        if worker.ready_s is not None and now_s - worker.ready_s >= STEADY_S:
+            worker.in_a_row = 0
+        worker.ready_s = None
+        if worker.in_a_row >= self._config.fleet.restarts:
+            worker.given_up = True
+            if all(w.given_up for w in self._workers.values()):
+                return self._finish("failed", f"no worker is left; the last one, {worker_id}: {reason}")
+            return [StopWorker(worker_id)]
+        worker.restarts += 1
+        worker.in_a_row += 1
+        delay_s = min(2 ** (worker.in_a_row - 1) - 1, MOST_RESTART_DELAY_S)
+        return [StartWorker(worker_id, worker.epoch, float(delay_s))]
+
+    def _install(self, worker_id: str, worker: _Worker) -> list[Action]:
+        if self._manifest is None:
+            return []
+        worker.installing = self._manifest.version
+        return [Install(worker_id, worker.epoch, fresh=worker.failures > 0)]
+
+    def _on_installed(self, report: InstallReport, epoch: int, now_s: float) -> list[Action]:
+        worker = self._living(report.worker_id, epoch)
+        if worker is None or self._manifest is None:
+            return []
+        worker.version, worker.installing = report.version, -1
+        self.digest_mismatches += report.digest_mismatches
+        if worker.leaving:
+            return []
+        if report.ok:
+            worker.failures = 0
+            # Before the next install: else a worker that never catches up would never evaluate.
+            actions = self._evaluate_if_due()
+            if report.version < self._manifest.version and not worker.evaluating:
+                actions += self._install(report.worker_id, worker)
+            return actions
+        worker.failures += 1
+        if worker.failures > MAX_INSTALL_FAILURES:
+            return self._replace(report.worker_id, worker, f"install refused: {report.error}", now_s)
+        return self._install(report.worker_id, worker)
+
+    # --- evaluation and the end ------------------------------------------------------------------
+
+    def _evaluate_if_due(self) -> list[Action]:
+        """Start the oldest evaluation that is due, once some worker serves its version, or a newer one.
+
+        Asked are those that serve the newest such version; nobody installs another one meanwhile.
+        """
+        if not self._evaluations_due or self._evaluating:
+            return []
+        step = min(self._evaluations_due)
+        # Between publications the newest snapshot stands for the step.
+        wanted = step - step % self._kappa if step < self._config.run.steps else step
+        able = {w: worker for w, worker in self._workers.items() if _can_answer(worker, wanted)}
+        if not able:
+            return []
+        newest = max(worker.version for worker in able.values())
+        asked = tuple(worker_id for worker_id, worker in able.items() if worker.version == newest)
+        for worker_id in asked:
+            able[worker_id].evaluating = True
+        self._evaluating = True
+        return [Evaluate(step, asked)]
+
+    def _on_evaluation_over(self) -> list[Action]:
+        self._evaluating = False
+        return self._let_go() + self._evaluate_if_due()
+
+    def _let_go(self) -> list[Action]:
+        """The installs that waited for an evaluation; it holds back none from now on."""
+        newest = self._manifest.version if self._manifest else -1
+        actions: list[Action] = []
+        for worker_id, worker in self._workers.items():
+            if worker.evaluating:
+                worker.evaluating = False
+                if worker.version < newest and _takes_weights(worker):
+                    actions += self._install(worker_id, worker)
+        return actions
+
+    def _finish_if_complete(self) -> list[Action]:
+        complete = self._step >= self._config.run.steps and not self._busy and not self._todo
+        if complete and not self._evaluations_due:
+            return self._finish("done")
+        return []
+
+    def _finish(self, status: EndStatus, error: str = "") -> list[Action]:
+        self._over = True
+        return [Finish(status, error)]
+
+
+def _can_answer(worker: _Worker, version: int) -> bool:
+    """Whether it may be asked to evaluate that version, or a newer one."""
+    return _takes_weights(worker) and worker.version >= version
+
+
+def _takes_weights(worker: _Worker) -> bool:
+    """Whether an install may begin at it now."""
+    return worker.up and not worker.leaving and worker.installing < 0 and not worker.evaluating

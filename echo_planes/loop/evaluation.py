@@ -1,0 +1,110 @@
+"""How the held-out prompts are answered, and what the answers come to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import prod
+
+from echo_planes.config.schema import Config, EvalConfig
+from echo_planes.errors import RunError
+from echo_planes.types import Draw, EvalReport, Trajectory
+
+
+def eval_draw(config: Config) -> Draw | None:
+    """How answers are drawn where that is not as in training, else None."""
+    draw = drawn(config)
+    return None if draw == Draw(config.sampling.temperature, config.sampling.top_p) else draw
+
+
+def drawn(config: Config) -> Draw:
+    """How answers to held-out prompts are drawn."""
+    temperature, top_p = config.eval.temperature, config.eval.top_p
+    return Draw(
+        config.sampling.temperature if temperature is None else temperature,
+        config.sampling.top_p if top_p is None else top_p,
+    )
+
+
+def pass_at(counts: Sequence[tuple[int, int]]) -> tuple[float, ...]:
+    """pass@k for k = 1, 2, ...: the chance that of k answers to a prompt at least one is right.
+
+    1 - C(n - c, k) / C(n, k), without bias, of each prompt, averaged over the prompts (Codex, 2107.03374,
+    section 2.1, equation 1). A prompt with fewer than k scored answers says nothing of k and is left out.
+
+    Args:
+        counts: n and c of each prompt: answers that have a reward, and of them those that are right.
+    """
+    longest = max((n for n, _ in counts), default=0)
+    curve = []
+    for k in range(1, longest + 1):
+        known = [_any_right(n, c, k) for n, c in counts if n >= k]
+        curve.append(sum(known) / len(known))
+    return tuple(curve)
+
+
+def _any_right(n: int, c: int, k: int) -> float:
+    # C(n - c, k) / C(n, k) as a product: the binomials themselves may be too large for a float.
+    return 1.0 - prod(max(n - c - i, 0) / (n - i) for i in range(k))
+
+
+def doublings(curve: Sequence[float]) -> dict[str, float]:
+    """Of `pass_at`, k and pass@k for k = 1, 2, 4, ... and the last."""
+    last = len(curve)
+    return {str(k): curve[k - 1] for k in range(1, last + 1) if k == last or not k & (k - 1)}
+
+
+def in_words(report: EvalReport) -> str:
+    """The report in a line."""
+    curve = "".join(f", pass@{k} {value:.3f}" for k, value in doublings(report.pass_at).items() if k != "1")
+    of_two = f" to v{report.newest_version}: newer weights came meanwhile"
+    return (
+        f"held-out accuracy {report.accuracy:.3f} at step {report.step} "
+        f"(avg@{report.samples_per_prompt}{curve}; "
+        f"v{report.version}{'' if report.newest_version is None else of_two})"
+        + (f"; {report.num_unscored} answers have no reward and are left out" if report.num_unscored else "")
+    )
+
+
+def report_of(step: int, settings: EvalConfig, answers: Sequence[Trajectory]) -> EvalReport:
+    """The report of an evaluation. Versions are those of single tokens, of every answer.
+
+    Raises:
+        RunError: an answer's rollout failed, or none has a reward.
+    """
+    failed = [t.error for t in answers if t.status == "failed" and not t.episode.response_ids]
+    if failed:
+        raise RunError(f"{len(failed)} of {len(answers)} evaluation samples failed: {failed[0]}")
+    unscored = [t.error for t in answers if t.status != "ok"]
+    scored = [t for t in answers if t.status == "ok"]
+    if not scored:
+        raise RunError(f"not one of {len(answers)} evaluation samples has a reward: {unscored[0]}")
+    versions = {span.version for t in answers for span in t.episode.spans}
+    return EvalReport(
+        step=step,
+        version=min(versions, default=-1),
+        num_prompts=settings.num_prompts,
+        samples_per_prompt=settings.samples_per_prompt,
+        accuracy=sum(t.reward.correct for t in scored) / len(scored),
+        reward_mean=sum(t.reward.value for t in scored) / len(scored),
+        num_unscored=len(unscored),
+        prompt_rewards=_by_prompt(scored),
+        trajectories=tuple(answers[: 8 * settings.samples_per_prompt]),
+        newest_version=max(versions) if len(versions) > 1 else None,
+        pass_at=pass_at(_right(scored)),
+    )
+
+
+def _right(answers: Sequence[Trajectory]) -> list[tuple[int, int]]:
+    """Of every prompt, how many answers there are and how many of them are right."""
+    number = Counter(answer.prompt.index for answer in answers)
+    right = Counter(answer.prompt.index for answer in answers if answer.reward.correct)
+    return [(n, right[index]) for index, n in number.items()]
+
+
+def _by_prompt(answers: Sequence[Trajectory]) -> tuple[tuple[int, float], ...]:
+    """Mean reward of every prompt, in the order of their indices."""
+    rewards: dict[int, list[float]] = {}
+    for answer in answers:
+        rewards.setdefault(answer.prompt.index, []).append(answer.reward.value)
+    return tuple((index, sum(found) / len(found)) for index, found in sorted(rewards.items()))

@@ -1,0 +1,279 @@
+"""One run from its first engine to its report: the runner, the books and the checkpoints put together.
+
+A run may have several parts: where the guard goes back to a good checkpoint, a part ends, and the next one is
+opened from there as a resume opens one, with a lineage of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from echo_planes.cluster.clock import Clock
+from echo_planes.config.schema import Config, WorkerConfig
+from echo_planes.errors import DataError, EchoPlanesError
+from echo_planes.fleet.actuators.actuator import Actuator
+from echo_planes.fleet.money import Budget
+from echo_planes.loop.accounting import Journal
+from echo_planes.loop.checkpoint import (
+    CheckpointMeta,
+    checkpoint_of,
+    go_back,
+    open_lineage,
+    read_meta,
+    rewind_metrics,
+    save_checkpoint,
+)
+from echo_planes.loop.loading import dump_config
+from echo_planes.loop.observers import Observers
+from echo_planes.loop.planes import DataPlane, LearnerPlane, Planes
+from echo_planes.loop.provisioning import FleetKeeper, Roster, worker_info
+from echo_planes.loop.runner import Outcome, Runner
+from echo_planes.loop.spending import BudgetGuard, open_budget
+from echo_planes.reporting.metrics import MetricsWriter, write_atomic
+from echo_planes.reporting.report import write_report
+from echo_planes.reporting.terminal import View
+from echo_planes.reporting.weights.run_sparsity import write_sparsity
+from echo_planes.types import BufferCounts
+
+
+class PlanesFactory(Protocol):
+    """How the planes are made: `launch.RayPlanes`."""
+
+    def __call__(
+        self,
+        config: Config,
+        lineage: str,
+        run_dir: Path,
+        resume_dir: Path | None,
+        start_step: int,
+        kinds: Mapping[str, WorkerConfig],
+    ) -> FleetPlanes: ...
+
+
+class FleetPlanes(Planes, Roster, Protocol):
+    """Planes that can be told of new kinds of workers."""
+
+
+async def run_job(
+    config: Config,
+    folder: Path,
+    view: View,
+    clock: Clock,
+    *,
+    start_s: float,
+    checkpoint: Path | None,
+    meta: CheckpointMeta,
+    changes: Sequence[str] = (),
+    make_planes: PlanesFactory,
+    make_actuator: Callable[[Config, Clock], Awaitable[Actuator]],
+    kinds: Mapping[str, WorkerConfig],
+    export: Callable[[Mapping[str, float]], None],
+) -> Outcome:
+    """One run on the planes that `make_planes` makes; writes summary.json and report.html however it ends.
+
+    Args:
+        config, folder: what to run, and its absolute run folder.
+        view, clock: the terminal, and seconds.
+        start_s: when the run began, on `clock`.
+        checkpoint, meta: what to continue from; None and the first incarnation's numbers otherwise.
+        changes: settings that are not what the run was started with, a line each.
+        make_planes: `launch.RayPlanes`, or one that loses messages.
+        make_actuator: `launch.make_actuator`; asked only where the fleet follows price and need.
+        kinds: the fleet, one entry per worker; none where it follows price and need.
+        export: called with every step's numbers (Prometheus).
+
+    Raises:
+        EchoPlanesError: the budget was spent before; the learner or the replay buffer failed.
+    """
+    world = _World(folder, view, clock, make_planes, make_actuator, kinds, export)
+    while True:
+        outcome, runner = await _part(world, config, start_s, checkpoint, meta, changes)
+        if outcome.status != "rollback":
+            return outcome
+        guard = runner.controller.guard
+        config, checkpoint = _halved(config), checkpoint_of(folder, guard.report.good_step)
+        meta = go_back(checkpoint, _next_epoch(meta, runner), guard.record_after_rollback())
+        meta = open_folder(config, folder, checkpoint, meta)
+        start_s, changes = clock.now_s(), ()
+
+
+def open_folder(
+    config: Config, folder: Path, checkpoint: Path | None, meta: CheckpointMeta
+) -> CheckpointMeta:
+    """Make the run folder, or take that of a run that goes on back to its checkpoint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if checkpoint:
+        rewind_metrics(folder, meta.step)
+    write_atomic(folder / "config.yaml", dump_config(config))
+    return open_lineage(folder, meta)
+
+
+def _halved(config: Config) -> Config:
+    """What a run goes on with after a rollback: half of S, and of the learning rate."""
+    staleness = config.staleness.limited(config.staleness.max_staleness // 2)
+    learner = config.learner.model_copy(update={"lr": config.lr / 2})
+    return config.model_copy(update={"staleness": staleness, "learner": learner})
+
+
+def _next_epoch(meta: CheckpointMeta, runner: Runner) -> int:
+    """A worker epoch that no incarnation has had."""
+    return meta.next_epoch + sum(runner.controller.restarts.values()) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class _World:
+    """What all parts of a run have in common; see `run_job`."""
+
+    folder: Path
+    view: View
+    clock: Clock
+    make_planes: PlanesFactory
+    make_actuator: Callable[[Config, Clock], Awaitable[Actuator]]
+    kinds: Mapping[str, WorkerConfig]
+    export: Callable[[Mapping[str, float]], None]
+
+
+async def _part(
+    world: _World,
+    config: Config,
+    start_s: float,
+    checkpoint: Path | None,
+    meta: CheckpointMeta,
+    changes: Sequence[str],
+) -> tuple[Outcome, Runner]:
+    """One part of a run, from its planes to its summary; the report too, unless the run goes on."""
+    folder, view, clock = world.folder, world.view, world.clock
+    fleet = {w: worker_info(w, kind, meta.next_epoch) for w, kind in world.kinds.items()}
+    journal = Journal(config, MetricsWriter(folder), view, clock, world.export, start_s, meta.step)
+    if checkpoint:
+        journal.on_event("resume", f"at step {meta.step}, as lineage L{meta.lineage_number}")
+    for change in changes:
+        journal.on_event("setting", change)
+    budget = open_budget(config, journal.spending)
+    planes = world.make_planes(config, f"L{meta.lineage_number}", folder, checkpoint, meta.step, world.kinds)
+    watches: list[BudgetGuard | FleetKeeper] = []
+    if budget is not None:
+        watches.append(BudgetGuard(config, budget, clock, lambda w: runner.request_stop(w, "spent"), journal))
+    if config.fleet.scale != "fixed":
+        actuator = await world.make_actuator(config, clock)
+        watches.append(_keeper(config, actuator, planes, journal, budget, clock))
+
+    async def save(step: int, data: DataPlane, learner: LearnerPlane) -> None:
+        guard = runner.controller.guard
+        now = CheckpointMeta(step, meta.lineage_number + 1, _next_epoch(meta, runner), guard.record())
+        checkpoints, keep = folder / "checkpoints", config.checkpoint.keep
+        await save_checkpoint(checkpoints, now, data, learner, keep=keep, keep_steps=guard.kept_checkpoints)
+
+    runner = Runner(
+        config,
+        planes,
+        Observers(journal, *watches),
+        fleet=fleet,
+        save_checkpoint=save,
+        clock=clock,
+        first_epoch=meta.next_epoch,
+        resume_dir=checkpoint,
+        guard=meta.guard,
+        beside=lambda hands: _together([watch.run(hands) for watch in watches]),
+    )
+    outcome = Outcome("failed", "", BufferCounts())
+    with _stop_on_signals(runner, view):
+        try:
+            outcome = _judged(await runner.run(), folder, runner, journal)
+        except EchoPlanesError as error:
+            outcome = Outcome("failed", str(error), journal.counts)
+            raise
+        except asyncio.CancelledError:  # Ctrl-C before anything ran, or twice
+            outcome = Outcome("stopped", "interrupted", journal.counts)
+            raise
+        finally:
+            _close_books(folder, config, journal, runner, outcome, view, clock)
+    return outcome, runner
+
+
+def _judged(outcome: Outcome, folder: Path, runner: Runner, journal: Journal) -> Outcome:
+    """The outcome as it is told: nothing that collapsed is done, and a rollback needs its checkpoint."""
+    if outcome.status == "done" and (collapse := journal.collapse):
+        return replace(outcome, status="collapsed", error=collapse)
+    if outcome.status == "rollback":
+        try:
+            read_meta(checkpoint_of(folder, runner.controller.guard.report.good_step))
+        except DataError as why:
+            return replace(outcome, status="collapsed", error=f"{outcome.error}, but {why}")
+    return outcome
+
+
+def _close_books(
+    folder: Path,
+    config: Config,
+    journal: Journal,
+    runner: Runner,
+    outcome: Outcome,
+    view: View,
+    clock: Clock,
+) -> None:
+    """Write the summary and, unless the run goes on, the report."""
+    summary = journal.summary(
+        status=outcome.status,
+        error=outcome.error,
+        counts=outcome.counts,
+        digest_mismatches=runner.controller.digest_mismatches,
+        restarts=runner.controller.restarts,
+    )
+    if outcome.status == "rollback":
+        return
+    write_sparsity(folder, config.weights.store)
+    go_on = journal.spending.way_on(clock.now_s()) if outcome.status == "spent" else ""
+    view.final(summary, write_report(folder), go_on)
+
+
+async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """All of them, until one fails or this is cancelled: then they end."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _keeper(
+    config: Config, actuator: Actuator, roster: Roster, journal: Journal, budget: Budget | None, clock: Clock
+) -> FleetKeeper:
+    left = None if budget is None else lambda: budget.left(clock.now_s())
+    return FleetKeeper(
+        config,
+        actuator,
+        roster,
+        journal.broadcasts,
+        clock,
+        journal.on_event,
+        usd_left=left,
+        record=journal.on_fleet,
+    )
+
+
+@contextmanager
+def _stop_on_signals(runner: Runner, view: View) -> Iterator[None]:
+    """Ctrl-C and SIGTERM: finish the step in hand, checkpoint, leave. A second Ctrl-C leaves at once."""
+    loop = asyncio.get_running_loop()
+
+    def stop(name: str) -> None:
+        view.event(f"{name}: finishing this step, then a checkpoint (again to leave at once)")
+        runner.request_stop(name)
+        loop.remove_signal_handler(signal.SIGINT)
+
+    loop.add_signal_handler(signal.SIGINT, stop, "Ctrl-C")
+    loop.add_signal_handler(signal.SIGTERM, stop, "SIGTERM")
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+        loop.remove_signal_handler(signal.SIGTERM)

@@ -1,0 +1,376 @@
+"""The only file that knows actors' options: turns plain classes into them and Ray's errors into ours."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from echo_planes.cluster.clock import Clock
+from echo_planes.cluster.process import free_port
+from echo_planes.cluster.session import NodeWatch
+from echo_planes.config.schema import Config, WorkerConfig
+from echo_planes.data.actor import DataService
+from echo_planes.data.replay.batch import make_batch
+from echo_planes.data.store.files import REPLAY_FOLDER
+from echo_planes.data.tasks.adapter import train_everything
+from echo_planes.errors import (
+    EchoPlanesError,
+    LearnerLostError,
+    RunError,
+    WorkerGoneError,
+)
+from echo_planes.fleet.actuators.actuator import Actuator, StaticActuator
+from echo_planes.fleet.actuators.ray_nodes import RayNodes
+from echo_planes.learning.actor import LearnerProcess
+from echo_planes.loop.builders import ScorerBuilder, TaskBuilder, make_router
+from echo_planes.loop.provisioning import offers_of
+from echo_planes.rollout.actor import WorkerProcess
+from echo_planes.types import (
+    Adjustment,
+    BroadcastStats,
+    BufferCounts,
+    Complaint,
+    Draw,
+    Group,
+    InstallReport,
+    Lease,
+    LeaseTokens,
+    Manifest,
+    Receipt,
+    StepStats,
+    TrainBatch,
+    Trajectory,
+    WorkerStats,
+)
+from echo_planes.weights.link import WeightLink, reachable
+from echo_planes.weights.wire.signing import Signer
+
+CLOSE_S = 10.0
+
+
+# --- calls ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Actor:
+    """A handle whose calls raise our errors."""
+
+    handle: Any
+    name: str
+    gone: type[RunError]
+    node: NodeWatch | None = None  # in the process that started the cluster
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        answer = getattr(self.handle, method).remote(*arguments)
+        try:
+            return await (answer if self.node is None else self.node.while_up(answer))
+        except ConnectionResetError as error:
+            raise self.gone(f"{self.name}: {error}") from error
+        except RayTaskError as error:
+            if isinstance(error.cause, EchoPlanesError):
+                raise error.cause from None
+            raise RunError(f"{self.name}: {error.cause!r} in {method}") from error
+        except RayActorError as error:
+            raise self.gone(f"{self.name}: its process is gone") from error
+        except RayError as error:
+            raise RunError(f"{self.name}: {error}") from error
+
+
+class RemoteData:
+    """`DataService` in an actor; also what workers are handed."""
+
+    def __init__(self, handle: Any, run_dir: Path, node: NodeWatch | None = None) -> None:
+        self._actor = _Actor(handle, f"replay buffer (resume with run.resume={run_dir})", RunError, node)
+
+    async def ready(self) -> int:
+        return int(await self._actor.call("ready"))
+
+    async def register(self, worker_id: str, epoch: int) -> None:
+        await self._actor.call("register", worker_id, epoch)
+
+    async def park(self, worker_id: str, parked: bool) -> None:
+        await self._actor.call("park", worker_id, parked)
+
+    async def pull(self, worker_id: str, epoch: int, room: int, wait_s: float) -> list[Lease]:
+        return list(await self._actor.call("pull", worker_id, epoch, room, wait_s))
+
+    async def stream(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> tuple[str, ...]:
+        return tuple(await self._actor.call("stream", worker_id, epoch, messages))
+
+    async def tell(self, epoch: int, stats: WorkerStats) -> None:
+        await self._actor.call("tell", epoch, stats)
+
+    async def hand_over(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> int:
+        return int(await self._actor.call("hand_over", worker_id, epoch, messages))
+
+    async def submit(self, worker_id: str, epoch: int, groups: list[tuple[str, Group]]) -> list[Receipt]:
+        receipts: list[Receipt] = await self._actor.call("submit", worker_id, epoch, groups)
+        return receipts
+
+    async def publish(self, version: int, digest: str) -> None:
+        await self._actor.call("publish", version, digest)
+
+    async def installed(self, worker_id: str, version: int) -> None:
+        await self._actor.call("installed", worker_id, version)
+
+    async def lose(self, worker_id: str) -> int:
+        return int(await self._actor.call("lose", worker_id))
+
+    async def limit_staleness(self, max_staleness: int) -> None:
+        await self._actor.call("limit_staleness", max_staleness)
+
+    async def next_batch(self, step: int, wait_s: float) -> Any:
+        return await self._actor.call("next_batch", step, wait_s)
+
+    async def counts(self) -> BufferCounts:
+        counts: BufferCounts = await self._actor.call("counts")
+        return counts
+
+    async def accepted(self) -> dict[tuple[str, int], tuple[int, int]]:
+        accepted: dict[tuple[str, int], tuple[int, int]] = await self._actor.call("accepted")
+        return accepted
+
+    async def complaints(self) -> list[Complaint]:
+        return list(await self._actor.call("complaints"))
+
+    async def save(self, folder: Path) -> None:
+        await self._actor.call("save", folder)
+
+    async def close(self) -> BufferCounts:
+        counts: BufferCounts = await self._actor.call("close")
+        return counts
+
+
+class RemoteLearner:
+    """All learner ranks, called alike."""
+
+    def __init__(
+        self,
+        config: Config,
+        link: WeightLink,
+        signing_key: bytes,
+        run_dir: Path,
+        start_step: int,
+        node: NodeWatch | None,
+    ) -> None:
+        settings = config.learner
+        port = settings.master_port or free_port()
+        options = _actor_options(settings.resources, {})
+        remote = ray.remote(LearnerProcess).options(**options)
+        checkpoints = run_dir / "checkpoints"
+        self._start_step = start_step
+        self._ranks = [
+            _Actor(
+                remote.remote(config, rank, settings.num_ranks, port, run_dir / "failures"),
+                f"learner rank {rank} (resume with run.resume={run_dir}, checkpoints in {checkpoints})",
+                LearnerLostError,
+                node,
+            )
+            for rank in range(settings.num_ranks)
+        ]
+        listening = self._ranks[0].call("listen", link, signing_key)
+        self._sender = asyncio.ensure_future(listening)
+
+    async def _all(self, method: str, *arguments: Any) -> list[Any]:
+        return await asyncio.gather(*(rank.call(method, *arguments) for rank in self._ranks))
+
+    async def start(self, resume_dir: Path | None) -> int:
+        await self._all("start", resume_dir / "learner" if resume_dir else None)
+        return self._start_step
+
+    async def train_step(self, batch: TrainBatch) -> StepStats:
+        stats: StepStats = (await self._all("train_step", batch))[0]
+        return stats
+
+    async def adjust(self, adjustment: Adjustment) -> None:
+        await self._all("adjust", adjustment)
+
+    async def sender(self) -> str:
+        """Address of the node that sends weights."""
+        return str(await asyncio.shield(self._sender))
+
+    async def publish(self, version: int) -> Manifest:
+        manifest: Manifest = (await self._all("publish", version))[0]
+        return manifest
+
+    async def commit(self, version: int) -> None:
+        await self._ranks[0].call("commit")
+
+    async def broadcasts(self) -> list[BroadcastStats]:
+        stats: list[BroadcastStats] = await self._ranks[0].call("broadcasts")
+        return stats
+
+    async def mismatch(self, trajectories: Sequence[Trajectory]) -> float:
+        """Mean |learner logprob - sampler logprob| on sampled tokens, nats."""
+        batch = make_batch(0, [Group("probe", tuple(trajectories))], train_everything)
+        logprobs: np.ndarray = (await self._all("logprobs", batch))[0]
+        return float(np.abs(logprobs - batch.sampler_logprobs)[batch.loss_mask].mean())
+
+    async def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        await self._all("save", folder)
+
+    async def close(self) -> None:
+        self._sender.cancel()
+        with suppress(RunError, TimeoutError):  # it may be gone already, which is what is wanted
+            async with asyncio.timeout(CLOSE_S):  # the node finishes what it was storing
+                await self._ranks[0].call("close")
+        for rank in self._ranks:
+            ray.kill(rank.handle)
+
+
+class RemoteWorker:
+    """One incarnation of a rollout worker in an actor."""
+
+    def __init__(self, handle: Any, name: str, learner: RemoteLearner, node: NodeWatch | None = None) -> None:
+        self.handle = handle
+        self._actor = _Actor(handle, name, WorkerGoneError, node)
+        self._learner = learner
+
+    async def start(self) -> None:
+        await asyncio.gather(self._actor.call("start"), self._join())
+
+    async def _join(self) -> None:
+        await self._actor.call("join", await self._learner.sender())
+
+    async def run(self) -> None:
+        await self._actor.call("run")
+
+    async def install(self, manifest: Manifest, fresh: bool) -> InstallReport:
+        report: InstallReport = await self._actor.call("install", manifest, fresh)
+        return report
+
+    async def evaluate(
+        self, indices: Sequence[int], samples_per_prompt: int, draw: Draw | None
+    ) -> list[Trajectory]:
+        answers: list[Trajectory] = await self._actor.call("evaluate", indices, samples_per_prompt, draw)
+        return answers
+
+    async def stats(self) -> WorkerStats:
+        stats: WorkerStats = await self._actor.call("stats")
+        return stats
+
+    async def leave(self, limit_s: float) -> int:
+        return int(await self._actor.call("leave", limit_s))
+
+    async def stop(self) -> None:
+        with suppress(RunError):  # it may be gone already, which is what is wanted
+            await self._actor.call("stop")
+        ray.kill(self.handle)
+
+
+# --- planes --------------------------------------------------------------------------------------
+
+
+class RayPlanes:
+    """The three planes on a Ray cluster.
+
+    Args:
+        config: the run's settings.
+        lineage: this incarnation of the run.
+        run_dir: the run folder, reachable from every node that holds the learner or the buffer.
+        resume_dir: checkpoint to continue from.
+        start_step: updates behind it.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        lineage: str,
+        run_dir: Path,
+        resume_dir: Path | None,
+        start_step: int,
+        kinds: Mapping[str, WorkerConfig],
+    ) -> None:
+        self._config = config
+        self._kinds = dict(kinds)
+        self._workers: dict[str, RemoteWorker] = {}
+        # Ray puts whoever asks for nothing on any node: with a spot worker, the run would end.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        service = ray.remote(DataService).options(num_cpus=0, scheduling_strategy=here)
+        restore = resume_dir / "data" if resume_dir else None
+        router = make_router(config.sampling.router, config.sampling.theta)
+        data = service.remote(config, lineage, run_dir / REPLAY_FOLDER, restore, router=router)
+        self._node = NodeWatch.of_this_process()
+        self.data = RemoteData(data, run_dir, self._node)
+        self._data_for_workers = RemoteData(data, run_dir)  # theirs ends with their own node
+        key = config.weights.key_file
+        # Kept, so that what a resumed run publishes continues its store.
+        signer = Signer.from_file(key) if key else Signer.kept_in(run_dir / "signing_key.pem")
+        self._link = WeightLink(
+            lineage=lineage,
+            token=secrets.token_hex(32),
+            public_key=signer.public_bytes().hex(),
+            store=config.weights.store or str(run_dir / "weights"),
+            model_bytes=sum(file.stat().st_size for file in config.model.folder.glob("*.safetensors")),
+            config=reachable(config.weights, len([node for node in ray.nodes() if node["Alive"]])),
+        )
+        self.learner = RemoteLearner(
+            config, self._link, signer.private_bytes(), run_dir, start_step, self._node
+        )
+
+    def enlist(self, worker_id: str, kind: WorkerConfig) -> None:
+        """What a worker that is about to be spawned is."""
+        self._kinds[worker_id] = kind
+
+    async def spawn_worker(self, worker_id: str, epoch: int) -> RemoteWorker:
+        kind = self._kinds[worker_id]
+        options = _actor_options(kind.resources, kind.labels)
+        handle = (
+            ray.remote(WorkerProcess)
+            .options(**options)
+            .remote(
+                self._config,
+                worker_id,
+                epoch,
+                self._link.of_worker(worker_id, epoch),
+                kind,
+                self._data_for_workers,
+                TaskBuilder(self._config),
+                ScorerBuilder(self._config),
+            )
+        )
+        worker = RemoteWorker(handle, f"worker {worker_id} ({kind.sku})", self.learner, self._node)
+        self._workers[worker_id] = worker
+        return worker
+
+    async def kill_worker(self, worker_id: str) -> None:
+        worker = self._workers.pop(worker_id, None)
+        if worker is not None:
+            ray.kill(worker.handle)
+
+
+async def make_actuator(config: Config, clock: Clock) -> Actuator:
+    """Where the machines of a fleet come from.
+
+    Raises:
+        ClusterError: the cluster has no autoscaler of the kind that is needed.
+    """
+    if config.fleet.scale == "static":
+        return StaticActuator({offer.name: offer.max_count for offer in offers_of(config)})
+    nodes = RayNodes({kind.offer: kind.labels for kind in config.fleet.workers}, clock)
+    await nodes.check()
+    return nodes
+
+
+def _actor_options(resources: Mapping[str, float], labels: Mapping[str, str]) -> dict[str, Any]:
+    others = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
+    options: dict[str, Any] = {
+        "num_cpus": resources.get("CPU", 0.0),
+        "num_gpus": resources.get("GPU", 0.0),
+        "resources": others,
+        "max_restarts": 0,  # the controller restarts workers, with a new epoch
+    }
+    if labels:
+        options["label_selector"] = dict(labels)
+    return options

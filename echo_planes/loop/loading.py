@@ -1,0 +1,271 @@
+"""From command-line words to a validated `Config`: YAML groups, `key=value` overrides, errors that help.
+
+Order of precedence: built-in defaults < configs/default.yaml < what a task's file sets by `defaults:` < group
+files < a resumed run's config.yaml < `key=value` words.
+"""
+
+from __future__ import annotations
+
+import os
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from echo_planes.config.plain_yaml import dump_yaml, parse_word, read_yaml
+from echo_planes.config.schema import Config, TaskConfig
+from echo_planes.data.tasks.registry import adapter_class, adapter_options, installed_adapter, installed_tasks
+from echo_planes.errors import ConfigError, nearest, shown
+
+GROUPS = ("task", "model", "fleet")
+MAX_KEY = 200  # characters
+
+
+def config_dir() -> Path:
+    """The folder of YAML files: beside the package in a checkout, inside it in a wheel."""
+    package = Path(__file__).resolve().parents[1]
+    checkout = package.parent / "configs"
+    return checkout if (checkout / "default.yaml").is_file() else package / "configs"
+
+
+def load_config(words: Sequence[str]) -> Config:
+    """The configuration that `words` ask for.
+
+    Args:
+        words: `group=name` or `section.key=value`, as on the command line.
+
+    Raises:
+        ConfigError: names the key's path, the value, what is allowed and the nearest match.
+    """
+    chosen = {"task": "math", "model": "tiny", "fleet": "laptop"}
+    overrides: list[tuple[str, Any]] = []
+    for word in words:
+        key, separator, text = word.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"{shown(word)} is not of the form key=value; see --help")
+        if len(key) > MAX_KEY:
+            raise ConfigError(f"{shown(key)} is longer than all keys there are; see --help for them")
+        if key in GROUPS:
+            chosen[key] = text
+        else:
+            overrides.append((key, parse_word(key, text)))
+    tree = read_yaml(config_dir() / "default.yaml")
+    for key, value in overrides:
+        if key == "run" and isinstance(value, dict) and "resume" in value:
+            raise ConfigError(
+                "run={resume: ...}: a resume begins from another configuration; write run.resume=..."
+            )
+    resume = dict(overrides).get("run.resume")
+    if resume is not None:
+        tree = _resumed(Path(str(resume)), tree)
+    named = {word.partition("=")[0] for word in words}
+    if resume is None or "task" in named:
+        tree["task"], defaults = _task(chosen["task"], overrides)
+        if resume is None:  # else they would come before what the run had
+            _merge(tree, {key: value for key, value in defaults.items() if key not in GROUPS})
+            chosen |= {key: str(defaults[key]) for key in GROUPS if key in defaults and key not in named}
+    for group in GROUPS[1:]:
+        if resume is None or group in named:
+            tree[group] = _group(group, chosen[group])
+    for key, value in overrides:
+        set_key(tree, key, value)
+    try:
+        config = Config.model_validate(tree)
+        adapter_options(config.task)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, tree)) from error
+    return config
+
+
+def recorded_config(folder: Path) -> Config:
+    """The configuration of an earlier run, as its folder has it.
+
+    Raises:
+        ConfigError: there is none, or this program does not take it.
+    """
+    tree = _resumed(folder, {})
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{folder / 'config.yaml'}: {_explain(error, tree)}") from error
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as YAML."""
+    return dump_yaml(config.model_dump(mode="json"))
+
+
+def describe() -> str:
+    """Every key with its default and meaning, for `--help`."""
+    groups = [f"{group}={'|'.join(_names(group))}" for group in GROUPS]
+    lines = [f"groups: {', '.join(groups)}", ""]
+    for name, field in Config.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            lines += [*describe_section(name, section), ""]
+    cls, _ = adapter_options(TaskConfig.model_validate(_task("math", ())[0]))
+    lines += ["options of task=math:", *describe_section("task", cls.Options)]
+    return "\n".join(lines)
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def _resumed(folder: Path, default: dict[str, Any]) -> dict[str, Any]:
+    path = folder / "config.yaml"
+    if not os.path.exists(path):
+        raise ConfigError(f"run.resume={folder}: no config.yaml there; give the folder of an earlier run")
+    tree = read_yaml(path)
+    _merge(tree, {"run": {"dir": str(folder)}})
+    return tree
+
+
+def _names(group: str) -> list[str]:
+    return sorted(path.stem for path in (config_dir() / group).glob("*.yaml"))
+
+
+def _group(group: str, name: str) -> dict[str, Any]:
+    if name in _names(group):
+        return read_yaml(config_dir() / group / f"{name}.yaml")
+    if name.endswith((".yaml", ".yml")):
+        return read_yaml(Path(name))
+    if group == "task" and ":" in name:
+        return {"name": name.partition(":")[2], "adapter": name}
+    if group == "model" and name and os.path.isdir(name):  # which takes any text
+        return {"path": name}
+    known = _names(group)
+    if group == "task":
+        if adapter := installed_adapter(name):
+            return {"name": name, "adapter": adapter}
+        known += installed_tasks()
+    raise ConfigError(f"{group}={name:.200}: unknown; allowed: {', '.join(known)}{nearest(name, known)}")
+
+
+def _task(name: str, overrides: Sequence[tuple[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The task's section, and the settings of other sections that suit it, unless others are asked for.
+
+    `defaults:` in its file holds names of groups (`model: tiny_code`), keys of sections, and, under
+    `option=value`, more of both for where the task's option has that value.
+    """
+    section = _group("task", name)
+    defaults = section.pop("defaults", {})
+    if not isinstance(defaults, dict) or "task" in defaults or not all(type(key) is str for key in defaults):
+        raise ConfigError(
+            f"task={name}: 'defaults' must be settings of other sections, not {shown(defaults)}"
+        )
+    options = {f"task.{key}": value for key, value in section.items()} | dict(overrides)
+    for condition in [key for key in defaults if "=" in key]:
+        suitable = defaults.pop(condition)
+        if not isinstance(suitable, dict):
+            raise ConfigError(
+                f"task={name}: 'defaults' of {condition} must be settings, not {shown(suitable)}"
+            )
+        key, _, value = condition.partition("=")
+        if str(options.get(f"task.{key}")) == value:
+            _merge(defaults, suitable)
+    return section, defaults
+
+
+def _merge(tree: dict[str, Any], changes: dict[str, Any]) -> None:
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(tree.get(key), dict):
+            _merge(tree[key], value)
+        else:
+            tree[key] = value
+
+
+def set_key(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Put a value at a dotted key; numbers index lists (fleet.workers.0.count=2)."""
+    *path, last = key.split(".")
+    node: Any = tree
+    for part in path:
+        if isinstance(node, list):
+            node = node[_index(key, part, node)]
+        elif isinstance(node, dict):
+            node = node.setdefault(part, {})
+        else:
+            raise ConfigError(f"{key}: '{part}' is a value, not a section")
+    if isinstance(node, list):
+        node[_index(key, last, node)] = value
+    elif isinstance(node, dict):
+        node[last] = value
+    else:
+        raise ConfigError(f"{key}: '{path[-1]}' is a value, not a section")
+
+
+def _index(key: str, part: str, node: list[Any]) -> int:
+    if not (part.isascii() and part.isdigit() and len(part) < 10) or int(part) >= len(node):
+        raise ConfigError(f"{key}: '{part}' is not an index below {len(node)}")
+    return int(part)
+
+
+# --- explaining ----------------------------------------------------------------------------------
+
+
+def _fields_at(path: Sequence[Any], tree: dict[str, Any]) -> dict[str, FieldInfo]:
+    """The fields allowed in the section at `path`."""
+    model: type[BaseModel] = Config
+    for part in path:
+        field = _fields(model, tree).get(str(part))
+        nested = _section_in(field) if field else None
+        if nested is not None:  # otherwise a list's index, or a key that a task defines itself
+            model = nested
+    return _fields(model, tree)
+
+
+def _fields(model: type[BaseModel], tree: dict[str, Any]) -> dict[str, FieldInfo]:
+    if model is not TaskConfig:
+        return dict(model.model_fields)
+    adapter = TaskConfig.model_validate(tree["task"]).adapter
+    return {**TaskConfig.model_fields, **adapter_class(adapter).Options.model_fields}
+
+
+def _section_in(field: FieldInfo) -> type[BaseModel] | None:
+    """The section that a field is, or is a list of."""
+    kinds = [field.annotation, *typing.get_args(field.annotation)]
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
+
+
+def _explain(error: ValidationError, tree: dict[str, Any]) -> str:
+    """One line for the first thing that is wrong."""
+    first = error.errors()[0]
+    location = list(first["loc"])
+    if error.title not in ("Config",):  # the adapter's options live under task
+        location = ["task", *location]
+    path = ".".join(str(part) for part in location)
+    if first["type"] == "extra_forbidden":
+        allowed = sorted(_fields_at(location[:-1], tree))
+        hint = nearest(str(location[-1]), allowed)
+        return f"{path}={_value(first['input'])}: unknown key{hint or '; allowed: ' + ', '.join(allowed)}"
+    if first["type"] == "missing":
+        return f"{path}=...: this setting is needed, it has no default"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        return f"{path}: {message}"
+    hint = ""
+    if first["type"] == "literal_error":
+        allowed = [word.strip("' ") for word in str(first.get("ctx", {}).get("expected", "")).split(" or ")]
+        options = [option.strip("' ") for part in allowed for option in part.split(",")]
+        hint = nearest(str(first["input"]), options)
+    if first["type"] == "string_type" and isinstance(first["input"], int | float):
+        hint = "; as a text it has quotes of its own: '\"...\"'"
+    return f"{path}={shown(first['input'])}: {message[0].lower()}{message[1:]}{hint}"
+
+
+def _value(given: object) -> str:
+    return given if isinstance(given, str) and len(given) < MAX_KEY else shown(given)
+
+
+def describe_section(name: str, section: type[BaseModel]) -> list[str]:
+    rows = []
+    for key, field in section.model_fields.items():
+        nested = _section_in(field)
+        if nested is None:
+            rows.append(f"  {f'{name}.{key}={field.default}':44s} {field.description or ''}".rstrip())
+        else:
+            index = ".0" if isinstance(field.default, list) else ""
+            rows += describe_section(f"{name}.{key}{index}", nested)
+    return rows

@@ -1,0 +1,445 @@
+"""Carries the controller's actions out and feeds it what happened: the same code on Ray and on fakes.
+
+The planes are reached through the small interfaces of `planes.py`. A call to a worker that died or hangs
+raises a `RunError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from echo_planes.cluster.clock import Clock
+from echo_planes.config.schema import Config
+from echo_planes.data.claims import Rules, answers_fault, rules_of, stats_fault
+from echo_planes.errors import ClusterError, EchoPlanesError, LeaseError, RunError, WaitTimeoutError
+from echo_planes.loop import events as ev
+from echo_planes.loop.controller import Controller
+from echo_planes.loop.evaluation import eval_draw, report_of
+from echo_planes.loop.planes import DataPlane, LearnerPlane, Observer, Planes, Worker
+from echo_planes.types import (
+    BufferCounts,
+    Manifest,
+    TrainBatch,
+    Trajectory,
+    WorkerInfo,
+)
+
+T = TypeVar("T")
+
+BATCH_WAIT_S = 1.0  # how long one question for a batch waits in the data plane
+STATS_EVERY_STEPS = 5
+STATS_S = 10.0  # longest wait for a worker's counters
+LEAVE_SHARE = 0.7  # of the time until a worker must be gone, for what is being scored
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    status: ev.EndStatus
+    error: str
+    counts: BufferCounts
+
+
+class Runner:
+    """One run, from the first engine to the last checkpoint.
+
+    Args:
+        config: the run's settings.
+        planes: where the planes run.
+        observer: who keeps the books.
+        save_checkpoint: writes one checkpoint, given its step and the two planes' savers.
+        clock: seconds.
+        first_epoch: incarnation number of the first workers.
+        resume_dir: checkpoint to continue from.
+        guard: record of the guard it was written with.
+        beside: runs as long as the run does (what keeps the fleet); its error ends the run.
+        rules: that answers to held-out prompts must keep to; default: those of the model.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        planes: Planes,
+        observer: Observer,
+        *,
+        fleet: dict[str, WorkerInfo],
+        save_checkpoint: Callable[[int, DataPlane, LearnerPlane], Awaitable[None]],
+        clock: Clock,
+        first_epoch: int = 0,
+        resume_dir: Path | None = None,
+        guard: Mapping[str, Any] | None = None,
+        beside: Callable[[Runner], Coroutine[Any, Any, None]] | None = None,
+        rules: Rules | None = None,
+    ) -> None:
+        self._config = config
+        self._rules = rules or rules_of(config)
+        self._planes = planes
+        self._observer = observer
+        self._fleet = fleet
+        self._save_checkpoint = save_checkpoint
+        self._clock = clock
+        self._resume_dir = resume_dir
+        self.controller = Controller(config, list(fleet), first_epoch, guard)
+        self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
+        self._workers: dict[str, tuple[int, Worker]] = {}
+        self._epochs: dict[str, int] = {}  # newest incarnation of each worker
+        self._built: set[tuple[str, int]] = set()  # incarnations that answer
+        self._ended: set[tuple[str, int]] = set()  # incarnations that are over
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: EchoPlanesError | None = None
+        self._free_since_s = 0.0  # the learner, while it does nothing
+        self._idle_s = 0.0  # it waited since its last step, but for the wait that goes on
+        self._manifest: Manifest | None = None  # of the newest publication
+        self._steps_seen = 0
+        self._steps_begun = 0  # version that the learner holds, or is about to make
+        self._serving = False  # some worker serves a published version
+        self._beside = beside
+        self._ending = False
+        self._collecting = asyncio.Lock()  # two at once could tell counters in the wrong order
+
+    def request_stop(self, reason: str, status: Literal["stopped", "spent"] = "stopped") -> None:
+        """Finish the step in hand, checkpoint, and end. Safe to call from a signal handler of this loop."""
+        self._events.put_nowait(ev.StopRequested(reason, status))
+
+    def want_worker(self, info: WorkerInfo) -> None:
+        """Have another worker, of a name that was never used."""
+        self._fleet[info.worker_id] = info
+        self._events.put_nowait(ev.WorkerWanted(info.worker_id))
+
+    def unwant_worker(self, worker_id: str, reason: str, limit_s: float) -> None:
+        """Have a worker hand over what it has and leave, within `limit_s`."""
+        self._observer.on_event("worker leaves", reason, worker=worker_id)
+        self._events.put_nowait(ev.WorkerUnwanted(worker_id, reason, limit_s))
+
+    async def run(self) -> Outcome:
+        """Run to the end.
+
+        Raises:
+            EchoPlanesError: the learner or the data plane failed; everything is closed first.
+        """
+        finish: ev.Finish | None = None
+        try:
+            self._spawn(self._start_learner())
+            if self._beside:
+                self._spawn(self._beside(self))
+            for action in self.controller.begin():
+                self._spawn(self._carry_out(action))
+            while finish is None:
+                event = await self._events.get()
+                if self._failure:
+                    raise self._failure
+                for action in self.controller.handle(event, self._clock.now_s()):
+                    if isinstance(action, ev.Finish):
+                        finish = action
+                    elif isinstance(action, ev.TellGuard):
+                        self._tell_guard(action)
+                    else:
+                        self._spawn(self._carry_out(action))
+            counts = await self._within("closing the replay buffer", 60.0, self._planes.data.close())
+            await self._collect_stats()
+        finally:
+            await self._end()
+        return Outcome(finish.status, finish.error, counts)
+
+    # --- actions ---------------------------------------------------------------------------------
+
+    async def _carry_out(self, action: ev.Action) -> None:
+        match action:
+            case ev.StartWorker(worker_id, epoch, delay_s):
+                await self._start_worker(worker_id, epoch, delay_s)
+            case ev.LeaveWorker(worker_id, epoch, limit_s):
+                await self._leave(worker_id, epoch, limit_s)
+            case ev.StopWorker(worker_id):
+                self._gone(worker_id, self._epochs[worker_id])
+                await self._end_worker(worker_id)
+            case ev.Install(worker_id, epoch, fresh):
+                await self._install(worker_id, epoch, fresh)
+            case ev.Publish(version):
+                await self._publish(version)
+            case ev.FormBatch(step):
+                batch = await self._planes.data.next_batch(step, BATCH_WAIT_S)
+                await self._hear_complaints()
+                if isinstance(batch, TrainBatch):
+                    self._events.put_nowait(ev.BatchReady(batch))
+                else:
+                    self._events.put_nowait(ev.BatchNotReady(batch.reason, batch.detail))
+            case ev.Train(batch):
+                await self._train(batch)
+            case ev.Evaluate(step, worker_ids):
+                await self._evaluate(step, worker_ids)
+            case ev.Checkpoint(step):
+                await self._save_checkpoint(step, self._planes.data, self._planes.learner)
+                self._observer.on_event("checkpoint", f"step {step} saved")
+                self._free_since_s = self._clock.now_s()
+                self._events.put_nowait(ev.Checkpointed(step))
+            case ev.AdjustLearner(adjustment):
+                limit_s = self._config.run.wait_limit_s
+                await self._within("learner adjustment", limit_s, self._planes.learner.adjust(adjustment))
+                self._events.put_nowait(ev.Adjusted())
+            case ev.LimitStaleness(max_staleness):
+                await self._planes.data.limit_staleness(max_staleness)
+                self._events.put_nowait(ev.Adjusted())
+
+    def _tell_guard(self, told: ev.TellGuard) -> None:
+        if told.text:
+            self._observer.on_event("guard", told.text)
+        self._observer.on_guard(told.report)
+
+    async def _hear_complaints(self) -> None:
+        """Tell of the messages that the data plane refused, and give up workers that it fenced for them."""
+        for one in await self._planes.data.complaints():
+            messages = f"{one.count} malformed message{'' if one.count == 1 else 's'}"
+            text = f"{messages} refused, the last one: {one.reason} ({one.detail})"
+            self._observer.on_event("malformed", text, worker=one.worker_id)
+            if one.is_fenced:
+                self._lost(one.worker_id, one.epoch, f"too many in a row: {text}")
+
+    async def _start_learner(self) -> None:
+        limit_s = self._config.run.wait_limit_s
+        with self._observer.phase("replay buffer"):
+            await self._within("replay buffer start", limit_s, self._planes.data.ready())
+        with self._observer.phase("learner"):
+            step = await self._within("learner start", limit_s, self._planes.learner.start(self._resume_dir))
+        self._steps_begun = step
+        self._free_since_s = self._clock.now_s()
+        self._events.put_nowait(ev.LearnerReady(step))
+
+    async def _start_worker(self, worker_id: str, epoch: int, delay_s: float) -> None:
+        info = self._fleet[worker_id]
+        self._epochs[worker_id] = epoch
+        await self._end_worker(worker_id)
+        await asyncio.sleep(delay_s)
+        if (worker_id, epoch) in self._ended:
+            return
+        self._observer.on_worker(replace(info, epoch=epoch), alive=True)
+        limit_s = self._config.run.wait_limit_s
+        try:
+            with self._observer.phase(f"rollout worker {worker_id} ({info.sku})"):
+                worker = await self._planes.spawn_worker(worker_id, epoch)
+                self._workers[worker_id] = (epoch, worker)
+                if (worker_id, epoch) not in self._ended:
+                    await self._within("engine start", limit_s, worker.start(), worker=worker_id)
+            if (worker_id, epoch) not in self._ended:
+                await self._planes.data.register(worker_id, epoch)
+            if (worker_id, epoch) in self._ended:  # it was stopped meanwhile
+                await self._end_worker(worker_id)
+                return
+            self._built.add((worker_id, epoch))
+            self._events.put_nowait(ev.WorkerReady(worker_id, epoch))
+            await worker.run()
+        except (RunError, LeaseError, ClusterError) as why:  # LeaseError: replaced meanwhile, or fenced
+            await self._hear_complaints()
+            self._lost(worker_id, epoch, str(why))
+
+    async def _leave(self, worker_id: str, epoch: int, limit_s: float) -> None:
+        """Have a worker hand over what it has. Whatever comes of it, it is ended: what it had is not lost."""
+        current = self._workers.get(worker_id)
+        if current is not None and current[0] == epoch:
+            try:
+                handed = await self._within(
+                    "leaving", limit_s, current[1].leave(LEAVE_SHARE * limit_s), worker=worker_id
+                )
+                self._observer.on_event("worker left", f"{handed} prompts go on elsewhere", worker=worker_id)
+            except RunError as why:
+                self._observer.on_event("worker left", f"without a word: {why}", worker=worker_id)
+        self._gone(worker_id, epoch)
+        self._events.put_nowait(ev.WorkerLeft(worker_id, epoch))
+
+    async def _end_worker(self, worker_id: str) -> None:
+        """Fence the worker's incarnation, give its prompts back, and end its process."""
+        await self._planes.data.lose(worker_id)
+        if self._workers.pop(worker_id, None):
+            await self._planes.kill_worker(worker_id)
+
+    async def _publish(self, version: int) -> None:
+        begun_s = self._clock.now_s()
+        self._idle_s += begun_s - self._free_since_s  # a starved learner publishes in mid-wait
+        limit_s = self._config.run.wait_limit_s
+        manifest = await self._within(
+            "publication", limit_s, self._planes.learner.publish(version), version=version
+        )
+        # The data plane must know a version before any worker can have it.
+        await self._planes.data.publish(manifest.version, manifest.digest)
+        await self._within("commit", limit_s, self._planes.learner.commit(version), version=version)
+        self._manifest = manifest
+        self._observer.on_published(manifest, self._clock.now_s() - begun_s)
+        self._free_since_s = self._clock.now_s()
+        self._events.put_nowait(ev.Published(manifest))
+
+    async def _install(self, worker_id: str, epoch: int, fresh: bool) -> None:
+        manifest, current = self._manifest, self._workers.get(worker_id)
+        if manifest is None or current is None or current[0] != epoch:
+            return
+        version = manifest.version
+        try:
+            report = await self._within(
+                "weight install",
+                self._config.run.wait_limit_s,
+                current[1].install(manifest, fresh),
+                worker=worker_id,
+                version=version,
+            )
+        except RunError as why:
+            self._lost(worker_id, epoch, str(why))
+            return
+        now = self._workers.get(worker_id)
+        if now is None or now[0] != epoch:
+            return  # late news of one that its successor has replaced
+        await self._planes.data.installed(worker_id, report.version)
+        if report.ok and not self._serving:
+            self._serving = True
+            self._free_since_s = self._clock.now_s()  # start-up is not the learner's idle time
+            self._idle_s = 0.0
+        self._observer.on_installed(report)
+        if not report.ok:
+            self._observer.on_event("refused", report.error, worker=worker_id, version=version)
+        self._events.put_nowait(ev.Installed(report, epoch))
+
+    async def _train(self, batch: TrainBatch) -> None:
+        idle_s, self._idle_s = self._idle_s + self._clock.now_s() - self._free_since_s, 0.0
+        self._steps_begun = batch.step + 1
+        stats = await self._within(
+            "learner step", self._config.run.wait_limit_s, self._planes.learner.train_step(batch)
+        )
+        self._free_since_s = self._clock.now_s()
+        # Before anybody acts on the step: its numbers are of what was in force while it was trained.
+        self._observer.on_step(batch, stats, idle_s, await self._planes.data.counts())
+        self._events.put_nowait(ev.StepDone(stats))
+        self._steps_seen += 1
+        if self._steps_seen % STATS_EVERY_STEPS == 0:
+            await self._collect_stats()
+
+    async def _evaluate(self, step: int, worker_ids: tuple[str, ...]) -> None:
+        settings = self._config.eval
+        shares = [list(range(i, settings.num_prompts, len(worker_ids))) for i in range(len(worker_ids))]
+        answers: list[Trajectory] = []
+        for result in await asyncio.gather(
+            *(self._evaluate_on(w, share) for w, share in zip(worker_ids, shares, strict=True))
+        ):
+            if result is None:
+                self._events.put_nowait(ev.EvaluationLost(step))
+                return
+            answers += result
+        report = report_of(step, settings, answers)
+        # Compared where sampler and learner hold the same version: before the first update, which may have
+        # begun meanwhile, and after the last; and where both take logprobs of the same distribution.
+        same = report.version == step == self._steps_begun and report.newest_version is None
+        comparable = same and step in (0, self._config.run.steps) and eval_draw(self._config) is None
+        mismatch = await self._planes.learner.mismatch(answers) if comparable else None
+        self._observer.on_eval(report, mismatch)
+        self._events.put_nowait(ev.Evaluated(report))
+
+    async def _evaluate_on(self, worker_id: str, share: list[int]) -> list[Trajectory] | None:
+        current = self._workers.get(worker_id)
+        if current is None:
+            return None
+        epoch, worker = current
+        num_samples = self._config.eval.samples_per_prompt
+        try:
+            answers = await self._within(
+                "evaluation",
+                self._config.run.wait_limit_s,
+                worker.evaluate(share, num_samples, eval_draw(self._config)),
+                worker=worker_id,
+            )
+        except RunError as why:
+            self._lost(worker_id, epoch, str(why))
+            return None
+        fault = answers_fault(answers, share, num_samples, worker_id, self._rules)
+        if fault is not None:
+            self._lost(worker_id, epoch, f"malformed answers: {fault.reason} ({fault.detail})")
+            return None
+        return answers
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _lost(self, worker_id: str, epoch: int, reason: str) -> None:
+        if (worker_id, epoch) in self._ended:
+            return  # several calls were waiting for it
+        self._gone(worker_id, epoch)
+        self._observer.on_event("worker lost", reason, worker=worker_id)
+        self._events.put_nowait(ev.WorkerLost(worker_id, epoch, reason))
+
+    def _gone(self, worker_id: str, epoch: int) -> None:
+        """The end of an incarnation: what fails in it from now on is no loss, and it costs nothing more."""
+        if (worker_id, epoch) in self._ended:
+            return
+        self._ended.add((worker_id, epoch))
+        self._observer.on_worker(replace(self._fleet[worker_id], epoch=epoch), alive=False)
+
+    async def collect_worker_stats(self) -> None:
+        """Ask every worker for its counters, and tell whoever keeps the books.
+
+        What was accepted of it the data plane says, not the worker.
+        """
+        async with self._collecting:
+            await self._ask_for_stats(await self._planes.data.accepted())
+
+    async def _ask_for_stats(self, accepted: Mapping[tuple[str, int], tuple[int, int]]) -> None:
+        async def ask(worker_id: str, epoch: int, worker: Worker) -> None:
+            with suppress(RunError):  # its run() reports the loss
+                stats = await self._within("worker statistics", STATS_S, worker.stats(), worker=worker_id)
+                if fault := stats_fault(stats, worker_id):
+                    self._lost(worker_id, epoch, f"malformed counters: {fault.reason} ({fault.detail})")
+                    return
+                tokens, trajectories = accepted.get((worker_id, epoch), (0, 0))
+                self._observer.on_stats(epoch, replace(stats, tokens=tokens, trajectories=trajectories))
+
+        built = [(w, *current) for w, current in self._workers.items() if (w, current[0]) in self._built]
+        await asyncio.gather(*(ask(*one) for one in built))
+
+    async def _collect_stats(self) -> None:
+        await self.collect_worker_stats()
+        with suppress(RunError):  # a learner that is gone says so itself
+            # It answers between two steps only, and a step may be long.
+            asked, limit_s = self._planes.learner.broadcasts(), self._config.run.wait_limit_s
+            self._observer.on_broadcasts(await self._within("broadcast statistics", limit_s, asked))
+
+    async def _within(
+        self, phase: str, limit_s: float, wait: Awaitable[T], *, worker: str = "-", version: int | None = None
+    ) -> T:
+        try:
+            async with asyncio.timeout(limit_s):  # wait_for may swallow a cancellation before Python 3.12
+                return await wait
+        except TimeoutError as why:
+            raise WaitTimeoutError(phase, limit_s, worker=worker, version=version) from why
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error: BaseException | None
+        if task.cancelled():
+            error = None if self._ending else _cancelled_by_nobody(task)
+        else:
+            error = task.exception()
+        if error is None:
+            return
+        self._failure = self._failure or (
+            error if isinstance(error, EchoPlanesError) else RunError(f"{type(error).__name__}: {error}")
+        )
+        self._failure.__cause__ = self._failure.__cause__ or error
+        self._events.put_nowait(ev.StopRequested("failure"))  # wakes the loop, which raises
+
+    async def _end(self) -> None:
+        """Whatever happened: stop the workers and the learner, and leave no task behind."""
+        self._ending = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        closing = [worker.stop() for _, worker in self._workers.values()] + [self._planes.learner.close()]
+        await asyncio.wait([asyncio.ensure_future(work) for work in closing], timeout=20.0)
+
+
+def _cancelled_by_nobody(task: asyncio.Task[None]) -> RunError:
+    """What else would end a part of the run without a word."""
+    return RunError(f"a part of the run was cancelled, and nobody in it did that: {task.get_coro()}")

@@ -1,0 +1,61 @@
+"""The task and its first prompts, made before anything of a run is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from echo_planes.config.schema import Config
+from echo_planes.data.claims import vocabulary_of
+from echo_planes.data.replay.overlong import overlong_of
+from echo_planes.data.replay.refill import check_refill
+from echo_planes.data.tasks.registry import build_adapter, load_tokenizer, told
+from echo_planes.errors import ConfigError, ModelError
+from echo_planes.types import Prompt
+
+PROBE_PROMPTS = 16  # of both kinds
+
+
+def probe_task(config: Config) -> tuple[str, list[Prompt]]:
+    """Build the task and its first prompts here, before engines take a minute to start.
+
+    Returns:
+        What the task has to say to the user, mostly nothing; and its first prompts, to train on and held out.
+
+    Raises:
+        UserError: a data file is unreadable, the tokenizer unusable or another model's, a prompt too long for
+            the model, or this machine lacks something that the task needs.
+        TaskError: the adapter raised.
+    """
+    tokenizer = load_tokenizer(config.model.folder)
+    task = build_adapter(config.task, tokenizer, config.run.seed)
+    check_refill(config, type(task))
+    overlong_of(config, task.max_new_tokens)
+    limit = config.model.max_model_len - (task.max_new_tokens or config.sampling.max_new_tokens)
+    with told(type(task), f"task {config.task.name}: its first prompts cannot be made"):
+        held_out = [task.eval_prompt(index) for index in range(min(PROBE_PROMPTS, config.eval.num_prompts))]
+        prompts = [*map(task.prompt, range(PROBE_PROMPTS)), *held_out]
+        most = max((token for prompt in prompts for token in prompt.token_ids), default=0)
+    check_vocabulary(config.model.folder, max(most, tokenizer.eos_token_id or 0))
+    for prompt in (prompts[0], held_out[0]):
+        if not 0 < len(prompt.token_ids) <= limit:
+            raise ConfigError(
+                f"task {config.task.name}: prompt {prompt.index} has {len(prompt.token_ids)} tokens, but "
+                f"model.max_model_len less the answer leaves {limit}; raise model.max_model_len or shorten "
+                "the prompts"
+            )
+    with told(type(task), f"task {config.task.name}: preflight"):
+        return task.preflight(), prompts
+
+
+def check_vocabulary(folder: Path, token: int) -> None:
+    """The model has a row for a token of its tokenizer.
+
+    Raises:
+        ModelError: the tokenizer is another model's, or config.json is not readable.
+    """
+    size = vocabulary_of(folder)
+    if token >= size:
+        raise ModelError(
+            f"model.path={folder}: its tokenizer makes token {token}, but config.json has vocab_size={size}; "
+            "it may be another model's: save the model's own beside it"
+        )

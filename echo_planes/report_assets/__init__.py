@@ -1,1 +1,0 @@
-"""The parts report.html is made of: charts, sample rollouts, style."""

@@ -1,0 +1,133 @@
+"""The parts of a run: one from each start, resume or rollback to the next, and what they come to together.
+
+`parts.json` of a run folder holds a record of each, brought up to date while the part lasts, so that one
+that is killed is not forgotten: its figures are those of its last publication or evaluation. Times of
+metrics.jsonl and events.jsonl count from the start of their part.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from echo_planes.errors import DataError
+from echo_planes.reporting.metrics import Record, finite, number, write_atomic
+
+PARTS_FILE = "parts.json"
+_OF_A_WORKER = ("trajectories", "tokens", "usd", "restarts")  # what adds up
+_LISTS = ("evals", "mismatches", "publications", "workers")
+_COUNTS = ("versions_published", "digest_mismatches", "duplicates", "installs")
+_NUMBERS = ("step", "seconds", *_COUNTS, "install_s")
+
+
+class PartsBook:
+    """The record of the part that runs, after those of earlier ones.
+
+    Args:
+        folder: of the run.
+        step: that the part begins at.
+
+    Raises:
+        DataError: the folder's parts.json is damaged.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self._path = folder / PARTS_FILE
+        self._earlier = read_parts(folder)
+        self._step = step
+
+    def write(self, figures: Mapping[str, Any]) -> list[Record]:
+        """Bring the record of this part up to date; returns those of all parts.
+
+        Raises:
+            ClusterError: the disk is full.
+        """
+        parts: list[Record] = [*self._earlier, finite({"step": self._step, **figures})]
+        write_atomic(self._path, json.dumps(parts, allow_nan=False) + "\n")
+        return parts
+
+
+def read_parts(folder: Path) -> list[Record]:
+    """The records of a run's parts, oldest first; [] where there are none.
+
+    Raises:
+        DataError: parts.json is damaged.
+    """
+    path = folder / PARTS_FILE
+    if not path.exists():
+        return []
+    try:
+        parts = json.loads(path.read_text(encoding="utf-8"))
+        good = isinstance(parts, list) and all(_is_part(part) for part in parts)
+    except (OSError, ValueError):
+        good = False
+    if not good:
+        raise DataError(
+            f"{path} does not say what the earlier parts of the run came to: put the original back, or "
+            "remove it to count the last part alone"
+        )
+    return list(parts)
+
+
+def _is_part(part: object) -> bool:
+    return (
+        isinstance(part, dict)
+        and all(number(part.get(key)) is not None for key in _NUMBERS)
+        and all(isinstance(part.get(key), list) for key in _LISTS)
+        and isinstance(part.get("startup"), dict)
+        and all(isinstance(row, dict) for key in _LISTS if key != "mismatches" for row in part[key])
+    )
+
+
+def whole_run(parts: Sequence[Record]) -> Record:
+    """The figures of summary.json that add up over the parts.
+
+    What was evaluated or published beyond the step that the next part began at counts as work, but its result
+    is of a policy that was given up: it is in no list.
+    """
+    evals = {row.get("step"): row for part in _kept(parts, "evals", "step") for row in part}
+    installs = sum(part["installs"] for part in parts)
+    mismatches = [value for part in parts for value in part["mismatches"]]
+    accuracies = [row.get("accuracy") for row in evals.values()]
+    startup: dict[str, float] = {}
+    for part in parts:
+        for phase, seconds in part["startup"].items():
+            startup[phase] = round(startup.get(phase, 0.0) + (number(seconds) or 0.0), 3)
+    return {
+        "parts": len(parts),
+        "seconds": round(sum(part["seconds"] for part in parts), 3),
+        "seconds_last_part": parts[-1]["seconds"],
+        "seconds_startup": startup,
+        "eval_first": accuracies[0] if accuracies else None,
+        "eval_last": accuracies[-1] if accuracies else None,
+        "evals": list(evals.values()),
+        "versions_published": sum(part["versions_published"] for part in parts),
+        "digest_mismatches": sum(part["digest_mismatches"] for part in parts),
+        "duplicate_trajectories": sum(part["duplicates"] for part in parts),
+        "mismatch_same_version_mean": sum(mismatches) / len(mismatches) if mismatches else None,
+        "install_seconds_mean": sum(part["install_s"] for part in parts) / installs if installs else None,
+        "publications": [row for rows in _kept(parts, "publications", "published_version") for row in rows],
+        "workers": _workers(parts),
+    }
+
+
+def _kept(parts: Sequence[Record], key: str, place: str) -> Iterator[list[Record]]:
+    """Of each part the rows up to where the next one began."""
+    for part, following in zip(parts, [*parts[1:], None], strict=True):
+        last = float("inf") if following is None else following["step"]
+        yield [row for row in part[key] if (number(row.get(place)) or 0) <= last]
+
+
+def _workers(parts: Sequence[Record]) -> list[Record]:
+    """A row for each name, its newest machine; what they did adds up."""
+    rows: dict[str, Record] = {}
+    for part in parts:
+        for row in part["workers"]:
+            name = str(row.get("id"))
+            before = rows.get(name, {})
+            sums = {key: (number(before.get(key)) or 0) + (number(row.get(key)) or 0) for key in _OF_A_WORKER}
+            whole = {key: int(value) if key != "usd" else value for key, value in sums.items()}
+            rows[name] = {**row, **whole}
+    return [rows[name] for name in sorted(rows)]

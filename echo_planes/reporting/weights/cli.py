@@ -1,0 +1,223 @@
+"""`python -m echo_planes.weights inspect|verify|diff|sparsity`: a person's look into stored weights."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from echo_planes.config.files import KIB, read_text, user_path
+from echo_planes.errors import DataError, EchoPlanesError, UserError
+from echo_planes.reporting.weights import tables
+from echo_planes.reporting.weights.differences import tensor_differences
+from echo_planes.reporting.weights.run_sparsity import learning_rate_of
+from echo_planes.reporting.weights.sparsity import sparsity_table
+from echo_planes.weights.digest import state_digest
+from echo_planes.weights.store.objects import Objects, check_store, open_objects
+from echo_planes.weights.store.paths import Entry
+from echo_planes.weights.store.reading import PUBLIC_KEY, PUBLICATIONS, Store, read_public_key
+from echo_planes.weights.store.replay import State, rebuild, replay
+from echo_planes.weights.tensor_files import SUFFIX, load_tensors
+from echo_planes.weights.wire.limits import relay_limits
+from echo_planes.weights.wire.manifest import SignedManifest, SignedSegment
+from echo_planes.weights.wire.signing import KEY_BYTES, Verifier
+from echo_planes.weights.wire.transfer import Verifies
+
+DIFFERENT = PROBLEM = 1  # exit statuses, beside 0 for all well and 2 for a person's mistake
+_LIMITS = relay_limits(2**42)
+_PLACES = "a store (folder, s3://bucket/prefix, or a run's folder) or a safetensors file or model folder"
+_EPILOG = """STORE is a store's folder, s3://bucket/prefix or a run's folder; FILE a safetensors file or a
+model folder. STORE@7 is version 7 of a store, STORE@L0:7 that of lineage L0. Exit status: 0 all well, 1 a
+problem or a difference was found, 2 it could not be tried."""
+
+
+class _Unchecked:
+    """Believes every signature: for looking, not for trusting."""
+
+    def check_segment(self, signed: SignedSegment) -> None:
+        pass
+
+    def check_manifest(self, signed: SignedManifest) -> None:
+        pass
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status. A mistake is one line on stderr, never a traceback."""
+    parser = argparse.ArgumentParser(prog="python -m echo_planes.weights", epilog=_EPILOG)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, what in (
+        ("inspect", "what is there: publications of a STORE, or tensors of a FILE"),
+        ("verify", "check signatures and hashes, and rebuild every version of a STORE"),
+        ("sparsity", "how many weights change in 1, 2, 4 and 8 versions, per layer"),
+    ):
+        command = commands.add_parser(name, help=what, description=what)
+        command.add_argument("path", metavar="PATH", help=_PLACES)
+        if name == "verify":
+            command.add_argument("--key", help=f"public key: {2 * KEY_BYTES} hex digits, or a file with them")
+        if name == "sparsity":
+            command.add_argument("--lr", type=float, help="learning rate, for the share to be expected")
+    command = commands.add_parser("diff", help="compare two states", description="compare two states")
+    command.add_argument("a", metavar="A", help="FILE, or STORE@VERSION")
+    command.add_argument("b", metavar="B", help="FILE, or STORE@VERSION")
+    options = parser.parse_args(arguments)
+    try:
+        status = _run(options)
+        sys.stdout.flush()
+        return status
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    except EchoPlanesError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return PROBLEM
+    except BrokenPipeError:  # `... | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.command == "diff":
+        return _diff(options.a, options.b)
+    if options.command == "verify":
+        return _verify(options.path, options.key)
+    if options.command == "sparsity":
+        return _sparsity(options.path, options.lr)
+    return _inspect(options.path)
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+def _inspect(path: str) -> int:
+    found = _find_store(path)
+    if found is None:
+        tensors = load_tensors(_existing(path))
+        print(tables.of_tensors(tensors))
+        print(f"state digest {state_digest(tensors)}")
+        return 0
+    place, only = found
+    store = Store(open_objects(place), _own_verifier(open_objects(place)), _LIMITS)
+    entries = _chosen(store, only)
+    print(tables.of_publications(entries))
+    for name, reason in sorted(store.bad.items()):
+        print(f"unusable: {name}: {reason}")
+    return PROBLEM if store.bad else 0
+
+
+def _verify(path: str, key: str | None) -> int:
+    found = _find_store(path)
+    if found is None:
+        raise DataError(f"{path} is no store: only stores are signed; `inspect` shows a file's digest")
+    place, only = found
+    objects = open_objects(place)
+    if key is None and not objects.exists(PUBLIC_KEY):
+        raise DataError(f"{place} has no {PUBLIC_KEY}: give the learner's with --key")
+    public = _read_key(key) if key is not None else read_public_key(objects)
+    print(f"key {public.hex()}" + ("" if key is not None else " (the store's own: --key checks whose it is)"))
+    store = Store(objects, Verifier(public), _LIMITS)
+    entries = _chosen(store, None)
+    num_bad = num_good = 0
+    for replayed in replay(store, entries):
+        if only is None or replayed.entry.name == only:
+            verdict = "FAILED" if replayed.problem else "ok    "
+            print(f"{verdict} {replayed.entry.name} {replayed.problem}".rstrip())
+            num_bad += bool(replayed.problem)
+            num_good += not replayed.problem
+    seen = {entry.name for entry in entries}
+    for name, reason in sorted(store.bad.items()):
+        if name not in seen and only in (None, name):
+            print(f"FAILED {name} {reason}")
+            num_bad += 1
+    print(f"{num_good} publications verified: signatures, hashes and state digests; {num_bad} failed")
+    return PROBLEM if num_bad else 0
+
+
+def _diff(a: str, b: str) -> int:
+    rows = tensor_differences(_state(a), _state(b))
+    print(tables.of_differences(rows))
+    return DIFFERENT if any(row.num_changed for row in rows) else 0
+
+
+def _sparsity(path: str, learning_rate: float | None) -> int:
+    found = _find_store(path)
+    if found is None:
+        raise DataError(f"{path} is no store; sparsity compares the versions of one")
+    if learning_rate is None:
+        learning_rate = learning_rate_of(Path(path))
+    objects = open_objects(found[0])
+    rows = sparsity_table(Store(objects, _own_verifier(objects), _LIMITS), learning_rate)
+    print(tables.of_sparsity(rows, learning_rate))
+    return 0
+
+
+# --- what the arguments mean ---------------------------------------------------------------------
+
+
+def _find_store(path: str) -> tuple[str, str | None] | None:
+    """(place of the store, the one publication meant or None), or None where `path` is no store."""
+    if "://" in path:
+        check_store(path, writes=False)
+        return path, None
+    folder = user_path(path)
+    if folder.parent.name == PUBLICATIONS and folder.is_dir():
+        return str(folder.parent.parent), folder.name
+    for place in (folder, folder / "weights"):
+        if (place / PUBLICATIONS).is_dir():
+            return str(place), None
+    return None
+
+
+def _existing(path: str) -> Path:
+    found = user_path(path)
+    if not found.exists():
+        raise DataError(f"{path} does not exist; give {_PLACES}")
+    if found.is_file() and found.suffix != SUFFIX:
+        raise DataError(f"{path} is neither a store nor a {SUFFIX} file; give {_PLACES}")
+    return found
+
+
+def _chosen(store: Store, only: str | None) -> list[Entry]:
+    entries = [entry for entry in store.index() if only in (None, entry.name)]
+    if not entries and not store.bad:
+        raise DataError("the store has no publication that is complete")
+    return entries
+
+
+def _state(text: str) -> State:
+    """The state that FILE or STORE@VERSION names."""
+    place, mark, version = text.rpartition("@")
+    if not mark or user_path(text).exists():
+        if _find_store(text):
+            raise DataError(f"{text} is a store: say which version, as {text}@7")
+        return load_tensors(_existing(text))
+    found = _find_store(place)
+    if found is None:
+        raise DataError(f"{place} is no store; give FILE or STORE@VERSION")
+    objects = open_objects(found[0])
+    store = Store(objects, _own_verifier(objects), _LIMITS)
+    lineage, _, digits = version.rpartition(":")
+    if not digits.isdigit():
+        raise DataError(f"{text}: {version!r} is no version; write STORE@7 or STORE@L0:7")
+    if not lineage:
+        lineage = max(_chosen(store, None), key=lambda entry: entry.sequence).manifest.lineage
+    return rebuild(store, lineage, int(digits))
+
+
+def _own_verifier(objects: Objects) -> Verifies:
+    """By the key that the store itself names; a store without one is shown as it is."""
+    return Verifier(read_public_key(objects)) if objects.exists(PUBLIC_KEY) else _Unchecked()
+
+
+def _read_key(text: str) -> bytes:
+    """A public key given as hex digits, or as a file with them."""
+    file = user_path(text)
+    try:
+        digits = read_text(file, KIB).strip() if os.path.exists(file) else text
+        public = bytes.fromhex(digits)
+    except ValueError:
+        public = b""
+    if len(public) != KEY_BYTES:
+        raise DataError(f"--key {text}: neither {2 * KEY_BYTES} hex digits nor a file with them")
+    return public

@@ -1,0 +1,103 @@
+"""The samples of one prompt, played and scored."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from echo_planes.errors import RunError
+from echo_planes.rollout.engine import Engine
+from echo_planes.rollout.group_policy import GroupPolicy
+from echo_planes.rollout.scoring import Scorer
+from echo_planes.rollout.sources import Task
+from echo_planes.types import Draft, Draw, Episode, Group, Prompt, Reward, RewardFailure, Sample, Trajectory
+
+
+class Player:
+    """Plays groups of a task on an engine.
+
+    Args:
+        worker_id, lineage: what its trajectories carry.
+        engine: the inference engine.
+        task: the task adapter.
+        scorer: the task's rewards.
+        max_new_tokens: of one call of the policy.
+    """
+
+    def __init__(
+        self, worker_id: str, lineage: str, engine: Engine, task: Task, scorer: Scorer, max_new_tokens: int
+    ) -> None:
+        self._id = worker_id
+        self._lineage = lineage
+        self._engine = engine
+        self._task = task
+        self._scorer = scorer
+        self._max_new_tokens = max_new_tokens
+
+    async def group(
+        self,
+        group_id: str,
+        prompt: Prompt,
+        num_samples: int,
+        on_piece: Callable[[int, tuple[int, ...], Sample], None],
+        on_sampled: Callable[[], None],
+        drafts: Sequence[Draft] = (),
+        draw: Draw | None = None,
+    ) -> Group:
+        """All samples of one prompt, scored. A failed rollout is a status on every sample of the group, a
+        failed reward on its own. `draw`: None, as for training."""
+        policy = GroupPolicy(self._engine, self._max_new_tokens, on_piece, drafts, draw)
+        error = ""
+        scored: list[tuple[Episode, Reward | RewardFailure]] = []
+        plays = [asyncio.ensure_future(self._task.rollout(prompt, policy)) for _ in range(num_samples)]
+        try:
+            episodes = await asyncio.gather(*plays)
+            on_sampled()
+            scored = list(zip(episodes, await self._scorer.score(prompt, episodes), strict=True))
+        except RunError:
+            raise  # the engine hangs or died: this worker must be replaced
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            error = f"prompt {prompt.index}: the task cancelled its own rollout"  # nobody cancelled us
+        except Exception as why:  # noqa: BLE001  a user's adapter may raise anything; it becomes a counted status
+            error = f"{type(why).__name__} in prompt {prompt.index}: {why}"
+        finally:
+            for play in plays:
+                play.cancel()
+            policy.close()
+        if error:
+            nothing = Episode((), (), (), (), "abort")
+            scored = [(nothing, RewardFailure("failed", error))] * num_samples
+        members = [
+            self._trajectory(f"{group_id}/{i}", group_id, prompt, episode, outcome)
+            for i, (episode, outcome) in enumerate(scored)
+        ]
+        return Group(group_id, tuple(members))
+
+    def _trajectory(
+        self,
+        trajectory_id: str,
+        group_id: str,
+        prompt: Prompt,
+        episode: Episode,
+        outcome: Reward | RewardFailure,
+    ) -> Trajectory:
+        failure = outcome if isinstance(outcome, RewardFailure) else None
+        error = failure.error if failure else ""
+        if failure and failure.status != "failed":
+            error = f"the reward of prompt {prompt.index}: {error}"
+        reward = Reward(0.0, False) if isinstance(outcome, RewardFailure) else outcome
+        return Trajectory(
+            trajectory_id=trajectory_id,
+            group_id=group_id,
+            prompt=prompt,
+            episode=replace(episode, notes=reward.notes or episode.notes),
+            reward=replace(reward, notes=""),
+            worker_id=self._id,
+            lineage=self._lineage,
+            status=failure.status if failure else "ok",
+            error=error,
+        )

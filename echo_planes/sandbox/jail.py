@@ -1,0 +1,198 @@
+"""What a program is started in.
+
+`bwrap_command` is bubblewrap's command line; `enter` turns a forked child into the program: control group,
+rlimits, uid, and either bubblewrap or Landlock with seccomp. It returns only by raising.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import resource
+import signal
+import stat
+import struct
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from echo_planes.cluster.process import die_with_parent
+from echo_planes.sandbox import landlock, seccomp
+from echo_planes.sandbox.cgroups import Group
+from echo_planes.sandbox.model import MAIN, Limits, Plan, SandboxError, Tier
+
+WORK = "/tmp"  # the scratch folder, inside
+SYSTEM = ("/usr", "/lib", "/lib64", "/bin")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+MAX_FILES_OPEN = 256
+OWN_TASKS: dict[Tier, int] = {"namespaces": 1, "landlock": 0}  # bubblewrap beside the program
+PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 22, 38
+SECCOMP_MODE_FILTER = 2
+# No site-packages, no compiled files written. Not -I, which would also ignore PYTHONHASHSEED.
+PYTHON = ("-s", "-S", "-B")
+
+
+@dataclass(frozen=True)
+class Descriptors:
+    """Open files handed to a child.
+
+    Args:
+        stdin, stdout, stderr: the program's.
+        files: what lies in its scratch folder, by name (namespaces only).
+        filter: the seccomp program (namespaces only).
+        status: where bubblewrap says that the program started and ended (namespaces only).
+    """
+
+    stdin: int
+    stdout: int
+    stderr: int
+    files: Mapping[str, int]
+    filter: int
+    status: int
+
+
+def environment(work: str) -> dict[str, str]:
+    """All of a program's environment. The order of sets is fixed, so that a verdict can be repeated."""
+    return {"PATH": "/usr/bin", "LANG": "C.UTF-8", "HOME": work, "TMPDIR": work, "PYTHONHASHSEED": "0"}
+
+
+def bwrap_command(
+    bwrap: str, plan: Plan, limits: Limits, links: Mapping[str, str], given: Descriptors
+) -> list[str]:
+    """bubblewrap's arguments: everything unshared, nothing mounted but the system's programs, read only.
+
+    No /proc and no /dev/shm; a file system of `scratch_bytes` in memory, which goes with the namespace. The
+    program is process 1 of its namespace: when it ends, all that it started ends.
+
+    Args:
+        links: of `SYSTEM`, what is a link here, with its target; what is neither is left out.
+    """
+    command = [bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--as-pid-1"]
+    command += ["--cap-drop", "ALL", "--die-with-parent", "--new-session", "--hostname", "sandbox"]
+    for path in SYSTEM:
+        if links.get(path):
+            command += ["--symlink", links[path], path]
+        elif path in links:
+            command += ["--ro-bind", path, path]
+    if not plan.prefix.startswith("/usr/"):
+        command += ["--ro-bind", plan.prefix, plan.prefix]
+    for device in DEVICES:
+        command += ["--dev-bind", device, device]
+    command += ["--size", str(limits.scratch_bytes), "--tmpfs", WORK]
+    for name, descriptor in given.files.items():
+        command += ["--file", str(descriptor), f"{WORK}/{name}"]
+    command += ["--chdir", WORK, "--remount-ro", "/"]
+    command += ["--seccomp", str(given.filter), "--json-status-fd", str(given.status)]
+    return [*command, "--", plan.interpreter, *PYTHON, f"{WORK}/{MAIN}"]
+
+
+def system_links() -> dict[str, str]:
+    """Which of `SYSTEM` exist here: "" for a folder, the target for a link."""
+    found = {}
+    for path in SYSTEM:
+        if os.path.islink(path):
+            found[path] = os.readlink(path)
+        elif os.path.isdir(path):
+            found[path] = ""
+    return found
+
+
+def readable_by_others(path: Path) -> bool:
+    """Whether any user may reach and read this."""
+    if not all(parent.stat().st_mode & stat.S_IXOTH for parent in path.parents):
+        return False
+    return bool(path.stat().st_mode & stat.S_IROTH)
+
+
+def interpreter(uid: int | None) -> tuple[str, str]:
+    """Python for the programs, and the folder it lives in: this one, else the system's.
+
+    Raises:
+        SandboxError: neither can be read by the programs' user.
+    """
+    own = Path(os.path.realpath(sys.executable))
+    for python, prefix in ((own, Path(sys.base_prefix).resolve()), (Path("/usr/bin/python3"), Path("/usr"))):
+        if prefix == prefix.parent or not python.exists():  # never show the whole disk
+            continue
+        if uid is None or (readable_by_others(python) and readable_by_others(prefix)):
+            return str(python), f"{prefix}/"
+    raise SandboxError(
+        f"the sandbox's user cannot read {own}, which lies in a private folder: install /usr/bin/python3"
+    )
+
+
+def rlimits(plan: Plan, limits: Limits) -> dict[int, int]:
+    """Limits of each process, as resource -> value."""
+    values = {
+        # 1, not 0: the kernel hands a core to a pipe in core_pattern for every other value.
+        resource.RLIMIT_CORE: 1,
+        # With a cgroup the warden counts, exactly, and for all processes: then this is only a second line.
+        resource.RLIMIT_CPU: math.ceil(limits.cpu_s) * (2 if plan.cgroup else 1),
+        resource.RLIMIT_FSIZE: limits.scratch_bytes,
+        resource.RLIMIT_NOFILE: MAX_FILES_OPEN,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+    }
+    if plan.uid is not None:  # counts all processes of a user, so it must have no others
+        values[resource.RLIMIT_NPROC] = limits.max_processes + OWN_TASKS[plan.tier]
+    if not plan.cgroup:
+        values[resource.RLIMIT_AS] = limits.memory_bytes
+    return values
+
+
+def enter(
+    plan: Plan, limits: Limits, group: Group | None, scratch: str, command: list[str], given: Descriptors
+) -> None:
+    """In a forked child: become the program. Every step must succeed, else nothing runs.
+
+    Raises:
+        OSError, SandboxError: a step failed. The caller must exit.
+    """
+    warden = os.getppid()
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
+    if group is not None:
+        group.enter()
+    Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, the program goes first
+    for kind, value in rlimits(plan, limits).items():
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+    if plan.uid is not None:
+        os.setgroups([])
+        os.setresgid(plan.uid, plan.uid, plan.uid)
+        os.setresuid(plan.uid, plan.uid, plan.uid)
+    if 0 in os.getresuid():
+        raise SandboxError("programs would run as root: run as another user, or with the right to set uids")
+    os.umask(0o077)
+    for standard, descriptor in enumerate((given.stdin, given.stdout, given.stderr)):
+        os.dup2(descriptor, standard)
+    if plan.tier == "namespaces":
+        for descriptor in (*given.files.values(), given.filter, given.status):
+            os.set_inheritable(descriptor, True)
+        os.execve(command[0], command, environment(WORK))
+    die_with_parent()
+    if os.getppid() != warden:
+        raise SandboxError("the warden has died")
+    os.chdir(scratch)
+    _restrict(plan, scratch)
+    os.execve(plan.interpreter, [plan.interpreter, *PYTHON, MAIN], environment(scratch))
+
+
+def _restrict(plan: Plan, scratch: str) -> None:
+    """Landlock and seccomp, for good."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
+    rights = {path: landlock.READ for path in (*SYSTEM, plan.prefix) if os.path.isdir(path)}
+    rights |= dict.fromkeys(DEVICES, landlock.DEVICE)
+    landlock.restrict(rights | {scratch: landlock.SCRATCH})
+    code = seccomp.program(plan.tier, plan.tasks, os.getpid())
+    array = ctypes.create_string_buffer(code, len(code))
+    count = len(code) // struct.calcsize("<HBBI")
+    header = struct.pack("HxxxxxxP", count, ctypes.addressof(array))  # struct sock_fprog
+    if libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_SECCOMP)")

@@ -1,0 +1,376 @@
+"""`SandboxPool`: programs in, outcomes out, a fixed number at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from echo_planes.sandbox import probe, wire
+from echo_planes.sandbox.model import (
+    Limits,
+    Outcome,
+    Program,
+    SandboxError,
+    Tier,
+    oversize,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+# -I -S: the warden starts in milliseconds and imports nothing but this package.
+BOOT = (
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); "
+    "from echo_planes.sandbox.warden import main; main(sys.argv[1:])"
+)
+TIERS: tuple[Tier, ...] = ("namespaces", "landlock")
+START_LIMIT_S = 60.0  # an interpreter on a busy machine
+GRACE_S = 30.0  # after a program's wall time, for a busy machine to clear up
+CLOSE_LIMIT_S = 20.0
+PROBES = 5  # tries of each
+LINGER_S = 1.0  # for the second of two joined programs, once the first has ended
+CURE = (
+    "install bubblewrap and allow user namespaces (in Docker: --security-opt seccomp=unconfined "
+    "--security-opt apparmor=unconfined), or use Linux 6.2 or newer with Landlock"
+)
+
+
+class Slot:
+    """A warden and the pipe to it. One program at a time."""
+
+    def __init__(self, tier: Tier, limits: Limits, name: str) -> None:
+        self._tier = tier
+        self._limits = limits
+        self._name = name
+        self._process: asyncio.subprocess.Process | None = None
+        self._handed: socket.socket | None = None  # pipe ends for joined programs go through it
+        self.facts: dict[str, Any] = {}
+
+    @property
+    def pid(self) -> int:
+        """The warden's process id; 0 when there is none."""
+        return self._process.pid if self._process else 0
+
+    async def start(self) -> None:
+        """Start the warden.
+
+        Raises:
+            SandboxError: this tier cannot be built here, or the warden did not answer.
+        """
+        bwrap = shutil.which("bwrap") or ""
+        self._handed, handed = socket.socketpair()
+        with handed:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", "-c", BOOT, str(ROOT)),
+                *(self._tier, json.dumps(asdict(self._limits)), bwrap, self._name, str(os.getpid())),
+                str(handed.fileno()),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                pass_fds=(handed.fileno(),),
+                # Whoever kills our group would kill it before it has taken its control group down.
+                start_new_session=True,
+            )
+        self.facts = await self._reply(START_LIMIT_S)
+
+    async def run(self, program: Program, joined: tuple[int, int] | None = None) -> Outcome:
+        """Run a program; a warden that died is replaced first.
+
+        Args:
+            joined: pipe ends for its standard input and output; closed here.
+        """
+        try:
+            if self._process is None:
+                await self.start()
+            if joined and self._handed is not None:
+                socket.send_fds(self._handed, [b"\0"], joined)
+        except OSError as error:
+            await self.kill()
+            raise SandboxError(
+                f"the sandbox's warden {self._name} failed ({error}); it is replaced"
+            ) from error
+        finally:
+            for descriptor in joined or ():
+                os.close(descriptor)
+        request = {"source": program.source, "stdin": program.stdin, "files": dict(program.files)}
+        self._send(request | {"is_joined": joined is not None})
+        return Outcome(**await self._reply(self._limits.wall_s + GRACE_S))
+
+    def cancel(self) -> None:
+        """End the program that runs; its outcome still comes."""
+        self._send({"cancel": True})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.write(wire.encode(message))
+
+    async def _reply(self, limit_s: float) -> dict[str, Any]:
+        """The next frame. Whatever goes wrong with the warden, it is gone afterwards."""
+        try:
+            async with asyncio.timeout(limit_s):
+                reply = await self._frame()
+        except (TimeoutError, asyncio.IncompleteReadError, SandboxError) as error:
+            await self.kill()
+            raise SandboxError(
+                f"the sandbox's warden {self._name} failed ({type(error).__name__}: {error}); it is replaced"
+            ) from error
+        if "error" in reply:
+            raise SandboxError(str(reply["error"]))
+        return reply
+
+    async def _frame(self) -> dict[str, Any]:
+        if self._process is None or self._process.stdout is None:
+            raise SandboxError("it was closed")
+        (size,) = wire.LENGTH.unpack(await self._process.stdout.readexactly(wire.LENGTH.size))
+        if size > wire.max_reply_bytes(self._limits):
+            raise SandboxError(f"a reply of {size} bytes")
+        reply: dict[str, Any] = json.loads(await self._process.stdout.readexactly(size))
+        return reply
+
+    async def close(self) -> None:
+        """End the warden; it ends and clears up what it started."""
+        if self._process is None or self._process.stdin is None:
+            return
+        self._process.stdin.close()
+        try:
+            async with asyncio.timeout(CLOSE_LIMIT_S):
+                await self._process.wait()
+        except TimeoutError:
+            await self.kill()
+        await self._clear()
+
+    async def kill(self) -> None:
+        """End a warden that does not answer, and clear up in its place."""
+        if self._process is None:
+            return
+        if self._process.returncode is None:
+            # Not Process.kill(): it collects a process that has just died, and asyncio then waits in vain.
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
+        await self._clear()
+
+    async def _clear(self) -> None:
+        """Remove what a warden that is gone may have left."""
+        self._process = None
+        if self._handed is not None:
+            self._handed.close()
+            self._handed = None
+        for folder in map(Path, self.facts.get("folders", [])):
+            await _empty(folder)
+        if self.facts.get("scratch"):
+            shutil.rmtree(self.facts["scratch"], ignore_errors=True)
+
+
+async def _empty(group: Path) -> None:
+    """Kill what is left in a control group, and remove it."""
+    for _ in range(1000):
+        try:
+            for pid in (group / "cgroup.procs").read_text().split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            group.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError:  # not empty yet
+            await asyncio.sleep(0.01)
+        else:
+            return
+    raise SandboxError(f"the control group {group} does not become empty: remove it by hand")
+
+
+async def in_time(run: Callable[[Program], Awaitable[Outcome]], program: Program) -> Outcome:
+    """The outcome of a probe. One that ran out of time says nothing of the walls, where the machine stood
+    still for seconds: it is tried again, `PROBES` times in all.
+    """
+    for _ in range(PROBES - 1):
+        outcome = await run(program)
+        if outcome.status != "timeout":
+            return outcome
+    return await run(program)
+
+
+class SandboxPool:
+    """Runs model-written Python programs behind walls that were tried first.
+
+    Starts at the first use, or by `start()`, or as an async context manager. Belongs to one event loop.
+
+    Args:
+        num_slots: programs that run at the same time; others wait for a slot.
+        limits: what each program may use.
+
+    Raises (at start):
+        SandboxError: no protection can be had on this machine; the message says why and what to do.
+    """
+
+    def __init__(self, num_slots: int, limits: Limits | None = None) -> None:
+        if num_slots < 1:
+            raise SandboxError(f"num_slots={num_slots}: a sandbox needs at least one slot")
+        self.limits = limits or Limits()
+        self._num_slots = num_slots
+        self._slots: list[Slot] = []
+        self._free: asyncio.Queue[Slot] = asyncio.Queue()
+        self._starting = asyncio.Lock()
+        self._pairing = asyncio.Lock()  # who waits for two slots must not wait for who waits for two
+        self._ending: set[asyncio.Task[Outcome]] = set()
+        self._protection = ""
+        self._closed = False
+
+    @property
+    def protection(self) -> str:
+        """What protects this machine, in words; "" before the start."""
+        return self._protection
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Find a tier whose walls stand, and open all slots in it. Does nothing the second time."""
+        async with self._starting:
+            if self._closed:
+                raise SandboxError("this sandbox pool was closed: make another")
+            if self._slots:
+                return
+            reasons = []
+            for tier in TIERS:
+                try:
+                    await self._open(tier)
+                except SandboxError as error:
+                    reasons.append(f"{tier}: {error}")
+                else:
+                    return
+            raise SandboxError(f"no sandbox for model-written programs here: {'; '.join(reasons)}. {CURE}")
+
+    async def _open(self, tier: Tier) -> None:
+        name = f"echo-planes-sandbox-{os.getpid()}-{id(self):x}"
+        slots = [Slot(tier, self.limits, f"{name}-{number}") for number in range(self._num_slots)]
+        try:
+            await slots[0].start()
+            await self._probe(slots[0])
+            await asyncio.gather(*(slot.start() for slot in slots[1:]))
+        except BaseException:
+            await asyncio.gather(*(slot.close() for slot in slots))
+            raise
+        for slot in slots:
+            self._free.put_nowait(slot)
+        self._protection = str(slots[0].facts["protection"])
+        self._slots = slots
+
+    async def _probe(self, slot: Slot) -> None:
+        """Raises SandboxError if the walls around this slot do not stand."""
+        with probe.Canary() as canary:
+            report = await in_time(slot.run, canary.program(self.limits, slot.pid))
+            found = probe.holes(report, canary.nonce)
+            if found or not canary.untouched():
+                raise SandboxError(found or "a program changed a file outside")
+        found = probe.memory_hole(await in_time(slot.run, Program(probe.MEMORY_HOG)))
+        if found:
+            raise SandboxError(found)
+
+    async def run(self, program: Program) -> Outcome:
+        """Run one program when a slot is free. Cancelling ends the program.
+
+        Raises:
+            SandboxError: no protection, or what protects broke. It is not the program's fault.
+        """
+        await self.start()
+        if reason := oversize(program, self.limits):
+            return Outcome("failed", None, "", reason, 0.0)
+        slot = await self._take()
+        task = self._begin(slot, program)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            _abandon(slot, task)
+            raise
+
+    async def run_joined(self, first: Program, second: Program) -> tuple[Outcome, Outcome]:
+        """Run two programs side by side, each one's standard output the other's standard input.
+
+        They share nothing else. Neither has its `stdin`, nor tells its `stdout`. The second is ended
+        `LINGER_S` after the first. Cancelling ends both.
+
+        Raises:
+            SandboxError: as `run`; or the pool has one slot only.
+        """
+        await self.start()
+        if self._num_slots < 2:
+            raise SandboxError("num_slots=1: two programs side by side need two slots")
+        if reason := oversize(first, self.limits) or oversize(second, self.limits):
+            refused = Outcome("failed", None, "", reason, 0.0)
+            return refused, refused
+        async with self._pairing:
+            slot = await self._take()
+            try:
+                other = await self._take()
+            except BaseException:
+                self._free.put_nowait(slot)
+                raise
+        forth, back = os.pipe(), os.pipe()
+        task = self._begin(slot, first, (back[0], forth[1]))
+        later = self._begin(other, second, (forth[0], back[1]))
+        try:
+            outcome = await asyncio.shield(task)
+            await asyncio.wait([later], timeout=LINGER_S)
+            if not later.done():
+                other.cancel()
+            return outcome, await asyncio.shield(later)
+        except BaseException:
+            _abandon(slot, task)
+            _abandon(other, later)
+            raise
+
+    async def _take(self) -> Slot:
+        """A slot, when one is free."""
+        slot = await self._free.get()
+        if self._closed:
+            self._free.put_nowait(slot)  # for the next who waits
+            raise SandboxError("this sandbox pool was closed while programs waited for a slot")
+        return slot
+
+    def _begin(
+        self, slot: Slot, program: Program, joined: tuple[int, int] | None = None
+    ) -> asyncio.Task[Outcome]:
+        # A task of its own: a slot comes back when nothing of the program is left, not when nobody waits.
+        task = asyncio.create_task(slot.run(program, joined))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        task.add_done_callback(lambda _: self._free.put_nowait(slot))
+        return task
+
+    async def close(self) -> None:
+        """End what runs, wait until nothing of it is left, and give back uids, groups and folders."""
+        async with self._starting:
+            self._closed = True
+            for slot in self._slots:
+                slot.cancel()
+            await asyncio.gather(*self._ending, return_exceptions=True)
+            await asyncio.gather(*(slot.close() for slot in self._slots))
+            self._slots = []
+
+
+def _abandon(slot: Slot, task: asyncio.Task[Outcome]) -> None:
+    """Nobody waits for this program any more: end it."""
+    if not task.done():
+        slot.cancel()
+    task.add_done_callback(_retrieve)
+
+
+def _retrieve(task: asyncio.Task[Outcome]) -> None:
+    """An error of its warden concerns nobody."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,388 @@
+"""One slot's own process: starts a program at a time, watches it, ends it and clears up after it.
+
+It is small, so that forking it is cheap, and it stays outside the walls. It ends, and clears up, when its
+parent closes the pipe or dies. Whatever a program starts becomes the warden's to reap (a subreaper), so
+"no children left" means that nothing of the program is left.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from echo_planes.sandbox import cgroups, jail, landlock, seccomp, users, wire
+from echo_planes.sandbox.model import (
+    MAIN,
+    Limits,
+    Outcome,
+    Plan,
+    SandboxError,
+    Tier,
+    describe,
+    tasks_allowed,
+)
+from echo_planes.sandbox.verdict import Cause, Observed, decide
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+LOOK_S = 0.02  # how often processor time and scratch space are looked at
+GONE_LIMIT_S = 10.0  # killed processes that are not gone by then never go
+READ_BYTES = 1 << 16
+CONTROL, REPLIES = 0, 1
+MAX_SCRATCH_FILES = 4096
+SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+
+
+class Stop(Exception):
+    """The parent is gone, or asks us to end."""
+
+
+@dataclass
+class Run:
+    """A program that is running."""
+
+    pid: int
+    pipes: dict[int, bytearray]
+    status: int
+    failure: int
+    begun_s: float
+    cause: Cause | None = None
+    wait_status: int | None = None
+    cpu_s: float = 0.0
+    said: bytes = b""
+    outputs: list[bytearray] = field(default_factory=list)
+
+
+class Warden:
+    """A slot: its uid, control group and scratch folder, made once.
+
+    Raises:
+        SandboxError: this tier cannot be built here.
+    """
+
+    def __init__(self, tier: Tier, limits: Limits, bwrap: str, name: str) -> None:
+        self.limits = limits
+        self._bwrap = bwrap
+        self._group: cgroups.Group | None = None
+        self._scratch = ""
+        if sys.platform != "linux" or os.uname().machine != "x86_64":
+            raise SandboxError(f"the sandbox knows Linux on x86-64 only, not {os.uname().machine}")
+        if tier == "namespaces" and not bwrap:
+            raise SandboxError("bwrap is not installed (apt install bubblewrap)")
+        if tier == "landlock" and landlock.abi() < landlock.MIN_ABI:
+            raise SandboxError(f"Landlock ABI {landlock.abi()}, {landlock.MIN_ABI} is needed (Linux 6.2)")
+        uid = None
+        if os.geteuid() == 0:
+            uid, self._uid_claim = users.claim_uid()
+        python, prefix = jail.interpreter(uid)
+        self._links = jail.system_links()
+        if tier == "landlock":
+            self._scratch = tempfile.mkdtemp(prefix="echo-planes-sandbox-")
+            if uid is not None:
+                os.chown(self._scratch, uid, uid)
+        self._group = cgroups.find(
+            Path("/proc/self/mountinfo").read_text(),
+            Path("/proc/self/cgroup").read_text(),
+            name,
+            limits.memory_bytes,
+            limits.max_processes + jail.OWN_TASKS[tier],
+        )
+        version = self._group.version if self._group else ""
+        tasks = tasks_allowed(tier, uid is not None, bool(version))
+        self.plan = Plan(tier, tasks, python, prefix, uid, version)
+        # In its own namespace the program is process 1. Landlock's filter is made in the child.
+        self._filter = _file("filter", seccomp.program(tier, tasks, own_pid=1))
+
+    def facts(self) -> dict[str, Any]:
+        """What the pool must know, to tell the user and to clear up if we are killed."""
+        folders = list(self._group.folders.values()) if self._group else []
+        return {
+            "protection": describe(self.plan, self.limits),
+            "plan": asdict(self.plan),
+            "folders": [str(folder) for folder in folders],
+            "scratch": self._scratch,
+        }
+
+    def run(
+        self, source: str, stdin: str, files: dict[str, str], joined: tuple[int, int] | None = None
+    ) -> Outcome:
+        """Run one program to its end, and leave nothing of it.
+
+        Args:
+            joined: pipe ends that become its standard input and output, in the place of `stdin` and of what
+                the outcome tells; closed here.
+
+        Raises:
+            SandboxError: the walls could not be built around it; it did not run.
+            Stop: the parent is gone; nothing of the program is left.
+        """
+        files = files | {MAIN: source}
+        texts = {name: text.encode("utf-8", "surrogatepass") for name, text in files.items()}
+        oom_kills = self._group.oom_kills() if self._group else 0
+        cpu_s = self._cpu_s()
+        run = self._start(texts, stdin.encode("utf-8", "surrogatepass"), joined)
+        try:
+            self._watch(run, cpu_s)
+        finally:
+            self._end(run)
+            self._clear_scratch()
+        wall_s = time.monotonic() - run.begun_s
+        if self._group:
+            oom_kills = self._group.oom_kills() - oom_kills
+        run.cpu_s = max(run.cpu_s, self._cpu_s() - cpu_s)
+        stdout, stderr = (bytes(data).decode(errors="replace") for data in run.outputs)
+        self._check_started(run, stderr)
+        lines = stderr.rstrip().rsplit("\n", 1)
+        seen = Observed(run.cause, run.wait_status or 0, oom_kills, run.cpu_s, lines[-1])
+        status, code = decide(seen, self.plan, self.limits)
+        return Outcome(status, code, stdout, stderr, wall_s)
+
+    def _start(self, texts: dict[str, bytes], stdin: bytes, joined: tuple[int, int] | None) -> Run:
+        opened: list[int] = []
+
+        def keep(*descriptors: int) -> tuple[int, ...]:
+            opened.extend(descriptors)
+            return descriptors
+
+        inputs = keep(*joined) if joined else keep(_file("stdin", stdin))
+        if self.plan.tier == "namespaces":
+            files = {name: keep(_file(name, data))[0] for name, data in texts.items()}
+        else:
+            files = {}
+            self._fill_scratch(texts)
+        ends = [os.pipe() for _ in range(4)]  # stdout, stderr, bubblewrap's status, what failed before exec
+        writers = keep(*(writer for _, writer in ends))
+        os.lseek(self._filter, 0, os.SEEK_SET)
+        stdout = joined[1] if joined else writers[0]
+        given = jail.Descriptors(inputs[0], stdout, writers[1], files, self._filter, writers[2])
+        command = jail.bwrap_command(self._bwrap, self.plan, self.limits, self._links, given)
+        begun_s = time.monotonic()
+        pid = os.fork()
+        if pid == 0:
+            self._child(command, given, writers[3])
+        for descriptor in opened:
+            os.close(descriptor)
+        readers = [reader for reader, _ in ends]
+        for reader in readers:
+            os.set_blocking(reader, False)
+        pipes = {readers[0]: bytearray(), readers[1]: bytearray()}
+        return Run(pid, pipes, readers[2], readers[3], begun_s, outputs=list(pipes.values()))
+
+    def _child(self, command: list[str], given: jail.Descriptors, failure: int) -> NoReturn:
+        try:
+            jail.enter(self.plan, self.limits, self._group, self._scratch, command, given)
+        except BaseException as error:  # noqa: BLE001  # a fork must never run the parent's code on
+            os.write(failure, f"{type(error).__name__}: {error}".encode()[:READ_BYTES])
+        finally:
+            os._exit(1)
+
+    def _watch(self, run: Run, cpu_before_s: float) -> None:
+        """Until the program ends or has to: read its output, count what it uses, listen to the pool."""
+        ended = os.pidfd_open(run.pid)
+        try:
+            poll = select.poll()
+            for descriptor in (CONTROL, ended, *run.pipes):
+                poll.register(descriptor, select.POLLIN)
+            while run.cause is None:
+                left_s = run.begun_s + self.limits.wall_s - time.monotonic()
+                ready = {descriptor for descriptor, _ in poll.poll(max(0.0, min(left_s, LOOK_S)) * 1000)}
+                for descriptor in ready & run.pipes.keys():
+                    if not self._read(run, descriptor):
+                        poll.unregister(descriptor)
+                if CONTROL in ready:
+                    if wire.read_frame(CONTROL) is None:
+                        raise Stop
+                    run.cause = "cancelled"
+                if ended in ready:
+                    return
+                run.cause = run.cause or self._exceeded(left_s, self._cpu_s() - cpu_before_s)
+        finally:
+            os.close(ended)
+
+    def _exceeded(self, left_s: float, cpu_s: float) -> Cause | None:
+        if left_s <= 0:
+            return "wall"
+        if cpu_s >= self.limits.cpu_s:
+            return "cpu"
+        if self._scratch and self._scratch_full():
+            return "disk"
+        return None
+
+    def _read(self, run: Run, descriptor: int) -> bool:
+        """Take what one output has, up to the limit. False at its end."""
+        data = run.pipes[descriptor]
+        try:
+            part = os.read(descriptor, READ_BYTES)
+        except BlockingIOError:
+            return True
+        room = self.limits.output_bytes - len(data)
+        data += part[:room]
+        if len(part) > room:
+            run.cause = run.cause or "output"
+        return bool(part)
+
+    def _end(self, run: Run) -> None:
+        """Kill the program and all it started, wait until they are gone, take the rest of its output."""
+        deadline_s = time.monotonic() + GONE_LIMIT_S
+        while self._reap(run):
+            self._kill(run)
+            if time.monotonic() > deadline_s:
+                raise SandboxError(f"a program's processes do not end {GONE_LIMIT_S:.0f} s after SIGKILL")
+            time.sleep(0.001)
+        for descriptor in run.pipes:
+            while self._read(run, descriptor) and run.cause != "output":
+                pass
+        run.said, failed = _drain(run.status), _drain(run.failure)
+        for descriptor in (*run.pipes, run.status, run.failure):
+            os.close(descriptor)
+        if failed:
+            raise SandboxError(f"a program was not started: {failed.decode(errors='replace')}")
+
+    def _reap(self, run: Run) -> bool:
+        """Collect what has ended. Whether anything is left."""
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if pid == 0:
+                return True
+            run.cpu_s += usage.ru_utime + usage.ru_stime
+            if pid == run.pid:
+                run.wait_status = status
+
+    def _kill(self, run: Run) -> None:
+        if run.wait_status is None:
+            os.kill(run.pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
+        if self._group is not None:
+            self._group.kill()
+        elif self.plan.uid is not None:
+            users.kill_user(self.plan.uid)
+
+    def _check_started(self, run: Run, stderr: str) -> None:
+        """bubblewrap says when it has started the program; if not, it did not fail."""
+        if self.plan.tier == "namespaces" and run.cause is None and b"child-pid" not in run.said:
+            reason = stderr.strip().splitlines() or ["it was killed"]
+            raise SandboxError(f"bubblewrap could not build a sandbox: {reason[0][:200]}")
+
+    def _cpu_s(self) -> float:
+        used_s = self._group.cpu_s() if self._group else None
+        return 0.0 if used_s is None else used_s
+
+    def _fill_scratch(self, texts: dict[str, bytes]) -> None:
+        for name, data in texts.items():
+            path = Path(self._scratch, name)
+            path.write_bytes(data)
+            if self.plan.uid is not None:
+                os.chown(path, self.plan.uid, self.plan.uid)
+
+    def _scratch_full(self) -> bool:
+        used_bytes = 0
+        with os.scandir(self._scratch) as entries:
+            for count, entry in enumerate(entries):
+                with suppress(FileNotFoundError):  # the program has just removed it
+                    used_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
+                if count > MAX_SCRATCH_FILES or used_bytes > self.limits.scratch_bytes:
+                    return True
+        return False
+
+    def _clear_scratch(self) -> None:
+        """Programs can make nothing but plain files there (see `landlock.SCRATCH`)."""
+        if self._scratch:
+            with os.scandir(self._scratch) as entries:
+                for entry in entries:
+                    os.unlink(entry.path)
+
+    def close(self) -> None:
+        """Remove what the slot made."""
+        if self._group is not None:
+            self._group.remove()
+        if self._scratch:
+            shutil.rmtree(self._scratch)
+
+
+def _file(name: str, data: bytes) -> int:
+    """An anonymous file with these bytes, for reading."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    wire.write_all(descriptor, data)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+    return descriptor
+
+
+def _drain(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, READ_BYTES)
+    except BlockingIOError:
+        return b""
+
+
+def _hang_up(number: int, frame: object) -> None:
+    """On SIGTERM the pool's pipe seems closed: one way to end, at the points where that is looked for."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, CONTROL)
+    os.close(null)
+
+
+def serve(warden: Warden, handed: socket.socket) -> None:
+    """Answer requests until the parent closes the pipe.
+
+    Args:
+        handed: where the pipe ends of a joined program come, before its request.
+    """
+    wire.write_all(REPLIES, wire.encode(warden.facts()))
+    while (message := wire.read_frame(CONTROL)) is not None:
+        if "source" not in message:  # a cancellation that came after the end
+            continue
+        if message.pop("is_joined"):
+            _, (source, sink), _, _ = socket.recv_fds(handed, 1, 2, socket.MSG_CMSG_CLOEXEC)
+            message["joined"] = source, sink
+        try:
+            reply = asdict(warden.run(**message))
+        except SandboxError as error:
+            reply = {"error": str(error)}
+        wire.write_all(REPLIES, wire.encode(reply))
+
+
+def main(arguments: list[str]) -> None:
+    """Arguments: tier, limits as JSON, path of bwrap or "", name of the control group, parent's id, and the
+    socket that pipe ends come through.
+    """
+    tier, limits, bwrap, name, parent, handed = arguments
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGTERM, _hang_up)
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    warden = None
+    try:
+        if os.getppid() != int(parent):
+            raise Stop
+        kind: Tier = "namespaces" if tier == "namespaces" else "landlock"
+        warden = Warden(kind, Limits(**json.loads(limits)), bwrap, name)
+        with socket.socket(fileno=int(handed)) as descriptors:
+            descriptors.set_inheritable(False)
+            serve(warden, descriptors)
+    except SandboxError as error:
+        wire.write_all(REPLIES, wire.encode({"error": str(error)}))
+    except (Stop, BrokenPipeError):
+        pass
+    finally:
+        if warden is not None:
+            warden.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,72 @@
+"""What codecs turn weights into and back: changes of tensors, and segments of encoded bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from echo_planes.errors import WeightsError
+from echo_planes.types import ByteArray
+from echo_planes.weights.codec import writes
+from echo_planes.weights.digest import BitArray
+
+IndexArray = npt.NDArray[np.signedinteger[Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Change:
+    """New bits of part of one tensor."""
+
+    name: str
+    start: int  # the first flat element concerned
+    indices: IndexArray | None  # None: [start, start + len(values)); else flat positions, strictly rising
+    values: BitArray  # new bits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Applied:
+    """A change that was written, and the bits it replaced, at the same positions."""
+
+    change: Change
+    old: BitArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedSegment:
+    """The next bytes of a payload."""
+
+    payload: ByteArray  # by itself decodable; of `full`, the next bytes of one safetensors file
+    changed: Mapping[str, int]  # changed elements by tensor, of this segment
+
+
+def index_dtype(elements: int) -> str:
+    """The integer type that indexes a tensor of so many elements."""
+    return "int32" if elements < 2**31 else "int64"
+
+
+def apply(change: Change, bits: BitArray) -> None:
+    """Write a change into the flat bits of its tensor.
+
+    Raises:
+        WeightsError: it does not fit them; nothing was written.
+    """
+    where, num = change.indices, change.values.size
+    if where is None:
+        if change.start < 0 or change.start + num > bits.size or change.values.dtype != bits.dtype:
+            raise WeightsError(f"a change of tensor {change.name!r} lies outside its {bits.size} elements")
+        bits[change.start : change.start + num] = change.values
+        return
+    if where.size != num or change.values.dtype != bits.dtype:
+        raise WeightsError(f"a change of tensor {change.name!r} has {where.size} positions, {num} values")
+    if num and (where[0] < 0 or where[-1] >= bits.size or not writes.increasing(where)):
+        raise WeightsError(f"a change of tensor {change.name!r} has positions out of range or out of order")
+    writes.scatter(bits, where, change.values)
+
+
+def undo(applied: Applied, bits: BitArray) -> None:
+    """Put back what a change replaced. Changes are undone in the opposite order of their writing."""
+    apply(Change(applied.change.name, applied.change.start, applied.change.indices, applied.old), bits)

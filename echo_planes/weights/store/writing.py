@@ -1,0 +1,245 @@
+"""Publications kept for later: writing them, and removing what nobody needs any more.
+
+The order of writing is what makes a store safe to read at any moment: payload, headers, manifest, and READY
+last. The order of removing is the reverse.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from echo_planes.errors import ConfigError, WeightsError
+from echo_planes.types import Manifest
+from echo_planes.weights.store.objects import Objects, Piece, one_line
+from echo_planes.weights.store.paths import Entry
+from echo_planes.weights.store.reading import (
+    KEY_DIGITS,
+    MANIFEST,
+    OBJECTS,
+    PUBLIC_KEY,
+    PUBLICATIONS,
+    READY,
+    SEGMENTS,
+    Store,
+    check_signed,
+    folder_name,
+    object_name,
+    sequence_of,
+)
+from echo_planes.weights.store.retention import kept_entries
+from echo_planes.weights.wire.frames import manifest_to_json, segment_to_json
+from echo_planes.weights.wire.limits import TransferLimits
+from echo_planes.weights.wire.manifest import SignedManifest, SignedSegment, key_of
+from echo_planes.weights.wire.transfer import Verifies
+
+
+@dataclass(frozen=True, slots=True)
+class PutOutcome:
+    """Whether a publication is in the store now; if not, nothing of it is offered, and `reason` says why."""
+
+    stored: bool
+    reason: str = ""
+    entry: Entry | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PruneOutcome:
+    """What was removed: entries, and by `sweep` objects; `reason` says why the rest was not."""
+
+    removed: tuple[str, ...]
+    reason: str = ""
+
+
+class StoreWriter(Store):
+    """A store that this process alone writes. Several threads may; `prune` waits for none of them.
+
+    Args:
+        objects, verifier, limits: as for `Store`.
+        keep_patches, keep_anchors: as for `retention.kept_entries`.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        verifier: Verifies,
+        limits: TransferLimits,
+        *,
+        keep_patches: int = 100,
+        keep_anchors: int = 10,
+    ) -> None:
+        super().__init__(objects, verifier, limits)
+        if keep_patches < 1 or keep_anchors < 1:
+            raise ConfigError(
+                f"weights.keep_patches={keep_patches} and weights.keep_anchors={keep_anchors}: "
+                "both must be at least 1"
+            )
+        self._writable = objects
+        self._keep_patches = keep_patches
+        self._keep_anchors = keep_anchors
+        self._last_sequence = 0
+        self._being_written: list[str] = []  # objects that no entry names yet
+        self._blobs_lock = threading.Lock()  # patches without a change share an object
+
+    def claim(self, public: bytes) -> None:
+        """Say whose publications these are; call it once at start. `public`: Ed25519, 32 bytes.
+
+        Raises:
+            ConfigError: the store holds publications of another key: versions would get mixed up.
+            OSError, WeightsError: it cannot be read or written now.
+        """
+        if self._writable.exists(PUBLIC_KEY):
+            known = self._writable.read(PUBLIC_KEY, KEY_DIGITS + 1).decode("ascii", "replace").strip()
+            if known != public.hex():
+                raise ConfigError(
+                    f"weights.store belongs to another key ({known[:16]}..., this run has "
+                    f"{public.hex()[:16]}...): give another folder or prefix, or that run's weights.key_file"
+                )
+            return
+        self._writable.write(PUBLIC_KEY, [public.hex().encode()])
+
+    def put(
+        self, signed: SignedManifest, segments: Sequence[SignedSegment], payload: Iterable[Piece]
+    ) -> PutOutcome:
+        """Store one publication; one that is there already is left as it is.
+
+        Args:
+            signed: its manifest.
+            segments: its headers, in order.
+            payload: its bytes, in order, in pieces of any size; hashed on the way, and only stored whole
+                and undamaged. WeightsError and OSError raised by it are reasons, too.
+
+        Returns:
+            Whether it is there now. A failure changes nothing that the store offers.
+        """
+        try:
+            check_signed(signed, tuple(segments), self._verifier, self._limits)
+            for entry in self.index():
+                if entry.manifest == signed.manifest:
+                    return PutOutcome(True, "it was there already", entry)
+            return PutOutcome(True, entry=self._put(signed, segments, payload))
+        except (OSError, WeightsError) as error:
+            return PutOutcome(False, one_line(error))
+
+    def prune(self) -> PruneOutcome:
+        """Remove what `retention.kept_entries` does not keep. Never raises for the store's sake."""
+        removed: list[str] = []
+        try:
+            entries = self.index()
+            kept = kept_entries(entries, self._keep_patches, self._keep_anchors)
+            for entry in entries:
+                if entry.name not in kept:
+                    self._remove(entry)
+                    removed.append(entry.name)
+        except (OSError, WeightsError) as error:
+            return PruneOutcome(tuple(removed), one_line(error))
+        return PruneOutcome(tuple(removed))
+
+    def sweep(self) -> PruneOutcome:
+        """Remove what a writer that died left half-written; call it once at start, before the first `put`.
+
+        Payloads that no entry names are removed only if every entry could be read: an unreadable one may
+        name them. Never raises for the store's sake.
+        """
+        removed: list[str] = []
+        try:
+            entries = self.index()
+            ready = {entry.name for entry in entries} | self.bad.keys()
+            for folder in self._folders().keys() - ready:
+                self._writable.delete_folder(f"{PUBLICATIONS}/{folder}")
+                removed.append(folder)
+            blobs = {object_name(entry.manifest) for entry in entries}
+            for name in () if self.bad else set(self._writable.list(OBJECTS)) - blobs:
+                self._writable.delete(name)
+                removed.append(name)
+        except (OSError, WeightsError) as error:
+            return PruneOutcome(tuple(removed), one_line(error))
+        return PruneOutcome(tuple(sorted(removed)))
+
+    def _put(
+        self, signed: SignedManifest, segments: Sequence[SignedSegment], payload: Iterable[Piece]
+    ) -> Entry:
+        folder = folder_name(self._next_sequence(), key_of(signed.manifest))
+        blob = object_name(signed.manifest)
+        base = f"{PUBLICATIONS}/{folder}"
+        with self._blobs_lock:
+            self._being_written.append(blob)
+        try:
+            self._writable.write(blob, _checked(signed.manifest, payload))
+            for name, data in entry_files(folder, signed, segments):
+                self._writable.write(name, [data])
+        except BaseException:
+            self._discard(base, blob)
+            raise
+        entry = Entry(folder, sequence_of(folder), signed)
+        with self._lock:
+            self._known[folder] = entry
+        with self._blobs_lock:
+            self._being_written.remove(blob)
+        return entry
+
+    def _next_sequence(self) -> int:
+        with self._lock:
+            there = [sequence_of(folder) for folder in self._folders()]
+            self._last_sequence = max([self._last_sequence, *there]) + 1
+            return self._last_sequence
+
+    def _remove(self, entry: Entry) -> None:
+        base = f"{PUBLICATIONS}/{entry.name}"
+        self._writable.delete(f"{base}/{READY}")
+        self._writable.delete_folder(base)
+        with self._lock:
+            self._known.pop(entry.name, None)
+        self._delete_unused(object_name(entry.manifest))
+
+    def _discard(self, base: str, blob: str) -> None:
+        """Take back a publication that could not be written whole, as far as the store lets us."""
+        with contextlib.suppress(OSError):
+            self._writable.delete_folder(base)
+        with self._blobs_lock:
+            self._being_written.remove(blob)
+        with contextlib.suppress(OSError):
+            self._delete_unused(blob)
+
+    def _delete_unused(self, blob: str) -> None:
+        with self._blobs_lock:
+            with self._lock:
+                used = {object_name(entry.manifest) for entry in self._known.values()}
+            if blob not in used and blob not in self._being_written:
+                self._writable.delete(blob)
+
+
+def entry_files(
+    folder: str, signed: SignedManifest, segments: Iterable[SignedSegment]
+) -> list[tuple[str, bytes]]:
+    """The files of one publication beside its payload, in the order to write them: (name, content)."""
+    base = f"{PUBLICATIONS}/{folder}"
+    return [
+        (f"{base}/{SEGMENTS}", _json([segment_to_json(segment) for segment in segments])),
+        (f"{base}/{MANIFEST}", _json(manifest_to_json(signed))),
+        (f"{base}/{READY}", b"ready\n"),
+    ]
+
+
+def _checked(manifest: Manifest, payload: Iterable[Piece]) -> Iterator[Piece]:
+    """`payload` as it is; at its end, whether it was the manifest's."""
+    hasher, size_bytes = blake3(), 0
+    for piece in payload:
+        view = memoryview(piece).cast("B")
+        hasher.update(view)
+        size_bytes += view.nbytes
+        yield piece
+    if size_bytes != manifest.payload_bytes or f"b3:{hasher.hexdigest()}" != manifest.payload_digest:
+        raise WeightsError(
+            f"the payload of version {manifest.version} is not what its manifest says: {size_bytes} bytes, "
+            f"expected {manifest.payload_bytes}"
+        )
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()

@@ -1,0 +1,348 @@
+"""One publication on its way into one node: what is known of it, what is there, what is missing. Sans-I/O.
+
+A chunk counts only if its BLAKE3 is the one in a segment header that the learner signed. Only such chunks may
+be written to the spool, at the offset that `span` gives, and only such may be forwarded. Payload bytes
+are never kept here.
+
+Chunks are numbered through the publication: number n is the n-th chunk counting over segments in order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, Protocol
+
+from blake3 import blake3
+
+from echo_planes.errors import WeightsError
+from echo_planes.types import Manifest
+from echo_planes.weights.wire.limits import TransferLimits
+from echo_planes.weights.wire.manifest import (
+    HASH_BYTES,
+    Buffer,
+    PublicationKey,
+    SegmentHeader,
+    SignedManifest,
+    SignedSegment,
+    key_of,
+)
+
+# accepted: write it, forward it. duplicate: it is there already. damaged: not what was signed; ask again.
+# unknown: its segment is not known (yet); ask again later.
+Verdict = Literal["accepted", "duplicate", "damaged", "unknown"]
+
+
+class Verifies(Protocol):
+    """What checks signatures: `signing.Verifier`."""
+
+    def check_segment(self, signed: SignedSegment) -> None: ...
+
+    def check_manifest(self, signed: SignedManifest) -> None: ...
+
+
+class ChunkSpan(NamedTuple):
+    """Where one chunk lies."""
+
+    segment_index: int
+    chunk_index: int
+    offset_bytes: int  # in the payload
+    size_bytes: int
+
+
+class ChunkSet:
+    """A set of chunk numbers, one byte for each number up to the largest; on the wire as ranges."""
+
+    def __init__(self) -> None:
+        self._flags = bytearray()
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, number: int) -> bool:
+        return 0 <= number < len(self._flags) and self._flags[number] == 1
+
+    def add(self, number: int) -> None:
+        """Put in one number, at least 0. The caller bounds it: memory grows with the largest."""
+        short = number + 1 - len(self._flags)
+        if short > 0:
+            self._flags.extend(bytes(short))
+        self._count += not self._flags[number]
+        self._flags[number] = 1
+
+    def missing(self, stop: int, start: int = 0) -> Iterator[int]:
+        """The numbers in [start, stop) that are not in the set, in order."""
+        inside = min(stop, len(self._flags))
+        number = self._flags.find(0, start, inside)
+        while number >= 0:
+            yield number
+            number = self._flags.find(0, number + 1, inside)
+        yield from range(max(start, len(self._flags)), stop)
+
+    def first_missing(self, start: int = 0) -> int:
+        """The smallest number from `start` on that is not in the set."""
+        number = self._flags.find(0, start)
+        return number if number >= 0 else max(start, len(self._flags))
+
+    def to_json(self) -> list[list[int]]:
+        """The set as ranges [start, stop), in order, none touching another."""
+        ranges = []
+        start = self._flags.find(1)
+        while start >= 0:
+            stop = self.first_missing(start)
+            ranges.append([start, stop])
+            start = self._flags.find(1, stop)
+        return ranges
+
+    @classmethod
+    def from_json(cls, ranges: object, max_chunks: int) -> ChunkSet:
+        """The inverse of `to_json`, from a peer.
+
+        Args:
+            max_chunks: numbers are below this (`TransferLimits.max_chunks`); it bounds the memory.
+
+        Raises:
+            WeightsError: anything else than such ranges.
+        """
+        chunks = cls()
+        for start, stop in chunk_ranges(ranges):
+            if stop > max_chunks:
+                raise WeightsError(f"range of chunks [{start}, {stop}) is too high: {max_chunks} is the end")
+            chunks._flags.extend(bytes(start - len(chunks._flags)))
+            chunks._flags.extend(b"\1" * (stop - start))
+            chunks._count += stop - start
+        return chunks
+
+
+def chunk_ranges(ranges: object) -> list[tuple[int, int]]:
+    """What `ChunkSet.to_json` gives, from a peer: [start, stop) in order, however high.
+
+    Raises:
+        WeightsError: anything else.
+    """
+    if not isinstance(ranges, list):
+        raise WeightsError("a set of chunks is a list of ranges")
+    checked = []
+    last = -1
+    for pair in ranges:
+        if not (isinstance(pair, list) and len(pair) == 2 and all(type(n) is int for n in pair)):
+            raise WeightsError("a range of chunks is two whole numbers")
+        start, stop = pair
+        if not last < start < stop:
+            raise WeightsError(f"range of chunks [{start}, {stop}) is empty or disordered")
+        checked.append((start, stop))
+        last = stop
+    return checked
+
+
+class Transfer:
+    """What one node knows and has of one publication. Not thread-safe: one event loop owns it.
+
+    Args:
+        key: the publication.
+        verifier: whose signatures count.
+        limits: what the model can need; nothing larger is taken.
+    """
+
+    def __init__(self, key: PublicationKey, verifier: Verifies, limits: TransferLimits) -> None:
+        self.key = key
+        self.have = ChunkSet()
+        self.segments: list[SignedSegment] = []  # verified, in order: to be forwarded
+        self.signed_manifest: SignedManifest | None = None  # verified
+        self.bytes_have = 0  # payload bytes in accepted chunks
+        self.num_damaged = 0
+        self._verifier = verifier
+        self._limits = limits
+        self._first: list[int] = []  # number of each segment's first chunk
+        self._num_chunks = 0
+        self._num_bytes = 0
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks in the segments known so far."""
+        return self._num_chunks
+
+    @property
+    def num_bytes(self) -> int:
+        """Payload bytes in the segments known so far."""
+        return self._num_bytes
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The verified manifest, once it is there."""
+        return self.signed_manifest.manifest if self.signed_manifest else None
+
+    @property
+    def complete(self) -> bool:
+        """Whether manifest, segments and chunks are all there, verified.
+
+        The manifest names the BLAKE3 of the whole payload too: whoever reads the payload from disk to install
+        or keep it checks that, since only memory and disk stand between the two hashes.
+        """
+        return (
+            self.signed_manifest is not None
+            and len(self.segments) == self.signed_manifest.manifest.num_segments
+            and len(self.have) == self._num_chunks
+        )
+
+    def add_segment(self, signed: SignedSegment) -> Literal["accepted", "duplicate", "unknown"]:
+        """Take a segment's header. They come in order of their index.
+
+        Returns:
+            "accepted"; "duplicate" when it is known; "unknown" when one before it is not known: it was not
+            kept, and must come again.
+
+        Raises:
+            WeightsError: forged, of another publication, beyond the limits, not beginning where the one
+                before it ends, another than the one known under its index, or one too many.
+        """
+        header = signed.header
+        if header.key != self.key:
+            raise WeightsError(f"segment of {header.key} within {self.key}")
+        if 0 <= header.index < len(self.segments):
+            if header == self.segments[header.index].header:
+                return "duplicate"
+            self._verifier.check_segment(signed)
+            raise WeightsError(f"segment {header.index} of {self.key} was signed twice, with other contents")
+        self._verifier.check_segment(signed)
+        self._limits.check_header(header)
+        if header.index > len(self.segments):
+            return "unknown"
+        self._check_joins(header)
+        num_bytes = self._num_bytes + header.size_bytes
+        if self.signed_manifest:
+            _check_total(self.signed_manifest.manifest, len(self.segments) + 1, num_bytes)
+        self._first.append(self._num_chunks)
+        self.segments.append(signed)
+        self._num_chunks += header.num_chunks
+        self._num_bytes = num_bytes
+        return "accepted"
+
+    def add_chunk(self, segment_index: int, chunk_index: int, data: Buffer) -> Verdict:
+        """`judge` one chunk, and count it as here if it is good."""
+        verdict = self.judge(segment_index, chunk_index, data)
+        if verdict == "accepted":
+            self.keep(segment_index, chunk_index)
+        return verdict
+
+    def judge(self, segment_index: int, chunk_index: int, data: Buffer) -> Verdict:
+        """Judge one chunk. Write it only if the answer is "accepted", and then say so by `keep`.
+
+        A chunk that is there already is a "duplicate" whatever its bytes: they are not looked at.
+        """
+        if not 0 <= segment_index < len(self.segments):
+            return "unknown"
+        header = self.segments[segment_index].header
+        number = self._first[segment_index] + chunk_index
+        if not 0 <= chunk_index < header.num_chunks:
+            self.num_damaged += 1
+            return "damaged"
+        if number in self.have:
+            return "duplicate"
+        size = len(data)
+        expected = min(header.chunk_bytes, header.size_bytes - chunk_index * header.chunk_bytes)
+        start = chunk_index * HASH_BYTES
+        if size != expected or blake3(data).digest() != header.chunk_hashes[start : start + HASH_BYTES]:
+            self.num_damaged += 1
+            return "damaged"
+        return "accepted"
+
+    def keep(self, segment_index: int, chunk_index: int) -> None:
+        """A chunk that was judged "accepted" is written: from now on it is here, and may be forwarded."""
+        self.have.add(self.chunk_number(segment_index, chunk_index))
+        self.bytes_have += self.span(segment_index, chunk_index).size_bytes
+
+    def commit(self, signed: SignedManifest) -> None:
+        """Take the manifest; it may come before the last segments. The same one again is no error.
+
+        Raises:
+            WeightsError: forged, of another publication or model, not fitting the segments, or another than
+                the one known. Nothing is kept then.
+        """
+        manifest = signed.manifest
+        if key_of(manifest) != self.key:
+            raise WeightsError(f"manifest of {key_of(manifest)} for {self.key}")
+        if self.manifest == manifest:
+            return
+        self._verifier.check_manifest(signed)
+        if self.signed_manifest:
+            raise WeightsError(f"two manifests were signed for {self.key}")
+        self._limits.check_manifest(manifest)
+        if self.segments and manifest.base_digest != self.segments[0].header.base_digest:
+            raise WeightsError(f"manifest and segments of {self.key} name other bases")
+        _check_total(manifest, len(self.segments), self._num_bytes)
+        self.signed_manifest = signed
+
+    def missing(self) -> list[tuple[int, int]]:
+        """(segment_index, chunk_index) of the chunks of known segments that are not there, in order."""
+        return [self.chunk_span(number)[:2] for number in self.have.missing(self._num_chunks)]
+
+    def chunk_number(self, segment_index: int, chunk_index: int) -> int:
+        """The number of a chunk of a known segment."""
+        return self._first[segment_index] + chunk_index
+
+    def chunk_span(self, number: int) -> ChunkSpan:
+        """Where chunk `number`, below `num_chunks`, lies."""
+        segment_index = bisect_right(self._first, number) - 1
+        return self.span(segment_index, number - self._first[segment_index])
+
+    def span(self, segment_index: int, chunk_index: int) -> ChunkSpan:
+        """Where a chunk of a known segment lies."""
+        header = self.segments[segment_index].header
+        start = chunk_index * header.chunk_bytes
+        size = min(header.chunk_bytes, header.size_bytes - start)
+        return ChunkSpan(segment_index, chunk_index, header.offset_bytes + start, size)
+
+    def missing_at(self, theirs: ChunkSet, start: int = 0) -> Iterator[ChunkSpan]:
+        """The chunks from number `start` on that are here and not at a child that has `theirs`, in order."""
+        for number in theirs.missing(self._num_chunks, start):
+            if number in self.have:
+                yield self.chunk_span(number)
+
+    def verified_end(self, offset_bytes: int) -> int:
+        """Where the run of verified bytes that begins at `offset_bytes` of the payload ends.
+
+        Equal to `offset_bytes` where that byte is not there: for range requests.
+        """
+        number = self._chunk_at(offset_bytes)
+        if number is None:
+            return offset_bytes
+        stop = min(self.have.first_missing(number), self._num_chunks)
+        if stop == number:
+            return offset_bytes
+        last = self.chunk_span(stop - 1)
+        return last.offset_bytes + last.size_bytes
+
+    def _chunk_at(self, offset_bytes: int) -> int | None:
+        if not 0 <= offset_bytes < self._num_bytes:
+            return None
+        # The last segment that begins at or before the offset: an empty one never holds it.
+        index = bisect_right(self.segments, offset_bytes, key=lambda s: s.header.offset_bytes) - 1
+        header = self.segments[index].header
+        return self._first[index] + (offset_bytes - header.offset_bytes) // header.chunk_bytes
+
+    def _check_joins(self, header: SegmentHeader) -> None:
+        if header.offset_bytes != self._num_bytes:
+            raise WeightsError(
+                f"segment {header.index} begins at byte {header.offset_bytes}; "
+                f"the one before it ends at {self._num_bytes}"
+            )
+        if self.segments:
+            known = self.segments[0].header.base_digest
+        elif self.signed_manifest:
+            known = self.signed_manifest.manifest.base_digest
+        else:
+            return
+        if header.base_digest != known:
+            raise WeightsError(f"segments of {self.key} name other bases")
+
+
+def _check_total(manifest: Manifest, num_segments: int, num_bytes: int) -> None:
+    """Whether so many segments with so many bytes can be, or begin, what the manifest commits."""
+    left = manifest.num_segments - num_segments
+    if left < 0 or num_bytes > manifest.payload_bytes or (left == 0 and num_bytes != manifest.payload_bytes):
+        raise WeightsError(
+            f"version {manifest.version} has {manifest.num_segments} segments and {manifest.payload_bytes} "
+            f"bytes by its manifest; {num_segments} segments with {num_bytes} bytes are here"
+        )
