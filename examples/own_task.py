@@ -9,8 +9,7 @@ from typing import cast
 
 from pydantic import Field
 
-from echo_planes.data.tasks.adapter import TaskAdapter, TaskOptions
-from echo_planes.types import Episode, Prompt, Reward
+from echo_planes import Episode, Prompt, Reward, TaskAdapter, TaskOptions
 
 
 class OwnOptions(TaskOptions):  # each field is a key of the command line; wrong names and types are refused

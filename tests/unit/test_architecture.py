@@ -196,6 +196,15 @@ def test_settings_and_cores_import_without_the_heavy_four() -> None:
     assert heavy_after(f"import {modules}") == "[]"
 
 
+def test_what_a_task_is_written_with_is_importable_from_one_place() -> None:
+    code = (
+        "from echo_planes import TaskAdapter, TaskOptions, EpisodeTask, Environment, Turn\n"
+        "from echo_planes import Prompt, Episode, Reward\n"
+        "import echo_planes; assert all(getattr(echo_planes, name) for name in echo_planes.__all__)"
+    )
+    assert heavy_after(code) == "[]"
+
+
 def test_a_run_begins_without_the_seconds_that_torch_takes() -> None:
     """The driver, with the task's first prompts made; the data plane's process imports less."""
     code = (

@@ -25,8 +25,7 @@ from typing import cast
 
 from pydantic import Field
 
-from echo_planes.data.tasks.adapter import TaskAdapter, TaskOptions
-from echo_planes.types import Episode, Prompt, Reward
+from echo_planes import Episode, Prompt, Reward, TaskAdapter, TaskOptions
 
 
 class ${class_name}Options(TaskOptions):
