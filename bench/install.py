@@ -33,8 +33,8 @@ from echo_planes.config.schema import BUILTIN_MODELS, EngineConfig, SamplingConf
 from echo_planes.rollout.vllm.engine import VllmEngine
 from echo_planes.rollout.vllm.plugin import WorkerExtension
 from echo_planes.types import ByteArray, Codec, Manifest, Publication, TensorSpec
+from echo_planes.weights.codec.changes import exchange
 from echo_planes.weights.codec.entry import Applied, Change, encode
-from echo_planes.weights.codec.exchange import exchange
 from echo_planes.weights.digest import BitTensor, bit_tensor, state_digest
 from echo_planes.weights.node.stager import Stager
 from echo_planes.weights.receiver import Receiver

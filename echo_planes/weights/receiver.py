@@ -27,6 +27,7 @@ from echo_planes.errors import RunError, WeightsError
 from echo_planes.types import Manifest, Publication, TensorSpec
 from echo_planes.weights.codec.entry import Applied, Change, decode
 from echo_planes.weights.digest import BitArray, BitTensor, bytes_digest, state_digest
+from echo_planes.weights.lineage import Followed
 
 _ALGORITHMS = {"xxh3": "xxh3", "b3": "blake3", "sha256": "sha256"}  # by the prefix of their digests
 _REPLACED = re.compile(r"xxh3:[0-9a-f]{32}", re.ASCII)  # what `digest_of_replaced` makes
@@ -63,40 +64,6 @@ class Installed:
     digest: str
 
 
-class Line:
-    """The line of versions that one receiver follows: versions only rise, and a replaced lineage is void."""
-
-    def __init__(self) -> None:
-        self._retired: set[str] = set()
-        self.last: Installed | None = None
-
-    def check(self, manifest: Manifest) -> None:
-        """Whether this publication may follow. The last version may come again.
-
-        Raises:
-            WeightsError: a version older than the last one, or a lineage that was replaced.
-        """
-        if manifest.lineage in self._retired:
-            raise WeightsError(
-                f"lineage {manifest.lineage} was replaced; its version {manifest.version} is void"
-            )
-        last = self.last
-        if last and manifest.lineage == last.lineage and manifest.version < last.version:
-            raise WeightsError(f"version {manifest.version} is older than the present version {last.version}")
-
-    def advance(self, manifest: Manifest) -> Installed:
-        """The publication is in place."""
-        if self.last and self.last.lineage != manifest.lineage:
-            self._retired.add(self.last.lineage)
-        self.last = Installed(manifest.lineage, manifest.version, manifest.digest)
-        return self.last
-
-    def reopen(self) -> None:
-        """Any version of the present lineage may come again; lineages that were replaced stay void."""
-        if self.last:
-            self.last = Installed(self.last.lineage, -1, "")
-
-
 class Receiver:
     """Installs publications into `target`. Not for concurrent use; nothing may compute during an install.
 
@@ -108,14 +75,15 @@ class Receiver:
     def __init__(self, target: Target, probe: Callable[[], None] = lambda: None) -> None:
         self._target = target
         self._probe = probe
-        self._line = Line()
+        self._followed = Followed()
+        self._installed: Installed | None = None
         self._standing: Standing = "sound"
         self.digest_mismatches = 0  # times live tensors were not what their digest had to be
 
     @property
     def installed(self) -> Installed | None:
         """What serves, as proven by the last install that succeeded."""
-        return self._line.last
+        return self._installed
 
     @property
     def standing(self) -> Standing:
@@ -137,9 +105,9 @@ class Receiver:
 
         Raises:
             WeightsError: a codec that must be staged first, a malformed `replaced_digest`, older version,
-                retired lineage, wrong base, tensors that do not fit the model, live tensors that were damaged
-                since the last install, or a live digest other than the manifest's; or the probe's. `standing`
-                is then "sound" (the live tensors are as they were before) or "damaged".
+                replaced lineage, wrong base, tensors that do not fit the model, live tensors that were
+                damaged since the last install, or a live digest other than the manifest's; or the probe's.
+                `standing` is then "sound" (the live tensors are as they were before) or "damaged".
             RunError: the old weights could not be put back, now or before; `standing` is "broken".
         """
         manifest = publication.manifest
@@ -151,7 +119,7 @@ class Receiver:
                 "engine can take it"
             )
         _check_replaced(publication)
-        self._line.check(manifest)
+        self._followed.check(manifest.lineage, manifest.version)
         before = self._digest_before(manifest)
         if manifest.codec == "overwrite" and manifest.base_digest != before:
             raise WeightsError(
@@ -167,7 +135,9 @@ class Receiver:
         expected = publication.replaced_digest
         if expected and self._digest_of_replaced(done) != expected:
             self.digest_mismatches += 1
-        return self._line.advance(manifest)
+        self._followed.reached(manifest.lineage, manifest.version)
+        self._installed = Installed(manifest.lineage, manifest.version, manifest.digest)
+        return self._installed
 
     def _bits(self, name: str) -> BitArray:
         return self._target.read(name).bits

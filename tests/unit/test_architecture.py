@@ -52,6 +52,7 @@ COMMANDS = ("run", "plan", "simulate", "view", "task")  # which put rooms togeth
 FLOORS: dict[str, tuple[str, ...]] = {
     "weights": (
         "digest",
+        "lineage",
         "tensor_files",
         "wire",
         "codec",

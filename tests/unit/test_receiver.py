@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from echo_planes.errors import RunError, WeightsError
 from echo_planes.types import Codec, Manifest, Publication, TensorSpec
+from echo_planes.weights.codec.changes import exchange
 from echo_planes.weights.codec.entry import Applied, Change, decode, encode, full_payload, overwrite_payload
-from echo_planes.weights.codec.exchange import exchange
 from echo_planes.weights.digest import BIT_DTYPES, BitTensor, bytes_digest, state_digest
 from echo_planes.weights.receiver import Receiver, check_payload, digest_of_replaced, open_staged, trailer
 

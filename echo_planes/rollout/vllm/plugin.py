@@ -39,8 +39,9 @@ from echo_planes.cluster.scratch import name_shared_memory
 from echo_planes.errors import WeightsError
 from echo_planes.rollout.vllm.shards import GlooRanks, check_loaded, hugging_face_pieces, placed
 from echo_planes.types import Manifest, TensorSpec
+from echo_planes.weights.codec.changes import exchange
 from echo_planes.weights.codec.entry import Applied, Change
-from echo_planes.weights.codec.exchange import exchange, warm_up
+from echo_planes.weights.codec.warm_up import warm_up_install
 from echo_planes.weights.digest import BIT_DTYPES, BitTensor, bit_tensor
 from echo_planes.weights.receiver import Receiver, Standing, open_staged
 from echo_planes.weights.shards import ShardedTensors, ShardReceiver, together
@@ -249,7 +250,7 @@ class LiveWeightTransferEngine(WeightTransferEngine[NoInfo, InstallInfo]):  # ty
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        warm_up()
+        warm_up_install()
         self.probe = Probe(model, vllm_config, device)
         self.refusal = ""  # of several ranks: why the last update was not installed; "": it was
         if self.parallel_config.world_size == 1:

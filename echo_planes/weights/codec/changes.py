@@ -54,17 +54,39 @@ def apply(change: Change, bits: BitArray) -> None:
     Raises:
         WeightsError: it does not fit them; nothing was written.
     """
+    _check_fit(change, bits)
+    if change.indices is None:
+        bits[change.start : change.start + change.values.size] = change.values
+    else:
+        writes.scatter(bits, change.indices, change.values)
+
+
+def exchange(change: Change, bits: BitArray) -> Applied:
+    """Write a change, and keep what it replaced (`undo`), in one pass over memory.
+
+    Raises:
+        WeightsError: as `apply`.
+    """
+    _check_fit(change, bits)
+    old = np.empty_like(change.values)
+    if change.indices is None:
+        run = bits[change.start : change.start + change.values.size]
+        old[:], run[:] = run, change.values
+    else:
+        writes.exchange(bits, change.indices, change.values, old)
+    return Applied(change, old)
+
+
+def _check_fit(change: Change, bits: BitArray) -> None:
     where, num = change.indices, change.values.size
     if where is None:
         if change.start < 0 or change.start + num > bits.size or change.values.dtype != bits.dtype:
             raise WeightsError(f"a change of tensor {change.name!r} lies outside its {bits.size} elements")
-        bits[change.start : change.start + num] = change.values
         return
-    if where.size != num or change.values.dtype != bits.dtype:
+    if where.shape != change.values.shape or change.values.dtype != bits.dtype:
         raise WeightsError(f"a change of tensor {change.name!r} has {where.size} positions, {num} values")
     if num and (where[0] < 0 or where[-1] >= bits.size or not writes.increasing(where)):
         raise WeightsError(f"a change of tensor {change.name!r} has positions out of range or out of order")
-    writes.scatter(bits, where, change.values)
 
 
 def undo(applied: Applied, bits: BitArray) -> None:

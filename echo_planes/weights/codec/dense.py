@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,7 @@ _LENGTH_BYTES = 8  # safetensors: the header's length, little-endian, before the
 _ALIGN = 8
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 _INDICES, _VALUES = ":indices", ":values"
+_BLOCK = 1 << 16  # elements written at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -190,6 +192,28 @@ def decode_full(segment: ByteArray, offset_bytes: int, specs: Mapping[str, Tenso
     ]
 
 
+def full_specs(segment: ByteArray, payload_bytes: int) -> dict[str, TensorSpec]:
+    """The tensors of a `full` payload, by the header that its first segment begins with; `decode_full` checks
+    it closely.
+
+    Raises:
+        WeightsError: no such header, or sizes beyond those of the payload.
+    """
+    try:
+        header, _ = _split(segment)
+        specs = {
+            name: TensorSpec(name, _DTYPES[entry["dtype"]], tuple(map(operator.index, entry["shape"])))
+            for name, entry in header.items()
+        }
+        num_bytes = sum(math.prod(s.shape) * BIT_DTYPES[s.dtype].itemsize for s in specs.values())
+        sound = num_bytes <= payload_bytes and all(n >= 0 for s in specs.values() for n in s.shape)
+    except (WeightsError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"a full publication must begin with a safetensors header: {error}") from error
+    if not sound:
+        raise WeightsError(f"the tensors of a full publication do not fit its {payload_bytes} bytes")
+    return specs
+
+
 def full_payload(tensors: Mapping[str, BitTensor]) -> ByteArray:
     """A whole state as one safetensors file, shape (bytes,)."""
     return np.concatenate([part.payload for part in encode_full(None, tensors, None, SEGMENT_BYTES)])
@@ -264,8 +288,35 @@ def _check_indices(name: str, indices: IndexArray, elements: int) -> None:
         )
 
 
+def overwrite_pieces(
+    positions: Mapping[str, IndexArray], state: Mapping[str, BitTensor]
+) -> Iterator[ByteArray]:
+    """The bytes of `overwrite_payload` for the bits of a state at these positions, in small parts.
+
+    Args:
+        positions: flat, strictly rising, by tensor; of `index_dtype`, not empty.
+    """
+    entries: dict[str, tuple[str, IndexArray, BitArray | None]] = {}
+    for name, indices in positions.items():
+        entries[name + _INDICES] = (index_dtype(state[name].bits.size), indices, None)
+        entries[name + _VALUES] = (state[name].dtype, indices, state[name].bits)
+    order = _in_order({name: _NUMPY[dtype].itemsize for name, (dtype, _, _) in entries.items()})
+    header, _ = _header({name: (entries[name][0], entries[name][1].shape) for name in order})
+    yield np.frombuffer(header, np.uint8)
+    for name in order:
+        _, indices, bits = entries[name]
+        for at in range(0, indices.size, _BLOCK):
+            part = indices[at : at + _BLOCK]
+            yield (part if bits is None else bits[part]).view(np.uint8)
+
+
+def _in_order(itemsizes: Mapping[str, int]) -> list[str]:
+    """Entries of a file: widest elements first, which aligns them all, then by name."""
+    return sorted(itemsizes, key=lambda name: (-itemsizes[name], name))
+
+
 def _pack(entries: Mapping[str, _Entry]) -> ByteArray:
-    order = sorted(entries, key=lambda name: (-entries[name].data.itemsize, name))
+    order = _in_order({name: entry.data.itemsize for name, entry in entries.items()})
     header, data_bytes = _header({name: (entries[name].dtype, entries[name].shape) for name in order})
     payload = np.empty(len(header) + data_bytes, dtype=np.uint8)
     payload[: len(header)] = np.frombuffer(header, dtype=np.uint8)

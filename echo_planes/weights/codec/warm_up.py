@@ -9,8 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from echo_planes.cluster.clock import MonotonicClock
-from echo_planes.weights.codec import exchange
+from echo_planes.types import TensorSpec
+from echo_planes.weights.codec.changes import Change, exchange
 from echo_planes.weights.codec.choice import PATCH_CODECS, measure
+from echo_planes.weights.codec.entry import decode, overwrite_payload
 from echo_planes.weights.digest import BIT_DTYPES, BitTensor
 
 
@@ -23,7 +25,17 @@ def warm_up() -> None:
         new[dtype] = BitTensor(bits ^ (bits % 3 == 0).astype(width), dtype, bits.shape)
     for codec in PATCH_CODECS:
         measure(codec, old, new, MonotonicClock())
-    exchange.warm_up()
+    warm_up_install()
+
+
+def warm_up_install() -> None:
+    """What an engine runs to install a patch: seconds that no pause should have."""
+    for dtype in ("bfloat16", "float32"):
+        bits = np.zeros(2, BIT_DTYPES[dtype])
+        specs = {"": TensorSpec("", dtype, bits.shape)}
+        payload = overwrite_payload([Change("", 0, np.arange(2, dtype=np.int32), bits)], specs)
+        for change in decode("overwrite", payload, 0, specs, {"": bits}.__getitem__):
+            exchange(change, bits)
 
 
 if __name__ == "__main__":

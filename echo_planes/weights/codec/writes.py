@@ -40,6 +40,17 @@ def scatter(bits: BitArray, indices: Any, values: BitArray) -> None:
 
 
 @kernel
+def exchange(bits: BitArray, indices: Any, values: BitArray, old: BitArray) -> None:
+    """As `scatter`; old[i] gets what was there, in the same pass over memory."""
+    num = indices.size
+    for i in range(num):
+        if i + _AHEAD < num:
+            prefetch(bits, np.int64(indices[i + _AHEAD]))
+        old[i] = bits[indices[i]]
+        bits[indices[i]] = values[i]
+
+
+@kernel
 def increasing(indices: Any) -> bool:
     """Whether the indices rise strictly."""
     fine = True

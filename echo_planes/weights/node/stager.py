@@ -26,6 +26,7 @@ from blake3 import blake3
 
 from echo_planes.errors import ClusterError, WeightsError
 from echo_planes.types import ByteArray, Manifest, Publication, TensorSpec
+from echo_planes.weights.codec.dense import full_specs, overwrite_pieces
 from echo_planes.weights.codec.entry import Change, Patcher, apply, decode, encode, full_payload
 from echo_planes.weights.digest import (
     BIT_DTYPES,
@@ -35,7 +36,7 @@ from echo_planes.weights.digest import (
     bytes_digest,
     state_digest,
 )
-from echo_planes.weights.node.staging_checks import check_digest, check_model, learnt, overwrite_pieces, whole
+from echo_planes.weights.lineage import Followed
 from echo_planes.weights.node.staging_steps import (
     Step,
     Touched,
@@ -46,7 +47,6 @@ from echo_planes.weights.node.staging_steps import (
 )
 from echo_planes.weights.receiver import (
     Installed,
-    Line,
     algorithm_of,
     digest_of_replaced,
     open_staged,
@@ -93,7 +93,7 @@ class Stager:
         self._algorithm = digest_algorithm
         self._lock = threading.Lock()
         self._shadow: dict[str, BitTensor] = {}
-        self._line = Line()
+        self._followed = Followed()
         self._manifest: Manifest | None = None
         self._engine: Installed | None = None  # what the engine last reported; None: unknown
         self._steps: list[Step] = []  # since then
@@ -118,14 +118,14 @@ class Stager:
         """
         with self._lock:
             self._check(manifest)
-            checked = whole(manifest, segments)
+            checked = _whole(manifest, segments)
             reached = Installed(manifest.lineage, manifest.version, manifest.digest)
             step = Step(reached, sum(tensor.nbytes for tensor in self._shadow.values()))
             if manifest.codec == "full":
                 self._fill(manifest, checked, step)
             else:
                 self._patch(manifest, checked, step)
-            self._line.advance(manifest)
+            self._followed.reached(manifest.lineage, manifest.version)
             self._manifest = manifest
             self._remember(step)
             return self._current(manifest, fresh=False)
@@ -166,7 +166,7 @@ class Stager:
             self._specs = self._specs or {name: t.spec(name) for name, t in self._shadow.items()} or None
             self._shadow, self._manifest, self._engine = {}, None, None
             self._steps.clear()
-            self._line.reopen()
+            self._followed.reopen()
             self._drop_files(lambda _: True)
 
     def snapshot(self) -> Publication:
@@ -207,7 +207,7 @@ class Stager:
                 f"version {manifest.version} is named by {manifest.digest[:20]}..., this run uses "
                 f"{self._algorithm} digests"
             )
-        self._line.check(manifest)
+        self._followed.check(manifest.lineage, manifest.version)
         if manifest.codec != "full":
             have = self._manifest.digest if self._manifest else "nothing"
             if manifest.base_digest != have:
@@ -231,7 +231,7 @@ class Stager:
                     replaced.append(putting_back(name, where, applied.old, bits))
                     step.add(name, Touched(where, applied.old))
                 patcher.applied.clear()  # in `replaced` they are smaller
-            check_digest(manifest, patcher.digest(self._algorithm))
+            _check_digest(manifest, patcher.digest(self._algorithm))
         except BaseException:
             patcher.undo()
             undo_all(replaced, self._shadow)
@@ -242,15 +242,15 @@ class Stager:
         try:
             for offset_bytes, segment in segments:
                 if offset_bytes == 0:
-                    specs = learnt(segment, manifest.payload_bytes)
-                    check_model(specs, self._specs or {name: t.spec(name) for name, t in shadow.items()})
+                    specs = full_specs(segment, manifest.payload_bytes)
+                    _check_model(specs, self._specs or {name: t.spec(name) for name, t in shadow.items()})
                     shadow = shadow or {name: _zeros(spec) for name, spec in specs.items()}
                 for change in decode("full", segment, offset_bytes, specs, self.read):
                     if self._shadow:
                         write_run(shadow[change.name].bits, change, replaced, step)
                     else:  # the first state of all replaces nothing
                         apply(change, shadow[change.name].bits)
-            check_digest(manifest, state_digest(shadow, self._algorithm))
+            _check_digest(manifest, state_digest(shadow, self._algorithm))
         except BaseException:
             undo_all(replaced, shadow)
             raise
@@ -334,3 +334,56 @@ def _restated(manifest: Manifest, size_bytes: int, payload_digest: str, base: In
 
 def _zeros(spec: TensorSpec) -> BitTensor:
     return BitTensor(np.zeros(math.prod(spec.shape), BIT_DTYPES[spec.dtype]), spec.dtype, spec.shape)
+
+
+def _whole(manifest: Manifest, segments: Iterable[tuple[int, ByteArray]]) -> Iterator[tuple[int, ByteArray]]:
+    """The same segments, if they are the manifest's payload.
+
+    Raises:
+        WeightsError: they leave gaps, or are more or fewer.
+    """
+    covered = num_segments = 0
+    for offset_bytes, segment in segments:
+        if offset_bytes != covered or segment.size > manifest.payload_bytes - covered:
+            raise WeightsError(
+                f"version {manifest.version}: a segment of {segment.size} bytes at {offset_bytes} does "
+                f"not follow {covered} of {manifest.payload_bytes} bytes"
+            )
+        yield offset_bytes, segment
+        covered += segment.size
+        num_segments += 1
+    if (covered, num_segments) != (manifest.payload_bytes, manifest.num_segments):
+        raise WeightsError(
+            f"version {manifest.version} came as {covered} bytes in {num_segments} segments, its "
+            f"manifest says {manifest.payload_bytes} in {manifest.num_segments}"
+        )
+
+
+def _check_digest(manifest: Manifest, digest: str) -> None:
+    """Whether the state came out as published.
+
+    Raises:
+        WeightsError: it did not.
+    """
+    if digest != manifest.digest:
+        raise WeightsError(
+            f"version {manifest.version} must have digest {manifest.digest}, but came to {digest}"
+        )
+
+
+def _check_model(published: Mapping[str, TensorSpec], model: Mapping[str, TensorSpec]) -> None:
+    """Whether the publication holds the model's tensors. An empty `model` is one that nobody knows yet.
+
+    Raises:
+        WeightsError: it does not; the message names the first tensor that differs, and both shapes.
+    """
+    for name in sorted(published.keys() | model.keys()) if model else ():
+        theirs, ours = published.get(name), model.get(name)
+        if theirs != ours:
+            raise WeightsError(
+                f"tensor {name!r} is {_shown(theirs)} in the publication, {_shown(ours)} in this model"
+            )
+
+
+def _shown(spec: TensorSpec | None) -> str:
+    return f"{spec.dtype} {spec.shape}" if spec else "missing"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from echo_planes.errors import WeightsError
 from echo_planes.types import Manifest
+from echo_planes.weights.lineage import Followed
 from echo_planes.weights.wire.manifest import PublicationKey, key_of
 
 _MAX_DIGESTS = 1024  # versions whose digests are remembered
@@ -12,9 +13,8 @@ _MAX_DIGESTS = 1024  # versions whose digests are remembered
 class Admission:
     """Remembers what a node has come to: the newest version, its lineage, and the lineages before it.
 
-    A signature does not grow old: without this memory an old publication, sent again, would take a worker
-    back. One lineage is followed at a time; the first that is committed, or named by `follow`, is it, and
-    another one that is committed later (the learner restarted) retires it for good.
+    One lineage is followed at a time; the first that is committed, or named by `follow`, is it, and another
+    one that is committed later (the learner restarted) replaces it for good.
 
     Args:
         only: the one lineage there is, where that is known; else an old run's publication, whose signature is
@@ -23,10 +23,18 @@ class Admission:
 
     def __init__(self, only: str = "") -> None:
         self._only = only
-        self.lineage = ""  # the one that is followed; "": none yet
-        self.newest_version = -1  # committed in it
+        self._followed = Followed()
         self._digests: dict[int, str] = {}  # of the lineage's versions, as far as they are known
-        self._retired: set[str] = set()
+
+    @property
+    def lineage(self) -> str:
+        """The one that is followed; "": none yet."""
+        return self._followed.lineage
+
+    @property
+    def newest_version(self) -> int:
+        """Committed in it; -1: none."""
+        return self._followed.version
 
     def check(self, key: PublicationKey, base_digest: str) -> None:
         """Whether a publication may come in: to be called with its first segment.
@@ -67,7 +75,7 @@ class Admission:
         """
         self.check_manifest(manifest)
         self.follow(manifest.lineage)
-        self.newest_version = manifest.version
+        self._followed.reached(manifest.lineage, manifest.version)
         self._digests[manifest.version] = manifest.digest
         while len(self._digests) > _MAX_DIGESTS:
             del self._digests[min(self._digests)]
@@ -78,25 +86,12 @@ class Admission:
         Raises:
             WeightsError: the lineage was replaced before.
         """
-        if lineage in self._retired:
-            raise WeightsError(f"lineage {lineage} was replaced by {self.lineage}; it is void")
-        if self.lineage and lineage != self.lineage:
-            self._retired.add(self.lineage)
+        if self._followed.follow(lineage):
             self._digests.clear()
-            self.newest_version = -1
-        self.lineage = lineage
 
     def _check_current(self, key: PublicationKey) -> None:
         if self._only and key.lineage != self._only:
             raise WeightsError(
                 f"version {key.version} is of lineage {key.lineage}, this run's is {self._only}"
             )
-        if key.lineage in self._retired:
-            raise WeightsError(
-                f"lineage {key.lineage} was replaced by {self.lineage}; its version {key.version} is void"
-            )
-        if key.lineage == self.lineage and key.version < self.newest_version:
-            raise WeightsError(
-                f"version {key.version} of {key.lineage} is older than version {self.newest_version}, "
-                "which is committed"
-            )
+        self._followed.check(key.lineage, key.version)
