@@ -293,7 +293,7 @@ def test_segments_of_an_older_schema_are_read_and_new_rows_go_to_new_ones(
 ) -> None:
     older = OLDER_SCHEMAS[0].schema
     names = [
-        f"echo_planes.data.store.{module}.SCHEMA" for module in ("store", "drafts", "recovery", "reader")
+        f"echo_planes.data.store.{module}.SCHEMA" for module in ("store", "write_batch", "recovery", "reader")
     ]
     with monkeypatch.context() as patch:  # the program as it was then
         for name in names:

@@ -27,16 +27,22 @@ EVERYDAY = {"code", "function", "guess", "gym", "math"}
 
 # (file, what it says): why. Whatever is not in here is a task that the library must not know.
 JUSTIFIED = {
-    ("cli.py", "math"): "which task a run has that names none, and whose options --help shows",
-    ("config.py", "math"): "the same task's name, for configurations made in code",
-    ("config.py", "echo_planes.tasks.math.adapter:MathTask"): "the same task's adapter",
-    ("config.py", "tiny-math"): "a bundled model",
-    ("config.py", "tiny-carry"): "a bundled model",
-    ("config.py", "tiny-code"): "a bundled model",
-    ("config.py", "tiny-poker"): "a bundled model",
-    ("config.py", "builtin:tiny-math"): "the model of a run that names none",
-    ("preflight.py", ": no such folder; give a Hugging Face model folder, or builtin:tiny-math"): "advice",
-    ("config.py", "Hugging Face model folder, or builtin:tiny-math, -carry, -code, -poker"): "in --help",
+    ("loop/loading.py", "math"): "which task a run has that names none, and whose options --help shows",
+    ("config/schema.py", "math"): "the same task's name, for configurations made in code",
+    ("config/schema.py", "echo_planes.tasks.math.adapter:MathTask"): "the same task's adapter",
+    ("config/schema.py", "tiny-math"): "a bundled model",
+    ("config/schema.py", "tiny-carry"): "a bundled model",
+    ("config/schema.py", "tiny-code"): "a bundled model",
+    ("config/schema.py", "tiny-poker"): "a bundled model",
+    ("config/schema.py", "builtin:tiny-math"): "the model of a run that names none",
+    (
+        "loop/preflight.py",
+        ": no such folder; give a Hugging Face model folder, or builtin:tiny-math",
+    ): "advice",
+    (
+        "config/schema.py",
+        "Hugging Face model folder, or builtin:tiny-math, -carry, -code, -poker",
+    ): "in --help",
 }
 
 
