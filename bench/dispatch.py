@@ -8,7 +8,7 @@ same result, checked before anything is timed:
 - the loop as the paper writes it, one request after another, the shortest queue looked up with `argmin`;
 - the same with a heap, which is the best that one at a time can do here;
 - the limit: numpy writing one worker number per request (`repeat`), which whoever sends them needs anyway;
-- `pull` and `proportional`, for comparison.
+- `proportional`, for comparison.
 
 The bar holds for a batch of as many requests as there are workers. Small ones are bound by reading the state,
 which costs the same whatever the size: `assign_us` says how much.
@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from echo_planes.data.replay.dispatch import Ints, Policy, Workers, policy_named
+from echo_planes.data.replay.dispatch import DispatchPolicy, Ints, Proportional, ShortestQueue, Workers
 
 THETA = 16
 BATCHES = (1, 64, 1_000, 10_000, 100_000)
@@ -44,7 +44,6 @@ def fleet(num_workers: int, seed: int) -> Workers:
     workers.running[:] = rng.integers(0, 256, num_workers)
     workers.slots[:] = 256
     workers.room[:] = rng.integers(0, 2 * THETA, num_workers)
-    workers.waiting_since_s[:] = rng.random(num_workers)
     workers.tokens_per_s[:] = rng.uniform(500.0, 5_000.0, num_workers)
     return workers
 
@@ -98,10 +97,9 @@ def median_s(action: Callable[[], object], rounds: int) -> float:
 def measure(num_workers: int, rounds: int) -> dict[str, float]:
     """All figures: requests/s by name and batch size, and microseconds of one `jsq` batch."""
     workers = fleet(num_workers, seed=0)
-    policies: dict[str, Policy] = {
-        "jsq": policy_named("jsq", theta=THETA),
-        "pull": policy_named("pull"),
-        "proportional": policy_named("proportional"),
+    policies: dict[str, DispatchPolicy] = {
+        "jsq": ShortestQueue(THETA),
+        "proportional": Proportional(),
     }
     rows = np.arange(num_workers)
     told: dict[str, float] = {}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from bench.papers_base import BASE, Claim, Row, Values, Variation, variations
-from echo_planes.data.replay.dispatch import Ints, Proportional, Pull, Workers
+from echo_planes.data.replay.dispatch import Ints, Proportional, Workers
 from echo_planes.sim.engine_model import Engine, EngineSpec
 from echo_planes.sim.lengths import LengthModel
 
@@ -56,19 +56,19 @@ class Actors:
             ends.append(end_s)
         return ends
 
-    def pulling(self, lengths: Sequence[int], policy: Pull) -> list[float]:
-        """Each asks for more as it has room. Returns when each has finished, seconds."""
-        queue, workers = deque(lengths), self.workers
+    def pulling(self, lengths: Sequence[int]) -> list[float]:
+        """Each asks for more as it has room, and gets at most an even share. Returns when each has finished,
+        seconds.
+        """
+        queue = deque(lengths)
         engines = [Engine(spec, self.slots, 0.0) for spec in self._specs]
         ends = [0.0] * len(engines)
         now_s = 0.0
         while queue or any(engine.num_groups for engine in engines):
-            workers.room[:] = [engine.room for engine in engines]
-            workers.waiting_since_s[workers.room > 0] = now_s
-            counts = policy.assign(len(queue), workers).counts
-            for engine, count in zip(engines, counts, strict=True):
+            share = -(-len(queue) // len(engines))
+            for engine in engines:
                 engine.advance(now_s)
-                for _ in range(int(count)):
+                for _ in range(min(engine.room, share, len(queue))):
                     engine.add(str(len(queue)), [queue.popleft()])
             place = min(range(len(engines)), key=lambda number: engines[number].next_end_s())
             now_s = ends[place] = _next(engines[place])
@@ -98,7 +98,7 @@ def throughputs(values: Values, lengths: tuple[float, float, int], variation: Va
         for step in range(values["steps"]):
             batch = model.tokens(step)
             if name == "pull":
-                ends = actors.pulling(batch, Pull())
+                ends = actors.pulling(batch)
             elif name == "uniform":
                 ends = actors.given(batch, _equal(len(batch), len(workers.ids)))
             else:

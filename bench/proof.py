@@ -151,7 +151,7 @@ class Proof:
             ("kill -9 of a worker and of the learner, Ctrl-C, resume", "tests/integration/test_long_run.py"),
             ("two gloo ranks, ZeRO 0-3, against plain PyTorch", "tests/integration/test_learner.py"),
             ("a fleet on Ray's autoscaler, two SKUs, preemption", "tests/integration/test_fleet_job.py"),
-            ("prompts that move between workers (jsq)", "tests/integration/test_router_job.py"),
+            ("prompts that move between workers (jsq)", "tests/integration/test_dispatch_job.py"),
             ("engines over two ranks, tensor and pipeline", "tests/integration/test_vllm_parallel.py"),
             ("wheel in an empty folder, submitted as a Ray job", "tests/integration/test_job.py"),
             ("schedules, crashes of the store, seeded faults and bugs: all that is simulated", "tests/sim"),

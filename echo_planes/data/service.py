@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,7 @@ from echo_planes.data.replay.batch import make_batch
 from echo_planes.data.replay.buffer import ReplayBuffer
 from echo_planes.data.replay.buffer_state import Accepted, NotReady
 from echo_planes.data.replay.checkpoint_state import write_cut
-from echo_planes.data.replay.dispatch_buffer import RoutedBuffer, Router
+from echo_planes.data.replay.dispatch import DispatchPolicy
 from echo_planes.data.replay.overlong import overlong_of
 from echo_planes.data.replay.prompts import Curriculum
 from echo_planes.data.replay.refill import refill_of
@@ -72,7 +71,7 @@ class DataService:
         adapter: the task, if already built (in-process use); otherwise built from `config`.
         clock: seconds; the machine's by default.
         wall_s: seconds since 1970, for the rows.
-        router: who hands the leases out; None: each worker that asks gets its even share of the permits.
+        dispatch: decides which worker gets what; None: each that asks gets its even share of the permits.
         rules: that workers' messages must keep to; default: those of the model.
     """
 
@@ -86,7 +85,7 @@ class DataService:
         adapter: TaskAdapter | None = None,
         clock: Clock | None = None,
         wall_s: Callable[[], float] = time.time,
-        router: Router | None = None,
+        dispatch: DispatchPolicy | None = None,
         rules: Rules | None = None,
     ) -> None:
         self._clock = clock or MonotonicClock()
@@ -112,8 +111,7 @@ class DataService:
             self._broken = error
             return
         stream_s = config.sampling.stream_s
-        make = partial(RoutedBuffer, router=router, tick_s=stream_s) if router else ReplayBuffer
-        self._buffer = make(
+        self._buffer = ReplayBuffer(
             config.staleness,
             groups_per_step=config.sampling.prompts_per_step,
             samples_per_prompt=config.sampling.samples_per_prompt,
@@ -125,6 +123,8 @@ class DataService:
             state=state,
             refill=refill_of(config, self._overlong),
             rules=rules,
+            dispatch=dispatch,
+            tick_s=stream_s,
         )
         self._accepted: dict[tuple[str, int], tuple[int, int]] = {}
         self._pulls: list[_Pull] = []  # in order of arrival
@@ -181,9 +181,8 @@ class DataService:
         return self._buffer.stream(worker_id, epoch, messages, self._clock.now_s())
 
     async def tell(self, epoch: int, stats: WorkerStats) -> None:
-        """How a worker is, for whoever routes."""
-        if isinstance(self._buffer, RoutedBuffer):
-            self._buffer.tell(epoch, stats)
+        """How a worker is, for dispatch."""
+        self._buffer.tell(epoch, stats)
 
     async def hand_over(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> int:
         """Leases that a worker gives up, with their last tokens. Returns how many it still had."""
@@ -376,8 +375,7 @@ class DataService:
         """Issue the leases that may be issued now to those who wait."""
         now_s = self._clock.now_s()
         waiting = [request for request in self._pulls if not request.leases.done()]
-        if isinstance(self._buffer, RoutedBuffer):
-            self._buffer.ask({one.worker_id: one.room for one in waiting}, now_s)
+        self._buffer.ask({one.worker_id: one.room for one in waiting}, now_s)
         for request in [] if self._closed else waiting:
             worker_id, epoch = request.worker_id, request.epoch
             try:

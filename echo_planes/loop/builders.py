@@ -1,7 +1,4 @@
-"""What a plane's process gets of another plane, sent to it as plain data.
-
-A worker's builds its task adapter and the processes of its rewards; the data plane's has the router.
-"""
+"""Builders of what a worker's process needs of the task: its adapter, and the processes of its rewards."""
 
 from __future__ import annotations
 
@@ -9,9 +6,6 @@ import json
 from dataclasses import dataclass
 
 from echo_planes.config.schema import Config
-from echo_planes.data.replay.dispatch import PolicyName, policy_named
-from echo_planes.data.replay.dispatch_buffer import Router
-from echo_planes.data.replay.dispatch_policies import Routing
 from echo_planes.data.tasks.adapter import TaskAdapter
 from echo_planes.data.tasks.registry import build_adapter, load_tokenizer
 from echo_planes.rollout.scoring import ProcessScorer
@@ -42,8 +36,3 @@ class ScorerBuilder:
             "seed": config.run.seed,
         }
         return ProcessScorer("echo_planes.data.tasks.reward_child", json.dumps(setup), limit_s)
-
-
-def make_router(name: PolicyName, theta: int) -> Router | None:
-    """Who hands the leases out, by its name in the settings; None where workers just pull."""
-    return None if name == "pull" else Routing(policy_named(name, theta=theta))

@@ -21,6 +21,7 @@ from echo_planes.cluster.session import NodeWatch
 from echo_planes.config.schema import Config, WorkerConfig
 from echo_planes.data.actor import DataService
 from echo_planes.data.replay.batch import make_batch
+from echo_planes.data.replay.dispatch import policy_named
 from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.data.tasks.adapter import train_everything
 from echo_planes.errors import (
@@ -32,7 +33,7 @@ from echo_planes.errors import (
 from echo_planes.fleet.actuators.actuator import Actuator, StaticActuator
 from echo_planes.fleet.actuators.ray_nodes import RayNodes
 from echo_planes.learning.actor import LearnerProcess
-from echo_planes.loop.builders import ScorerBuilder, TaskBuilder, make_router
+from echo_planes.loop.builders import ScorerBuilder, TaskBuilder
 from echo_planes.loop.provisioning import offers_of
 from echo_planes.rollout.actor import WorkerProcess
 from echo_planes.types import (
@@ -299,8 +300,8 @@ class RayPlanes:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         service = ray.remote(DataService).options(num_cpus=0, scheduling_strategy=here)
         restore = resume_dir / "data" if resume_dir else None
-        router = make_router(config.sampling.router, config.sampling.theta)
-        data = service.remote(config, lineage, run_dir / REPLAY_FOLDER, restore, router=router)
+        dispatch = policy_named(config.sampling.router, config.sampling.theta)
+        data = service.remote(config, lineage, run_dir / REPLAY_FOLDER, restore, dispatch=dispatch)
         self._node = NodeWatch.of_this_process()
         self.data = RemoteData(data, run_dir, self._node)
         self._data_for_workers = RemoteData(data, run_dir)  # theirs ends with their own node

@@ -10,18 +10,16 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
 from echo_planes.data.replay.buffer import ReplayBuffer
 from echo_planes.data.replay.buffer_state import Accepted, NotReady
-from echo_planes.data.replay.dispatch_buffer import RoutedBuffer
+from echo_planes.data.replay.dispatch import policy_named
 from echo_planes.data.replay.refill import Refill
 from echo_planes.data.service import SHORTEST_LEASE_STREAMS
 from echo_planes.data.store.index import Fate, GroupIndex
 from echo_planes.data.store.segment import GROUP_ENTRY
-from echo_planes.loop.builders import make_router
 from echo_planes.sim.kernel import Kernel, Timer
 from echo_planes.sim.scenario import SamplingModel, Scenario
 from echo_planes.types import (
@@ -95,9 +93,7 @@ class SimDataPlane:
         self._index = GroupIndex()
         self._new: dict[str, tuple[float, ...]] = {}  # entries of accepted groups that are not indexed yet
         sampling = scenario.sampling
-        router = make_router(sampling.router, sampling.theta)
-        make = partial(RoutedBuffer, router=router, tick_s=sampling.stream_s) if router else self.buffer_type
-        self._buffer = make(
+        self._buffer = self.buffer_type(
             scenario.staleness,
             groups_per_step=sampling.prompts_per_step,
             samples_per_prompt=sampling.samples_per_prompt,
@@ -107,6 +103,8 @@ class SimDataPlane:
             seed=scenario.seed % 2**32,
             index=self._index,
             refill=_refill(sampling),
+            dispatch=policy_named(sampling.router, sampling.theta),
+            tick_s=sampling.stream_s,
         )
         self._versions: dict[str, int] = {}  # that workers serve
         self._parked: set[str] = set()
@@ -193,8 +191,6 @@ class SimDataPlane:
 
     def tick(self, told: Sequence[tuple[int, WorkerStats]]) -> list[str]:
         """How every worker is, with its epoch. Returns those that are to give something up."""
-        if not isinstance(self._buffer, RoutedBuffer):
-            return []
         for epoch, stats in told:
             self._buffer.tell(epoch, stats)
         sources = self._buffer.tick(self._kernel.now_s)
@@ -296,8 +292,8 @@ class SimDataPlane:
         if self._serving_asks:
             return  # a worker that was just served asks for more: it is at the end of the queue
         self._serving_asks = True
-        if isinstance(self._buffer, RoutedBuffer):
-            while self._serve_routed(self._buffer):
+        if self._buffer.dispatcher.plans:
+            while self._serve_planned():
                 pass
             self._serving_asks = False
             return
@@ -312,14 +308,15 @@ class SimDataPlane:
             self._issue(worker_id, indices)
         self._serving_asks = False
 
-    def _serve_routed(self, buffer: RoutedBuffer) -> bool:
+    def _serve_planned(self) -> bool:
         """One round; whether anybody got anything."""
         waiting = sorted(self._asks, key=lambda worker_id: self._asks[worker_id].number)
-        buffer.ask({worker_id: self._asks[worker_id].room for worker_id in waiting}, self._kernel.now_s)
+        rooms = {worker_id: self._asks[worker_id].room for worker_id in waiting}
+        self._buffer.ask(rooms, self._kernel.now_s)
         served = False
         for worker_id in waiting:
             ask = self._asks[worker_id]
-            indices = buffer.pull(worker_id, ask.epoch, ask.room, self._kernel.now_s)
+            indices = self._buffer.pull(worker_id, ask.epoch, ask.room, self._kernel.now_s)
             if indices:
                 self._issue(worker_id, indices)
                 served = True

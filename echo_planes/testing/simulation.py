@@ -17,11 +17,11 @@ from typing import Any
 from echo_planes.cluster.clock import Clock
 from echo_planes.config.schema import Config, WorkerConfig
 from echo_planes.data.claims import LARGEST_INT32, Rules
+from echo_planes.data.replay.dispatch import policy_named
 from echo_planes.data.service import DataService
 from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.data.tasks.adapter import TaskAdapter, TaskOptions
 from echo_planes.fleet.actuators.actuator import Actuator, StaticActuator
-from echo_planes.loop.builders import make_router
 from echo_planes.loop.checkpoint import CheckpointMeta, save_checkpoint
 from echo_planes.loop.observers import Observers, QuietObserver
 from echo_planes.loop.planes import Observer
@@ -217,7 +217,7 @@ class Simulation:
                 resume_dir / "data" if resume_dir else None,
                 adapter=self.task,
                 clock=loop,
-                router=make_router(self.config.sampling.router, self.config.sampling.theta),
+                dispatch=policy_named(self.config.sampling.router, self.config.sampling.theta),
                 rules=rules,
             )
             fleet = {f"w{i}": WorkerInfo(f"w{i}", "fake", 1.0, 0) for i in range(len(self.seconds_per_token))}

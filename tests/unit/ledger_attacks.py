@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from echo_planes.cluster.clock import ManualClock
+from echo_planes.data.replay.dispatch import policy_named
 from echo_planes.data.service import DataService
 from echo_planes.data.tasks.adapter import TaskOptions
 from echo_planes.errors import LeaseError
-from echo_planes.loop.builders import make_router
 from echo_planes.testing.fakes import FakeTask, FakeTokenizer
 from echo_planes.testing.simulation import replace_section, tiny_config
 from echo_planes.types import (
@@ -84,7 +84,7 @@ class Arena:
             adapter=FakeTask(TaskOptions(), FakeTokenizer(), 0),
             clock=self.clock,
             wall_s=lambda: 1000.0,
-            router=make_router("jsq", 2),
+            dispatch=policy_named("jsq", 2),
         )
         self._num_saved = 0
         self.before = ""

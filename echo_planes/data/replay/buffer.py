@@ -17,7 +17,7 @@ Invariants (kept by property tests):
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -25,6 +25,8 @@ import numpy as np
 from echo_planes.config.schema import StalenessConfig
 from echo_planes.data.claims import Fault, Rules, group_fault, stats_fault, tokens_fault
 from echo_planes.data.replay.buffer_state import Accepted, BufferState, NotReady
+from echo_planes.data.replay.dispatch import DispatchPolicy
+from echo_planes.data.replay.dispatcher import Dispatcher, EvenShares, Ground
 from echo_planes.data.replay.leases import LeaseBook
 from echo_planes.data.replay.lineage import VersionLine
 from echo_planes.data.replay.partial_rollouts import DraftShelf, made_under, num_tokens, oldest_version
@@ -69,6 +71,8 @@ class ReplayBuffer:
         state: the cut to continue from.
         refill: which groups are set aside as uninformative; None: none is.
         rules: that every message must keep to; None: of a simulation, without real tokens or misconduct.
+        dispatch: decides which worker gets what; None: each that asks gets its even share of the permits.
+        tick_s: it may move leases this often, seconds.
     """
 
     def __init__(
@@ -85,6 +89,8 @@ class ReplayBuffer:
         state: BufferState | None = None,
         refill: Refill | None = None,
         rules: Rules | None = None,
+        dispatch: DispatchPolicy | None = None,
+        tick_s: float = 0.0,
     ) -> None:
         self._rules = rules
         self._malformed: Counter[str] = Counter()  # messages in a row, of each worker
@@ -112,6 +118,15 @@ class ReplayBuffer:
         self._cursor = PromptCursor(state.next_index, state.returned) if state else PromptCursor()
         self._line = VersionLine(lineage, state.published, state.step) if state else VersionLine(lineage)
         self._groups: dict[str, Accepted] = {g.group_id: g for g in state.groups} if state else {}
+        ground = Ground(
+            workers=self._workers,
+            leases=self._leases,
+            cursor=self._cursor,
+            permits=self._permits,
+            admits=lambda version: is_admissible(version, self._step, self._staleness.max_staleness),
+            recall=self.recall,
+        )
+        self.dispatcher = Dispatcher(ground, dispatch, tick_s) if dispatch else EvenShares(ground)
 
     # --- what others may look at -----------------------------------------------------------------
 
@@ -160,6 +175,7 @@ class ReplayBuffer:
     def publish(self, version: int, digest: str) -> None:
         """A version exists from now on: work sampled under it can be accepted."""
         self._line.publish(version, digest)
+        self.dispatcher.published(version)
 
     def register(self, worker_id: str, epoch: int) -> None:
         """A new incarnation of a worker, serving nothing yet."""
@@ -167,9 +183,11 @@ class ReplayBuffer:
         self._leases.register(worker_id, epoch)
         self._workers.serves(worker_id, -1)
         self._malformed.pop(worker_id, None)
+        self.dispatcher.registered(worker_id, epoch)
 
     def lose(self, worker_id: str) -> int:
         """A worker is gone: its leases end, its prompts go to others. Returns how many."""
+        self.dispatcher.lost(worker_id)
         self._workers.remove(worker_id)
         ended = self._leases.forget(worker_id)
         self._give_back(ended)
@@ -178,6 +196,7 @@ class ReplayBuffer:
     def installed(self, worker_id: str, version: int) -> None:
         """A worker serves `version` from now on."""
         if worker_id in self._workers:
+            self.dispatcher.serves(worker_id, version)
             self._workers.serves(worker_id, version)
 
     def believes(self, epoch: int, stats: WorkerStats) -> bool:
@@ -192,19 +211,31 @@ class ReplayBuffer:
     def park(self, worker_id: str, parked: bool) -> None:
         """A parked worker is leased nothing; what it was leased before goes on. It need not be there yet."""
         self._workers.park(worker_id, parked)
+        self.dispatcher.parked(worker_id)
+
+    def tell(self, epoch: int, stats: WorkerStats) -> None:
+        """How a worker is. What an older incarnation says, or nobody can believe, is passed over."""
+        if self.believes(epoch, stats):
+            self.dispatcher.tell(stats)
 
     # --- leases ----------------------------------------------------------------------------------
+
+    def ask(self, rooms: Mapping[str, int], now_s: float) -> None:
+        """All who wait, by worker, the longest first, each with its room; `pull` hands out what they get."""
+        if self.dispatcher.plans:
+            self.expire(now_s)
+            self.dispatcher.ask(rooms, now_s)
+
+    def tick(self, now_s: float) -> list[str]:
+        """Recall what shall move to another worker. Returns the workers that are to give something up."""
+        return self.dispatcher.tick(now_s)
 
     def pull(self, worker_id: str, epoch: int, room: int, now_s: float) -> list[int]:
         """Prompt indices that may be leased now; `lease` must follow for each."""
         if not self._leases.is_current(worker_id, epoch):
             raise LeaseError(f"worker {worker_id} epoch {epoch} is fenced")
         self.expire(now_s)
-        if not self._workers.may_lease(worker_id):
-            return []
-        # A worker comes back for more as it finishes; taking all at once, a slow one would hoard.
-        share = -(-self._permits(self._workers.version(worker_id)) // self._workers.num_leasing)
-        return [self._cursor.take() for _ in range(min(room, share))]
+        return self.dispatcher.grant(worker_id, room)
 
     def lease(self, worker_id: str, epoch: int, prompt: Prompt, now_s: float) -> Lease:
         """Issue the lease of one pulled prompt, with what other workers had made of it."""
@@ -224,7 +255,9 @@ class ReplayBuffer:
             drafts=drafts,
         )
         self._drafts.open(lease)
-        return self._leases.issue(lease, now_s)
+        issued = self._leases.issue(lease, now_s)
+        self.dispatcher.leased(issued)
+        return issued
 
     def stream(
         self, worker_id: str, epoch: int, messages: Sequence[LeaseTokens], now_s: float
@@ -232,6 +265,7 @@ class ReplayBuffer:
         """Tokens arrived: they are kept, and their leases go on. Returns the leases that the worker must give
         up: it has them no longer, or they are to go on elsewhere.
         """
+        self.tick(now_s)
         held = self._keep_tokens(worker_id, epoch, messages, now_s)
         self._leases.renew(worker_id, epoch, held, now_s)
         lost = [message.lease_id for message in messages if message.lease_id not in held]
@@ -244,8 +278,12 @@ class ReplayBuffer:
 
     def hand_over(self, worker_id: str, epoch: int, messages: Sequence[LeaseTokens], now_s: float) -> int:
         """A worker gives up leases, with their last tokens; they go on elsewhere. Returns how many."""
+        prompts = {lease.lease_id: lease.prompt.index for lease in self._leases.of_worker(worker_id)}
         held = self._keep_tokens(worker_id, epoch, messages, now_s)
         self._give_back([self._leases.give_up(lease_id) for lease_id in held])
+        for lease in self._leases.of_worker(worker_id):
+            del prompts[lease.lease_id]
+        self.dispatcher.handed_over(prompts, now_s)
         return len(held)
 
     def _keep_tokens(
@@ -364,6 +402,7 @@ class ReplayBuffer:
         self._count(trained=num_new * self._samples, reused=num_again * self._samples)
         self._step += 1
         self._replaced = 0
+        self.dispatcher.batch_formed()
         # In the order of their prompts: what an update comes to must not hang on who answered first.
         return sorted(new + used, key=lambda group: group.prompt_index)
 
@@ -403,7 +442,7 @@ class ReplayBuffer:
         leased = sum(count for version, count in self._leases.versions.items() if version >= oldest)
         return len(self._groups) + leased
 
-    def _permits(self, version: int, *, ended: int = 0) -> int:
+    def _permits(self, version: int, ended: int = 0) -> int:
         """How many more groups may be leased whose oldest token is of `version`, `ended` leases later."""
         outstanding = self._outstanding() - ended
         return num_permits(

@@ -1,18 +1,19 @@
-"""Which worker gets the next requests, and which requests move: three named policies over one state.
+"""Dispatch policies: which worker gets the next prompts, and which leases move to another worker. Pure.
 
-- `pull`: a worker gets what it asks for, at most its share of the permits.
+`sampling.router` names one; `pull` needs none (`dispatcher.EvenShares`).
+
 - `jsq`: join the shortest queue with delayed dispatch and continuous rebalancing (RLBoost, Algorithm 2).
 - `proportional`: a batch is split by measured speed (SparrowRL, Algorithm 1).
 
-Pure: the caller keeps `Workers` up to date, sends what `assign` hands out and migrates what `rebalance`
-names (the tokens sampled so far go along). The state is one array per quantity, so a batch of any size over
-any number of workers is one call. Ties always go to the worker that comes first.
+A policy decides over `Workers`, one array per quantity, so a batch of any size over any number of workers is
+one call; ties go to the worker that comes first.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -45,9 +46,8 @@ class Workers:
     pending: Ints  # (n,) requests sent to it that do not execute yet
     running: Ints  # (n,) requests it executes
     slots: Ints  # (n,) requests it can execute at once, at least 1
-    room: Ints  # (n,) further requests it may be sent; for `pull`: that it asks for
-    plateau: Ints  # (n,) B, the batch at which its throughput levels off (see plateau.py); 0: not known
-    waiting_since_s: Floats  # (n,) when it asked for work
+    room: Ints  # (n,) further requests it may be sent
+    plateau: Ints  # (n,) B, the batch at which its throughput levels off (`rollout.plateau`); 0: not known
     tokens_per_s: Floats  # (n,) tau, its estimated speed; 0: not known. `proportional` writes it too
 
     @classmethod
@@ -63,7 +63,6 @@ class Workers:
             slots=np.ones(n, np.int64),
             room=np.zeros(n, np.int64),
             plateau=np.zeros(n, np.int64),
-            waiting_since_s=np.zeros(n),
             tokens_per_s=np.zeros(n),
         )
 
@@ -91,8 +90,13 @@ class Move:
     kind: Literal["pending", "running"]
 
 
-class Policy(Protocol):
+class DispatchPolicy(Protocol):
     """Decides from the state alone."""
+
+    @property
+    def splits(self) -> bool:
+        """Whether permits are split among all workers once a batch, not among those that wait."""
+        ...
 
     def assign(self, num_requests: int, workers: Workers) -> Assignment:
         """Hand out up to `num_requests`; nobody gets more than its room.
@@ -100,53 +104,15 @@ class Policy(Protocol):
         Raises:
             ConfigError: more requests than a batch may have.
         """
+        ...
 
     def rebalance(self, workers: Workers) -> tuple[Move, ...]:
         """What should move now."""
+        ...
 
-
-def policy_named(
-    name: PolicyName, *, theta: int = 8, exclusion_decay: float = 0.5, ema: float = 0.7
-) -> Policy:
-    """The policy of that name.
-
-    Args:
-        name: `pull`, `jsq` or `proportional`.
-        theta: Theta of `jsq`.
-        exclusion_decay: alpha of `proportional`.
-        ema: beta of `proportional`.
-
-    Raises:
-        ConfigError: no such policy, or a value outside its range.
-    """
-    if name == "pull":
-        return Pull()
-    if name == "jsq":
-        return ShortestQueue(theta)
-    if name == "proportional":
-        return Proportional(exclusion_decay, ema)
-    raise ConfigError(f"unknown router '{name}'; choose pull, jsq or proportional")
-
-
-class Pull:
-    """Workers come for more as they finish; nobody gets more than an even share, lest a slow one hoards."""
-
-    def assign(self, num_requests: int, workers: Workers) -> Assignment:
-        """`num_requests` are the permits; who waits longest is served first."""
-        _check_requests(num_requests)
-        counts = np.zeros(len(workers.ids), np.int64)
-        asking = np.flatnonzero(workers.able)
-        if num_requests > 0 and len(asking):
-            share = math.ceil(num_requests / int((workers.version >= 0).sum()))
-            asking = asking[np.argsort(workers.waiting_since_s[asking], kind="stable")]
-            wanted = np.minimum(workers.room[asking], share)
-            before = np.cumsum(wanted) - wanted
-            counts[asking] = np.clip(num_requests - before, 0, wanted)
-        return _nothing_to_commit(counts)
-
-    def rebalance(self, workers: Workers) -> tuple[Move, ...]:
-        """Nothing: no queue is kept at a worker."""
-        return ()
+    def settle(self, workers: Workers, row: int, tokens: int, elapsed_s: float) -> None:
+        """A worker made so many tokens in a time in which it had work."""
+        ...
 
 
 class ShortestQueue:
@@ -158,6 +124,8 @@ class ShortestQueue:
     Raises:
         ConfigError: `theta` is not within 1 and 65,536.
     """
+
+    splits = False
 
     def __init__(self, theta: int) -> None:
         if not 1 <= theta <= MAX_THETA:
@@ -192,6 +160,9 @@ class ShortestQueue:
         if workers.pending.any():
             return self._level_queues(workers)
         return self._relieve(workers)
+
+    def settle(self, workers: Workers, row: int, tokens: int, elapsed_s: float) -> None:
+        """Nothing: queues say it all."""
 
     def _level_queues(self, workers: Workers) -> tuple[Move, ...]:
         """Every worker with an empty queue gets one request, each from what is then the longest queue.
@@ -251,7 +222,9 @@ class Proportional:
         ConfigError: a value outside its range.
     """
 
-    def __init__(self, exclusion_decay: float, ema: float) -> None:
+    splits = True
+
+    def __init__(self, exclusion_decay: float = 0.5, ema: float = 0.7) -> None:
         for name, value, fits in (
             ("exclusion_decay", exclusion_decay, 0 < exclusion_decay <= 1),
             ("ema", ema, 0 <= ema < 1),
@@ -316,6 +289,51 @@ def _split(num_requests: int, weights: Floats, room: Ints) -> Ints:
     by_fraction = np.argsort((shares - quotas)[open_to_more], kind="stable")
     shares[open_to_more[by_fraction[: num_requests - int(shares.sum())]]] += 1
     return shares
+
+
+POLICIES: dict[str, Callable[[int], DispatchPolicy]] = {
+    "jsq": ShortestQueue,
+    "proportional": lambda theta: Proportional(),
+}
+
+
+def policy_named(name: str, theta: int) -> DispatchPolicy | None:
+    """The policy of that name; None for `pull`, which needs none.
+
+    Args:
+        theta: `sampling.theta`.
+
+    Raises:
+        ConfigError: no such policy, or a value outside its range.
+    """
+    if name == "pull":
+        return None
+    if name not in POLICIES:
+        raise ConfigError(f"unknown router '{name}'; choose {', '.join(('pull', *POLICIES))}")
+    return POLICIES[name](theta)
+
+
+def free_slots_first(policy: DispatchPolicy, num_requests: int, workers: Workers) -> Ints:
+    """What each worker gets if free slots are filled before queues.
+
+    A request that meets a free slot is pending for no time, so a queue's limit says nothing about it; and no
+    queue shall grow while another worker has a slot for what would wait there. Changes `workers`.
+    """
+    room = workers.room
+    counts: Ints = np.zeros(len(room), np.int64)
+    for slots_only in (True, False):
+        while num_requests > 0:
+            free = workers.slots - workers.running
+            workers.room = np.minimum(room, free) if slots_only else room
+            more = policy.assign(num_requests, workers).counts
+            if not more.any():
+                break
+            num_requests -= int(more.sum())
+            counts, room = counts + more, room - more
+            begun = np.minimum(more, free)
+            workers.running = workers.running + begun
+            workers.pending = workers.pending + more - begun
+    return counts
 
 
 def _nothing_to_commit(counts: Ints) -> Assignment:

@@ -1,4 +1,4 @@
-"""Routers in whole runs: with modelled workers, and with real ones on engines whose every token is logged."""
+"""Dispatch policies in whole runs: with modelled workers, and with real ones whose every token is logged."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from echo_planes.data.replay.dispatch_buffer import RoutedBuffer
-from echo_planes.data.replay.dispatch_policies import Routing
+from echo_planes.data.replay.dispatch import Proportional
+from echo_planes.data.replay.dispatcher import Dispatcher
 from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.data.store.snapshot import StoreSnapshot
 from echo_planes.sim.scenario import parse_scenario
@@ -46,7 +46,7 @@ def steps(router: str) -> int:
 
 def test_a_split_by_speed_beats_an_even_one(monkeypatch: pytest.MonkeyPatch) -> None:
     by_speed = steps("proportional")
-    monkeypatch.setattr(Routing, "settle", lambda *_: None)
+    monkeypatch.setattr(Proportional, "settle", lambda *_: None)
     assert by_speed > 1.5 * steps("proportional")
 
 
@@ -62,18 +62,17 @@ class Moves:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.times: Counter[int] = Counter()
         self.targets: Counter[str] = Counter()
-        hand_over = RoutedBuffer.hand_over
+        handed_over = Dispatcher.handed_over
 
-        def watched(buffer: RoutedBuffer, worker_id: str, *others: Any) -> int:
-            before = dict(buffer._kept)
-            given = hand_over(buffer, worker_id, *others)
-            for index, (target, _) in buffer._kept.items():
+        def watched(dispatcher: Dispatcher, *others: Any) -> None:
+            before = dispatcher.kept
+            handed_over(dispatcher, *others)
+            for index, target in dispatcher.kept.items():
                 if index not in before:
                     self.times[index] += 1
                     self.targets[target] += 1
-            return given
 
-        monkeypatch.setattr(RoutedBuffer, "hand_over", watched)
+        monkeypatch.setattr(Dispatcher, "handed_over", watched)
 
 
 def test_a_newcomer_is_sent_what_waits_elsewhere_and_nothing_bounces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Routers on the replay buffer: who gets what, what moves, and that nothing is lost, doubled or stuck."""
+"""Dispatch over the replay buffer: who gets what, what moves, and that nothing is lost, doubled or stuck."""
 
 from __future__ import annotations
 
@@ -8,19 +8,14 @@ from collections import Counter
 import pytest
 
 from echo_planes.config.schema import StalenessConfig
-from echo_planes.data.replay.dispatch import PolicyName
-from echo_planes.data.replay.dispatch_buffer import KEEP_TICKS, LAPSE_TICKS, RoutedBuffer
+from echo_planes.data.replay.dispatch import PolicyName, policy_named
+from echo_planes.data.replay.dispatcher import KEEP_TICKS, LAPSE_TICKS
 from echo_planes.errors import LeaseError
-from echo_planes.loop.builders import make_router
 from echo_planes.types import Lease, LeaseTokens, Prompt, WorkerStats
 from tests.unit.test_buffer import Buffer, answer
 from tests.unit.test_drafts import message, piece
 
 THETA = 2
-
-
-class Routed(Buffer, RoutedBuffer):
-    """A routed buffer with its shell."""
 
 
 class Plane:
@@ -29,17 +24,15 @@ class Plane:
     def __init__(
         self, router: PolicyName, groups: int = 12, *, max_staleness: int = 3, queue: float = 1.0
     ) -> None:
-        made = make_router(router, THETA)
-        assert made is not None
-        self.router = made
-        self.buffer = Routed(
+        made = policy_named(router, THETA)
+        self.buffer = Buffer(
             StalenessConfig(max_staleness=max_staleness, queue_batches=queue),
             groups_per_step=groups,
             samples_per_prompt=2,
             lease_s=100.0,
             lineage="L0",
             seed=0,
-            router=made,
+            dispatch=made,
             tick_s=1.0,
         )
         self.buffer.publish(0, "d0")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.dispatch import one_at_a_time, with_a_heap
-from echo_planes.data.replay.dispatch import Move, Proportional, Pull, ShortestQueue, Workers
+from echo_planes.data.replay.dispatch import Move, Proportional, ShortestQueue, Workers
 from tests.thorough import examples
 
 SPEEDS = st.one_of(st.floats(0.1, 1e4), st.sampled_from([0.0, 1.0, 2.0, 1e-9, 1e9]))
@@ -33,7 +33,6 @@ def fleets(draw: st.DrawFn, *, most: int = 12, busy: bool = True) -> Workers:
     workers.slots[:] = column(st.sampled_from([1, 8, 20]))
     workers.room[:] = column(st.one_of(st.integers(0, 4), st.integers(0, 30)))
     workers.plateau[:] = column(st.sampled_from([0, 4, 8]))
-    workers.waiting_since_s[:] = column(st.integers(0, 3))
     workers.tokens_per_s[:] = column(SPEEDS)
     return workers
 
@@ -77,21 +76,6 @@ def test_jsq_in_two_batches_is_jsq_in_one(workers: Workers, first: int, second: 
     workers.pending += one
     workers.room -= one
     assert (one + policy.assign(second, workers).counts).tolist() == at_once.tolist()
-
-
-@settings(max_examples=examples(300), deadline=None)
-@given(workers=fleets(), tenths=TENTHS)
-def test_pull_is_one_worker_after_another(workers: Workers, tenths: int) -> None:
-    before = copy_of(workers)
-    permits = int(workers.room.sum()) * tenths // 10
-    serving = [row for row in range(len(workers.ids)) if workers.version[row] >= 0]
-    expected = [0] * len(workers.ids)
-    left = permits
-    for row in sorted(serving, key=lambda row: (workers.waiting_since_s[row], row)):
-        expected[row] = min(int(workers.room[row]), -(-permits // len(serving)), left)
-        left -= expected[row]
-    assert Pull().assign(permits, workers).counts.tolist() == expected
-    assert is_same(workers, before)
 
 
 def exact_quotas(num_requests: int, weights: list[Fraction], room: list[int]) -> list[Fraction]:

@@ -1,4 +1,4 @@
-"""The three policies by worked examples; the properties are in tests/sim/test_router_properties.py."""
+"""The three policies by worked examples; the properties are in tests/sim/test_dispatch_properties.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from echo_planes.data.replay.dispatch import Move, Proportional, ShortestQueue, Workers, policy_named
+from echo_planes.data.replay.dispatch import (
+    DispatchPolicy,
+    Move,
+    Proportional,
+    ShortestQueue,
+    Workers,
+    policy_named,
+)
 from echo_planes.errors import ConfigError
 
 
@@ -20,21 +27,27 @@ def fleet(n: int, **columns: Any) -> Workers:
     return workers
 
 
-def counts(name: Any, num_requests: int, workers: Workers, **settings: Any) -> list[int]:
-    assigned = policy_named(name, **settings).assign(num_requests, workers).counts
+def named(name: str, theta: int = 8) -> DispatchPolicy:
+    policy = policy_named(name, theta)
+    assert policy is not None
+    return policy
+
+
+def counts(name: str, num_requests: int, workers: Workers, **settings: int) -> list[int]:
+    assigned = named(name, **settings).assign(num_requests, workers).counts
     return [int(count) for count in assigned]
 
 
 # --- all -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["pull", "jsq", "proportional"])
+@pytest.mark.parametrize("name", ["jsq", "proportional"])
 def test_nobody_is_sent_anything_who_serves_nothing_or_has_no_room(name: str) -> None:
     workers = fleet(3, version=[-1, 7, 7], room=[100, 0, 100], tokens_per_s=1.0)
     assert counts(name, 2, workers)[:2] == [0, 0]
     assert counts(name, 0, workers) == [0, 0, 0]
     assert counts(name, 5, Workers.named()) == []
-    assert policy_named(name).rebalance(Workers.named()) == ()  # type: ignore[arg-type]
+    assert named(name).rebalance(Workers.named()) == ()
 
 
 def test_a_first_publication_has_none_before_it() -> None:
@@ -48,33 +61,17 @@ def test_a_first_publication_has_none_before_it() -> None:
 
 
 def test_what_cannot_be_is_refused_with_its_name() -> None:
-    with pytest.raises(ConfigError, match="unknown router 'random'; choose pull, jsq or proportional"):
-        policy_named("random")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="unknown router 'random'; choose pull, jsq, proportional"):
+        policy_named("random", 8)
     for theta in (0, 2**16 + 1):
         with pytest.raises(ConfigError, match=f"theta is {theta}"):
-            policy_named("jsq", theta=theta)
+            policy_named("jsq", theta)
     for settings in ({"exclusion_decay": 0.0}, {"exclusion_decay": 1.1}, {"ema": 1.0}, {"ema": -0.1}):
         with pytest.raises(ConfigError, match=next(iter(settings))):
-            policy_named("proportional", **settings)  # type: ignore[arg-type]
-    for name in ("pull", "jsq", "proportional"):
+            Proportional(**settings)
+    for name in ("jsq", "proportional"):
         with pytest.raises(ConfigError, match="requests in one batch"):
-            policy_named(name).assign(2**31 + 1, fleet(1))  # type: ignore[arg-type]
-
-
-# --- pull ----------------------------------------------------------------------------------------
-
-
-def test_pull_gives_an_even_share_to_who_asks_and_keeps_the_others() -> None:
-    """10 permits over three serving workers, one of which asks for nothing: 4 each, and 2 stay."""
-    workers = fleet(4, version=[7, 7, 7, -1], room=[9, 0, 9, 9])
-    assert counts("pull", 10, workers) == [4, 0, 4, 0]
-
-
-def test_pull_serves_first_who_waits_longest() -> None:
-    workers = fleet(4, room=[2, 3, 3, 3], waiting_since_s=[5.0, 2.0, 9.0, 2.0])
-    assert counts("pull", 9, workers) == [2, 3, 1, 3]
-    # Nothing left for the last of them; of two that wait equally long the first comes first.
-    assert counts("pull", 4, fleet(5, waiting_since_s=[3.0, 1.0, 1.0, 0.0, 2.0])) == [0, 1, 1, 1, 1]
+            named(name).assign(2**31 + 1, fleet(1))
 
 
 # --- join the shortest queue ---------------------------------------------------------------------
@@ -98,7 +95,7 @@ def test_jsq_holds_back_what_no_queue_below_theta_has_place_for() -> None:
 
 def test_every_worker_with_an_empty_queue_gets_one_of_the_longest() -> None:
     workers = fleet(4, pending=[0, 3, 0, 5], running=[9, 64, 3, 64])
-    assert policy_named("jsq").rebalance(workers) == (
+    assert named("jsq").rebalance(workers) == (
         Move("w3", "w2", 1, "pending"),
         Move("w3", "w0", 1, "pending"),
     )
@@ -106,46 +103,46 @@ def test_every_worker_with_an_empty_queue_gets_one_of_the_longest() -> None:
 
 def test_nothing_is_moved_to_a_worker_without_room() -> None:
     workers = fleet(3, pending=[0, 3, 0], room=[0, 9, 0], version=[7, 7, 7])
-    assert policy_named("jsq").rebalance(workers) == ()
+    assert named("jsq").rebalance(workers) == ()
     # But away from one that drains.
     workers = fleet(2, pending=[0, 3], room=[9, 0])
-    assert policy_named("jsq").rebalance(workers) == (Move("w1", "w0", 1, "pending"),)
+    assert named("jsq").rebalance(workers) == (Move("w1", "w0", 1, "pending"),)
 
 
 def test_the_last_of_a_queue_moves_only_to_a_less_full_worker() -> None:
     small_and_large = {"slots": [8, 256]}
     workers = fleet(2, pending=[1, 0], running=[8, 100], **small_and_large)
-    assert policy_named("jsq").rebalance(workers) == (Move("w0", "w1", 1, "pending"),)
+    assert named("jsq").rebalance(workers) == (Move("w0", "w1", 1, "pending"),)
     workers = fleet(2, pending=[1, 0], running=[8, 256], **small_and_large)
-    assert policy_named("jsq").rebalance(workers) == ()
+    assert named("jsq").rebalance(workers) == ()
     workers = fleet(2, pending=[0, 1], running=[8, 256], **small_and_large)
-    assert policy_named("jsq").rebalance(workers) == ()
+    assert named("jsq").rebalance(workers) == ()
 
 
 def test_an_idle_worker_takes_what_the_most_loaded_executes_beyond_its_plateau() -> None:
     workers = fleet(3, running=[40, 0, 50], plateau=16)
-    assert policy_named("jsq").rebalance(workers) == (Move("w2", "w1", 34, "running"),)
+    assert named("jsq").rebalance(workers) == (Move("w2", "w1", 34, "running"),)
     workers.room[1] = 10
-    assert policy_named("jsq").rebalance(workers) == (Move("w2", "w1", 10, "running"),)
+    assert named("jsq").rebalance(workers) == (Move("w2", "w1", 10, "running"),)
     # Below the plateau a smaller batch is not faster; and nothing executing moves while something is queued.
-    assert policy_named("jsq").rebalance(fleet(2, running=[16, 0], plateau=16)) == ()
+    assert named("jsq").rebalance(fleet(2, running=[16, 0], plateau=16)) == ()
     workers = fleet(3, running=[40, 0, 50], plateau=16, pending=[0, 0, 1], room=[9, 0, 9])
-    assert [move.kind for move in policy_named("jsq").rebalance(workers)] == ["pending"]
+    assert [move.kind for move in named("jsq").rebalance(workers)] == ["pending"]
 
 
 def test_until_a_plateau_is_known_nothing_that_executes_is_moved() -> None:
-    assert policy_named("jsq").rebalance(fleet(2, running=[40, 0])) == ()
+    assert named("jsq").rebalance(fleet(2, running=[40, 0])) == ()
 
 
 def test_several_idle_workers_share_the_excess_of_the_most_loaded() -> None:
     workers = fleet(6, running=[0, 30, 0, 20, 0, 25], plateau=[0, 10, 0, 10, 0, 24])
-    assert policy_named("jsq").rebalance(workers) == (
+    assert named("jsq").rebalance(workers) == (
         Move("w1", "w0", 20, "running"),
         Move("w3", "w2", 10, "running"),
         Move("w5", "w4", 1, "running"),
     )
     workers = fleet(4, running=[0, 0, 27, 0], plateau=20)
-    assert policy_named("jsq").rebalance(workers) == (
+    assert named("jsq").rebalance(workers) == (
         Move("w2", "w0", 3, "running"),
         Move("w2", "w1", 2, "running"),
         Move("w2", "w3", 2, "running"),
@@ -203,5 +200,5 @@ def test_settling_moves_the_estimate_by_its_share() -> None:
 
 
 def test_jsq_is_the_policy_it_says() -> None:
-    assert isinstance(policy_named("jsq"), ShortestQueue)
-    assert isinstance(policy_named("proportional"), Proportional)
+    assert isinstance(named("jsq"), ShortestQueue)
+    assert isinstance(named("proportional"), Proportional)
