@@ -64,7 +64,7 @@ class Reference:
 
     def see(self, event: tuple[Any, ...], now_s: float) -> None:
         if event[0] in ("start", "stop", "mark", "step"):
-            self.now = max(self.now, grid(now_s, 15))
+            self.now = max(self.now, grid(now_s, 9))
         if event[0] in ("start", "stop"):
             self.paid = self.intervals()
             self.running = {
@@ -73,7 +73,7 @@ class Reference:
                 if name != event[1]
             }
         if event[0] == "start":
-            self.running[event[1]] = (grid(event[2], 24), self.now, (event[3], event[4]))
+            self.running[event[1]] = (grid(event[2], 9), self.now, (event[3], event[4]))
 
     def intervals(self, now: Fraction | None = None) -> list[tuple[str, tuple[str, str], Fraction]]:
         now = self.now if now is None else max(now, self.now)
@@ -83,7 +83,7 @@ class Reference:
 
 
 def grid(value: float, digits: int) -> Fraction:
-    return Fraction(round(Fraction(str(value)) * 10**digits), 10**digits)
+    return Fraction(round(value * 10**digits), 10**digits)
 
 
 @settings(max_examples=300, deadline=None)
@@ -96,7 +96,7 @@ def test_every_dollar_is_somewhere_and_only_once(schedule: list[Any]) -> None:
         reference.see(event, now_s)
         apply(book, event, now_s)
         # The total is the sum over the intervals, exactly, and never falls, even as a float.
-        intervals = reference.intervals(grid(now_s, 15))
+        intervals = reference.intervals(grid(now_s, 9))
         assert book.total(now_s) == sum(usd for *_, usd in intervals)
         if passed_s >= 0:
             assert book.total(now_s) >= total

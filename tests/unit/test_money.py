@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo_planes.errors import ConfigError, RefusedError
-from echo_planes.fleet.money import FATES, Budget, MoneyBook, _whole
+from echo_planes.fleet.money import FATES, Budget, MoneyBook
 
 
 def at_work(usd_per_hour: float = 3.6) -> MoneyBook:
@@ -25,23 +25,6 @@ def at_work(usd_per_hour: float = 3.6) -> MoneyBook:
 def parts(book: MoneyBook, now_s: float) -> dict[str, Fraction]:
     """Those that are not zero."""
     return {part: value for part, value in book.parts(now_s).items() if value}
-
-
-# --- units ---------------------------------------------------------------------------------------
-
-
-@given(
-    value=st.one_of(
-        st.floats(allow_nan=False, allow_infinity=False),
-        st.decimals(-1000, 1000, places=17).map(float),
-        st.integers(0, 10**12),
-    ),
-    units=st.sampled_from((10**15, 10**24)),
-)
-def test_a_number_in_whole_units_is_the_decimal_that_was_written_rounded_once(
-    value: float, units: int
-) -> None:
-    assert _whole(value, units) == round(Fraction(str(value)) * units)
 
 
 # --- machines ------------------------------------------------------------------------------------
@@ -77,8 +60,8 @@ def test_prices_are_the_decimals_that_were_written() -> None:
 def test_a_dear_machine_does_not_hide_a_cheap_one() -> None:
     book = MoneyBook()
     book.start("dear", 1e6, 0.0)
-    book.start("cheap", 1e-12, 0.0)
-    assert book.total(3600.0) == 10**6 + Fraction(1, 10**12)
+    book.start("cheap", 1e-9, 0.0)
+    assert book.total(3600.0) == 10**6 + Fraction(1, 10**9)
 
 
 @pytest.mark.parametrize("price", [-0.01, math.nan, math.inf, -math.inf])
@@ -301,7 +284,7 @@ def test_whatever_is_said_of_their_time_the_parts_add_up(moves: list[Any], token
         assert sum(shares.values()) == book.total(now_s)
         assert min(shares.values()) >= 0
         if what != "worked":  # only an account changes what is known of the time before
-            assert abs(shares["idle"] - idle) < 1e-12  # times are rounded to 1e-15 s
+            assert abs(shares["idle"] - idle) < 1e-8  # times are rounded to nanoseconds
 
 
 # --- tokens of nobody in particular --------------------------------------------------------------
@@ -375,7 +358,7 @@ def test_a_budget_is_spent_exactly_when_nothing_is_left() -> None:
     budget = Budget(10.1, book, earlier_usd=0.1)
     assert budget.steps_left(0.0) is None
     assert budget.left(4.0) == 6.0
-    assert not budget.spent(math.nextafter(10.0, 0.0))
+    assert not budget.spent(10.0 - 1e-9)
     assert budget.spent(10.0)
     book.step(4.0, 1, 0.0)
     assert budget.steps_left(4.0) == 1
