@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -125,6 +126,8 @@ def coded(codec: Codec, *numbers: int, rest: bytes = b"") -> ByteArray:
     return np.frombuffer(bytes(out) + rest, np.uint8)
 
 
+BOMB = zstandard.ZstdCompressor().compress(bytes(2**20))
+TWICE = 2 * zstandard.ZstdCompressor().compress(b"ab")  # a second frame behind the one that is read
 SMALL = {"a": TensorSpec("a", "bfloat16", (10,)), "b": TensorSpec("b", "bfloat16", (0,))}
 RUN = (0, 0, 0, 10)  # first tensor and element, last tensor and end
 
@@ -144,6 +147,8 @@ RUN = (0, 0, 0, 10)  # first tensor and element, last tensor and end
         ("fast", coded("fast", *RUN, 2, 2**40), "size of gaps"),
         ("fast", coded("fast", *RUN, 2, 1, 3, rest=b"abc"), "at least 2 are needed"),
         ("fast", coded("fast", *RUN, 2, 2, 3, rest=b"abc"), "do not decompress"),
+        ("fast", coded("fast", *RUN, 2, 2, len(BOMB), rest=BOMB), "a frame of 1048576 bytes, not 2"),
+        ("fast", coded("fast", *RUN, 2, 2, len(TWICE), rest=TWICE), "do not decompress"),
         ("fast", coded("fast", *RUN, 2, 2, 500), "is cut short"),
         ("compact", coded("compact", *RUN, 0), "no classes"),
         ("compact", coded("compact", *RUN, 7), "number of classes is 7"),

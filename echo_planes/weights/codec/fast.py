@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
+import zstandard
 
 from echo_planes.errors import WeightsError
 from echo_planes.types import ByteArray
@@ -24,7 +24,7 @@ from echo_planes.weights.codec.kernels import kernel
 from echo_planes.weights.codec.layout import Reader, put_number
 from echo_planes.weights.digest import BitArray
 
-_ZSTD = pa.Codec("zstd", 1)
+_LEVEL = 1  # of zstd: its speed counts here
 _SKIP = 255  # a gap byte that only counts
 _ESCAPE, _LONG = 8, 128  # a nibble, and a byte, that refer to something longer
 _FRAME_SLACK = 1024  # a zstd frame of incompressible bytes is a little larger than they are
@@ -112,9 +112,9 @@ def _grown(array: Any, used: int, size: int) -> Any:
 
 
 def _put_frame(out: bytearray, data: ByteArray) -> None:
-    packed = _ZSTD.compress(data)
+    packed = zstandard.ZstdCompressor(_LEVEL).compress(data.data)
     put_number(out, data.size)
-    put_number(out, packed.size)
+    put_number(out, len(packed))
     out += packed
 
 
@@ -125,9 +125,12 @@ def _frame(reader: Reader, least: int, most: int, what: str) -> ByteArray:
     if size < least:
         raise WeightsError(f"segment: {what} are {size} bytes, at least {least} are needed")
     try:
-        # Fails unless the frame holds exactly that many bytes.
-        data = _ZSTD.decompress(packed, decompressed_size=size)
-    except (OSError, ValueError) as error:
+        # Room is made by the size that the frame itself declares, so that is looked at first.
+        declared = zstandard.frame_content_size(packed)
+        if declared != size:
+            raise WeightsError(f"segment: {what} do not decompress: a frame of {declared} bytes, not {size}")
+        data = zstandard.ZstdDecompressor().decompress(packed, allow_extra_data=False)
+    except zstandard.ZstdError as error:
         raise WeightsError(f"segment: {what} do not decompress: {error}") from error
     return np.array(np.frombuffer(data, np.uint8))
 
