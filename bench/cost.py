@@ -116,7 +116,6 @@ class Outcome:
     best: Run  # (c)
     policy: Run | None  # (d)
     beyond_best: Mapping[str, float]  # rollout dollars beyond those of (c), by cause
-    gap: float  # of (c): share that a better fleet could still save
     boot_usd: float  # that (c) would pay if what it starts had to boot
 
     @property
@@ -253,7 +252,6 @@ def compare(
         frictionless("(c) clairvoyant optimum", best, assumptions, steps),
         policy,
         account(watch, fleets, ours.rollout_usd - best.usd),
-        best.gap,
         best.boot_usd,
     )
 
@@ -287,8 +285,6 @@ def show_outcome(outcome: Outcome) -> list[str]:
     lines.append(f"  beyond (c), in percent of its rollout dollars: {causes}")
     boots = outcome.boot_usd / outcome.best.rollout_usd
     lines.append(f"  if what (c) starts had to boot, it would cost {boots:.1%} more")
-    if outcome.gap:
-        lines.append(f"  the optimum is proved within {outcome.gap:.2%}")
     return lines
 
 

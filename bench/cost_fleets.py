@@ -26,7 +26,6 @@ class Priced:
 
     usd: float  # of all workers over the time that the work takes without waits
     seconds: float
-    gap: float = 0.0  # share of `usd` that a better fleet could still save; 0.0: proved
     workers: float = 0.0  # mean
     boot_usd: float = 0.0  # not in `usd`: for what it starts after its first workers, if that booted
 
@@ -38,7 +37,6 @@ class Stretch:
     since_s: float
     to_s: float
     plan: FleetPlan
-    gap: float  # share of its price that a better one could still save; 0.0: proved
 
 
 def target_of(need: Need) -> float:
@@ -74,21 +72,19 @@ def cheapest_fleets(market: SpotMarket, need: Need, steps: int) -> list[Stretch]
     Raises:
         DataError: at some moment there is no fleet for the target.
     """
-    known: dict[tuple[int, ...], tuple[FleetPlan, float]] = {}
+    known: dict[tuple[int, ...], FleetPlan] = {}
 
-    def best(offers: Sequence[Offer]) -> tuple[FleetPlan, float]:
+    def best(offers: Sequence[Offer]) -> FleetPlan:
         key = tuple(offer.max_count for offer in offers)
         if key not in known:
-            solution = solve(fleet_problem(offers, target_of(need), Limits(), {}))
-            if not isinstance(solution.outcome, FleetPlan):
+            outcome = solve(fleet_problem(offers, target_of(need), Limits(), {}))
+            if not isinstance(outcome, FleetPlan):
                 raise DataError(f"no fleet reaches {target_of(need):.2f} trajectories/s: raise the quotas")
-            known[key] = solution.outcome, solution.gap
+            known[key] = outcome
         return known[key]
 
     until_s = work_s(need, steps)
-    return [
-        Stretch(since_s, to_s, *best(market.at(since_s))) for since_s, to_s in _intervals(market, until_s)
-    ]
+    return [Stretch(since_s, to_s, best(market.at(since_s))) for since_s, to_s in _intervals(market, until_s)]
 
 
 def optimum(offers: Sequence[Offer], fleets: Sequence[Stretch], install_s: float = 0.0) -> Priced:
@@ -99,18 +95,17 @@ def optimum(offers: Sequence[Offer], fleets: Sequence[Stretch], install_s: float
         install_s: from the end of a boot until the weights are there; for `boot_usd` only.
     """
     until_s = fleets[-1].to_s
-    usd = missing = workers = boot_usd = 0.0
+    usd = workers = boot_usd = 0.0
     before: Mapping[str, int] | None = None
     for stretch in fleets:
         plan, hours = stretch.plan, (stretch.to_s - stretch.since_s) / HOUR_S
         usd, workers = usd + plan.usd_per_hour * hours, workers + plan.num_workers * hours
-        missing += stretch.gap * plan.usd_per_hour * hours
         if before is not None:
             for offer in offers:
                 started = plan.counts.get(offer.name, 0) - before.get(offer.name, 0)
                 boot_usd += max(started, 0) * offer.usd_per_hour * (offer.boot_s + install_s) / HOUR_S
         before = plan.counts
-    return Priced(usd, until_s, missing / usd, workers * HOUR_S / until_s, boot_usd)
+    return Priced(usd, until_s, workers * HOUR_S / until_s, boot_usd)
 
 
 def random_fleet(market: SpotMarket, need: Need, steps: int, rng: random.Random) -> Priced:
@@ -143,7 +138,7 @@ def plan_counts(offers: Sequence[Offer], need: Need) -> Mapping[str, int]:
     Raises:
         DataError: there is none.
     """
-    outcome = solve(fleet_problem(offers, target_of(need), Limits(), {})).outcome
+    outcome = solve(fleet_problem(offers, target_of(need), Limits(), {}))
     if not isinstance(outcome, FleetPlan):
         raise DataError(f"no fleet reaches {target_of(need):.2f} trajectories/s: raise the quotas")
     return outcome.counts

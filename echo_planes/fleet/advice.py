@@ -53,7 +53,7 @@ def advise(need: Need, offers: Sequence[Offer], limits: Limits) -> tuple[Advice,
 def most_throughput(offers: Sequence[Offer], limits: Limits) -> FleetPlan:
     """The fleet of most trajectories/s within the limits, whatever it costs."""
     beyond = 1.0 + 2 * math.fsum(offer.mu * offer.max_count for offer in offers)
-    outcome = solve(fleet_problem(offers, beyond, limits, {})).outcome
+    outcome = solve(fleet_problem(offers, beyond, limits, {}))
     return outcome.best if isinstance(outcome, Shortfall) else outcome
 
 
@@ -61,7 +61,7 @@ def _fleet(need: Need, offers: Sequence[Offer], limits: Limits) -> FleetPlan | N
     target = need.mu_target
     if target is None:
         return None
-    outcome = solve(fleet_problem(offers, target, limits, {})).outcome
+    outcome = solve(fleet_problem(offers, target, limits, {}))
     return None if isinstance(outcome, Shortfall) else outcome
 
 

@@ -3,9 +3,7 @@
     minimise  sum c_j x_j   with   sum mu_j x_j >= mu_target,   floor_j <= x_j <= cap_j,
     and, where given:   sum c_j x_j <= $/h,   sum i_j x_j <= interruptions/h,   min <= sum x_j <= max workers
 
-ECHO-2 (eq. 3) states it and takes the cheapest prefix by rho instead. Here it is searched depth first. The
-bound of a node is its linear relaxation: a fractional knapsack over what is still open, read from tables, in
-which the other limits take part with Lagrange multipliers found once. Any multipliers give a valid bound.
+ECHO-2 (eq. 3) states it and takes the cheapest prefix by rho instead (`greedy`). HiGHS solves it.
 
 Prices are counted in integers, in the largest unit that divides them all, so that no two sums of money are
 ever taken for equal, or for different, because of rounding. Throughput is counted in 2^-50 of the target,
@@ -21,12 +19,18 @@ from fractions import Fraction
 from functools import lru_cache
 
 from echo_planes.errors import ConfigError
-from echo_planes.fleet.branch_bound import Programme, Row, minimise
 from echo_planes.fleet.instance_types import FleetPlan, Limits, Offer, Shortfall
 
-NODE_LIMIT = 20_000  # some tenths of a second
 TOLERANCE = 1e-9  # of a target, or of an allowance of interruptions
-_MOST_NODE_LIMIT = 10_000  # of the search for the most throughput, where the target cannot be had
+_SETTINGS = {
+    "output_flag": False,
+    "threads": 1,  # the same inputs give the same fleet
+    "mip_rel_gap": 0.0,
+    "mip_abs_gap": 0.0,
+    "mip_feasibility_tolerance": TOLERANCE,
+    "primal_feasibility_tolerance": TOLERANCE,
+    "time_limit": 2.0,  # seconds; it takes milliseconds
+}
 _BITS = 50
 
 
@@ -113,17 +117,6 @@ class FleetProblem:
         return Shortfall(self.plan(counts), self.mu_target, tuple(sorted(binding)) or ("quota",))
 
 
-@dataclass(frozen=True, slots=True)
-class Solution:
-    """What the search came to."""
-
-    outcome: FleetPlan | Shortfall
-    counts: tuple[int, ...] | None  # by position in the problem; None where no fleet was found
-    proved: bool  # the node limit was not reached: the outcome is the optimum, or there is none
-    gap: float  # share of the cost that a better fleet could still save; 0.0 where proved
-    nodes: int
-
-
 def plan_of(counts: Mapping[str, int], offers: Sequence[Offer]) -> FleetPlan:
     """What these workers come to. Offers with none are left out."""
     some = [(offer, counts[offer.name]) for offer in offers if counts.get(offer.name, 0) > 0]
@@ -182,116 +175,67 @@ def fleet_problem(
     )
 
 
-def solve(
-    problem: FleetProblem, start: Sequence[int] | None = None, node_limit: int = NODE_LIMIT
-) -> Solution:
-    """The least $/h that reaches the target within all limits, or the most throughput within them.
-
-    Args:
-        start: a fleet that reaches the target, to improve on (greedy's).
-        node_limit: nodes after which the best fleet so far is returned, with the gap that is left.
-    """
-    floors = problem.floors
-    if problem.broken(floors):
-        return Solution(problem.shortfall(floors), None, True, 0.0, 0)
-    extra = _cheapest(problem)
-    base = problem.total(problem.costs, floors)
-    ceiling = None if problem.budget is None else problem.budget - base + 1
-    best = None if start is None else problem.total(problem.costs, start) - base
-    below = min((value for value in (ceiling, best) if value is not None), default=None)
-    found = minimise(extra, below, node_limit)
-    counts = tuple(start) if start is not None else None
-    if found.counts is not None:
-        counts = tuple(a + b for a, b in zip(floors, found.counts, strict=True))
-    if counts is None:
-        best_effort = problem.shortfall(_most(problem))
-        gap = 0.0 if found.proved else math.inf
-        return Solution(best_effort, None, found.proved, gap, found.nodes)
-    cost = problem.total(problem.costs, counts)
-    gap = 0.0 if found.proved or not cost else max(0.0, (cost - base - found.bound) / cost)
-    return Solution(problem.plan(counts), counts, found.proved, gap, found.nodes)
-
-
 def exact(
     offers: Sequence[Offer], mu_target: float, limits: Limits, held: Mapping[str, int]
 ) -> FleetPlan | Shortfall:
     """The fleet of least $/h that reaches `mu_target`, trajectories/s, or the best there is where none does.
 
-    Beyond `NODE_LIMIT` nodes it is the best that was found; `solve` says how far from the optimum it may be.
-
     Raises:
         ConfigError: as `fleet_problem`.
     """
-    return solve(fleet_problem(offers, mu_target, limits, held)).outcome
+    return solve(fleet_problem(offers, mu_target, limits, held))
 
 
-def _cheapest(problem: FleetProblem) -> Programme:
-    """Least money for what the floors lack."""
-    floors, caps = problem.floors, _open_caps(problem)
-    ones = (1,) * len(caps)
-    missing = problem.target - problem.total(problem.rates, floors)
-    # At least as many workers as the fastest would need: without it the bound of a few large workers is weak.
-    fewest, left = 0, missing
-    for rate, cap in sorted(zip(problem.rates, caps, strict=True), reverse=True):
-        if left <= 0 or rate == 0:
-            break
-        taken = min(cap, -(-left // rate))
-        fewest, left = fewest + taken, left - taken * rate
-    fewest = max(fewest, problem.min_workers - sum(floors))
-    cover = [Row(problem.rates, missing)] + ([Row(ones, fewest)] if fewest > 0 else [])
-    return Programme(problem.costs, caps, tuple(cover), tuple(_sides(problem)))
+def solve(problem: FleetProblem) -> FleetPlan | Shortfall:
+    """The least $/h that reaches the target within all limits, or the most throughput within them."""
+    if problem.broken(problem.floors):
+        return problem.shortfall(problem.floors)
+    counts = _optimum(problem, [offer.usd_per_hour for offer in problem.offers], reaching=True)
+    if counts is not None and problem.reaches(counts) and not problem.broken(counts):
+        return problem.plan(counts)
+    most = _optimum(problem, [-offer.mu for offer in problem.offers], reaching=False)
+    return problem.shortfall(most if most is not None and not problem.broken(most) else problem.floors)
 
 
-def _most(problem: FleetProblem) -> Sequence[int]:
-    """The most throughput within the limits: filled in plausible orders, then the search for a better one."""
-    rates, positions = problem.rates, range(len(problem.offers))
-    fleets = []
-    for values in ((1,) * len(rates), problem.costs, problem.risks):
-        worth = [rate / value if value else math.inf for rate, value in zip(rates, values, strict=True)]
-        counts = list(problem.floors)
-        problem.fill(counts, sorted(positions, key=worth.__getitem__, reverse=True), enough=None)
-        fleets.append(counts)
-    best = max(fleets, key=lambda counts: problem.total(rates, counts))
-    caps = _open_caps(problem)
-    all_open = [floor + cap for floor, cap in zip(problem.floors, caps, strict=True)]
-    given_up = problem.total(rates, all_open) - problem.total(rates, best)
-    found = minimise(_lost(problem), given_up, _MOST_NODE_LIMIT)
-    if found.counts is None:
-        return best
-    return [count - lost for count, lost in zip(all_open, found.counts, strict=True)]
+def _optimum(problem: FleetProblem, weights: Sequence[float], *, reaching: bool) -> tuple[int, ...] | None:
+    """Counts of the least sum of weights within the limits, by HiGHS; None where there are none.
 
+    What comes back is compared with the target and the limits in whole numbers by the caller.
+    """
+    import highspy  # not before a fleet is planned: a fixed one never needs it
 
-def _lost(problem: FleetProblem) -> Programme:
-    """Least throughput to give up, from as many workers as each limit alone permits, so that all are kept."""
-    caps = _open_caps(problem)
-    rows = [row for row in _sides(problem, with_budget=True) if any(row.coefs)]
-    if problem.budget is not None:
-        # No more workers than the cheapest that the budget buys.
-        left, most = problem.budget - problem.total(problem.costs, problem.floors), 0
-        for cost, cap in sorted(zip(problem.costs, caps, strict=True)):
-            bought = cap if cost == 0 else min(cap, left // cost)
-            most, left = most + bought, left - bought * cost
-        rows.append(Row((1,) * len(caps), most))
-    cover = tuple(Row(row.coefs, problem.total(row.coefs, caps) - row.bound) for row in rows)
-    return Programme(problem.rates, caps, cover or (Row((0,) * len(caps), 0),), ())
+    offers = problem.offers
+    rows: list[tuple[float, float, list[float]]] = []
+    if reaching:
+        rows.append((1.0, math.inf, [offer.mu / problem.mu_target for offer in offers]))
+        rows.append((problem.min_workers, math.inf, [1.0] * len(offers)))
+    for limit, values in (
+        (problem.budget, problem.costs),
+        (problem.allowance, problem.risks),
+        (problem.max_workers, (1,) * len(offers)),
+    ):
+        if limit is not None:
+            scale = max(1, limit)
+            rows.append((-math.inf, limit / scale, [value / scale for value in values]))
+    class Quiet(highspy.Highs):
+        def enableCallbacks(self) -> None:  # nothing here needs them, and they print a banner
+            pass
 
-
-def _sides(problem: FleetProblem, with_budget: bool = False) -> list[Row]:
-    """What may be added to the floors, limit by limit."""
-    floors = problem.floors
-    rows = []
-    if with_budget and problem.budget is not None:
-        rows.append(Row(problem.costs, problem.budget - problem.total(problem.costs, floors)))
-    if problem.allowance is not None and any(problem.risks):
-        rows.append(Row(problem.risks, problem.allowance - problem.total(problem.risks, floors)))
-    if problem.max_workers is not None:
-        rows.append(Row((1,) * len(floors), problem.max_workers - sum(floors)))
-    return rows
-
-
-def _open_caps(problem: FleetProblem) -> tuple[int, ...]:
-    """Workers of each offer that could be added to the floors, if they were all that is added."""
-    return tuple(problem.room(problem.floors, position)[0] for position in range(len(problem.offers)))
+    solver = Quiet()  # type: ignore[no-untyped-call]
+    for name, value in _SETTINGS.items():
+        solver.setOptionValue(name, value)
+    caps = (problem.room(problem.floors, place)[0] for place in range(len(offers)))
+    for floor, more, weight in zip(problem.floors, caps, weights, strict=True):
+        solver.addCol(weight, floor, floor + more, 0, [], [])
+    for place in range(len(offers)):
+        solver.changeColIntegrality(place, highspy.HighsVarType.kInteger)
+    places = list(range(len(offers)))
+    for low, high, row in rows:
+        solver.addRow(low, high, len(places), places, row)
+    solver.run()
+    if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+        return None
+    return tuple(round(count) for count in solver.getSolution().col_value)
 
 
 @lru_cache(maxsize=4096)

@@ -1,11 +1,12 @@
-"""ECHO-2's greedy fleet, both fleets side by side, and which workers a fleet can do without."""
+"""ECHO-2's greedy fleet, the optimum where that misses the target, and workers a fleet can do without."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from echo_planes.fleet.exact import FleetProblem, Solution, fleet_problem, solve
+from echo_planes.fleet.exact import FleetProblem, fleet_problem, solve
 from echo_planes.fleet.instance_types import FleetPlan, Limits, Offer, Shortfall
 
 DRIFT = 0.05  # of a throughput, the target or an interruption rate; beyond it plans are made again
@@ -33,23 +34,18 @@ def greedy(
 
 @dataclass(frozen=True, slots=True)
 class Plans:
-    """Greedy's fleet and the optimum for one set of inputs."""
+    """The fleet for one set of inputs: greedy's, and where that misses the target, the optimum."""
 
     problem: FleetProblem
-    greedy: FleetPlan | Shortfall
-    solution: Solution
+    best: FleetPlan | Shortfall
+    method: Literal["greedy", "optimum"]
 
     @classmethod
     def of(cls, problem: FleetProblem) -> Plans:
         counts = _greedy(problem)
         if _is_fleet(problem, counts):
-            return cls(problem, problem.plan(counts), solve(problem, start=counts))
-        return cls(problem, problem.shortfall(counts), solve(problem))
-
-    @property
-    def best(self) -> FleetPlan | Shortfall:
-        """The cheaper of the two. The search begins with greedy's fleet, so its own is never dearer."""
-        return self.solution.outcome
+            return cls(problem, problem.plan(counts), "greedy")
+        return cls(problem, solve(problem), "optimum")
 
     def holds_for(self, other: FleetProblem) -> bool:
         """Whether the inputs are the same but for noise: prices, counts and limits equal, the rest close."""

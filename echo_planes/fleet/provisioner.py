@@ -1,4 +1,4 @@
-"""Which workers to have, and when to act: ECHO-2's rule (C.2.1) with the optimum beside the greedy fleet.
+"""Which workers to have, and when to act: ECHO-2's rule (C.2.1) with the greedy fleet.
 
 Workers are added when the fleet stays below its target by a margin; the dearest go when it stays above by
 one. In between nothing changes, so little noise in the estimates moves no machines. So it is where the rule
@@ -20,7 +20,7 @@ answered at once; where T_bcast leaves no target, only minimums are kept.
 The release wait does not grow with releases that were regretted: spot capacity comes and goes many times an
 hour, and a wait that doubles each time soon keeps dear workers for hours.
 
-Both fleets are made again only where the inputs drifted (`plans.DRIFT`) or something is to be done.
+The fleet is planned anew only where the inputs drifted (`greedy.DRIFT`) or something is to be done.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from dataclasses import dataclass, field, replace
 from echo_planes.errors import ConfigError
 from echo_planes.fleet.advice import Advice, advise
 from echo_planes.fleet.capacity import Need
-from echo_planes.fleet.exact import FleetProblem, exact, fleet_problem
+from echo_planes.fleet.exact import FleetProblem, fleet_problem
 from echo_planes.fleet.greedy import Plans, beyond_limits, greedy, is_close, more, spare, with_minimums
 from echo_planes.fleet.instance_types import FleetPlan, Limits, Offer, Shortfall
 
-__all__ = ["Advice", "Decision", "Provisioner", "advise", "exact", "greedy"]
+__all__ = ["Advice", "Decision", "Provisioner", "advise", "greedy"]
 
 _DEAD_BAND = 0.05  # of the target: a smaller shortage is borne if the learner does not wait for it
 
@@ -50,14 +50,13 @@ class Decision:
     launch: Mapping[str, int] = field(default_factory=dict)  # offer name -> workers to ask for
     release: Mapping[str, int] = field(default_factory=dict)  # offer name -> workers to let go
     reason: str = ""
-    greedy_usd_per_hour: float | None = None  # of a whole fleet for the target; None: finds none
-    exact_usd_per_hour: float | None = None
+    best_usd_per_hour: float | None = None  # of the fleet that would be bought anew; None: there is none
     shortfall: Shortfall | None = None  # set where no fleet within the limits is enough
     advice: tuple[Advice, ...] = ()
 
 
 class Provisioner:
-    """Hysteresis around the two fleets. Give every tick to `decide`, and do what it says.
+    """Hysteresis around the fleet that would be bought anew. Give every tick to `decide`, do what it says.
 
     Args:
         limits: an attribute: replace it as money is spent.
@@ -360,21 +359,13 @@ class Provisioner:
             if (n := some.get(offer.name, 0))
         ]
         reason += f": {', '.join(changes)}" if changes else ""
-        dollars: list[float | None] = [None, None]
-        if self._whole is not None:
-            solution = self._whole.solution
-            for place, plan in enumerate((self._whole.greedy, solution.outcome)):
-                if isinstance(plan, FleetPlan):
-                    dollars[place] = plan.usd_per_hour
-            if dollars[1] is not None:
-                proof = "" if solution.proved else f" (proved within {solution.gap:.2%})"
-                by_rho = "none" if dollars[0] is None else f"${dollars[0]:.2f}/h"
-                reason += f"; exact optimum ${dollars[1]:.2f}/h{proof}, greedy {by_rho}"
+        best_usd_per_hour = None
+        if self._whole is not None and isinstance(self._whole.best, FleetPlan):
+            best_usd_per_hour = self._whole.best.usd_per_hour
+            reason += f"; anew, by {self._whole.method}: ${best_usd_per_hour:.2f}/h"
         if advice:
             reason += f"; what would help: {'; or '.join(one.text for one in advice)}"
-        return Decision(
-            problem.plan(after), launch, release, reason, dollars[0], dollars[1], shortfall, advice
-        )
+        return Decision(problem.plan(after), launch, release, reason, best_usd_per_hour, shortfall, advice)
 
 
 def _counts(problem: FleetProblem, running: Mapping[str, int]) -> list[int]:

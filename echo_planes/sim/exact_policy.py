@@ -24,11 +24,9 @@ class ExactPolicy(Provisioner):
         """One tick; see `Provisioner.decide`."""
         if need.max_staleness == 0 or need.mu_target is None:
             return super().decide(need, offers, running, now_s)
-        outcome = solve(fleet_problem(offers, need.mu_target, self.limits, running)).outcome
+        outcome = solve(fleet_problem(offers, need.mu_target, self.limits, running))
         shortfall = outcome if isinstance(outcome, Shortfall) else None
         best = outcome.best if isinstance(outcome, Shortfall) else outcome
         launch, release = more(best.counts, running), more(running, best.counts)
         reason = f"{need.mu_target:.2f} trajectories/s are needed: the optimum is ${best.usd_per_hour:.2f}/h"
-        return Decision(
-            best, launch, release, reason, exact_usd_per_hour=best.usd_per_hour, shortfall=shortfall
-        )
+        return Decision(best, launch, release, reason, best.usd_per_hour, shortfall)

@@ -11,7 +11,7 @@ import pytest
 from echo_planes.errors import ConfigError
 from echo_planes.fleet.advice import advise
 from echo_planes.fleet.capacity import Need
-from echo_planes.fleet.exact import exact, fleet_problem, solve
+from echo_planes.fleet.exact import exact, solve
 from echo_planes.fleet.instance_types import FleetPlan, Limits, Offer, Shortfall
 from echo_planes.fleet.provisioner import Provisioner, greedy
 
@@ -49,9 +49,8 @@ def test_the_optimum_is_cheaper_where_the_last_worker_of_the_prefix_is_too_large
 def test_minimums_come_first_and_ties_go_by_name() -> None:
     twin = replace(SMALL, name="another")
     dear = Offer("dear", "A100", 9.0, 4.0, max_count=3, min_count=1)
-    for choose in (greedy, exact):
-        found = plan(choose([SMALL, twin, dear], 8.0, FREE, {}))
-        assert found.counts == {"another": 1, "dear": 1}
+    assert plan(greedy([SMALL, twin, dear], 8.0, FREE, {})).counts == {"another": 1, "dear": 1}
+    assert plan(exact([SMALL, twin, dear], 8.0, FREE, {})).usd_per_hour == pytest.approx(9.8)
 
 
 @pytest.mark.parametrize("choose", [greedy, exact])
@@ -98,19 +97,6 @@ def test_money_is_counted_exactly() -> None:
     offer = Offer("dime", "L4", usd_per_hour=0.1, mu=1.0, max_count=20)
     assert plan(exact([offer], 3.0, Limits(usd_per_hour=0.3), {})).num_workers == 3
     assert isinstance(exact([offer], 4.0, Limits(usd_per_hour=0.3), {}), Shortfall)
-
-
-def test_a_node_limit_states_how_far_the_fleet_may_be_from_the_optimum() -> None:
-    prices_and_rates = [(1.31, 1.73), (2.17, 2.71), (0.93, 1.13), (3.37, 4.33), (5.03, 6.61), (0.71, 0.83)]
-    offers = [Offer(f"o{i}", "x", usd, mu, max_count=40) for i, (usd, mu) in enumerate(prices_and_rates)]
-    problem = fleet_problem(offers, 333.3, FREE, {})
-    start = [0] * 6
-    problem.fill(start, range(6), enough=problem.target)
-    cut, proved = solve(problem, start, node_limit=1), solve(problem, start)
-    assert not cut.proved
-    assert 0 < cut.gap < 0.05
-    assert proved.proved
-    assert plan(proved.outcome).usd_per_hour >= plan(cut.outcome).usd_per_hour * (1 - cut.gap)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +197,7 @@ def test_the_first_fleet_is_bought_at_once_and_then_nothing_changes() -> None:
     assert fleet.running == {"small": 8}
     assert "32.00 trajectories/s are needed (mu_min 32.00 x gamma 1.00), 0.00 are there" in reason
     assert "+8 small at $0.80/h (rho 0.20)" in reason
-    assert "exact optimum $6.40/h, greedy $6.40/h" in reason
+    assert "anew, by greedy: $6.40/h" in reason
     for now_s in range(10, 1000, 10):
         fleet.tick(float(now_s), [SMALL, LARGE])
     assert fleet.changes == [0.0]
@@ -480,22 +466,6 @@ def test_what_nobody_measured_is_no_ground_for_advice(assumed: bool) -> None:
     assert decision.launch == {"small": 1}
     assert bool(decision.advice) is not assumed
     assert ("before a broadcast was measured" in decision.reason) is assumed
-
-
-def test_a_surplus_keeps_what_the_cheapest_fleet_has_only_where_the_rest_would_be_dear() -> None:
-    """7 for 4. Without `b` 6 are left for $2.40; the cheapest fleet, 1 `a` and 1 `b`, is $2.30, or $1.90."""
-    a, b = Offer("a", "a", 1.2, 3.0, 2), Offer("b", "b", 1.1, 1.0, 1)
-    need = Need(3, 2, 200, 50.0, 0.0, gamma=1.0)
-    for price, left in ((1.1, {"a": 2}), (0.7, {"a": 1, "b": 1})):
-        offers = [a, replace(b, usd_per_hour=price)]
-        running = {"a": 2, "b": 1}
-        provisioner = Provisioner(Limits(), sustain_s=30.0, release_sustain_s=100.0)
-        changes = 0
-        for now_s in range(0, 3000, 50):
-            decision = provisioner.decide(need, offers, running, float(now_s))
-            changes += bool(decision.launch or decision.release)
-            running = dict(decision.plan.counts)
-        assert (running, changes) == (left, 1)
 
 
 def test_a_low_of_long_ago_does_not_keep_a_surplus_for_ever() -> None:
