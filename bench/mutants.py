@@ -19,7 +19,7 @@ from typing import Any
 from echo_planes.data import claims
 from echo_planes.data.replay.buffer import ReplayBuffer
 from echo_planes.data.replay.leases import LeaseBook
-from echo_planes.data.replay.partial_rollouts import DraftBook, DraftShelf
+from echo_planes.data.replay.partial_rollouts import LeasePartials, Partials
 from echo_planes.data.replay.prompts import PromptCursor
 from echo_planes.fleet.instance_record import BackOffs
 from echo_planes.fleet.members import Member
@@ -113,34 +113,36 @@ MUTANTS = (
         "ended = self._leases.expire(0.0)",
     ),
     Mutant("a lost worker is not fenced", LeaseBook, "forget", "self._gone.add(worker_id)", "pass"),
-    # drafts
-    Mutant("drafts are attached twice", DraftShelf, "take", "self._waiting.pop(", "self._waiting.get("),
+    # partial rollouts
     Mutant(
-        "a draft's version is not counted in its lease",
+        "partial rollouts are attached twice", Partials, "take", "self._waiting.pop(", "self._waiting.get("
+    ),
+    Mutant(
+        "a partial rollout's version is not counted in its lease",
         ReplayBuffer,
         "lease",
-        "min(version, oldest_version(drafts)) if drafts else version",
+        "min(version, oldest_version(partials)) if partials else version",
         "version",
     ),
     Mutant(
         "a piece that came twice is kept twice",
-        DraftBook,
+        LeasePartials,
         "add",
         "piece.first != lengths[number]",
         "piece.first > lengths[number]",
     ),
     Mutant(
         "a piece whose predecessor is missing is kept",
-        DraftBook,
+        LeasePartials,
         "add",
         "piece.first != lengths[number]",
         "piece.first < lengths[number]",
     ),
     Mutant(
-        "drafts go on however old",
+        "partial rollouts go on however old",
         ReplayBuffer,
-        "_take_drafts",
-        "self._permits(oldest_version(drafts)) < 1",
+        "_take_partials",
+        "self._permits(oldest_version(partials)) < 1",
         "False",
     ),
     # admission

@@ -48,11 +48,11 @@ SURVIVORS = ROOT / "bench" / "mutation_survivors.yaml"
 # What decides, and what would be lost if it were wrong. Beside each module the tests that must notice.
 MODULES: dict[str, tuple[str, ...]] = {
     # data: every sample counted once, none too old, none lost, none masked wrongly
-    "echo_planes/data/replay/leases.py": ("test_leases", "test_drafts", "test_buffer"),
+    "echo_planes/data/replay/leases.py": ("test_leases", "test_partial_rollouts", "test_buffer"),
     "echo_planes/data/replay/staleness.py": ("test_limiter",),
     "echo_planes/data/replay/prompts.py": ("test_limiter", "test_curriculum"),
-    "echo_planes/data/replay/checkpoint_state.py": ("test_resume_drafts", "test_checkpoint"),
-    "echo_planes/data/replay/partial_rollouts.py": ("test_drafts", "test_resume_drafts"),
+    "echo_planes/data/replay/checkpoint_state.py": ("test_resume_partial_rollouts", "test_checkpoint"),
+    "echo_planes/data/replay/partial_rollouts.py": ("test_partial_rollouts", "test_resume_partial_rollouts"),
     "echo_planes/data/replay/batch.py": ("test_batch", "test_refill"),
     "echo_planes/data/replay/overlong.py": ("test_refill",),
     "echo_planes/reporting/ledger.py": ("test_ledger", "test_journal"),

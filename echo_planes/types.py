@@ -184,7 +184,7 @@ def cover(spans: Sequence[Span], length: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class PartialRollout:
     """One call of the policy as far as it has come: another worker can go on from its last token."""
 
     context: tuple[int, ...]  # what the policy was asked
@@ -196,12 +196,12 @@ class Draft:
 class LeaseTokens:
     """The tokens of one lease since its last message.
 
-    Calls are numbered within the lease: first its `drafts`, in order, then new ones as they begin. A piece
+    Calls are numbered within the lease: first its `partials`, in order, then new ones as they begin. A piece
     carries its call's context where it is the first of a new call, () otherwise.
     """
 
     lease_id: str
-    pieces: tuple[tuple[int, Draft], ...]
+    pieces: tuple[tuple[int, PartialRollout], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +214,9 @@ class Lease:
     worker_id: str
     prompt: Prompt
     num_samples: int
-    version: int  # oldest its tokens can be of: the worker's snapshot when it was issued, or of `drafts`
+    version: int  # oldest its tokens can be of: the worker's snapshot when it was issued, or of `partials`
     expires_s: float
-    drafts: tuple[Draft, ...] = ()  # what other workers had made of it
+    partials: tuple[PartialRollout, ...] = ()  # what other workers had made of it
 
 
 @dataclass(frozen=True, slots=True)

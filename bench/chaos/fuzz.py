@@ -30,7 +30,16 @@ from echo_planes.data.store.message import Kind, Place, encode
 from echo_planes.data.store.schema import to_batch
 from echo_planes.data.store.segment import GROUP_ENTRY, scan
 from echo_planes.errors import EchoPlanesError, LeaseError
-from echo_planes.types import Draft, Lease, LeaseTokens, Prompt, Sample, Span, Trajectory, WorkerStats
+from echo_planes.types import (
+    Lease,
+    LeaseTokens,
+    PartialRollout,
+    Prompt,
+    Sample,
+    Span,
+    Trajectory,
+    WorkerStats,
+)
 from echo_planes.weights.chain.events import Event, event_from_json, event_to_json
 from echo_planes.weights.wire.manifest import PublicationKey
 from tests.unit.ledger_attacks import honest
@@ -129,7 +138,7 @@ def _leases() -> tuple[Decoder, list[bytes]]:
     rules = Rules(vocabulary=100, max_tokens=64)
     group, published = honest(lease), ((0, "d0"), (2, "d2"))
     sample = Sample((10, 11), (-0.5, -0.25), (Span(0, 2, 0, "d0"),), "stop")
-    tokens = LeaseTokens("L0.3", ((0, Draft((1, 2), sample)),))
+    tokens = LeaseTokens("L0.3", ((0, PartialRollout((1, 2), sample)),))
     stats = WorkerStats("w0", 2, "d2", 1, 4, 100, 2.5)
 
     def has_made(one: Trajectory) -> bool:

@@ -20,11 +20,11 @@ from echo_planes.config.files import MODEL_JSON_BYTES, read_json
 from echo_planes.config.schema import Config
 from echo_planes.errors import ModelError
 from echo_planes.types import (
-    Draft,
     Episode,
     Group,
     Lease,
     LeaseTokens,
+    PartialRollout,
     Prompt,
     Reward,
     Sample,
@@ -89,7 +89,7 @@ FORMS: Mapping[type, Mapping[str, Any]] = {
     Reward: {"value": _NUMBER, "correct": bool, "parts": dict, "notes": str},
     Span: {"start": int, "stop": int, "version": int, "digest": str},
     LeaseTokens: {"lease_id": str, "pieces": _ROW},
-    Draft: {"context": _ROW, "sample": Sample, "first": int},
+    PartialRollout: {"context": _ROW, "sample": Sample, "first": int},
     Sample: {
         **dict.fromkeys(("token_ids", "logprobs", "spans", "top_logprobs"), _ROW),
         "finish_reason": str,
@@ -317,16 +317,16 @@ def _check_tokens(message: Any, rules: Rules) -> None:
         raise _Wrong("too_long", f"lease {name}: more than {MOST_PIECES} pieces in a message")
     for entry in message.pieces:
         if not isinstance(entry, _ROW) or len(entry) != 2:
-            raise _Wrong("wrong_type", f"lease {name}: a piece is no pair of call and draft")
-        number, draft = entry
-        _check_form(draft, Draft, f"lease {name}")
-        if type(number) is not int or not 0 <= number < MOST_PIECES or draft.first < 0:
+            raise _Wrong("wrong_type", f"lease {name}: a piece is no pair of call and partial rollout")
+        number, partial = entry
+        _check_form(partial, PartialRollout, f"lease {name}")
+        if type(number) is not int or not 0 <= number < MOST_PIECES or partial.first < 0:
             raise _Wrong("bad_number", f"lease {name}: call or place of a piece is not one")
-        sample = draft.sample
+        sample = partial.sample
         _check_form(sample, Sample, f"lease {name}")
-        if len(draft.context) + draft.first + len(sample.token_ids) > rules.max_tokens:
+        if len(partial.context) + partial.first + len(sample.token_ids) > rules.max_tokens:
             raise _Wrong("too_long", f"lease {name}: a call has more than {rules.max_tokens} tokens")
-        _check_row(draft.context, rules, f"lease {name}")
+        _check_row(partial.context, rules, f"lease {name}")
         _check_drawn(sample.token_ids, sample.logprobs, sample.top_logprobs, rules, f"lease {name}")
         _check_spans(sample.spans, len(sample.token_ids), f"lease {name}")
         if not cover(sample.spans, len(sample.token_ids)) or sample.finish_reason not in _REASONS:

@@ -297,7 +297,7 @@ class DataService:
         with on_disk(folder):
             folder.mkdir(parents=True)
             state, num_groups = self._buffer.state(), self._store.counts().accepted
-            # In a thread: drafts may be millions of tokens, and leases must not run out meanwhile.
+            # In a thread: partial rollouts may be millions of tokens, and leases must not run out meanwhile.
             await asyncio.to_thread(write_cut, folder, state, num_groups=num_groups)
 
     async def close(self) -> BufferCounts:

@@ -217,6 +217,7 @@ def _optimum(problem: FleetProblem, weights: Sequence[float], *, reaching: bool)
         if limit is not None:
             scale = max(1, limit)
             rows.append((-math.inf, limit / scale, [value / scale for value in values]))
+
     class Quiet(highspy.Highs):
         def enableCallbacks(self) -> None:  # nothing here needs them, and they print a banner
             pass

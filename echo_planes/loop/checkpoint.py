@@ -5,7 +5,7 @@
     checkpoints/step-000050/
       meta.json    step, lineage number, worker epoch, the guard's record
       learner/     weights, fp32 masters, moments, RNG (DeepSpeed)
-      data/        buffered groups, prompt cursor, ledger, published digests, drafts (Arrow)
+      data/        buffered groups, prompt cursor, ledger, published digests, partial rollouts (Arrow)
 
 A checkpoint is written under another name and renamed when whole, so one that is there is complete.
 """

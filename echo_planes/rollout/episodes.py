@@ -11,7 +11,17 @@ from echo_planes.rollout.engine import Engine
 from echo_planes.rollout.group_policy import GroupPolicy
 from echo_planes.rollout.scoring import Scorer
 from echo_planes.rollout.sources import Task
-from echo_planes.types import Draft, Draw, Episode, Group, Prompt, Reward, RewardFailure, Sample, Trajectory
+from echo_planes.types import (
+    Draw,
+    Episode,
+    Group,
+    PartialRollout,
+    Prompt,
+    Reward,
+    RewardFailure,
+    Sample,
+    Trajectory,
+)
 
 
 class Player:
@@ -42,12 +52,12 @@ class Player:
         num_samples: int,
         on_piece: Callable[[int, tuple[int, ...], Sample], None],
         on_sampled: Callable[[], None],
-        drafts: Sequence[Draft] = (),
+        partials: Sequence[PartialRollout] = (),
         draw: Draw | None = None,
     ) -> Group:
         """All samples of one prompt, scored. A failed rollout is a status on every sample of the group, a
         failed reward on its own. `draw`: None, as for training."""
-        policy = GroupPolicy(self._engine, self._max_new_tokens, on_piece, drafts, draw)
+        policy = GroupPolicy(self._engine, self._max_new_tokens, on_piece, partials, draw)
         error = ""
         scored: list[tuple[Episode, Reward | RewardFailure]] = []
         plays = [asyncio.ensure_future(self._task.rollout(prompt, policy)) for _ in range(num_samples)]

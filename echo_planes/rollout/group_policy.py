@@ -8,7 +8,7 @@ from typing import Any
 
 from echo_planes.errors import WorkerGoneError
 from echo_planes.rollout.engine import Engine
-from echo_planes.types import Draft, Draw, Sample, joined
+from echo_planes.types import Draw, PartialRollout, Sample, joined
 
 
 class GroupPolicy:
@@ -21,7 +21,7 @@ class GroupPolicy:
         engine: the inference engine.
         max_new_tokens: of one call.
         on_piece: called with a call's number within the group, its context, and tokens that arrived.
-        drafts: calls of an earlier worker, numbered 0, 1, ...; new ones are numbered after them.
+        partial rollouts: calls of an earlier worker, numbered 0, 1, ...; new ones are numbered after them.
         draw: how tokens are drawn; None: as for training.
     """
 
@@ -30,19 +30,19 @@ class GroupPolicy:
         engine: Engine,
         max_new_tokens: int,
         on_piece: Callable[[int, tuple[int, ...], Sample], None],
-        drafts: Sequence[Draft] = (),
+        partials: Sequence[PartialRollout] = (),
         draw: Draw | None = None,
     ) -> None:
         self._engine = engine
         self._draw = draw
         self._max_new_tokens = max_new_tokens
         self._on_piece = on_piece
-        self._drafts: dict[tuple[int, ...], list[tuple[int, Sample]]] = {}
-        for number, draft in enumerate(drafts):
+        self._partials: dict[tuple[int, ...], list[tuple[int, Sample]]] = {}
+        for number, partial in enumerate(partials):
             # One that is too long already is begun anew: a resume may have lowered the limit.
-            if draft.sample.finish_reason or len(draft.sample.token_ids) < max_new_tokens:
-                self._drafts.setdefault(draft.context, []).append((number, draft.sample))
-        self._num_calls = len(drafts)
+            if partial.sample.finish_reason or len(partial.sample.token_ids) < max_new_tokens:
+                self._partials.setdefault(partial.context, []).append((number, partial.sample))
+        self._num_calls = len(partials)
         self._waiting: dict[tuple[int, ...], list[asyncio.Future[Sample]]] = {}
         self._requests: set[asyncio.Task[None]] = set()
 
@@ -63,10 +63,10 @@ class GroupPolicy:
 
     async def _request(self, key: tuple[int, ...]) -> None:
         joining = self._waiting.pop(key)  # a new task starts after every sample that is ready now
-        begun = self._drafts.get(key, [])[: len(joining)]
+        begun = self._partials.get(key, [])[: len(joining)]
         if begun:
-            del self._drafts[key][: len(begun)]
-        work: list[Coroutine[Any, Any, list[Sample]]] = [self._go_on(key, *draft) for draft in begun]
+            del self._partials[key][: len(begun)]
+        work: list[Coroutine[Any, Any, list[Sample]]] = [self._go_on(key, *partial) for partial in begun]
         if len(joining) > len(begun):
             work.append(self._begin(key, len(joining) - len(begun)))
         try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from echo_planes.config.schema import SamplingConfig, WorkerConfig
 from echo_planes.rollout.plateau import BatchProfile
-from echo_planes.types import Draft, Lease, LeaseTokens, Sample, joined
+from echo_planes.types import Lease, LeaseTokens, PartialRollout, Sample, joined
 
 
 @dataclass(eq=False)
@@ -23,7 +23,7 @@ class Work:
     sent: dict[int, int] = field(default_factory=dict)  # tokens of each call that the data plane was told
 
     def __post_init__(self) -> None:
-        self.sent = {number: len(d.sample.token_ids) for number, d in enumerate(self.lease.drafts)}
+        self.sent = {number: len(d.sample.token_ids) for number, d in enumerate(self.lease.partials)}
 
     def add(self, number: int, context: tuple[int, ...], piece: Sample) -> None:
         """Tokens arrived for a call."""
@@ -32,12 +32,12 @@ class Work:
     def take_tokens(self) -> LeaseTokens:
         """What arrived since the last message."""
         pieces, self.pieces = self.pieces, {}
-        drafts = []
+        partials = []
         for number, (context, parts) in sorted(pieces.items()):
-            piece = Draft(context, joined(parts), self.sent.get(number, 0))
+            piece = PartialRollout(context, joined(parts), self.sent.get(number, 0))
             self.sent[number] = piece.first + len(piece.sample.token_ids)
-            drafts.append((number, piece))
-        return LeaseTokens(self.lease.lease_id, tuple(drafts))
+            partials.append((number, piece))
+        return LeaseTokens(self.lease.lease_id, tuple(partials))
 
 
 def places(kind: WorkerConfig, sampling: SamplingConfig) -> tuple[int, int]:

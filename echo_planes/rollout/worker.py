@@ -291,7 +291,7 @@ class RolloutWorker:
             if self._kind.slowdown_s:
                 await asyncio.sleep(self._kind.slowdown_s)
             group = await self._player.group(
-                lease.group_id, lease.prompt, lease.num_samples, on_piece, on_sampled, lease.drafts
+                lease.group_id, lease.prompt, lease.num_samples, on_piece, on_sampled, lease.partials
             )
             self._finished.append((lease.lease_id, group))
             self._has_finished.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from echo_planes.types import Draft, Group, Lease
+from echo_planes.types import Group, Lease, PartialRollout
 
 Label = tuple[int, int, str]  # a token, and version and digest of what made it
 
@@ -43,9 +43,9 @@ class Tally:
     expired: int = 0
 
 
-def labels(draft: Draft) -> list[Label]:
-    """Every token of a draft with its label."""
-    ids, spans = draft.sample.token_ids, draft.sample.spans
+def labels(partial: PartialRollout) -> list[Label]:
+    """Every token of a partial rollout with its label."""
+    ids, spans = partial.sample.token_ids, partial.sample.spans
     return [(ids[i], span.version, span.digest) for span in spans for i in range(span.start, span.stop)]
 
 

@@ -26,7 +26,7 @@ from echo_planes.sim.log import InvariantError, Log
 from echo_planes.sim.market import Market, Tenant
 from echo_planes.sim.scenario import OfferModel
 from echo_planes.sim.worker import Work
-from echo_planes.types import Draft, Group, Lease, LeaseTokens, Receipt, Sample, Span
+from echo_planes.types import Group, Lease, LeaseTokens, PartialRollout, Receipt, Sample, Span
 
 LATE_S = 40.0  # so late a message comes at most
 
@@ -246,7 +246,7 @@ class Ghost:
                 known = sample in work.calls
                 number = work.calls.setdefault(sample, len(work.calls))
                 one = Sample((0,), (0.0,), (self.span,), "")
-                piece = Draft(() if known else (sample,), one, first=work.sent[sample])
+                piece = PartialRollout(() if known else (sample,), one, first=work.sent[sample])
                 work.sent[sample] += 1
                 return LeaseTokens(work.lease.lease_id, ((number, piece),))
         return LeaseTokens(work.lease.lease_id, ())

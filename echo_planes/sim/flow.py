@@ -61,7 +61,7 @@ class Flow:
         self._kernel = kernel
         self._trace = trace
         self._data = data
-        self._drafts: dict[int, dict[str, int]] = {}  # prompt -> tokens of its drafts, by machine
+        self._partials: dict[int, dict[str, int]] = {}  # prompt -> tokens of its partial rollouts, by machine
         self._theta = sampling.theta if sampling.router == "jsq" else 0
 
     def ask(self, member: Member) -> None:
@@ -80,8 +80,8 @@ class Flow:
             return
         self.advance(member)
         for lease in leases:
-            paid = self._drafts.pop(lease.prompt.index, {})
-            if not lease.drafts:
+            paid = self._partials.pop(lease.prompt.index, {})
+            if not lease.partials:
                 for machine, tokens in paid.items():
                     self._trace.lost(machine, tokens, "lost")
                 paid = {}
@@ -153,7 +153,7 @@ class Flow:
             self._trace.lost(member.name, work.made - work.num_sent, "lost")
         member.finished.clear()
         for lease, paid in member.queue:
-            self._drafts[lease.prompt.index] = paid
+            self._partials[lease.prompt.index] = paid
         member.queue.clear()
         for timer in (member.ending, member.renewal, member.install):
             if timer is not None:
@@ -221,7 +221,7 @@ class Flow:
         self._trace.accepted(group.group_id, paid)
         receipt = self._data.submit(member.name, member.epoch, work.lease, group)
         if receipt.accepted:
-            self._drafts.pop(work.lease.prompt.index, None)
+            self._partials.pop(work.lease.prompt.index, None)
             member.accepted += len(group.trajectories)
             member.accepted_tokens += sum(work.lengths)
         else:
@@ -266,13 +266,13 @@ class Flow:
         message = engine.unsent(engine.work[lease_id])
         work = engine.drop(lease_id)
         self._trace.money.made(member.name, work.made)
-        index, before = work.lease.prompt.index, self._drafts.get(work.lease.prompt.index)
-        self._drafts[index] = dict(work.paid)  # at once: the next worker may get it in this very call
+        index, before = work.lease.prompt.index, self._partials.get(work.lease.prompt.index)
+        self._partials[index] = dict(work.paid)  # at once: the next worker may get it in this very call
         held = self._data.hand_over(member.name, member.epoch, [message])
         if not held:
-            self._drafts.pop(index, None)  # not there where the prompt was leased again in that very call
+            self._partials.pop(index, None)  # not there where the prompt was leased again in that very call
             if before is not None:
-                self._drafts[index] = before
+                self._partials[index] = before
             self._trace.lost(member.name, _num_tokens(message), "refused")
         return held
 
@@ -281,10 +281,10 @@ class Flow:
         for place, (lease, paid) in enumerate(member.queue):
             if lease.lease_id == lease_id:
                 del member.queue[place]
-                self._drafts[lease.prompt.index] = paid
+                self._partials[lease.prompt.index] = paid
                 held = self._data.hand_over(member.name, member.epoch, [LeaseTokens(lease_id, ())])
                 if not held:
-                    self._drafts.pop(lease.prompt.index, None)
+                    self._partials.pop(lease.prompt.index, None)
                 return held
         return 0
 
@@ -296,7 +296,7 @@ class Flow:
         if self._data.stream(member.name, member.epoch, [message]):
             self._trace.lost(member.name, _num_tokens(message), "refused")
         else:
-            self._drafts[work.lease.prompt.index] = dict(work.paid)
+            self._partials[work.lease.prompt.index] = dict(work.paid)
 
     def _so_far(self, engine: SimWorker, work: Work) -> LeaseTokens:
         """What is to be sent of a lease before its answers are finished."""
@@ -313,4 +313,4 @@ class Flow:
 
 
 def _num_tokens(message: LeaseTokens) -> int:
-    return sum(len(draft.sample.token_ids) for _, draft in message.pieces)
+    return sum(len(piece.sample.token_ids) for _, piece in message.pieces)

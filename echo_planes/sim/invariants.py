@@ -154,11 +154,11 @@ class WatchedBuffer(ReplayBuffer):
         require(
             (worker_id, epoch) not in self.leaving, f"{worker_id} epoch {epoch} leaves, and was given {name}"
         )
-        calls = self._check_drafts(lease, self._kept.pop(index, []), outstanding)
+        calls = self._check_partials(lease, self._kept.pop(index, []), outstanding)
         oldest = min((label[1] for call in calls for label in call.tokens), default=version)
         require(
             lease.version == min(oldest, version),
-            f"lease {name} says version {lease.version}; its drafts are of {oldest}, its worker of {version}",
+            f"lease {name} says version {lease.version}; its tokens are of {oldest}, its worker of {version}",
         )
         most = self._ceiling(lease.version)
         require(outstanding < most, f"lease {name} of v{lease.version} is group {outstanding + 1} of {most}")
@@ -325,15 +325,15 @@ class WatchedBuffer(ReplayBuffer):
     def _is_published(self, call: Call) -> bool:
         return all(self._digests.get(version) == digest for _, version, digest in call.tokens)
 
-    def _check_drafts(self, lease: Lease, kept: list[Call], outstanding: int) -> list[Call]:
-        """Drafts are what was streamed, token for token, unless nobody may go on from something so old."""
-        given = [(draft.context, labels(draft)) for draft in lease.drafts]
+    def _check_partials(self, lease: Lease, kept: list[Call], outstanding: int) -> list[Call]:
+        """Partial rollouts are what was streamed, token for token, unless they are too old to go on from."""
+        given = [(partial.context, labels(partial)) for partial in lease.partials]
         oldest = min((label[1] for call in kept for label in call.tokens), default=0)
         expected = kept if kept and outstanding < self._ceiling(oldest) else []
         require(
             given == [(call.context, call.tokens) for call in expected],
-            f"lease {lease.lease_id} of prompt {lease.prompt.index}: its {len(given)} drafts are not the "
-            f"{len(expected)} that were streamed",
+            f"lease {lease.lease_id} of prompt {lease.prompt.index}: its {len(given)} partial "
+            f"rollouts are not the {len(expected)} that were streamed",
         )
         return expected
 

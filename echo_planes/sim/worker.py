@@ -1,8 +1,8 @@
 """One incarnation of a rollout worker: a modelled engine, and what the real worker does around it.
 
-It takes leases, goes on from other workers' drafts, streams its tokens, finishes groups and hands leases
-over. Tokens are numbers of tokens here: a sample's ids are zeros, and of a finished answer one token stands
-for every version it was made under.
+It takes leases, goes on from other workers' partial rollouts, streams its tokens, finishes groups and hands
+leases over. Tokens are numbers of tokens here: a sample's ids are zeros, and of a finished answer one token
+stands for every version it was made under.
 """
 
 from __future__ import annotations
@@ -17,7 +17,17 @@ import numpy as np
 from echo_planes.sim.engine_model import Engine
 from echo_planes.sim.lengths import LengthModel, mix, uniform
 from echo_planes.sim.scenario import OfferModel, SamplingModel
-from echo_planes.types import Draft, Episode, Group, Lease, LeaseTokens, Reward, Sample, Span, Trajectory
+from echo_planes.types import (
+    Episode,
+    Group,
+    Lease,
+    LeaseTokens,
+    PartialRollout,
+    Reward,
+    Sample,
+    Span,
+    Trajectory,
+)
 
 Versions = tuple[int, ...]
 _SAME_TOKENS = 1e-6  # rounding of marks
@@ -121,17 +131,17 @@ class SimWorker:
         """Take a lease on, from where others left it. The engine is up to date.
 
         Args:
-            lease: with its drafts.
-            paid: tokens of the drafts, by the machine that made them.
+            lease: with its partial rollouts.
+            paid: tokens of the partial rollouts, by the machine that made them.
         """
         lengths = self._lengths.tokens(lease.prompt.index)
         have = [0] * len(lengths)
         versions: list[Versions] = [()] * len(lengths)
         calls: dict[int, int] = {}
-        for call, draft in enumerate(lease.drafts):
-            sample = draft.context[0]
-            have[sample], calls[sample] = len(draft.sample.token_ids), call
-            versions[sample] = tuple(span.version for span in draft.sample.spans)
+        for call, partial in enumerate(lease.partials):
+            sample = partial.context[0]
+            have[sample], calls[sample] = len(partial.sample.token_ids), call
+            versions[sample] = tuple(span.version for span in partial.sample.spans)
         work = Work(lease, lengths, self.engine.mark, tuple(have), tuple(versions), calls, have, paid)
         self.work[lease.lease_id] = work
         self.engine.add(lease.lease_id, lengths, work.have)
@@ -186,7 +196,7 @@ class SimWorker:
             spans = self._spans(work.begun + start - had, total - start)
             ids, logprobs = (0,) * (total - start), (0.0,) * (total - start)
             piece = Sample(ids, logprobs, spans, "stop" if total == length else "")
-            pieces.append((number, Draft(() if known else (sample,), piece, start)))
+            pieces.append((number, PartialRollout(() if known else (sample,), piece, start)))
             work.paid[self.worker_id] = work.paid.get(self.worker_id, 0) + total - start
         return LeaseTokens(work.lease.lease_id, tuple(pieces))
 

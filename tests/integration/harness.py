@@ -327,9 +327,9 @@ def watched_run(words: list[str]) -> int:
         async def pull(self, worker_id: str, epoch: int, room: int, wait_s: float) -> list[Lease]:
             leases = await super().pull(worker_id, epoch, room, wait_s)
             for one in leases:
-                drafts = [asdict(draft) for draft in one.drafts]
+                partials = [asdict(partial) for partial in one.partials]
                 self._note(
-                    "lease", worker_id, epoch, lease=one.lease_id, prompt=one.prompt.index, drafts=drafts
+                    "lease", worker_id, epoch, lease=one.lease_id, prompt=one.prompt.index, partials=partials
                 )
             return leases
 

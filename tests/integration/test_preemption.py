@@ -176,16 +176,16 @@ def ended_without_result(run_dir: Path, worker: str) -> set[str]:
 
 
 def tokens_of(run_dir: Path, lease: str) -> list[list[int]]:
-    """Of each call of a lease: its drafts, and what was streamed or handed over while it was live."""
+    """Of each call of a lease: what it began with, and what was streamed or handed over while it was live."""
     notes = everything(run_dir)
     begun = next(n for n in notes if n["kind"] == "lease" and n["lease"] == lease)
-    calls = [list(draft["sample"]["token_ids"]) for draft in begun["drafts"]]
+    calls = [list(partial["sample"]["token_ids"]) for partial in begun["partials"]]
     for note in notes:
         if note["kind"] in ("stream", "hand over") and note["lease"] == lease and not note.get("late"):
-            for number, draft in note["pieces"]:
+            for number, partial in note["pieces"]:
                 if number == len(calls):
                     calls.append([])
-                calls[number] += draft["sample"]["token_ids"]
+                calls[number] += partial["sample"]["token_ids"]
     return calls
 
 
@@ -202,18 +202,18 @@ def test_every_request_in_flight_goes_on_elsewhere_from_its_last_streamed_token(
         had = [call for call in tokens_of(run_dir, note["lease"]) if call]
         if not later:  # the run ended first
             continue
-        assert [list(d["sample"]["token_ids"]) for d in later[0]["drafts"]] == had
+        assert [list(d["sample"]["token_ids"]) for d in later[0]["partials"]] == had
         continued += bool(had)
     assert continued
 
 
 def test_kept_prefixes_are_identical_with_their_logprobs_and_versions(run_dir: Path) -> None:
-    begun = {note["lease"]: note["drafts"] for note in told(run_dir, "lease") if note["drafts"]}
+    begun = {note["lease"]: note["partials"] for note in told(run_dir, "lease") if note["partials"]}
     done = {note["lease"]: note["episodes"] for note in told(run_dir, "submit") if not note["refused"]}
     checked = 0
     for lease in begun.keys() & done.keys():
-        for draft in begun[lease]:
-            kept = draft["sample"]
+        for partial in begun[lease]:
+            kept = partial["sample"]
             length = len(kept["token_ids"])
             assert any(
                 episode["response_ids"][:length] == kept["token_ids"]
@@ -253,7 +253,7 @@ def test_what_was_not_streamed_yet_is_at_most_one_interval_of_each_request(run_d
     )
     assert statistics.median(gaps) <= 2 * STREAM_S
     assert max(silent) <= max(2 * STREAM_S, *gaps)
-    again = [n for n in told(run_dir, "lease") if n["drafts"] and n["at_s"] > lost_at_s]
+    again = [n for n in told(run_dir, "lease") if n["partials"] and n["at_s"] > lost_at_s]
     print(f"the first of them went on elsewhere after {again[0]['at_s'] - lost_at_s:.2f} s")
 
 

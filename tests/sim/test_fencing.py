@@ -25,7 +25,17 @@ from echo_planes.rollout.worker import RolloutWorker
 from echo_planes.testing.fakes import FakeWeights, InlineScorer
 from echo_planes.testing.simulation import replace_section, tiny_config
 from echo_planes.testing.virtual_time import VirtualTimeLoop, run_virtual
-from echo_planes.types import Draft, Group, Lease, LeaseTokens, Prompt, Receipt, Sample, Span, TrainBatch
+from echo_planes.types import (
+    Group,
+    Lease,
+    LeaseTokens,
+    PartialRollout,
+    Prompt,
+    Receipt,
+    Sample,
+    Span,
+    TrainBatch,
+)
 from tests.thorough import THOROUGH
 from tests.unit.test_buffer import Buffer, answer
 from tests.unit.test_group_policy import Engine
@@ -77,8 +87,8 @@ class Core:
         """A message that begins another call: it never contradicts what came before it."""
         self.token += 1
         sample = Sample((self.token,), (-0.5,), (Span(0, 1, lease.version, f"d{lease.version}"),), "stop")
-        number = self.calls[lease.lease_id] = self.calls.get(lease.lease_id, len(lease.drafts) - 1) + 1
-        return LeaseTokens(lease.lease_id, ((number, Draft((1, self.token), sample)),)), self.token
+        number = self.calls[lease.lease_id] = self.calls.get(lease.lease_id, len(lease.partials) - 1) + 1
+        return LeaseTokens(lease.lease_id, ((number, PartialRollout((1, self.token), sample)),)), self.token
 
     def run(self, seconds: int) -> None:
         for second in range(seconds):
@@ -110,7 +120,7 @@ class Core:
                 assert self.buffer.stream(worker, epoch, [message], now_s) == ()
         for index in self.buffer.pull(worker, epoch, 3 - len(self.in_hand[worker]), now_s):
             lease = self.buffer.lease(worker, epoch, Prompt(index, (index,)), now_s)
-            words = {token for draft in lease.drafts for token in draft.sample.token_ids}
+            words = {token for partial in lease.partials for token in partial.sample.token_ids}
             assert words.isdisjoint(self.lost_tokens), "tokens of an old epoch were kept"
             self.in_hand[worker].append((now_s + self.rng.uniform(2.0, 8.0), lease))
 
@@ -375,7 +385,7 @@ def test_workers_that_come_back_after_they_were_replaced_hand_in_nothing(tmp_pat
 
 
 @pytest.mark.parametrize("arrivals", [(0, 1, 1), (0, 0, 1), (0, 2, 1)])
-def test_tokens_that_come_twice_or_out_of_order_leave_no_draft_that_was_not_sampled(
+def test_tokens_that_come_twice_or_out_of_order_leave_no_partial_that_was_not_sampled(
     arrivals: tuple[int, ...],
 ) -> None:
     buffer = Core(0).buffer
@@ -384,7 +394,7 @@ def test_tokens_that_come_twice_or_out_of_order_leave_no_draft_that_was_not_samp
     span = (Span(0, 1, 0, "d0"),)
     words = [Sample((token,), (-0.5,), span, "") for token in (5, 6, 7)]
     messages = [
-        LeaseTokens(lease.lease_id, ((0, Draft((1,) if place == 0 else (), word, place)),))
+        LeaseTokens(lease.lease_id, ((0, PartialRollout((1,) if place == 0 else (), word, place)),))
         for place, word in enumerate(words)
     ]
     for place in arrivals:
@@ -394,5 +404,5 @@ def test_tokens_that_come_twice_or_out_of_order_leave_no_draft_that_was_not_samp
     indices = buffer.pull("w1", 0, 1, 0.0)
     again = buffer.lease("w1", 0, Prompt(indices[0], (indices[0],)), 0.0)
     assert again.prompt.index == index
-    tokens = again.drafts[0].sample.token_ids if again.drafts else ()
+    tokens = again.partials[0].sample.token_ids if again.partials else ()
     assert tokens == (5, 6, 7)[: len(tokens)]

@@ -26,7 +26,7 @@ from echo_planes.data.store.snapshot import StoreSnapshot
 from echo_planes.data.tasks.adapter import TaskOptions
 from echo_planes.testing.fakes import FakeTask, FakeTokenizer
 from echo_planes.testing.simulation import replace_section, tiny_config
-from echo_planes.types import Draft, Lease, LeaseTokens, Sample, Span, TrainBatch
+from echo_planes.types import Lease, LeaseTokens, PartialRollout, Sample, Span, TrainBatch
 from tests.unit.test_buffer import answer
 from tests.unit.test_checkpoint import of_lineage
 
@@ -88,7 +88,7 @@ class Life:
         cut, _ = load_cut(self.folder / f"look-{self.number}" / "state.json")
         # What was finished after the checkpoint is not gone on with.
         self.waiting = {index: tokens for index, tokens in self.waiting.items() if index in cut.returned}
-        assert {index: tokens_of(drafts) for index, drafts in cut.drafts.items()} == self.waiting
+        assert {index: tokens_of(partials) for index, partials in cut.partials.items()} == self.waiting
         store = StoreSnapshot(self.folder / REPLAY_FOLDER)
         ended = np.isin(store.index.groups["fate"], (Fate.TRAINED, Fate.UNINFORMATIVE))
         rows = store.gather(np.flatnonzero(ended))
@@ -107,7 +107,7 @@ class Life:
         leases = await self.data.pull("w", 0, self.rng.randint(1, 6), 0.0)
         for lease in leases:
             expected = self.waiting.pop(lease.prompt.index, [])
-            found = self.tokens[lease.lease_id] = tokens_of(lease.drafts)
+            found = self.tokens[lease.lease_id] = tokens_of(lease.partials)
             assert found in (expected, [])  # nothing where it is too old to be begun
             self.continued += len(found)
             self.discarded += len(expected) - len(found)
@@ -120,7 +120,7 @@ class Life:
             new = [(self.rng.randrange(99), -self.rng.random(), self.newest) for _ in range(3)]
             ids, logprobs, _ = zip(*new, strict=True)
             piece = Sample(ids, logprobs, (Span(0, 3, self.newest, f"d{self.newest}"),), "")
-            sent = Draft(() if mine else lease.prompt.token_ids, piece, len(mine))
+            sent = PartialRollout(() if mine else lease.prompt.token_ids, piece, len(mine))
             assert await self.data.stream("w", 0, [LeaseTokens(lease.lease_id, ((0, sent),))]) == ()
             mine += new
 
@@ -155,9 +155,9 @@ class Life:
         }
 
 
-def tokens_of(drafts: tuple[Draft, ...]) -> Tokens:
+def tokens_of(partials: tuple[PartialRollout, ...]) -> Tokens:
     """What was streamed, of one call at most."""
-    samples = [draft.sample for draft in drafts]
+    samples = [partial.sample for partial in partials]
     assert len(samples) <= 1
     return [
         (sample.token_ids[i], sample.logprobs[i], span.version)

@@ -56,7 +56,7 @@ class WatchedWorld(World):
         super().__init__(*arguments)
 
     def _on_leases(self, worker_id: str, leases: Sequence[Lease]) -> None:
-        self.seen.issued += [lease.prompt.index for lease in leases if not lease.drafts]
+        self.seen.issued += [lease.prompt.index for lease in leases if not lease.partials]
         super()._on_leases(worker_id, leases)
 
     def _train(self, batch: TrainBatch) -> None:

@@ -1,4 +1,4 @@
-"""A simulated worker's leases, tokens and versions, against the real books of drafts."""
+"""A simulated worker's leases, tokens and versions, against the real books of partial rollouts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echo_planes.data.replay.partial_rollouts import DraftBook
+from echo_planes.data.replay.partial_rollouts import LeasePartials
 from echo_planes.sim.lengths import LengthModel
 from echo_planes.sim.scenario import OfferModel, SamplingModel
 from echo_planes.sim.worker import Answers, SimWorker
-from echo_planes.types import Draft, Lease, Prompt
+from echo_planes.types import Lease, PartialRollout, Prompt
 
 N = 4
 PUBLISHED = {version: Answers("sim").digest(version) for version in range(20)}
@@ -25,13 +25,13 @@ def worker(name: str, now_s: float = 0.0) -> SimWorker:
     return SimWorker(name, 0, offer, lengths=LENGTHS, answers=Answers("sim"), now_s=now_s)
 
 
-def lease(name: str, index: int = 7, drafts: tuple[Draft, ...] = ()) -> Lease:
-    return Lease(name, name, 0, "a", Prompt(index, (index,)), N, 0, 1e9, drafts)
+def lease(name: str, index: int = 7, partials: tuple[PartialRollout, ...] = ()) -> Lease:
+    return Lease(name, name, 0, "a", Prompt(index, (index,)), N, 0, 1e9, partials)
 
 
-def handed_on(book: DraftBook, name: str) -> Lease:
+def handed_on(book: LeasePartials, name: str) -> Lease:
     """The lease that the next worker gets."""
-    return lease(name, drafts=book.drafts(PUBLISHED))
+    return lease(name, partials=book.partials(PUBLISHED))
 
 
 def finish(one: SimWorker) -> None:
@@ -62,7 +62,7 @@ def test_what_was_sent_goes_on_elsewhere_and_is_paid_once() -> None:
     first.serve(3)
     first.begin(lease("l0"), {})
     first.engine.advance(2.0)
-    book = DraftBook()
+    book = LeasePartials()
     work = first.work["l0"]
     book.add(first.unsent(work))
     assert first.unsent(work).pieces == ()
@@ -99,9 +99,9 @@ def test_what_was_sent_goes_on_elsewhere_and_is_paid_once() -> None:
     )
 )
 def test_however_often_it_moves_no_token_is_missing_or_made_twice(moves: list[tuple[float, str]]) -> None:
-    """The real book of drafts takes every message, and the lengths come out at the end."""
+    """The real book of partial rollouts takes every message, and the lengths come out at the end."""
     now_s, version, made, epoch = 0.0, 0, 0, 0
-    one, book = worker("w0"), DraftBook()
+    one, book = worker("w0"), LeasePartials()
     one.serve(version)
     one.begin(lease("l0"), {})
     key = "l0"
@@ -120,11 +120,11 @@ def test_however_often_it_moves_no_token_is_missing_or_made_twice(moves: list[tu
             gone = one.drop(key)
             made += gone.made
             assert gone.made == gone.num_sent
-            drafts = book.drafts(PUBLISHED)
+            partials = book.partials(PUBLISHED)
             epoch += 1
-            key, one, book = f"l{epoch}", worker(f"w{epoch}", now_s), DraftBook(drafts)
+            key, one, book = f"l{epoch}", worker(f"w{epoch}", now_s), LeasePartials(partials)
             one.serve(version)
-            one.begin(lease(key, drafts=drafts), dict(gone.paid))
+            one.begin(lease(key, partials=partials), dict(gone.paid))
     finish(one)
     (work,) = one.take_ended()
     assert made + work.made == sum(LENGTHS.tokens(7))
@@ -135,18 +135,18 @@ def test_however_often_it_moves_no_token_is_missing_or_made_twice(moves: list[tu
         assert all(span.digest == PUBLISHED[span.version] for span in trajectory.episode.spans)
 
 
-def test_a_draft_that_was_complete_is_not_made_again() -> None:
+def test_a_partial_that_was_complete_is_not_made_again() -> None:
     first, second = worker("a"), worker("b")
     first.serve(0)
     first.begin(lease("l0"), {})
     while first.engine.mark < min(LENGTHS.tokens(7)) + 1:
         first.engine.advance(first.engine._now_s + 0.05)
-    book = DraftBook()
+    book = LeasePartials()
     book.add(first.unsent(first.work["l0"]))
-    drafts = book.drafts(PUBLISHED)
-    assert [draft.sample.finish_reason for draft in drafts].count("stop") == 1
+    partials = book.partials(PUBLISHED)
+    assert [partial.sample.finish_reason for partial in partials].count("stop") == 1
     second.serve(1)
-    second.begin(replace(lease("l1"), drafts=drafts), {})
+    second.begin(replace(lease("l1"), partials=partials), {})
     finish(second)
     (work,) = second.take_ended()
     versions = [

@@ -29,7 +29,7 @@ from echo_planes.data.replay.buffer_state import Accepted, BufferState, NotReady
 from echo_planes.data.replay.checkpoint_state import CUT_NAME, load_cut, write_cut
 from echo_planes.data.replay.refill import Refill
 from echo_planes.data.store.index import GroupIndex
-from echo_planes.types import Draft, Group, Lease, LeaseTokens, Prompt, Sample, Span
+from echo_planes.types import Group, Lease, LeaseTokens, PartialRollout, Prompt, Sample, Span
 from tests.thorough import THOROUGH
 from tests.unit.test_buffer import Buffer, answer
 from tests.unit.test_checkpoint import of_lineage
@@ -215,7 +215,7 @@ class Schedule:
             call.ended = self.rng.random() < 0.2
             span = Span(0, len(tokens), *label)
             sample = Sample(tokens, (-0.5,) * len(tokens), (span,), "stop" if call.ended else "")
-            pieces.append((number, Draft(call.context if is_new else (), sample, first)))
+            pieces.append((number, PartialRollout(call.context if is_new else (), sample, first)))
         return LeaseTokens(held.lease.lease_id, tuple(pieces)), calls
 
     def keep(self, held: Held, calls: list[Call]) -> None:
@@ -247,12 +247,12 @@ class Schedule:
 
     def begins_with(self, lease: Lease, calls: list[Call]) -> None:
         """What it gets of others is exactly what they streamed, token by token with its version."""
-        assert len(lease.drafts) == len(calls)
-        for draft, call in zip(lease.drafts, calls, strict=True):
-            assert draft.context == call.context
-            labels = [(s.version, s.digest) for s in draft.sample.spans for _ in range(s.start, s.stop)]
-            assert list(zip(draft.sample.token_ids, labels, strict=True)) == call.tokens
-            assert bool(draft.sample.finish_reason) == call.ended
+        assert len(lease.partials) == len(calls)
+        for partial, call in zip(lease.partials, calls, strict=True):
+            assert partial.context == call.context
+            labels = [(s.version, s.digest) for s in partial.sample.spans for _ in range(s.start, s.stop)]
+            assert list(zip(partial.sample.token_ids, labels, strict=True)) == call.tokens
+            assert bool(partial.sample.finish_reason) == call.ended
 
     def stream(self) -> None:
         """Some lease's worker sends tokens; what it is told to give up, it hands over at once or ignores."""

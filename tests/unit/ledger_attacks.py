@@ -24,11 +24,11 @@ from echo_planes.errors import LeaseError
 from echo_planes.testing.fakes import FakeTask, FakeTokenizer
 from echo_planes.testing.simulation import replace_section, tiny_config
 from echo_planes.types import (
-    Draft,
     Episode,
     Group,
     Lease,
     LeaseTokens,
+    PartialRollout,
     Prompt,
     Reward,
     Sample,
@@ -242,17 +242,17 @@ def whole(name: str, reason: str, forge: Callable[[Group, Lease], Any]) -> Attac
 
 
 def streamed(name: str, **changes: Any) -> Attack:
-    """A piece of an answer is forged: the worker is told to give its lease up, and no draft changes."""
+    """A piece of an answer is forged: the worker is told to give its lease up, nothing kept changes."""
 
     async def play(arena: Arena) -> str:
         lease = await arena.lease()
-        draft = {"context": lease.prompt.token_ids, "first": 0}
+        partial = {"context": lease.prompt.token_ids, "first": 0}
         piece = {"token_ids": (10, 11), "logprobs": (-0.5, -0.5), "spans": (Span(0, 2, 2, "d2"),)}
         call = changes.get("call", 0)
-        draft |= {key: value for key, value in changes.items() if key in draft}
+        partial |= {key: value for key, value in changes.items() if key in partial}
         piece |= {key: value for key, value in changes.items() if key in piece}
         sample = Sample(**piece, finish_reason="")  # type: ignore[arg-type]
-        message = LeaseTokens(lease.lease_id, ((call, Draft(**draft, sample=sample)),))  # type: ignore[arg-type]
+        message = LeaseTokens(lease.lease_id, ((call, PartialRollout(**partial, sample=sample)),))  # type: ignore[arg-type]
         told = await arena.data.stream(ATTACKER, 0, [message])
         return "given up" if told == (lease.lease_id,) else "accepted"
 

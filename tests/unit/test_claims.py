@@ -33,11 +33,11 @@ from echo_planes.data.store.schema import to_batch, to_groups
 from echo_planes.data.tasks.adapter import train_everything
 from echo_planes.errors import LeaseError, ModelError
 from echo_planes.types import (
-    Draft,
     Episode,
     Group,
     Lease,
     LeaseTokens,
+    PartialRollout,
     Prompt,
     Reward,
     Sample,
@@ -282,7 +282,18 @@ def test_whatever_is_accepted_can_be_written_down_and_trained(
 
 def test_every_field_of_every_message_has_its_type_and_its_absurdities() -> None:
     """Whoever adds a field says what it may be; the worker could put anything there."""
-    for kind in (Group, Trajectory, Prompt, Episode, Reward, Span, LeaseTokens, Draft, Sample, WorkerStats):
+    for kind in (
+        Group,
+        Trajectory,
+        Prompt,
+        Episode,
+        Reward,
+        Span,
+        LeaseTokens,
+        PartialRollout,
+        Sample,
+        WorkerStats,
+    ):
         names = {field.name for field in dataclasses.fields(kind)}
         assert FORMS[kind].keys() == names, kind
         if kind in ABSURD:
@@ -388,11 +399,11 @@ def test_one_bad_prompt_is_set_aside_before_its_worker_is_fenced() -> None:
 def test_what_others_had_made_of_a_prompt_outlives_a_malformed_answer() -> None:
     buffer, lease = ready_buffer()
     piece = Sample((5, 6), (-0.5, -0.5), (Span(0, 2, 4, "d4"),), "")
-    message = LeaseTokens(lease.lease_id, ((0, Draft((1, 2), piece)),))
+    message = LeaseTokens(lease.lease_id, ((0, PartialRollout((1, 2), piece)),))
     assert buffer.stream("w0", 0, [message], 0.0) == ()
-    before = buffer.state().drafts
+    before = buffer.state().partials
     assert send(buffer, lease, spoilt(lease)) == "wrong_name"
-    assert buffer.state().drafts == before != {}
+    assert buffer.state().partials == before != {}
     assert buffer.counts.discarded_tokens == 0
 
 
@@ -404,14 +415,14 @@ def test_a_malformed_message_costs_only_its_own_lease(call: str) -> None:
     good = Sample((5,), (-0.5,), (Span(0, 1, 4, "d4"),), "")
     bad = replace(good, logprobs=(0.7,))
     messages = [
-        LeaseTokens(first.lease_id, ((0, Draft((1, 2), good)), (1, Draft((1, 2), bad)))),
-        LeaseTokens(second.lease_id, ((0, Draft((3, 4), good)),)),
+        LeaseTokens(first.lease_id, ((0, PartialRollout((1, 2), good)), (1, PartialRollout((1, 2), bad)))),
+        LeaseTokens(second.lease_id, ((0, PartialRollout((3, 4), good)),)),
     ]
     if call == "stream":
         assert buffer.stream("w0", 0, messages, 0.0) == (first.lease_id,)
     else:
         assert buffer.hand_over("w0", 0, messages, 0.0) == 1
-    assert set(buffer.state().drafts) == {1}
+    assert set(buffer.state().partials) == {1}
     assert buffer.counts.malformed == 1
 
 
@@ -419,7 +430,7 @@ def test_who_is_fenced_in_mid_message_loses_every_lease_once() -> None:
     buffer, first = ready_buffer()
     buffer.pull("w0", 0, MAX_MALFORMED, 0.0)
     others = [buffer.lease("w0", 0, Prompt(i, (i,)), 0.0) for i in range(1, MAX_MALFORMED + 1)]
-    bad = Draft((1, 2), Sample((5,), (0.7,), (Span(0, 1, 4, "d4"),), ""))
+    bad = PartialRollout((1, 2), Sample((5,), (0.7,), (Span(0, 1, 4, "d4"),), ""))
     messages = [LeaseTokens(first.lease_id, ()), *(LeaseTokens(x.lease_id, ((0, bad),)) for x in others)]
     assert buffer.hand_over("w0", 0, messages, 0.0) == 0
     assert buffer.counts.leased == 0
@@ -483,19 +494,19 @@ def test_counters_that_cannot_be_true_are_not_believed(changes: dict[str, Any]) 
 
 def test_pieces_are_whole_and_of_the_model_s_tokens() -> None:
     piece = Sample((5, 6), (-0.5, -0.5), (Span(0, 2, 4, "d4"),), "stop")
-    assert tokens_fault(LeaseTokens("l", ((0, Draft((1,), piece, 3)),)), RULES) is None
+    assert tokens_fault(LeaseTokens("l", ((0, PartialRollout((1,), piece, 3)),)), RULES) is None
     assert tokens_fault(LeaseTokens("l", ()), RULES) is None
     empty = Sample((), (), (), "stop")
-    assert tokens_fault(LeaseTokens("l", ((0, Draft((), empty, 3)),)), RULES) is None
+    assert tokens_fault(LeaseTokens("l", ((0, PartialRollout((), empty, 3)),)), RULES) is None
     assert cover((), 0)
     for wrong in (
         None,
-        LeaseTokens("l", ((0, Draft((1,), replace(piece, finish_reason="gone"))),)),  # type: ignore[arg-type]
-        LeaseTokens("l", ((0, Draft((1,) * 63, piece)),)),
+        LeaseTokens("l", ((0, PartialRollout((1,), replace(piece, finish_reason="gone"))),)),  # type: ignore[arg-type]
+        LeaseTokens("l", ((0, PartialRollout((1,) * 63, piece)),)),
         LeaseTokens("l", ((0,),)),  # type: ignore[arg-type]
-        LeaseTokens("l", ((0, Draft((1,), piece)),) * (MOST_PIECES + 1)),
-        LeaseTokens("l", ((True, Draft((1,), piece)),)),
-        LeaseTokens("l", ((0, Draft((1,), piece, 2**70)),)),
+        LeaseTokens("l", ((0, PartialRollout((1,), piece)),) * (MOST_PIECES + 1)),
+        LeaseTokens("l", ((True, PartialRollout((1,), piece)),)),
+        LeaseTokens("l", ((0, PartialRollout((1,), piece, 2**70)),)),
     ):
         assert tokens_fault(wrong, RULES) is not None
 

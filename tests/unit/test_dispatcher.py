@@ -13,7 +13,7 @@ from echo_planes.data.replay.dispatcher import KEEP_TICKS, LAPSE_TICKS
 from echo_planes.errors import LeaseError
 from echo_planes.types import Lease, LeaseTokens, Prompt, WorkerStats
 from tests.unit.test_buffer import Buffer, answer
-from tests.unit.test_drafts import message, piece
+from tests.unit.test_partial_rollouts import message, piece
 
 THETA = 2
 
@@ -235,7 +235,7 @@ def test_executing_prompts_beyond_the_plateau_go_on_from_their_tokens() -> None:
     given = plane.stream("w0", 5.0)
     assert len(given) == 2
     plane.wait("w1")
-    moved = {one.prompt.index: one.drafts[0].sample for one in plane.work["w1"].values()}
+    moved = {one.prompt.index: one.partials[0].sample for one in plane.work["w1"].values()}
     assert {index: sample.token_ids for index, sample in moved.items()} == {
         index: (10 + index, 20 + index) for index in given
     }

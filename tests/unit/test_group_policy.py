@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from echo_planes.data.replay.partial_rollouts import DraftBook
+from echo_planes.data.replay.partial_rollouts import LeasePartials
 from echo_planes.data.tasks.adapter import EpisodeBuilder, Policy, TaskAdapter, TaskOptions
 from echo_planes.errors import RunError, WorkerGoneError
 from echo_planes.rollout.episodes import Player
@@ -17,7 +17,7 @@ from echo_planes.rollout.group_policy import GroupPolicy
 from echo_planes.rollout.work import Work
 from echo_planes.testing.fakes import FakeTask, FakeTokenizer, InlineScorer
 from echo_planes.testing.virtual_time import run_virtual
-from echo_planes.types import Draft, Draw, Episode, Group, Lease, Prompt, Sample, Span, joined
+from echo_planes.types import Draw, Episode, Group, Lease, PartialRollout, Prompt, Sample, Span, joined
 from tests.unit.stub_engine import StubEngine
 
 LONGEST = 9  # tokens of one call
@@ -64,17 +64,17 @@ class Engine(StubEngine):
         return [joined(sample) for sample in pieces]
 
 
-def draft(context: tuple[int, ...], *tokens: int, finish: str = "", version: int = 0) -> Draft:
+def partial(context: tuple[int, ...], *tokens: int, finish: str = "", version: int = 0) -> PartialRollout:
     spans = (Span(0, len(tokens), version, f"d{version}"),)
-    return Draft(context, Sample(tokens, (-0.7,) * len(tokens), spans, finish))  # type: ignore[arg-type]
+    return PartialRollout(context, Sample(tokens, (-0.7,) * len(tokens), spans, finish))  # type: ignore[arg-type]
 
 
 class Streamed:
     """What the data plane has of a group's calls: messages as a worker sends them, kept in a real book."""
 
-    def __init__(self, drafts: Sequence[Draft] = ()) -> None:
-        self.work = Work(Lease("l0", "g0", 0, "w0", Prompt(0, CONTEXT), 3, 0, 0.0, tuple(drafts)))
-        self.book = DraftBook(tuple(drafts))
+    def __init__(self, partials: Sequence[PartialRollout] = ()) -> None:
+        self.work = Work(Lease("l0", "g0", 0, "w0", Prompt(0, CONTEXT), 3, 0, 0.0, tuple(partials)))
+        self.book = LeasePartials(tuple(partials))
         self.numbers: set[int] = set()
 
     def on_piece(self, number: int, context: tuple[int, ...], piece: Sample) -> None:
@@ -83,12 +83,12 @@ class Streamed:
         if number % 2:  # some at once, others with the next message
             self.book.add(self.work.take_tokens())
 
-    def drafts(self) -> tuple[Draft, ...]:
+    def partials(self) -> tuple[PartialRollout, ...]:
         self.book.add(self.work.take_tokens())
-        return self.book.drafts({version: f"d{version}" for version in range(10)})
+        return self.book.partials({version: f"d{version}" for version in range(10)})
 
-    def whole(self) -> list[Draft]:
-        return [one for one in self.drafts() if one.sample.finish_reason]
+    def whole(self) -> list[PartialRollout]:
+        return [one for one in self.partials() if one.sample.finish_reason]
 
 
 def run(play: Callable[[], Coroutine[Any, Any, Any]]) -> tuple[Any, float]:
@@ -103,13 +103,13 @@ def run(play: Callable[[], Coroutine[Any, Any, Any]]) -> tuple[Any, float]:
 
 
 def ask(
-    engine: Engine, contexts: Sequence[tuple[int, ...]], drafts: Sequence[Draft] = ()
+    engine: Engine, contexts: Sequence[tuple[int, ...]], partials: Sequence[PartialRollout] = ()
 ) -> tuple[list[Any], Streamed, float]:
     """All contexts at once, as the samples of a group do. Errors stand in the place of answers."""
-    streamed = Streamed(drafts)
+    streamed = Streamed(partials)
 
     async def play() -> list[Any]:
-        policy = GroupPolicy(engine, LONGEST, streamed.on_piece, drafts)
+        policy = GroupPolicy(engine, LONGEST, streamed.on_piece, partials)
         return await asyncio.gather(*(policy.generate(c) for c in contexts), return_exceptions=True)
 
     answers, seconds = run(play)
@@ -124,29 +124,29 @@ def test_what_is_streamed_is_what_was_answered() -> None:
     assert streamed.numbers == {0, 1, 2, 3}
 
 
-def test_a_finished_draft_is_answered_at_once_as_it_was() -> None:
-    engine, whole = Engine(), draft(CONTEXT, 5, 6, finish="stop")
+def test_a_finished_partial_is_answered_at_once_as_it_was() -> None:
+    engine, whole = Engine(), partial(CONTEXT, 5, 6, finish="stop")
     (answer,), streamed, seconds = ask(engine, [CONTEXT], [whole])
     assert answer == whole.sample
     assert (engine.requests, seconds) == ([], 0.0)
-    assert streamed.drafts() == (whole,)
+    assert streamed.partials() == (whole,)
 
 
-def test_half_a_draft_goes_on_with_one_prefill_and_what_is_left_of_its_length() -> None:
-    engine, half = Engine(version=2), draft(CONTEXT, 5, 6, version=1)
+def test_half_a_partial_goes_on_with_one_prefill_and_what_is_left_of_its_length() -> None:
+    engine, half = Engine(version=2), partial(CONTEXT, 5, 6, version=1)
     (answer,), streamed, seconds = ask(engine, [CONTEXT], [half])
     assert engine.requests == [((*CONTEXT, 5, 6), 1, LONGEST - 2)]
     assert answer.token_ids[:2] == (5, 6)
     assert answer.logprobs == (-0.7, -0.7, -0.5, -0.5)
     assert answer.spans == (Span(0, 2, 1, "d1"), Span(2, 4, 2, "d2"))
     assert (answer.finish_reason, seconds) == ("stop", 2.0)
-    assert streamed.drafts() == (Draft(CONTEXT, answer),)
+    assert streamed.partials() == (PartialRollout(CONTEXT, answer),)
     assert streamed.numbers == {0}
 
 
-def test_a_draft_longer_than_a_call_may_be_now_is_begun_anew() -> None:
+def test_a_partial_longer_than_a_call_may_be_now_is_begun_anew() -> None:
     engine = Engine()
-    too_long, whole = draft(CONTEXT, *range(5, 5 + LONGEST)), draft(CONTEXT, *range(12), finish="stop")
+    too_long, whole = partial(CONTEXT, *range(5, 5 + LONGEST)), partial(CONTEXT, *range(12), finish="stop")
     answers, _, _ = ask(engine, [CONTEXT, CONTEXT], [too_long, whole])
     assert engine.requests == [(CONTEXT, 1, LONGEST)]
     assert whole.sample in answers  # it was finished when more was allowed
@@ -154,18 +154,18 @@ def test_a_draft_longer_than_a_call_may_be_now_is_begun_anew() -> None:
 
 def test_an_answer_of_two_workers_is_no_longer_than_one_of_one() -> None:
     engine = Engine(length=100)
-    (answer,), _, _ = ask(engine, [CONTEXT], [draft(CONTEXT, *range(5, 5 + LONGEST - 1))])
+    (answer,), _, _ = ask(engine, [CONTEXT], [partial(CONTEXT, *range(5, 5 + LONGEST - 1))])
     assert len(answer.token_ids) == LONGEST
     assert answer.finish_reason == "length"
 
 
 @pytest.mark.parametrize("num_half", [0, 1, 2])
 @pytest.mark.parametrize("num_whole", [0, 1, 2])
-def test_samples_with_equal_contexts_take_the_drafts_and_the_rest_is_one_request(
+def test_samples_with_equal_contexts_take_the_partials_and_the_rest_is_one_request(
     num_half: int, num_whole: int
 ) -> None:
-    half = [draft(CONTEXT, 10 * i, 5) for i in range(num_half)]
-    whole = [draft(CONTEXT, 10 * i, 6, 7, finish="stop") for i in range(num_whole)]
+    half = [partial(CONTEXT, 10 * i, 5) for i in range(num_half)]
+    whole = [partial(CONTEXT, 10 * i, 6, 7, finish="stop") for i in range(num_whole)]
     engine = Engine()
     answers, streamed, _ = ask(engine, [CONTEXT] * 5, [*half, *whole])
     begun = 5 - num_half - num_whole
@@ -182,11 +182,11 @@ def test_samples_with_equal_contexts_take_the_drafts_and_the_rest_is_one_request
     assert streamed.numbers == {*range(num_half), *range(num_half + num_whole, 5)}
 
 
-def test_drafts_that_are_more_than_those_who_ask_wait_for_the_next_call() -> None:
-    engine, drafts = Engine(), [draft(CONTEXT, i, finish="stop") for i in (5, 6)]
+def test_partials_that_are_more_than_those_who_ask_wait_for_the_next_call() -> None:
+    engine, partials = Engine(), [partial(CONTEXT, i, finish="stop") for i in (5, 6)]
 
     async def play() -> list[Sample]:
-        policy = GroupPolicy(engine, LONGEST, Streamed(drafts).on_piece, drafts)
+        policy = GroupPolicy(engine, LONGEST, Streamed(partials).on_piece, partials)
         return [await policy.generate(CONTEXT) for _ in range(3)]
 
     first, second, third = run(play)[0]
@@ -195,11 +195,11 @@ def test_drafts_that_are_more_than_those_who_ask_wait_for_the_next_call() -> Non
     assert third.token_ids[0] >= 1000
 
 
-def test_a_draft_that_is_never_asked_for_is_harmless() -> None:
-    engine, other = Engine(), draft((8, 8), 5, 6)
+def test_a_partial_that_is_never_asked_for_is_harmless() -> None:
+    engine, other = Engine(), partial((8, 8), 5, 6)
     (answer,), streamed, _ = ask(engine, [CONTEXT], [other])
     assert engine.requests == [(CONTEXT, 1, LONGEST)]
-    assert streamed.drafts() == (other, Draft(CONTEXT, answer))  # and its number stays its own
+    assert streamed.partials() == (other, PartialRollout(CONTEXT, answer))  # and its number stays its own
 
 
 # --- failures and ends ---------------------------------------------------------------------------
@@ -208,11 +208,11 @@ def test_a_draft_that_is_never_asked_for_is_harmless() -> None:
 def test_one_continuation_that_fails_fails_all_who_asked_for_it_and_nobody_else() -> None:
     engine = Engine(length=6)
     engine.refuses = (5, 6)
-    drafts = [draft(CONTEXT, 5, 6), draft(CONTEXT, 7, 8), draft((3,), 9)]
-    streamed = Streamed(drafts)
+    partials = [partial(CONTEXT, 5, 6), partial(CONTEXT, 7, 8), partial((3,), 9)]
+    streamed = Streamed(partials)
 
     async def play() -> list[Any]:
-        policy = GroupPolicy(engine, LONGEST, streamed.on_piece, drafts)
+        policy = GroupPolicy(engine, LONGEST, streamed.on_piece, partials)
         asked = [asyncio.ensure_future(policy.generate(c)) for c in (CONTEXT, CONTEXT, CONTEXT, (3,))]
         await asyncio.wait(asked[:3])
         await asyncio.sleep(0)
@@ -230,10 +230,10 @@ def test_one_continuation_that_fails_fails_all_who_asked_for_it_and_nobody_else(
 @pytest.mark.parametrize("seconds", [0.0, 1.5])
 def test_a_group_that_is_over_leaves_nothing_running(seconds: float, passes: int) -> None:
     engine = Engine(length=50, limit=LONGEST)
-    drafts = [draft(CONTEXT, 5, 6), draft(CONTEXT, 7)]
+    partials = [partial(CONTEXT, 5, 6), partial(CONTEXT, 7)]
 
     async def play() -> None:
-        policy = GroupPolicy(engine, LONGEST, Streamed(drafts).on_piece, drafts)
+        policy = GroupPolicy(engine, LONGEST, Streamed(partials).on_piece, partials)
         asked = [asyncio.ensure_future(policy.generate(CONTEXT)) for _ in range(3)]
         await asyncio.sleep(seconds)
         for _ in range(passes):
@@ -251,10 +251,10 @@ def test_a_group_that_is_over_leaves_nothing_running(seconds: float, passes: int
 
 
 def test_a_sample_that_gives_up_leaves_the_continuations_to_the_others() -> None:
-    engine, drafts = Engine(), [draft(CONTEXT, 5), draft(CONTEXT, 6)]
+    engine, partials = Engine(), [partial(CONTEXT, 5), partial(CONTEXT, 6)]
 
     async def play() -> Sample:
-        policy = GroupPolicy(engine, LONGEST, Streamed(drafts).on_piece, drafts)
+        policy = GroupPolicy(engine, LONGEST, Streamed(partials).on_piece, partials)
         first, second = (asyncio.ensure_future(policy.generate(CONTEXT)) for _ in range(2))
         await asyncio.sleep(1.5)
         first.cancel()
@@ -280,13 +280,13 @@ class ThreeTurns(FakeTask):
 
 
 def play_group(
-    task: TaskAdapter, engine: Engine, streamed: Streamed, drafts: Sequence[Draft], limit_s: float
+    task: TaskAdapter, engine: Engine, streamed: Streamed, partials: Sequence[PartialRollout], limit_s: float
 ) -> Group | None:
     """A group of three on one worker; None where it was cut off after `limit_s`."""
     player = Player("w0", "L0", engine, task, InlineScorer(task), LONGEST)
 
     async def play() -> Group | None:
-        playing = player.group("g0", task.prompt(7), 3, streamed.on_piece, lambda: None, drafts)
+        playing = player.group("g0", task.prompt(7), 3, streamed.on_piece, lambda: None, partials)
         try:
             async with asyncio.timeout(limit_s):
                 return await playing
@@ -301,22 +301,22 @@ def play_group(
 @pytest.mark.parametrize("cut_s", [0.5, 1.5, 3.5, 4.5, 6.5, 8.5, 10.5, 11.5])
 def test_an_episode_of_several_turns_is_replayed_word_for_word(cut_s: float) -> None:
     task = ThreeTurns(TaskOptions(), FakeTokenizer(), 0)
-    drafts: tuple[Draft, ...] = ()
+    partials: tuple[PartialRollout, ...] = ()
     kept = 0
     for worker, limit_s in enumerate([cut_s, 2.5, 100.0]):
-        engine, streamed = Engine(version=worker), Streamed(drafts)
-        group = play_group(task, engine, streamed, drafts, limit_s)
-        before, drafts = drafts, streamed.drafts()
+        engine, streamed = Engine(version=worker), Streamed(partials)
+        group = play_group(task, engine, streamed, partials, limit_s)
+        before, partials = partials, streamed.partials()
         kept += engine.sampled
-        assert sum(len(one.sample.token_ids) for one in drafts) == kept  # nothing twice, nothing lost
-        for old, new in zip(before, drafts, strict=False):
+        assert sum(len(one.sample.token_ids) for one in partials) == kept  # nothing twice, nothing lost
+        for old, new in zip(before, partials, strict=False):
             assert old.context == new.context
             assert new.sample.token_ids[: len(old.sample.token_ids)] == old.sample.token_ids
         if group is not None:
             break
     assert group is not None
     assert kept == 3 * 3 * 4
-    words = {token for one in drafts for token in one.sample.token_ids}
+    words = {token for one in partials for token in one.sample.token_ids}
     for trajectory in group.trajectories:
         episode = trajectory.episode
         assert trajectory.status == "ok"
@@ -336,9 +336,9 @@ def test_an_engine_that_died_in_a_continuation_ends_the_worker() -> None:
             raise RunError("the engine hangs")
 
     task = FakeTask(TaskOptions(), FakeTokenizer(), 0)
-    drafts = [draft(task.prompt(7).token_ids, 5)]
+    partials = [partial(task.prompt(7).token_ids, 5)]
     with pytest.raises(RunError, match="the engine hangs"):
-        play_group(task, Dies(), Streamed(drafts), drafts, 100.0)
+        play_group(task, Dies(), Streamed(partials), partials, 100.0)
 
 
 def test_an_engine_that_answers_for_too_few_ends_the_worker() -> None:

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from echo_planes.config.schema import SamplingConfig, WorkerConfig
-from echo_planes.data.replay.partial_rollouts import DraftBook
+from echo_planes.data.replay.partial_rollouts import LeasePartials
 from echo_planes.rollout.worker import RolloutWorker
 from echo_planes.testing.fakes import FakeWeights, InlineScorer
 from echo_planes.types import (
-    Draft,
     Episode,
     Group,
     Lease,
     LeaseTokens,
+    PartialRollout,
     Prompt,
     Receipt,
     Reward,
@@ -42,7 +42,7 @@ class Plane(Source):
 
     def __init__(self, leases: int) -> None:
         super().__init__(leases, num_samples=SAMPLES)
-        self.books: dict[str, DraftBook] = {}
+        self.books: dict[str, LeasePartials] = {}
         self.given: list[str] = []  # leases handed over, in order
         self.submit_s = 0.0
         self.stream_s = 0.0
@@ -52,7 +52,7 @@ class Plane(Source):
         if not self.left and self.late is not None and not self.late.done():
             self.left += await self.late
         leases = await super().pull(worker_id, epoch, room, wait_s)
-        self.books.update({lease.lease_id: DraftBook() for lease in leases})
+        self.books.update({lease.lease_id: LeasePartials() for lease in leases})
         return leases
 
     def keep(self, messages: Sequence[LeaseTokens]) -> None:
@@ -75,8 +75,8 @@ class Plane(Source):
         await asyncio.sleep(self.submit_s)
         return await super().submit(worker_id, epoch, groups)
 
-    def drafts(self, lease_id: str) -> tuple[Draft, ...]:
-        return self.books[lease_id].drafts({0: "d0"})
+    def partials(self, lease_id: str) -> tuple[PartialRollout, ...]:
+        return self.books[lease_id].partials({0: "d0"})
 
 
 class SlowScorer(InlineScorer):
@@ -138,10 +138,10 @@ def test_what_is_still_sampled_is_handed_over_at_once_with_its_last_tokens() -> 
     assert (handed, took_s, plane.submitted) == (2, 0.0, {})
     assert plane.given == ["l0", "l1"]
     for index, lease_id in enumerate(plane.given):
-        drafts = plane.drafts(lease_id)
-        assert [one.context for one in drafts] == [prompt(index).token_ids] * SAMPLES
-        assert [len(one.sample.token_ids) for one in drafts] == [3] * SAMPLES
-        assert {one.sample.finish_reason for one in drafts} == {""}
+        partials = plane.partials(lease_id)
+        assert [one.context for one in partials] == [prompt(index).token_ids] * SAMPLES
+        assert [len(one.sample.token_ids) for one in partials] == [3] * SAMPLES
+        assert {one.sample.finish_reason for one in partials} == {""}
     assert engine.sampled == 2 * SAMPLES * 3  # and no more afterwards
     assert engine.open == 0
 
@@ -157,9 +157,9 @@ def test_what_is_not_scored_in_time_is_handed_over_whole() -> None:
     engine, plane = Engine(), Plane(1)
     handed, took_s = leaving(make(engine, plane, slow=True), ANSWER_S + 0.5, 1.0, then_s=20.0)
     assert (handed, took_s, plane.given, plane.submitted) == (1, 1.0, ["l0"], {})
-    drafts = plane.drafts("l0")
-    assert [one.sample.finish_reason for one in drafts] == ["stop"] * SAMPLES
-    assert [len(one.sample.token_ids) for one in drafts] == [int(ANSWER_S)] * SAMPLES
+    partials = plane.partials("l0")
+    assert [one.sample.finish_reason for one in partials] == ["stop"] * SAMPLES
+    assert [len(one.sample.token_ids) for one in partials] == [int(ANSWER_S)] * SAMPLES
 
 
 def test_a_submission_under_way_is_waited_for_and_not_handed_over() -> None:
@@ -201,7 +201,7 @@ def test_leases_of_a_pull_under_way_are_handed_over_and_never_begun() -> None:
     assert play(worker, script) == 1
     assert plane.given == ["l0", "l1", "l2"]
     assert len(engine.requests) == 1
-    assert plane.drafts("l1") == plane.drafts("l2") == ()
+    assert plane.partials("l1") == plane.partials("l2") == ()
     assert plane.submitted == {}
 
 
@@ -217,30 +217,31 @@ def test_whenever_it_leaves_each_lease_ends_once(at_s: float, submit_s: float) -
     assert sorted([*plane.submitted, *plane.given]) == sorted(plane.books)
     assert handed == len(plane.given)
     assert engine.open == 0
-    kept = sum(len(one.sample.token_ids) for name in plane.books for one in plane.drafts(name))
+    kept = sum(len(one.sample.token_ids) for name in plane.books for one in plane.partials(name))
     finished = sum(len(t.episode.response_ids) for g in plane.submitted.values() for t in g.trajectories)
-    streamed = sum(len(one.sample.token_ids) for name in plane.submitted for one in plane.drafts(name))
+    streamed = sum(len(one.sample.token_ids) for name in plane.submitted for one in plane.partials(name))
     assert kept - streamed + finished == engine.sampled  # of what it sampled, nothing is missing
 
 
 def test_a_second_worker_goes_on_where_the_first_one_left() -> None:
     first, plane = Engine(), Plane(1)
     leaving(make(first, plane), 3.5, 1.0)
-    drafts = plane.drafts("l0")
+    partials = plane.partials("l0")
 
     class Next(Plane):
         async def pull(self, worker_id: str, epoch: int, room: int, wait_s: float) -> list[Lease]:
             leases = await super().pull(worker_id, epoch, room, wait_s)
-            self.books.update({lease.lease_id: DraftBook(drafts) for lease in leases})
+            self.books.update({lease.lease_id: LeasePartials(partials) for lease in leases})
             return [
-                Lease("l0", "g0", epoch, worker_id, one.prompt, SAMPLES, 0, LEASE_S, drafts) for one in leases
+                Lease("l0", "g0", epoch, worker_id, one.prompt, SAMPLES, 0, LEASE_S, partials)
+                for one in leases
             ]
 
     second, other = Engine(), Next(1)
     leaving(make(second, other), ANSWER_S, 1.0)
     assert first.sampled + second.sampled == SAMPLES * int(ANSWER_S)
     answers = [t.episode.response_ids for t in other.submitted["l0"].trajectories]
-    assert [answer[:3] for answer in answers] == [one.sample.token_ids for one in drafts]
+    assert [answer[:3] for answer in answers] == [one.sample.token_ids for one in partials]
 
 
 def test_a_message_under_way_is_not_overtaken_by_the_hand_over() -> None:
@@ -253,9 +254,9 @@ def test_a_message_under_way_is_not_overtaken_by_the_hand_over() -> None:
     engine, plane = Engine(), Slow(1)
     leaving(make(engine, plane), 3.5, 1.0, then_s=5.0)
     assert plane.given == ["l0"]
-    for one in plane.drafts("l0"):
+    for one in plane.partials("l0"):
         assert list(one.sample.token_ids) == sorted(one.sample.token_ids)  # as they were sampled
-    assert sum(len(one.sample.token_ids) for one in plane.drafts("l0")) == engine.sampled
+    assert sum(len(one.sample.token_ids) for one in plane.partials("l0")) == engine.sampled
 
 
 # --- recalled leases -----------------------------------------------------------------------------
@@ -278,7 +279,7 @@ def test_a_recalled_lease_ends_here_and_its_last_tokens_are_handed_over() -> Non
     assert play(worker, script) == [2, 1]
     assert plane.given == ["l1"]
     assert list(plane.submitted) == ["l0"]
-    lengths = {len(one.sample.token_ids) for one in plane.drafts("l1")}
+    lengths = {len(one.sample.token_ids) for one in plane.partials("l1")}
     assert engine.sampled == SAMPLES * (int(ANSWER_S) + lengths.pop())
     assert not lengths
 
@@ -307,7 +308,7 @@ def test_a_recalled_lease_that_is_being_scored_is_handed_over_whole() -> None:
 
     play(worker, script)
     assert (plane.given, plane.submitted) == (["l0"], {})
-    assert {one.sample.finish_reason for one in plane.drafts("l0")} == {"stop"}
+    assert {one.sample.finish_reason for one in plane.partials("l0")} == {"stop"}
 
 
 def test_a_lease_that_was_finished_before_the_recall_was_heard_is_handed_in() -> None:

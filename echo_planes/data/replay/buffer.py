@@ -29,7 +29,7 @@ from echo_planes.data.replay.dispatch import DispatchPolicy
 from echo_planes.data.replay.dispatcher import Dispatcher, EvenShares, Ground
 from echo_planes.data.replay.leases import LeaseBook
 from echo_planes.data.replay.lineage import VersionLine
-from echo_planes.data.replay.partial_rollouts import DraftShelf, made_under, num_tokens, oldest_version
+from echo_planes.data.replay.partial_rollouts import Partials, made_under, num_tokens, oldest_version
 from echo_planes.data.replay.prompts import PromptCursor
 from echo_planes.data.replay.refill import Refill
 from echo_planes.data.replay.staleness import is_admissible, num_permits, num_urgent, oldest_admissible
@@ -40,10 +40,10 @@ from echo_planes.errors import LeaseError
 from echo_planes.types import (
     BufferCounts,
     Complaint,
-    Draft,
     Group,
     Lease,
     LeaseTokens,
+    PartialRollout,
     Prompt,
     Receipt,
     WorkerStats,
@@ -103,7 +103,7 @@ class ReplayBuffer:
         self._rng = np.random.default_rng(seed)
         self._index = index
         self._leases = LeaseBook(lease_s, shortest_lease_s)
-        self._drafts = DraftShelf(state.drafts if state else {})
+        self._partials = Partials(state.partials if state else {})
         self._workers = WorkerRoll()
         self._attempts: dict[int, int] = {}
         self._dropped: list[Accepted] = []
@@ -150,7 +150,7 @@ class ReplayBuffer:
         live = self._leases.live
         leased = tuple(lease.prompt.index for lease in live)
         oldest = oldest_admissible(self._step, self._staleness.max_staleness)
-        drafts, left_out = self._drafts.cut(live, self._line.digests, oldest)
+        partials, left_out = self._partials.cut(live, self._line.digests, oldest)
         counts = self.counts
         return BufferState(
             step=self._step,
@@ -160,7 +160,7 @@ class ReplayBuffer:
             groups=tuple(self._groups.values()),
             counts=replace(counts, leased=0, discarded_tokens=counts.discarded_tokens + left_out),
             published=self._line.published,
-            drafts=drafts,
+            partials=partials,
             replaced=self._replaced,
         )
 
@@ -241,7 +241,7 @@ class ReplayBuffer:
         """Issue the lease of one pulled prompt, with what other workers had made of it."""
         name = f"{self._lineage}.{self._issued}"
         self._issued += 1
-        drafts = self._take_drafts(prompt.index)
+        partials = self._take_partials(prompt.index)
         version = self._workers.version(worker_id)
         lease = Lease(
             lease_id=name,
@@ -250,11 +250,11 @@ class ReplayBuffer:
             worker_id=worker_id,
             prompt=prompt,
             num_samples=self._samples,
-            version=min(version, oldest_version(drafts)) if drafts else version,
+            version=min(version, oldest_version(partials)) if partials else version,
             expires_s=now_s + self._leases.lasts_s(prompt.index),
-            drafts=drafts,
+            partials=partials,
         )
-        self._drafts.open(lease)
+        self._partials.open(lease)
         issued = self._leases.issue(lease, now_s)
         self.dispatcher.leased(issued)
         return issued
@@ -273,7 +273,7 @@ class ReplayBuffer:
 
     def recall(self, worker_id: str, num_leases: int, spare: Container[str] = ()) -> list[str]:
         """Have a worker give up so many leases when it streams next, or fewer, and none to `spare`: which."""
-        shelf = self._drafts
+        shelf = self._partials
         return self._leases.recall(worker_id, num_leases, shelf.prefill_tokens, shelf.is_far, spare)
 
     def hand_over(self, worker_id: str, epoch: int, messages: Sequence[LeaseTokens], now_s: float) -> int:
@@ -290,7 +290,7 @@ class ReplayBuffer:
         self, worker_id: str, epoch: int, messages: Sequence[LeaseTokens], now_s: float
     ) -> list[str]:
         """Enter the tokens of leases that this incarnation still has; their ids. A malformed message changes
-        no draft: its lease ends, and others go on from what there was before.
+        no partial rollout: its lease ends, and others go on from what there was before.
         """
         kept = {}
         for message in messages:
@@ -299,7 +299,7 @@ class ReplayBuffer:
             fault = tokens_fault(message, self._rules) if self._rules else None
             try:
                 if fault is None:
-                    self._drafts.add(message)
+                    self._partials.add(message)
             except LeaseError as why:
                 fault = Fault("unspanned", f"lease {message.lease_id}: {why}")
             if fault is None:
@@ -324,12 +324,12 @@ class ReplayBuffer:
             if fault.is_malformed:
                 self._complain(worker_id, epoch, fault)
             return Receipt(lease_id, accepted=False, reason=fault.reason, detail=fault.detail)
-        self._drafts.close(lease_id)
+        self._partials.close(lease_id)
         self._malformed.pop(worker_id, None)
         self._attempts.pop(lease.prompt.index, None)
         sampled = sampled_tokens(group)
         self._count(accepted=self._samples, accepted_tokens=sampled)
-        self._drafts.finished(sampled)
+        self._partials.finished(sampled)
         taken = Accepted.of(group)
         if not is_admissible(taken.version, self._step, self._staleness.max_staleness):
             self._drop(taken)
@@ -456,17 +456,17 @@ class ReplayBuffer:
             uninformative=sum(self._recent) / (len(self._recent) + 1),
         )
 
-    def _take_drafts(self, prompt_index: int) -> tuple[Draft, ...]:
+    def _take_partials(self, prompt_index: int) -> tuple[PartialRollout, ...]:
         """What others had made of a prompt, if a group of that age may still be begun."""
-        if not (waiting := self._drafts.take(prompt_index)):
+        if not (waiting := self._partials.take(prompt_index)):
             return ()
-        drafts = made_under(waiting, self._line.digests)
-        if drafts and self._permits(oldest_version(drafts)) < 1:
-            drafts = ()
-        self._count(discarded_tokens=num_tokens(waiting) - num_tokens(drafts))
-        if drafts:
-            self._count(continued=1, continued_tokens=num_tokens(drafts))
-        return drafts
+        partials = made_under(waiting, self._line.digests)
+        if partials and self._permits(oldest_version(partials)) < 1:
+            partials = ()
+        self._count(discarded_tokens=num_tokens(waiting) - num_tokens(partials))
+        if partials:
+            self._count(continued=1, continued_tokens=num_tokens(partials))
+        return partials
 
     def _admissible_leases(self) -> list[Lease]:
         oldest = oldest_admissible(self._step, self._staleness.max_staleness)
@@ -490,7 +490,7 @@ class ReplayBuffer:
         if fault.is_malformed and not is_last:
             self._give_back([lease])
             return
-        self._count(discarded_tokens=self._drafts.close(lease.lease_id))
+        self._count(discarded_tokens=self._partials.close(lease.lease_id))
         if not is_last:
             self._cursor.give_back(lease.prompt.index)
         if not fault.is_malformed:
@@ -516,7 +516,7 @@ class ReplayBuffer:
 
     def _give_back(self, leases: list[Lease]) -> None:
         for lease in leases:
-            self._count(discarded_tokens=self._drafts.shelve(lease, self._line.digests))
+            self._count(discarded_tokens=self._partials.shelve(lease, self._line.digests))
             self._cursor.give_back(lease.prompt.index)
 
     def _drop(self, group: Accepted) -> None:

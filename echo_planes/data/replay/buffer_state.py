@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from echo_planes.types import BufferCounts, Draft, Group
+from echo_planes.types import BufferCounts, Group, PartialRollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,5 +52,7 @@ class BufferState:
     groups: tuple[Accepted, ...]  # buffered
     counts: BufferCounts
     published: tuple[tuple[str, int, str], ...]  # lineage, version, digest
-    drafts: Mapping[int, tuple[Draft, ...]] = field(default_factory=dict)  # by index of a returned prompt
+    partials: Mapping[int, tuple[PartialRollout, ...]] = field(
+        default_factory=dict
+    )  # by index of a returned prompt
     replaced: int = 0  # groups that were set aside as uninformative for the batch to come

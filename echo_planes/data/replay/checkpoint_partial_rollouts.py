@@ -1,9 +1,9 @@
-"""The drafts of a cut as an Arrow file beside it: millions of tokens, exact to the last bit of a logprob.
+"""Partial rollouts of a checkpoint as an Arrow file: millions of tokens, exact to the last bit of a logprob.
 
-The file is an Arrow IPC stream of `SCHEMA`, one row a draft. A prompt's rows stand together, in the order of
-their calls. Its own size and xxh3-128 stand in the cut (`DraftsRecord`), so that nothing of a file that is
-not the one that was written is given to Arrow. As in the replay store, the hash finds damage; it is no
-defence against somebody who forges a checkpoint on purpose.
+The file is an Arrow IPC stream of `SCHEMA`, one row a partial rollout. A prompt's rows stand together, in the
+order of their calls. Its own size and xxh3-128 stand in the checkpoint state beside it (`PartialsRecord`), so
+that nothing of a file that is not the one that was written is given to Arrow. As in the replay store, the
+hash finds damage; it is no defence against somebody who forges a checkpoint on purpose.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import xxhash
 from echo_planes.data.replay.partial_rollouts import num_tokens
 from echo_planes.data.store.files import map_file
 from echo_planes.errors import DataError
-from echo_planes.types import Draft, Sample, Span, is_whole
+from echo_planes.types import PartialRollout, Sample, Span, is_whole
 
 FORMAT = 1  # of the file; another one is not read
 SCHEMA = pa.schema(
@@ -42,12 +42,14 @@ SCHEMA = pa.schema(
 )
 BATCH_TOKENS = 2**20  # tokens in an Arrow batch, about: what is built at once while a file is written
 
-Drafts = Mapping[int, tuple[Draft, ...]]  # by prompt index
-_Row = tuple[int, Draft, bool]  # prompt index, draft, whether its context is that of the row before
+PartialsByPrompt = Mapping[int, tuple[PartialRollout, ...]]  # by prompt index
+_Row = tuple[
+    int, PartialRollout, bool
+]  # prompt index, partial rollout, whether its context is that of the row before
 
 
 @dataclass(frozen=True, slots=True)
-class DraftsRecord:
+class PartialsRecord:
     """What a cut says of the file beside it."""
 
     format: int
@@ -56,22 +58,22 @@ class DraftsRecord:
     num_tokens: int
 
 
-def write_drafts(path: Path, drafts: Drafts) -> DraftsRecord:
+def write_partials(path: Path, partials: PartialsByPrompt) -> PartialsRecord:
     """Write a new file; returns what the cut must say of it.
 
     Raises:
         OSError: the disk is full or cannot be written.
     """
     with path.open("wb") as sink, pa.ipc.new_stream(sink, SCHEMA) as writer:
-        for rows in _batches(drafts):
+        for rows in _batches(partials):
             writer.write_batch(_to_batch(rows))
     data = map_file(path)
-    total = sum(num_tokens(mine) for mine in drafts.values())
-    return DraftsRecord(FORMAT, len(data), xxhash.xxh3_128_hexdigest(data), total)
+    total = sum(num_tokens(mine) for mine in partials.values())
+    return PartialsRecord(FORMAT, len(data), xxhash.xxh3_128_hexdigest(data), total)
 
 
-def read_drafts(path: Path, record: DraftsRecord) -> dict[int, tuple[Draft, ...]]:
-    """The drafts of a file; the exact inverse of `write_drafts`.
+def read_partials(path: Path, record: PartialsRecord) -> dict[int, tuple[PartialRollout, ...]]:
+    """The partial rollouts of a file; the exact inverse of `write_partials`.
 
     Raises:
         DataError: the file is missing, of another format, or not what was written.
@@ -88,30 +90,30 @@ def read_drafts(path: Path, record: DraftsRecord) -> dict[int, tuple[Draft, ...]
         raise DataError(f"{path} has {len(data)} bytes, not the {record.size_bytes} written; restore it")
     if xxhash.xxh3_128_hexdigest(data) != record.xxh3_128:
         raise DataError(f"{path} is not what was written: its hash is another one; restore it")
-    drafts: dict[int, list[Draft]] = {}
+    partials: dict[int, list[PartialRollout]] = {}
     try:
         with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
             if not reader.schema.equals(SCHEMA, check_metadata=True):
                 raise DataError(f"{path} has another schema than this program writes; restore it")
             for batch in reader:
                 batch.validate(full=True)
-                _enter(batch, drafts)
+                _enter(batch, partials)
     except (pa.ArrowException, LookupError, TypeError, ValueError) as error:
-        raise DataError(f"{path} holds no drafts ({error}); restore it") from error
-    return {index: tuple(mine) for index, mine in drafts.items()}
+        raise DataError(f"{path} holds no partial rollouts ({error}); restore it") from error
+    return {index: tuple(mine) for index, mine in partials.items()}
 
 
-def _batches(drafts: Drafts) -> Iterator[list[_Row]]:
-    """Rows in pieces of about `BATCH_TOKENS` tokens, none of them across two prompts' drafts."""
+def _batches(partials: PartialsByPrompt) -> Iterator[list[_Row]]:
+    """Rows in pieces of about `BATCH_TOKENS` tokens, none of them across two prompts' partial rollouts."""
     rows: list[_Row] = []
     size = 0
-    for index, mine in drafts.items():
+    for index, mine in partials.items():
         before: tuple[int, ...] = ()
-        for draft in mine:
-            is_same = draft.context == before
-            rows.append((index, draft, is_same))
-            size += len(draft.sample.token_ids) + (0 if is_same else len(draft.context))
-            before = draft.context
+        for partial in mine:
+            is_same = partial.context == before
+            rows.append((index, partial, is_same))
+            size += len(partial.sample.token_ids) + (0 if is_same else len(partial.context))
+            before = partial.context
         if size >= BATCH_TOKENS:
             yield rows
             rows, size = [], 0
@@ -120,8 +122,8 @@ def _batches(drafts: Drafts) -> Iterator[list[_Row]]:
 
 
 def _to_batch(rows: Sequence[_Row]) -> pa.RecordBatch:
-    samples = [draft.sample for _, draft, _ in rows]
-    contexts = _column([() if is_same else draft.context for _, draft, is_same in rows], np.int32)
+    samples = [partial.sample for _, partial, _ in rows]
+    contexts = _column([() if is_same else partial.context for _, partial, is_same in rows], np.int32)
     is_same_context = pa.array([is_same for _, _, is_same in rows], pa.bool_())
     columns = [
         pa.array([index for index, _, _ in rows], pa.int64()),
@@ -152,8 +154,8 @@ def _column(lists: Sequence[Sequence[Any]], dtype: npt.DTypeLike) -> pa.ListArra
     return pa.ListArray.from_arrays(offsets, pa.array(values))
 
 
-def _enter(batch: pa.RecordBatch, drafts: dict[int, list[Draft]]) -> None:
-    """Enter the rows of a batch. Raises ValueError where one is no draft."""
+def _enter(batch: pa.RecordBatch, partials: dict[int, list[PartialRollout]]) -> None:
+    """Enter the rows of a batch. Raises ValueError where one is no partial rollout."""
     column = batch.column
     ids, logprobs = _tuples(column("token_ids")), _tuples(column("logprobs"))
     is_same_context = column("context").is_null().to_pylist()
@@ -176,11 +178,11 @@ def _enter(batch: pa.RecordBatch, drafts: dict[int, list[Draft]]) -> None:
             finish_reason=reasons[row],
             top_logprobs=tuple(tuple(zip(*pair, strict=True)) for pair in zip(*top, strict=True)),
         )
-        mine = drafts.setdefault(index, [])
+        mine = partials.setdefault(index, [])
         context = mine[-1].context if is_same_context[row] and mine else contexts[row]
         if not context or not sample.token_ids or not is_whole(sample):
-            raise ValueError(f"a draft of prompt {index} is not whole")
-        mine.append(Draft(context, sample))
+            raise ValueError(f"a partial rollout of prompt {index} is not whole")
+        mine.append(PartialRollout(context, sample))
 
 
 def _tuples(column: pa.ListArray) -> list[tuple[Any, ...]]:

@@ -6,12 +6,12 @@ work is there is done again, and the ledger adds up.
 
 In a checkpoint's data folder::
 
-    state.json      everything but the drafts, and what the file beside it must be (null where there is none)
-    drafts.arrows   tokens of unfinished prompts (see `cut_drafts.py`, which numbers its format)
+    state.json      everything but the partial rollouts, and what the file beside it must be (null: none)
+    drafts.arrows   tokens of unfinished prompts (`checkpoint_partial_rollouts` numbers its format)
 
-A cut that was written before there were drafts names none, and is read. Drafts only spare work: where their
-file is missing, damaged or of another format, the run goes on without them, and the ledger counts the tokens
-(`unreadable_tokens`). The rest of the cut must be whole.
+A state that was written before there were partial rollouts names none, and is read. They only spare work:
+where their file is missing, damaged or of another format, the run goes on without them, and the ledger counts
+the tokens (`unreadable_tokens`). The rest must be whole.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pathlib import Path
 
 from echo_planes.config.files import LOG_BYTES, read_json
 from echo_planes.data.replay.buffer_state import Accepted, BufferState
-from echo_planes.data.replay.checkpoint_partial_rollouts import DraftsRecord, read_drafts, write_drafts
+from echo_planes.data.replay.checkpoint_partial_rollouts import PartialsRecord, read_partials, write_partials
 from echo_planes.data.store.index import StoreCounts
 from echo_planes.errors import DataError
 from echo_planes.types import BufferCounts
 
 CUT_NAME = "state.json"  # in a checkpoint's data folder
-DRAFTS_NAME = "drafts.arrows"  # beside it
+PARTIALS_NAME = "drafts.arrows"  # beside it
 
 
 def write_cut(folder: Path, state: BufferState, *, num_groups: int) -> None:
@@ -43,15 +43,16 @@ def write_cut(folder: Path, state: BufferState, *, num_groups: int) -> None:
     Raises:
         OSError: the disk is full or cannot be written.
     """
-    drafts = asdict(write_drafts(folder / DRAFTS_NAME, state.drafts)) if state.drafts else None
-    record = {**asdict(replace(state, drafts={})), "drafts": drafts, "num_groups": num_groups}
+    partials = asdict(write_partials(folder / PARTIALS_NAME, state.partials)) if state.partials else None
+    record = asdict(replace(state, partials={})) | {"drafts": partials, "num_groups": num_groups}
+    del record["partials"]  # they are in the file beside it
     (folder / CUT_NAME).write_text(json.dumps(record))
 
 
 def load_cut(path: Path) -> tuple[BufferState, int]:
     """The inverse of `write_cut`: the cut whose `CUT_NAME` is `path`, and the number of groups in the store.
 
-    Drafts that cannot be read are left out, and their tokens counted.
+    Partial rollouts that cannot be read are left out, and their tokens counted.
 
     Raises:
         DataError: the file is no cut.
@@ -68,18 +69,18 @@ def load_cut(path: Path) -> tuple[BufferState, int]:
             published=tuple((line, version, digest) for line, version, digest in record["published"]),
             replaced=record.get("replaced", 0),
         )
-        drafts = DraftsRecord(**record["drafts"]) if record.get("drafts") else None
+        partials = PartialsRecord(**record["drafts"]) if record.get("drafts") else None
         num_groups = int(record["num_groups"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(
             f"the checkpoint's {path} is not readable ({error}); restore it, or remove the checkpoint"
         ) from error
-    return (_with_drafts(state, path.parent / DRAFTS_NAME, drafts) if drafts else state), num_groups
+    return (_with_partials(state, path.parent / PARTIALS_NAME, partials) if partials else state), num_groups
 
 
-def _with_drafts(state: BufferState, path: Path, record: DraftsRecord) -> BufferState:
+def _with_partials(state: BufferState, path: Path, record: PartialsRecord) -> BufferState:
     try:
-        return replace(state, drafts=read_drafts(path, record))
+        return replace(state, partials=read_partials(path, record))
     except DataError:  # their work is done again; the ledger says how much that is
         counts = state.counts
         lost = replace(
@@ -128,5 +129,5 @@ def rejoin(
         returned=tuple(sorted(returned)),
         groups=tuple(kept),
         counts=ledger,
-        drafts={index: drafts for index, drafts in state.drafts.items() if index in returned},
+        partials={index: partials for index, partials in state.partials.items() if index in returned},
     )

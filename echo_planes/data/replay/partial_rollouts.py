@@ -13,20 +13,20 @@ from collections.abc import Iterable, Mapping
 
 from echo_planes.data.replay.leases import ENOUGH_COMPLETIONS, RECENT_COMPLETIONS
 from echo_planes.errors import LeaseError
-from echo_planes.types import Draft, Lease, LeaseTokens, Sample, is_whole, joined
+from echo_planes.types import Lease, LeaseTokens, PartialRollout, Sample, is_whole, joined
 
 
-class DraftBook:
-    """The drafts of one lease, as its worker streams them.
+class LeasePartials:
+    """The partial rollouts of one lease, as its worker streams them.
 
     Args:
-        drafts: what the lease began with.
+        partial rollouts: what the lease began with.
     """
 
-    def __init__(self, drafts: tuple[Draft, ...] = ()) -> None:
-        self._contexts = [draft.context for draft in drafts]
-        self._pieces: list[list[Sample]] = [[draft.sample] for draft in drafts]
-        self._lengths = [len(draft.sample.token_ids) for draft in drafts]
+    def __init__(self, partials: tuple[PartialRollout, ...] = ()) -> None:
+        self._contexts = [partial.context for partial in partials]
+        self._pieces: list[list[Sample]] = [[partial.sample] for partial in partials]
+        self._lengths = [len(partial.sample.token_ids) for partial in partials]
 
     def add(self, tokens: LeaseTokens) -> None:
         """Enter a message. What does not begin where its call ends here is left out: it came twice, or
@@ -37,7 +37,7 @@ class DraftBook:
                 the message is entered.
         """
         lengths, ended = list(self._lengths), [bool(pieces[-1].finish_reason) for pieces in self._pieces]
-        kept: list[tuple[int, Draft]] = []
+        kept: list[tuple[int, PartialRollout]] = []
         for number, piece in tokens.pieces:
             if not is_whole(piece.sample) or number < 0:
                 raise LeaseError("malformed")
@@ -58,14 +58,14 @@ class DraftBook:
             self._pieces[number].append(piece.sample)
         self._lengths = lengths
 
-    def drafts(self, published: Mapping[int, str]) -> tuple[Draft, ...]:
+    def partials(self, published: Mapping[int, str]) -> tuple[PartialRollout, ...]:
         """What another worker can go on from.
 
         Args:
             published: digest of every version of this lineage. What was made under anything else is left out.
         """
-        drafts = [Draft(c, joined(p)) for c, p in zip(self._contexts, self._pieces, strict=True)]
-        return made_under([draft for draft in drafts if draft.sample.token_ids], published)
+        partials = [PartialRollout(c, joined(p)) for c, p in zip(self._contexts, self._pieces, strict=True)]
+        return made_under([partial for partial in partials if partial.sample.token_ids], published)
 
     @property
     def num_tokens(self) -> int:
@@ -82,24 +82,24 @@ class DraftBook:
         return sum(unfinished) or max(lengths, default=0)
 
 
-class DraftShelf:
-    """The drafts of live leases, and those that wait for another worker.
+class Partials:
+    """The partial rollouts of live leases, and those that wait for another worker.
 
     Args:
         waiting: of a cut, by prompt index.
     """
 
-    def __init__(self, waiting: Mapping[int, tuple[Draft, ...]]) -> None:
-        self._books: dict[str, DraftBook] = {}  # by lease
+    def __init__(self, waiting: Mapping[int, tuple[PartialRollout, ...]]) -> None:
+        self._books: dict[str, LeasePartials] = {}  # by lease
         self._waiting = dict(waiting)  # by prompt index
         self._finished: deque[int] = deque(maxlen=RECENT_COMPLETIONS)  # tokens of accepted groups
 
     def open(self, lease: Lease) -> None:
-        """A lease begins, with its drafts."""
-        self._books[lease.lease_id] = DraftBook(lease.drafts)
+        """A lease begins, with its partial rollouts."""
+        self._books[lease.lease_id] = LeasePartials(lease.partials)
 
     def add(self, tokens: LeaseTokens) -> None:
-        """Tokens of a live lease. Raises what `DraftBook.add` does."""
+        """Tokens of a live lease. Raises what `LeasePartials.add` does."""
         self._books[tokens.lease_id].add(tokens)
 
     def close(self, lease_id: str) -> int:
@@ -124,57 +124,59 @@ class DraftShelf:
         return self._books[lease.lease_id].num_tokens > statistics.median(self._finished) / 2
 
     def shelve(self, lease: Lease, published: Mapping[int, str]) -> int:
-        """A lease ended without a result: keep its drafts for whoever is next.
+        """A lease ended without a result: keep its partial rollouts for whoever is next.
 
         Returns how many of its tokens nobody can go on from.
         """
         book = self._books.pop(lease.lease_id)
-        drafts = book.drafts(published)
-        if drafts:
-            self._waiting[lease.prompt.index] = drafts
-        return book.num_tokens - num_tokens(drafts)
+        partials = book.partials(published)
+        if partials:
+            self._waiting[lease.prompt.index] = partials
+        return book.num_tokens - num_tokens(partials)
 
-    def take(self, prompt_index: int) -> tuple[Draft, ...]:
+    def take(self, prompt_index: int) -> tuple[PartialRollout, ...]:
         """What was made of a prompt so far; it leaves the shelf."""
         return self._waiting.pop(prompt_index, ())
 
     def cut(
         self, live: Iterable[Lease], published: Mapping[int, str], oldest: int
-    ) -> tuple[dict[int, tuple[Draft, ...]], int]:
-        """What a resume can go on from: the drafts that wait, and those of live leases, as if all had ended.
+    ) -> tuple[dict[int, tuple[PartialRollout, ...]], int]:
+        """What a resume can go on from: what waits, and what is of live leases, as if all had ended.
 
         Args:
             live: the live leases.
-            published: as for `DraftBook.drafts`.
+            published: as for `LeasePartials.partials`.
             oldest: version below which nothing is trained any more.
 
         Returns:
-            Drafts by prompt index, and how many tokens were left out.
+            Partial rollouts by prompt index, and how many tokens were left out.
         """
-        drafts = dict(self._waiting)
-        total = sum(num_tokens(waiting) for waiting in drafts.values())
+        partials = dict(self._waiting)
+        total = sum(num_tokens(waiting) for waiting in partials.values())
         for lease in live:
             book = self._books[lease.lease_id]
             total += book.num_tokens
-            drafts[lease.prompt.index] = book.drafts(published)
-        kept = {index: mine for index, mine in drafts.items() if mine and oldest_version(mine) >= oldest}
+            partials[lease.prompt.index] = book.partials(published)
+        kept = {index: mine for index, mine in partials.items() if mine and oldest_version(mine) >= oldest}
         return kept, total - sum(num_tokens(mine) for mine in kept.values())
 
 
-def made_under(drafts: Iterable[Draft], published: Mapping[int, str]) -> tuple[Draft, ...]:
+def made_under(
+    partials: Iterable[PartialRollout], published: Mapping[int, str]
+) -> tuple[PartialRollout, ...]:
     """Those of which every token was made under a published version."""
     return tuple(
-        draft
-        for draft in drafts
-        if all(published.get(span.version) == span.digest for span in draft.sample.spans)
+        partial
+        for partial in partials
+        if all(published.get(span.version) == span.digest for span in partial.sample.spans)
     )
 
 
-def oldest_version(drafts: tuple[Draft, ...]) -> int:
+def oldest_version(partials: tuple[PartialRollout, ...]) -> int:
     """The oldest version any of their tokens was made under."""
-    return min(span.version for draft in drafts for span in draft.sample.spans)
+    return min(span.version for partial in partials for span in partial.sample.spans)
 
 
-def num_tokens(drafts: tuple[Draft, ...]) -> int:
+def num_tokens(partials: tuple[PartialRollout, ...]) -> int:
     """Tokens in all of them."""
-    return sum(len(draft.sample.token_ids) for draft in drafts)
+    return sum(len(partial.sample.token_ids) for partial in partials)

@@ -44,7 +44,7 @@ from echo_planes.data.store.rollback import plan
 from echo_planes.data.store.schema import SCHEMA, to_batch, to_groups
 from echo_planes.data.store.segment import encode_header, segment_path
 from echo_planes.data.store.sidecar import encode_sidecar
-from echo_planes.data.store.write_batch import make_draft
+from echo_planes.data.store.write_batch import make_write_batch
 from echo_planes.errors import DataError, RefusedError
 from echo_planes.types import Group, IntArray
 
@@ -128,30 +128,37 @@ class ReplayStore:
         """
         duplicates: list[str] = []
         taken: set[str] = set()
-        drafts = [
-            draft
+        write_batches = [
+            write_batch
             for batch in batches
-            if (draft := make_draft(batch, created_s, self._is_known, taken, duplicates)) is not None
+            if (write_batch := make_write_batch(batch, created_s, self._is_known, taken, duplicates))
+            is not None
         ]
-        if not drafts:
+        if not write_batches:
             return Appended(np.empty(0, np.int64), tuple(duplicates))
         segment, tail = self._writable()
         messages: list[list[Piece]] = []
         table = []
         offset, sequence = tail.size_bytes, self.index.num_groups
-        for draft in drafts:
+        for write_batch in write_batches:
             place = Place(self._store_id, Kind.ROWS, segment.number, segment.generation, offset)
-            texts = "".join(draft.ids).encode()
-            pieces = encode(draft.arrow, place, sequence=sequence, entries=draft.entries, texts=texts)
+            texts = "".join(write_batch.ids).encode()
+            pieces = encode(
+                write_batch.arrow, place, sequence=sequence, entries=write_batch.entries, texts=texts
+            )
             size_bytes = size_of(pieces)
             messages.append(pieces)
-            table.append((offset, size_bytes, sequence, len(draft.ids)))
+            table.append((offset, size_bytes, sequence, len(write_batch.ids)))
             offset += size_bytes
-            sequence += len(draft.ids)
+            sequence += len(write_batch.ids)
         tail.append(messages)
         segment.size_bytes = tail.size_bytes
-        entries = drafts[0].entries if len(drafts) == 1 else np.concatenate([d.entries for d in drafts])
-        ids = [group_id for draft in drafts for group_id in draft.ids]
+        entries = (
+            write_batches[0].entries
+            if len(write_batches) == 1
+            else np.concatenate([d.entries for d in write_batches])
+        )
+        ids = [group_id for write_batch in write_batches for group_id in write_batch.ids]
         added = self.index.add_new(segment.number, table, entries, ids)
         return Appended(added, tuple(duplicates))
 

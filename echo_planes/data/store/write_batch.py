@@ -17,7 +17,7 @@ _COLUMNS = tuple(SCHEMA.get_field_index(name) for name in ("group_id", "version"
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class WriteBatch:
     """A batch about to be written: whole groups that are not in the store."""
 
     arrow: pa.Buffer  # as an encapsulated Arrow message
@@ -25,13 +25,13 @@ class Draft:
     ids: list[str]
 
 
-def make_draft(
+def make_write_batch(
     batch: pa.RecordBatch,
     created_s: float,
     is_known: Callable[[str], bool],
     taken: set[str],
     duplicates: list[str],
-) -> Draft | None:
+) -> WriteBatch | None:
     """What of a batch is new; None if nothing is.
 
     Args:
@@ -77,7 +77,7 @@ def make_draft(
         )
         for group_id, start, stop in zip(ids, starts, [*starts[1:], num_rows], strict=True)
     ]
-    return Draft(arrow, np.array(entries, GROUP_ENTRY), ids)
+    return WriteBatch(arrow, np.array(entries, GROUP_ENTRY), ids)
 
 
 def _columns_of(batch: pa.RecordBatch) -> tuple[list[str], list[int], list[float]]:

@@ -6,9 +6,9 @@ import pytest
 
 from echo_planes.config.schema import StalenessConfig
 from echo_planes.data.replay.leases import ENOUGH_COMPLETIONS, RECENT_COMPLETIONS, LeaseBook
-from echo_planes.data.replay.partial_rollouts import DraftBook, DraftShelf
+from echo_planes.data.replay.partial_rollouts import LeasePartials, Partials
 from echo_planes.errors import LeaseError
-from echo_planes.types import Draft, Lease, LeaseTokens, Prompt, Sample, Span, is_whole, joined
+from echo_planes.types import Lease, LeaseTokens, PartialRollout, Prompt, Sample, Span, is_whole, joined
 from tests.unit.test_buffer import Buffer, answer, lease, make_buffer, submit
 
 CONTEXT = (1, 2)
@@ -21,7 +21,9 @@ def piece(*tokens: int, version: int = 0, finish: str = "") -> Sample:
 
 
 def message(lease_id: str, *pieces: Piece) -> LeaseTokens:
-    return LeaseTokens(lease_id, tuple((n, Draft(context, p, first)) for n, context, p, first in pieces))
+    return LeaseTokens(
+        lease_id, tuple((n, PartialRollout(context, p, first)) for n, context, p, first in pieces)
+    )
 
 
 def stream(buffer: Buffer, one: Lease, *pieces: Piece, now_s: float = 0.0) -> tuple[str, ...]:
@@ -52,7 +54,7 @@ def test_joined_pieces_are_the_sample_with_its_versions() -> None:
 )
 def test_what_no_worker_can_have_sampled_is_refused(pieces: list[Piece]) -> None:
     with pytest.raises(LeaseError, match="malformed"):
-        DraftBook().add(message("l", *pieces))
+        LeasePartials().add(message("l", *pieces))
 
 
 @pytest.mark.parametrize(
@@ -66,12 +68,12 @@ def test_what_no_worker_can_have_sampled_is_refused(pieces: list[Piece]) -> None
     ],
 )
 def test_what_does_not_continue_what_is_there_is_left_out(pieces: list[Piece]) -> None:
-    book = DraftBook()
+    book = LeasePartials()
     if pieces[0][0] != 1:
         book.add(message("l", (0, CONTEXT, piece(5), 0), (0, (), piece(6), 1)))
-    before = book.drafts({0: "d0"})
+    before = book.partials({0: "d0"})
     book.add(message("l", *pieces))
-    assert book.drafts({0: "d0"}) == before
+    assert book.partials({0: "d0"}) == before
 
 
 @pytest.mark.parametrize("how", ["lost", "expired", "handed over", "replaced"])
@@ -93,8 +95,8 @@ def test_a_prompt_goes_on_elsewhere_from_its_tokens(how: str) -> None:
     (again,) = lease(buffer, worker="w1", now_s=now_s)
     assert again.prompt == one.prompt
     kept = (5, 6, 9) if how == "handed over" else (5, 6)
-    assert [draft.sample.token_ids for draft in again.drafts] == [kept, (7, 8)]
-    assert [draft.sample.finish_reason for draft in again.drafts] == ["", "stop"]
+    assert [partial.sample.token_ids for partial in again.partials] == [kept, (7, 8)]
+    assert [partial.sample.finish_reason for partial in again.partials] == ["", "stop"]
     assert buffer.counts.continued == 1
     assert buffer.counts.continued_tokens == len(kept) + 2
     assert buffer.counts.discarded_tokens == 0
@@ -104,7 +106,7 @@ def test_a_prompt_goes_on_elsewhere_from_its_tokens(how: str) -> None:
     buffer.register("w0", 1)
     buffer.installed("w0", 0)
     (third,) = [buffer.lease("w0", 1, again.prompt, now_s) for _ in buffer.pull("w0", 1, 1, now_s)]
-    assert third.drafts[0].sample.token_ids == (*kept, 10)
+    assert third.partials[0].sample.token_ids == (*kept, 10)
 
 
 def test_an_older_incarnation_or_another_worker_can_neither_stream_nor_hand_over() -> None:
@@ -127,7 +129,7 @@ def test_a_lease_is_as_old_as_its_oldest_token_and_is_not_begun_where_that_is_to
     buffer.installed("w1", 1)
     (again,) = lease(buffer, worker="w1")
     assert again.version == 0
-    assert again.drafts
+    assert again.partials
     for step in (0, 1):  # two batches later a token of version 0 cannot be trained any more
         for other in lease(buffer, 2, worker="w1"):
             submit(buffer, other, answer(other, (1, "d1")))
@@ -136,7 +138,7 @@ def test_a_lease_is_as_old_as_its_oldest_token_and_is_not_begun_where_that_is_to
     second_worker(buffer, 1)
     (fresh,) = lease(buffer, worker="w1")
     assert fresh.prompt == one.prompt
-    assert fresh.drafts == ()
+    assert fresh.partials == ()
     assert buffer.counts.discarded_tokens == 1
 
 
@@ -147,7 +149,7 @@ def test_tokens_of_an_unpublished_version_are_not_gone_on_from() -> None:
     stream(buffer, one, (0, CONTEXT, piece(5), 0), (1, CONTEXT, piece(6, version=7), 0))
     buffer.lose("w0")
     (again,) = lease(buffer, worker="w1")
-    assert [draft.sample.token_ids for draft in again.drafts] == [(5,)]
+    assert [partial.sample.token_ids for partial in again.partials] == [(5,)]
     assert buffer.counts.discarded_tokens == 1
 
 
@@ -188,7 +190,7 @@ def test_what_is_recalled_is_what_costs_least_to_compute_again() -> None:
 
 
 def test_a_call_is_finished_where_its_last_piece_is() -> None:
-    book = DraftBook()
+    book = LeasePartials()
     assert book.prefill_tokens == 0
     book.add(message("l", (0, CONTEXT, piece(5), 0), (0, (), piece(6, finish="stop"), 1)))
     assert book.prefill_tokens == 4  # what comes next begins with all of it
@@ -224,7 +226,7 @@ def test_nothing_is_far_before_enough_groups_are_finished() -> None:
 
 
 def test_far_is_past_half_of_the_median_of_the_recent_groups() -> None:
-    shelf, one = DraftShelf({}), Lease("l", "l", 0, "w0", Prompt(0, (1,)), 2, 0, 9.0)
+    shelf, one = Partials({}), Lease("l", "l", 0, "w0", Prompt(0, (1,)), 2, 0, 9.0)
     shelf.open(one)
     shelf.add(message("l", (0, CONTEXT, piece(5, 6, 7), 0)))
     for tokens in [4] * (ENOUGH_COMPLETIONS - 1):

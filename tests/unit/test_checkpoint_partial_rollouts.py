@@ -1,4 +1,4 @@
-"""The drafts of a cut on disk: exact to the last bit, read whole or not at all."""
+"""The partial rollouts of a cut on disk: exact to the last bit, read whole or not at all."""
 
 from __future__ import annotations
 
@@ -11,33 +11,36 @@ import pyarrow as pa
 import pytest
 import xxhash
 
-from echo_planes.data.replay import checkpoint_partial_rollouts as cut_drafts
+from echo_planes.data.replay import checkpoint_partial_rollouts as checkpoint_partial_rollouts
 from echo_planes.data.replay.checkpoint_partial_rollouts import (
     SCHEMA,
-    DraftsRecord,
-    read_drafts,
-    write_drafts,
+    PartialsRecord,
+    read_partials,
+    write_partials,
 )
 from echo_planes.errors import DataError
-from echo_planes.types import Draft, Sample, Span
+from echo_planes.types import PartialRollout, Sample, Span
 
 CONTEXT = (1, 2, 3)
 HARD = (-0.1, -1.0 / 3.0, -0.0, 5e-324, float("-inf"), -1.7976931348623157e308)  # not to be rounded
 
 
-def draft(context: tuple[int, ...], *tokens: int, finish: str = "", **more: Any) -> Draft:
+def partial(context: tuple[int, ...], *tokens: int, finish: str = "", **more: Any) -> PartialRollout:
     middle = len(tokens) // 2
     spans = [Span(0, middle, 3, "d3"), Span(middle, len(tokens), 4, "d4")]
     logprobs = tuple(HARD[token % len(HARD)] for token in tokens)
-    return Draft(context, Sample(tokens, logprobs, tuple(spans[middle == 0 :]), finish, **more))  # type: ignore[arg-type]
+    return PartialRollout(context, Sample(tokens, logprobs, tuple(spans[middle == 0 :]), finish, **more))  # type: ignore[arg-type]
 
 
-def drafts() -> dict[int, tuple[Draft, ...]]:
+def partials() -> dict[int, tuple[PartialRollout, ...]]:
     top = (((7, -0.25), (9, -0.1)), ((8, -0.5), (2, -0.0)))
     return {
-        12: (draft(CONTEXT, 5, 6, 7), draft(CONTEXT, 8, finish="stop"), draft((4,), *range(40))),
-        3: (draft(CONTEXT, 1, 2, top_logprobs=top), draft((*CONTEXT, 1, 2), 2**31 - 1, 0, finish="length")),
-        2**40: (draft((0,), 9),),
+        12: (partial(CONTEXT, 5, 6, 7), partial(CONTEXT, 8, finish="stop"), partial((4,), *range(40))),
+        3: (
+            partial(CONTEXT, 1, 2, top_logprobs=top),
+            partial((*CONTEXT, 1, 2), 2**31 - 1, 0, finish="length"),
+        ),
+        2**40: (partial((0,), 9),),
     }
 
 
@@ -50,22 +53,22 @@ def bits(sample: Sample) -> bytes:
 def test_what_is_written_is_read_again_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_tokens: int
 ) -> None:
-    monkeypatch.setattr(cut_drafts, "BATCH_TOKENS", batch_tokens)
-    record = write_drafts(tmp_path / "drafts.arrows", drafts())
+    monkeypatch.setattr(checkpoint_partial_rollouts, "BATCH_TOKENS", batch_tokens)
+    record = write_partials(tmp_path / "drafts.arrows", partials())
     assert record.num_tokens == 3 + 1 + 40 + 2 + 2 + 1
-    found = read_drafts(tmp_path / "drafts.arrows", record)
-    assert found == drafts()
-    assert list(found) == list(drafts())
-    for index, mine in drafts().items():
+    found = read_partials(tmp_path / "drafts.arrows", record)
+    assert found == partials()
+    assert list(found) == list(partials())
+    for index, mine in partials().items():
         assert [bits(one.sample) for one in found[index]] == [bits(one.sample) for one in mine]
 
 
 def test_samples_that_share_a_context_have_it_once(tmp_path: Path) -> None:
     context = tuple(range(10_000))
-    eight = {0: tuple(draft(context, token) for token in range(8))}
-    record = write_drafts(tmp_path / "drafts.arrows", eight)
+    eight = {0: tuple(partial(context, token) for token in range(8))}
+    record = write_partials(tmp_path / "drafts.arrows", eight)
     assert record.size_bytes < 2 * 4 * len(context)
-    found = read_drafts(tmp_path / "drafts.arrows", record)
+    found = read_partials(tmp_path / "drafts.arrows", record)
     assert found == eight
     assert len({id(one.context) for one in found[0]}) == 1
 
@@ -73,7 +76,7 @@ def test_samples_that_share_a_context_have_it_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("harm", ["flip", "cut", "longer", "missing", "empty", "format"])
 def test_a_file_that_is_not_what_was_written_is_not_read(tmp_path: Path, harm: str) -> None:
     path = tmp_path / "drafts.arrows"
-    record = write_drafts(path, drafts())
+    record = write_partials(path, partials())
     content = bytearray(path.read_bytes())
     if harm == "flip":
         content[len(content) // 2] ^= 1
@@ -89,12 +92,12 @@ def test_a_file_that_is_not_what_was_written_is_not_read(tmp_path: Path, harm: s
     if harm == "format":
         record = replace(record, format=2)
     with pytest.raises(DataError, match=r"drafts\.arrows"):
-        read_drafts(path, record)
+        read_partials(path, record)
 
 
-def of_bytes(path: Path, content: bytes) -> DraftsRecord:
+def of_bytes(path: Path, content: bytes) -> PartialsRecord:
     path.write_bytes(content)
-    return DraftsRecord(1, len(content), xxhash.xxh3_128_hexdigest(content), 1)
+    return PartialsRecord(1, len(content), xxhash.xxh3_128_hexdigest(content), 1)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +111,9 @@ def of_bytes(path: Path, content: bytes) -> DraftsRecord:
         {"top_ids": [[1]], "top_logprobs": [[]]},
     ],
 )
-def test_rows_that_are_no_drafts_are_refused_whatever_their_hash(tmp_path: Path, row: dict[str, Any]) -> None:
+def test_rows_that_are_no_partials_are_refused_whatever_their_hash(
+    tmp_path: Path, row: dict[str, Any]
+) -> None:
     good = {
         "prompt_index": 0,
         "context": [1],
@@ -127,18 +132,18 @@ def test_rows_that_are_no_drafts_are_refused_whatever_their_hash(tmp_path: Path,
             writer.write_batch(pa.RecordBatch.from_pylist([one], schema=SCHEMA))
         record = of_bytes(tmp_path / "drafts.arrows", sink.getvalue().to_pybytes())
         if is_good:
-            assert list(read_drafts(tmp_path / "drafts.arrows", record)) == [0]
+            assert list(read_partials(tmp_path / "drafts.arrows", record)) == [0]
         else:
-            with pytest.raises(DataError, match="holds no drafts"):
-                read_drafts(tmp_path / "drafts.arrows", record)
+            with pytest.raises(DataError, match="holds no partial rollouts"):
+                read_partials(tmp_path / "drafts.arrows", record)
 
 
 def test_another_file_with_the_right_hash_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "drafts.arrows"
-    with pytest.raises(DataError, match="holds no drafts"):
-        read_drafts(path, of_bytes(path, b"something else"))
+    with pytest.raises(DataError, match="holds no partial rollouts"):
+        read_partials(path, of_bytes(path, b"something else"))
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, SCHEMA.remove_metadata()):
         pass
     with pytest.raises(DataError, match="another schema"):
-        read_drafts(path, of_bytes(path, sink.getvalue().to_pybytes()))
+        read_partials(path, of_bytes(path, sink.getvalue().to_pybytes()))

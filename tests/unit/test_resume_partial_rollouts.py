@@ -14,10 +14,10 @@ from echo_planes.data.replay.lineage import VersionLine
 from echo_planes.data.store.snapshot import StoreSnapshot
 from echo_planes.errors import LeaseError
 from echo_planes.testing.simulation import tiny_config
-from echo_planes.types import BufferCounts, Draft, Lease, LeaseTokens, TrainBatch
+from echo_planes.types import BufferCounts, Lease, LeaseTokens, PartialRollout, TrainBatch
 from tests.unit.test_buffer import answer
 from tests.unit.test_checkpoint import Plane, of_lineage
-from tests.unit.test_drafts import CONTEXT, message, piece
+from tests.unit.test_partial_rollouts import CONTEXT, message, piece
 
 
 async def stream(plane: Plane, lease: Lease, *tokens: int, version: int = 0) -> None:
@@ -40,7 +40,7 @@ async def a_life(folder: Path, config: Config | None = None) -> list[Lease]:
 
 
 def given(leases: list[Lease]) -> list[tuple[int, ...]]:
-    return [one.drafts[0].sample.token_ids if one.drafts else () for one in leases]
+    return [one.partials[0].sample.token_ids if one.partials else () for one in leases]
 
 
 async def resumed(folder: Path, digest: str = "d0") -> tuple[list[Lease], BufferCounts, Plane]:
@@ -58,7 +58,7 @@ def test_prompts_go_on_from_their_last_token_and_are_accepted(tmp_path: Path) ->
         before = await a_life(tmp_path)
         leases, counts, plane = await resumed(tmp_path)
         assert [one.prompt for one in leases] == [one.prompt for one in before]
-        assert leases[0].drafts == (Draft(CONTEXT, piece(5, 6)),)
+        assert leases[0].partials == (PartialRollout(CONTEXT, piece(5, 6)),)
         assert given(leases) == [(5, 6), (7, 8, 9), ()]
         assert (counts.continued, counts.continued_tokens) == (2, 5)
         assert (counts.discarded_tokens, counts.unreadable_tokens) == (0, 0)
@@ -76,7 +76,7 @@ def test_the_second_resume_has_what_the_first_one_began_with(tmp_path: Path) -> 
         await plane.data.close()
         plane = Plane(tmp_path, "L2", tmp_path / "again")
         await plane.serve(0)
-        assert [one.drafts for one in await plane.pull(3)] == [one.drafts for one in leases]
+        assert [one.partials for one in await plane.pull(3)] == [one.partials for one in leases]
         await plane.data.close()
 
     asyncio.run(main())
@@ -99,7 +99,7 @@ def test_a_prompt_that_was_finished_after_the_cut_is_not_gone_on_with(tmp_path: 
         assert (counts.continued, counts.buffered) == (1, 2)
         await plane.data.save(tmp_path / "again")
         cut, _ = load_cut(tmp_path / "again" / CUT_NAME)
-        assert list(cut.drafts) == [unfinished.prompt.index]
+        assert list(cut.partials) == [unfinished.prompt.index]
         await plane.data.close()
 
     asyncio.run(main())
@@ -139,7 +139,7 @@ def test_what_is_too_old_or_unpublished_stays_out_of_the_cut_and_is_counted(tmp_
         await plane.data.save(tmp_path / "saved")
         assert (await plane.data.counts()).discarded_tokens == 0  # their leases live
         cut, _ = load_cut(tmp_path / "saved" / CUT_NAME)
-        assert list(cut.drafts) == [three.prompt.index]
+        assert list(cut.partials) == [three.prompt.index]
         await plane.data.close()
         plane = Plane(tmp_path, "L1", tmp_path / "saved", config=config)
         assert await plane.data.ready() == 1
@@ -153,7 +153,7 @@ def test_what_is_too_old_or_unpublished_stays_out_of_the_cut_and_is_counted(tmp_
 
 
 @pytest.mark.parametrize("harm", ["flip", "remove", "cut", "of a newer format"])
-def test_drafts_that_cannot_be_read_are_counted_and_the_run_goes_on(tmp_path: Path, harm: str) -> None:
+def test_partials_that_cannot_be_read_are_counted_and_the_run_goes_on(tmp_path: Path, harm: str) -> None:
     async def main() -> None:
         before = await a_life(tmp_path)
         path, cut = tmp_path / "saved" / "drafts.arrows", tmp_path / "saved" / "state.json"
@@ -175,11 +175,11 @@ def test_drafts_that_cannot_be_read_are_counted_and_the_run_goes_on(tmp_path: Pa
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("of", ["no drafts", "an older program"])
-def test_a_cut_without_drafts_is_resumed(tmp_path: Path, of: str) -> None:
+@pytest.mark.parametrize("of", ["no partial rollouts", "an older program"])
+def test_a_cut_without_partials_is_resumed(tmp_path: Path, of: str) -> None:
     async def main() -> None:
         cut = tmp_path / "saved" / "state.json"
-        if of == "no drafts":
+        if of == "no partial rollouts":
             plane = Plane(tmp_path, "L0")
             await plane.serve(0)
             await plane.pull(3)
