@@ -34,12 +34,12 @@ class Watch:
         self.world.kernel.after(0.0, self._look)
 
     def _look(self) -> None:
-        crew = self.world.crew
-        serving = {member.name for member in crew.serving() if not member.cause}
+        workers = self.world.workers
+        serving = {member.name for member in workers.serving() if not member.cause}
         self.served |= serving
         mu = serving_usd = leaving_usd = 0.0  # dollars an hour
-        for name, member in crew.members.items():
-            if not crew.market.holds(name):
+        for name, member in workers.members.items():
+            if not workers.market.holds(name):
                 continue
             usd_per_hour = member.offer.usd_per_hour
             if name in serving:

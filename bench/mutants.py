@@ -18,17 +18,17 @@ from typing import Any
 
 from echo_planes.data import claims
 from echo_planes.data.replay.buffer import ReplayBuffer
-from echo_planes.data.replay.leases import LeaseBook
+from echo_planes.data.replay.leases import LeaseTable
 from echo_planes.data.replay.partial_rollouts import LeasePartials, Partials
 from echo_planes.data.replay.prompts import PromptCursor
 from echo_planes.fleet.instance_record import BackOffs
-from echo_planes.fleet.members import Member
-from echo_planes.fleet.money import Budget, MoneyBook
+from echo_planes.fleet.money import Accounting, Budget
 from echo_planes.fleet.provisioner import Provisioner
-from echo_planes.fleet.reconciler import Fleet
+from echo_planes.fleet.reconciler import Reconciler
+from echo_planes.fleet.workers import FleetWorker
 from echo_planes.loop.controller import Controller
-from echo_planes.sim.crew import Crew
 from echo_planes.sim.flow import Flow
+from echo_planes.sim.workers import SimWorkers
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,28 +79,32 @@ _KNOWN = "[m.lease_id for m in messages if m.lease_id in {x.lease_id for x in se
 MUTANTS = (
     # leases
     Mutant(
-        "a lease is accepted after its end", LeaseBook, "close", "self._expires_s[lease_id] <= now_s", "False"
+        "a lease is accepted after its end",
+        LeaseTable,
+        "close",
+        "self._expires_s[lease_id] <= now_s",
+        "False",
     ),
     Mutant("the epoch is not checked on stream", ReplayBuffer, "stream", _HELD, f"{_HELD} + {_KNOWN}"),
     Mutant("the epoch is not checked on hand_over", ReplayBuffer, "hand_over", _HELD, f"held = {_KNOWN}"),
     Mutant(
         "the epoch is not checked on pull",
-        LeaseBook,
+        LeaseTable,
         "is_current",
         "self._epochs.get(worker_id) == epoch",
         "True",
     ),
-    Mutant("a lease is renewed from when it was issued", LeaseBook, "renew", "now_s + self._lease_s", "0.0"),
+    Mutant("a lease is renewed from when it was issued", LeaseTable, "renew", "now_s + self._lease_s", "0.0"),
     Mutant(
         "permits are not returned on expiry",
-        LeaseBook,
+        LeaseTable,
         "_remove",
         "self._versions[lease.version] -= 1",
         "pass",
     ),
     Mutant(
         "a recalled lease is forgotten",
-        LeaseBook,
+        LeaseTable,
         "recall",
         "self._recalled.update(chosen)",
         "self._recalled = set(chosen)",
@@ -112,7 +116,7 @@ MUTANTS = (
         "ended = self._leases.forget(worker_id)",
         "ended = self._leases.expire(0.0)",
     ),
-    Mutant("a lost worker is not fenced", LeaseBook, "forget", "self._gone.add(worker_id)", "pass"),
+    Mutant("a lost worker is not fenced", LeaseTable, "forget", "self._gone.add(worker_id)", "pass"),
     # partial rollouts
     Mutant(
         "partial rollouts are attached twice", Partials, "take", "self._waiting.pop(", "self._waiting.get("
@@ -238,7 +242,7 @@ MUTANTS = (
     # versions and workers
     Mutant(
         "an install of an older version is taken",
-        Crew,
+        SimWorkers,
         "_installed",
         "manifest.version > engine.version",
         "manifest.version != engine.version",
@@ -290,12 +294,12 @@ MUTANTS = (
     # the fleet and its dollars
     Mutant(
         "the fleet launches above its quota",
-        Member,
+        FleetWorker,
         "counts",
         'self.state != "leaving"',
         'self.state == "serving"',
     ),
-    Mutant("a fleet of nobody stays one", Fleet, "tick", "if not self.counts:", "if False:"),
+    Mutant("a fleet of nobody stays one", Reconciler, "tick", "if not self.counts:", "if False:"),
     Mutant("a back-off never ends", BackOffs, "holds", " and now_s < self._of[offer].until_s", ""),
     Mutant(
         "the fleet's limits are ignored",
@@ -305,11 +309,11 @@ MUTANTS = (
         "self.limits = Limits()",
     ),
     Mutant(
-        "a machine that is gone costs on", MoneyBook, "stop", "self._pay(known, -known.price, now)", "pass"
+        "a machine that is gone costs on", Accounting, "stop", "self._pay(known, -known.price, now)", "pass"
     ),
     Mutant(
         "a taken machine is billed on",
-        Crew,
+        SimWorkers,
         "on_taken",
         "self._trace.money.stop(worker_id, self._kernel.now_s)",
         "pass",

@@ -164,9 +164,9 @@ def _relay(cut: Scenario) -> str:
     """The first of the workers that others get the broadcast in hand through."""
     world = World(cut)
     world.run()
-    names = [member.name for member in world.crew.serving()]
+    names = [member.name for member in world.workers.serving()]
     upstream = {
-        name for other in names if (part := world.crew.network.transfer(other)) for name in part.upstream
+        name for other in names if (part := world.workers.network.transfer(other)) for name in part.upstream
     }
     return min(upstream)
 
@@ -175,5 +175,5 @@ def _complete_s(cut: Scenario) -> float:
     """When those who live then have the broadcast in hand, whole and installed."""
     world = World(cut)
     world.run()
-    parts = [world.crew.network.transfer(member.name) for member in world.crew.serving()]
+    parts = [world.workers.network.transfer(member.name) for member in world.workers.serving()]
     return max(part.arrives_s for part in parts if part) + cut.network.install_s

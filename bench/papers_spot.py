@@ -35,7 +35,7 @@ class Recomputing(Flow):
 def recompute(simulated: Scenario) -> Result:
     """Simulate without migration."""
     world = World(simulated)
-    world.crew.flow = Recomputing(simulated.sampling, world.kernel, world.trace, world.data)
+    world.workers.flow = Recomputing(simulated.sampling, world.kernel, world.trace, world.data)
     return world.run()
 
 

@@ -22,7 +22,7 @@ ByteArray = npt.NDArray[np.uint8]
 # too long, raised, or was no reward.
 Status = Literal["ok", "failed", "reward_timeout", "reward_error", "reward_invalid"]
 Market = Literal["on_demand", "spot"]  # how a machine was bought; spot ones may be taken away
-Codec = Literal["compact", "fast", "overwrite", "full"]  # see weights/codec.py
+Codec = Literal["compact", "fast", "overwrite", "full"]  # see weights/codec/entry.py
 
 
 # --- prompts and samples -------------------------------------------------------------------------

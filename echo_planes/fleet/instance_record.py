@@ -10,7 +10,7 @@ from statistics import median
 
 from echo_planes.fleet.estimates import CapacityModel, InterruptionRates
 from echo_planes.fleet.instance_types import Offer
-from echo_planes.fleet.members import Member
+from echo_planes.fleet.workers import FleetWorker
 
 FIRST_BACK_OFF_S = 10.0  # of workers that die young, or are slow
 FIRST_WITHOUT_S = 60.0  # of machines that do not come
@@ -52,7 +52,7 @@ class BackOffs:
             self._of.pop(offer, None)
 
 
-class OfferBook:
+class InstanceRecords:
     """The offers of a fleet, as believed at first and as measured since.
 
     Args:
@@ -105,7 +105,7 @@ class OfferBook:
         """A worker of an offer was taken away."""
         self._rates[offer.name].observe_interruption(offer.sku, offer.region, offer.market)
 
-    def learn_hours(self, member: Member, now_s: float) -> None:
+    def learn_hours(self, member: FleetWorker, now_s: float) -> None:
         """A worker has been there until now."""
         if member.seen_s is not None:
             offer = self._by_name[member.offer]
@@ -113,7 +113,7 @@ class OfferBook:
             self._rates[offer.name].observe_hours(offer.sku, offer.region, offer.market, hours)
             member.seen_s = now_s
 
-    def prove(self, member: Member, now_s: float) -> None:
+    def prove(self, member: FleetWorker, now_s: float) -> None:
         """A worker that is no longer young shows that its offer keeps its word, once."""
         since_s = member.served_since_s
         if since_s is not None and not member.proved and now_s - since_s >= YOUNG_S:

@@ -33,7 +33,7 @@ from echo_planes.errors import ConfigError, RefusedError
 from echo_planes.types import Market
 
 Role = Literal["rollout", "learner"]
-State = Literal["booting", "idle", "busy", "serving"]  # serving: idle or busy, `MoneyBook.worked` says which
+State = Literal["booting", "idle", "busy", "serving"]  # serving: idle or busy, `Accounting.worked` says which
 Fate = Literal["trained", "evaluated", "stale", "uninformative", "failed", "lost"]
 FATES: tuple[Fate, ...] = ("trained", "evaluated", "stale", "uninformative", "failed", "lost")
 
@@ -112,7 +112,7 @@ class _Machine:
         return self.spent_in("busy", now) + busy, self.spent_in("idle", now) + serving - busy
 
 
-class MoneyBook:
+class Accounting:
     """Dollars by machine, by SKU, by step, and by what they went into.
 
     Pure: the clock is passed in. Where it is behind the last event, that event's time is taken, so that
@@ -355,7 +355,7 @@ class Budget:
         ConfigError: the budget is negative or not a number.
     """
 
-    def __init__(self, usd: float, book: MoneyBook, *, earlier_usd: float = 0.0) -> None:
+    def __init__(self, usd: float, book: Accounting, *, earlier_usd: float = 0.0) -> None:
         for name, value in (("budget", usd), ("spent before", earlier_usd)):
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name}: {value} $; give a number of dollars, 0 or more")

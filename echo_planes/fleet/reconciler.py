@@ -32,15 +32,24 @@ from echo_planes.fleet.capacity import Need
 from echo_planes.fleet.estimates import CapacityModel, ThroughputSample
 from echo_planes.fleet.greedy import DRIFT
 from echo_planes.fleet.health import SpeedWatch, worst
-from echo_planes.fleet.instance_record import FIRST_BACK_OFF_S, FIRST_WITHOUT_S, YOUNG_S, OfferBook
+from echo_planes.fleet.instance_record import FIRST_BACK_OFF_S, FIRST_WITHOUT_S, YOUNG_S, InstanceRecords
 from echo_planes.fleet.instance_types import Offer, cheapest_beside, limits_beside
-from echo_planes.fleet.members import Activate, Cause, FleetAction, Leave, Member, Members, Park, Standing
 from echo_planes.fleet.provisioner import Decision, Provisioner
+from echo_planes.fleet.workers import (
+    Activate,
+    Cause,
+    FleetAction,
+    FleetWorker,
+    Leave,
+    Members,
+    Park,
+    Standing,
+)
 
 RELEASE_LIMIT_S = 60.0  # a worker that is no longer needed has so long to hand over what it has
 
 
-class Fleet:
+class Reconciler:
     """Who there is, and who should be.
 
     Args:
@@ -81,7 +90,7 @@ class Fleet:
         self._first = dict(first)
         self._provisioner = provisioner
         self._model = model
-        self._book = OfferBook(offers, model, guesses)
+        self._book = InstanceRecords(offers, model, guesses)
         self._boot_limit_s = boot_limit_s
         self._ask_limit_s = ask_limit_s
         self._standby = standby
@@ -291,7 +300,7 @@ class Fleet:
         self._members.enter(worker_id, "serving", now_s)
         return Activate(worker_id, reason)
 
-    def _note_vacancy(self, worker_id: str, member: Member) -> None:
+    def _note_vacancy(self, worker_id: str, member: FleetWorker) -> None:
         if member.state == "serving" and member.counts:
             self._vacant.append(worker_id)
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from echo_planes.fleet.capacity import Need
-from echo_planes.fleet.members import Activate, FleetAction, Launch, Leave
-from echo_planes.fleet.reconciler import Fleet
+from echo_planes.fleet.reconciler import Reconciler
+from echo_planes.fleet.workers import Activate, FleetAction, Launch, Leave
 
 EVERY_S = 60.0  # at least, between two records of a fleet to which nothing is done
 DIGITS = 4  # of a number: estimates that move less have not changed
@@ -24,7 +24,7 @@ class FleetRecord:
         fleet: whose.
     """
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Reconciler) -> None:
         self._fleet = fleet
         self._offers: dict[str, str] = {}  # of the workers that were launched: one that is gone has none
         self._last: tuple[float, Mapping[str, Any]] | None = None
@@ -46,7 +46,8 @@ class FleetRecord:
         Returns:
             The reason in words, empty where nothing is done, and the numbers: `mu_min` and `mu_target`
             (trajectories/s; None where the overlap rule does not apply), `mu` and `usd_per_hour` of the fleet
-            (`Fleet.standing`), `workers` by state, and workers by offer that were `launched` and `released`.
+            (`Reconciler.standing`), `workers` by state, and workers by offer that were `launched` and
+            `released`.
         """
         if not actions and self._last is not None and now_s - self._last[0] < EVERY_S:
             return None

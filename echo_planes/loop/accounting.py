@@ -1,4 +1,4 @@
-"""Keeps a run's books: the step line, metrics.jsonl, events, money, the ledger and summary.json.
+"""Does a run's accounting: the step line, metrics.jsonl, events, money, the ledger and summary.json.
 
 It is the `Observer` of a real run; everything it is told comes from `runner.py`.
 """
@@ -17,11 +17,11 @@ from echo_planes.fleet.capacity import UninformativeShare, needed_capacity
 from echo_planes.learning.fall import collapse_of
 from echo_planes.loop.evaluation import doublings, drawn, in_words
 from echo_planes.loop.spending import Spending
-from echo_planes.reporting.broadcasts import BroadcastBook, summary_of
+from echo_planes.reporting.broadcasts import BroadcastLog, summary_of
 from echo_planes.reporting.figures import batch_figures, learner_figures
 from echo_planes.reporting.ledger import LEDGER_DETAILS
 from echo_planes.reporting.metrics import FLEET_STATE, WORKER_STATE, MetricsWriter, Record
-from echo_planes.reporting.parts import PartsBook, whole_run
+from echo_planes.reporting.parts import RunParts, whole_run
 from echo_planes.reporting.terminal import View
 from echo_planes.types import (
     BroadcastStats,
@@ -40,7 +40,7 @@ RECENT_STEPS = 20  # T_train is the median of so many
 
 
 class Journal:
-    """The books of one part of a run; what it tells of the whole run holds the earlier parts, too.
+    """The accounting of one part of a run; what it tells of the whole run holds the earlier parts, too.
 
     Args:
         config: the run's settings.
@@ -85,8 +85,8 @@ class Journal:
         self._duplicates = 0
         self._digest_mismatches = 0
         self._restarts: Mapping[str, int] = {}
-        self._parts = PartsBook(writer.folder, start_step)
-        self.broadcasts = BroadcastBook()
+        self._parts = RunParts(writer.folder, start_step)
+        self.broadcasts = BroadcastLog()
         self.spending = Spending(config, writer.folder, start_s, writer.aggregates)
         self.counts = BufferCounts()  # the ledger, as of the last step
         self._guard = GuardReport(0, config.staleness.max_staleness, 1.0)
@@ -231,7 +231,7 @@ class Journal:
         return collapse_of(totals.rewards, totals.spreads)
 
     def on_fleet(self, text: str, numbers: Mapping[str, Any]) -> None:
-        """Where a fleet that follows price and need stands, and what was done (`rollout.fleet_record`)."""
+        """Where a fleet that follows price and need stands, and what was done (`fleet.record`)."""
         self._writer.event(self._elapsed_s(), FLEET_STATE, text, **numbers)
 
     # --- the end ---------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""One run from its first engine to its report: the runner, the books and the checkpoints put together.
+"""One run from its first engine to its report: the runner, the accounting and the checkpoints put together.
 
 A run may have several parts: where the guard goes back to a good checkpoint, a part ends, and the next one is
 opened from there as a resume opens one, with a lineage of its own.
@@ -32,7 +32,7 @@ from echo_planes.loop.checkpoint import (
 from echo_planes.loop.loading import dump_config
 from echo_planes.loop.observers import Observers
 from echo_planes.loop.planes import DataPlane, LearnerPlane, Planes
-from echo_planes.loop.provisioning import FleetKeeper, Roster, worker_info
+from echo_planes.loop.reconcile import ReconcileLoop, Roster, worker_info
 from echo_planes.loop.runner import Outcome, Runner
 from echo_planes.loop.spending import BudgetGuard, open_budget
 from echo_planes.reporting.metrics import MetricsWriter, write_atomic
@@ -157,12 +157,12 @@ async def _part(
         journal.on_event("setting", change)
     budget = open_budget(config, journal.spending)
     planes = world.make_planes(config, f"L{meta.lineage_number}", folder, checkpoint, meta.step, world.kinds)
-    watches: list[BudgetGuard | FleetKeeper] = []
+    watches: list[BudgetGuard | ReconcileLoop] = []
     if budget is not None:
         watches.append(BudgetGuard(config, budget, clock, lambda w: runner.request_stop(w, "spent"), journal))
     if config.fleet.scale != "fixed":
         actuator = await world.make_actuator(config, clock)
-        watches.append(_keeper(config, actuator, planes, journal, budget, clock))
+        watches.append(_reconcile_loop(config, actuator, planes, journal, budget, clock))
 
     async def save(step: int, data: DataPlane, learner: LearnerPlane) -> None:
         guard = runner.controller.guard
@@ -244,11 +244,11 @@ async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _keeper(
+def _reconcile_loop(
     config: Config, actuator: Actuator, roster: Roster, journal: Journal, budget: Budget | None, clock: Clock
-) -> FleetKeeper:
+) -> ReconcileLoop:
     left = None if budget is None else lambda: budget.left(clock.now_s())
-    return FleetKeeper(
+    return ReconcileLoop(
         config,
         actuator,
         roster,

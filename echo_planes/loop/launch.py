@@ -34,7 +34,7 @@ from echo_planes.fleet.actuators.actuator import Actuator, StaticActuator
 from echo_planes.fleet.actuators.ray_nodes import RayNodes
 from echo_planes.learning.actor import LearnerProcess
 from echo_planes.loop.builders import ScorerBuilder, TaskBuilder
-from echo_planes.loop.provisioning import offers_of
+from echo_planes.loop.reconcile import offers_of
 from echo_planes.rollout.actor import WorkerProcess
 from echo_planes.types import (
     Adjustment,

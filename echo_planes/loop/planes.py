@@ -1,6 +1,6 @@
-"""What the runner needs of the three planes, and of whoever keeps the books.
+"""What the runner needs of the three planes, and of whoever does the accounting.
 
-`launch.py` implements the planes with Ray actors, `testing.py` in one process.
+`launch.py` implements the planes with Ray actors, `testing/simulation.py` in one process.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Planes(Protocol):
 
 
 class Observer(Protocol):
-    """What happens, told to whoever keeps the books (`journal.Journal`)."""
+    """What happens, told to whoever does the accounting (`accounting.Journal`)."""
 
     def on_event(self, kind: str, text: str, *, worker: str = "", version: int | None = None) -> None: ...
     def phase(self, name: str) -> AbstractContextManager[None]: ...

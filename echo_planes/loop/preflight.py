@@ -217,7 +217,7 @@ def check_port(key: str, port: int) -> None:
 
 
 def check_new(run_dir: Path) -> None:
-    """No other run's books are in the folder of a new run."""
+    """No other run's files are in the folder of a new run."""
     if (run_dir / METRICS_FILE).exists():
         raise ConfigError(
             f"run.dir={run_dir}: another run is in that folder; continue it with run.resume={run_dir}, or "

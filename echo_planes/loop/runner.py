@@ -52,7 +52,7 @@ class Runner:
     Args:
         config: the run's settings.
         planes: where the planes run.
-        observer: who keeps the books.
+        observer: who does the accounting.
         save_checkpoint: writes one checkpoint, given its step and the two planes' savers.
         clock: seconds.
         first_epoch: incarnation number of the first workers.
@@ -374,7 +374,7 @@ class Runner:
         self._observer.on_worker(replace(self._fleet[worker_id], epoch=epoch), alive=False)
 
     async def collect_worker_stats(self) -> None:
-        """Ask every worker for its counters, and tell whoever keeps the books.
+        """Ask every worker for its counters, and tell whoever does the accounting.
 
         What was accepted of it the data plane says, not the worker.
         """

@@ -20,7 +20,7 @@ from echo_planes.cluster.clock import Clock
 from echo_planes.config.files import SETTINGS_BYTES, read_json
 from echo_planes.config.schema import Config
 from echo_planes.errors import ConfigError, DataError
-from echo_planes.fleet.money import WASTED, Budget, MoneyBook
+from echo_planes.fleet.money import WASTED, Accounting, Budget
 from echo_planes.loop.observers import QuietObserver
 from echo_planes.loop.planes import Observer
 from echo_planes.reporting.metrics import Aggregates, Record, number, write_atomic
@@ -54,8 +54,8 @@ class Spending:
     its first good install. From then on the worker's own account of its busy seconds tells busy from idle
     time.
 
-    Tokens: nobody tells the books which worker sampled what was trained, dropped or lost. So the dollars of
-    all busy time are shared out evenly over the fleet's tokens, at its average price of a token:
+    Tokens: it is not known which worker sampled what was trained, dropped or lost. So the dollars of all busy
+    time are shared out evenly over the fleet's tokens, at its average price of a token:
 
     - `trained`: tokens that the loss was taken over, when their group is trained first. Exact.
     - `evaluated`: from the mean length of the answers that an evaluation's report holds.
@@ -89,7 +89,7 @@ class Spending:
         self._counts = None if is_resumed else BufferCounts()
         self._generated = None if is_resumed else 0  # tokens that found their end, trained or not
         self._earlier = _read(self._path, totals.usd_total) if is_resumed else {}
-        self.book = MoneyBook()
+        self.book = Accounting()
         for rank in self._ranks:
             self.book.start(
                 rank, config.learner.usd_per_hour, start_s, sku="learner", role="learner", state="booting"

@@ -1,4 +1,4 @@
-"""The books of dissemination: what each publication weighed, how it travelled, and what an update costs."""
+"""The log of dissemination: what each publication weighed, how it travelled, and what an update costs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Publication:
     stats: BroadcastStats | None = None
 
 
-class BroadcastBook:
+class BroadcastLog:
     """Everything known of the publications of one run, by version."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class BroadcastBook:
 
 
 def summary_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What summary.json says of publications (`BroadcastBook.rows`); of patches where it is about those."""
+    """What summary.json says of publications (`BroadcastLog.rows`); of patches where it is about those."""
     patches = [row for row in rows if row["codec"] != "full"]
     return {
         "t_bcast_s_median": _median([row["t_bcast_s"] for row in rows]),

@@ -38,7 +38,7 @@ SPARSITY_FILE = "sparsity.json"  # share of weights changed, one object per laye
 
 # Kinds of events that hold numbers more than words: the report's fleet section is made of them.
 WORKER_STATE = "worker state"  # a worker is `booting`, `serving` or `gone` from now on
-FLEET_STATE = "fleet state"  # `rollout.fleet_record`
+FLEET_STATE = "fleet state"  # `fleet.record`
 
 
 @dataclass(frozen=True, slots=True)

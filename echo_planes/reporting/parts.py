@@ -22,7 +22,7 @@ _COUNTS = ("versions_published", "digest_mismatches", "duplicates", "installs")
 _NUMBERS = ("step", "seconds", *_COUNTS, "install_s")
 
 
-class PartsBook:
+class RunParts:
     """The record of the part that runs, after those of earlier ones.
 
     Args:

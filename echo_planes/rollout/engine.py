@@ -1,6 +1,6 @@
 """What a rollout worker needs of an inference engine, and how it is asked.
 
-`vllm_engine.VllmEngine` is the real one; `echo_planes.testing.simulation.FakeEngine` the public fake.
+`vllm.engine.VllmEngine` is the real one; `echo_planes.testing.simulation.FakeEngine` the public fake.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Engine(Protocol):
     async def install(self, publication: Publication) -> None:
         """Make a published version serve, at a safe point, keeping the requests in flight.
 
-        Takes codecs `overwrite` and `full`; others must be staged first (`weights.stager.Stager`). A payload
+        Takes codecs `overwrite` and `full`; others must be staged first (`weights.node.stager.Stager`). A payload
         that is already a file is given as `weights.receiver.open_staged` opens it: the engine then reads that
         file and makes no copy, and the file must stay until this returns.
 

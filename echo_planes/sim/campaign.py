@@ -23,7 +23,7 @@ from echo_planes.loop.controller import STEADY_S
 from echo_planes.sim.chaos import ChaosDataPlane, ChaosMarket, Ghost
 from echo_planes.sim.data_plane import SimDataPlane
 from echo_planes.sim.draws import Disturbance, Plan, draw
-from echo_planes.sim.flow import Member
+from echo_planes.sim.flow import SimMember
 from echo_planes.sim.log import InvariantError, require
 from echo_planes.sim.scenario import Scenario
 from echo_planes.sim.worker import SimWorker
@@ -95,8 +95,8 @@ class ChaosWorld(World):
         self.plane.begin(plan, self.chaos)
         self._log = self.plane.watched.log
         offers = {offer.name: offer for offer in scenario.offers}
-        self.market = ChaosMarket(offers, self.kernel, self.crew, self.rng)
-        self.crew.market = self.market
+        self.market = ChaosMarket(offers, self.kernel, self.workers, self.rng)
+        self.workers.market = self.market
         self._offers = offers
         self._steps_done = 0
         self._published_steps = -1  # newest version that was published
@@ -216,7 +216,7 @@ class ChaosWorld(World):
             return
         # Who is to go, or is gone, has a cause.
         counts: dict[str, int] = {}
-        for member in self.crew.members.values():
+        for member in self.workers.members.values():
             if not member.cause:
                 counts[member.offer.name] = counts.get(member.offer.name, 0) + 1
         for name, count in counts.items():
@@ -280,14 +280,14 @@ class ChaosWorld(World):
     # --- what goes wrong -------------------------------------------------------------------------
 
     def _stream(self) -> None:
-        for member in self.crew.serving():
+        for member in self.workers.serving():
             if self._streams_now(member):
-                self.crew.flow.stream(member)
+                self.workers.flow.stream(member)
         if self.kernel.now_s < self.plan.calm_s:
             self.kernel.after(self.plan.stream_every_s, self._stream)
 
     def _disturb(self, what: Disturbance) -> None:
-        serving, until_s = self.crew.serving(), self.kernel.now_s + what.lasts_s
+        serving, until_s = self.workers.serving(), self.kernel.now_s + what.lasts_s
         self._log.add("disturbance", what.kind, f"{what.lasts_s:.1f} s")
         if what.kind == "no installs":
             self._no_installs_until_s = until_s
@@ -309,13 +309,13 @@ class ChaosWorld(World):
                     late = partial(self._install_old, member, self.manifest)
                     self.kernel.after(what.lasts_s, late)
 
-    def _set_clock(self, member: Member, engine: SimWorker, rate: float) -> None:
+    def _set_clock(self, member: SimMember, engine: SimWorker, rate: float) -> None:
         """A worker's clock goes at that rate from now on."""
         if member.engine is engine:
-            self.crew.flow.advance(member)
+            self.workers.flow.advance(member)
             engine.engine.clock_rate = rate
 
-    def _streams_now(self, member: Member) -> bool:
+    def _streams_now(self, member: SimMember) -> bool:
         """Whether it is time to stream by a worker's own clock, and it is heard."""
         engine, now_s = member.engine, self.kernel.now_s
         if engine is None or now_s < member.silent_until_s:
@@ -328,27 +328,27 @@ class ChaosWorld(World):
 
     def _no_install(self, worker_id: str, epoch: int) -> None:
         """An install did not end in its time: its worker is given up."""
-        member = self.crew.members.get(worker_id)
+        member = self.workers.members.get(worker_id)
         if member is not None and member.engine is not None and member.epoch == epoch:
-            self.crew.lose(member, "its install timed out")
+            self.workers.lose(member, "its install timed out")
 
-    def _install_old(self, member: Member, manifest: Manifest) -> None:
+    def _install_old(self, member: SimMember, manifest: Manifest) -> None:
         """An install comes late, of what was the newest publication when it was asked for."""
         if member.engine is not None and member.install is None:
             member.wanted = manifest
-            member.install = self.kernel.after(0.0, partial(self.crew.arrived, member, member.engine))
+            member.install = self.kernel.after(0.0, partial(self.workers.arrived, member, member.engine))
 
-    def _cut_off(self, member: Member) -> None:
+    def _cut_off(self, member: SimMember) -> None:
         """A worker is heard of no more, until it is replaced; then it is heard of again."""
         engine = member.engine
         if engine is None:
             return
-        self.crew.flow.advance(member)
+        self.workers.flow.advance(member)
         sampling = self.scenario.sampling
         works = [(work, engine.group(work, sampling)) for work in engine.work.values()]
         span = self.answers.span(0, 1, engine.version)
         ghost = Ghost(member.name, engine.epoch, works, span)
-        self.crew.lose(member, "it was cut off")
+        self.workers.lose(member, "it was cut off")
         for _ in range(GHOST_WORDS):
             late_s = self.chaos.uniform(0.0, GHOST_S)
             self.kernel.after(late_s, partial(ghost.speak, self.plane, self.chaos))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from functools import partial
 
-from echo_planes.sim.crew import Crew
-from echo_planes.sim.flow import Member
+from echo_planes.sim.flow import SimMember
 from echo_planes.sim.kernel import Kernel
 from echo_planes.sim.scenario import FaultConfig
 from echo_planes.sim.trace import Trace
+from echo_planes.sim.workers import SimWorkers
 
 
 class Faults:
@@ -18,23 +18,23 @@ class Faults:
     Args:
         faults: of the scenario.
         kernel: the clock.
-        crew: whom they befall.
-        trace: the books.
+        workers: whom they befall.
+        trace: the accounting.
         rng: draws who it is, where the scenario does not say.
     """
 
     def __init__(
-        self, faults: list[FaultConfig], kernel: Kernel, crew: Crew, trace: Trace, rng: random.Random
+        self, faults: list[FaultConfig], kernel: Kernel, workers: SimWorkers, trace: Trace, rng: random.Random
     ) -> None:
         self._kernel = kernel
-        self._crew = crew
+        self._workers = workers
         self._trace = trace
         self._rng = rng
         for fault in faults:
             kernel.at(fault.at_s, partial(self._strike, fault))
 
     def _strike(self, fault: FaultConfig) -> None:
-        serving = self._crew.serving()
+        serving = self._workers.serving()
         if fault.worker:
             victims = [member for member in serving if member.name == fault.worker]
         else:
@@ -45,35 +45,35 @@ class Faults:
             self._trace.fault(self._kernel.now_s, fault.kind, member.name)
             self._befall(fault, member)
 
-    def _befall(self, fault: FaultConfig, member: Member) -> None:
-        crew, now_s = self._crew, self._kernel.now_s
+    def _befall(self, fault: FaultConfig, member: SimMember) -> None:
+        workers, now_s = self._workers, self._kernel.now_s
         match fault.kind:
             case "kill":
                 member.cause = "died"
-                crew.lose(member, "its process was killed")
+                workers.lose(member, "its process was killed")
             case "preempt":
-                crew.market.take(member.name)
+                workers.market.take(member.name)
             case "slow":
                 self._set_speed(member, fault.factor)
                 self._kernel.after(fault.duration_s, partial(self._set_speed, member, 1.0))
             case "slow_link":
-                crew.network.set_speed(member.name, fault.factor)
+                workers.network.set_speed(member.name, fault.factor)
                 self._kernel.after(fault.duration_s, partial(self._set_link, member, 1.0))
             case "silence":
-                crew.flow.silence(member, now_s + fault.duration_s)
-                crew.tell_capacity(member)
-                self._kernel.after(fault.duration_s, partial(crew.tell_capacity, member))
+                workers.flow.silence(member, now_s + fault.duration_s)
+                workers.tell_capacity(member)
+                self._kernel.after(fault.duration_s, partial(workers.tell_capacity, member))
             case "refuse_install":
                 member.refuses = True
 
-    def _set_speed(self, member: Member, factor: float) -> None:
+    def _set_speed(self, member: SimMember, factor: float) -> None:
         member.speed = factor
         if member.engine is not None:
-            self._crew.flow.advance(member)
+            self._workers.flow.advance(member)
             member.engine.engine.set_speed(factor)
-            self._crew.flow.plan(member)
-            self._crew.tell_capacity(member)
+            self._workers.flow.plan(member)
+            self._workers.tell_capacity(member)
 
-    def _set_link(self, member: Member, factor: float) -> None:
-        if self._crew.members.get(member.name) is member:
-            self._crew.network.set_speed(member.name, factor)
+    def _set_link(self, member: SimMember, factor: float) -> None:
+        if self._workers.members.get(member.name) is member:
+            self._workers.network.set_speed(member.name, factor)

@@ -20,7 +20,7 @@ RENEW_SHARE = 0.4  # of a lease's length: how often it is renewed
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class SimMember:
     """One worker, from being asked for until it is forgotten."""
 
     name: str
@@ -52,7 +52,7 @@ class Flow:
     Args:
         sampling: of the scenario.
         kernel: the clock.
-        trace: the books.
+        trace: the accounting.
         data: the data plane.
     """
 
@@ -64,7 +64,7 @@ class Flow:
         self._partials: dict[int, dict[str, int]] = {}  # prompt -> tokens of its partial rollouts, by machine
         self._theta = sampling.theta if sampling.router == "jsq" else 0
 
-    def ask(self, member: Member) -> None:
+    def ask(self, member: SimMember) -> None:
         """Ask for work, if there is room and a version to work with."""
         engine = member.engine
         if engine is None or engine.version < 0 or member.leaving or self._is_silent(member):
@@ -73,7 +73,7 @@ class Flow:
         if room > 0:
             self._data.ask(member.name, member.epoch, room)
 
-    def begin(self, member: Member, leases: Sequence[Lease]) -> None:
+    def begin(self, member: SimMember, leases: Sequence[Lease]) -> None:
         """Leases were issued to a worker."""
         engine = member.engine
         if engine is None:
@@ -91,7 +91,7 @@ class Flow:
         self.plan(member)
         self.ask(member)
 
-    def plan(self, member: Member) -> None:
+    def plan(self, member: SimMember) -> None:
         """Something has changed at an engine that is up to date: set the next end anew."""
         if member.ending is not None:
             member.ending.cancel()
@@ -107,7 +107,7 @@ class Flow:
             member.busy = busy
             self._trace.money.mark(member.name, "busy" if busy else "idle", self._kernel.now_s)
 
-    def hand_over(self, member: Member) -> int:
+    def hand_over(self, member: SimMember) -> int:
         """A worker gives all it has to others, with its last tokens. Returns how many leases."""
         engine = member.engine
         if engine is None:
@@ -117,13 +117,13 @@ class Flow:
         given = sum(self._give_up_queued(member, lease.lease_id) for lease, _ in list(member.queue))
         return given + sum(self._give_up(member, engine, lease_id) for lease_id in list(engine.work))
 
-    def renew_now(self, member: Member) -> None:
+    def renew_now(self, member: SimMember) -> None:
         """A worker hears what it is to give up."""
         if member.renewal is not None:
             member.renewal.cancel()
         self._renew(member)
 
-    def stats(self, member: Member, engine: SimWorker) -> WorkerStats:
+    def stats(self, member: SimMember, engine: SimWorker) -> WorkerStats:
         """What a worker tells of itself."""
         self.advance(member)
         slots, size = member.offer.max_groups, self._sampling.samples_per_prompt
@@ -140,7 +140,7 @@ class Flow:
             plateau=1 + next(i for i, speed in enumerate(speeds) if speed >= PLATEAU_SHARE * speeds[-1]),
         )
 
-    def die(self, member: Member, engine: SimWorker) -> None:
+    def die(self, member: SimMember, engine: SimWorker) -> None:
         """A worker's process ends without a word: what it had streamed goes on elsewhere."""
         now_s = self._kernel.now_s
         if not self._is_silent(member):
@@ -161,7 +161,7 @@ class Flow:
         member.ending = member.renewal = member.install = None
         member.busy = False
 
-    def stream(self, member: Member) -> None:
+    def stream(self, member: SimMember) -> None:
         """A worker sends what it has by now."""
         engine = member.engine
         if engine is not None:
@@ -169,7 +169,7 @@ class Flow:
             for work in engine.work.values():
                 self._stream(member, engine, work)
 
-    def silence(self, member: Member, until_s: float) -> None:
+    def silence(self, member: SimMember, until_s: float) -> None:
         """No message of a worker comes or goes until then."""
         engine = member.engine
         if engine is None:
@@ -181,15 +181,15 @@ class Flow:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _is_silent(self, member: Member) -> bool:
+    def _is_silent(self, member: SimMember) -> bool:
         return self._kernel.now_s < member.silent_until_s
 
-    def advance(self, member: Member) -> None:
+    def advance(self, member: SimMember) -> None:
         """Bring a worker's engine up to date."""
         if member.engine is not None:
             member.engine.engine.advance(self._kernel.now_s)
 
-    def _ended(self, member: Member) -> None:
+    def _ended(self, member: SimMember) -> None:
         engine = member.engine
         member.ending = None
         if engine is None:
@@ -207,12 +207,12 @@ class Flow:
             if member.ending is None:  # leases that came at once have set it
                 self.plan(member)
 
-    def _begin_queued(self, member: Member, engine: SimWorker) -> None:
+    def _begin_queued(self, member: SimMember, engine: SimWorker) -> None:
         """The leases that wait take the places that are free. The engine is up to date."""
         while member.queue and engine.engine.room > 0:
             engine.begin(*member.queue.popleft())
 
-    def _submit(self, member: Member, engine: SimWorker, work: Work) -> None:
+    def _submit(self, member: SimMember, engine: SimWorker, work: Work) -> None:
         unsent = work.made - work.num_sent
         self._trace.money.made(member.name, work.made)
         paid = dict(work.paid)
@@ -228,7 +228,7 @@ class Flow:
             # What it had streamed is with the prompt, which others go on with.
             self._trace.refused(group.group_id, member.name, unsent)
 
-    def _plan_renewal(self, member: Member, engine: SimWorker) -> None:
+    def _plan_renewal(self, member: SimMember, engine: SimWorker) -> None:
         """Renew in good time before the leases end that are issued now, as far as its clock is right."""
         when_s = self._kernel.now_s + RENEW_SHARE * self._data.lease_s / engine.engine.clock_rate
         if member.renewal is not None:
@@ -238,7 +238,7 @@ class Flow:
         member.renews_s = when_s
         member.renewal = self._kernel.at(when_s, partial(self._renew, member))
 
-    def _renew(self, member: Member) -> None:
+    def _renew(self, member: SimMember) -> None:
         """Streaming renews leases; the tokens themselves are sent when they are needed, as of then."""
         member.renewal = None
         engine = member.engine
@@ -261,7 +261,7 @@ class Flow:
             self.plan(member)
             self.ask(member)
 
-    def _give_up(self, member: Member, engine: SimWorker, lease_id: str) -> int:
+    def _give_up(self, member: SimMember, engine: SimWorker, lease_id: str) -> int:
         """Hand one lease over; returns 1, or 0 where the worker had it no longer."""
         message = engine.unsent(engine.work[lease_id])
         work = engine.drop(lease_id)
@@ -276,7 +276,7 @@ class Flow:
             self._trace.lost(member.name, _num_tokens(message), "refused")
         return held
 
-    def _give_up_queued(self, member: Member, lease_id: str) -> int:
+    def _give_up_queued(self, member: SimMember, lease_id: str) -> int:
         """Hand over a lease that has not begun here; returns 1, or 0 where the worker has it no longer."""
         for place, (lease, paid) in enumerate(member.queue):
             if lease.lease_id == lease_id:
@@ -288,7 +288,7 @@ class Flow:
                 return held
         return 0
 
-    def _stream(self, member: Member, engine: SimWorker, work: Work) -> None:
+    def _stream(self, member: SimMember, engine: SimWorker, work: Work) -> None:
         """Send what a lease has by now."""
         message = self._so_far(engine, work)
         if not message.pieces:
@@ -302,7 +302,7 @@ class Flow:
         """What is to be sent of a lease before its answers are finished."""
         return engine.unsent(work)
 
-    def _heard_again(self, member: Member, engine: SimWorker) -> None:
+    def _heard_again(self, member: SimMember, engine: SimWorker) -> None:
         if member.engine is not engine or self._is_silent(member):
             return
         finished, member.finished = member.finished, []

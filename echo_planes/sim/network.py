@@ -2,7 +2,7 @@
 
 The chains are those of `weights.chain.plan_chains`, with the peers' records kept as the tracker keeps them.
 Bytes flow through them cut-through: a worker has M bytes at the H-th hop after M/B + sum over hops of
-(C/B_hop + RTT/2), B the slowest hop up to it (ECHO-2 section 4.2). `weights.link_sim`
+(C/B_hop + RTT/2), B the slowest hop up to it (ECHO-2 section 4.2). `weights.chain.simulated`
 simulates the same chunk by chunk; the formula takes microseconds, and a test holds them against each other.
 
 Not modelled: the signing, hashing and staging that both ends do meanwhile.

@@ -1,4 +1,4 @@
-"""The fleet of a simulated run: the real `Fleet`, told what happens and asked what should be."""
+"""The fleet of a simulated run: the real `Reconciler`, told what happens and asked what should be."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 from echo_planes.fleet.capacity import UninformativeShare
 from echo_planes.fleet.estimates import CapacityModel, ThroughputSample
 from echo_planes.fleet.instance_types import Limits, Offer
-from echo_planes.fleet.members import Cause, FleetAction
 from echo_planes.fleet.provisioner import Provisioner
-from echo_planes.fleet.reconciler import Fleet
+from echo_planes.fleet.reconciler import Reconciler
 from echo_planes.fleet.record import FleetRecord
+from echo_planes.fleet.workers import Cause, FleetAction
 from echo_planes.reporting.metrics import FLEET_STATE
 from echo_planes.sim.context import Context
 from echo_planes.sim.exact_policy import ExactPolicy
@@ -42,7 +42,7 @@ class Scaling:
         limits = Limits(usd_per_hour=fleet.usd_per_hour, interruptions_per_hour=fleet.interruptions_per_hour)
         shape = GroupShape.of(run.lengths)
         policy = ExactPolicy if fleet.mode == "exact" else Provisioner
-        self.fleet = Fleet(
+        self.fleet = Reconciler(
             [_offer(offer, expected_mu(offer, shape)) for offer in scenario.offers],
             {offer.name: offer.count for offer in scenario.offers},
             provisioner=policy(limits, sustain_s=fleet.sustain_s),

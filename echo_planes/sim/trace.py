@@ -1,4 +1,4 @@
-"""The books of a simulated run: what happened, in order, and what it came to. All of it says "simulated"."""
+"""The accounting of a simulated run: what happened, in order, and its sums. All of it says "simulated"."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from echo_planes.data.replay.buffer_state import Accepted
 from echo_planes.fleet.capacity import needed_capacity
-from echo_planes.fleet.money import Fate, MoneyBook
-from echo_planes.reporting.broadcasts import BroadcastBook
+from echo_planes.fleet.money import Accounting, Fate
+from echo_planes.reporting.broadcasts import BroadcastLog
 from echo_planes.reporting.metrics import WORKER_STATE
 from echo_planes.sim.scenario import Scenario
 from echo_planes.types import BufferCounts, InstallReport, Manifest
@@ -41,8 +41,8 @@ class Trace:
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
-        self.money = MoneyBook()
-        self.broadcasts = BroadcastBook()
+        self.money = Accounting()
+        self.broadcasts = BroadcastLog()
         self.events: list[Record] = []
         self.steps: list[Record] = []
         self.learner_s = {"train": 0.0, "idle": 0.0}

@@ -1,6 +1,6 @@
 """The shell of a simulated run: what `runner.py` does with real planes, done with modelled ones.
 
-`Controller`, `ReplayBuffer`, `LeaseBook`, chain planner and fleet are the real ones. Here their actions are
+`Controller`, `ReplayBuffer`, `LeaseTable`, chain planner and fleet are the real ones. Here their actions are
 carried out in virtual time, and what comes of them is told to them as events.
 
 Not modelled: the time that evaluations, rewards and prefills take, and what evaluations find.
@@ -29,7 +29,6 @@ from echo_planes.errors import RunError
 from echo_planes.loop import events as ev
 from echo_planes.loop.controller import Controller
 from echo_planes.sim.context import Context
-from echo_planes.sim.crew import Crew
 from echo_planes.sim.data_plane import SimDataPlane
 from echo_planes.sim.faults import Faults
 from echo_planes.sim.kernel import Kernel
@@ -37,6 +36,7 @@ from echo_planes.sim.lengths import LengthModel
 from echo_planes.sim.scenario import Scenario, offer_trace
 from echo_planes.sim.trace import LEARNER, Record, Trace, dump_lines
 from echo_planes.sim.worker import Answers
+from echo_planes.sim.workers import SimWorkers
 from echo_planes.types import EvalReport, Lease, Manifest, StepStats, TrainBatch
 
 LINEAGE = "sim"
@@ -98,12 +98,12 @@ class World:
             tell=self.tell,
             manifest=lambda: self.manifest,
         )
-        self.crew = Crew(context, self.data, traces)
+        self.workers = SimWorkers(context, self.data, traces)
         fixed = self.config.fleet.fixed()
         offers = [offer for offer in scenario.offers for _ in range(offer.count)]
         self._first = dict(zip(fixed, offers, strict=True)) if fixed else {}
         self.controller = Controller(self.config, list(fixed))
-        Faults(scenario.faults, self.kernel, self.crew, self.trace, self.rng)
+        Faults(scenario.faults, self.kernel, self.workers, self.trace, self.rng)
 
     def make_data_plane(self) -> SimDataPlane:
         """The data plane of this run."""
@@ -117,7 +117,7 @@ class World:
         )
 
     def _on_leases(self, worker_id: str, leases: Sequence[Lease]) -> None:
-        self.crew.on_leases(worker_id, leases)
+        self.workers.on_leases(worker_id, leases)
 
     def run(self) -> Result:
         """Run to the end.
@@ -128,7 +128,7 @@ class World:
         """
         learner = self.scenario.learner
         self.trace.money.start(LEARNER, learner.usd_per_hour, 0.0, sku=LEARNER, role="learner")
-        self.crew.begin(self._first)
+        self.workers.begin(self._first)
         self.tell(ev.LearnerReady(0))
         for action in self.controller.begin():
             self._carry_out(action)
@@ -140,10 +140,10 @@ class World:
                 f"{counts.lost} trajectories are nowhere at {self.kernel.now_s:.0f} s of virtual time"
             )
         now_s = self.kernel.now_s
-        self.crew.end()
+        self.workers.end()
         finish = self._finish or ev.Finish("done")
         status = finish.status if self._finish else "time is up"
-        more = {"num_events": self.kernel.num_events, **self.crew.summary()}
+        more = {"num_events": self.kernel.num_events, **self.workers.summary()}
         summary = self.trace.summary(now_s, status=status, error=finish.error, counts=counts, more=more)
         return Result(summary, self.trace.steps, self.trace.events)
 
@@ -180,7 +180,7 @@ class World:
                 self.trace.event(self.kernel.now_s, "end", action.error or action.status)
                 self.kernel.stop()
             case _:
-                self.crew.carry_out(action)
+                self.workers.carry_out(action)
 
     def _on_batch(self, found: list[Accepted] | NotReady) -> None:
         if isinstance(found, NotReady):
@@ -199,15 +199,15 @@ class World:
             self._free_since_s = self.kernel.now_s
             counts = self.data.counts
             self.trace.trained(self.kernel.now_s, batch.step, chosen, t_train_s, idle_s, counts)
-            if self.crew.scaling is not None:
-                self.crew.scaling.on_step(t_train_s, counts.uninformative)
+            if self.workers.scaling is not None:
+                self.workers.scaling.on_step(t_train_s, counts.uninformative)
             self.tell(ev.StepDone(_stats(batch.step, t_train_s)))
 
         self.kernel.after(t_train_s, done)
 
     def _begin_work(self) -> None:
         """The learner waited until now. Before the first worker serves it is the run that starts up."""
-        since_s = max(self._free_since_s, self.crew.first_served_s)
+        since_s = max(self._free_since_s, self.workers.first_served_s)
         self._idle_s += max(self.kernel.now_s - since_s, 0.0)
 
     def _publish(self, version: int, seconds: float) -> None:
@@ -232,7 +232,7 @@ class World:
         )
         self.data.publish(version, self.manifest.digest)
         self.trace.published(self.kernel.now_s, self.manifest, seconds)
-        self.crew.broadcast(self.manifest)
+        self.workers.broadcast(self.manifest)
         self._free_since_s = self.kernel.now_s
         self.tell(ev.Published(self.manifest))
 

@@ -25,9 +25,9 @@ from echo_planes.fleet.actuators.actuator import Actuator, StaticActuator
 from echo_planes.loop.checkpoint import CheckpointMeta, save_checkpoint
 from echo_planes.loop.observers import Observers, QuietObserver
 from echo_planes.loop.planes import Observer
-from echo_planes.loop.provisioning import FleetKeeper
+from echo_planes.loop.reconcile import ReconcileLoop
 from echo_planes.loop.runner import Outcome, Runner
-from echo_planes.reporting.broadcasts import BroadcastBook
+from echo_planes.reporting.broadcasts import BroadcastLog
 from echo_planes.rollout.worker import RolloutWorker
 from echo_planes.testing.fakes import (
     FakeEngine,
@@ -163,7 +163,7 @@ class LocalPlanes:
 class _Broadcasts(QuietObserver):
     """Measures T_bcast, as a journal does."""
 
-    def __init__(self, book: BroadcastBook, clock: Clock) -> None:
+    def __init__(self, book: BroadcastLog, clock: Clock) -> None:
         self._book = book
         self._clock = clock
 
@@ -222,7 +222,7 @@ class Simulation:
             )
             fleet = {f"w{i}": WorkerInfo(f"w{i}", "fake", 1.0, 0) for i in range(len(self.seconds_per_token))}
             observer: Observer = trace
-            keeper: FleetKeeper | None = None
+            reconcile: ReconcileLoop | None = None
 
             async def save(step: int, data_plane: Any, learner: Any) -> None:
                 meta = CheckpointMeta(step, lineage_number=1, next_epoch=1)
@@ -231,12 +231,12 @@ class Simulation:
 
             planes = LocalPlanes(self, data, lineage)
             if self.config.fleet.scale != "fixed":
-                fleet, books = {}, BroadcastBook()
+                fleet, broadcasts = {}, BroadcastLog()
                 actuator = self.actuator or StaticActuator(
                     {kind.offer: kind.quota for kind in self.config.fleet.workers}
                 )
-                keeper = FleetKeeper(self.config, actuator, planes, books, loop, trace.on_event)
-                observer = Observers(trace, _Broadcasts(books, loop), keeper)
+                reconcile = ReconcileLoop(self.config, actuator, planes, broadcasts, loop, trace.on_event)
+                observer = Observers(trace, _Broadcasts(broadcasts, loop), reconcile)
             runner = Runner(
                 self.config,
                 planes,
@@ -245,7 +245,7 @@ class Simulation:
                 save_checkpoint=save,
                 clock=loop,
                 resume_dir=resume_dir,
-                beside=keeper.run if keeper else None,
+                beside=reconcile.run if reconcile else None,
                 rules=rules,
             )
             if self.stop_at_s is not None:

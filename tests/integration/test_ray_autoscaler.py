@@ -21,7 +21,7 @@ import yaml
 from echo_planes.cluster.clock import MonotonicClock
 from echo_planes.config.schema import WorkerConfig
 from echo_planes.errors import ClusterError
-from echo_planes.fleet.actuators.actuator import Actuator, Node, node_type
+from echo_planes.fleet.actuators.actuator import Actuator, Machine, node_type
 from tests.integration import fake_cluster
 from tests.integration.fake_cluster import Kind, Plan
 from tests.integration.harness import json_lines, wait_until
@@ -46,7 +46,7 @@ def tell(event: str, **facts: Any) -> None:
     os.write(TOLD, json.dumps({"event": event, **facts}).encode() + b"\n")
 
 
-def shown(nodes: tuple[Node, ...]) -> list[list[Any]]:
+def shown(nodes: tuple[Machine, ...]) -> list[list[Any]]:
     return [[node.node_id, node.offer_name, node.state, node.worker_id] for node in nodes]
 
 
@@ -64,13 +64,13 @@ async def old() -> None:
     await asyncio.get_running_loop().create_future()
 
 
-def up(nodes: tuple[Node, ...], offer_name: str) -> list[str]:
+def up(nodes: tuple[Machine, ...], offer_name: str) -> list[str]:
     return [n.node_id for n in nodes if n.state == "up" and n.offer_name == offer_name]
 
 
 async def until(
-    actuator: Actuator, condition: Callable[[tuple[Node, ...]], bool], what: str
-) -> tuple[Node, ...]:
+    actuator: Actuator, condition: Callable[[tuple[Machine, ...]], bool], what: str
+) -> tuple[Machine, ...]:
     """What there is, once the condition holds."""
     deadline_s = CLOCK.now_s() + LIMIT_S
     while not condition(nodes := await actuator.nodes()):
@@ -80,7 +80,7 @@ async def until(
     return nodes
 
 
-def idle_ones_are_gone(nodes: tuple[Node, ...]) -> bool:
+def idle_ones_are_gone(nodes: tuple[Machine, ...]) -> bool:
     return all(node.state == "dead" for node in nodes)
 
 

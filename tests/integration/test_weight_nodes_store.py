@@ -25,7 +25,7 @@ from echo_planes.weights.node.shadow import Shadow, Snapshot
 from echo_planes.weights.node.shelf import Holding, Shelf
 from echo_planes.weights.node.spool import SpoolFile
 from echo_planes.weights.node.staging import Staging
-from echo_planes.weights.node.store import StoreKeeper
+from echo_planes.weights.node.store import StoreUploader
 from echo_planes.weights.publisher import Publisher
 from echo_planes.weights.store.archivist import AnchorWork
 from echo_planes.weights.wire.frames import ChunkFrame
@@ -172,7 +172,7 @@ def test_an_older_anchor_is_not_the_one_that_was_asked_for(tmp_path: Path) -> No
     shadow = cast(Shadow, Shadowed())
     verifier = Verifier(signer.public_bytes())
     shelf = Shelf(verifier, relay_limits(10**6), tmp_path)
-    keeper = StoreKeeper(sender_settings(signer, store=str(tmp_path)), shelf, verifier, shadow, print)
+    keeper = StoreUploader(sender_settings(signer, store=str(tmp_path)), shelf, verifier, shadow, print)
     assert "shadow holds version 3 of run" in keeper._put_anchor(shadow, AnchorWork("run", 4))
     assert "shadow holds version 3 of run" in keeper._put_anchor(shadow, AnchorWork("other", 2))
     assert keeper._put_anchor(shadow, AnchorWork("run", 2)) == ""
@@ -215,7 +215,7 @@ def test_a_shadow_that_was_damaged_recovers_by_patches_alone(tmp_path: Path, way
                 await hand_over(sender, learner.publish(version))
                 await until(lambda: not shadow.behind, LIMIT_S, "the shadow")
             if place:
-                stored = cast(StoreKeeper, sender_of(sender).store)
+                stored = cast(StoreUploader, sender_of(sender).store)
                 await until(lambda: not stored.status()["waiting"], LIMIT_S, "the store")
             shadow._stager.bits()["w"].bits[7] ^= 1
             for version in (last, last + 1):

@@ -16,7 +16,7 @@ import pytest
 
 from bench.campaign import BUG_SEEDS, find, main, run_seeds, show
 from bench.mutants import MUTANTS, Mutant
-from echo_planes.data.replay.leases import LeaseBook
+from echo_planes.data.replay.leases import LeaseTable
 from echo_planes.sim.campaign import run_seed
 from echo_planes.sim.draws import KINDS, draw
 from tests.thorough import THOROUGH
@@ -146,13 +146,13 @@ def test_what_an_interrupted_campaign_found_is_kept(how: signal.Signals, tmp_pat
 
 
 def test_a_mutant_whose_line_is_gone_says_so() -> None:
-    stale = Mutant("stale", LeaseBook, "close", "no such text", "")
+    stale = Mutant("stale", LeaseTable, "close", "no such text", "")
     with pytest.raises(ValueError, match="write it anew"), stale.applied():
         pass
 
 
 def test_a_mutant_is_taken_out_again() -> None:
-    before = LeaseBook.__dict__["close"]
+    before = LeaseTable.__dict__["close"]
     with MUTANTS[0].applied():
-        assert LeaseBook.__dict__["close"] is not before
-    assert LeaseBook.__dict__["close"] is before
+        assert LeaseTable.__dict__["close"] is not before
+    assert LeaseTable.__dict__["close"] is before

@@ -206,7 +206,7 @@ def test_the_simulator_has_the_market_that_the_optimum_sees(
         world.kernel.now_s = at_s
         for one in market.at(at_s):
             if one.market == "spot":
-                assert world.crew.market.available(one.name) == one.max_count
+                assert world.workers.market.available(one.name) == one.max_count
 
 
 def test_a_small_market_is_compared_whole(data: Path, assumptions: Assumptions) -> None:

@@ -1,4 +1,4 @@
-"""The whole loop with a fleet that follows price and need: real fleet, keeper, runner and data plane."""
+"""The whole loop with a fleet that follows price and need: real reconciler, runner and data plane."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from echo_planes.config.schema import Config, FleetConfig, WorkerConfig
-from echo_planes.fleet.actuators.actuator import Node
+from echo_planes.fleet.actuators.actuator import Machine
 from echo_planes.testing.simulation import Faults, Simulation, Trace, tiny_config
 from tests.sim.test_loop import check
 from tests.thorough import examples
-from tests.unit.test_keeper import Machines
+from tests.unit.test_reconcile_loop import Machines
 
 CHEAP, DEAR = "cheap/spot", "dear/on_demand"
 
@@ -64,7 +64,7 @@ class Stormy(Machines):
         self._ends_s: dict[str, float] = {}
         self.num_gone = 0
 
-    async def nodes(self) -> tuple[Node, ...]:
+    async def nodes(self) -> tuple[Machine, ...]:
         now_s = self._now_s()
         for node in list(self.there.values()):
             if node.offer_name != CHEAP:

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echo_planes.fleet.money import FATES, USEFUL, WASTED, Budget, MoneyBook
+from echo_planes.fleet.money import FATES, USEFUL, WASTED, Accounting, Budget
 
 MACHINES = ("m0", "m1", "m2", "m3")
 PRICES = st.one_of(st.floats(0.0, 100.0), st.sampled_from([0.0, 0.07, 3.6, 1e-30, 1e30]))
@@ -37,7 +37,7 @@ SCHEDULES = st.lists(st.tuples(SECONDS, EVENTS), max_size=40)
 AT_WORK = [("start", "m0", 3.6, "L4", "spot", "rollout"), ("mark", "m0", "busy")]
 
 
-def apply(book: MoneyBook, event: tuple[Any, ...], now_s: float) -> None:
+def apply(book: Accounting, event: tuple[Any, ...], now_s: float) -> None:
     kind, *rest = event
     if kind == "start":
         machine, price, sku, market, role = rest
@@ -89,7 +89,7 @@ def grid(value: float, digits: int) -> Fraction:
 @settings(max_examples=300, deadline=None)
 @given(schedule=SCHEDULES)
 def test_every_dollar_is_somewhere_and_only_once(schedule: list[Any]) -> None:
-    book, reference = MoneyBook(), Reference()
+    book, reference = Accounting(), Reference()
     now_s, total_usd, total = 0.0, 0.0, Fraction(0)
     for passed_s, event in [*((0.0, event) for event in AT_WORK), *schedule]:
         now_s = max(0.0, now_s + passed_s)
@@ -120,7 +120,7 @@ def test_every_dollar_is_somewhere_and_only_once(schedule: list[Any]) -> None:
 @settings(max_examples=100, deadline=None)
 @given(schedule=SCHEDULES, later_s=st.floats(0.0, 1e6))
 def test_reading_changes_nothing(schedule: list[Any], later_s: float) -> None:
-    read, unread = MoneyBook(), MoneyBook()
+    read, unread = Accounting(), Accounting()
     now_s = 0.0
     for passed_s, event in schedule:
         now_s = max(0.0, now_s + passed_s)
@@ -134,7 +134,7 @@ def test_reading_changes_nothing(schedule: list[Any], later_s: float) -> None:
 @settings(max_examples=100, deadline=None)
 @given(schedule=SCHEDULES, usd=st.floats(0.0, 1e6))
 def test_a_budget_is_spent_when_nothing_is_left_and_for_good(schedule: list[Any], usd: float) -> None:
-    book = MoneyBook()
+    book = Accounting()
     budget = Budget(usd, book)
     now_s, spent = 0.0, False
     for passed_s, event in schedule:

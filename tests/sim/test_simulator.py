@@ -80,7 +80,7 @@ def test_workers_whose_clock_is_slow_renew_their_leases_too_rarely(rate: float, 
     world = World(parse_scenario(small(sampling=sampling)))
 
     def skew() -> None:
-        for member in world.crew.serving():
+        for member in world.workers.serving():
             assert member.engine is not None
             member.engine.engine.clock_rate = rate
 
@@ -391,8 +391,8 @@ def test_the_fleet_grows_to_what_the_learner_needs_by_price() -> None:
     late = [row for row in result.steps if row["time_s"] > 2 * 3600]
     idle_s = sum(row["t_idle_s"] for row in late)
     assert idle_s / (idle_s + sum(row["t_train_s"] for row in late)) < 0.02
-    assert world.crew.scaling is not None
-    assert world.crew.scaling.fleet.counts["cheap"] == 4  # as many as there are, then the dear ones
+    assert world.workers.scaling is not None
+    assert world.workers.scaling.fleet.counts["cheap"] == 4  # as many as there are, then the dear ones
     assert any("trajectories/s are needed" in event["text"] for event in result.events)
 
 

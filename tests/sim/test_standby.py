@@ -64,9 +64,9 @@ def test_with_a_standby_a_lost_worker_is_made_good_within_a_tick_and_no_boot(kin
     # The next one was launched, is parked, and has made nothing.
     parked = [event["worker"] for event in result.events if event["kind"] == "standby"]
     assert parked == ["w4", "w5"]
-    assert world.crew.members["w5"].accepted == 0 < world.crew.members["w4"].accepted
-    assert world.crew.scaling is not None
-    assert world.crew.scaling.fleet.num_serving == 4
+    assert world.workers.members["w5"].accepted == 0 < world.workers.members["w4"].accepted
+    assert world.workers.scaling is not None
+    assert world.workers.scaling.fleet.num_serving == 4
     assert result.summary["lost_trajectories"] == 0
 
 
@@ -74,9 +74,9 @@ def test_a_standby_takes_every_version_is_leased_nothing_and_its_dollars_are_idl
     fault = {"kind": "slow_link", "factor": 1.0}
     without, world = World(scenario(fault, standby=0)).run(), World(scenario(fault, standby=1))
     result = world.run()
-    standby = world.crew.members["w4"]
+    standby = world.workers.members["w4"]
     assert standby.engine is not None
-    assert standby.engine.version == world.crew.members["w0"].engine.version  # type: ignore[union-attr]
+    assert standby.engine.version == world.workers.members["w0"].engine.version  # type: ignore[union-attr]
     assert standby.accepted == 0
     assert standby.engine.engine.tokens == 0
     hours = result.summary["seconds"] / 3600.0

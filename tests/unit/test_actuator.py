@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo_planes.errors import ClusterError
-from echo_planes.fleet.actuators.actuator import Actuator, Node, Sighting, StaticActuator, node_type, picture
+from echo_planes.fleet.actuators.actuator import (
+    Actuator,
+    Machine,
+    Sighting,
+    StaticActuator,
+    node_type,
+    picture,
+)
 
 OFFERS = ("cheap", "dear")
 
@@ -53,7 +60,7 @@ def test_a_parked_machine_comes_back_without_its_worker() -> None:
     want(machines, cheap=1)
     (node,) = asyncio.run(machines.nodes())
     machines.assign(node.node_id, "w0")
-    assert asyncio.run(machines.nodes()) == (Node(node.node_id, "cheap", "up", worker_id="w0"),)
+    assert asyncio.run(machines.nodes()) == (Machine(node.node_id, "cheap", "up", worker_id="w0"),)
     asyncio.run(machines.release(node.node_id))
     want(machines, cheap=1)
     assert asyncio.run(machines.nodes()) == (node,)
@@ -106,9 +113,9 @@ def test_a_report_is_told_on_the_runs_clock() -> None:
     ]
     nodes = picture(seen, {}, {}, {"b": "w1"}, clock_offset_s=50.0 - 1_000_000.0)
     assert nodes == (
-        Node("a", "cheap", "dead"),
-        Node("b", "cheap", "draining", notice_deadline_s=80.0, worker_id="w1"),
-        Node("c", "dear", "up"),
+        Machine("a", "cheap", "dead"),
+        Machine("b", "cheap", "draining", notice_deadline_s=80.0, worker_id="w1"),
+        Machine("c", "dear", "up"),
     )
 
 

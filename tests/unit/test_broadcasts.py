@@ -1,10 +1,10 @@
-"""The books of dissemination."""
+"""The log of dissemination."""
 
 from __future__ import annotations
 
 import pytest
 
-from echo_planes.reporting.broadcasts import BroadcastBook, summary_of
+from echo_planes.reporting.broadcasts import BroadcastLog, summary_of
 from echo_planes.types import BroadcastStats, InstallReport, Manifest
 
 
@@ -20,7 +20,7 @@ def installed(worker: str, version: int, ok: bool = True, pause_s: float = 0.1) 
 
 
 def test_a_broadcast_ends_when_ten_elevenths_of_the_workers_have_installed() -> None:
-    book = BroadcastBook()
+    book = BroadcastLog()
     book.on_published(manifest(1), 0.5, now_s=10.0)
     for i in range(10):  # ceil(11 / 1.1) = 10 of 11
         assert book.newest() == {}
@@ -31,7 +31,7 @@ def test_a_broadcast_ends_when_ten_elevenths_of_the_workers_have_installed() -> 
 
 
 def test_refusals_repeats_and_unknown_versions_do_not_count() -> None:
-    book = BroadcastBook()
+    book = BroadcastLog()
     book.on_published(manifest(1), 0.5, now_s=0.0)
     book.on_installed(installed("w0", 1, ok=False), num_active=2, now_s=1.0)
     book.on_installed(installed("w0", 1), num_active=2, now_s=2.0)
@@ -43,7 +43,7 @@ def test_refusals_repeats_and_unknown_versions_do_not_count() -> None:
 
 
 def test_a_row_says_what_a_publication_weighed_and_how_it_travelled() -> None:
-    book = BroadcastBook()
+    book = BroadcastLog()
     book.on_published(manifest(3), 0.5, now_s=1.0)
     book.on_published(manifest(3, payload_bytes=4000), 0.1, now_s=9.0)  # published again: the first counts
     book.on_broadcasts([BroadcastStats(3, "compact", 500, 2, 2, 0.75, 1, (2.5e6, 1.25e6))])
@@ -59,7 +59,7 @@ def test_a_row_says_what_a_publication_weighed_and_how_it_travelled() -> None:
 
 
 def test_the_summary_is_about_patches_where_it_says_so() -> None:
-    book = BroadcastBook()
+    book = BroadcastLog()
     assert summary_of(book.rows())["patch_ratio_median"] is None
     book.on_published(manifest(0, payload_bytes=4000, changed=2000), 0.5, now_s=0.0)
     book.on_published(manifest(1, payload_bytes=400), 0.1, now_s=5.0)
@@ -68,6 +68,6 @@ def test_the_summary_is_about_patches_where_it_says_so() -> None:
 
 
 def test_a_publication_without_changes_has_no_bytes_per_change() -> None:
-    book = BroadcastBook()
+    book = BroadcastLog()
     book.on_published(manifest(1, payload_bytes=40, changed=0), 0.1, now_s=0.0)
     assert book.rows()[0]["bytes_per_changed"] is None

@@ -18,7 +18,7 @@ from echo_planes.data.service import DataService
 from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.errors import ConfigError, DataError, RunError
 from echo_planes.fleet.actuators.actuator import Actuator
-from echo_planes.fleet.money import WASTED, Budget, MoneyBook
+from echo_planes.fleet.money import WASTED, Accounting, Budget
 from echo_planes.loop.checkpoint import CheckpointMeta, newest_checkpoint, rewind_metrics
 from echo_planes.loop.job import run_job
 from echo_planes.loop.observers import QuietObserver
@@ -309,7 +309,7 @@ class Guarded:
 
     def __init__(self, usd: float) -> None:
         self.clock = ManualClock()
-        self.book = MoneyBook()
+        self.book = Accounting()
         self.book.start("w0", 3600.0, 0.0)
         self.heard = Heard()
         self.stops: list[str] = []
@@ -345,7 +345,7 @@ def test_the_guard_does_not_wait_for_a_step() -> None:
     """A run that never serves costs money all the same."""
 
     async def main(loop: VirtualTimeLoop) -> float:
-        book, stopped = MoneyBook(), loop.create_future()
+        book, stopped = Accounting(), loop.create_future()
         book.start("w0", 3600.0, 0.0)
         config = a_config(budget={"usd": 99.5})
         guard = BudgetGuard(

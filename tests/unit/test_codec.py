@@ -1,4 +1,4 @@
-"""Every codec carries every bit: `weights/codec.py` and the codecs behind it."""
+"""Every codec carries every bit: `weights/codec/entry.py` and the codecs behind it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bits patched by what changed on a device equal those of the whole copy: `weights/device_scan.py`."""
+"""Bits patched by what changed on a device equal those of the whole copy: `learning/device_scan.py`."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ from echo_planes.fleet.instance_record import (
     YOUNG_S,
 )
 from echo_planes.fleet.instance_types import Limits, Offer
-from echo_planes.fleet.members import FleetAction, Launch, Leave
 from echo_planes.fleet.provisioner import Provisioner
-from echo_planes.fleet.reconciler import Fleet
+from echo_planes.fleet.reconciler import Reconciler
+from echo_planes.fleet.workers import FleetAction, Launch, Leave
 
 BOOT_LIMIT_S = 600.0
 TICK_S = 5.0
@@ -42,7 +42,7 @@ class Story:
     def __init__(
         self, offers: Sequence[Offer], first: Mapping[str, int] | None = None, limits: Limits | None = None
     ) -> None:
-        self.fleet = Fleet(
+        self.fleet = Reconciler(
             offers,
             first or {},
             provisioner=Provisioner(limits or Limits(), sustain_s=0.0, release_sustain_s=30.0),
@@ -461,7 +461,7 @@ def test_hours_are_learnt_from_when_the_machine_came_until_it_went() -> None:
 
 
 def test_kinds_that_nobody_knows_count_as_the_others_until_they_are_measured() -> None:
-    fleet = Fleet(
+    fleet = Reconciler(
         [offer("a", mu=2.0), offer("b", mu=2.0)],
         {"a": 1},
         provisioner=Provisioner(Limits()),

@@ -22,9 +22,9 @@ from echo_planes.fleet.health import (
 )
 from echo_planes.fleet.instance_record import FIRST_BACK_OFF_S
 from echo_planes.fleet.instance_types import Limits, Offer
-from echo_planes.fleet.members import Activate, FleetAction, Launch, Leave, Park
 from echo_planes.fleet.provisioner import Provisioner
-from echo_planes.fleet.reconciler import Fleet
+from echo_planes.fleet.reconciler import Reconciler
+from echo_planes.fleet.workers import Activate, FleetAction, Launch, Leave, Park
 from tests.unit.test_fleet import TICK_S, launches, leaves, need, offer
 
 TOKENS_PER_S = 100.0
@@ -44,7 +44,7 @@ class Story:
         standby: int = 0,
         limits: Limits | None = None,
     ) -> None:
-        self.fleet = Fleet(
+        self.fleet = Reconciler(
             offers,
             first,
             provisioner=Provisioner(limits or Limits(), sustain_s=0.0, release_sustain_s=30.0),

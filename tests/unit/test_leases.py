@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from echo_planes.data.replay.leases import LeaseBook
+from echo_planes.data.replay.leases import LeaseTable
 from echo_planes.errors import LeaseError
 from echo_planes.types import Lease, Prompt
 
 LEASE_S = 10.0
 
 
-def book(epoch: int = 0) -> LeaseBook:
-    leases = LeaseBook(LEASE_S, LEASE_S)
+def book(epoch: int = 0) -> LeaseTable:
+    leases = LeaseTable(LEASE_S, LEASE_S)
     leases.register("w0", epoch)
     return leases
 
 
 def issue(
-    leases: LeaseBook, name: str = "l0", worker: str = "w0", epoch: int = 0, now_s: float = 0.0
+    leases: LeaseTable, name: str = "l0", worker: str = "w0", epoch: int = 0, now_s: float = 0.0
 ) -> Lease:
     ends_s = now_s + leases.lasts_s(0)
     return leases.issue(Lease(name, name, epoch, worker, Prompt(0, (1,)), 2, 0, ends_s), now_s)
 
 
-def close(leases: LeaseBook, worker: str = "w0", epoch: int = 0, now_s: float = 0.0, name: str = "l0") -> str:
+def close(
+    leases: LeaseTable, worker: str = "w0", epoch: int = 0, now_s: float = 0.0, name: str = "l0"
+) -> str:
     try:
         leases.close(name, worker, epoch, now_s)
     except LeaseError as why:

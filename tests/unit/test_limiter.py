@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from echo_planes.data.replay.prompts import PromptCursor
 from echo_planes.data.replay.staleness import is_admissible, num_permits, num_urgent
-from echo_planes.data.replay.worker_registry import WorkerRoll
+from echo_planes.data.replay.worker_registry import WorkerRegistry
 
 quick = settings(max_examples=150, deadline=None)
 
@@ -224,7 +224,7 @@ def test_no_prompt_is_skipped_or_out_twice_across_any_resume(moves: list[int], s
     )
 )
 def test_the_roll_counts_who_may_be_given_prompts_by_version(moves: list[tuple[str, int, int]]) -> None:
-    roll = WorkerRoll()
+    roll = WorkerRegistry()
     for move, number, version in moves:
         name = f"w{number}"
         if move == "serve":

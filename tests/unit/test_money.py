@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo_planes.errors import ConfigError, RefusedError
-from echo_planes.fleet.money import FATES, Budget, MoneyBook
+from echo_planes.fleet.money import FATES, Accounting, Budget
 
 
-def at_work(usd_per_hour: float = 3.6) -> MoneyBook:
+def at_work(usd_per_hour: float = 3.6) -> Accounting:
     """One worker, busy since 0 s: 0.001 $/s."""
-    book = MoneyBook()
+    book = Accounting()
     book.start("w0", usd_per_hour, 0.0, sku="L4", market="spot")
     book.mark("w0", "busy", 0.0)
     return book
 
 
-def parts(book: MoneyBook, now_s: float) -> dict[str, Fraction]:
+def parts(book: Accounting, now_s: float) -> dict[str, Fraction]:
     """Those that are not zero."""
     return {part: value for part, value in book.parts(now_s).items() if value}
 
@@ -31,7 +31,7 @@ def parts(book: MoneyBook, now_s: float) -> dict[str, Fraction]:
 
 
 def test_an_hour_costs_its_price_and_a_stopped_machine_nothing_more() -> None:
-    book = MoneyBook()
+    book = Accounting()
     assert book.total_usd(0.0) == 0.0
     book.start("w0", 2.5, 100.0)
     assert book.usd("w0", 3700.0) == 2.5
@@ -43,7 +43,7 @@ def test_an_hour_costs_its_price_and_a_stopped_machine_nothing_more() -> None:
 
 
 def test_a_machine_started_again_settles_the_time_before_at_the_price_and_sku_before() -> None:
-    book = MoneyBook()
+    book = Accounting()
     book.start("w0", 1.0, 0.0, sku="L4", market="spot")
     book.start("w0", 4.0, 3600.0, sku="H100")
     assert book.usd("w0", 7200.0) == 5.0
@@ -52,13 +52,13 @@ def test_a_machine_started_again_settles_the_time_before_at_the_price_and_sku_be
 
 def test_prices_are_the_decimals_that_were_written() -> None:
     """0.07 is not a binary fraction, nor is 0.1 s: ten thousand hours of it are 700 dollars all the same."""
-    book = MoneyBook()
+    book = Accounting()
     book.start("w0", 0.07, 0.1)
     assert book.total(36_000_000.1) == 700
 
 
 def test_a_dear_machine_does_not_hide_a_cheap_one() -> None:
-    book = MoneyBook()
+    book = Accounting()
     book.start("dear", 1e6, 0.0)
     book.start("cheap", 1e-9, 0.0)
     assert book.total(3600.0) == 10**6 + Fraction(1, 10**9)
@@ -73,7 +73,7 @@ def test_what_is_not_a_price_is_refused_and_changes_nothing(price: float) -> Non
 
 
 def test_a_clock_that_stands_still_or_falls_back_costs_nothing() -> None:
-    book = MoneyBook()
+    book = Accounting()
     book.start("w0", 3600.0, 50.0)
     book.start("w0", 3600.0, 50.0)
     assert book.total_usd(50.0) == 0.0
@@ -86,7 +86,7 @@ def test_a_clock_that_stands_still_or_falls_back_costs_nothing() -> None:
 
 
 def test_booting_idle_and_busy_seconds_are_told_apart() -> None:
-    book = MoneyBook()
+    book = Accounting()
     book.start("w0", 3600.0, 0.0)
     book.mark("w0", "idle", 5.0)
     book.mark("w0", "busy", 7.0)
@@ -170,7 +170,7 @@ def test_a_negative_count_of_tokens_is_refused() -> None:
 
 
 def test_the_learner_is_idle_for_its_share_of_the_step() -> None:
-    book = MoneyBook()
+    book = Accounting()
     book.start("learner-0", 3600.0, 0.0, role="learner")
     book.start("learner-1", 3600.0, 0.0, role="learner")
     assert book.step(10.0, 5, 2.5) == 20.0
@@ -183,7 +183,7 @@ def test_the_learner_is_idle_for_its_share_of_the_step() -> None:
 
 
 def test_a_name_that_passes_from_the_learner_to_the_rollouts_loses_no_dollar() -> None:
-    book = MoneyBook()
+    book = Accounting()
     book.start("m", 3600.0, 0.0)
     book.start("m", 3600.0, 1.0, role="learner")
     assert parts(book, 3.0) == {"booting": 1, "learner": 2}
@@ -192,9 +192,9 @@ def test_a_name_that_passes_from_the_learner_to_the_rollouts_loses_no_dollar() -
 # --- what a worker says of its time --------------------------------------------------------------
 
 
-def serving(usd_per_hour: float = 3600.0) -> MoneyBook:
+def serving(usd_per_hour: float = 3600.0) -> Accounting:
     """One worker, serving since 0 s: 1 $/s."""
-    book = MoneyBook()
+    book = Accounting()
     book.start("w0", usd_per_hour, 0.0)
     book.mark("w0", "serving", 0.0)
     return book
@@ -263,7 +263,7 @@ MOVES = st.lists(
 @settings(max_examples=200, deadline=None)
 @given(moves=MOVES, tokens=st.lists(st.integers(0, 10**6), min_size=7, max_size=7))
 def test_whatever_is_said_of_their_time_the_parts_add_up(moves: list[Any], tokens: list[int]) -> None:
-    book = MoneyBook()
+    book = Accounting()
     *fates, left = tokens
     for fate, number in zip(FATES, fates, strict=True):
         book.settle(None, fate, number)
@@ -291,7 +291,7 @@ def test_whatever_is_said_of_their_time_the_parts_add_up(moves: list[Any], token
 
 
 def test_where_nobody_knows_whose_tokens_the_fleet_s_dollars_are_shared_out() -> None:
-    book = MoneyBook()
+    book = Accounting()
     for machine, price in (("dear", 5400.0), ("cheap", 1800.0)):
         book.start(machine, price, 0.0, state="busy")
     book.settle(None, "trained", 50)
@@ -304,7 +304,7 @@ def test_where_nobody_knows_whose_tokens_the_fleet_s_dollars_are_shared_out() ->
 
 
 def test_a_machine_with_tokens_of_its_own_keeps_its_dollars_to_them() -> None:
-    book = MoneyBook()
+    book = Accounting()
     book.start("known", 3600.0, 0.0, state="busy")
     book.start("unknown", 3600.0, 0.0, state="busy")
     book.settle("known", "failed", 5)
@@ -317,7 +317,7 @@ def test_a_machine_with_tokens_of_its_own_keeps_its_dollars_to_them() -> None:
 
 
 def test_a_learner_that_boots_does_not_learn_yet() -> None:
-    book = MoneyBook()
+    book = Accounting()
     book.start("learner-0", 3600.0, 0.0, role="learner", state="booting")
     book.mark("learner-0", "busy", 30.0)
     book.step(40.0, 5, 4.0)
@@ -378,13 +378,13 @@ def test_a_free_fleet_spends_no_budget() -> None:
 @pytest.mark.parametrize("usd", [-1.0, math.nan, math.inf])
 def test_what_is_not_a_budget_is_refused(usd: float) -> None:
     with pytest.raises(ConfigError, match="budget: "):
-        Budget(usd, MoneyBook())
+        Budget(usd, Accounting())
     with pytest.raises(ConfigError, match="spent before: "):
-        Budget(1.0, MoneyBook(), earlier_usd=usd)
+        Budget(1.0, Accounting(), earlier_usd=usd)
 
 
 def test_the_summary_says_all_of_it_in_plain_numbers() -> None:
-    book = MoneyBook()
+    book = Accounting()
     empty = book.summary(0.0)
     assert (empty["usd_total"], empty["usd_per_step"], empty["usd_per_million_tokens"]) == (0.0, None, None)
     assert empty["wasted_share"] == 0.0

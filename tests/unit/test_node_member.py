@@ -28,7 +28,7 @@ from echo_planes.weights.chain.tracker import FORGOTTEN_S, Tracker, TrackerSetti
 from echo_planes.weights.node.dispatch import Dispatch
 from echo_planes.weights.node.feed import Feeds
 from echo_planes.weights.node.link import DEAD_STREAM_S, Parent, ParentLink
-from echo_planes.weights.node.membership import Member
+from echo_planes.weights.node.membership import Membership
 from echo_planes.weights.node.settings import NodeSettings
 from echo_planes.weights.node.shelf import Shelf
 from echo_planes.weights.wire.frames import ChunkFrame, PingFrame, encode_frame
@@ -49,10 +49,10 @@ class Request:
         return self._body.encode()
 
 
-def member(shelf: Shelf, session: Any, sender: str) -> Member:
+def member(shelf: Shelf, session: Any, sender: str) -> Membership:
     options = NodeSettings("worker", "w0", "token", SIGNER.public_bytes().hex(), sender)
     feeds = Feeds(shelf)
-    return Member(options, session, shelf, feeds, "https://w0", lambda: None, lambda lineage: -1)
+    return Membership(options, session, shelf, feeds, "https://w0", lambda: None, lambda lineage: -1)
 
 
 def test_a_peer_that_the_tracker_has_forgotten_is_asked_to_join_again(

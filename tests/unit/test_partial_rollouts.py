@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from echo_planes.config.schema import StalenessConfig
-from echo_planes.data.replay.leases import ENOUGH_COMPLETIONS, RECENT_COMPLETIONS, LeaseBook
+from echo_planes.data.replay.leases import ENOUGH_COMPLETIONS, RECENT_COMPLETIONS, LeaseTable
 from echo_planes.data.replay.partial_rollouts import LeasePartials, Partials
 from echo_planes.errors import LeaseError
 from echo_planes.types import Lease, LeaseTokens, PartialRollout, Prompt, Sample, Span, is_whole, joined
@@ -241,7 +241,7 @@ def test_far_is_past_half_of_the_median_of_the_recent_groups() -> None:
 
 def test_whoever_is_slow_to_begin_is_given_time_in_the_end() -> None:
     """Else a lone worker that takes 35 s to its first token would be leased the same prompt for ever."""
-    book = LeaseBook(longest_s=60.0, shortest_s=10.0)
+    book = LeaseTable(longest_s=60.0, shortest_s=10.0)
     book.register("w0", 0)
     prompt = Prompt(0, (1,))
 
@@ -295,7 +295,7 @@ def test_the_buffer_leases_a_prompt_for_longer_each_time_it_expired() -> None:
 
 
 def test_no_lease_is_longer_than_the_longest() -> None:
-    book = LeaseBook(longest_s=60.0, shortest_s=10.0)
+    book = LeaseTable(longest_s=60.0, shortest_s=10.0)
     book.register("w0", 0)
     now_s = 0.0
     for i in range(2000):
@@ -307,7 +307,7 @@ def test_no_lease_is_longer_than_the_longest() -> None:
 
 
 def test_leases_follow_the_median_completion_between_their_bounds() -> None:
-    book = LeaseBook(longest_s=60.0, shortest_s=10.0)
+    book = LeaseTable(longest_s=60.0, shortest_s=10.0)
     book.register("w0", 0)
     lengths = []
     for i, took_s in enumerate([1.0] * 30 + [8.0] * 100 + [100.0] * 100):

@@ -10,7 +10,7 @@ import pytest
 
 from echo_planes.config.schema import Config
 from echo_planes.data.replay.checkpoint_state import CUT_NAME, load_cut
-from echo_planes.data.replay.lineage import VersionLine
+from echo_planes.data.replay.lineage import Lineage
 from echo_planes.data.store.snapshot import StoreSnapshot
 from echo_planes.errors import LeaseError
 from echo_planes.testing.simulation import tiny_config
@@ -217,16 +217,16 @@ def test_an_answer_of_two_lineages_is_in_the_store_with_all_its_versions(tmp_pat
 
 
 def test_a_version_beyond_the_checkpoint_is_of_the_old_line_only() -> None:
-    old = VersionLine("L0")
+    old = Lineage("L0")
     for version in range(5):
         old.publish(version, f"d{version}")
-    new = VersionLine("L1", old.published, 2)
+    new = Lineage("L1", old.published, 2)
     assert dict(new.digests) == {0: "d0", 1: "d1", 2: "d2"}
     new.publish(2, "e2")
     new.publish(3, "e3")
     assert dict(new.digests) == {0: "d0", 1: "d1", 2: "e2", 3: "e3"}
     # What the first one went on to is not of the third one's past either, whatever the number.
-    third = VersionLine("L2", new.published, 4)
+    third = Lineage("L2", new.published, 4)
     assert dict(third.digests) == dict(new.digests)
     with pytest.raises(LeaseError, match="twice"):
         new.publish(3, "d3")

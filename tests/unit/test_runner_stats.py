@@ -1,4 +1,4 @@
-"""Counters of workers reach whoever keeps the books in the order in which they were read."""
+"""Counters of workers reach whoever does the accounting in the order in which they were read."""
 
 from __future__ import annotations
 

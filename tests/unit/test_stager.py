@@ -1,4 +1,4 @@
-"""Publications become one file for the engine, or leave the shadow as it was: `weights/stager.py`."""
+"""Publications become one file for the engine, or leave the shadow as it was: `weights/node/stager.py`."""
 
 from __future__ import annotations
 

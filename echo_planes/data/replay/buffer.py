@@ -27,13 +27,13 @@ from echo_planes.data.claims import Fault, Rules, group_fault, stats_fault, toke
 from echo_planes.data.replay.buffer_state import Accepted, BufferState, NotReady
 from echo_planes.data.replay.dispatch import DispatchPolicy
 from echo_planes.data.replay.dispatcher import Dispatcher, EvenShares, Ground
-from echo_planes.data.replay.leases import LeaseBook
-from echo_planes.data.replay.lineage import VersionLine
+from echo_planes.data.replay.leases import LeaseTable
+from echo_planes.data.replay.lineage import Lineage
 from echo_planes.data.replay.partial_rollouts import Partials, made_under, num_tokens, oldest_version
 from echo_planes.data.replay.prompts import PromptCursor
 from echo_planes.data.replay.refill import Refill
 from echo_planes.data.replay.staleness import is_admissible, num_permits, num_urgent, oldest_admissible
-from echo_planes.data.replay.worker_registry import WorkerRoll
+from echo_planes.data.replay.worker_registry import WorkerRegistry
 from echo_planes.data.store.choose import choose
 from echo_planes.data.store.index import Fate, GroupIndex
 from echo_planes.errors import LeaseError
@@ -63,7 +63,7 @@ class ReplayBuffer:
         groups_per_step: groups in a batch.
         samples_per_prompt: samples in a group.
         lease_s: longest lease, seconds.
-        shortest_lease_s: the shortest that `LeaseBook` may come to.
+        shortest_lease_s: the shortest that `LeaseTable` may come to.
         lineage: name of this run's line of versions.
         seed: of the selectors that draw.
         index: of the store that holds the rows. Accepted groups must be entered there before the next batch
@@ -102,9 +102,9 @@ class ReplayBuffer:
         self._lineage = lineage
         self._rng = np.random.default_rng(seed)
         self._index = index
-        self._leases = LeaseBook(lease_s, shortest_lease_s)
+        self._leases = LeaseTable(lease_s, shortest_lease_s)
         self._partials = Partials(state.partials if state else {})
-        self._workers = WorkerRoll()
+        self._workers = WorkerRegistry()
         self._attempts: dict[int, int] = {}
         self._dropped: list[Accepted] = []
         self._uninformative: list[Accepted] = []
@@ -116,7 +116,7 @@ class ReplayBuffer:
         self._issued = state.issued if state else 0
         self._tally = asdict(state.counts if state else BufferCounts())
         self._cursor = PromptCursor(state.next_index, state.returned) if state else PromptCursor()
-        self._line = VersionLine(lineage, state.published, state.step) if state else VersionLine(lineage)
+        self._line = Lineage(lineage, state.published, state.step) if state else Lineage(lineage)
         self._groups: dict[str, Accepted] = {g.group_id: g for g in state.groups} if state else {}
         ground = Ground(
             workers=self._workers,

@@ -17,9 +17,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from echo_planes.data.replay.dispatch import DispatchPolicy, Workers, free_slots_first
-from echo_planes.data.replay.leases import LeaseBook
+from echo_planes.data.replay.leases import LeaseTable
 from echo_planes.data.replay.prompts import PromptCursor
-from echo_planes.data.replay.worker_registry import WorkerRoll
+from echo_planes.data.replay.worker_registry import WorkerRegistry
 from echo_planes.types import Lease, WorkerStats
 
 KEEP_TICKS = 2  # a moved prompt is kept so long for its target; then anybody may have it
@@ -30,8 +30,8 @@ LAPSE_TICKS = 10  # a share that an idle worker does not take goes to others the
 class Ground:
     """The replay buffer, as far as a dispatcher sees it."""
 
-    workers: WorkerRoll
-    leases: LeaseBook
+    workers: WorkerRegistry
+    leases: LeaseTable
     cursor: PromptCursor
     # (v, n): groups that may be leased under version v once n leases more have ended.
     permits: Callable[[int, int], int]

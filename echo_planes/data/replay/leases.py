@@ -17,7 +17,7 @@ ENOUGH_COMPLETIONS = 16  # from so many on the median is believed
 _MOST_DOUBLINGS = 30  # any lease is at its longest by then
 
 
-class LeaseBook:
+class LeaseTable:
     """Which leases are live. Pure state: every call that depends on time takes `now_s`.
 
     A lease lasts 2.5 times the median time that recent ones took, and starts again whenever tokens arrive for

@@ -8,7 +8,7 @@ from echo_planes.errors import LeaseError
 from echo_planes.types import Trajectory
 
 
-class VersionLine:
+class Lineage:
     """A line of published versions, each under one digest.
 
     A resume opens a new lineage that parts from the checkpoint's at the checkpoint's step. Versions up to

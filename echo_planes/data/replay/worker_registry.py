@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 
-class WorkerRoll:
+class WorkerRegistry:
     """The workers that the data plane knows.
 
     A parked one is kept ready: it takes every version as the others do, is leased nothing, and does not

@@ -9,16 +9,16 @@ from typing import Literal, Protocol
 
 from echo_planes.errors import ClusterError
 
-NodeState = Literal["pending", "up", "draining", "dead"]
+MachineState = Literal["pending", "up", "draining", "dead"]
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class Machine:
     """One machine, or the place of one that was asked for."""
 
     node_id: str  # "pending/OFFER/i" while it is only asked for
     offer_name: str
-    state: NodeState
+    state: MachineState
     notice_deadline_s: float | None = None  # run's clock: when it will be taken; None: nobody gave a time
     worker_id: str | None = None  # the worker that `assign` put there
 
@@ -38,7 +38,7 @@ class Actuator(Protocol):
         """Nodes of each offer wanted from now on: a floor. Whatever is more may go when idle."""
         ...
 
-    async def nodes(self) -> tuple[Node, ...]:
+    async def nodes(self) -> tuple[Machine, ...]:
         """What there is. The pending ones are those still on their way: none if nothing is coming."""
         ...
 
@@ -71,7 +71,7 @@ class StaticActuator:
 
     def __init__(self, machines: Mapping[str, int]) -> None:
         self._machines = dict(machines)
-        self._active: dict[str, Node] = {}
+        self._active: dict[str, Machine] = {}
 
     async def want(self, counts: Mapping[str, int]) -> None:
         """Take parked machines into use, as far as there are any."""
@@ -81,9 +81,9 @@ class StaticActuator:
             parked = [node_id for node_id in places if node_id not in self._active]
             num_up = sum(n.state == "up" for n in self._active.values() if n.offer_name == offer_name)
             for node_id in parked[: max(0, count - num_up)]:
-                self._active[node_id] = Node(node_id, offer_name, "up")
+                self._active[node_id] = Machine(node_id, offer_name, "up")
 
-    async def nodes(self) -> tuple[Node, ...]:
+    async def nodes(self) -> tuple[Machine, ...]:
         """The machines in use."""
         return tuple(self._active.values())
 
@@ -101,7 +101,7 @@ class StaticActuator:
     async def close(self) -> None:
         self._active.clear()
 
-    def _node(self, node_id: str) -> Node:
+    def _node(self, node_id: str) -> Machine:
         if node_id not in self._active:
             raise ClusterError(f"fleet: machine '{node_id}' is not in use; in use are {sorted(self._active)}")
         return self._active[node_id]
@@ -140,7 +140,7 @@ class Sighting:
 
     node_id: str
     offer_name: str
-    state: NodeState
+    state: MachineState
     deadline_unix_s: float | None = None  # of its notice
 
 
@@ -150,7 +150,7 @@ def picture(
     wanted: Mapping[str, int],
     workers: Mapping[str, str],
     clock_offset_s: float,
-) -> tuple[Node, ...]:
+) -> tuple[Machine, ...]:
     """What there is, by offer and then by id, from what a cluster and its autoscaler report.
 
     An autoscaler's count of machines on their way is a round old: it still holds some that have come. So no
@@ -164,7 +164,7 @@ def picture(
         clock_offset_s: run's clock minus Unix time.
     """
     nodes = [
-        Node(
+        Machine(
             node_id=sighting.node_id,
             offer_name=sighting.offer_name,
             state=sighting.state,
@@ -177,7 +177,7 @@ def picture(
         num_up = sum(node.state == "up" for node in nodes if node.offer_name == offer_name)
         num_missing = max(0, wanted.get(offer_name, 0) - num_up)
         places = range(min(count, num_missing))
-        nodes += [Node(f"pending/{offer_name}/{i}", offer_name, "pending") for i in places]
+        nodes += [Machine(f"pending/{offer_name}/{i}", offer_name, "pending") for i in places]
     return tuple(sorted(nodes, key=lambda node: (node.offer_name, node.node_id)))
 
 

@@ -30,7 +30,14 @@ from ray.exceptions import RayError
 
 from echo_planes.cluster.clock import Clock
 from echo_planes.errors import ClusterError, RunError, WaitTimeoutError
-from echo_planes.fleet.actuators.actuator import Node, NodeState, Sighting, check_known, node_type, picture
+from echo_planes.fleet.actuators.actuator import (
+    Machine,
+    MachineState,
+    Sighting,
+    check_known,
+    node_type,
+    picture,
+)
 
 RPC_S = 10.0  # one question to the cluster's head
 REPORT_S = 60.0  # until a new cluster's autoscaler reports for the first time
@@ -93,7 +100,7 @@ class RayNodes:
             self._asked_version = (await self._status()).cluster_resource_state.cluster_resource_state_version
             self._wanted = wanted
 
-    async def nodes(self) -> tuple[Node, ...]:
+    async def nodes(self) -> tuple[Machine, ...]:
         status, deadlines_ms = await asyncio.gather(self._status(), self._draining())
         self._check_possible(status)
         seen = []
@@ -103,7 +110,7 @@ class RayNodes:
             if offer_name is None:
                 continue
             deadline_ms = deadlines_ms.get(node_id, 0)  # 0: none
-            state: NodeState = "up"
+            state: MachineState = "up"
             if node.status == NodeStatus.DEAD:
                 state, deadline_ms = "dead", 0
             elif node.status == NodeStatus.DRAINING or node_id in deadlines_ms:

@@ -61,7 +61,7 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One record of a fleet that follows price and need (`rollout.fleet_record`)."""
+    """One record of a fleet that follows price and need (`fleet.record`)."""
 
     time_s: float
     reason: str

@@ -1,4 +1,4 @@
-"""The sparsity table of a finished run, beside its other books."""
+"""The sparsity table of a finished run, beside its other files."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ _RANKS_LIMIT_S = 600.0
 
 
 class VllmEngine:
-    """See `rollout.generate.Engine`.
+    """See `rollout.engine.Engine`.
 
     Args:
         config: options of the engine.

@@ -38,7 +38,7 @@ from echo_planes.weights.chain.events import (
     Throttle,
     Tick,
 )
-from echo_planes.weights.chain.simulated_nodes import Link, Node, Published, SimSettings
+from echo_planes.weights.chain.simulated_nodes import Link, Published, SimNode, SimSettings
 from echo_planes.weights.chain.tracker import Tracker, TrackerSettings
 from echo_planes.weights.wire.manifest import PublicationKey
 
@@ -60,7 +60,7 @@ class BroadcastSim:
         )
         self.now_s = 0.0
         self.nodes = {
-            SENDER_ID: Node(SENDER_ID, "", settings.uplink_bytes_per_s, settings.uplink_bytes_per_s)
+            SENDER_ID: SimNode(SENDER_ID, "", settings.uplink_bytes_per_s, settings.uplink_bytes_per_s)
         }
         self.published: list[Published] = []
         self.actions: list[tuple[float, Action]] = []
@@ -83,7 +83,7 @@ class BroadcastSim:
     def join(self, name: str, region: str = "") -> None:
         """A worker starts now."""
         rate = self.settings.worker_bytes_per_s
-        self.nodes[name] = Node(name, region, rate, rate, heard_s=self.now_s)
+        self.nodes[name] = SimNode(name, region, rate, rate, heard_s=self.now_s)
         self._tell(PeerJoined(name, f"http://{name}", region))
         if self.settings.reports:
             self.at(self.now_s + self._rng.uniform(0, REPORT_INTERVAL_S), partial(self._report, name))
@@ -144,7 +144,7 @@ class BroadcastSim:
         """Whether nobody misses anything."""
         return all(node.is_done_with(one) for one in self.published for node in self.workers())
 
-    def workers(self) -> list[Node]:
+    def workers(self) -> list[SimNode]:
         """The workers that are up and connected."""
         return [node for node in self.nodes.values() if node.name != SENDER_ID and node.reachable]
 
@@ -164,7 +164,7 @@ class BroadcastSim:
         for chunk in range(one.start + done - step, one.start + done):
             self._accept(self.nodes[SENDER_ID], chunk)
 
-    def _accept(self, node: Node, chunk: int) -> None:
+    def _accept(self, node: SimNode, chunk: int) -> None:
         one = self._publication(chunk)
         node.have.add(chunk)
         node.counts[one.number] = node.counts.get(one.number, 0) + 1
@@ -175,7 +175,7 @@ class BroadcastSim:
                 link.pending.append(chunk)
         self._send(node)
 
-    def _send(self, node: Node) -> None:
+    def _send(self, node: SimNode) -> None:
         """Start the next chunk on the uplink, if it is free and some child wants one."""
         if node.sending or not node.reachable:
             return
@@ -190,7 +190,7 @@ class BroadcastSim:
             self._start(node, link, link.pending.popleft())
             return
 
-    def _start(self, node: Node, link: Link, chunk: int) -> None:
+    def _start(self, node: SimNode, link: Link, chunk: int) -> None:
         size, child = self.settings.chunk_bytes, link.child
         on_wire_s = size / min(node.up_bytes_per_s, child.down_bytes_per_s)
         arrives_s = max(
@@ -205,7 +205,7 @@ class BroadcastSim:
         self.at(self.now_s + size / node.up_bytes_per_s, partial(self._uplink_free, node))
         self.at(arrives_s, partial(self._arrive, link, chunk))
 
-    def _uplink_free(self, node: Node) -> None:
+    def _uplink_free(self, node: SimNode) -> None:
         node.sending = False
         self._send(node)
 
@@ -232,19 +232,19 @@ class BroadcastSim:
             link.pending.appendleft(chunk)
             self._send(link.parent)
 
-    def _attach(self, child: Node, parent_id: str) -> None:
+    def _attach(self, child: SimNode, parent_id: str) -> None:
         """The child turns to another parent; sending begins when it has connected."""
         self._detach(child)
         child.parent_id, child.heard_s = parent_id, self.now_s
         self.at(self.now_s + 1.5 * self.settings.rtt_s, partial(self._connected, child, parent_id))
 
-    def _detach(self, child: Node) -> None:
+    def _detach(self, child: SimNode) -> None:
         if child.parent is not None:
             child.parent.closed = True
             child.parent.parent.links.remove(child.parent)
             child.parent = None
 
-    def _connected(self, child: Node, parent_id: str) -> None:
+    def _connected(self, child: SimNode, parent_id: str) -> None:
         parent = self.nodes[parent_id]
         if child.parent_id != parent_id or child.parent is not None or not parent.reachable:
             return
@@ -283,7 +283,7 @@ class BroadcastSim:
                 case Drop(peer_id, _):
                     self.kill(peer_id)
 
-    def _give_up(self, node: Node, number: int) -> None:
+    def _give_up(self, node: SimNode, number: int) -> None:
         node.cancelled.add(number)
         if node.parent is not None:
             kept = (c for c in node.parent.pending if self._publication(c).number != number)
@@ -312,7 +312,7 @@ class BroadcastSim:
         interval_s = REPORT_INTERVAL_S if missing or fresh else IDLE_REPORT_INTERVAL_S
         self.at(self.now_s + interval_s, partial(self._report, name))
 
-    def _report_of(self, node: Node, one: Published | None) -> Report:
+    def _report_of(self, node: SimNode, one: Published | None) -> Report:
         healthy = node.parent is not None and node.parent.parent.reachable and node.reachable
         if healthy:
             node.heard_s = self.now_s  # its pings

@@ -37,8 +37,8 @@ class Published:
 class Link:
     """One connection: what the parent still has to send on it."""
 
-    parent: Node
-    child: Node
+    parent: SimNode
+    child: SimNode
     pending: deque[int] = field(default_factory=deque)
     in_flight: int = 0
     spacing_s: float = 0.0  # between chunks, when throttled
@@ -47,7 +47,7 @@ class Link:
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class SimNode:
     """The sender or one worker."""
 
     name: str

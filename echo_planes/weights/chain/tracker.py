@@ -1,6 +1,6 @@
 """Who pulls from whom while publications travel: the sans-I/O core in the sender's node.
 
-Events come in, actions go out (`tracker_events`); the topology itself is `chain.Topology`. What repairs a
+Events come in, actions go out (`tracker_events`); the topology itself is `plan.Topology`. What repairs a
 chain, and when (ECHO-2, section 4.2 and appendix D):
 
 - a peer that no one has heard of for `SILENCE_S` is lost: cut out, and back at a tail when it speaks again;

@@ -35,7 +35,7 @@ from echo_planes.weights.node.transport import ask, happens
 from echo_planes.weights.wire.manifest import PublicationKey
 
 
-class Member:
+class Membership:
     """Keeps this node in the fleet. `run` it as a task.
 
     Args:

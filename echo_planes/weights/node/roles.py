@@ -16,12 +16,12 @@ from echo_planes.weights.chain.tracker import Tracker, TrackerSettings
 from echo_planes.weights.node.catch_up import RemoteObjects, Rescue
 from echo_planes.weights.node.dispatch import Dispatch
 from echo_planes.weights.node.feed import Feeds
-from echo_planes.weights.node.membership import Member
+from echo_planes.weights.node.membership import Membership
 from echo_planes.weights.node.settings import NodeSettings
 from echo_planes.weights.node.shadow import Shadow
 from echo_planes.weights.node.shelf import Holding, Shelf
 from echo_planes.weights.node.staging import Staging
-from echo_planes.weights.node.store import StoreKeeper
+from echo_planes.weights.node.store import StoreUploader
 from echo_planes.weights.node.transport import client_session, read_json
 from echo_planes.weights.wire.frames import ChunkFrame, FrameParser, ManifestFrame, SegmentFrame
 from echo_planes.weights.wire.manifest import (
@@ -103,9 +103,9 @@ class SenderRole(_Role):
         self.dispatch = Dispatch(Tracker(rates), self.feeds, _tell, settings.token)
         self._refusal: tuple[PublicationKey, str] | None = None  # the last publication refused, and why
         self.shadow = Shadow(settings, shelf, _tell) if settings.signing_key else None
-        self.store: StoreKeeper | None = None
+        self.store: StoreUploader | None = None
         if settings.store:
-            self.store = StoreKeeper(settings, shelf, Verifier(settings.public_bytes), self.shadow, _tell)
+            self.store = StoreUploader(settings, shelf, Verifier(settings.public_bytes), self.shadow, _tell)
 
     def add_routes(self, public: web.Application, control: web.Application) -> None:
         """As the base class, and the fleet's and the learner's routes."""
@@ -197,7 +197,7 @@ class WorkerRole(_Role):
         super().__init__(settings, shelf)
         self._address = address
         self.session: aiohttp.ClientSession | None = None  # until `start`
-        self.member: Member | None = None
+        self.member: Membership | None = None
         self._rescue: Rescue | None = None
         self.staging: Staging | None = None
         if settings.staging:
@@ -216,7 +216,7 @@ class WorkerRole(_Role):
     async def start(self) -> None:
         """Begin."""
         self.session = client_session(self.settings)
-        self.member = Member(
+        self.member = Membership(
             self.settings,
             self.session,
             self.shelf,

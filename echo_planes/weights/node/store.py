@@ -30,7 +30,7 @@ REMEMBERED_KEYS = 64  # a learner that lost an answer hands the same publication
 POLL_S = 1.0  # how often a retry that is due is looked for
 
 
-class StoreKeeper:
+class StoreUploader:
     """Writes the sender's publications to its store, and serves it to workers. `run` it as a task.
 
     Args:

@@ -56,7 +56,7 @@ class Standing:
 
 
 @dataclass
-class Member:
+class FleetWorker:
     """One worker of a fleet."""
 
     offer: str
@@ -80,19 +80,19 @@ class Members:
     """All workers of a fleet, in the order in which they were asked for."""
 
     def __init__(self) -> None:
-        self._all: dict[str, Member] = {}
+        self._all: dict[str, FleetWorker] = {}
         self._issued = 0
 
-    def __iter__(self) -> Iterator[Member]:
+    def __iter__(self) -> Iterator[FleetWorker]:
         return iter(self._all.values())
 
-    def __getitem__(self, worker_id: str) -> Member:
+    def __getitem__(self, worker_id: str) -> FleetWorker:
         return self._all[worker_id]
 
-    def get(self, worker_id: str) -> Member | None:
+    def get(self, worker_id: str) -> FleetWorker | None:
         return self._all.get(worker_id)
 
-    def items(self) -> list[tuple[str, Member]]:
+    def items(self) -> list[tuple[str, FleetWorker]]:
         """Names and workers as they are now."""
         return list(self._all.items())
 
@@ -140,7 +140,7 @@ class Members:
         """One more worker of an offer, under a name of its own."""
         worker_id = f"w{self._issued}"
         self._issued += 1
-        self._all[worker_id] = Member(offer, now_s, spare)
+        self._all[worker_id] = FleetWorker(offer, now_s, spare)
         return Launch(worker_id, offer)
 
     def enter(self, worker_id: str, state: State, now_s: float) -> None:
@@ -149,6 +149,6 @@ class Members:
         if member is not None and member.state != "leaving":
             member.state, member.since_s = state, now_s
 
-    def remove(self, worker_id: str) -> Member | None:
+    def remove(self, worker_id: str) -> FleetWorker | None:
         """A worker is gone; None: it was already."""
         return self._all.pop(worker_id, None)

@@ -1,4 +1,4 @@
-"""The keeper of a fleet between its machines, its runner and its decisions, on machines that a test moves."""
+"""The reconcile loop between its machines, its runner and its decisions, on machines that a test moves."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 
 from echo_planes.config.schema import Config, FleetConfig, WorkerConfig
 from echo_planes.errors import ClusterError, RunError, WaitTimeoutError
-from echo_planes.fleet.actuators.actuator import Node, NodeState
-from echo_planes.loop.provisioning import MAX_FAILED_LOOKS, NODE_LABEL, FleetKeeper, limits_of, offers_of
-from echo_planes.reporting.broadcasts import BroadcastBook
+from echo_planes.fleet.actuators.actuator import Machine, MachineState
+from echo_planes.loop.reconcile import MAX_FAILED_LOOKS, NODE_LABEL, ReconcileLoop, limits_of, offers_of
+from echo_planes.reporting.broadcasts import BroadcastLog
 from echo_planes.testing.fakes import FakeLearner, Faults
 from echo_planes.testing.simulation import replace_section, tiny_config
 from echo_planes.testing.virtual_time import VirtualTimeLoop, run_virtual
@@ -36,7 +36,7 @@ class Machines:
 
     def __init__(self, boot_s: Mapping[str, float] | float = 2.0) -> None:
         self.boot_s = boot_s  # inf: they never come
-        self.there: dict[str, Node] = {}
+        self.there: dict[str, Machine] = {}
         self.wanted: dict[str, int] = {}
         self.calls: list[str] = []
         self.fail_with: Exception | None = None
@@ -58,15 +58,15 @@ class Machines:
             for node in coming[max(0, count - up) :]:
                 del self._coming[node]
 
-    async def nodes(self) -> tuple[Node, ...]:
+    async def nodes(self) -> tuple[Machine, ...]:
         self._check()
         for node, (offer, at_s) in list(self._coming.items()):
             if self._now_s() >= at_s:
                 del self._coming[node]
-                self.there[node] = Node(node, offer, "up")
+                self.there[node] = Machine(node, offer, "up")
         self.when_seen()
         pending = (
-            Node(f"pending/{offer}/{i}", offer, "pending")
+            Machine(f"pending/{offer}/{i}", offer, "pending")
             for i, (offer, _) in enumerate(self._coming.values())
         )
         return (*self.there.values(), *pending)
@@ -88,7 +88,7 @@ class Machines:
         self.calls.append("close")
         self._check()
 
-    def change(self, node_id: str, state: NodeState, deadline_s: float | None = None) -> None:
+    def change(self, node_id: str, state: MachineState, deadline_s: float | None = None) -> None:
         self.there[node_id] = replace(self.there[node_id], state=state, notice_deadline_s=deadline_s)
 
     def of(self, worker_id: str) -> str:
@@ -127,8 +127,8 @@ class Scene:
         """Run the keeper in virtual time until `act` has ended; its failure is raised."""
 
         async def main(loop: VirtualTimeLoop) -> None:
-            self.books = BroadcastBook()
-            self.keeper = FleetKeeper(
+            self.books = BroadcastLog()
+            self.keeper = ReconcileLoop(
                 self.config,
                 self.machines,
                 self,
@@ -368,7 +368,7 @@ def test_the_notice_a_cloud_gave_its_worker_is_told_to_the_cluster_once(serves: 
     [("draining", 40.0, 30.0), ("draining", None, 30.0), ("dead", None, 1.0)],
 )
 def test_a_worker_whose_machine_goes_or_is_gone_leaves(
-    state: NodeState, deadline_s: float | None, limit_s: float
+    state: MachineState, deadline_s: float | None, limit_s: float
 ) -> None:
     scene = Scene(settings(kind()))
 

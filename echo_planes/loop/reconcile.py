@@ -1,4 +1,4 @@
-"""Keeps the fleet of a run: what `rollout/fleet.py` decides is done here, and what happens is told to it.
+"""The loop that keeps a fleet as it should be: does what `fleet.reconciler` decides, and tells it what happens.
 
 It listens to the run as an `Observer`, looks at the machines through an `Actuator`, and has the runner start
 and end workers. A worker is started when a machine for it is there, on that machine.
@@ -18,16 +18,16 @@ from typing import Any, Protocol
 from echo_planes.cluster.clock import Clock
 from echo_planes.config.schema import Config, WorkerConfig
 from echo_planes.errors import RefusedError, RunError
-from echo_planes.fleet.actuators.actuator import Actuator, Node
+from echo_planes.fleet.actuators.actuator import Actuator, Machine
 from echo_planes.fleet.capacity import Need, UninformativeShare, useful_instances
 from echo_planes.fleet.estimates import LEARNER_WINDOW, CapacityModel, ThroughputSample
 from echo_planes.fleet.instance_types import Limits, Offer
-from echo_planes.fleet.members import Activate, Cause, FleetAction, Launch, Leave, Park
 from echo_planes.fleet.provisioner import Provisioner
-from echo_planes.fleet.reconciler import Fleet
+from echo_planes.fleet.reconciler import Reconciler
 from echo_planes.fleet.record import FleetRecord
+from echo_planes.fleet.workers import Activate, Cause, FleetAction, Launch, Leave, Park
 from echo_planes.loop.observers import QuietObserver
-from echo_planes.reporting.broadcasts import BroadcastBook
+from echo_planes.reporting.broadcasts import BroadcastLog
 from echo_planes.types import (
     BufferCounts,
     InstallReport,
@@ -47,8 +47,8 @@ GONE_S = 1.0  # for a worker whose machine is gone already
 MAX_FAILED_LOOKS = 5  # at the machines, in a row; after one more the run ends
 
 
-class Hands(Protocol):
-    """What the keeper has the runner do (`runner.Runner`)."""
+class WorkerControl(Protocol):
+    """Has a runner start and end workers (`runner.Runner`)."""
 
     def want_worker(self, info: WorkerInfo) -> None: ...
     def unwant_worker(self, worker_id: str, reason: str, limit_s: float) -> None: ...
@@ -69,7 +69,7 @@ class Roster(Protocol):
     def enlist(self, worker_id: str, kind: WorkerConfig) -> None: ...
 
 
-class FleetKeeper(QuietObserver):
+class ReconcileLoop(QuietObserver):
     """One per run whose fleet follows price and need.
 
     Args:
@@ -88,7 +88,7 @@ class FleetKeeper(QuietObserver):
         config: Config,
         actuator: Actuator,
         roster: Roster,
-        broadcasts: BroadcastBook,
+        broadcasts: BroadcastLog,
         clock: Clock,
         tell: TellDecision,
         usd_left: Callable[[], float | None] | None = None,
@@ -108,7 +108,7 @@ class FleetKeeper(QuietObserver):
         self._rate_factors: deque[float] = deque(maxlen=RATE_FACTORS)
         self._known_bcast: int | None = None  # version whose T_bcast was taken in
         self._waiting: dict[str, str] = {}  # workers without a machine yet -> their offer
-        self._nodes: dict[str, Node] = {}  # machines as last seen, by worker
+        self._nodes: dict[str, Machine] = {}  # machines as last seen, by worker
         self._notices: dict[str, float] = {}  # workers whose machine announced its end -> when, run's clock
         self._wanted: Mapping[str, int] | None = None  # machines asked for last; None: maybe by a dead run
         self._releases: dict[str, asyncio.Task[None]] = {}  # machines that are let go
@@ -120,7 +120,7 @@ class FleetKeeper(QuietObserver):
         self._stuck: tuple[object, ...] = ()  # what stood in the way of a fleet that is enough, as last said
         # What is draining on a cluster goes by itself; a machine that is there anyway is parked.
         self._releasable = ("up", "draining") if config.fleet.scale == "static" else ("up",)
-        self.fleet = Fleet(
+        self.fleet = Reconciler(
             offers_of(config),
             {kind.offer: kind.count for kind in config.fleet.workers if kind.count},
             provisioner=Provisioner(
@@ -138,7 +138,7 @@ class FleetKeeper(QuietObserver):
 
     # --- what it does ----------------------------------------------------------------------------
 
-    async def run(self, hands: Hands) -> None:
+    async def run(self, hands: WorkerControl) -> None:
         """Until it is cancelled.
 
         Raises:
@@ -176,7 +176,7 @@ class FleetKeeper(QuietObserver):
             with suppress(RunError):  # the cluster may be gone, which is what ended the run
                 await self._actuator.close()
 
-    async def _act(self, hands: Hands, actions: list[FleetAction]) -> None:
+    async def _act(self, hands: WorkerControl, actions: list[FleetAction]) -> None:
         for action in actions:
             match action:
                 case Launch(worker_id, offer):
@@ -191,7 +191,7 @@ class FleetKeeper(QuietObserver):
                     await self._roster.data.park(worker_id, parked=False)
                     self._tell("fleet", f"standby {worker_id} takes part: {reason}")
 
-    async def _look(self, hands: Hands) -> None:
+    async def _look(self, hands: WorkerControl) -> None:
         """See which machines came, which are about to go, and which are no longer used."""
         self._forget_releases()
         await self._ask()
@@ -245,7 +245,7 @@ class FleetKeeper(QuietObserver):
             await self._actuator.want(wanted)
             self._wanted = wanted
 
-    def _begin(self, hands: Hands, worker_id: str, node: Node, now_s: float) -> None:
+    def _begin(self, hands: WorkerControl, worker_id: str, node: Machine, now_s: float) -> None:
         del self._waiting[worker_id]
         self._actuator.assign(node.node_id, worker_id)
         self.fleet.came(worker_id, now_s)

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from echo_planes.fleet.estimates import ThroughputSample
-from echo_planes.fleet.members import Activate, FleetAction, Launch, Leave, Park
+from echo_planes.fleet.workers import Activate, FleetAction, Launch, Leave, Park
 from echo_planes.loop import events as ev
 from echo_planes.sim.context import Context
 from echo_planes.sim.data_plane import SimDataPlane
-from echo_planes.sim.flow import Flow, Member
+from echo_planes.sim.flow import Flow, SimMember
 from echo_planes.sim.market import Market
 from echo_planes.sim.network import Links, Network
 from echo_planes.sim.scaling import Scaling
@@ -27,7 +27,7 @@ from echo_planes.types import InstallReport, Lease, Manifest
 MB = 1_000_000
 
 
-class Crew:
+class SimWorkers:
     """All workers.
 
     Args:
@@ -56,7 +56,7 @@ class Crew:
         )
         self.flow = Flow(scenario.sampling, run.kernel, run.trace, data)
         self.market = Market(self._offers, traces, self._kernel, self, run.rng)
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, SimMember] = {}
         self.first_served_s = math.inf
         self._serving: set[str] = set()
         self._most = 0  # workers that served at once
@@ -69,7 +69,7 @@ class Crew:
     def begin(self, offers: Mapping[str, OfferModel]) -> None:
         """The fleet to begin with: by name those the controller knows, or those the fleet asks for."""
         for name, offer in offers.items():
-            self.members[name] = Member(name, offer)
+            self.members[name] = SimMember(name, offer)
         if self.scaling is not None:
             self._scale(self.scaling.begin())
             self._kernel.after(self._run.scenario.fleet.tick_s, partial(self._tick_fleet, self.scaling))
@@ -87,7 +87,7 @@ class Crew:
         """For summary.json."""
         return {"workers_most": self._most, "workers_lost": self._num_lost}
 
-    def serving(self) -> list[Member]:
+    def serving(self) -> list[SimMember]:
         """Workers that serve a version, in the order in which they were asked for; no standbys."""
         served = [member for name, member in self.members.items() if name in self._serving]
         return [member for member in served if not member.parked]
@@ -117,7 +117,7 @@ class Crew:
         self._scale(scaling.tick({member.name: self._sample(member) for member in self.serving()}))
         self._kernel.after(self._run.scenario.fleet.tick_s, partial(self._tick_fleet, scaling))
 
-    def _sample(self, member: Member) -> ThroughputSample:
+    def _sample(self, member: SimMember) -> ThroughputSample:
         self.flow.advance(member)
         engine = member.engine
         if engine is None:
@@ -131,7 +131,7 @@ class Crew:
         for action in actions:
             match action:
                 case Launch(worker_id, offer):
-                    self.members[worker_id] = Member(worker_id, self._offers[offer])
+                    self.members[worker_id] = SimMember(worker_id, self._offers[offer])
                     self.market.ask(worker_id, offer)
                 case Leave(worker_id, reason, limit_s):
                     self.unwant(worker_id, reason, limit_s)
@@ -204,7 +204,7 @@ class Crew:
         if member is not None and member.epoch == epoch and self.market.holds(worker_id):
             self._engine_ready(member)
 
-    def _engine_ready(self, member: Member) -> None:
+    def _engine_ready(self, member: SimMember) -> None:
         now_s = self._kernel.now_s
         member.starting, member.speed = False, 1.0
         member.engine = SimWorker(
@@ -283,7 +283,7 @@ class Crew:
         else:  # the controller never heard of it
             self._forget(worker_id)
 
-    def lose(self, member: Member, reason: str) -> None:
+    def lose(self, member: SimMember, reason: str) -> None:
         """A worker's process ends without a word."""
         self._num_lost += 1
         self._trace.worker(self._kernel.now_s, member.name, "gone", member.offer.name)
@@ -295,7 +295,7 @@ class Crew:
     def _told_lost(self, worker_id: str, epoch: int, reason: str) -> None:
         self._run.tell(ev.WorkerLost(worker_id, epoch, reason))
 
-    def _stop_engine(self, member: Member) -> None:
+    def _stop_engine(self, member: SimMember) -> None:
         engine, member.engine = member.engine, None
         if engine is None:
             return
@@ -327,7 +327,7 @@ class Crew:
         member.install = self._kernel.at(arrives_s, partial(self.arrived, member, member.engine))
         member.wanted = manifest
 
-    def arrived(self, member: Member, engine: SimWorker) -> None:
+    def arrived(self, member: SimMember, engine: SimWorker) -> None:
         """A worker has a publication whole: it stands still while the weights change."""
         if member.engine is not engine:
             return
@@ -339,7 +339,7 @@ class Crew:
             self._settings.install_s, partial(self._installed, member, engine)
         )
 
-    def _installed(self, member: Member, engine: SimWorker) -> None:
+    def _installed(self, member: SimMember, engine: SimWorker) -> None:
         member.install, manifest = None, member.wanted
         if member.engine is not engine or manifest is None:
             return
@@ -370,7 +370,7 @@ class Crew:
             self._trace.event(now_s, "refused", report.error, worker=member.name, version=manifest.version)
         self._run.tell(ev.Installed(report, member.epoch))
 
-    def _serves(self, member: Member, engine: SimWorker) -> None:
+    def _serves(self, member: SimMember, engine: SimWorker) -> None:
         if engine.version < 0:
             return
         now_s = self._kernel.now_s
@@ -383,15 +383,15 @@ class Crew:
                 self.scaling.serving(member.name)
         self.tell_capacity(member)
 
-    def tell_capacity(self, member: Member) -> None:
-        """Enter what a worker can make now in the books."""
+    def tell_capacity(self, member: SimMember) -> None:
+        """Enter what a worker can make now in the accounting."""
         able = member.name in self._serving and not member.parked
         able = able and self._kernel.now_s >= member.silent_until_s
         batch = member.offer.max_groups * self._run.scenario.sampling.samples_per_prompt
         full = member.offer.engine.tokens_per_s(batch) * member.speed
         self._trace.capacity(self._kernel.now_s, member.name, full if able else 0.0)
 
-    def _pause(self, member: Member, paused: bool) -> None:
+    def _pause(self, member: SimMember, paused: bool) -> None:
         if member.engine is not None:
             self.flow.advance(member)
             member.engine.engine.pause(paused)
