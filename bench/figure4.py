@@ -7,8 +7,9 @@ number of workers, as in section 5.5.1 of the paper:
 - star: the same with an uplink B0 of 300, 600, 700 or 800 Mbit/s;
 - chains: floor(B0 / Bw) peer chains under the same B0.
 
-Every worker has Bw = 100 Mbit/s. SIMULATED: the planner is the one that runs (`weights.chain.tracker`), the relays
-follow the transport's rules (`weights.chain.simulated`), but links, and time, are virtual: no TCP, no hashing.
+Every worker has Bw = 100 Mbit/s. SIMULATED: the planner is the one that runs (`weights.chain.tracker`), the
+relays follow the transport's rules (`weights.chain.simulated`), but links, and time, are virtual: no TCP, no
+hashing.
 Chunks are of 16 MiB, so that an hour takes a second; smaller ones bring the chains nearer to the lower bound.
 
 The bar is that chains take at most 1.15 of the unlimited star at every number of workers, where the star

@@ -16,7 +16,7 @@ def check_fit(config: Config, has: Mapping[str, float], labels: Sequence[Mapping
         ClusterError: names the resource, what is wanted and what there is.
     """
     wanted: dict[str, float] = {}
-    kinds = config.fleet.workers if config.fleet.scale != "ray" else []  # there nodes come when asked for
+    kinds = [] if config.fleet.brings_nodes else config.fleet.workers
     for kind in kinds:
         count = kind.count if config.fleet.scale == "fixed" else kind.quota
         for resource, amount in kind.resources.items():
@@ -45,7 +45,7 @@ def check_nodes(fleet: FleetConfig, nodes: Sequence[Mapping[str, float]]) -> Non
     Raises:
         ClusterError: names the SKU and what its engine needs.
     """
-    for kind in fleet.workers if fleet.scale != "ray" else []:
+    for kind in [] if fleet.brings_nodes else fleet.workers:
         if kind.engine.num_ranks > 1 and not any(
             all(amount <= node.get(resource, 0.0) for resource, amount in kind.resources.items())
             for node in nodes

@@ -1,8 +1,8 @@
 """What a run is made of: typed settings, YAML groups and `key=value` overrides.
 
 Nothing here imports torch, ray, vllm or deepspeed: a mistake is found before anything heavy starts. `Fixed`
-settings are a run's for good; `Free` ones may change where it is resumed (see `settings`, `resume`).
-`cli.py` turns command-line words into one of these models.
+settings are a run's for good; `Free` ones may change where it is resumed (see `fields`, `loop.resume`).
+`loop.loading` turns command-line words into one of these models.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
+from echo_planes.config.extensions import one_of
 from echo_planes.config.fields import (
     Fixed,
     Free,
@@ -146,10 +147,11 @@ class FleetConfig(Section):
         description="times in a row that a lost worker is started again, each, after 0, 1, 3, 7, ... 60 s; "
         "ten minutes of work begin the row anew (scale=fixed)",
     )
-    scale: Literal["fixed", "static", "ray"] = Free(
+    scale: Annotated[str, one_of("fixed", "static", "ray")] = Free(
         "fixed",
         description="fixed: `count` workers of each kind; static: as many as pay, on the nodes there are; "
-        "ray: as many as pay, and Ray's autoscaler brings and takes the nodes",
+        "ray: as many as pay, and Ray's autoscaler brings and takes the nodes; or package.module:NAME that "
+        "makes an Actuator, which does",
     )
     gamma: float = Free(1.1, ge=1, description="redundancy: mu_target = gamma mu_min")
     tick_s: PositiveFloat = Free(5.0, description="the fleet is looked at this often, seconds")
@@ -174,6 +176,11 @@ class FleetConfig(Section):
     @property
     def num_workers(self) -> int:
         return sum(kind.count for kind in self.workers)
+
+    @property
+    def brings_nodes(self) -> bool:
+        """Whether nodes come when they are asked for, so that what is there now says nothing."""
+        return self.scale not in ("fixed", "static")
 
     def fixed(self) -> dict[str, WorkerConfig]:
         """The workers of a fleet that does not change: w0, w1, ... in the order of the settings."""
@@ -206,7 +213,10 @@ class SamplingConfig(Section):
     stream_s: PositiveFloat = Free(
         1.0, description="workers send their tokens this often; so much at most is sampled again after a loss"
     )
-    router: Literal["pull", "jsq", "proportional"] = Free("pull", description="which worker gets the prompts")
+    router: Annotated[str, one_of("pull", "jsq", "proportional")] = Free(
+        "pull",
+        description="which worker gets the prompts; or package.module:NAME that makes a DispatchPolicy",
+    )
     refill: Annotated[Literal["off", "reward", "correct"] | None, OFF] = Free(
         None,
         description="groups that do not count towards a batch, others take their place: all rewards equal, "
@@ -324,8 +334,8 @@ class WeightsConfig(Section):
 class ObjectiveConfig(Section):
     """The loss. Each name fixes how advantages are normalised, how tokens are averaged, and its defaults."""
 
-    name: Literal["grpo", "dapo", "dr_grpo", "rloo", "gspo", "cispo"] = Free(
-        "grpo", description="see learning/objectives"
+    name: Annotated[str, one_of("grpo", "dapo", "dr_grpo", "rloo", "gspo", "cispo")] = Free(
+        "grpo", description="see learning/objectives; or package.module:NAME of an Objective"
     )
     anchor: Literal["proximal", "sampler"] | None = Free(
         None,

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from echo_planes.config.extensions import extension
 from echo_planes.config.schema import Config
 from echo_planes.errors import ConfigError, DivergedError
 from echo_planes.learning import packing
@@ -25,6 +26,7 @@ from echo_planes.learning.deepspeed_engine import DeepSpeedEngine, StateBits, pi
 from echo_planes.learning.objectives import (
     OBJECTIVES,
     Loss,
+    Objective,
     Tokens,
     outlier_masks,
     policy_loss,
@@ -104,7 +106,7 @@ class Learner:
         self._rate_left = 1.0  # share of the peak rate that the decay has come down to
         self._adjustment = Adjustment()
         self._diverged = ""
-        self._objective = OBJECTIVES[config.objective.name]
+        self._objective = extension("objective.name", config.objective.name, OBJECTIVES, Objective)
         self.drift = DriftControl(config.learner.drift_target, config.learner.drift_floor)
         self.loss: Callable[[Tokens], Loss] = self._policy_loss
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from echo_planes.cluster.clock import Clock
 from echo_planes.cluster.process import free_port
 from echo_planes.cluster.session import NodeWatch
+from echo_planes.config.extensions import extension
 from echo_planes.config.schema import Config, WorkerConfig
 from echo_planes.data.actor import DataService
 from echo_planes.data.replay.batch import make_batch
@@ -351,17 +352,28 @@ class RayPlanes:
             ray.kill(worker.handle)
 
 
-async def make_actuator(config: Config, clock: Clock) -> Actuator:
-    """Where the machines of a fleet come from.
+async def _static_actuator(config: Config, clock: Clock) -> Actuator:
+    return StaticActuator({offer.name: offer.max_count for offer in offers_of(config)})
 
-    Raises:
-        ClusterError: the cluster has no autoscaler of the kind that is needed.
-    """
-    if config.fleet.scale == "static":
-        return StaticActuator({offer.name: offer.max_count for offer in offers_of(config)})
+
+async def _ray_actuator(config: Config, clock: Clock) -> Actuator:
     nodes = RayNodes({kind.offer: kind.labels for kind in config.fleet.workers}, clock)
     await nodes.check()
     return nodes
+
+
+MakeActuator = Callable[[Config, Clock], Awaitable[Actuator]]
+ACTUATORS: dict[str, MakeActuator] = {"static": _static_actuator, "ray": _ray_actuator}
+
+
+async def make_actuator(config: Config, clock: Clock) -> Actuator:
+    """Where the machines of a fleet come from, by `fleet.scale`.
+
+    Raises:
+        ConfigError: no actuator is there.
+        ClusterError: the cluster has no autoscaler of the kind that is needed.
+    """
+    return await extension("fleet.scale", config.fleet.scale, ACTUATORS)(config, clock)
 
 
 def _actor_options(resources: Mapping[str, float], labels: Mapping[str, str]) -> dict[str, Any]:

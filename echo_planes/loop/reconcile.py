@@ -1,4 +1,4 @@
-"""The loop that keeps a fleet as it should be: does what `fleet.reconciler` decides, and tells it what happens.
+"""The loop that keeps a fleet as it should be: does what `fleet.reconciler` decides, tells it what happens.
 
 It listens to the run as an `Observer`, looks at the machines through an `Actuator`, and has the runner start
 and end workers. A worker is started when a machine for it is there, on that machine.
@@ -250,11 +250,10 @@ class ReconcileLoop(QuietObserver):
         self._actuator.assign(node.node_id, worker_id)
         self.fleet.came(worker_id, now_s)
         kind = self._kinds[node.offer_name]
-        if self._config.fleet.scale == "ray":
+        if self._config.fleet.brings_nodes:
             labels = {**kind.labels, NODE_LABEL: node.node_id}
-            kind = kind.model_copy(
-                update={"labels": labels, "resources": {**kind.resources, kind.offer: 1.0}}
-            )
+            unit = {kind.offer: 1.0} if self._config.fleet.scale == "ray" else {}  # of which a node has one
+            kind = kind.model_copy(update={"labels": labels, "resources": {**kind.resources, **unit}})
         self._roster.enlist(worker_id, kind)
         self._tell("machine", f"{worker_id} {kind.offer} {node.node_id}")
         hands.want_worker(worker_info(worker_id, kind, epoch=0))

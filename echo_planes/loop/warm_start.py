@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from echo_planes.config.extensions import imported
 from echo_planes.config.files import check_regular, user_path
 from echo_planes.config.schema import BUILTIN_MODELS
-from echo_planes.data.tasks.registry import imported
 from echo_planes.errors import ClusterError, ConfigError, EchoPlanesError, StoppedError, UserError
 
 if TYPE_CHECKING:

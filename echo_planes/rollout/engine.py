@@ -61,9 +61,9 @@ class Engine(Protocol):
     async def install(self, publication: Publication) -> None:
         """Make a published version serve, at a safe point, keeping the requests in flight.
 
-        Takes codecs `overwrite` and `full`; others must be staged first (`weights.node.stager.Stager`). A payload
-        that is already a file is given as `weights.receiver.open_staged` opens it: the engine then reads that
-        file and makes no copy, and the file must stay until this returns.
+        Takes codecs `overwrite` and `full`; others must be staged first (`weights.node.stager.Stager`). A
+        payload that is already a file is given as `weights.receiver.open_staged` opens it: the engine then
+        reads that file and makes no copy, and the file must stay until this returns.
 
         Either the live tensors end with exactly the digest in the manifest and answer a probe, or nothing
         changes and `WeightsError` says why. Tensors found damaged do not serve on: generation stands still

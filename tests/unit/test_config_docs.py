@@ -18,6 +18,8 @@ from echo_planes.run import USAGE, main
 from tasks.math.options import MathOptions
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGES = (ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md")))
+MADE_UP = ("my_task.py", "test_my_task.py")  # files that a page has its reader make
 GROUP_FILES = sorted(path for group in GROUPS for path in (config_dir() / group).glob("*.yaml"))
 
 
@@ -127,17 +129,24 @@ def test_every_section_refuses_unknown_keys() -> None:
         assert section.model_config["extra"] == "forbid"
 
 
-def test_the_readme_names_only_settings_that_exist() -> None:
-    readme = ROOT / "README.md"
-    if not readme.is_file():
-        pytest.skip("no README in this tree")
-    text = readme.read_text()
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_name_only_settings_files_and_pages_that_exist(page: Path) -> None:
+    text = page.read_text()
     groups = {f"{path.parent.name}={path.stem}" for path in GROUP_FILES}
     for group, name in re.findall(rf"\b({'|'.join(GROUPS)})=([a-z0-9_]+)\b(?![.:/])", text):
-        assert f"{group}={name}" in groups, f"README: {group}={name}"
-    sections = "|".join(Config.model_fields)
+        assert f"{group}={name}" in groups, f"{page.name}: {group}={name}"
+    sections = "|".join(set(Config.model_fields) - {"task"})  # a task has keys of its own
     known = {re.sub(r"\.\d+\.", ".0.", path) for path, _ in ALL_KEYS}
-    for path in re.findall(rf"\b((?:{sections})\.[a-z_0-9.]+)=", text):
-        assert re.sub(r"\.\d+\.", ".0.", path) in known, f"README: {path}"
+    for path in re.findall(rf"(?<![.\w])((?:{sections})\.[a-z_0-9.]+)=", text):
+        assert re.sub(r"\.\d+\.", ".0.", path) in known, f"{page.name}: {path}"
     for path in re.findall(r"configs/[a-z_/0-9]+\.yaml", text):
-        assert (ROOT / path).is_file(), f"README: {path}"
+        assert (ROOT / path).is_file(), f"{page.name}: {path}"
+    for path in re.findall(r"\]\(([a-z/-]+\.md)\)", text):
+        assert (page.parent / path).is_file(), f"{page.name}: {path}"
+    files = [one.relative_to(ROOT).as_posix() for one in ROOT.rglob("*.py") if ".venv" not in one.parts]
+    for path in re.findall(r"`([a-z_/]+\.py)`", text):
+        assert any(f"/{one}".endswith(f"/{path}") for one in files) or path in MADE_UP, f"{page.name}: {path}"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 900

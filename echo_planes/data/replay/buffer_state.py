@@ -42,7 +42,7 @@ class Accepted:
 class BufferState:
     """One consistent cut, between two batches: enough to continue without skipping or repeating a prompt.
 
-    The rows of `groups` are in the store; see `checkpoint_state.py` for how the two are brought together again.
+    The rows of `groups` are in the store; `checkpoint_state.py` brings the two together again.
     """
 
     step: int

@@ -20,6 +20,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from echo_planes.config.extensions import extension
 from echo_planes.errors import ConfigError
 
 Ints = npt.NDArray[np.int64]
@@ -308,9 +309,7 @@ def policy_named(name: str, theta: int) -> DispatchPolicy | None:
     """
     if name == "pull":
         return None
-    if name not in POLICIES:
-        raise ConfigError(f"unknown router '{name}'; choose {', '.join(('pull', *POLICIES))}")
-    return POLICIES[name](theta)
+    return extension("sampling.router", name, POLICIES)(theta)
 
 
 def free_slots_first(policy: DispatchPolicy, num_requests: int, workers: Workers) -> Ints:

@@ -22,9 +22,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from echo_planes.config.extensions import in_words, raised_at
 from echo_planes.config.schema import TaskConfig
 from echo_planes.data.tasks.adapter import TaskAdapter, Tokenizer
-from echo_planes.data.tasks.registry import adapter_class, build_adapter, folder_of, in_words, raised_at
+from echo_planes.data.tasks.registry import adapter_class, build_adapter, folder_of
 from echo_planes.data.tasks.reward_child import checked
 from echo_planes.errors import TaskError, UserError
 from echo_planes.types import Episode, Omega, Prompt, Reward, Sample, Span, Trajectory

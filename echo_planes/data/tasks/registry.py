@@ -12,15 +12,14 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from pydantic import ValidationError
 
+from echo_planes.config.extensions import imported, in_words, raised_at
 from echo_planes.config.files import MODEL_JSON_BYTES, check_regular, read_json
 from echo_planes.config.schema import TaskConfig
 from echo_planes.data.tasks.adapter import TaskAdapter, TaskOptions, Tokenizer
@@ -57,22 +56,6 @@ def installed_adapter(name: str) -> str | None:
     return offers[0][1] if offers else None
 
 
-def raised_at(error: BaseException, folder: Path | None = None) -> str:
-    """`file:line` of the user's code where `error` came from: the deepest frame in `folder`, else of all."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    own = [frame for frame in frames if folder is not None and Path(frame.filename).parent == folder]
-    deepest = (own or frames)[-1]
-    return f"{deepest.filename}:{deepest.lineno}"
-
-
-def in_words(error: BaseException) -> str:
-    """The last line of an error's traceback."""
-    lines = traceback.format_exception_only(error)[-1].strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
 def adapter_class(path: str) -> type[TaskAdapter]:
     """The class named by `package.module:Class`, or the one that brings the tasks of `LIBRARY:NAME`.
 
@@ -97,28 +80,6 @@ def _library_task(path: str) -> type[TaskAdapter] | None:
         return None
     found: type[TaskAdapter] | None = getattr(imported(module, f"task.adapter='{path}'"), LIBRARY_TASK, None)
     return found
-
-
-def imported(module_name: str, where: str) -> ModuleType:
-    """A module that a person named; `where`, for messages: by which word.
-
-    Raises:
-        ConfigError: there is none, or it cannot be imported.
-    """
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{where}: no module named '{error.name}'; check the spelling and that it can be imported from "
-            "the current folder"
-        ) from error
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a user's module may raise anything, SystemExit too
-        raise ConfigError(
-            f"{where}: importing {module_name} raised {in_words(error)} ({raised_at(error)}); correct it "
-            "there"
-        ) from error
 
 
 def adapter_options(task: TaskConfig) -> tuple[type[TaskAdapter], TaskOptions]:
