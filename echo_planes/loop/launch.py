@@ -73,7 +73,13 @@ class _Actor:
     node: NodeWatch | None = None  # in the process that started the cluster
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        answer = getattr(self.handle, method).remote(*arguments)
+        return await self.answer(method, self.begin(method, *arguments))
+
+    def begin(self, method: str, *arguments: Any) -> Any:
+        """Reference of what the call will give."""
+        return getattr(self.handle, method).remote(*arguments)
+
+    async def answer(self, method: str, answer: Any) -> Any:
         try:
             return await (answer if self.node is None else self.node.while_up(answer))
         except ConnectionResetError as error:
@@ -93,6 +99,13 @@ class RemoteData:
 
     def __init__(self, handle: Any, run_dir: Path, node: NodeWatch | None = None) -> None:
         self._actor = _Actor(handle, f"replay buffer (resume with run.resume={run_dir})", RunError, node)
+        self._newest: tuple[TrainBatch, Any] | None = None
+
+    def reference(self, batch: TrainBatch) -> Any:
+        """Reference of a batch in Ray's object store, from which the ranks fetch it."""
+        if self._newest is not None and self._newest[0] is batch:
+            return self._newest[1]
+        return ray.put(batch)
 
     async def ready(self) -> int:
         return int(await self._actor.call("ready"))
@@ -132,7 +145,12 @@ class RemoteData:
         await self._actor.call("limit_staleness", max_staleness)
 
     async def next_batch(self, step: int, wait_s: float) -> Any:
-        return await self._actor.call("next_batch", step, wait_s)
+        self._newest = None  # its memory can go
+        answer = self._actor.begin("next_batch", step, wait_s)
+        found = await self._actor.answer("next_batch", answer)
+        if isinstance(found, TrainBatch):
+            self._newest = found, answer
+        return found
 
     async def counts(self) -> BufferCounts:
         counts: BufferCounts = await self._actor.call("counts")
@@ -164,7 +182,9 @@ class RemoteLearner:
         run_dir: Path,
         start_step: int,
         node: NodeWatch | None,
+        reference: Callable[[TrainBatch], Any],
     ) -> None:
+        self._reference = reference
         settings = config.learner
         port = settings.master_port or free_port()
         options = _actor_options(settings.resources, {})
@@ -191,7 +211,7 @@ class RemoteLearner:
         return self._start_step
 
     async def train_step(self, batch: TrainBatch) -> StepStats:
-        stats: StepStats = (await self._all("train_step", batch))[0]
+        stats: StepStats = (await self._all("train_step", self._reference(batch)))[0]
         return stats
 
     async def adjust(self, adjustment: Adjustment) -> None:
@@ -215,7 +235,7 @@ class RemoteLearner:
     async def mismatch(self, trajectories: Sequence[Trajectory]) -> float:
         """Mean |learner logprob - sampler logprob| on sampled tokens, nats."""
         batch = make_batch(0, [Group("probe", tuple(trajectories))], train_everything)
-        logprobs: np.ndarray = (await self._all("logprobs", batch))[0]
+        logprobs: np.ndarray = (await self._all("logprobs", self._reference(batch)))[0]
         return float(np.abs(logprobs - batch.sampler_logprobs)[batch.loss_mask].mean())
 
     async def save(self, folder: Path) -> None:
@@ -318,7 +338,13 @@ class RayPlanes:
             config=reachable(config.weights, len([node for node in ray.nodes() if node["Alive"]])),
         )
         self.learner = RemoteLearner(
-            config, self._link, signer.private_bytes(), run_dir, start_step, self._node
+            config,
+            self._link,
+            signer.private_bytes(),
+            run_dir,
+            start_step,
+            self._node,
+            self.data.reference,
         )
 
     def enlist(self, worker_id: str, kind: WorkerConfig) -> None:
