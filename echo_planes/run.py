@@ -21,7 +21,7 @@ from echo_planes.errors import CollapsedError, EchoPlanesError, RunError, Stoppe
 from echo_planes.loop import preflight
 from echo_planes.loop.checkpoint import CheckpointMeta, newest_checkpoint
 from echo_planes.loop.inputs import check_inputs, digest_of_model, digest_of_prompts, keep_inputs
-from echo_planes.loop.loading import describe, dump_config, load_config, recorded_config
+from echo_planes.loop.loading import describe, dump_resolved, load_config, recorded_config
 from echo_planes.loop.resume import Change, changes_of, check_changes, check_unfinished
 from echo_planes.loop.runner import Outcome
 from echo_planes.reporting.metrics import GAUGES, read_summary
@@ -46,10 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if "--help" in words or "-h" in words:
-            return _show(USAGE + "\n" + describe() + "\n")
+            return _show(f"{USAGE}\n{describe(words)}\n")
         config = load_config([word for word in words if word != "--print"])
         if "--print" in words:
-            return _show(dump_config(config))
+            return _show(dump_resolved(config))
         return run(config)
     except (UserError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)

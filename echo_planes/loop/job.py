@@ -7,6 +7,7 @@ opened from there as a resume opens one, with a lineage of its own.
 from __future__ import annotations
 
 import asyncio
+import shlex
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -229,7 +230,11 @@ def _close_books(
     if outcome.status == "rollback":
         return
     write_sparsity(folder, config.weights.store)
-    go_on = journal.spending.way_on(clock.now_s()) if outcome.status == "spent" else ""
+    go_on = ""
+    if outcome.status == "spent":
+        go_on = journal.spending.way_on(clock.now_s())
+    elif outcome.status == "stopped" and any((folder / "checkpoints").glob("step-*")):
+        go_on = f"python -m echo_planes.run {shlex.quote(f'run.resume={folder}')}"
     view.final(summary, write_report(folder), go_on)
 
 

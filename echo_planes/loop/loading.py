@@ -98,16 +98,30 @@ def dump_config(config: Config) -> str:
     return dump_yaml(config.model_dump(mode="json"))
 
 
-def describe() -> str:
-    """Every key with its default and meaning, for `--help`."""
+def dump_resolved(config: Config) -> str:
+    """`dump_config` with the task's options at what they come to: what `--print` shows."""
+    tree = config.model_dump(mode="json")
+    _, options = adapter_options(config.task)
+    tree["task"] |= options.model_dump(mode="json")
+    return dump_yaml(tree)
+
+
+def describe(words: Sequence[str] = ()) -> str:
+    """Every key with its default and meaning, for `--help`; with the options of the task that `words` name.
+
+    Raises:
+        ConfigError: there is no such task.
+    """
+    tasks = [word.partition("=")[2] for word in words if word.startswith("task=")]
+    task = (tasks or ["math"])[-1]
     groups = [f"{group}={'|'.join(_names(group))}" for group in GROUPS]
     lines = [f"groups: {', '.join(groups)}", ""]
     for name, field in Config.model_fields.items():
         section = field.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
             lines += [*describe_section(name, section), ""]
-    cls, _ = adapter_options(TaskConfig.model_validate(_task("math", ())[0]))
-    lines += ["options of task=math:", *describe_section("task", cls.Options)]
+    cls = adapter_class(TaskConfig.model_validate(_task(task, ())[0]).adapter)
+    lines += [f"options of task={task}:", *describe_section("task", cls.Options)]
     return "\n".join(lines)
 
 

@@ -259,6 +259,10 @@ def test_ctrl_c_ends_with_130_a_checkpoint_of_the_last_step_and_no_process(
     assert interrupted.left_behind() == []
 
 
+def test_ctrl_c_says_how_to_go_on(interrupted: Program, base: Path) -> None:
+    assert f"go on      python -m echo_planes.run run.resume={base / 'run'}" in interrupted.stdout
+
+
 def test_a_resumed_run_starts_at_its_checkpoint(crash_steps: tuple[int, int], interrupted: Program) -> None:
     publications = events(interrupted.run_dir, "publication")
     times_s = [event["time_s"] for event in publications]

@@ -85,6 +85,20 @@ def test_print_shows_the_resolved_settings_and_starts_nothing(capsys: pytest.Cap
     assert "sku: cpu-large" in text
 
 
+def test_help_and_print_are_of_the_task_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help", "task=poker"]) == 0
+    text = capsys.readouterr().out
+    assert "options of task=poker:" in text
+    assert "options of task=math:" not in text
+    assert "  task.level=" not in text
+    assert main(["--print", "task=math", "task.level=carry"]) == 0
+    text = capsys.readouterr().out
+    assert "level: carry" in text
+    assert "dataset: " in text  # by its default
+    assert main(["--help", "task=pokker"]) == 2
+    assert "did you mean 'poker'?" in capsys.readouterr().err
+
+
 def test_a_mistake_is_one_line_and_exit_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run.step=7"]) == 2
     captured = capsys.readouterr()
