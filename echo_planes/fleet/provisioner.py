@@ -353,7 +353,7 @@ class Provisioner:
         if shortfall is not None:
             reason += f"; no fleet within the limits is enough ({', '.join(shortfall.binding)})"
         changes = [
-            f"{sign}{n} {offer.name} at ${offer.usd_per_hour:.2f}/h (rho {offer.rho:.2f})"
+            f"{sign}{n} {offer.name} at ${offer.usd_per_hour:.2f}/h (rho {offer.rho:.2g})"
             for sign, some in (("+", launch), ("-", release))
             for offer in problem.offers
             if (n := some.get(offer.name, 0))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo_planes.errors import WeightsError
+from echo_planes.weights.node.catch_up import in_short
 from echo_planes.weights.store.catch_up import CatchUp, plan_path
 from echo_planes.weights.store.paths import Entry, Position
 from tests.unit.store_publications import digest_of, entry_of
@@ -237,3 +238,10 @@ def test_another_error_than_a_refusal_goes_through() -> None:
     worker.during_apply = fail
     with pytest.raises(OSError, match="spool"):
         catch_up(worker, store(3, 0), None, 3)
+
+
+def test_a_long_way_is_told_in_one_short_line() -> None:
+    steps = ["v0 full", *(f"v{version} compact" for version in range(2, 78, 2))]
+    assert in_short(steps) == "v0 full, v2 compact, 36 more, v76 compact"
+    assert in_short(steps[:4]) == "v0 full, v2 compact, v4 compact, v6 compact"
+    assert in_short([]) == ""

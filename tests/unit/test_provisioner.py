@@ -196,7 +196,7 @@ def test_the_first_fleet_is_bought_at_once_and_then_nothing_changes() -> None:
     reason = fleet.tick(0.0, [SMALL, LARGE])
     assert fleet.running == {"small": 8}
     assert "32.00 trajectories/s are needed (mu_min 32.00 x gamma 1.00), 0.00 are there" in reason
-    assert "+8 small at $0.80/h (rho 0.20)" in reason
+    assert "+8 small at $0.80/h (rho 0.2)" in reason
     assert "anew, by greedy: $6.40/h" in reason
     for now_s in range(10, 1000, 10):
         fleet.tick(float(now_s), [SMALL, LARGE])
@@ -284,9 +284,7 @@ def test_where_nothing_can_be_added_to_what_runs_another_fleet_takes_its_place()
     fleet = Fleet(Limits(max_workers=3), small=2)
     for now_s in (0.0, 20.0):
         assert "waiting" in fleet.tick(now_s, [SMALL, LARGE])
-    assert "+3 large at $3.00/h (rho 0.25), -2 small at $0.80/h (rho 0.20)" in fleet.tick(
-        30.0, [SMALL, LARGE]
-    )
+    assert "+3 large at $3.00/h (rho 0.25), -2 small at $0.80/h (rho 0.2)" in fleet.tick(30.0, [SMALL, LARGE])
     assert fleet.running == {"large": 3}
 
 

@@ -169,7 +169,7 @@ class Rescue:
     def take_way(self) -> str:
         """What catch-ups have staged since this was last asked, in order; "" when nothing."""
         way, self._way = self._way, []
-        return ", ".join(f"v{entry.manifest.version} {entry.manifest.codec}" for entry in way)
+        return in_short([f"v{entry.manifest.version} {entry.manifest.codec}" for entry in way])
 
     async def _go_by_snapshot(self, goal: Position, ours: Mapping[str, Holding], why: WeightsError) -> None:
         """The same from a snapshot that the patches here lead on from; `why` no other way leads there."""
@@ -250,3 +250,10 @@ def _entries(ours: Mapping[str, Holding]) -> list[Entry]:
 def _cost(entry: Entry) -> float:
     """Bytes to fetch: none for what is here."""
     return 0.0 if entry.name.startswith(SHELF) else float(entry.manifest.payload_bytes)
+
+
+def in_short(steps: Sequence[str]) -> str:
+    """The steps of a way in one line: the first two, how many more, and the last."""
+    if len(steps) > 4:
+        steps = [*steps[:2], f"{len(steps) - 3} more", steps[-1]]
+    return ", ".join(steps)
