@@ -28,11 +28,14 @@ def check_fit(config: Config, has: Mapping[str, float], labels: Sequence[Mapping
             )
     for resource, amount in config.learner.resources.items():
         wanted[resource] = wanted.get(resource, 0.0) + amount * config.learner.num_ranks
+    workers, smaller = "workers", "choose a smaller fleet"
+    if config.fleet.scale == "static":  # any of them may be used
+        workers, smaller = "workers up to their max_count", "lower fleet.workers.N.max_count"
     for resource, amount in wanted.items():
         if amount > has.get(resource, 0.0) + 1e-9:
             raise ClusterError(
-                f"fleet: workers and learner need {amount:g} {resource}, the cluster has "
-                f"{has.get(resource, 0.0):g}; choose a smaller fleet, or lower its 'resources'"
+                f"fleet: {workers} and the learner need {amount:g} {resource}, the cluster has "
+                f"{has.get(resource, 0.0):g}; {smaller}, or their 'resources'"
             )
 
 
