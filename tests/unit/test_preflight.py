@@ -402,7 +402,9 @@ def test_a_fleet_that_changes_must_fit_with_all_its_quotas_unless_nodes_come() -
     kind = {"sku": "a", "count": 1, "max_count": 4, "resources": {"GPU": 1.0}, "labels": {"pool": "x"}}
     has = {"CPU": 8.0, "GPU": 3.0}
     nodes = [{"pool": "x"}]
-    with pytest.raises(ClusterError, match="need 4 GPU, the cluster has 3; lower fleet.workers.N.max_count"):
+    with pytest.raises(
+        ClusterError, match=r"need 4 GPU, the cluster has 3; lower fleet\.workers\.N\.max_count"
+    ):
         placement.check_fit(changing(kind), has, nodes)
     with pytest.raises(ClusterError, match="no node of the cluster carries the labels"):
         placement.check_fit(changing(kind), has | {"GPU": 4.0}, [{"pool": "y"}])
