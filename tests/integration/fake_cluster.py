@@ -113,7 +113,7 @@ def missing() -> str:
 
 
 def command(plan: Plan, inside: Sequence[str]) -> list[str]:
-    """What to start, from outside, so that `inside` runs on the cluster. Killing its process ends it all."""
+    """Command that, from outside, runs `inside` on the cluster. Killing its process ends it all."""
     role = [sys.executable, "-m", "tests.integration.fake_cluster", "inside", json.dumps(asdict(plan))]
     return [*_unshare(), *role, *inside]
 

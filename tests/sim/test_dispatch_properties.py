@@ -1,4 +1,4 @@
-"""Whatever state the workers are in: sums are exact, nobody gets too much, and nothing moves in vain."""
+"""Dispatch in any state of the workers: sums are exact, none gets too much, and nothing moves in vain."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_queued_requests_move_as_in_the_paper_one_at_a_time(workers: Workers, th
 @settings(max_examples=examples(300), deadline=None)
 @given(workers=fleets(), theta=st.integers(1, 9))
 def test_queued_requests_come_to_rest(workers: Workers, theta: int) -> None:
-    """Where no worker ever starts anything, a few rounds end it: nothing goes to and fro."""
+    """If no worker ever starts a request, moves end within 100 rounds: nothing goes to and fro."""
     queued = int(workers.pending.sum())
     policy = ShortestQueue(theta)
     for _ in range(100):

@@ -156,7 +156,7 @@ class Life:
 
 
 def tokens_of(partials: tuple[PartialRollout, ...]) -> Tokens:
-    """What was streamed, of one call at most."""
+    """Tokens that were streamed, of one call at most."""
     samples = [partial.sample for partial in partials]
     assert len(samples) <= 1
     return [

@@ -56,7 +56,7 @@ class Attack:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of an attack."""
+    """Outcome of an attack."""
 
     name: str
     reason: str

@@ -1,4 +1,4 @@
-"""What people read about the settings is what the settings are: --help, configs/ and the README."""
+"""Agreement of what people read about the settings with the settings: --help, configs/ and the README."""
 
 from __future__ import annotations
 

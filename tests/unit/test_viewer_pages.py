@@ -1,4 +1,4 @@
-"""What the pages say of a trajectory: tokens, turns, notes, and nothing that a browser would run."""
+"""Pages of a trajectory: tokens, turns, notes, and nothing that a browser would run."""
 
 from __future__ import annotations
 
