@@ -45,7 +45,7 @@ SAME, UNTESTED = "same", "untested"  # what an explanation begins with
 KEPT = ROOT / ".mutation"
 SURVIVORS = ROOT / "bench" / "mutation_survivors.yaml"
 
-# What decides, and what would be lost if it were wrong. Beside each module the tests that must notice.
+# Modules that decide, and what would be lost if they were wrong. Beside each the tests that must notice.
 MODULES: dict[str, tuple[str, ...]] = {
     # data: every sample counted once, none too old, none lost, none masked wrongly
     "echo_planes/data/replay/leases.py": ("test_leases", "test_partial_rollouts", "test_buffer"),

@@ -27,7 +27,7 @@ PACKAGE = "echo_planes"
 ANEW = ("tests", "tasks", "examples", "conftest")  # imported by every trial itself
 Outcome = Literal["killed", "survived", "timed out"]
 
-# How long a trial may take beside the unchanged module: work that does not end uses the processor's time,
+# Limits of a trial, beside the unchanged module's time: work that does not end uses the processor's time,
 # which is the same on a busy machine; what waits for ever uses none, and has a limit by the clock.
 TIMES_CPU = 5.0
 LEAST_CPU_S = 6.0

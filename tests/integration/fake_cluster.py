@@ -49,7 +49,7 @@ PROVIDER = {
     "disable_node_updaters": True,
     "disable_launch_config_check": True,
 }
-# What `ray up` would do to a machine: nothing; but Ray misses the keys otherwise.
+# Steps of `ray up` on a machine: none; but Ray misses the keys otherwise.
 NOTHING: dict[str, Any] = {
     **{f"{kind}_commands": [] for kind in ("initialization", "setup", "head_setup", "worker_setup")},
     **{f"{role}_start_ray_commands": [] for role in ("head", "worker")},

@@ -112,7 +112,7 @@ def test_proportional_is_exact_and_nobody_is_a_request_off(workers: Workers, ten
     ):
         assert 0 <= count <= most
         assert abs(count - quota) < 1 + Fraction(1, 10**6)
-    # Who takes part keeps its estimate; who serves an older version loses half; who serves nothing, nothing.
+    # A worker that takes part, or serves nothing, keeps its estimate; one of an older version loses half.
     behind = (before.version >= 0) & ~eligible
     assert workers.tokens_per_s.tolist() == (np.where(behind, 0.5, 1.0) * before.tokens_per_s).tolist()
     assert assigned.commit.tolist() == (eligible & (before.version == before.newest - 1)).tolist()

@@ -364,7 +364,7 @@ def _check_nothing_lost(folder: Path, acked: dict[str, Fate]) -> None:
     for name, fate in acked.items():
         sequence = store.index.by_id[name]
         found = Fate(int(store.index.groups["fate"][sequence]))
-        # What was not acknowledged may be there all the same; what was, must be.
+        # A fate not acknowledged may be there all the same; an acknowledged one must be.
         assert found == fate or fate == Fate.BUFFERED, name
         assert found != Fate.LOST
         if store.index.groups["erased"][sequence]:

@@ -548,7 +548,7 @@ def test_a_cluster_that_is_away_for_a_while_is_told_and_survived(error: RunError
         scene.gone("w0")
         await asyncio.sleep(2 * TICK_S)
         scene.machines.fail_with = None
-        # What could not be asked for is asked for later.
+        # A request that failed is made again later.
         await until(lambda: scene.machines.wanted == {} and scene.machines.there == {})
 
     scene.play(act)
