@@ -1,4 +1,4 @@
-"""How long weights take to reach N workers: `python -m bench.broadcast [--json FILE] [--quick]`.
+"""Time that weights take to reach N workers: `python -m bench.broadcast [--json FILE] [--quick]`.
 
 Real node processes, each in a network namespace of its own with a shaped uplink and downlink and 80 ms of
 round trip between any two (`tests/integration/netns.py`; needs root). Payloads are random bytes, signed; the
@@ -71,7 +71,7 @@ class Case:
 
     @property
     def bar_s(self) -> float:
-        """What `seconds` shall not exceed."""
+        """Upper bound of `seconds`."""
         if self.unfaulted_s is not None:
             return FAULT_BAR * self.unfaulted_s + (self.detection_s or 0.0)
         return BAR * self.ideal_s

@@ -43,7 +43,7 @@ MOST_PROCESSES = 16
 
 @dataclass(slots=True)
 class Tally:
-    """What some seeds came to."""
+    """Outcomes of some seeds, counted."""
 
     seeds: int = 0
     replayed: int = 0

@@ -42,7 +42,7 @@ class Patch:
 
     @property
     def num_bytes(self) -> int:
-        """What travels, without the header that a file would have."""
+        """Bytes that travel, without the header that a file would have."""
         return sum(len(stream.packed) for stream in (self.rows, self.columns, self.values))
 
 

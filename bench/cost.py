@@ -1,4 +1,4 @@
-"""What the provisioner saves: `python -m bench.cost [--json FILE] [--data DIR]`.
+"""Dollars that the provisioner saves: `python -m bench.cost [--json FILE] [--data DIR]`.
 
 The real Fleet, Provisioner, Controller and ReplayBuffer run in the simulator, on a dated price list and three
 recorded spot markets, and make a fixed number of steps. Their dollars are compared with
@@ -81,7 +81,7 @@ SENSITIVITY = (
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a fleet cost, and what it did. Simulated, or priced without friction."""
+    """Cost of a fleet, and what it did. Simulated, or priced without friction."""
 
     name: str
     steps: int

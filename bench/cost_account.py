@@ -1,4 +1,4 @@
-"""Where a simulated fleet's dollars beyond the optimum's go, cause by cause."""
+"""Account of a simulated fleet's dollars beyond the optimum's, cause by cause."""
 
 from __future__ import annotations
 

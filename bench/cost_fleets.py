@@ -133,7 +133,7 @@ def random_fleet(market: SpotMarket, need: Need, steps: int, rng: random.Random)
 
 
 def plan_counts(offers: Sequence[Offer], need: Need) -> Mapping[str, int]:
-    """What `echo_planes.plan` would begin with: the cheapest fleet if all quotas were there.
+    """Counts that `echo_planes.plan` would begin with, by offer: the cheapest fleet if all quotas were there.
 
     Raises:
         DataError: there is none.

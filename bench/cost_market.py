@@ -1,4 +1,4 @@
-"""What `bench.cost` buys from: assumptions, single-GPU offers of a price list, and recorded spot markets."""
+"""Market of `bench.cost`: assumptions, single-GPU offers of a price list, and recorded spot markets."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Assumptions(Section):
         return estimated_t_train_s(self.workload.num_params, tokens, facts, self.learner.gpus)
 
     def need(self, t_bcast_s: float) -> Need:
-        """What the learner asks for."""
+        """Need of the learner, for a broadcast of `t_bcast_s`."""
         stale = self.staleness
         kappa = max(1, stale.max_staleness - 1)
         return Need(stale.max_staleness, kappa, self.per_step, self.t_train_s, t_bcast_s, stale.gamma)
@@ -212,7 +212,7 @@ def listed(assumptions: Assumptions, rows: Sequence[PriceRow], case: Case) -> tu
 
 
 def snapshot_s(assumptions: Assumptions) -> float:
-    """How long a new worker takes to receive all weights, seconds."""
+    """Seconds that a new worker takes to receive all weights."""
     weight_bytes = assumptions.workload.num_params * BYTES_PER_WEIGHT
     return weight_bytes / (min(assumptions.network.worker_mbit, assumptions.network.uplink_mbit) * 1e6 / 8)
 
@@ -254,7 +254,7 @@ def shifted(trace: SpotTrace, share: float) -> SpotTrace:
 
 @dataclass(frozen=True, slots=True)
 class SpotMarket:
-    """Which machines there are at each moment.
+    """Market with the machines that there are at each moment.
 
     Args:
         offers: all of them.
@@ -280,7 +280,7 @@ class SpotMarket:
         return tuple(there)
 
     def moments(self, until_s: float) -> list[float]:
-        """When something may change, from 0 on."""
+        """Times at which something may change, from 0 on, in order."""
         found = {0.0}
         for trace in self.traces.values():
             now_s = 0.0

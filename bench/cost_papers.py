@@ -1,4 +1,4 @@
-"""What `bench.cost`'s rule says at the prices that the papers state."""
+"""Comparison of `bench.cost`'s rule with the papers, at the prices that they state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echo_planes.fleet.instance_types import FleetPlan, Limits, Offer
 
 
 def papers_own(path: Path) -> list[tuple[str, str, str]]:
-    """What the same rule says at the prices that the papers state: what, ours, theirs.
+    """Compare the same rule with the papers at the prices that they state: rows of what, ours, theirs.
 
     Raises:
         DataError: the file lacks a price.

@@ -1,4 +1,4 @@
-"""How long generation stands still for an update: `python -m bench.install [--json FILE] [--no-engine]`.
+"""Pause of generation for an update: `python -m bench.install [--json FILE] [--no-engine]`.
 
 What the engine must do while it stands still is bounded from below by one digest of all live tensors (the
 proof that they are what was published). Every pause is shown beside that digest, taken in the same round.

@@ -45,7 +45,7 @@ SAME, UNTESTED = "same", "untested"  # what an explanation begins with
 KEPT = ROOT / ".mutation"
 SURVIVORS = ROOT / "bench" / "mutation_survivors.yaml"
 
-# What decides, and what would be lost if it were wrong. Beside each module the tests that must notice.
+# Modules that decide, and what would be lost if they were wrong. Beside each the tests that must notice.
 MODULES: dict[str, tuple[str, ...]] = {
     # data: every sample counted once, none too old, none lost, none masked wrongly
     "echo_planes/data/replay/leases.py": ("test_leases", "test_partial_rollouts", "test_buffer"),
@@ -87,7 +87,7 @@ class Tried:
 
 @dataclass(slots=True)
 class Result:
-    """What came of a module's changes."""
+    """Outcomes of a module's changes."""
 
     module: str
     places: int
@@ -111,7 +111,7 @@ class Result:
 
 
 class Kept:
-    """What was tried of a module before. A line a trial, so whatever ends a run early loses one.
+    """Record of earlier trials of a module. A line a trial, so whatever ends a run early loses one.
 
     Args:
         module: its path.
@@ -131,7 +131,7 @@ class Kept:
                 self._records[record["text"]] = record
 
     def outcome(self, change: Change) -> Outcome | None:
-        """What came of a change, if it would come of it again."""
+        """Return the recorded outcome of a change, if another trial would end the same; else None."""
         record = self._records.get(change.text)
         if record is None or record["of"] != self._of(record["by"]):
             return None

@@ -62,7 +62,7 @@ OURS: dict[str, type[Operator]] = {"DropStatement": DropStatement, "DropConditio
 
 
 def places(source: str) -> dict[tuple[str, Position, Position], list[Variant]]:
-    """What may be changed: by kind of change and place, the ways to do it."""
+    """Find what may be changed: by kind of change and place, the ways to do it."""
     nodes = list(ast_nodes(get_ast(source)))
     operators = {name: cosmic_ray.plugins.get_operator(name) for name in cosmic_ray.plugins.operator_names()}
     found: dict[tuple[str, Position, Position], list[Variant]] = {}

@@ -27,7 +27,7 @@ PACKAGE = "echo_planes"
 ANEW = ("tests", "tasks", "examples", "conftest")  # imported by every trial itself
 Outcome = Literal["killed", "survived", "timed out"]
 
-# How long a trial may take beside the unchanged module: work that does not end uses the processor's time,
+# Limits of a trial, beside the unchanged module's time: work that does not end uses the processor's time,
 # which is the same on a busy machine; what waits for ever uses none, and has a limit by the clock.
 TIMES_CPU = 5.0
 LEAST_CPU_S = 6.0
@@ -39,7 +39,7 @@ POLL_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How a run of the tests ended."""
+    """Result of a run of the tests."""
 
     outcome: Outcome
     by: str  # the test that failed, where one did: its file, or file::name
@@ -205,7 +205,7 @@ def reached_by(name: str) -> set[str]:
 
 @cache
 def _imports() -> dict[str, set[str]]:
-    """What each module of the package may import of it."""
+    """Map each module of the package to all names that it imports, modules or not."""
     found: dict[str, set[str]] = {}
     for path in sorted((ROOT / PACKAGE).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts

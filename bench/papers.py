@@ -75,7 +75,7 @@ def _table(rows: list[Any]) -> None:
 
 
 def show_assumptions(sections: Iterable[str]) -> None:
-    """What was assumed for these claims, and from where; then what changed after a first run."""
+    """Print what was assumed for these claims, and from where; then what changed after a first run."""
     tree = yaml.safe_load(ASSUMPTIONS.read_text())
     for section in sections:
         print(f"\nassumptions: {section}")

@@ -1,4 +1,4 @@
-"""What the claims of `bench.papers` share: assumptions, rows of the table, and ECHO-2's scenario.
+"""Shared parts of the claims of `bench.papers`: assumptions, rows of the table, and ECHO-2's scenario.
 
 Everything here is simulated: the code that decides is the real one, what it decides about is modelled.
 """
@@ -35,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What one claim of a paper came to. All of it is simulated."""
+    """Result of one claim of a paper. All of it is simulated."""
 
     name: str
     source: str

@@ -26,7 +26,7 @@ DROP_OUTS = ("broadcast: forwarder drops out", "rollout: worker drops out")
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What one fault came to."""
+    """Effect of one fault, and the time of recovery."""
 
     drop: float  # share of the capacity
     seconds: float | None  # until the capacity is back and the broadcast in hand is complete
@@ -172,7 +172,7 @@ def _relay(cut: Scenario) -> str:
 
 
 def _complete_s(cut: Scenario) -> float:
-    """When those who live then have the broadcast in hand, whole and installed."""
+    """Time when all that serve at the end of `cut` have the broadcast in hand, whole and installed."""
     world = World(cut)
     world.run()
     parts = [world.workers.network.transfer(member.name) for member in world.workers.serving()]

@@ -41,7 +41,7 @@ def recompute(simulated: Scenario) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class Yield:
-    """What a run made."""
+    """Yield of a run."""
 
     tokens_per_s: float
     tokens_per_usd: float
@@ -127,7 +127,7 @@ def yielded(result: Result, warm_up_steps: int) -> Yield:
 
 
 def mean_machines(values: Values, trace: str, share: float) -> float:
-    """How many of the machines asked for there were, on average over the hours that are simulated."""
+    """Mean number of the machines asked for that there were, over the hours that are simulated."""
     market = offer_trace(spot(values, BASE, trace, share).offers[0])
     if market is None:
         return 0.0

@@ -250,7 +250,7 @@ class Proof:
         )
 
     def trl(self) -> Iterator[Claim]:
-        """What a person would pick on one box, beside the first seed's run."""
+        """Compare TRL, which a person would pick on one box, with the first seed's run."""
         if not TRL_PYTHON.exists():
             yield Claim(
                 "beside TRL's GRPOTrainer", "no .venv-trl: see bench/trl_baseline.py", "<= 1.25 x", None
@@ -279,7 +279,7 @@ class Proof:
         )
 
     def _bench(self, module: str) -> Any:
-        """What a benchmark writes; one that misses a bar of its own ends with 1, and is judged here."""
+        """Run a benchmark; return its JSON. One that misses its own bar ends with 1, and is judged here."""
         print(f"[proof] {module}", flush=True)
         out = self._folder / f"{module}.json"
         subprocess.run([sys.executable, "-m", module, "--json", str(out)], cwd=ROOT, check=False)
@@ -287,7 +287,7 @@ class Proof:
 
 
 def _change(told: dict[str, Any], prompts_per_case: int) -> tuple[str, float, float]:
-    """How the held-out reward changed from the first evaluation to the last: in words, and the 95 % interval
+    """Change of the held-out reward from the first evaluation to the last: in words, and the 95 % interval
     of the mean change of a case (so many prompts in a row)."""
     first, last = (dict(told["evals"][i]["prompt_rewards"]) for i in (0, -1))
     changes: dict[int, list[float]] = {}

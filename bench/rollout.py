@@ -1,4 +1,4 @@
-"""What a rollout worker costs on top of the engine: `python -m bench.rollout [--json FILE] [--prompts N]`.
+"""Cost of a rollout worker on top of the engine: `python -m bench.rollout [--json FILE] [--prompts N]`.
 
 One engine, two ways to feed it the same prompts with the same number in flight, in alternating rounds:
 

@@ -1,4 +1,4 @@
-"""What a sandboxed run costs: `python -m bench.sandbox [--json FILE]`.
+"""Cost of a sandboxed run: `python -m bench.sandbox [--json FILE]`.
 
 - start: one program after another, `pass`, beside a bare `python -I -S -c pass` of the same interpreter in
   the same rounds. The overhead is the median of the differences within each round;

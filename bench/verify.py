@@ -48,7 +48,7 @@ MATH_TEXTS = {"gsm8k": {"question": str, "answer": str}, "math500": {"problem": 
 
 @dataclass(frozen=True, slots=True)
 class Oddity:
-    """What did not come out as it must."""
+    """Judgement that did not come out as it must."""
 
     check: str
     where: str
@@ -58,7 +58,7 @@ class Oddity:
 
 @dataclass(slots=True)
 class Section:
-    """What was found in one data set."""
+    """Findings in one data set."""
 
     name: str
     rows: int
@@ -74,7 +74,7 @@ class Section:
             self.oddities.append(Oddity(check, where, text[-SHOWN_CHARS:], reason))
 
     def odd(self, check: str) -> int:
-        """How many of a check are not as they must be."""
+        """Count the judgements of a check that are not as they must be."""
         return sum(oddity.check == check for oddity in self.oddities)
 
 
@@ -119,7 +119,7 @@ def boxed(answer: str) -> str:
 
 
 def right_texts(dataset: str, row: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What a policy would say that knows the answer, or the authors' solution, as they wrote them."""
+    """Yield the texts of a policy that knows the answer or the authors' solution, as they wrote them."""
     if dataset == "gsm8k":
         working, _, answer = row["answer"].rpartition("####")
         yield "answer against itself", boxed(answer.strip())
@@ -211,7 +211,7 @@ def wrong_programs(solution: str, other: str) -> Iterator[tuple[str, str]]:
 
 
 def code_reason(reward: Reward) -> str:
-    """How a program did, in words."""
+    """Outcome of a program, in words."""
     status = next(name.removeprefix("is_") for name in reward.parts if name.startswith("is_"))
     return f"{status}, passed {reward.parts['passed']:.0%} of its tests"
 

@@ -1,4 +1,4 @@
-"""What takes minutes runs where ECHO_PLANES_THOROUGH is set, as by `make proof`; elsewhere less, or none."""
+"""Tests of minutes: run where ECHO_PLANES_THOROUGH is set, as by `make proof`; elsewhere less, or none."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ takes_minutes = pytest.mark.skipif(not THOROUGH, reason="takes minutes: set ECHO
 
 
 def examples(count: int) -> int:
-    """How many of `count` drawn examples or seeds are tried: all where it is thorough, else a quarter."""
+    """Number of `count` drawn examples or seeds that are tried: all where it is thorough, else a quarter."""
     return count if THOROUGH else max(1, count // 4)

@@ -111,7 +111,7 @@ def _groups() -> tuple[Decoder, list[bytes]]:
 
 
 def _reports() -> tuple[Decoder, list[bytes]]:
-    """What the tracker is told: what is taken must be written again as it came."""
+    """Decoder of reports to the tracker, and samples: what is read must survive being written."""
     samples: dict[Any, Any] = {int: 7, float: 1.5, str: "w1", bool: True}
     samples[PublicationKey] = samples[PublicationKey | None] = PublicationKey("run", 3, "fast", 1)
     kinds = typing.get_args(Event)
@@ -130,7 +130,7 @@ def _reports() -> tuple[Decoder, list[bytes]]:
 
 
 def _leases() -> tuple[Decoder, list[bytes]]:
-    """What a worker hands in, streams and counts: what is let through must fit the ledger.
+    """Decoder of a worker's groups, tokens and counters, and samples: what passes must fit the ledger.
 
     These come as objects, by Ray; the input says which field of which is exchanged for what.
     """

@@ -20,7 +20,7 @@ WIRE_LIMIT_S = 300.0
 
 
 def hostile(folder: Path) -> dict[str, Any]:
-    """What came of each attack, by where it was made."""
+    """Make all attacks; return the verdict on each, by where it was made."""
     ledger = [asdict(one) for one in ledger_attacks.mount_all(folder / "ledger")]
     return {"data plane": ledger, "weight nodes": asyncio.run(asyncio.wait_for(_wire(), WIRE_LIMIT_S))}
 

@@ -222,7 +222,7 @@ class Lane:
         wait_for(made, START_S, "a step")
 
     def _what_follows(self, running: Program, victim: Victim) -> tuple[str, float | None]:
-        """What is left behind by a run that ended; seconds to the next step of one that goes on."""
+        """Return what a run that ended left behind; seconds to the next step of one that goes on."""
         if victim in ENDS_THE_RUN:
             running.wait(START_S)
             return self.lineage.left_behind(), None

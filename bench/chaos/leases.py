@@ -75,7 +75,7 @@ class LeaseRecord:
         return [one.prompt for one in leases if one.holder == holder and one.at_s <= at_s and not one.taken]
 
     def resumed_s(self, lost: Incarnation, at_s: float) -> float | None:
-        """When tokens of another incarnation had come of every prompt that `lost` left at `at_s`.
+        """Time when tokens of another incarnation had come of every prompt that `lost` left at `at_s`.
 
         None: not of all of them yet, or it left none.
         """

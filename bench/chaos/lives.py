@@ -91,7 +91,7 @@ class Lineage:
         shutil.rmtree(work)
 
     def left_behind(self) -> str:
-        """What is still there of a life `KILLED_S` after it ended, processes and files; "" if nothing.
+        """List what is still there of a life `KILLED_S` after it ended, processes and files; "" if nothing.
 
         Raises:
             RuntimeError: there was no life yet.
@@ -157,7 +157,7 @@ def kill(process: psutil.Process) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a lineage came to, after its last life ended well."""
+    """Verdict on a lineage, after its last life ended well."""
 
     steps: int
     acknowledged: int  # groups that a worker was told are taken

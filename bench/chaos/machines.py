@@ -32,7 +32,7 @@ USUAL = {"RAY_worker_niceness": "0", "RAY_AUTH_MODE": "disabled"}
 
 
 def shut_off(words: Sequence[str]) -> list[str]:
-    """What runs `words` in namespaces of their own. When the first process ends, all end."""
+    """Command that runs `words` in namespaces of their own. When the first process ends, all end."""
     mounts = " && ".join(_mounts("/run/netns", *PRIVATE))
     script = f'{mounts} && ip link set lo up && exec "$@"'
     return ["unshare", *NAMESPACES, "--", "sh", "-c", script, "sh", *words]

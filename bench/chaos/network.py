@@ -22,7 +22,7 @@ STEPS = 8
 PROBE_S = 2.0
 LOOPBACK = ("127.0.0.1", "::1")
 IPV4_IN_IPV6 = "::ffff:"
-# Who may unpickle, and why that is no hole. Our own packages are not among them.
+# Packages that may unpickle, and why that is no hole. Our own packages are not among them.
 MAY_UNPICKLE = {
     "ray": "Ray's own protocol, behind the cluster's token",
     "multiprocessing": "pipes to a process's own children",

@@ -156,7 +156,7 @@ def recovery_verdicts(figures: Mapping[str, Any], number: int, minutes: float) -
 
 
 def faults_left(samples: Sequence[Mapping[str, Any]], name: str, number: int) -> list[Fault]:
-    """What is still to be done of so many faults of each kind, the kinds in turn."""
+    """Faults still to be made, of `number` of each kind, the kinds in turn."""
     done = dict.fromkeys(BARS_S, 0)
     for one in samples:
         if one["settings"] == name and one["fault"] != NOTHING:

@@ -163,7 +163,7 @@ def _sampled(running: Program, run_dir: Path, at_s: float) -> Iterator[dict[str,
 
 
 def _part(process: psutil.Process) -> str:
-    """What a process is: its module, its actor's class, or its program's name."""
+    """Name of a process's part: its module, its actor's class, or its program's name."""
     words = process.cmdline()
     title = words[0] if words else process.name()
     if title.startswith("ray::"):

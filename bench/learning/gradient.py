@@ -155,7 +155,7 @@ def _flat(gradient: Tensor) -> Tensor:
 
 
 def verdicts(rows: list[Row]) -> dict[str, bool]:
-    """What theory says, and the table must."""
+    """Claims of the theory, and whether the table bears each out."""
     cell = {(row.objective, row.sampler, row.correction): row for row in rows}
     fresh = [row for row in rows if row.sampler == "fresh"]
     stale = [row for row in rows if row.sampler == "very stale"]

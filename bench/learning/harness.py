@@ -70,7 +70,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a run did, step by step."""
+    """Record of a run, step by step."""
 
     rewards: list[float]  # of all answers sampled, those that a refill left out too
     tokens: list[int]  # trained

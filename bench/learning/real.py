@@ -63,7 +63,7 @@ def run(staleness: int, rate: float, seed: int, folder: Path, words: Sequence[st
 
 
 def read(place: Path, staleness: int, rate: float, seed: int) -> Run:
-    """What a run folder says."""
+    """Read a run's figures from its folder."""
     steps, summary = read_metrics(place), read_summary(place)
     rewards = [row["reward_mean"] for row in steps]
     tokens = [row["tokens"] for row in steps]

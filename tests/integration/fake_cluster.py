@@ -49,7 +49,7 @@ PROVIDER = {
     "disable_node_updaters": True,
     "disable_launch_config_check": True,
 }
-# What `ray up` would do to a machine: nothing; but Ray misses the keys otherwise.
+# Steps of `ray up` on a machine: none; but Ray misses the keys otherwise.
 NOTHING: dict[str, Any] = {
     **{f"{kind}_commands": [] for kind in ("initialization", "setup", "head_setup", "worker_setup")},
     **{f"{role}_start_ray_commands": [] for role in ("head", "worker")},
@@ -113,7 +113,7 @@ def missing() -> str:
 
 
 def command(plan: Plan, inside: Sequence[str]) -> list[str]:
-    """What to start, from outside, so that `inside` runs on the cluster. Killing its process ends it all."""
+    """Command that, from outside, runs `inside` on the cluster. Killing its process ends it all."""
     role = [sys.executable, "-m", "tests.integration.fake_cluster", "inside", json.dumps(asdict(plan))]
     return [*_unshare(), *role, *inside]
 

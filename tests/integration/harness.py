@@ -251,7 +251,7 @@ SMALL = (
 
 
 def check_books(run_dir: Path, num_steps: int, max_staleness: int = 3) -> dict[str, Any]:
-    """What holds at the end of every run, however bumpy."""
+    """Check what holds at the end of every run, however bumpy; return its summary."""
     told = summary(run_dir)
     assert told["status"] == "done"
     assert told["steps"] == num_steps
@@ -398,7 +398,7 @@ def _run_on(planes: Any, words: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one call of the program gave."""
+    """Result of one call of the program."""
 
     status: int
     stdout: str

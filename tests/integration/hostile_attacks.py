@@ -61,7 +61,7 @@ class Attack:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How an attack ended."""
+    """Outcome of an attack."""
 
     told: str
     is_refused: bool  # with the reason that was to be expected
@@ -431,7 +431,7 @@ def too_large(field: Field) -> list[bytes]:
 
 
 def whole(field: Field) -> Signed:
-    """What the child has."""
+    """Publication that the child has."""
     return made(field, 5)
 
 

@@ -1,4 +1,4 @@
-"""Where a hostile worker is let loose: real nodes on loopback, what it says to them, and their state.
+"""Field where a hostile worker is let loose: nodes on loopback, what it says to them, and their state.
 
 `Field` holds a sender's node and honest workers, to which "mallory" speaks with the credential it was given.
 `Field.child_of` is an honest worker's receiving end below a parent that serves what the attack says.
@@ -149,14 +149,14 @@ class Field:
         return {name: found[name] for name in self.workers if name in found}
 
     async def says(self, what: str, message: Any, headers: dict[str, str] | None = None) -> str:
-        """What mallory is told when it says something to the tracker."""
+        """Post a message of mallory to the tracker; return the answer, as `asks` does."""
         body = message if isinstance(message, bytes) else json.dumps(message).encode()
         return await self.asks("POST", f"/v1/tracker/{what}", body, headers)
 
     async def asks(
         self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None, at: str = ""
     ) -> str:
-        """What mallory is answered by the sender or the worker `at`: status, and how the text begins."""
+        """Ask the sender or the worker `at` as mallory; return the status, and how the text begins."""
         address = self.workers[at].address if at else self.sender.address
         shown = as_node(MALLORY, at) if headers is None else headers
         async with self.session.request(method, address + path, data=body, headers=shown) as response:

@@ -43,7 +43,7 @@ class Left:
     control_groups: frozenset[str] = frozenset()
 
     def __sub__(self, before: Left) -> Left:
-        """What was not there before."""
+        """Return what was not there before."""
         return Left(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(self)))
 
     @property
@@ -61,7 +61,7 @@ def found(
     shared_memory: Sequence[str],
     groups: Sequence[str],
 ) -> Left:
-    """What was listed, sorted into its kinds."""
+    """Sort what was listed into its kinds."""
     titles = []
     for process in processes:
         try:
@@ -82,7 +82,7 @@ def control_groups() -> list[str]:
 def look(
     processes: Sequence[psutil.Process], temporary: Path, shared_memory: Path = Path("/dev/shm")
 ) -> Left:
-    """What there is now. `processes`: those of the run, told by whoever started it."""
+    """List what there is now. `processes`: those of the run, as its starter knows them."""
     return found(processes, os.listdir(temporary), os.listdir(shared_memory), control_groups())
 
 
@@ -168,7 +168,7 @@ class Room:
         return Path(f"/proc/{self._pid}/root{path}")
 
     def look(self) -> Left:
-        """What there is now, but for control groups that were there before."""
+        """List what there is now, but for control groups that were there before or are another process's."""
         inside = self.processes()
         seen = look(inside, self.folder(self.TEMPORARY), self.folder("/dev/shm"))
         strangers = set(psutil.pids()) - {process.pid for process in inside}
@@ -177,7 +177,7 @@ class Room:
 
 
 def left_within(look: Callable[[], Left], limit_s: float) -> Left:
-    """What is still there `limit_s` later; nothing, as soon as nothing is."""
+    """Return what is still there `limit_s` later; nothing, as soon as nothing is."""
     until_s, tick = time.monotonic() + limit_s, threading.Event()
     while (left := look()).count and time.monotonic() < until_s:
         tick.wait(0.05)
@@ -185,5 +185,5 @@ def left_within(look: Callable[[], Left], limit_s: float) -> Left:
 
 
 def machine(processes: Sequence[psutil.Process]) -> Left:
-    """What there is on the whole machine, for a before and an after where nothing else runs."""
+    """List what there is on the whole machine, for a before and an after where nothing else runs."""
     return look(processes, Path(tempfile.gettempdir()))

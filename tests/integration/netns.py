@@ -132,7 +132,7 @@ class ShapedNetwork:
     def plain_rate_bytes_per_s(
         self, sender: int, receiver: int, seconds: float = 4.0, congestion: str = "cubic"
     ) -> float:
-        """What one plain TCP connection carries from host to host, once it has reached its rate."""
+        """Bytes a second of one plain TCP connection from host to host, once it has reached its rate."""
         script = [sys.executable, "-m", "tests.integration.netns"]
         with self.inside(receiver):
             sink = subprocess.Popen([*script, "sink"], stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -240,7 +240,7 @@ def _source(address: str, seconds: float, congestion: str) -> None:
 
 
 def main(role: str, *rest: str) -> None:
-    """What the network's own processes do."""
+    """Play a role of the network's own processes: `sink`, `source` or the switch."""
     if role == "sink":
         _sink()
     elif role == "source":

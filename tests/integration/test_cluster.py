@@ -20,7 +20,7 @@ GRANTED_S = 30.0
 
 
 def told(failures: int) -> dict[str, Any]:
-    """What `main` has to tell in a process of its own."""
+    """Run `main` in a process of its own; return what it prints."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.integration.test_cluster", str(failures)],
         cwd=ROOT,

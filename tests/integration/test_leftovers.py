@@ -61,7 +61,7 @@ def still_there(processes: list[psutil.Process]) -> list[str]:
 
 
 def kill_with_all_it_started(victim: psutil.Process) -> list[str]:
-    """What of the killed process's own is still there when it should have gone."""
+    """Kill a process; list those it had started that are still there when they should have gone."""
     started = victim.children(recursive=True)
     victim.kill()
     try:

@@ -181,7 +181,7 @@ def work_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(mistake_files: Path, used_port: int, work_dir: Path) -> dict[str, Answer]:
-    """What the program says to each mistake; all are made in one process, in the same order."""
+    """Answers of the program to each mistake; all are made in one process, in the same order."""
     cases = {
         name: [fill(word, mistake_files, used_port) for word in mistake.words]
         for name, mistake in MISTAKES.items()

@@ -217,7 +217,7 @@ def test_a_device_that_fails_ends_it() -> None:
 
 
 def connect_s(net: ShapedNetwork, address: str) -> float | None:
-    """How long a host that nobody listens on takes to say so to host 0; None if it says nothing."""
+    """Seconds until a host without a listener refuses a connection of host 0; None if it says nothing."""
     with net.inside(0), socket.socket() as probe:
         probe.settimeout(1.0)
         start_s = time.monotonic()

@@ -152,7 +152,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @functools.cache
 def everything(run_dir: Path) -> list[dict[str, Any]]:
-    """What the data plane was told, of a run that has ended."""
+    """List what the data plane was told, of a run that has ended."""
     return json_lines(run_dir / "watched.jsonl")
 
 
@@ -230,7 +230,7 @@ def versions(spans: list[dict[str, Any]]) -> list[tuple[int, str]]:
 
 
 def heard_of(run_dir: Path, lease: str) -> list[float]:
-    """When a lease was given, and each of its messages came; seconds since the epoch."""
+    """Times when a lease was given, and each of its messages came; seconds since the epoch."""
     notes = told(run_dir, "lease") + told(run_dir, "stream")
     return sorted(note["at_s"] for note in notes if note["lease"] == lease)
 

@@ -51,7 +51,7 @@ def shown(nodes: tuple[Machine, ...]) -> list[list[Any]]:
 
 
 async def old() -> None:
-    """What a cluster with Ray's old autoscaler is told; then nothing, until it is killed."""
+    """Tell the error of a cluster with Ray's old autoscaler; then nothing, until the process is killed."""
     import ray
 
     from echo_planes.fleet.actuators.ray_nodes import RayNodes
@@ -71,7 +71,7 @@ def up(nodes: tuple[Machine, ...], offer_name: str) -> list[str]:
 async def until(
     actuator: Actuator, condition: Callable[[tuple[Machine, ...]], bool], what: str
 ) -> tuple[Machine, ...]:
-    """What there is, once the condition holds."""
+    """Wait until the condition holds; return the machines that there are then."""
     deadline_s = CLOCK.now_s() + LIMIT_S
     while not condition(nodes := await actuator.nodes()):
         if CLOCK.now_s() > deadline_s:
@@ -236,7 +236,7 @@ def states(told: dict[str, Any]) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """What the script inside saw, by event."""
+    """Facts that the script inside saw, by event."""
     folder = tmp_path_factory.mktemp("autoscaler")
 
     def heard(event: str) -> dict[str, Any] | None:

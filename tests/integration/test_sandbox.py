@@ -293,7 +293,7 @@ def of_user(uid: int) -> list[int]:
 
 
 def traces() -> list[str]:
-    """What the programs above would leave on the host if they could: they call everything `made` or 7777."""
+    """Traces that the programs above would leave on the host: they call everything `made` or 7777."""
     folders = ("/", "/dev", "/dev/shm", "/dev/mqueue", "/usr/lib", tempfile.gettempdir())
     found = [
         f"{folder}/{name}" for folder in folders for name in ("made", "core") if Path(folder, name).exists()
@@ -317,7 +317,7 @@ def without_bwrap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @functools.cache
 def missing(tier: Tier) -> str:
-    """What this machine lacks for a tier; "" when it must work."""
+    """Name what this machine lacks for a tier; "" when it must work."""
     if tier == "landlock":
         version = landlock.abi()
         return "" if version >= landlock.MIN_ABI else f"Landlock ABI {version}, {landlock.MIN_ABI} is needed"

@@ -149,7 +149,7 @@ class Tab:
         return [params["request"]["url"] for params in found]
 
     def complaints(self) -> list[dict[str, Any]]:
-        """What the browser would show in red, blocked scripts above all."""
+        """Events that the browser would show in red, blocked scripts above all."""
         return [e for e in self.events if e.get("method") in ("Log.entryAdded", "Runtime.exceptionThrown")]
 
 

@@ -143,7 +143,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
 def hf_logprobs(
     state: State, sample: Sample, folder: Path, prompt: tuple[int, ...] = PROBE, model_folder: Path = MODEL
 ) -> list[float]:
-    """What Hugging Face's model, on these very bits, gives the sampled tokens."""
+    """Logprobs of the sampled tokens by Hugging Face's model, on these very bits."""
     tensors = {
         name: torch.from_numpy(t.bits.copy()).view(torch.bfloat16).reshape(t.shape)
         for name, t in state.items()

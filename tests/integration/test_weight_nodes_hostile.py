@@ -109,7 +109,7 @@ class Lines:
         return order
 
     async def orders_to(self, name: str) -> list[dict[str, Any]]:
-        """What the tracker orders a worker to do."""
+        """Orders of the tracker to a worker, in answer to an empty report."""
         headers = as_node(name)
         async with (
             aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(10)) as session,

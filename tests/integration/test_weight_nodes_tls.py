@@ -129,7 +129,7 @@ class LyingParent:
         self._offered.set()
 
     async def feed_status(self) -> int:
-        """How the sender answers when this peer asks it for a feed."""
+        """Status of the sender's answer when this peer asks it for a feed."""
         async with self._session.post(f"{self._sender}/v1/feed?stream=0&of=1", json={}) as response:
             return response.status
 

@@ -1,4 +1,4 @@
-"""What tests and benchmarks of weight nodes share: signed publications of random bytes, nodes in this
+"""Shared parts of tests and benchmarks of weight nodes: signed publications of random bytes, nodes in this
 process, and a network between them that delays, slows, damages and cuts."""
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def settings(signer: Signer, node_id: str, sender: str = "", **options: Any) -> 
 
 
 def as_node(name: str, at: str = "") -> dict[str, str]:
-    """What the node `name` shows to the worker `at`, or to the sender."""
+    """Headers that the node `name` shows to the worker `at`, or to the sender."""
     return {"Authorization": bearer(credential(credential(TOKEN, at) if at else TOKEN, name)), "X-Node": name}
 
 
@@ -218,12 +218,12 @@ class Proxy:
         sink.close()
 
     def _changed(self, data: bytes, up: bool) -> bytes:
-        """What becomes of `data` on the way."""
+        """Return what becomes of `data` on the way."""
         return data
 
 
 class Uplink(Proxy):
-    """What the node sends is slowed, delayed and damaged here.
+    """Proxy that slows, delays and damages what the node sends.
 
     Args:
         rate_bytes_per_s: of all connections together.
@@ -369,7 +369,7 @@ async def until_true(condition: Callable[[], Awaitable[bool]], limit_s: float, w
 
 
 async def payload_at(address: str, signed: Signed, name: str, tls: ssl.SSLContext | None = None) -> bytes:
-    """What the worker `name` serves of a publication."""
+    """Payload of a publication, as the worker `name` serves it."""
     url = f"{address}/v1/publications/{key_text(signed.key)}/payload"
     async with (
         aiohttp.ClientSession(headers=as_node("reader", at=name)) as session,

@@ -1,4 +1,4 @@
-"""Whatever state the workers are in: sums are exact, nobody gets too much, and nothing moves in vain."""
+"""Dispatch in any state of the workers: sums are exact, none gets too much, and nothing moves in vain."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_proportional_is_exact_and_nobody_is_a_request_off(workers: Workers, ten
     ):
         assert 0 <= count <= most
         assert abs(count - quota) < 1 + Fraction(1, 10**6)
-    # Who takes part keeps its estimate; who serves an older version loses half; who serves nothing, nothing.
+    # A worker that takes part, or serves nothing, keeps its estimate; one of an older version loses half.
     behind = (before.version >= 0) & ~eligible
     assert workers.tokens_per_s.tolist() == (np.where(behind, 0.5, 1.0) * before.tokens_per_s).tolist()
     assert assigned.commit.tolist() == (eligible & (before.version == before.newest - 1)).tolist()
@@ -174,7 +174,7 @@ def test_queued_requests_move_as_in_the_paper_one_at_a_time(workers: Workers, th
 @settings(max_examples=examples(300), deadline=None)
 @given(workers=fleets(), theta=st.integers(1, 9))
 def test_queued_requests_come_to_rest(workers: Workers, theta: int) -> None:
-    """Where no worker ever starts anything, a few rounds end it: nothing goes to and fro."""
+    """If no worker ever starts a request, moves end within 100 rounds: nothing goes to and fro."""
     queued = int(workers.pending.sum())
     policy = ShortestQueue(theta)
     for _ in range(100):

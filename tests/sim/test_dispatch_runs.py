@@ -57,7 +57,7 @@ def test_equal_scenarios_give_equal_bytes(router: str) -> None:
 
 
 class Moves:
-    """What was recalled, by whom it was gone on with, and how often a prompt moved."""
+    """Counts of moves: of each prompt, and to each worker that was to go on with one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.times: Counter[int] = Counter()

@@ -45,7 +45,7 @@ def ended(trace: Trace) -> list[str]:
 
 
 def check_fleet(trace: Trace, machines: Machines | None = None) -> None:
-    """What must hold however the fleet went: nobody twice, nobody ended who never began, no end twice."""
+    """Check what must hold however the fleet went: no worker starts or ends twice, or ends unstarted."""
     assert max(Counter(started(trace)).values()) == 1
     assert max(Counter(ended(trace)).values(), default=1) == 1
     assert set(ended(trace)) <= set(started(trace))

@@ -324,7 +324,7 @@ def test_a_good_checkpoint_that_is_gone_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["act", "warn", "off"])
 def test_a_run_whose_reward_ends_far_below_its_best_is_not_done(tmp_path: Path, mode: str) -> None:
-    """Whatever the guard was told to do; here nothing but the reward shows it, and too late for the guard."""
+    """It ends as collapsed in every mode of the guard: only the reward shows it, too late for the guard."""
     given = config(steps=60, every=0, guard={"mode": mode, "reward_drop": 50.0})
     given = replace_section(given, sampling={**given.sampling.model_dump(), "prompts_per_step": 16})
     assert Job(given, tmp_path / "learns", calm).outcome.status == "done"

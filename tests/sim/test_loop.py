@@ -34,7 +34,7 @@ def run(tmp_path: Path, config: Config, **settings: object) -> tuple[Outcome, Tr
 
 
 def check(config: Config, outcome: Outcome, trace: Trace) -> None:
-    """What must hold however a run went."""
+    """Check what must hold however a run went."""
     counts = outcome.counts
     assert counts.lost == 0
     ids = [i for batch in trace.batches for i in batch.trajectory_ids]

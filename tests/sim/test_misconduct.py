@@ -28,7 +28,7 @@ def simulation(folder: Path, **more: Any) -> Simulation:
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, *workers: tuple[str, int], kind: str = "group") -> None:
-    """What these incarnations say of groups, held-out answers or themselves is malformed."""
+    """Make malformed what these incarnations say of groups, held-out answers or themselves."""
     play, evaluate, stats = Player.group, RolloutWorker.evaluate, RolloutWorker.stats
     player_of: dict[int, tuple[str, int]] = {}
     make = RolloutWorker.__init__

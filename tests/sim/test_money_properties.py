@@ -1,4 +1,4 @@
-"""Whatever happens to the machines, in whatever order: every dollar is somewhere, and only once."""
+"""Accounting of dollars under any events of the machines, in any order: each is somewhere, and only once."""
 
 from __future__ import annotations
 

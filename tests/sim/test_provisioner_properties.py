@@ -171,7 +171,7 @@ def test_every_advice_is_enough(
 def test_where_nothing_changes_the_fleet_comes_to_rest(
     market: tuple[list[Offer], float], counts: list[int]
 ) -> None:
-    """Whatever runs at first. At rest it is not dearer than greedy's by more than the margins say."""
+    """Any fleet at first comes to rest, not dearer than greedy's by more than the margins say."""
     offers, target = market
     need = Need(3, 2, round(target * 1e5), 1e5, 0.0, gamma=1.0)
     running = {o.name: min(n, o.max_count) for o, n in zip(offers, counts, strict=False)}
@@ -198,7 +198,7 @@ def test_where_nothing_changes_the_fleet_comes_to_rest(
     tick_s=st.sampled_from([1.0, 10.0, 60.0]),
 )
 def test_noise_moves_few_machines(seed: int, noise: float, worker_share: float, tick_s: float) -> None:
-    """Whatever the noise, releases stay as rare as their wait says, and changes few; little noise brings
+    """Under any noise, releases stay as rare as their wait says, and changes few; little noise brings
     hardly any."""
     rng = random.Random(seed)
     need = Need(5, 4, 256, 10.0, 8.0)

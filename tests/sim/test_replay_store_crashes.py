@@ -160,7 +160,7 @@ def _append_for_ever(folder: Path, start: int, acknowledge: int) -> None:
 
 
 def _run_until_killed(folder: Path, start: int, rng: random.Random) -> list[str]:
-    """What a process that was killed at a random moment had acknowledged."""
+    """Kill a process at a random moment; return what it had acknowledged."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -285,7 +285,7 @@ class LossyDisk(Files):
         self._tick()
 
     def cut(self, folder: Path, target: Path) -> None:
-        """What is left of `folder`, into `target`."""
+        """Write what is left of `folder` into `target`."""
         alive = {path: path.stat().st_ino for path in folder.rglob("*") if path.is_file()}
         (target / "segments").mkdir(parents=True)
         for path in alive.keys() | self._names.keys():
@@ -364,7 +364,7 @@ def _check_nothing_lost(folder: Path, acked: dict[str, Fate]) -> None:
     for name, fate in acked.items():
         sequence = store.index.by_id[name]
         found = Fate(int(store.index.groups["fate"][sequence]))
-        # What was not acknowledged may be there all the same; what was, must be.
+        # A fate not acknowledged may be there all the same; an acknowledged one must be.
         assert found == fate or fate == Fate.BUFFERED, name
         assert found != Fate.LOST
         if store.index.groups["erased"][sequence]:

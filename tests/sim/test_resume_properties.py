@@ -86,7 +86,7 @@ class Life:
         """Every prompt handed out so far was trained, is buffered, or goes out again: in one place, once."""
         await self.data.save(self.folder / f"look-{self.number}")
         cut, _ = load_cut(self.folder / f"look-{self.number}" / "state.json")
-        # What was finished after the checkpoint is not gone on with.
+        # Groups finished after the checkpoint are not gone on with.
         self.waiting = {index: tokens for index, tokens in self.waiting.items() if index in cut.returned}
         assert {index: tokens_of(partials) for index, partials in cut.partials.items()} == self.waiting
         store = StoreSnapshot(self.folder / REPLAY_FOLDER)
@@ -156,7 +156,7 @@ class Life:
 
 
 def tokens_of(partials: tuple[PartialRollout, ...]) -> Tokens:
-    """What was streamed, of one call at most."""
+    """Tokens that were streamed, of one call at most."""
     samples = [partial.sample for partial in partials]
     assert len(samples) <= 1
     return [

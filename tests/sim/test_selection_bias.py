@@ -42,7 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Seen:
-    """What a run issued and trained, by prompt."""
+    """Prompts that a run issued and trained, by index."""
 
     issued: list[int] = field(default_factory=list)
     trained: list[int] = field(default_factory=list)

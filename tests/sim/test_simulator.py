@@ -54,7 +54,7 @@ def simulate(**changes: Any) -> tuple[World, Result]:
 
 
 def check(world: World, result: Result) -> None:
-    """What must hold however a run went."""
+    """Check what must hold however a run went."""
     summary, counts = result.summary, world.data.counts
     assert summary["lost_trajectories"] == 0
     parts = counts.trained + counts.dropped_stale + counts.uninformative + counts.buffered

@@ -191,7 +191,7 @@ class Schedule:
         return within and expected + (1 - u) <= self.staleness.queue_batches * self.groups_per_step + 1e-9
 
     def serving(self, held: Held) -> Label:
-        """What makes the next tokens of a lease; once in a while weights that are not what they should be."""
+        """Version and digest that make a lease's next tokens; once in a while the digest is a wrong one."""
         lease = held.lease
         current = self.epochs[lease.worker_id] == lease.epoch
         version = max(self.serves[lease.worker_id], lease.version) if current else lease.version
@@ -246,7 +246,7 @@ class Schedule:
             self.leases.append(Held(lease, waiting, self.now_s, self.now_s + LEASE_S))
 
     def begins_with(self, lease: Lease, calls: list[Call]) -> None:
-        """What it gets of others is exactly what they streamed, token by token with its version."""
+        """Check that a lease gets of others exactly what they streamed, token by token with its version."""
         assert len(lease.partials) == len(calls)
         for partial, call in zip(lease.partials, calls, strict=True):
             assert partial.context == call.context
@@ -307,7 +307,7 @@ class Schedule:
             held.recalled = True
 
     def prefill_tokens(self, held: Held) -> int:
-        """What another worker would compute before it goes on."""
+        """Tokens that another worker would prefill before it goes on."""
         unfinished = [len(call.context) + len(call.tokens) for call in held.calls if not call.ended]
         longest = max((len(call.context) + len(call.tokens) for call in held.calls), default=1)
         return sum(unfinished) or longest

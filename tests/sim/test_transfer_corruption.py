@@ -41,7 +41,7 @@ VERIFIER = Verifier(SIGNER.public_bytes())
 
 @dataclass
 class Tally:
-    """What went over the link, and what came of it."""
+    """Counts of what went over the link, and of what came of it."""
 
     sent: int = 0  # transmissions
     sent_bytes: int = 0
@@ -175,7 +175,7 @@ def damaged(stream: bytes, rng: np.random.Generator, faults: int) -> bytes:
 
 
 def hear(transfer: Transfer, frame: Frame) -> ChunkFrame | None:
-    """What a node does with a frame; the chunk to write and forward, if it is one."""
+    """Take a frame as a node does; return the chunk to write and forward, if it is an accepted one."""
     match frame:
         case SegmentFrame(segment) if segment.header.key == transfer.key:
             transfer.add_segment(segment)

@@ -41,7 +41,7 @@ from echo_planes.types import (
 ATTACKER, HONEST = "evil", "good"
 VERSIONS = (0, 2)  # published, each under d<version>
 VOCABULARY = 259  # of the embedded model
-# What may change where a message is refused: how often that happened, and whose lease is out.
+# Counters that may change where a message is refused: how often that happened, and leases that ran out.
 COUNTERS = ("refused", "malformed", "failed", "expired", "discarded_tokens", "continued", "continued_tokens")
 
 
@@ -56,7 +56,7 @@ class Attack:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of an attack."""
+    """Outcome of an attack."""
 
     name: str
     reason: str

@@ -24,7 +24,7 @@ LIMITS: TransferLimits = relay_limits(1_000_000, min_chunk_bytes=CHUNK_BYTES)
 
 @dataclass(frozen=True)
 class Signed:
-    """What a sender has of one publication."""
+    """Publication as its sender has it."""
 
     manifest: SignedManifest
     segments: tuple[SignedSegment, ...]

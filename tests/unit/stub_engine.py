@@ -1,4 +1,4 @@
-"""What the engines of several tests have in common: they note what they are asked, and install at once."""
+"""Base of the engines of several tests: they note what they are asked, and install at once."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_a_room_imports_what_it_may(room: str) -> None:
 
 
 def test_rooms_go_one_way() -> None:
-    """What a room may import stands before it: so there is no way round in a circle."""
+    """A room imports only rooms that stand before it: so there is no import cycle."""
     order = list(ROOMS)
     for room, allowed in ROOMS.items():
         assert all(order.index(other) < order.index(room) for other in allowed), room
@@ -186,7 +186,7 @@ def test_tasks_import_only_the_public_interface() -> None:
 
 
 def heavy_after(code: str) -> str:
-    """Which of the heavy four a process has imported after `code`."""
+    """List those of the heavy four that a process has imported after `code`, as printed."""
     code = f"import sys\n{code}\nprint(sorted({{'torch', 'ray', 'vllm', 'deepspeed'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout.strip()

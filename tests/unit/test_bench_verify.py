@@ -1,4 +1,4 @@
-"""What `bench.verify` counts: right answers refused, wrong ones taken, hands that do not add up."""
+"""Counts of `bench.verify`: right answers refused, wrong ones taken, hands that do not add up."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(10)]
 
 
 def length_reward(prompt: Any, response: str, row: dict[str, Any]) -> float:
-    """What a user would bring."""
+    """Reward function as a user would bring it."""
     if response == "nan":
         return math.nan
     if response == "none":
@@ -33,7 +33,7 @@ def length_reward(prompt: Any, response: str, row: dict[str, Any]) -> float:
 
 
 class Counter:
-    """What a user would bring: asks until it is told the number."""
+    """Environment as a user would bring it: asks until it is told the number."""
 
     closed = 0
 

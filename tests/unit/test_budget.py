@@ -1,4 +1,4 @@
-"""What a run spends, over all its parts, and the budget that ends it."""
+"""Spending of a run, over all its parts, and the budget that ends it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which codec a patch is written in."""
+"""Choice of the codec that a patch is written in."""
 
 from __future__ import annotations
 

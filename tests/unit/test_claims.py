@@ -281,7 +281,7 @@ def test_whatever_is_accepted_can_be_written_down_and_trained(
 
 
 def test_every_field_of_every_message_has_its_type_and_its_absurdities() -> None:
-    """Whoever adds a field says what it may be; the worker could put anything there."""
+    """A new field needs its type and absurd values: the worker could put anything there."""
     for kind in (
         Group,
         Trajectory,

@@ -1,4 +1,4 @@
-"""Whatever arrives instead of a segment is refused by type, without a write or a large allocation.
+"""Refusal, by type, of anything that is no segment, without a write or a large allocation.
 
 Random bytes, valid segments with bytes changed, cut or inserted, and headers that lie.
 """

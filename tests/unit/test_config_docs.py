@@ -1,4 +1,4 @@
-"""What people read about the settings is what the settings are: --help, configs/ and the README."""
+"""Agreement of what people read about the settings with the settings: --help, configs/ and the README."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def keys(name: str, model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
             yield path, field
 
 
-# What only its user can say.
+# Settings that only a task's user can give.
 NEEDED = {"function": ("reward", "data"), "gym": ("env", "data"), "reasoning_gym": ("dataset",)}
 ALL_KEYS = [*keys("", Config), *keys("task", MathOptions)]
 

@@ -1,4 +1,4 @@
-"""What the loop does about a verdict of the guard: each rung, the end of the run, and a resume."""
+"""Response of the loop to a verdict of the guard: each rung, the end of the run, and a resume."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Drive:
 
 
 def between(actions: list[ev.Action], first: int, last: int) -> list[ev.Action]:
-    """What is asked for after the batch of `first` is formed and before that of `last` is."""
+    """Actions asked for after the batch of `first` is formed and before that of `last` is."""
     return actions[actions.index(ev.FormBatch(first)) + 2 : actions.index(ev.FormBatch(last))]
 
 

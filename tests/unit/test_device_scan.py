@@ -45,7 +45,7 @@ def as_torch(tensor: BitTensor, device: str = "cpu") -> torch.Tensor:
 
 
 def write(live: dict[str, torch.Tensor], state: State) -> None:
-    """What an optimizer does: new values where the old ones were. By bits, so that NaNs stay as they are."""
+    """Write new values over the old ones, as an optimizer does. By bits, so that NaNs stay as they are."""
     for name, tensor in state.items():
         integers = torch.int16 if tensor.bits.itemsize == 2 else torch.int32
         live[name].view(integers).copy_(as_torch(tensor).view(integers))

@@ -342,7 +342,7 @@ def test_who_comes_or_goes_changes_the_shares_that_are_left() -> None:
 
 
 def places(plane: Plane) -> Counter[int]:
-    """How often each prompt is somewhere."""
+    """Count each prompt over all places where it may be."""
     buffer = plane.buffer
     state = buffer.state()  # leased ones count as returned there
     return Counter(state.returned) + Counter(group.prompt_index for group in state.groups)

@@ -1,4 +1,4 @@
-"""What is measured: outliers, waiting, restarts, claims that nobody confirms, interruptions."""
+"""Measured estimates: outliers, waiting, restarts, claims that nothing confirms, interruptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the answers to held-out prompts come to: pass@k against counting, versions, and what is left out."""
+"""Results of the answers to held-out prompts: pass@k against counting, versions, and what is left out."""
 
 from __future__ import annotations
 

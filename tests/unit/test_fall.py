@@ -1,4 +1,4 @@
-"""Which runs ended as collapsed, told from their rewards alone."""
+"""Detection of runs that ended as collapsed, from their rewards alone."""
 
 from __future__ import annotations
 

@@ -384,7 +384,7 @@ def test_enough_serve_while_others_are_on_their_way() -> None:
 
 
 def test_the_last_one_that_serves_is_never_let_go() -> None:
-    """What was learnt of interruptions is over the limit; with nobody the learner would wait for ever."""
+    """The learnt rate of interruptions is over the limit; with no worker the learner would wait for ever."""
     story = Story([offer("a", market="spot")], limits=Limits(interruptions_per_hour=0.5), first={"a": 1})
     story.serve(story.fleet.begin(0.0))
     for number in range(9):

@@ -1,4 +1,4 @@
-"""What is written down of a fleet: all that is done, and where it stands now and then."""
+"""Record of a fleet: all that is done, and where it stands now and then."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_frames_of_another_version_are_refused_whatever_they_hold(version: int, 
 
 
 def test_what_goes_over_the_wire_is_what_version_2_says() -> None:
-    """Where this changes, frames.py and wire.py need the next version: nodes would else misread others."""
+    """A change here needs the next version in frames.py and wire.py: nodes would else misread others."""
     assert blake3(STREAM).hexdigest() == "fd6ebbe7bf64f228b5ff1f44da87c2e29f36ab2cc5eb36fc364b8a6d61477610"
 
 

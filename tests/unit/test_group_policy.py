@@ -1,4 +1,4 @@
-"""What the samples of a group ask of the engine, and how calls that another worker had begun go on."""
+"""Requests of a group's samples to the engine, and continuation of calls that another worker had begun."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def partial(context: tuple[int, ...], *tokens: int, finish: str = "", version: i
 
 
 class Streamed:
-    """What the data plane has of a group's calls: messages as a worker sends them, kept in a real book."""
+    """Group's calls as the data plane has them: messages as a worker sends them, in real `LeasePartials`."""
 
     def __init__(self, partials: Sequence[PartialRollout] = ()) -> None:
         self.work = Work(Lease("l0", "g0", 0, "w0", Prompt(0, CONTEXT), 3, 0, 0.0, tuple(partials)))
@@ -92,7 +92,7 @@ class Streamed:
 
 
 def run(play: Callable[[], Coroutine[Any, Any, Any]]) -> tuple[Any, float]:
-    """What it came to, and how long it took in virtual time."""
+    """Run it; return its result, and the seconds of virtual time that it took."""
 
     async def main() -> tuple[Any, float]:
         result = await play()

@@ -60,7 +60,7 @@ def calm(watch: Guard, steps: int) -> None:
 
 
 def rungs(watch: Guard, figures: Callable[[int], GuardFigures], steps: int) -> list[str]:
-    """What is done in so many steps."""
+    """Rungs taken in so many steps."""
     verdicts = [watch.observe(figures(i)) for i in range(steps)]
     return [verdict.rung for verdict in verdicts if verdict is not None and verdict.rung is not None]
 

@@ -1,4 +1,4 @@
-"""What a node keeps, and what it sends to a child, frame by frame: no sockets, no waiting."""
+"""Publications that a node keeps and sends to a child, frame by frame: no sockets, no waiting."""
 
 from __future__ import annotations
 

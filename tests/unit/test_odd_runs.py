@@ -82,7 +82,7 @@ def with_value(run: Path, name: str, path: tuple[Any, ...], value: Any) -> None:
 
 
 def ways(run: Path, name: str) -> Iterator[list[tuple[Any, ...]]]:
-    """What to change together: each place that holds more than one value alone, the single values at once."""
+    """Places to change together: each that holds more than one value alone, the single values at once."""
     text = (run / name).read_text()
     tree = json.loads(text) if name.endswith(".json") else [json.loads(line) for line in text.splitlines()]
     single = []

@@ -73,7 +73,7 @@ def test_a_record_has_the_tokens_of_the_episode_that_it_logs(style: Style, templ
 
 
 def states(task: PokerTask, prompt: Prompt, actions: Sequence[str]) -> list[str]:
-    """What the seat sees at each of its decisions, asked of the hand itself."""
+    """Texts that the seat sees at each of its decisions, asked of the hand itself."""
     game = task.environment(prompt, Caller())
     assert isinstance(game, Game)
     seen = [game.opening or ""]

@@ -187,7 +187,7 @@ def test_nothing_can_be_committed_before_it_was_published() -> None:
 
 
 def test_equal_states_make_equal_publications() -> None:
-    """Who publishes the same again sends the same bytes: peers need not care which of them they have."""
+    """The same state published again is the same bytes: peers need not care which of them they have."""
     wires = Wire(), Wire()
     made = [publisher(wire).publish(0, 0, state()) for wire in wires]
     assert made[0] == made[1]

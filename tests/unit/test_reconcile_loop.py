@@ -260,7 +260,7 @@ def test_less_is_asked_for_before_a_machine_goes_whose_worker_ends_while_it_is_l
 
 
 def test_a_fleet_of_nobody_asks_for_no_machines_at_once() -> None:
-    """What a run that was killed had asked for stands until somebody asks for something else."""
+    """The request of a run that was killed stands until another request replaces it."""
     scene = Scene(settings(kind(count=0)))
 
     async def act(scene: Scene) -> None:
@@ -548,7 +548,7 @@ def test_a_cluster_that_is_away_for_a_while_is_told_and_survived(error: RunError
         scene.gone("w0")
         await asyncio.sleep(2 * TICK_S)
         scene.machines.fail_with = None
-        # What could not be asked for is asked for later.
+        # A request that failed is made again later.
         await until(lambda: scene.machines.wanted == {} and scene.machines.there == {})
 
     scene.play(act)

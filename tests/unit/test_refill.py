@@ -1,4 +1,4 @@
-"""What carries a signal, and what becomes of long answers: against their definitions."""
+"""Groups that carry a signal, and treatment of long answers: against their definitions."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_only_buffered_admissible_groups_each_once_and_all_of_them_if_need_be(se
 
 
 def shares(index: GroupIndex, selector: Selector, of: list[int], draws: int = 4000) -> list[float]:
-    """How often each of `of` is the first drawn."""
+    """Share of draws in which each of `of` is the first drawn."""
     seen = Counter(pick(index, 1, selector, seed=seed)[0] for seed in range(draws))
     return [seen[number] / draws for number in of]
 

@@ -211,7 +211,7 @@ def a_card(page: str, title: str) -> str:
 
 
 def lines(card: str) -> dict[str, list[str]]:
-    """What pointing at the lines of a card shows, of all its pictures."""
+    """Values that pointing at the lines of a card shows, by line, of all its pictures."""
     pictures = re.findall(r'data-hover="([^"]*)"', card)
     return {row["n"]: row["v"] for data in pictures for row in json.loads(unescape(data))["rows"]}
 

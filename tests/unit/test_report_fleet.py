@@ -70,7 +70,7 @@ def table(section: str, column: str) -> list[dict[str, str]]:
 
 
 def series(section: str, title: str) -> dict[str, list[str]]:
-    """What a chart shows when it is pointed at."""
+    """Values that a chart shows when it is pointed at, by series."""
     hover = re.search(rf'aria-label="{title}" data-hover="([^"]*)"', section)
     assert hover is not None, title
     rows = json.loads(hover[1].replace("&quot;", '"').replace("&#x27;", "'"))["rows"]

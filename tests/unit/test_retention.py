@@ -1,4 +1,4 @@
-"""What a store keeps, and what its sender writes next: nothing that a kept patch needs is ever removed."""
+"""Retention of a store, and what its sender writes next: nothing that a kept patch needs is ever removed."""
 
 from __future__ import annotations
 

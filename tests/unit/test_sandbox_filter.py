@@ -18,7 +18,7 @@ ALLOWED = "allowed"
 
 
 def answer(code: bytes, number: int, *arguments: int, arch: int = seccomp.AUDIT_ARCH_X86_64) -> str | int:
-    """What the kernel would do: ALLOWED, "killed" or an errno. The part of BPF that filters use."""
+    """Decision of the kernel: ALLOWED, "killed" or an errno. The part of BPF that filters use."""
     data = struct.pack("<IIQ6Q", number, arch, 0, *arguments, *[0] * (6 - len(arguments)))
     program = list(struct.iter_unpack("<HBBI", code))
     accumulator = at = 0

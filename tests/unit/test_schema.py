@@ -89,7 +89,7 @@ def test_from_row_undoes_to_row(group: Group) -> None:
 
 
 def test_a_row_says_everything_of_an_episode() -> None:
-    """Whoever adds a field to a message must say where it goes; what has a default is easily forgotten."""
+    """A new field of a message needs its place in the schema; one with a default is easily forgotten."""
     fields = {f.name for kind in (Trajectory, Episode, Reward) for f in dataclasses.fields(kind)}
     not_stored = {"error", "prompt", "episode", "reward"}  # accepted ones have no error; the rest are parts
     renamed = {"text": "response_text", "spans": "span_stops", "value": "reward", "parts": "reward_parts"}

@@ -135,7 +135,7 @@ def test_a_start_clears_what_the_dead_left_and_nothing_else(root: Path) -> None:
 
 
 def test_what_is_found_in_shared_memory_names_the_folder_on_disk(root: Path) -> None:
-    """Which lies elsewhere if TMPDIR was another then."""
+    """The folder on disk lies elsewhere if TMPDIR was another then."""
     here = this_process()
     dead = replace(here, pid=2**22 - 1, start_ticks=5)
     disk, shared = root / "disk" / dead.name, root / "shared" / dead.name

@@ -99,7 +99,7 @@ def test_a_shard_outside_its_tensor_is_refused() -> None:
 
 
 class Meeting:
-    """What the ranks of one engine share; a rank that waits for longer than a limit breaks it."""
+    """Exchange that the ranks of one engine share; a rank that waits for longer than a limit breaks it."""
 
     def __init__(self, size: int) -> None:
         self.slots: list[Any] = [None] * size

@@ -1,4 +1,4 @@
-"""How many weights change, what their magnitudes let one expect, and states rebuilt from a store for it."""
+"""Share of weights that change, the share predicted by magnitude, and states rebuilt from a store for it."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ def test_a_flip_that_the_next_patch_covers_is_counted_once(
 def test_a_flip_that_several_versions_cover_is_counted(
     worker: Worker, learner: Learner, position: int
 ) -> None:
-    """What must have been there is what the engine's version had, not what a version between had."""
+    """The bits expected are those of the engine's version, not of a version between."""
     for step in ([5], [5, 4], [6, 5]):
         new = copied(learner.state)
         new["a"].bits[step] += 1

@@ -391,7 +391,7 @@ def test_masks_within_what_was_sampled_and_not_empty() -> None:
 
 
 def install(site: Path, package: str, **tasks: str) -> None:
-    """What pip leaves of a package with entry points."""
+    """Write what pip leaves of a package with entry points."""
     info = site / f"{package}-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")

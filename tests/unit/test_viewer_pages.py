@@ -1,4 +1,4 @@
-"""What the pages say of a trajectory: tokens, turns, notes, and nothing that a browser would run."""
+"""Pages of a trajectory: tokens, turns, notes, and nothing that a browser would run."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_a_hand_is_shown_with_its_turns() -> None:
     assert text.index("A♥T♣") < second < text.index("2♦Q♠9♥") < text.index("value")
     assert "fault" not in text
     assert "after a, b" in text
-    # Where turns do not fit, none of the notes is lost.
+    # None of the notes is lost if turns do not fit.
     assert "raise to 6" in outline(sample_body({**row, "response_mask": [True] * 3}, None, "logprob")).text
 
 

@@ -1,4 +1,4 @@
-"""Which groups a list shows, in which order, and how much it reads for that."""
+"""Choice of the groups that a list shows, their order, and how much it reads for that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is answered, with what, and what the command says of a mistake."""
+"""Answers of the viewer's server, and what the command says of a mistake."""
 
 from __future__ import annotations
 

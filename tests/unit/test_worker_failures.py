@@ -1,4 +1,4 @@
-"""How a rollout worker fails: a task's mistake is a status, a dead engine ends it, nothing stays behind."""
+"""Failures of a rollout worker: a task's mistake is a status, a dead engine ends it, nothing stays behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a rollout worker gives up leases: when it leaves, and when the data plane asks one back."""
+"""Leases that a rollout worker gives up: when it leaves, and when the data plane asks one back."""
 
 from __future__ import annotations
 
