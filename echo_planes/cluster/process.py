@@ -1,4 +1,4 @@
-"""What every process of a run does for itself."""
+"""Set-up that is common to the processes of a run."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Owner:
 
 
 def start_ticks(stat_line: str) -> int | None:
-    """When a process began, by its /proc/PID/stat; None for one that has ended, that nobody has reaped."""
+    """Start of a process in clock ticks, by /proc/PID/stat; None for one that has ended, not yet reaped."""
     fields = stat_line.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])
 
@@ -95,7 +95,7 @@ def is_left(owner: Owner, here: Owner, lock_is_free: bool, now_ticks: int | None
 
 
 def parse_record(text: str) -> tuple[Owner, tuple[Path, ...]] | None:
-    """What `record` wrote; None if it is no such thing, or names folders that are not the owner's."""
+    """Parse what `record` wrote; None if it is no such thing, or names folders that are not the owner's."""
     try:
         fields = json.loads(text)
         folders = tuple(Path(folder) for folder in fields.pop("folders"))
@@ -110,7 +110,7 @@ def parse_record(text: str) -> tuple[Owner, tuple[Path, ...]] | None:
 
 
 def record(owner: Owner, folders: Sequence[Path]) -> str:
-    """What is written into each of the owner's folders."""
+    """Text that is written into each of the owner's folders."""
     return json.dumps({**asdict(owner), "folders": [str(folder) for folder in folders]})
 
 
@@ -208,7 +208,7 @@ def join() -> None:
 
 
 def name_shared_memory() -> None:
-    """What Python makes in shared memory from now on bears the name of the run's scratch, if there is one.
+    """Name what Python makes in shared memory from now on after the run's scratch, if there is one.
 
     Semaphores and blocks of shared memory have no folder, so their names must say whose they are. Children
     by `multiprocessing` inherit the one for semaphores alone.
@@ -222,7 +222,7 @@ def name_shared_memory() -> None:
 
 
 def shared_folder() -> Path:
-    """Where files in memory go: the run's own folder, or all of shared memory where no run is on."""
+    """Folder for files in memory: the run's own, or all of shared memory where no run is on."""
     return Path(os.environ.get(SHARED_FOLDER, SHARED_MEMORY))
 
 

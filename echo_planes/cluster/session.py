@@ -107,10 +107,10 @@ class NodeWatch:
         return None
 
     async def while_up(self, answer: Awaitable[Any]) -> Any:
-        """What `answer` gives.
+        """Await `answer` and return its result.
 
         Raises:
-            ConnectionResetError: the node is gone, so that it will give nothing.
+            ConnectionResetError: the node is gone, so that there will be no result.
         """
         waiting = asyncio.ensure_future(answer)
         try:

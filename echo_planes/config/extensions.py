@@ -1,4 +1,4 @@
-"""What others add by name: a setting takes a name of ours, or `package.module:NAME` of anybody's."""
+"""Extensions by name: a setting takes a built-in name, or `package.module:NAME` of another package."""
 
 from __future__ import annotations
 

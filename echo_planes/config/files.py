@@ -112,10 +112,10 @@ def read_json(
 
 
 def parse_json(text: str, where: str, error: type[UserError] = DataError, advice: str = "") -> Any:
-    """What a JSON text holds.
+    """Parse a JSON text.
 
     Raises:
-        UserError: of class `error`: it is none, or numbers or nesting in it have no end.
+        UserError: of class `error`: it is not JSON, or numbers or nesting in it have no end.
     """
     try:
         return json.loads(text)

@@ -1,4 +1,4 @@
-"""What a run is made of: typed settings, YAML groups and `key=value` overrides.
+"""Settings of a run: typed models, YAML groups and `key=value` overrides.
 
 Nothing here imports torch, ray, vllm or deepspeed: a mistake is found before anything heavy starts. `Fixed`
 settings are a run's for good; `Free` ones may change where it is resumed (see `fields`, `loop.resume`).
@@ -35,7 +35,7 @@ OFF = BeforeValidator(lambda value: "off" if value is False else value)  # YAML 
 
 
 class RunConfig(Section):
-    """Where the run lives and how long it is."""
+    """Folder, seed, length and cluster of the run."""
 
     dir: str | None = Free(None, description="run folder; default runs/<time>-<task>")
     resume: str | None = Free(None, description="run folder to continue from its newest checkpoint")
@@ -49,7 +49,7 @@ class RunConfig(Section):
 
 
 class TaskConfig(BaseModel):
-    """Which adapter, and its own options (validated by the adapter's `Options` model)."""
+    """Adapter of the task, and its own options (validated by the adapter's `Options` model)."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
@@ -128,7 +128,7 @@ class WorkerConfig(Section):
 
     @property
     def offer(self) -> str:
-        """What this kind is called where fleets are chosen."""
+        """Name of this kind where fleets are chosen."""
         return "/".join(part for part in (self.sku, self.region, self.market) if part)
 
     @property
@@ -191,7 +191,7 @@ class FleetConfig(Section):
 
 
 class BudgetConfig(Section):
-    """What the run may cost."""
+    """Limit on the cost of the run."""
 
     usd: PositiveFloat | None = Free(
         None, description="all machines together, earlier parts of a resumed run too: then it stops, cleanly"
@@ -199,7 +199,7 @@ class BudgetConfig(Section):
 
 
 class SamplingConfig(Section):
-    """How answers are drawn. Log-probabilities are taken after temperature and top-p."""
+    """Settings by which answers are sampled. Log-probabilities are taken after temperature and top-p."""
 
     prompts_per_step: PositiveInt = Free(32, description="groups in a learner step")
     samples_per_prompt: int = Fixed(8, ge=2, description="samples in a group (n)")
@@ -288,7 +288,7 @@ class StalenessConfig(Section):
 
 
 class WeightsConfig(Section):
-    """How published weights travel from the learner to the workers, and where they are kept."""
+    """Transport of published weights from the learner to the workers, and their store."""
 
     mode: Literal["chain", "direct", "full"] = Free(
         "chain",
@@ -475,7 +475,7 @@ class EvalConfig(Section):
 
 
 class ReplayConfig(Section):
-    """How long the rows of accepted trajectories are kept on disk (RUN/replay)."""
+    """Limits on the rows of accepted trajectories that are kept on disk (RUN/replay)."""
 
     max_gib: PositiveFloat = Free(8.0, description="of all rows; the oldest go, trained ones first")
     max_age_h: PositiveFloat | None = Free(None, description="since acceptance, hours; default: no limit")
@@ -486,7 +486,7 @@ class ReplayConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What a crash cannot take away."""
+    """Checkpoints, from which a run continues after a crash."""
 
     every: int = Free(
         50, ge=0, description="steps between checkpoints, the first of the start; 0: at the end and on Ctrl-C"
@@ -562,7 +562,7 @@ class Config(Section):
 
     @property
     def refill(self) -> Literal["off", "reward", "correct"]:
-        """Which groups do not count towards a batch; dynamic sampling is a part of DAPO."""
+        """Rule by which groups do not count towards a batch; dynamic sampling is a part of DAPO."""
         return self.sampling.refill or ("reward" if self.objective.name == "dapo" else "off")
 
     @property

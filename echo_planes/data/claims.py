@@ -119,7 +119,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What is known of every honest message of a run."""
+    """Bounds that every honest message of a run keeps."""
 
     vocabulary: int  # token ids are below it
     max_tokens: int  # prompt and response together
@@ -143,7 +143,7 @@ def rules_of(config: Config) -> Rules:
 
 
 def vocabulary_of(folder: Path) -> int:
-    """How many tokens the model of a Hugging Face folder has, padding included.
+    """Size of the vocabulary of a Hugging Face folder's model, padding included.
 
     Raises:
         ModelError: see `rules_of`.
@@ -159,7 +159,7 @@ def vocabulary_of(folder: Path) -> int:
 
 
 def plain(text: object, most_chars: int = 500) -> str:
-    """What somebody else wrote as one line that every file and terminal takes."""
+    """Turn text from another process into one line that every file and terminal takes."""
     line = text if isinstance(text, str) else repr(type(text))
     kept = line[:most_chars].encode("utf-8", "backslashreplace").decode()
     return "".join(character if character.isprintable() else " " for character in kept)
@@ -235,7 +235,7 @@ def _check_group(
 
 
 def _check_claim(sample: Trajectory, lease: Lease, has_made: Callable[[Trajectory], bool]) -> None:
-    """What a sample says of its lease and of its versions. A missing field refuses."""
+    """Check a sample's claims about its lease and its versions. A missing field refuses."""
     name, episode = sample.trajectory_id, sample.episode
     if sample.status != "ok":
         raise _Wrong("failed", plain(sample.error) or sample.status)

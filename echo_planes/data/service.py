@@ -181,7 +181,7 @@ class DataService:
         return self._buffer.stream(worker_id, epoch, messages, self._clock.now_s())
 
     async def tell(self, epoch: int, stats: WorkerStats) -> None:
-        """How a worker is, for dispatch."""
+        """Pass a worker's counters on to dispatch."""
         self._buffer.tell(epoch, stats)
 
     async def hand_over(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> int:
@@ -316,7 +316,7 @@ class DataService:
 
     @contextmanager
     def _whole(self, trouble: str) -> Iterator[None]:
-        """Whatever goes wrong within may have parted buffer and store: nothing goes on after it."""
+        """Refuse further work after any failure within: it may have left buffer and store in disagreement."""
         try:
             yield
         except EchoPlanesError as error:

@@ -19,7 +19,7 @@ OPTIONAL = "cpuacct"  # v1 only; v2 always counts processor time
 
 @dataclass(frozen=True)
 class Site:
-    """Where groups may be made.
+    """Place where control groups may be made.
 
     Args:
         version: "v1" or "v2".
@@ -69,7 +69,7 @@ def parse_own(cgroup: str) -> dict[str, str]:
 
 
 def candidates(mounts: Sequence[Mount], own: dict[str, str]) -> list[Site]:
-    """Where groups could be made, best first: for v1 beside us, for v2 in the nearest ancestors."""
+    """Places where groups could be made, best first: for v1 beside us, for v2 in the nearest ancestors."""
     sites = []
     v1: dict[str, list[Path]] = {}
     for mount in mounts:
@@ -139,7 +139,7 @@ class Group:
         return [int(line) for line in (self._at("pids") / "cgroup.procs").read_text().split()]
 
     def oom_kills(self) -> int:
-        """How often the kernel killed a process in here for want of memory."""
+        """Number of processes that the kernel killed in this group for want of memory."""
         name = "memory.oom_control" if self.version == "v1" else "memory.events"
         fields = dict(line.split() for line in (self._at("memory") / name).read_text().splitlines())
         return int(fields.get("oom_kill", 0))

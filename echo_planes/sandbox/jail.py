@@ -1,4 +1,4 @@
-"""What a program is started in.
+"""Surroundings in which a program is started.
 
 `bwrap_command` is bubblewrap's command line; `enter` turns a forked child into the program: control group,
 rlimits, uid, and either bubblewrap or Landlock with seccomp. It returns only by raising.
@@ -89,7 +89,7 @@ def bwrap_command(
 
 
 def system_links() -> dict[str, str]:
-    """Which of `SYSTEM` exist here: "" for a folder, the target for a link."""
+    """Paths of `SYSTEM` that exist here: "" for a folder, the target for a link."""
     found = {}
     for path in SYSTEM:
         if os.path.islink(path):

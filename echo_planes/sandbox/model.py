@@ -1,4 +1,4 @@
-"""What goes into the sandbox, what comes out, and what stands around it."""
+"""Types of the sandbox: programs and limits that go in, outcomes that come out, the walls around it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SandboxError(ClusterError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use.
+    """Resources that one program may use.
 
     Args:
         wall_s: time from start to end, seconds.
@@ -79,7 +79,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended.
+    """Outcome of a program.
 
     Args:
         status: see `Status`.
@@ -97,7 +97,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a slot builds around its programs.
+    """Walls that a slot builds around its programs.
 
     Args:
         tier: the kind of wall.
@@ -129,7 +129,7 @@ def oversize(program: Program, limits: Limits) -> str:
 
 
 def tasks_allowed(tier: Tier, has_uid: bool, has_cgroup: bool) -> Tasks:
-    """What a program may start, so that whatever it starts is counted.
+    """Tasks that a program may start, so that all of them are counted.
 
     Without a cgroup each process has its own memory limit, so there must be only one. Without namespaces a
     process could outlive its parent, so there must be only one. Threads need a cgroup or a uid of their own
@@ -141,7 +141,7 @@ def tasks_allowed(tier: Tier, has_uid: bool, has_cgroup: bool) -> Tasks:
 
 
 def describe(plan: Plan, limits: Limits) -> str:
-    """What protects this machine, in words for the user."""
+    """Describe the protection of this machine, in words for the user."""
     if plan.tier == "namespaces":
         parts = ["bubblewrap (no network, no host files but the interpreter's, no other processes), seccomp"]
     else:

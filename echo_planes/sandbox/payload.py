@@ -53,7 +53,7 @@ def call(name: str, *arguments: int) -> None:
 
 
 def changes(path: str) -> list[tuple[str, Callable[[], object]]]:
-    """What would change a device of the host for everybody; here each is asked to stay as it is."""
+    """Attempts to change a device of the host, for all its users; each sets a value that is there already."""
     found = os.stat(path)
     return [
         ("set the times of", partial(os.utime, path)),
@@ -64,7 +64,7 @@ def changes(path: str) -> list[tuple[str, Callable[[], object]]]:
 
 
 def count_processes(limit: int) -> int:
-    """How many children can be had at once, up to a number."""
+    """Number of child processes that can be had at once, up to `limit`."""
     for number in range(limit):
         try:
             pid = os.fork()
@@ -76,7 +76,7 @@ def count_processes(limit: int) -> int:
 
 
 def count_threads(limit: int) -> int:
-    """How many threads can be had at once, up to a number."""
+    """Number of threads that can be had at once, up to `limit`."""
     forever = threading.Event()
     for number in range(limit):
         try:

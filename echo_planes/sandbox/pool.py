@@ -226,7 +226,7 @@ class SandboxPool:
 
     @property
     def protection(self) -> str:
-        """What protects this machine, in words; "" before the start."""
+        """Protection of this machine, in words; "" before the start."""
         return self._protection
 
     async def __aenter__(self) -> Self:

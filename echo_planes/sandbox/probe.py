@@ -51,7 +51,7 @@ class Canary:
         Path(self._file).unlink()
 
     def task(self, limits: Limits, warden: int) -> dict[str, Any]:
-        """What the payload is to try."""
+        """Task of the payload: everything that it is to try."""
         return {
             "nonce": self.nonce,
             "secrets": [self._file, *SECRETS, *(str(Path.home() / name) for name in PRIVATE)],
@@ -76,7 +76,7 @@ class Canary:
 
 
 def holes(outcome: Outcome, nonce: str) -> str:
-    """What the payload could do, or why it says nothing; "" if the walls stand."""
+    """Holes that the payload found, or the reason why it did not report; "" if the walls stand."""
     lines = outcome.stdout.strip().splitlines()
     try:
         report = json.loads(lines[-1]) if lines else {}

@@ -1,4 +1,4 @@
-"""What became of a program, from what was seen of it."""
+"""Verdict on a program, from what was observed of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU_SLACK = 0.5  # the kernel counts ticks for RLIMIT_CPU, which on a busy machi
 
 @dataclass(frozen=True)
 class Observed:
-    """What the warden saw of a program.
+    """Observations of the warden on a program.
 
     Args:
         cause: why the warden ended it; None if it ended by itself.

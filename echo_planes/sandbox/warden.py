@@ -106,7 +106,7 @@ class Warden:
         self._filter = _file("filter", seccomp.program(tier, tasks, own_pid=1))
 
     def facts(self) -> dict[str, Any]:
-        """What the pool must know, to tell the user and to clear up if we are killed."""
+        """Facts that the pool needs, to tell the user and to clear up if the warden is killed."""
         folders = list(self._group.folders.values()) if self._group else []
         return {
             "protection": describe(self.plan, self.limits),

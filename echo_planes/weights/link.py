@@ -1,4 +1,4 @@
-"""What the learner and the workers of a run agree on to exchange weights, and each one's node settings."""
+"""Settings that the learner and workers of a run share to exchange weights, and those of each one's node."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from echo_planes.weights.wire.signing import Signer
 
 
 class Sink(Protocol):
-    """Where a publication goes (`node.client.SenderNode`). The same publication again is no error."""
+    """Destination of publications (`node.client.SenderNode`). The same publication again is no error."""
 
     def add_segment(self, signed: SignedSegment, payload: ByteArray) -> None: ...
 

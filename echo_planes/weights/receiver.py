@@ -43,7 +43,7 @@ class Target(Protocol):
     """Tensors that compute, by Hugging Face name."""
 
     def specs(self) -> Mapping[str, TensorSpec]:
-        """What the tensors are."""
+        """Specs of the tensors, by name."""
         ...
 
     def read(self, name: str) -> BitTensor:
@@ -57,7 +57,7 @@ class Target(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """What the live tensors were proven to be."""
+    """Lineage, version and digest that the live tensors were proven to be of."""
 
     lineage: str
     version: int
@@ -82,7 +82,7 @@ class Receiver:
 
     @property
     def installed(self) -> Installed | None:
-        """What serves, as proven by the last install that succeeded."""
+        """Version that serves, as proven by the last install that succeeded."""
         return self._installed
 
     @property
@@ -252,7 +252,7 @@ def digest_of_replaced(old: Iterable[BitArray]) -> str:
 
 
 def trailer(replaced_digest: str) -> bytes:
-    """What a staged file of a patch ends with: `Publication.replaced_digest`, and a check of it.
+    """Last bytes of a staged file of a patch: `Publication.replaced_digest`, and a check of it.
 
     The check keeps damage to the file from passing for damage to live weights.
     """
@@ -270,7 +270,7 @@ def _check_replaced(publication: Publication) -> None:
 
 
 def algorithm_of(digest: str) -> str:
-    """Which algorithm of `weights.digest` made this digest: "xxh3", "blake3" or "sha256".
+    """Algorithm of `weights.digest` that made this digest: "xxh3", "blake3" or "sha256".
 
     Raises:
         WeightsError: none of them.

@@ -56,7 +56,7 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one rank holds of a tensor: [start, stop) of each of `num_rows` rows of `row` elements.
+    """Part of a tensor that one rank holds: [start, stop) of each of `num_rows` rows of `row` elements.
 
     The tensor, and the shard, are flat and in C order.
     """
@@ -104,7 +104,7 @@ class Shard:
         rows[:, self.start : self.stop] = part.reshape(self.num_rows, self.stop - self.start)
 
     def select(self, positions: IndexArray) -> slice | npt.NDArray[np.bool_]:
-        """Which of these strictly rising positions of the whole tensor the shard holds, as an index."""
+        """Index of those of these strictly rising positions of the whole tensor that the shard holds."""
         if self.num_rows == 1:
             first, last = np.searchsorted(positions, [self.start, self.stop])
             return slice(int(first), int(last))
@@ -113,7 +113,7 @@ class Shard:
         return held
 
     def local(self, positions: IndexArray) -> IndexArray:
-        """Where positions of the whole tensor, all of them held, lie in the shard; of the same dtype."""
+        """Positions in the shard of positions of the whole tensor, all of them held; of the same dtype."""
         row, column = np.divmod(positions, self.row)
         at: IndexArray = row * (self.stop - self.start) + (column - self.start)
         return at
@@ -205,7 +205,7 @@ class ShardedTensors:
         return self._local
 
     def specs(self) -> Mapping[str, TensorSpec]:
-        """What the whole tensors are."""
+        """Specs of the whole tensors, by name."""
         return self._specs
 
     def read(self, name: str) -> BitTensor:

@@ -23,7 +23,7 @@ _METADATA = "__metadata__"
 
 
 def specs_in(head: ByteArray, total_bytes: int) -> dict[str, TensorSpec]:
-    """What tensors a safetensors file holds, in the order of the file.
+    """Specs of the tensors of a safetensors file, in the order of the file.
 
     Args:
         head: its first bytes, the whole header among them, shape (bytes,).

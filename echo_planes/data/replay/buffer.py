@@ -137,7 +137,7 @@ class ReplayBuffer:
 
     @property
     def lease_s(self) -> float:
-        """How long a lease lasts now, from its last tokens on."""
+        """Present duration of a lease, from its last tokens on, seconds."""
         return self._leases.lease_s
 
     @property
@@ -214,7 +214,7 @@ class ReplayBuffer:
         self.dispatcher.parked(worker_id)
 
     def tell(self, epoch: int, stats: WorkerStats) -> None:
-        """How a worker is. What an older incarnation says, or nobody can believe, is passed over."""
+        """Pass a worker's counters on to dispatch, unless of an old incarnation or impossible."""
         if self.believes(epoch, stats):
             self.dispatcher.tell(stats)
 
@@ -443,7 +443,7 @@ class ReplayBuffer:
         return len(self._groups) + leased
 
     def _permits(self, version: int, ended: int = 0) -> int:
-        """How many more groups may be leased whose oldest token is of `version`, `ended` leases later."""
+        """Number of further groups, oldest token of `version`, that may be leased, `ended` leases later."""
         outstanding = self._outstanding() - ended
         return num_permits(
             worker_version=version,
@@ -457,7 +457,7 @@ class ReplayBuffer:
         )
 
     def _take_partials(self, prompt_index: int) -> tuple[PartialRollout, ...]:
-        """What others had made of a prompt, if a group of that age may still be begun."""
+        """Take the waiting partial rollouts of a prompt, if a group of that age may still be begun."""
         if not (waiting := self._partials.take(prompt_index)):
             return ()
         partials = made_under(waiting, self._line.digests)

@@ -1,4 +1,4 @@
-"""What the replay buffer says and keeps: why there is no batch, what it knows of a group, and its cut."""
+"""Records of the replay buffer: the reason for no batch, an accepted group, and the buffer's cut."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NotReady:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """What the buffer keeps of an accepted group."""
+    """Record that the buffer keeps of an accepted group."""
 
     group_id: str
     prompt_index: int

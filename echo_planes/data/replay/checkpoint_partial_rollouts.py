@@ -50,7 +50,7 @@ _Row = tuple[
 
 @dataclass(frozen=True, slots=True)
 class PartialsRecord:
-    """What a cut says of the file beside it."""
+    """Record in a cut of the file of partial rollouts beside it."""
 
     format: int
     size_bytes: int

@@ -35,7 +35,7 @@ LEAST_WEIGHT = 1e-12  # of the greatest: smaller ones get nothing either way, an
 
 @dataclass(slots=True)
 class Workers:
-    """What is known of every worker: one entry each, all in one order. The caller writes the arrays in place.
+    """State of all workers: one entry each, all in one order. The caller writes the arrays in place.
 
     A worker whose `version` is -1 serves nothing: it gets no requests and its estimate stays as it is.
     One that drains has no `room`: it gets none either, but its requests may move away.
@@ -69,7 +69,7 @@ class Workers:
 
     @property
     def able(self) -> Bools:
-        """Which workers may be sent something, shape (n,)."""
+        """Mask of the workers that may be sent something, shape (n,)."""
         return (self.version >= 0) & (self.room > 0)
 
 
@@ -108,7 +108,7 @@ class DispatchPolicy(Protocol):
         ...
 
     def rebalance(self, workers: Workers) -> tuple[Move, ...]:
-        """What should move now."""
+        """Moves to make now."""
         ...
 
     def settle(self, workers: Workers, row: int, tokens: int, elapsed_s: float) -> None:
@@ -313,7 +313,7 @@ def policy_named(name: str, theta: int) -> DispatchPolicy | None:
 
 
 def free_slots_first(policy: DispatchPolicy, num_requests: int, workers: Workers) -> Ints:
-    """What each worker gets if free slots are filled before queues.
+    """Number of requests for each worker, shape (n,), if free slots are filled before queues.
 
     A request that meets a free slot is pending for no time, so a queue's limit says nothing about it; and no
     queue shall grow while another worker has a slot for what would wait there. Changes `workers`.

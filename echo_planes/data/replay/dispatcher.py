@@ -70,7 +70,7 @@ class EvenShares:
         """A worker was parked, or is no longer."""
 
     def tell(self, stats: WorkerStats) -> None:
-        """How a worker is."""
+        """Take a worker's counters."""
 
     def ask(self, rooms: Mapping[str, int], now_s: float) -> None:
         """Decide what those get who wait; `grant` hands it out.
@@ -102,7 +102,7 @@ class EvenShares:
 
 @dataclass(slots=True)
 class _Share:
-    """What a worker may still take of a split."""
+    """Part of a split that a worker may still take."""
 
     count: int
     version: int  # it must serve this one before it begins
@@ -170,7 +170,7 @@ class Dispatcher(EvenShares):
         self._settled.setdefault(stats.worker_id, (stats.tokens, stats.busy_s))
 
     def _expect_nothing_of(self, worker_id: str) -> None:
-        """What was to go to a worker goes to others, and the next split is made anew."""
+        """Release prompts and moves meant for a worker to others, and make the next split anew."""
         self._split_due = True
         self._going = {name: target for name, target in self._going.items() if target != worker_id}
         self._release([index for index, (target, _) in self._kept.items() if target == worker_id])
@@ -190,7 +190,7 @@ class Dispatcher(EvenShares):
         self._granted = dict(zip(workers.ids, counts.tolist(), strict=True))
 
     def grant(self, worker_id: str, room: int) -> list[int]:
-        """What was decided for a worker, after what was moved to it."""
+        """Take the prompts of a worker: those moved to it first, then those that were decided for it."""
         most = min(room, self._most(worker_id))
         mine = [index for index, (target, _) in self._kept.items() if target == worker_id][:most]
         for index in mine:

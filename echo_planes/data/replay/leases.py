@@ -18,12 +18,12 @@ _MOST_DOUBLINGS = 30  # any lease is at its longest by then
 
 
 class LeaseTable:
-    """Which leases are live. Pure state: every call that depends on time takes `now_s`.
+    """Table of live leases. Pure state: every call that depends on time takes `now_s`.
 
     A lease lasts 2.5 times the median time that recent ones took, and starts again whenever tokens arrive for
     it: so a silent worker's prompts come back soon, and a long answer is not punished. A prompt whose lease
-    expired has twice as long from its issue next time: who needs longer to begin than a lease lasts would
-    else be given the same prompt for ever.
+    expired has twice as long from its issue next time: a worker that needs longer to begin than a lease lasts
+    would else be given the same prompt for ever.
 
     Args:
         longest_s: of a lease, and what it is until enough have been completed.
@@ -58,7 +58,7 @@ class LeaseTable:
 
     @property
     def lease_s(self) -> float:
-        """How long a lease lasts now, from its last tokens on."""
+        """Present duration of a lease, from its last tokens on, seconds."""
         return self._lease_s
 
     def __len__(self) -> int:
@@ -87,7 +87,7 @@ class LeaseTable:
         return [self._remove(lease.lease_id) for lease in self.of_worker(worker_id)]
 
     def lasts_s(self, prompt_index: int) -> float:
-        """How long a lease of a prompt lasts that is issued now; its tokens may make it longer."""
+        """Seconds that a lease of a prompt lasts if issued now; its tokens may make it longer."""
         patience: int = 2 ** min(self._expiries.get(prompt_index, 0), _MOST_DOUBLINGS)
         return min(self._lease_s * patience, self._longest_s)
 

@@ -1,4 +1,4 @@
-"""Which versions work may be made of: those of this lineage, and those it descends from. Pure."""
+"""Versions that work may be made of: those of this lineage, and those it descends from. Pure."""
 
 from __future__ import annotations
 

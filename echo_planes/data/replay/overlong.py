@@ -21,7 +21,7 @@ DEFAULT_SHARE = 5  # the punished stretch is this part of the limit: 4,096 of 20
 
 @dataclass(frozen=True, slots=True)
 class Overlong:
-    """What becomes of long answers."""
+    """Treatment of long answers."""
 
     treatment: Literal["keep", "mask", "penalty"] = "keep"
     limit: int = 1  # L_max, tokens of one call of the policy

@@ -1,4 +1,4 @@
-"""What workers have made of prompts that are not finished (RLBoost, section 4.2).
+"""Partial rollouts: the tokens sampled so far for prompts that are not finished (RLBoost, section 4.2).
 
 Tokens are kept as they arrive, so that a prompt whose worker is lost, leaves or has too much to do goes on
 elsewhere from its last token. The sampler's logprobs and the version of every token are kept with it: to the
@@ -59,7 +59,7 @@ class LeasePartials:
         self._lengths = lengths
 
     def partials(self, published: Mapping[int, str]) -> tuple[PartialRollout, ...]:
-        """What another worker can go on from.
+        """Partial rollouts that another worker can go on from.
 
         Args:
             published: digest of every version of this lineage. What was made under anything else is left out.
@@ -73,7 +73,7 @@ class LeasePartials:
 
     @property
     def prefill_tokens(self) -> int:
-        """What another worker computes before it samples on: context and answer of every unfinished call.
+        """Tokens another worker computes before it samples on: context and answer of every unfinished call.
 
         Where all are finished (an episode is between two turns), those of the longest.
         """
@@ -111,7 +111,7 @@ class Partials:
         self._finished.append(group_tokens)
 
     def prefill_tokens(self, lease: Lease) -> int:
-        """What another worker would compute before it goes on with a live lease."""
+        """Tokens that another worker would compute before it goes on with a live lease."""
         return self._books[lease.lease_id].prefill_tokens or len(lease.prompt.token_ids)
 
     def is_far(self, lease: Lease) -> bool:
@@ -135,13 +135,13 @@ class Partials:
         return book.num_tokens - num_tokens(partials)
 
     def take(self, prompt_index: int) -> tuple[PartialRollout, ...]:
-        """What was made of a prompt so far; it leaves the shelf."""
+        """Remove and return the waiting partial rollouts of a prompt."""
         return self._waiting.pop(prompt_index, ())
 
     def cut(
         self, live: Iterable[Lease], published: Mapping[int, str], oldest: int
     ) -> tuple[dict[int, tuple[PartialRollout, ...]], int]:
-        """What a resume can go on from: what waits, and what is of live leases, as if all had ended.
+        """Partial rollouts that a resume can go on from: waiting ones, those of live leases as if ended.
 
         Args:
             live: the live leases.

@@ -61,7 +61,7 @@ class PromptCursor:
 
 
 class Curriculum:
-    """Which training prompt an index is, for tasks whose prompts get harder as the policy learns.
+    """Training prompt of each index, for tasks whose prompts get harder as the policy learns.
 
     The level of a block of indices is decided when the first of them goes out, and is durable before it does.
     So an index that was ever issued is the same prompt for good: when its work was lost and it goes out
@@ -93,7 +93,7 @@ class Curriculum:
 
     @property
     def progress(self) -> Progress:
-        """What the task decides by now."""
+        """Progress by which the task decides its level now."""
         accuracy = sum(self._recent) / max(len(self._recent), 1)
         return Progress(self._levels[-1] if self._levels else 0, self._num_groups, accuracy)
 

@@ -18,7 +18,7 @@ from echo_planes.types import Group
 
 @dataclass(frozen=True, slots=True)
 class Refill:
-    """Which groups are set aside, and how many."""
+    """Rule by which groups are set aside, and their largest number."""
 
     by: Literal["reward", "correct"]
     max_groups: int  # that are set aside for one batch; what comes beyond counts like any other
@@ -35,7 +35,7 @@ class Refill:
 
 
 def refill_of(config: Config, overlong: Overlong) -> Refill | None:
-    """What a run asks for; None: every group counts."""
+    """Refill rule that a run asks for; None: every group counts."""
     by = config.refill
     if by == "off":
         return None

@@ -34,7 +34,7 @@ def num_permits(
     leased_groups: int = 0,
     uninformative: float = 0.0,
 ) -> int:
-    """How many more groups may be leased to a worker that serves `worker_version`.
+    """Number of further groups that may be leased to a worker that serves `worker_version`.
 
     Work of version p can still be trained in the batches formed at t, t + 1, ..., p + S: that is
     (p + S - t + 1) batches, less what is already leased or buffered. `queue_batches` >= 1 lowers the
@@ -69,7 +69,7 @@ def num_urgent(
     max_staleness: int,
     groups_per_step: int,
 ) -> int | None:
-    """How many of the oldest buffered groups must be in the batch formed at `step`; None: hold the learner.
+    """Number of the oldest buffered groups that the batch formed at `step` must have; None: hold the learner.
 
     Work of version v has its last chance at step v + S. After this batch, (v + S - t) batches are left for
     it, so whatever exceeds them must go now (earliest deadline first). Where some of that is still with a

@@ -1,4 +1,4 @@
-"""Which workers are there, which version each serves, and which of them are parked."""
+"""Registry of the workers that are there, the version each serves, and those that are parked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WorkerRegistry:
         return worker_id in self._versions
 
     def version(self, worker_id: str) -> int:
-        """What a worker that is there serves; -1: nothing yet."""
+        """Version that a worker that is there serves; -1: none yet."""
         return self._versions[worker_id]
 
     def may_lease(self, worker_id: str) -> bool:
@@ -39,7 +39,7 @@ class WorkerRegistry:
 
     @property
     def versions(self) -> Mapping[int, int]:
-        """How many workers that may be given prompts serve each version."""
+        """Number of workers that may be given prompts, by the version that they serve."""
         return self._leasing
 
     def serves(self, worker_id: str, version: int) -> None:

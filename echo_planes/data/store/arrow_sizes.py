@@ -61,12 +61,12 @@ def _sizes(head: memoryview, body: memoryview) -> int:
 
 
 def _at(head: memoryview, place: int) -> int:
-    """Where the offset at `place` leads."""
+    """Position to which the offset at `place` leads."""
     return place + int(struct.unpack_from("<I", head, place)[0])
 
 
 def _field(head: memoryview, table: int, number: int) -> int:
-    """Where field `number` of a table lies; 0: it has none."""
+    """Position of field `number` of a table; 0: it has none."""
     entries = table - int(struct.unpack_from("<i", head, table)[0])
     if 4 + 2 * number >= struct.unpack_from("<H", head, entries)[0]:
         return 0

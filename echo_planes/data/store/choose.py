@@ -1,4 +1,4 @@
-"""Which buffered groups go into a batch. Pure: randomness is passed in, nothing is changed."""
+"""Choice of the buffered groups for a batch. Pure: randomness is passed in, nothing is changed."""
 
 from __future__ import annotations
 

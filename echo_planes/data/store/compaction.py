@@ -104,7 +104,7 @@ class Compactor:
             offset += size_of(pieces)
 
     def _kept(self, message: int, groups: slice) -> tuple[pa.RecordBatch, Entries]:
-        """What is left of a message, and the entries that say so."""
+        """Rows of a message that are left, and the entries that say so."""
         entries = self._index.groups["entry"][groups].copy()
         erased = self._index.groups["erased"][groups]
         parts = []

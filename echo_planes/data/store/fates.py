@@ -1,4 +1,4 @@
-"""What became of the groups: an append-only log of its own, `fates.arrows`, in the style of the segments.
+"""Log of the groups' fates: append-only, in a file of its own, `fates.arrows`, in the style of the segments.
 
 Opened with any Arrow reader it is a table of group, fate and step that joins the rows on `group_id`.
 """

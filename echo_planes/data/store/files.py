@@ -1,4 +1,4 @@
-"""What the store asks of the disk, in one small class, and an append-only file on top of it.
+"""Disk operations of the store, in one small class, and an append-only file on top of it.
 
 Everything that makes bytes durable goes through `Files`, so that a test can put a disk in its place that
 is full, or that loses what was not synced.
@@ -161,7 +161,7 @@ class LogFile:
 
 
 def _after(pieces: Sequence[Piece], count: int) -> list[Piece]:
-    """What is left of `pieces` behind their first `count` bytes."""
+    """Rest of `pieces` behind their first `count` bytes."""
     left: list[Piece] = []
     for piece in pieces:
         if count < len(piece):

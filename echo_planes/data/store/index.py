@@ -1,4 +1,4 @@
-"""What is known of every group without its rows: numpy columns by sequence number, and buckets by version.
+"""Index of every group without its rows: numpy columns by sequence number, and buckets by version.
 
 About 60 bytes per group and 37 per message in columns, 8 in a bucket, and some 170 for a group's id (text,
 list and dict entry): a million rows in groups of 16 take about 17 MB,
@@ -29,7 +29,7 @@ _Appended = tuple[int, Sequence[MessagePlace], Entries]
 
 
 class Fate(IntEnum):
-    """What became of a group. The numbers are on disk."""
+    """Fate of a group. The numbers are on disk."""
 
     BUFFERED = 0  # still trainable; in the log: again, because a resume went back behind its training
     TRAINED = 1
@@ -42,7 +42,7 @@ class Fate(IntEnum):
 
 
 class MessageState(IntEnum):
-    """What this process knows of a message's bytes."""
+    """State of a message's bytes, as far as this process has read them."""
 
     UNREAD = 0
     VERIFIED = 1
@@ -296,7 +296,7 @@ class GroupIndex:
     # --- looking ---------------------------------------------------------------------------------
 
     def num_buffered(self, min_version: int) -> int:
-        """How many groups of at least this version may be chosen."""
+        """Number of groups of at least this version that may be chosen."""
         return int(self.buckets.live[self.buckets.first_of(min_version) :].sum())
 
     def arrivals(self, min_version: int) -> Iterator[IntArray]:

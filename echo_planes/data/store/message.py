@@ -63,7 +63,7 @@ class _Foot(NamedTuple):
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """Kind of a message."""
 
     HEADER = 0  # the schema, at the beginning of a file
     ROWS = 1
@@ -72,7 +72,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a message belongs. `generation` counts how often the file was rewritten."""
+    """Place that a message belongs to. `generation` counts how often the file was rewritten."""
 
     store_id: bytes
     kind: Kind

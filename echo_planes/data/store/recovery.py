@@ -47,7 +47,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What opening a store found. Damage is said, never repaired: only torn ends are cut off."""
+    """Findings from opening a store. Damage is reported, never repaired: only torn ends are cut off."""
 
     damage: tuple[Damage, ...] = ()
     lost_fates: int = 0  # entries of the fate log that were damaged: their groups count as buffered again
@@ -232,5 +232,5 @@ def sidecar_path(path: Path) -> Path:
 
 
 def header_size_bytes(store_id: bytes) -> int:
-    """Where the first message of a segment lies."""
+    """Offset of the first message of a segment: the size of its header."""
     return size_of(encode_header(SCHEMA, Place(store_id, Kind.HEADER, 0, 0, 0), 0))

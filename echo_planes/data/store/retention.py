@@ -1,4 +1,4 @@
-"""Which rows a store may let go: by age, version and size. Pure."""
+"""Rule by which a store may let rows go: by age, version and size. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from echo_planes.types import IntArray
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What is kept. Whatever one of the limits is against goes."""
+    """Limits on the rows that are kept. Those beyond any one limit go."""
 
     max_age_s: float = math.inf  # since acceptance
     min_version: int = -1

@@ -1,4 +1,4 @@
-"""What a resume from a checkpoint takes back. Pure.
+"""Rollback of a store at a resume from a checkpoint. Pure.
 
 The learner continues from the weights of step s, so whatever it trained since is not trained, and whatever
 was sampled under a later version comes from weights that no longer exist. Everything else stays accepted.
@@ -24,7 +24,7 @@ class Undo:
 
 
 def plan(index: GroupIndex, step: int, newest_version: Callable[[int], int | None]) -> Undo:
-    """What must change for the store to be as it was when `step` updates were completed.
+    """Changes of fate that make the store as it was when `step` updates were completed.
 
     Groups that were accepted later stay, where every token was sampled under a version up to `step`: their
     work need not be done again. Groups that were dropped stay dropped, those that were set aside as

@@ -60,7 +60,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """What is whole in a file."""
+    """Whole messages of a file, and its damage."""
 
     messages: tuple[Message, ...]
     damage: tuple[Damage, ...]

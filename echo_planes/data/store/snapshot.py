@@ -52,7 +52,7 @@ def is_store(folder: Path) -> bool:
 
 
 class StoreSnapshot:
-    """What a store holds as of the last `refresh`.
+    """Contents of a store as of the last `refresh`.
 
     Args:
         folder: of the store.

@@ -32,7 +32,7 @@ def make_write_batch(
     taken: set[str],
     duplicates: list[str],
 ) -> WriteBatch | None:
-    """What of a batch is new; None if nothing is.
+    """Make the write batch of a batch's new groups; None if none is new.
 
     Args:
         batch: rows of `schema.SCHEMA`, each group's rows together.

@@ -68,7 +68,7 @@ class RewardWeights(TaskOptions):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How the prompts of the present level fare: what `TaskAdapter.level` decides by."""
+    """Progress of the policy at the present level: what `TaskAdapter.level` decides by."""
 
     level: int  # that prompts are issued at
     num_groups: int  # of this level, accepted since it began or the run was resumed
@@ -203,7 +203,7 @@ def by_initial_state(task: TaskAdapter, trajectories: Sequence[Trajectory]) -> l
 
 
 def last_tagged(text: str, tag: str, start: int = 0) -> tuple[str, int] | None:
-    """What stands inside the last `<tag></tag>` after `start`, and where that ends; in linear time.
+    """Text inside the last `<tag></tag>` after `start`, and the index behind that tag; in linear time.
 
     A tag ends at the first closing one after it, whatever opens in between.
     """

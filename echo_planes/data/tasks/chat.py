@@ -91,7 +91,7 @@ class Chat:
         return tuple(after) if ended else (end, *after)
 
     def _answer_begins(self, whole: list[int]) -> int:
-        """Where the question has ended, and the answer's end token is not passed yet."""
+        """Index at which the question has ended, and the answer's end token is not passed yet."""
         if whole[: len(self._begun)] == self._begun:
             return len(self._begun)
         # Some templates open an answer with what they leave out of old ones (an empty thinking block).

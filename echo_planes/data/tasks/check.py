@@ -63,7 +63,7 @@ _PLAIN = (RIGHT, "", "0", "7", "42", "no", "I do not know")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one probe found. `text` says what, which value, why it matters and what to do."""
+    """Finding of one probe. `text` says what was found, which value, why it matters and what to do."""
 
     level: Level
     probe: str
@@ -72,7 +72,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What an adapter is built with, and the lengths it must keep to, in tokens."""
+    """Settings that an adapter is built with, and the lengths it must keep to, in tokens."""
 
     task: TaskConfig
     tokenizer: Tokenizer

@@ -25,7 +25,7 @@ from echo_planes.types import Episode, Prompt, Reward
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What an environment answers to an action."""
+    """Answer of an environment to an action."""
 
     observation: str  # what the policy reads next; of no use after the last turn
     reward: float = 0.0  # for this action
@@ -41,7 +41,7 @@ class Environment(Protocol):
         ...
 
     def result(self) -> Reward:
-        """What the whole episode is worth; asked once it is over, or was cut off."""
+        """Reward of the whole episode; asked once it is over, or was cut off."""
         ...
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ class EpisodeTask(TaskAdapter):
             stepping.cancel()
 
     def reward(self, prompt: Prompt, episode: Episode) -> Reward:
-        """What the environment said at the end."""
+        """Reward that the environment gave at the end."""
         notes = json.loads(episode.notes)
         return Reward(notes["value"], notes["correct"], notes["parts"])
 

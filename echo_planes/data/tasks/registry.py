@@ -137,13 +137,13 @@ def told(cls: type[TaskAdapter], doing: str) -> Iterator[None]:
 
 
 def folder_of(cls: type[TaskAdapter]) -> Path | None:
-    """Where an adapter's source lies; None for a class without a file."""
+    """Folder of an adapter's source; None for a class without a file."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     return Path(file).parent if file else None
 
 
 def check_model_files(folder: Path) -> None:
-    """What libraries will open in a model folder by its name: regular files, those with settings bounded.
+    """Check the files that libraries open by name in a model folder: regular, those with settings bounded.
 
     Raises:
         ModelError: something else is there; names it.

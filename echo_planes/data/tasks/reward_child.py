@@ -65,7 +65,7 @@ def _raised(why: Exception) -> RewardFailure:
 
 
 def checked(reward: object) -> Reward:
-    """What an adapter's `reward` returned, if it is one.
+    """Check what an adapter's `reward` returned, and return it as a plain `Reward`.
 
     Raises:
         TypeError, ValueError: it is of another type, or a number in it is not finite.

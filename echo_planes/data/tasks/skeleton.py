@@ -133,7 +133,7 @@ def test_held_out_prompts_are_not_trained(task: $class_name) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """What was written."""
+    """Files that were written, and the name of the new adapter."""
 
     task: Path
     test: Path

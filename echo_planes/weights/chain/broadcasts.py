@@ -67,7 +67,7 @@ class Broadcasts:
         return self._cancel_older(broadcast)
 
     def take(self, event: Report, now_s: float) -> tuple[int, int]:
-        """What a peer has by now. Returns its damaged and its sound chunks since it reported last."""
+        """Enter a peer's report. Returns its damaged and its sound chunks since it reported last."""
         damaged = sound = 0
         received = self._peers[event.peer_id].received
         total = received.have

@@ -1,8 +1,8 @@
-"""What the tracker hears and what it orders: frozen dataclasses, each also a JSON object on the wire.
+"""Events that the tracker hears and actions that it orders: frozen dataclasses, as JSON on the wire.
 
 Events come from the sender's own node (publications, ticks) and from the peers (joining, reports,
-accusations). Actions say who pulls from whom. On the wire an event or action is its fields plus `"kind"`, the
-name of its class; anything else, or a value out of range, is refused before the tracker sees it.
+accusations). Actions say which peer pulls from which. On the wire an event or action is its fields plus
+`"kind"`, the name of its class; all else, or a value out of range, is refused before the tracker sees it.
 """
 
 from __future__ import annotations
@@ -220,12 +220,12 @@ def action_from_json(data: object) -> Action:
 
 
 def stats_to_json(stats: BroadcastStats) -> dict[str, Any]:
-    """What a tracker says of one broadcast, as a JSON object."""
+    """Figures that a tracker has of one broadcast, as a JSON object."""
     return dataclasses.asdict(stats)
 
 
 def stats_from_json(data: object) -> BroadcastStats:
-    """What `stats_to_json` wrote.
+    """Parse what `stats_to_json` wrote.
 
     Raises:
         WeightsError: not such an object, an unknown field, or a value out of range.

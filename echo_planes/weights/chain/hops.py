@@ -1,4 +1,4 @@
-"""What the tracker remembers of one peer, of one broadcast, and of the bytes that crossed a hop."""
+"""State that the tracker keeps of one peer, of one broadcast, and of the bytes that crossed a hop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SETTLE_S = 0.5  # a new parent is not judged before; doubles with every further 
 
 
 class Progress:
-    """How many payload bytes of one publication somebody had, over the last seconds."""
+    """Payload bytes of one publication that a peer or the sender had, over the last seconds."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, int]] = deque()
@@ -64,7 +64,7 @@ class Progress:
 
     @property
     def first_s(self) -> float:
-        """When its first bytes were seen; infinity before."""
+        """Time at which its first bytes were seen, seconds; infinity before."""
         return self._first[0] if self.have else math.inf
 
     def mean_bytes_per_s(self) -> float:
@@ -224,7 +224,7 @@ class Broadcast:
 def due_bytes_per_s(
     wanted: list[Broadcast], child_id: str, parent_id: str, seeds: list[str], most: float
 ) -> float:
-    """What a hop should carry, at most `most`; 0: no telling.
+    """Rate that a hop should carry, bytes/s, at most `most`; 0: not known.
 
     A relay passes on what it gets itself. A seed is measured by what it got so far, and by the median seed.
     """
@@ -246,7 +246,7 @@ def known_bytes_per_s(child_id: str, child: Peer, broadcasts: Iterable[Broadcast
 
 
 def steady_rates(broadcast: Broadcast, peer_ids: Iterable[str], seeds: Iterable[str]) -> dict[str, float]:
-    """What the peers' links carried, bytes/s; {} where a broadcast does not tell: it was too small, was
+    """Rates that the peers' links carried, bytes/s; {} where a broadcast does not tell: it was too small, was
     disturbed, or went no faster than it was made. Peers with too little to measure are left out."""
     if not broadcast.alone or broadcast.repairs or broadcast.throttled:
         return {}

@@ -1,8 +1,8 @@
-"""Who forwards to whom: peer scores, the number of chains, their first plan, and their repair. Pure.
+"""Plan of the chains: peer scores, the number of chains, their first plan, and their repair. Pure.
 
 ECHO-2, section 4.2 and appendix C.3. A chain is an ordered list of peers: the first, its seed, pulls from the
 sender, every other one from the peer before it. Peers that shall not forward hang on the tails, as leaves. So
-nobody has two parents, there is no cycle, and only a tail has more than one child, whatever is cut or moved.
+no peer has two parents, there is no cycle, and only a tail has more than one child, whatever is cut or moved.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RATE_MEMORY = 0.7  # weight of the old mean when a new rate is measured
 
 @dataclass(frozen=True, slots=True)
 class PeerStats:
-    """What is remembered of a peer's broadcasts."""
+    """Record of a peer's broadcasts."""
 
     peer_id: str
     region: str

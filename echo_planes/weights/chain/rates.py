@@ -1,4 +1,4 @@
-"""How many chains the sender's uplink feeds, learnt from finished broadcasts. Pure.
+"""Number of chains that the sender's uplink feeds, learnt from finished broadcasts. Pure.
 
 ECHO-2, section 4.2: N_ch = floor(B0 / Bw), B0 the sender's uplink, Bw what one worker's hop carries. What is
 not set of them is found out:

@@ -81,7 +81,7 @@ class Hunger:
         return self._peers[peer_id].whole_version(newest.lineage) < newest.version
 
     def hear(self, event: Report, now_s: float) -> None:
-        """What a peer says of itself."""
+        """Enter a peer's report."""
         peer, newest = self._peers[event.peer_id], self._newest
         if newest is None:
             return
@@ -105,7 +105,7 @@ class Hunger:
         return hungry_s > patience_s
 
     def begin_anew(self, peer_ids: Iterable[str], now_s: float) -> None:
-        """What these peers receive comes another way from now on."""
+        """Start these peers' starvation clocks anew: what they receive comes another way from now on."""
         for peer_id in peer_ids:
             self._peers[peer_id].fed_s = now_s
 
@@ -128,7 +128,7 @@ class Hunger:
 
 
 def needed_bytes_per_s(known_bytes_per_s: float | None, least_bytes_per_s: float) -> float:
-    """What must at least reach a peer that lacks something: `least_bytes_per_s` where nothing is known."""
+    """Least rate that must reach a peer that lacks something; `least_bytes_per_s` where nothing is known."""
     if not known_bytes_per_s:
         return least_bytes_per_s
     return min(FED_SHARE * known_bytes_per_s, MAX_NEED_BYTES_PER_S)

@@ -1,21 +1,21 @@
-"""Who pulls from whom while publications travel: the sans-I/O core in the sender's node.
+"""Tracker of the chains while publications travel: the sans-I/O core in the sender's node.
 
-Events come in, actions go out (`tracker_events`); the topology itself is `plan.Topology`. What repairs a
+Events come in, actions go out (`events`); the topology itself is `plan.Topology`. What repairs a
 chain, and when (ECHO-2, section 4.2 and appendix D):
 
-- a peer that no one has heard of for `SILENCE_S` is lost: cut out, and back at a tail when it speaks again;
+- a peer that was not heard of for `SILENCE_S` is lost: cut out, and back at a tail when it speaks again;
 - a hop that is silent or closed although both ends report, that is slow, or that keeps damaging bytes, is
   dissolved: its parent becomes a leaf at a tail and its child goes to the peer before. If the child's next
   hop is no better, then the child was at fault: it becomes the leaf and its former parent's record is clean;
 - the sender is never cut out: a slow seed is replaced once per broadcast, then the source itself is slow;
-- a peer that starves (`tracker_hunger`), whatever its parent says, goes to the peer before its parent, which
+- a peer that starves (`starvation`), whatever its parent says, goes to the peer before its parent, which
   becomes a leaf; if it starves again, to the sender itself, whom all must trust, until it has everything. If
   it starves even there, the fault is its own and its former parents' records are clean.
 
 A child that accuses its parent of altering bytes can prove nothing: bytes carry the learner's signature, not
 the parent's, and the child could have altered them. So a word costs no more than any other bad hop: it is
 dissolved. `EXPELLING_CHILDREN` different children, whom the tracker itself had put there, are believed: the
-parent is out for `EXPELLED_S`. Who accuses one parent after another is not believed at all.
+parent is out for `EXPELLED_S`. A child that accuses one parent after another is not believed at all.
 
 The order of the chains is renewed between publications only.
 """
@@ -146,7 +146,7 @@ class Tracker:
         return self._topology.chains
 
     def stats(self, key: PublicationKey) -> BroadcastStats | None:
-        """How a publication travels or travelled; None for one that was never opened, or long ago."""
+        """Figures of a publication's broadcast; None for one that was never opened, or long ago."""
         return self._broadcasts.stats(key)
 
     def all_stats(self) -> list[BroadcastStats]:
@@ -185,7 +185,7 @@ class Tracker:
         return self._actions
 
     def _forgive_standstill(self, now_s: float) -> None:
-        """When this process stood still, nobody else was silent."""
+        """Hold no peer silent for a time in which this process itself stood still."""
         gap = now_s - self._now_s if self._now_s is not None else 0.0
         self._now_s = now_s
         if gap > STALLED_S:
@@ -434,7 +434,7 @@ class Tracker:
         self._learn(broadcast)
 
     def _learn(self, broadcast: Broadcast) -> None:
-        """How many chains the next plan shall have; nothing where the fleet changed on the way."""
+        """Learn the number of chains of the next plan; nothing where the fleet changed on the way."""
         if self._settings.direct or self._reorder or any(peer.throttled for peer in self._peers.values()):
             return
         seeds = [peer_id for peer_id, parent_id in self.parents().items() if parent_id == SENDER_ID]

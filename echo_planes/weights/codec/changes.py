@@ -1,4 +1,4 @@
-"""What codecs turn weights into and back: changes of tensors, and segments of encoded bytes."""
+"""Forms that codecs turn weights into and back: changes of tensors, and segments of encoded bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which codec a patch is written in: the one with the least encode + bytes / rate + decode, each measured."""
+"""Choice of the codec of a patch: the one with the least encode + bytes / rate + decode, each measured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUNDS = 2  # the first compiles or loads what the second measures
 
 @dataclass(frozen=True, slots=True)
 class CodecCost:
-    """What one codec costs on a sample of the weights, per dense byte."""
+    """Cost of one codec on a sample of the weights, per dense byte."""
 
     encode_s: float
     decode_s: float

@@ -230,7 +230,7 @@ def _entropy(total: float, part: float) -> float:
 
 @kernel
 def _cuts(seen: Any, changed: Any, class_bits: float) -> Any:
-    """Which groups begin a class, so that the bits of all classes are fewest: dynamic programming."""
+    """Groups that begin a class, chosen so that the bits of all classes are fewest: dynamic programming."""
     num = seen.size
     best = np.full((NUM_CLASSES + 1, num + 1), np.inf)
     origin = np.zeros((NUM_CLASSES + 1, num + 1), np.int64)

@@ -243,7 +243,7 @@ class Patcher:
             undo(last, self._state[last.change.name].bits)
 
     def _after(self, run: Sequence[Section]) -> tuple[int, int] | None:
-        """What follows a run, which must itself follow what is covered."""
+        """Place (tensor, element) after a run, which must itself follow what is covered; None at the end."""
         specs, sizes = self._layout.specs, self._layout.sizes
         first = specs.index(run[0].spec)
         if self._covered != (first, run[0].start):
@@ -295,7 +295,7 @@ class _Parsed:
         *,
         write: bool,
     ) -> None:
-        """What the segment does to the bits that `read` gives; written to them if asked to.
+        """Compute the segment's changes to the bits that `read` gives, and write them if asked to.
 
         Args:
             placed: is given each tensor's changes as they are made, so also what was written before an error.

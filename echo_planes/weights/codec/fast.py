@@ -119,7 +119,7 @@ def _put_frame(out: bytearray, data: ByteArray) -> None:
 
 
 def _frame(reader: Reader, least: int, most: int, what: str) -> ByteArray:
-    """What a zstd frame holds: its size is known and bounded before anything is decompressed."""
+    """Contents of a zstd frame: its size is known and bounded before anything is decompressed."""
     size = reader.number(most, f"size of {what}")
     packed = reader.take(reader.number(most + _FRAME_SLACK, f"packed size of {what}"), what)
     if size < least:

@@ -95,7 +95,7 @@ def key_mask(typing: Any, bits: Any, at: Any, threshold: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def popcount(typing: Any, mask: Any) -> Any:
-    """How many bits are set."""
+    """Number of bits that are set."""
     return types.uint64(types.uint64), lambda context, builder, signature, args: builder.ctpop(args[0])
 
 
@@ -218,7 +218,7 @@ def find_changes(
 
 @kernel
 def count_changes(old: BitArray, new: BitArray, start: int, stop: int) -> Any:
-    """How many elements of [start, stop) differ."""
+    """Number of elements of [start, stop) that differ."""
     count: Any = 0
     at: Any = start
     while at + BLOCK <= stop:

@@ -1,4 +1,4 @@
-"""What a segment covers: a run of elements in canonical order (tensors by name, elements in C order).
+"""Coverage of a segment: a run of elements in canonical order (tensors by name, elements in C order).
 
 A segment of the coded kinds (`compact`, `fast`) begins with a header that says its run, so that it can be
 read by itself: b"EP", format version, codec (u8 each), then first tensor, first element, last tensor, end

@@ -29,7 +29,7 @@ def warm_up() -> None:
 
 
 def warm_up_install() -> None:
-    """What an engine runs to install a patch: seconds that no pause should have."""
+    """Compile, or load, what installs a patch in an engine: that takes seconds that no pause should have."""
     for dtype in ("bfloat16", "float32"):
         bits = np.zeros(2, BIT_DTYPES[dtype])
         specs = {"": TensorSpec("", dtype, bits.shape)}

@@ -167,7 +167,7 @@ class Rescue:
         self.num_done += 1
 
     def take_way(self) -> str:
-        """What catch-ups have staged since this was last asked, in order; "" when nothing."""
+        """Versions and codecs that catch-ups have staged since the last call, in order; "" when none."""
         way, self._way = self._way, []
         return in_short([f"v{entry.manifest.version} {entry.manifest.codec}" for entry in way])
 
@@ -239,7 +239,7 @@ class Rescue:
 
 
 def _entries(ours: Mapping[str, Holding]) -> list[Entry]:
-    """What is on the shelf, as entries before all of a store."""
+    """Publications on the shelf, as entries before all of a store."""
     return [
         Entry(name, -1 - number, held.transfer.signed_manifest)
         for number, (name, held) in enumerate(ours.items())

@@ -1,7 +1,7 @@
-"""How a learner or a worker talks to the node beside it: starts the process, hands over, waits, ends it.
+"""Clients of the node beside a learner or a worker: start the process, hand over, wait, end it.
 
-The two talk HTTP over a Unix socket in a folder that only this user may enter, so that nobody else on the
-machine, and no other node, can commit, settle or stop anything here.
+The two talk HTTP over a Unix socket in a folder that only this user may enter, so that no other user of
+the machine, and no other node, can commit, settle or stop anything here.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class SenderNode:
 
     @property
     def address(self) -> str:
-        """Where workers' nodes find this one, "http(s)://host:port"."""
+        """Address at which workers' nodes find this one, "http(s)://host:port"."""
         return self._process.address
 
     @property
@@ -92,14 +92,14 @@ class SenderNode:
         self._post("/control/commit", [encode_frame(ManifestFrame(signed))])
 
     def stats(self) -> list[BroadcastStats]:
-        """How the broadcasts of this node's newest publications went, oldest first."""
+        """Figures of the broadcasts of this node's newest publications, oldest first."""
         return [
             BroadcastStats(**{**record, "hop_bytes_per_s": tuple(record["hop_bytes_per_s"])})
             for record in self._post("/control/stats", [])["broadcasts"]
         ]
 
     def status(self) -> dict[str, Any]:
-        """What `GET /v1/status` answers: the publications held, the peers, the counters."""
+        """Answer of `GET /v1/status`: the publications held, the peers, the counters."""
         return self._post("/control/status", [])
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ class WorkerNode:
 
     @property
     def address(self) -> str:
-        """Where other nodes find this one, "http(s)://host:port"."""
+        """Address at which other nodes find this one, "http(s)://host:port"."""
         return self._process.address
 
     async def staged(
@@ -184,7 +184,7 @@ class WorkerNode:
         return str((await self._post("/control/settled", {"version": version, "ok": ok}))["caught_up"])
 
     async def status(self) -> dict[str, Any]:
-        """What `GET /v1/status` answers: the parent, the publications held, the counters."""
+        """Answer of `GET /v1/status`: the parent, the publications held, the counters."""
         return await self._post("/control/status", {})
 
     @property
@@ -264,7 +264,7 @@ class _NodeProcess:
         return self
 
     def lost(self, error: Exception) -> RunError:
-        """What to raise when the node does not answer."""
+        """Error to raise when the node does not answer."""
         status = self._process.poll()
         state = "is running but does not answer" if status is None else f"has ended with status {status}"
         return RunError(f"the weight node of {self._settings.node_id} {state}: {error}")

@@ -103,7 +103,7 @@ class Dispatch:
         return self._tracker.all_stats()
 
     def peers(self) -> dict[str, str]:
-        """Who pulls from whom, for people."""
+        """Parent that each peer pulls from, for people."""
         return self._tracker.parents()
 
     async def join(self, request: web.Request) -> web.Response:

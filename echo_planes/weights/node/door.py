@@ -219,7 +219,7 @@ def _room() -> int:
 
 
 def _place(host: str) -> str:
-    """What counts as one address: all of an IPv6 network of 64 bits is one customer's."""
+    """Text by which an address is counted: all of an IPv6 network of 64 bits is one customer's."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
         return str(ipaddress.ip_network((address, 64), strict=False))

@@ -105,7 +105,7 @@ class Feeds:
             raise WeightsError(f"{child} is out for now: its children say that it alters signed bytes")
 
     def limit_bytes_per_s(self, child: str) -> float | None:
-        """How fast a child may be sent anything; None: as fast as it can take it."""
+        """Rate at which a child may be sent anything, bytes/s; None: as fast as it can take it."""
         return self._limits_bytes_per_s.get(child)
 
     async def payload(self, request: web.Request) -> web.StreamResponse:
@@ -154,7 +154,7 @@ class Feeds:
 
 
 class _Child:
-    """What the feeds of one child share, so that all its streams carry parts of the same publications.
+    """State that the feeds of one child share, so that all its streams carry parts of the same publications.
 
     A chunk goes on whichever stream has room first: a connection that hesitates holds up nothing but what it
     was handed. That is handed out anew if the connection ends.
@@ -193,7 +193,7 @@ class _Child:
         self._release()
 
     def share(self, holding: Holding) -> _Share:
-        """How far all streams together have come with a publication."""
+        """Progress of all streams together with a publication."""
         share = self._shares.get(holding.key)
         if share is None or share.holding is not holding:
             share = self._shares[holding.key] = _Share(holding)
@@ -245,7 +245,7 @@ class _Child:
                 share.lost += cursor.handed
 
     def _release(self) -> None:
-        """What no stream has anything more of to send may be retired."""
+        """Let publications be retired of which no stream has anything more to send."""
         for key, holding in list(self._begun.items()):
             if all(feed.is_through(holding) for feed in self.feeds.values()):
                 self._let_go(key)
@@ -310,7 +310,7 @@ class _Feed:
         return self.wants.skips(holding.key) or (through and holding.transfer.complete)
 
     def _gone(self) -> list[PublicationKey]:
-        """What the child has in part, from here or from another parent, and will not get from here."""
+        """Forget and list publications the child has in part, from any node, and will not get from here."""
         held = self._shelf.holdings
         gone = [key for key in self.sent if key not in held]
         gone = [key for key in gone if not self.sent.pop(key).manifest]
@@ -358,7 +358,7 @@ class _Feed:
 
 
 class _Cursor:
-    """How far a feed has come with one publication."""
+    """Progress of a feed with one publication."""
 
     __slots__ = ("handed", "holding", "manifest", "segments")
 
@@ -370,7 +370,7 @@ class _Cursor:
 
 
 class _Share:
-    """How far all feeds of a child have come with the chunks of one publication."""
+    """Progress of all feeds of a child with the chunks of one publication."""
 
     __slots__ = ("again", "arrivals", "holding", "lost")
 

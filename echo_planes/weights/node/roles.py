@@ -1,4 +1,4 @@
-"""What a node does beyond serving: the sender's part beside the learner, the worker's beside an engine."""
+"""Roles of a node beyond serving: the sender's part beside the learner, the worker's beside an engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BYTES_PER_S_PER_MBIT = 1e6 / 8
 
 
 class _Role:
-    """What both roles share: feeds, ranges and figures."""
+    """Common parts of both roles: feeds, ranges and figures."""
 
     def __init__(self, settings: NodeSettings, shelf: Shelf) -> None:
         self.settings = settings
@@ -254,7 +254,7 @@ class WorkerRole(_Role):
         }
 
     def _installed(self, lineage: str) -> int:
-        """What the engine has; a node that only relays has installed what it has whole."""
+        """Version that the engine has, -1: none; a node that only relays has installed what it has whole."""
         if self.staging is not None:
             installed = self.staging.installed
             return installed[1] if installed is not None and installed[0] == lineage else -1

@@ -1,4 +1,4 @@
-"""What a node process is told at its start: one JSON object on stdin, never on the command line.
+"""Settings that a node process gets at its start: one JSON object on stdin, never on the command line.
 
 The settings hold the node's credential, which a command line would show to every user of the machine.
 """

@@ -189,11 +189,11 @@ class Shelf:
             self._supersede(holding)
 
     def incomplete(self) -> list[Holding]:
-        """What is still arriving, oldest first."""
+        """Publications that are still arriving, oldest first."""
         return [holding for holding in self.holdings.values() if holding.completed_s is None]
 
     def complete(self) -> list[Holding]:
-        """What is whole, oldest first."""
+        """Publications that are whole, oldest first."""
         return [holding for holding in self.holdings.values() if holding.completed_s is not None]
 
     def close(self) -> None:
@@ -259,7 +259,7 @@ class Shelf:
 
 
 class Wants:
-    """What a child says it has, so that it is sent the rest.
+    """Publications and chunks that a child says it has, so that it is sent the rest.
 
     Args:
         message: what the child's `wants_message` gave.
@@ -309,7 +309,7 @@ class Wants:
 
 
 def wants_message(shelf: Shelf, newest: tuple[str, int] | None) -> dict[str, Any]:
-    """What a child tells its parent when it attaches.
+    """Message to the parent when a child attaches: what it has, and what it does not want.
 
     Args:
         newest: (lineage, version) that is staged: patches to it and to older ones are not wanted.

@@ -1,4 +1,4 @@
-"""What publications changed in a stager's shadow since the engine's version, and what was there before.
+"""Changes of publications to a stager's shadow since the engine's version, with the bits from before.
 
 An element that several publications changed has the bits of the engine's version in the oldest of them; so
 wherever their positions are merged, the oldest wins.
@@ -59,7 +59,7 @@ class Step:
 
 
 def touched_since(steps: Sequence[Step], state: Mapping[str, BitTensor]) -> dict[str, Touched] | None:
-    """What the steps changed, by tensor in order of names, with the bits from before the first of them.
+    """Elements that the steps changed, by tensor in order of names, with the bits before the first step.
 
     Args:
         steps: oldest first.
@@ -119,7 +119,7 @@ def merge(parts: Sequence[Touched]) -> Touched:
 
 
 def putting_back(name: str, where: IndexArray, old: BitArray, bits: BitArray) -> Change:
-    """What puts old bits back: as positions or as a run, whichever is smaller."""
+    """Change that puts old bits back: as positions or as a run, whichever is smaller."""
     if not where.size:
         return Change(name, 0, where, old)
     first, stop = int(where[0]), int(where[-1]) + 1

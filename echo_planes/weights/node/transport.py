@@ -165,7 +165,7 @@ def client_tls(settings: NodeSettings) -> ssl.SSLContext:
 
 
 def client_session(settings: NodeSettings) -> aiohttp.ClientSession:
-    """What a worker's node asks other nodes with, through the environment's proxies, except on loopback.
+    """HTTP session of a worker's node to other nodes, through the environment's proxies, except on loopback.
 
     A peer that takes a connection and says nothing is given up after `ANSWER_S`; feeds ping more often.
     """

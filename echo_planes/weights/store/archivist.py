@@ -1,4 +1,4 @@
-"""What a sender writes to its store next. Pure: it is told what happened, and asked what to do.
+"""Schedule of a sender's writes to its store. Pure: it is told what happened, and asked what to do.
 
 Every publication goes up as it was sent; beside the patches a full snapshot, the anchor, every so many
 publications, in the background. A patch that cannot be stored, or that waits too long, breaks the way through
@@ -101,7 +101,7 @@ class Archivist:
         return None
 
     def publication_done(self, key: PublicationKey, error: str) -> None:
-        """How storing it ended: `error` is "" where it is in the store now."""
+        """Enter the end of storing it: `error` is "" where it is in the store now."""
         self._writing = None
         if error:
             self._failed(error)
@@ -120,7 +120,7 @@ class Archivist:
         return AnchorWork(self._newest.lineage, self._newest.version)
 
     def anchor_done(self, error: str, now_s: float) -> None:
-        """How storing the anchor ended: `error` is "" where it is in the store; else it is tried again."""
+        """Enter the end of storing the anchor: `error` is "" where it is stored; else it is tried again."""
         self._anchor_busy = False
         if not error:
             self._retry_s, self._retry_at_s = FIRST_RETRY_S, 0.0

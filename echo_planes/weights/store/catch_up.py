@@ -1,4 +1,4 @@
-"""How a late worker gets to a version: the cheapest way through a store, and the next best if that fails."""
+"""Catch-up of a late worker: the cheapest way to a version through a store, the next best if that fails."""
 
 from __future__ import annotations
 

@@ -290,7 +290,7 @@ def _check_folder(url: str, writes: bool, need_bytes: int) -> None:
 
 
 def _diagnosis(url: str, reason: str) -> ConfigError | ClusterError:
-    """What a person must do about `reason`."""
+    """Error for `reason` that says what a person must do about it."""
     for words, kind, advice in _ADVICE:
         if any(word in reason for word in words):
             return kind(f"weights.store={url}: {reason}; {advice}")

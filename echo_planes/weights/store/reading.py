@@ -142,7 +142,7 @@ class Store:
         return StoredPublication(self, entry, segments)
 
     def read_segment(self, entry: Entry, header: SegmentHeader) -> ByteArray:
-        """What `StoredPublication.read` does."""
+        """Read one segment, as `StoredPublication.read` does, and raise as it does."""
         try:
             data = self._objects.read_range(
                 object_name(entry.manifest), header.offset_bytes, header.size_bytes
@@ -207,7 +207,7 @@ def sequence_of(folder: str) -> int:
 
 
 def object_name(manifest: Manifest) -> str:
-    """Where a publication's payload lies: named by its own hash.
+    """Name of the object with a publication's payload, made of the payload's own hash.
 
     Raises:
         WeightsError: the payload's digest is no BLAKE3.

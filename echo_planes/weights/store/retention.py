@@ -1,4 +1,4 @@
-"""What a store keeps: the newest patches and anchors, and whatever a kept patch needs. Pure.
+"""Rule by which a store keeps entries: the newest patches and anchors, and whatever a kept patch needs. Pure.
 
 PULSE appendix G.6 keeps 100 patches and 10 anchors, and any anchor that a kept patch refers to. A patch also
 needs the patches between that anchor and its own base, so those stay as well.

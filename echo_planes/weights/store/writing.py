@@ -50,7 +50,7 @@ class PutOutcome:
 
 @dataclass(frozen=True, slots=True)
 class PruneOutcome:
-    """What was removed: entries, and by `sweep` objects; `reason` says why the rest was not."""
+    """Names that were removed: of entries, and by `sweep` objects; `reason` says why the rest was not."""
 
     removed: tuple[str, ...]
     reason: str = ""

@@ -1,4 +1,4 @@
-"""Which publications a node lets in at all: never back, never onto another base. Sans-I/O."""
+"""Rule by which a node lets publications in at all: never back, never onto another base. Sans-I/O."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ MAX_NAME = 256  # characters of a node's name
 
 
 def credential(key: str, name: str) -> str:
-    """What the node `name` shows to whoever holds `key`: 64 hex digits.
+    """Credential that the node `name` shows to the holder of `key`: 64 hex digits.
 
     Args:
         key: the run's secret for the sender's node, a node's own credential for that node.

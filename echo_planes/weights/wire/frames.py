@@ -1,8 +1,8 @@
-"""What nodes say to one another, as binary frames on a stream, and as JSON in files.
+"""Messages between nodes, as binary frames on a stream, and as JSON in files.
 
 A frame is 8 bytes, "EP", the format's version, the kind and the body's length (uint32, little-endian), then
 the body. The length is checked against what the kind may need before a byte of the body is kept. A stream on
-which anything is wrong is at its end: after damage nobody knows where the next frame begins.
+which anything is wrong is at its end: after damage it is unknown where the next frame begins.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def encode_frame(frame: Frame) -> bytes:
 
 
 def chunk_head(key: PublicationKey, segment_index: int, chunk_index: int, num_bytes: int) -> bytes:
-    """What comes before the `num_bytes` of data in a chunk's frame, so that the data need not be copied."""
+    """Bytes before the `num_bytes` of data in a chunk's frame, so that the data need not be copied."""
     body = key_bytes(key) + _CHUNK.pack(segment_index, chunk_index)
     return _HEAD.pack(_MAGIC, _VERSION, _CHUNK_KIND, len(body) + num_bytes) + body
 

@@ -1,4 +1,4 @@
-"""How large a publication of a model can be: what is larger is refused before anything is allocated for it.
+"""Limits on the size of a model's publication: a larger one is refused before anything is allocated for it.
 
 Signatures keep strangers out; these limits keep a broken or stolen learner from filling a worker's memory
 and disk, and bound what a peer may make one buffer before any signature is seen.

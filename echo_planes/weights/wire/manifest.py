@@ -1,4 +1,4 @@
-"""What travels beside the bytes of a publication: signed segment headers first, the signed manifest last.
+"""Messages that travel beside a publication's bytes: signed segment headers first, the signed manifest last.
 
 A publication's payload is a sequence of segments, each the encoding of at most `SEGMENT_BYTES` of dense
 weights, cut into chunks of `chunk_bytes`. A segment's header carries the hash of every chunk and is signed
@@ -46,7 +46,7 @@ Buffer = bytes | bytearray | memoryview  # of single bytes
 
 @dataclass(frozen=True, slots=True, order=True)
 class PublicationKey:
-    """Which encoding of which version: what peers ask one another for."""
+    """Key of one encoding of one version, by which peers ask one another for it."""
 
     lineage: str
     version: int

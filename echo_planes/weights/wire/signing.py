@@ -105,7 +105,7 @@ class Signer:
         return self._private.private_bytes_raw()
 
     def public_bytes(self) -> bytes:
-        """What a `Verifier` needs, 32 bytes."""
+        """Public key that a `Verifier` needs, 32 bytes."""
         return self._private.public_key().public_bytes_raw()
 
     def segment(self, header: SegmentHeader) -> SignedSegment:

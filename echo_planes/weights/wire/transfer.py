@@ -34,7 +34,7 @@ Verdict = Literal["accepted", "duplicate", "damaged", "unknown"]
 
 
 class Verifies(Protocol):
-    """What checks signatures: `signing.Verifier`."""
+    """Checker of signatures: `signing.Verifier`."""
 
     def check_segment(self, signed: SignedSegment) -> None: ...
 
@@ -42,7 +42,7 @@ class Verifies(Protocol):
 
 
 class ChunkSpan(NamedTuple):
-    """Where one chunk lies."""
+    """Place of one chunk."""
 
     segment_index: int
     chunk_index: int
@@ -116,7 +116,7 @@ class ChunkSet:
 
 
 def chunk_ranges(ranges: object) -> list[tuple[int, int]]:
-    """What `ChunkSet.to_json` gives, from a peer: [start, stop) in order, however high.
+    """Parse what a peer's `ChunkSet.to_json` gave: [start, stop) in order, however high.
 
     Raises:
         WeightsError: anything else.
@@ -137,7 +137,7 @@ def chunk_ranges(ranges: object) -> list[tuple[int, int]]:
 
 
 class Transfer:
-    """What one node knows and has of one publication. Not thread-safe: one event loop owns it.
+    """State of one publication at one node. Not thread-safe: one event loop owns it.
 
     Args:
         key: the publication.
@@ -283,12 +283,12 @@ class Transfer:
         return self._first[segment_index] + chunk_index
 
     def chunk_span(self, number: int) -> ChunkSpan:
-        """Where chunk `number`, below `num_chunks`, lies."""
+        """Place of chunk `number`, below `num_chunks`."""
         segment_index = bisect_right(self._first, number) - 1
         return self.span(segment_index, number - self._first[segment_index])
 
     def span(self, segment_index: int, chunk_index: int) -> ChunkSpan:
-        """Where a chunk of a known segment lies."""
+        """Place of a chunk of a known segment."""
         header = self.segments[segment_index].header
         start = chunk_index * header.chunk_bytes
         size = min(header.chunk_bytes, header.size_bytes - start)
@@ -301,7 +301,7 @@ class Transfer:
                 yield self.chunk_span(number)
 
     def verified_end(self, offset_bytes: int) -> int:
-        """Where the run of verified bytes that begins at `offset_bytes` of the payload ends.
+        """End of the run of verified bytes that begins at `offset_bytes` of the payload.
 
         Equal to `offset_bytes` where that byte is not there: for range requests.
         """
