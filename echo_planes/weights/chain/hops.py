@@ -137,7 +137,7 @@ class Peer:
     best_bytes_per_s: float = 0.0  # that it received in a second from this parent, as it reports
     whole: tuple[str, int] = ("", -1)  # (lineage, version): the newest that it has whole, or installed
     got: dict[PublicationKey, int] = field(default_factory=dict)  # verified bytes of what it lacked
-    fed_s: float = 0.0  # until then it had enough of what it lacks (`tracker_hunger`)
+    fed_s: float = 0.0  # until then it had enough of what it lacks (`starvation`)
     starved_by: list[tuple[str, PeerStats]] = field(default_factory=list)  # parents, their records before
     refuge: bool = False  # it starved twice: the sender itself feeds it until it has everything
 
