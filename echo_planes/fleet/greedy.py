@@ -63,7 +63,7 @@ class Plans:
 
 
 def more(wanted: Mapping[str, int], there: Mapping[str, int]) -> dict[str, int]:
-    """What is wanted of each offer beyond what is there."""
+    """Number of workers wanted of each offer beyond those that are there; offers with none are left out."""
     return {name: n - there.get(name, 0) for name, n in wanted.items() if n > there.get(name, 0)}
 
 

@@ -106,7 +106,7 @@ class _Machine:
         self.life_busy = 0
 
     def at_work(self, now: int) -> tuple[int, int]:
-        """What its busy and its idle time have cost."""
+        """Cost of its busy and of its idle time."""
         serving = self.spent_in("serving", now)
         busy = self.busy_units + self.likely_busy(serving - self.accounted_units)
         return self.spent_in("busy", now) + busy, self.spent_in("idle", now) + serving - busy
@@ -184,7 +184,7 @@ class Accounting:
             known.price = 0
 
     def mark(self, machine: str, state: State, now_s: float) -> None:
-        """What a machine does from now on: `booting`, `idle` (nothing in flight), `busy`, or `serving`.
+        """Set a machine's state from now on: `booting`, `idle` (nothing in flight), `busy`, or `serving`.
 
         News of a machine that is not running comes too late and changes nothing.
         """
@@ -196,7 +196,7 @@ class Accounting:
             self._pay(known, known.price, now)
 
     def worked(self, machine: str, busy_s: float, now_s: float) -> None:
-        """What a machine's time went into while it was `serving`: the rest of it was idle.
+        """Account for a machine's busy time while it was `serving`: the rest of that time was idle.
 
         The time since the last account gets what is new of `busy_s`, and never more than passed. Time of
         which there is no account, yet or ever, counts as busy in the same share.
@@ -299,7 +299,7 @@ class Accounting:
         return statistics.median(self._step_usd) if self._step_usd else None
 
     def projected_usd(self, now_s: float, steps_left: int) -> float | None:
-        """What the run will have cost: dollars so far and the steps left at the recent price."""
+        """Projected cost of the whole run: dollars so far and the steps left at the recent price."""
         usd = self.recent_step_usd()
         return None if usd is None else self.total_usd(now_s) + steps_left * usd
 
