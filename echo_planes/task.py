@@ -237,7 +237,7 @@ class _Child:
         self.has_ended = message.get("end", self.has_ended)
 
     def lost(self) -> Finding:
-        """What to say of a child that did not come to its end."""
+        """Make the finding on a child that did not come to its end."""
         exit_status = self._end(GRACE_S)
         self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - _TAIL_BYTES))
         output = self._output.read().decode(errors="replace")

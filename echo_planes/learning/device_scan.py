@@ -24,7 +24,7 @@ PIECE_ELEMENTS = 1 << 24
 def changes(
     name: str, old: torch.Tensor, new: torch.Tensor, piece_elements: int = PIECE_ELEMENTS
 ) -> Iterator[Change]:
-    """What makes `new` of `old`, in host memory: one change per piece that differs, in rising order.
+    """Changes that turn `old` into `new`, in host memory: one per piece that differs, in rising order.
 
     A piece in which so much changed that positions and values would be longer than all of its bits comes
     whole (`indices` None). Bits are compared, not numbers: -0.0 and NaNs count.

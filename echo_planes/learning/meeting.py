@@ -57,7 +57,7 @@ def meet(rank: int, world_size: int, port: int, timeout: timedelta) -> Store:
 
 
 def master_address(host: str, address: str) -> str:
-    """Where rank 0 listens.
+    """Return the address on which rank 0 listens.
 
     Args:
         host: MASTER_ADDR.

@@ -1,4 +1,4 @@
-"""What the controller is told (events) and what it answers (actions)."""
+"""Events that the controller is told, and actions that it answers."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ from echo_planes.types import (
 
 @dataclass
 class Trace:
-    """What a simulation saw, in order: an `Observer` that remembers."""
+    """Trace of a simulation, in order: an `Observer` that remembers."""
 
     lines: list[str] = field(default_factory=list)
     batches: list[TrainBatch] = field(default_factory=list)
