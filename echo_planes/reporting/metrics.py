@@ -1,4 +1,4 @@
-"""What a run writes down about itself: metrics.jsonl, events.jsonl and summary.json in its folder.
+"""Writers of a run's own records: metrics.jsonl, events.jsonl and summary.json in its folder.
 
 Standard library only. `GAUGES` says what each number of a learner step is, for Prometheus and for people.
 """

@@ -1,4 +1,4 @@
-"""What the samples of one group share: their calls of the policy, and what other workers had made of them."""
+"""Policy that the samples of one group share: their calls, and partial rollouts of them by other workers."""
 
 from __future__ import annotations
 

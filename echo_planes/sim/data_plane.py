@@ -126,7 +126,7 @@ class SimDataPlane:
 
     @property
     def lease_s(self) -> float:
-        """How long a lease lasts now, from its last tokens on."""
+        """Seconds that a lease lasts now, from its last tokens on."""
         return self._buffer.lease_s
 
     # --- workers ---------------------------------------------------------------------------------
@@ -190,11 +190,11 @@ class SimDataPlane:
         return self._buffer.stream(worker_id, epoch, messages, self._kernel.now_s)
 
     def tick(self, told: Sequence[tuple[int, WorkerStats]]) -> list[str]:
-        """How every worker is, with its epoch. Returns those that are to give something up."""
+        """Take in every worker's stats, with its epoch. Returns the workers that are to give something up."""
         for epoch, stats in told:
             self._buffer.tell(epoch, stats)
         sources = self._buffer.tick(self._kernel.now_s)
-        self._serve()  # what was kept for somebody may be free by now
+        self._serve()  # what was kept for a worker may be free by now
         return sources
 
     def hand_over(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> int:

@@ -62,7 +62,7 @@ class Answers:
         self._episodes: dict[Versions, Episode] = {}
 
     def digest(self, version: int) -> str:
-        """What stands for a version's digest."""
+        """Stand-in for a version's digest."""
         return f"sim:{version:08x}"
 
     def span(self, start: int, stop: int, version: int) -> Span:

@@ -25,7 +25,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the policy said, and what the environment answered."""
+    """Turn of an episode: the policy's tokens, and those of the environment's answer."""
 
     said: tuple[Token, ...]
     answered: tuple[Token, ...]

@@ -386,7 +386,7 @@ class VllmEngine:
         return str(await self._ask("echo_planes_live_digest"))
 
     async def _ask(self, method: str) -> Any:
-        """What the engine's ranks answer, all alike, to a call of their weight-transfer part."""
+        """Call a method of the ranks' weight-transfer part, and return the answer in which all agree."""
         try:
             async with self._limit():
                 answers = await self.vllm.collective_rpc(method)
