@@ -110,7 +110,7 @@ def check_task(
             return findings + _compared(child.prints, request, start_limit_s)
         if child.has_ended or child.probe in (*FATAL, OTHER_PROCESS, ""):
             return findings
-        # What hangs or crashes once would do so again.
+        # A probe that hangs or crashes once would do so again.
         done += [child.probe, *(["something to learn"] if child.probe.startswith("reward") else [])]
 
 

@@ -397,7 +397,7 @@ class Publication:
 
     manifest: Manifest
     payload: ByteArray
-    replaced_digest: str = ""  # of the base's bits that an `overwrite` payload replaces; "": nobody says
+    replaced_digest: str = ""  # of the base's bits that an `overwrite` payload replaces; "": not said
 
 
 @dataclass(frozen=True, slots=True)
@@ -509,7 +509,7 @@ class BufferCounts:
     expired: int = 0  # leases that ran out
     continued: int = 0  # leases that went on from the tokens of another worker
     continued_tokens: int = 0  # those tokens
-    discarded_tokens: int = 0  # of leases that ended without a result, and that nobody could go on from
+    discarded_tokens: int = 0  # of leases that ended without a result, and that no worker could go on from
     unreadable_tokens: int = 0  # of the discarded: were in a checkpoint, and could not be read on a resume
     damaged: int = 0  # places in the replay store that are not what was written
 

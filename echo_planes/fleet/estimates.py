@@ -191,7 +191,7 @@ class CapacityModel:
         rates, length = self._rates(offer_name), self._tokens_per_trajectory()
         if not rates or length is None:
             return self._last_mu.get(offer_name, prior)
-        # What the bound cuts stays above the others: the middle one or two are the same ones as before.
+        # A rate that the bound cuts stays above the others: the middle one or two are the same as before.
         middle = rates[(len(rates) - 1) // 2 : len(rates) // 2 + 1]
         return median(self._bounded(rate, rates) for rate in middle) / length
 

@@ -29,7 +29,7 @@ SLOW_S = 240.0  # without a free place
 PAST_S = 900.0  # of a worker that is alone
 MEASURE_S = 10.0  # of one measure; shorter ones are joined
 NOISE_SIGMAS = 4.0  # eight workers for a day are 3,000 stretches
-ENOUGH_CHANGES = 8  # from one stretch to the next, of all workers of an offer; before, nobody is called slow
+ENOUGH_CHANGES = 8  # from one stretch to the next, of all workers of an offer; before, none is called slow
 RECENT_CHANGES = 16  # of a worker
 # Of normal noise: its standard deviation by the median change.
 _SIGMA_PER_CHANGE = 1 / (0.6745 * math.sqrt(2))

@@ -58,7 +58,7 @@ class InstanceRecords:
     Args:
         offers: as believed.
         model: throughput, as measured.
-        guesses: offers whose `mu` nobody knows.
+        guesses: offers whose `mu` is not known.
     """
 
     def __init__(self, offers: Sequence[Offer], model: CapacityModel, guesses: Collection[str]) -> None:

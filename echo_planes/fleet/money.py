@@ -11,9 +11,9 @@ Every dollar is in exactly one part:
 - `idle`: a rollout machine serves and has nothing in flight;
 - and while it has work, its dollars are shared out evenly over its tokens: `trained`, `evaluated`, `stale`
   (dropped as too old), `uninformative` (of groups without a signal, which others replaced), `failed` (no
-  usable answer), `lost` (nobody could go on from them), `open` (not decided yet). Where nobody knows which
-  machine made which tokens, the dollars of all these machines are shared out over all these tokens: each
-  costs the fleet's average.
+  usable answer), `lost` (no worker could go on from them), `open` (not decided yet). Where it is not known
+  which machine made which tokens, the dollars of all these machines are shared out over all these tokens:
+  each costs the fleet's average.
 
 Booting, idle, stale, uninformative, failed, lost and learner_idle are wasted; the rest, open tokens too, is
 useful so far.
@@ -97,11 +97,11 @@ class _Machine:
             self.life_busy += busy
 
     def likely_busy(self, time: int) -> int:
-        """Of a time, or of its dollars, that nobody accounts for: as much as of what was; at first all."""
+        """Of a time, or of its dollars, that is not accounted for: as much as of what was; at first all."""
         return time * self.busy // self.accounted if self.accounted else time
 
     def settle_life(self, now: int) -> None:
-        """It stops, or starts anew: nobody will say what its last moments went into."""
+        """It stops, or starts anew: no account of its last moments will come."""
         self.account(self.likely_busy(self.served.at(now) - self.accounted), now)
         self.life_busy = 0
 
@@ -130,7 +130,7 @@ class Accounting:
         self._ready_total = 0  # spent until the first step could begin
         self._step_usd: deque[float] = deque(maxlen=RECENT_STEPS)
         self._trained_tokens = 0
-        self._fates: Counter[Fate] = Counter()  # tokens of the fleet: nobody knows whose
+        self._fates: Counter[Fate] = Counter()  # tokens of the fleet, of no known machine
         self._undecided = 0
 
     # --- what happens ----------------------------------------------------------------------------
@@ -219,7 +219,7 @@ class Accounting:
     def settle(self, machine: str | None, fate: Fate, tokens: int) -> None:
         """So many of its tokens ended like this. Each is to be settled once, however often it is trained.
 
-        None: nobody knows whose tokens; they are shared among machines that have none of their own.
+        None: tokens of no known machine; they are shared among machines that have none of their own.
         """
         if machine is None:
             self._fates[fate] += _tokens(tokens)
@@ -227,7 +227,7 @@ class Accounting:
             self._machines[machine].fates[fate] += _tokens(tokens)
 
     def undecided(self, tokens: int) -> None:
-        """So many more tokens, nobody knows whose, have no fate as of now."""
+        """So many more tokens, of no known machine, have no fate as of now."""
         self._undecided = _tokens(tokens)
 
     def ready(self, now_s: float) -> None:

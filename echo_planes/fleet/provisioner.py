@@ -181,7 +181,7 @@ class Provisioner:
             self._whole = Plans.of(problem)
             if isinstance(self._whole.best, FleetPlan):
                 best = wanted = self._whole.best
-            elif not need.assumed:  # what nobody measured is no ground for advice
+            elif not need.assumed:  # what was not measured is no ground for advice
                 advice = advise(need, problem.offers, self.limits)
         fleet = best.best if isinstance(best, Shortfall) else best
         launch = more(fleet.counts, running)

@@ -246,7 +246,7 @@ class Reconciler:
         for name, count in self.decision.launch.items():
             actions += [self._add(name, now_s) for _ in range(count)]
         if not self.counts:
-            # Whatever the provisioner thinks of it (no fleet may be enough): without any the run never ends.
+            # Even where the provisioner finds that no fleet is enough: without any the run never ends.
             actions += self._keep_first(now_s)
         for worker_id in self._dispensable(self.decision.release, need, now_s):
             self._members.enter(worker_id, "leaving", now_s)

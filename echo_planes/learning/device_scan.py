@@ -78,7 +78,7 @@ class DeviceMirror:
         """The bits of a tensor in host memory, equal to `bit_tensor` of it.
 
         They belong to the mirror: the next call for this name writes new bits into the same memory, and
-        nobody else may write there.
+        nothing else may write there.
 
         Raises:
             WeightsError: a dtype other than bfloat16, float16 and float32.

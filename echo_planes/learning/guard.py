@@ -232,7 +232,7 @@ class Guard:
             elif values[signal.setting] is not None:
                 score = max(score - 1, 0)
             state.scores[signal.setting] = score
-        # What an alarm has emptied says nothing until it is full again, which is not the same as calm.
+        # A history that an alarm has emptied says nothing until it is full again, which is not calm.
         is_blind = state.reward_start is not None and len(state.rewards) < WINDOW
         state.calm = 0 if beyond or is_blind else state.calm + 1
         alarms = [s for s in beyond if state.scores[s.setting] >= settings.patience]

@@ -1,6 +1,6 @@
 """Rendezvous of the learner's ranks: nothing listens but on the address in use.
 
-torch's own store listens on every address of the machine and answers whoever comes: it has no credentials.
+torch's own store listens on every address of the machine and answers every caller: it has no credentials.
 """
 
 from __future__ import annotations

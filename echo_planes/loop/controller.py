@@ -383,7 +383,7 @@ class Controller:
     def _evaluate_if_due(self) -> list[Action]:
         """Start the oldest evaluation that is due, once some worker serves its version, or a newer one.
 
-        Asked are those that serve the newest such version; nobody installs another one meanwhile.
+        Asked are those that serve the newest such version; no worker installs another one meanwhile.
         """
         if not self._evaluations_due or self._evaluating:
             return []

@@ -118,7 +118,7 @@ class ReconcileLoop(QuietObserver):
         self._useful: deque[int] = deque(maxlen=LEARNER_WINDOW)  # S = 0: N_prem of each step
         self._said = ""
         self._stuck: tuple[object, ...] = ()  # what stood in the way of a fleet that is enough, as last said
-        # What is draining on a cluster goes by itself; a machine that is there anyway is parked.
+        # A node that drains on a cluster goes by itself; a machine that is there anyway is parked.
         self._releasable = ("up", "draining") if config.fleet.scale == "static" else ("up",)
         self.fleet = Reconciler(
             offers_of(config),

@@ -374,7 +374,7 @@ class Runner:
         self._observer.on_worker(replace(self._fleet[worker_id], epoch=epoch), alive=False)
 
     async def collect_worker_stats(self) -> None:
-        """Ask every worker for its counters, and tell whoever does the accounting.
+        """Ask every worker for its counters, and tell the accounting.
 
         What was accepted of it the data plane says, not the worker.
         """

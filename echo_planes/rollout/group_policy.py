@@ -57,7 +57,7 @@ class GroupPolicy:
         return await future
 
     def close(self) -> None:
-        """The group is over: nobody waits for what is still running."""
+        """The group is over: nothing waits for what is still running."""
         for request in self._requests:
             request.cancel()
 

@@ -214,7 +214,7 @@ class ChaosWorld(World):
         self.plane.watched.check()
         if self.scenario.fleet.mode == "fixed":
             return
-        # Who is to go, or is gone, has a cause.
+        # A worker that is to go, or is gone, has a cause.
         counts: dict[str, int] = {}
         for member in self.workers.members.values():
             if not member.cause:

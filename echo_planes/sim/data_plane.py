@@ -2,7 +2,7 @@
 
 What `data.service` does with waiting tasks is done here with lists: workers that ask for work are served in
 the order in which they asked, and a question for a batch is answered when there is one, or when its time is
-up. The rows are not kept: nobody reads them here.
+up. The rows are not kept: nothing reads them here.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class SimDataPlane:
     def ask(self, worker_id: str, epoch: int, room: int) -> None:
         """A worker has room; leases come when there are some. Asked again, it keeps its place."""
         if worker_id in self._parked:
-            return  # whoever waits with it for a version would be refused as it is
+            return  # others that wait with it for a version would be refused as it is
         version = self._versions.get(worker_id, -1)
         known = self._asks.get(worker_id)
         if known is not None:

@@ -225,7 +225,7 @@ class Flow:
             member.accepted += len(group.trajectories)
             member.accepted_tokens += sum(work.lengths)
         else:
-            # What it had streamed is with the prompt, which others go on with.
+            # The tokens it had streamed are with the prompt, which others go on with.
             self._trace.refused(group.group_id, member.name, unsent)
 
     def _plan_renewal(self, member: SimMember, engine: SimWorker) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from echo_planes.errors import RunError
 
-KEEP_EVENTS = 40  # of the log, for whoever reads about a violation
+KEEP_EVENTS = 40  # of the log, for the report of a violation
 
 
 class InvariantError(RunError):

@@ -112,7 +112,7 @@ class Channel:
         self._sink = sink
 
     def send(self, message: object) -> None:
-        """Write one frame. Raises Refused if it is too large, Gone if nobody reads."""
+        """Write one frame. Raises Refused if it is too large, Gone if the other end does not read."""
         body = json.dumps(message).encode()
         if len(body) > MAX_FRAME_BYTES:
             raise Refused(f"{len(body)} bytes are more than the {MAX_FRAME_BYTES} that can be carried")
@@ -316,7 +316,7 @@ def start() -> tuple[Any, Channel]:
 def answer() -> NoReturn:
     """The answer's program."""
     serve(*start())
-    os._exit(0)  # what the answer would still do at its end concerns nobody
+    os._exit(0)  # what the answer would still do at its end has no effect
 
 
 def judge() -> NoReturn:

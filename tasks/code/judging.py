@@ -62,7 +62,7 @@ def parse_answer(text: str, head: str, *, fenced: bool) -> Answer:
         return Answer(None, False, has_thinking)
     start = _start(head)
     name = head[start:].removeprefix("def ").partition("(")[0].strip()
-    # What stands before the function, imports and helpers, is part of the question.
+    # The text before the function, imports and helpers, is part of the question.
     code = (head[:start] if fenced and f"def {name}(" in code else head) + code
     return Answer(code, _is_python(code), has_thinking)
 

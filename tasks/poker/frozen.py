@@ -107,7 +107,7 @@ class FrozenModel:
         self._computing = asyncio.Lock()  # one batch at a time
 
     def player(self, key: str) -> FrozenPlayer:
-        """A policy whose luck is fixed by `key`, whoever is answered beside it."""
+        """A policy whose luck is fixed by `key`, whatever is answered beside it."""
         return FrozenPlayer(self, random.Random(f"frozen/{key}"))
 
     async def answer(self, question: Question) -> Sample:

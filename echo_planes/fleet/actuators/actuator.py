@@ -19,7 +19,7 @@ class Machine:
     node_id: str  # "pending/OFFER/i" while it is only asked for
     offer_name: str
     state: MachineState
-    notice_deadline_s: float | None = None  # run's clock: when it will be taken; None: nobody gave a time
+    notice_deadline_s: float | None = None  # run's clock: when it will be taken; None: no time was given
     worker_id: str | None = None  # the worker that `assign` put there
 
 
