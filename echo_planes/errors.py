@@ -14,7 +14,7 @@
     |   |-- WaitTimeoutError      a wait reached its limit; names worker, version and phase
     |   |-- WorkerGoneError       a rollout worker's process or engine died; the run replaces it
     |   |-- LearnerLostError      a learner rank died; names the checkpoint to resume from
-    |   `-- StoppedError          somebody asked the run to stop (Ctrl-C, SIGTERM)
+    |   `-- StoppedError          the run was asked to stop (Ctrl-C, SIGTERM)
     |-- RefusedError              a message that must not be believed; counted, never applied
     |   |-- LeaseError            unknown, expired or fenced lease
     |   `-- WeightsError          wrong base, wrong digest, wrong name, wrong size
@@ -117,7 +117,7 @@ class LearnerLostError(RunError):
 
 
 class StoppedError(RunError):
-    """Somebody asked the run to stop."""
+    """The run was asked to stop."""
 
     exit_status = 130
 

@@ -110,7 +110,7 @@ def check_task(
             return findings + _compared(child.prints, request, start_limit_s)
         if child.has_ended or child.probe in (*FATAL, OTHER_PROCESS, ""):
             return findings
-        # What hangs or crashes once would do so again.
+        # A probe that hangs or crashes once would do so again.
         done += [child.probe, *(["something to learn"] if child.probe.startswith("reward") else [])]
 
 
@@ -237,7 +237,7 @@ class _Child:
         self.has_ended = message.get("end", self.has_ended)
 
     def lost(self) -> Finding:
-        """What to say of a child that did not come to its end."""
+        """Make the finding on a child that did not come to its end."""
         exit_status = self._end(GRACE_S)
         self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - _TAIL_BYTES))
         output = self._output.read().decode(errors="replace")

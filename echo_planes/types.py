@@ -50,7 +50,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How tokens are drawn from what the policy says of them."""
+    """Rule by which tokens are drawn from the policy's logits."""
 
     temperature: float  # divides the logits; 0: always the likeliest token
     top_p: float  # nucleus: only tokens within this probability mass
@@ -58,7 +58,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What the policy answered to one call of `Policy.generate`, or a piece of it."""
+    """Answer of the policy to one call of `Policy.generate`, or a piece of it."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]  # of each token, after temperature and top-p
@@ -99,7 +99,7 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class RewardFailure:
-    """What stands in a reward's place when there is none. Never trained, always counted."""
+    """Stand-in for a reward that failed. Never trained, always counted."""
 
     status: Literal["failed", "reward_timeout", "reward_error", "reward_invalid"]
     error: str
@@ -284,7 +284,7 @@ class TrainBatch:
 
     @property
     def task_rewards(self) -> FloatArray:
-        """What the task gave, before anything that `rewards` has beside it; shape (N,)."""
+        """Rewards that the task gave, before anything that `rewards` has beside it; shape (N,)."""
         return self.scores if len(self.scores) else self.rewards
 
     @property
@@ -308,7 +308,7 @@ class LagStats:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What one learner step measured, over the tokens it scored unless said. None: there were none.
+    """Measurements of one learner step, over the tokens it scored unless said. None: there were none.
 
     Scored are the trained tokens of groups with a gradient; with `objective.score_skipped` those of all.
     """
@@ -341,7 +341,7 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class Adjustment:
-    """What the guard asks of the learner from its next step on."""
+    """Adjustment that the guard asks of the learner from its next step on."""
 
     rate_scale: float = 1.0  # multiplies the learning rate
     mask_outliers: bool = False  # leave out tokens whose ratio lies outside the guard's ends
@@ -349,7 +349,7 @@ class Adjustment:
 
 @dataclass(frozen=True, slots=True)
 class GuardReport:
-    """Where the guard stands, and what it has done in the whole run."""
+    """State of the guard, and its actions in the whole run."""
 
     rung: int  # of its ladder, in force: 0 nothing, 1 outliers masked, 2 S lowered too, 3 rate halved too
     max_staleness: int  # the S in force
@@ -374,7 +374,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a publication is, and what the receiver must have and must end with."""
+    """Manifest of a publication: its sizes, the base that it needs and the digest to end with."""
 
     lineage: str
     version: int
@@ -397,12 +397,12 @@ class Publication:
 
     manifest: Manifest
     payload: ByteArray
-    replaced_digest: str = ""  # of the base's bits that an `overwrite` payload replaces; "": nobody says
+    replaced_digest: str = ""  # of the base's bits that an `overwrite` payload replaces; "": not said
 
 
 @dataclass(frozen=True, slots=True)
 class BroadcastStats:
-    """How a publication travelled, as its sender's tracker saw it."""
+    """Statistics of a publication's broadcast, as its sender's tracker saw it."""
 
     version: int
     codec: Codec
@@ -416,7 +416,7 @@ class BroadcastStats:
 
 @dataclass(frozen=True, slots=True)
 class InstallReport:
-    """What a worker has after an install, from the live tensors of its engine."""
+    """Report of an install by a worker, from the live tensors of its engine."""
 
     worker_id: str
     version: int
@@ -434,7 +434,7 @@ class InstallReport:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Who a worker is, what it costs and what it has done."""
+    """Identity of a worker, and its price."""
 
     worker_id: str
     sku: str
@@ -465,7 +465,7 @@ class WorkerStats:
 
 @dataclass(frozen=True, slots=True)
 class EvalReport:
-    """What the answers to the held-out prompts came to, n to each."""
+    """Results of an evaluation on the held-out prompts, n answers to each."""
 
     step: int
     version: int  # that all tokens were sampled under, or the oldest where `newest_version` says so
@@ -509,7 +509,7 @@ class BufferCounts:
     expired: int = 0  # leases that ran out
     continued: int = 0  # leases that went on from the tokens of another worker
     continued_tokens: int = 0  # those tokens
-    discarded_tokens: int = 0  # of leases that ended without a result, and that nobody could go on from
+    discarded_tokens: int = 0  # of leases that ended without a result, and that no worker could go on from
     unreadable_tokens: int = 0  # of the discarded: were in a checkpoint, and could not be read on a resume
     damaged: int = 0  # places in the replay store that are not what was written
 

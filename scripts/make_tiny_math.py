@@ -38,7 +38,7 @@ TRAINING = np.array([pair for pair in EVERY if not is_held_out(*pair)])
 
 
 def rows(pairs: Array, answers: Array) -> Rows:
-    """What is asked, and what is answered."""
+    """Rows of questions and answers."""
     return [
         (f"{a}+{b}=", str(answer)) for (a, b), answer in zip(pairs.tolist(), answers.tolist(), strict=True)
     ]

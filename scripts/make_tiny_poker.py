@@ -32,7 +32,7 @@ MOST_CHIPS = 2 * MOST_BB  # of one seat, with a big blind of two chips
 
 
 def words() -> list[str]:
-    """What the tokenizer takes for one token each; everything else it spells."""
+    """Words that are one token each for the tokenizer; everything else it spells."""
     chips = range(MOST_CHIPS + 1)
     return [
         *CARDS,

@@ -1,4 +1,4 @@
-"""What the scripts that make tiny models share: a byte-level tokenizer, a small Qwen3, and its two stages.
+"""Parts that the scripts for tiny models share: a byte-level tokenizer, a small Qwen3, and its two stages.
 
 A tiny model is what reinforcement learning starts from on a laptop. It is trained in two stages:
 

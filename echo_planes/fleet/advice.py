@@ -1,4 +1,4 @@
-"""What to change where no fleet within the limits is enough: S and kappa, R, T_bcast (B0) or the budget.
+"""Advice where no fleet within the limits is enough: a change of S and kappa, R, T_bcast (B0) or the budget.
 
 Each change alone makes the overlap rule hold; each is solved again with the change before it is given.
 """

@@ -1,4 +1,4 @@
-"""How much rollout capacity a learner needs so that it never waits, and what less of it costs.
+"""Capacity model: the rollout capacity with which a learner never waits, and the cost of having less.
 
 Sources: ECHO-2, section 3.3 and appendix B; RLBoost, section 4.1, for S = 0.
 """
@@ -36,7 +36,7 @@ def needed_capacity(
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What the learner asks of the fleet (ECHO-2 section 3.3)."""
+    """Need of the learner, to be met by the fleet (ECHO-2 section 3.3)."""
 
     max_staleness: int  # S
     kappa: int  # learner steps between publications

@@ -1,12 +1,12 @@
-"""What is measured while a run goes on: the learner's times, what each worker makes, how often spot ends.
+"""Estimates measured during a run: the learner's times, each worker's rate, the rate of spot interruptions.
 
 Medians over sliding windows, so that one odd step, broadcast or heartbeat moves nothing.
 
-Whom to believe. Which tokens and trajectories were accepted is the data plane's knowledge; for how long a
-worker was saturated only the worker knows. So its rate is believed within two bounds, and what is beyond is
-cut: at most LIE_FACTOR times the tokens that were accepted of it, and at most LIE_FACTOR times the median of
-the other workers of its offer. A worker that is alone in its offer has the first bound only. A worker of
-which nothing was accepted yet has no estimate: the prior holds.
+Trust: the data plane knows the tokens and trajectories that were accepted; only the worker knows for how long
+it was saturated. So its rate is believed within two bounds, and the excess is cut: at most LIE_FACTOR times
+the tokens that were accepted of it, and at most LIE_FACTOR times the median of the other workers of its
+offer. A worker that is alone in its offer has the first bound only. A worker of which nothing was accepted
+yet has no estimate: the prior holds.
 """
 
 from __future__ import annotations
@@ -152,10 +152,10 @@ class CapacityModel:
         uninformative: float = 0.0,
         rate_factor: float = 1.0,
     ) -> Need | None:
-        """What the learner asks for now; None until a step was seen, and a broadcast or a worker's rate.
+        """Return the learner's need now; None until a step was seen, and a broadcast or a worker's rate.
 
-        The first broadcast that counts comes many steps late. Until then whoever chose the first fleet is
-        believed: T_bcast is the longest with which that fleet reaches its target. Where it does not reach
+        The first broadcast that counts comes many steps late. Until then the choice of the first fleet is
+        trusted: T_bcast is the longest with which that fleet reaches its target. Where it does not reach
         it even with none, T_train alone says that it is too small.
 
         Args:
@@ -191,7 +191,7 @@ class CapacityModel:
         rates, length = self._rates(offer_name), self._tokens_per_trajectory()
         if not rates or length is None:
             return self._last_mu.get(offer_name, prior)
-        # What the bound cuts stays above the others: the middle one or two are the same ones as before.
+        # A rate that the bound cuts stays above the others: the middle one or two are the same as before.
         middle = rates[(len(rates) - 1) // 2 : len(rates) // 2 + 1]
         return median(self._bounded(rate, rates) for rate in middle) / length
 
@@ -235,7 +235,7 @@ class CapacityModel:
 
 
 class InterruptionRates:
-    """How often the workers of a SKU in a region and market are taken away: Gamma-Poisson.
+    """Rates at which workers of a SKU, region and market are interrupted: Gamma-Poisson.
 
     A prior of `prior_events` in `prior_hours` worker-hours, to which what happens is added.
     """

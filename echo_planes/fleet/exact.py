@@ -63,7 +63,7 @@ class FleetProblem:
         return all(n >= floor for n, floor in zip(counts, self.floors, strict=True))
 
     def room(self, counts: Sequence[int], position: int) -> tuple[int, tuple[str, ...]]:
-        """How many more of one offer fit beside `counts`, and which limits say so."""
+        """Number of further workers of one offer that fit beside `counts`, and the limits that bind."""
         left = {
             "quota": self.quotas[position] - counts[position],
             "usd_left": self.caps[position] - counts[position],
@@ -105,7 +105,7 @@ class FleetProblem:
         return plan_of({offer.name: n for offer, n in zip(self.offers, counts, strict=True)}, self.offers)
 
     def shortfall(self, counts: Sequence[int]) -> Shortfall:
-        """What to say of a best that is not enough: a limit is named where it alone refuses one more worker,
+        """Shortfall of a best that is not enough: a limit is named where it alone refuses one more worker,
         and all of them where none does alone."""
         refusing = []
         for position in range(len(self.offers)):
@@ -118,7 +118,7 @@ class FleetProblem:
 
 
 def plan_of(counts: Mapping[str, int], offers: Sequence[Offer]) -> FleetPlan:
-    """What these workers come to. Offers with none are left out."""
+    """Plan of these counts: its price, throughput and interruptions. Offers with none are left out."""
     some = [(offer, counts[offer.name]) for offer in offers if counts.get(offer.name, 0) > 0]
     return FleetPlan(
         counts={offer.name: n for offer, n in some},

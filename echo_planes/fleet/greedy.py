@@ -63,7 +63,7 @@ class Plans:
 
 
 def more(wanted: Mapping[str, int], there: Mapping[str, int]) -> dict[str, int]:
-    """What is wanted of each offer beyond what is there."""
+    """Number of workers wanted of each offer beyond those that are there; offers with none are left out."""
     return {name: n - there.get(name, 0) for name, n in wanted.items() if n > there.get(name, 0)}
 
 
@@ -107,7 +107,7 @@ def beyond_limits(problem: FleetProblem, counts: Sequence[int]) -> dict[str, int
 def with_minimums(problem: FleetProblem, counts: Sequence[int]) -> tuple[list[int], dict[str, int]]:
     """These workers and the minimums they lack, as far as limits leave room, and who must go for the rest.
 
-    Minimums that break a limit by themselves are kept all the same, once nobody else is there.
+    Minimums that break a limit by themselves are kept all the same, once no other worker is there.
     """
     wanted = [max(n, floor) for n, floor in zip(counts, problem.floors, strict=True)]
     release = beyond_limits(problem, wanted)

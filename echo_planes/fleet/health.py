@@ -29,7 +29,7 @@ SLOW_S = 240.0  # without a free place
 PAST_S = 900.0  # of a worker that is alone
 MEASURE_S = 10.0  # of one measure; shorter ones are joined
 NOISE_SIGMAS = 4.0  # eight workers for a day are 3,000 stretches
-ENOUGH_CHANGES = 8  # from one stretch to the next, of all workers of an offer; before, nobody is called slow
+ENOUGH_CHANGES = 8  # from one stretch to the next, of all workers of an offer; before, none is called slow
 RECENT_CHANGES = 16  # of a worker
 # Of normal noise: its standard deviation by the median change.
 _SIGMA_PER_CHANGE = 1 / (0.6745 * math.sqrt(2))
@@ -37,7 +37,7 @@ _SIGMA_PER_CHANGE = 1 / (0.6745 * math.sqrt(2))
 
 @dataclass(frozen=True, slots=True)
 class Slowness:
-    """How slow a worker is."""
+    """Slowness of a worker: its measured throughput beside the usual one."""
 
     tokens_per_s: float  # while it was full
     usual_tokens_per_s: float  # what its offer gives
@@ -125,7 +125,7 @@ class SpeedWatch:
         self._paces.pop(worker_id, None)
 
     def slow(self, workers: Sequence[str]) -> dict[str, Slowness]:
-        """Which of the workers of one offer are slow, and how."""
+        """Slowness of each worker of one offer that is slow, by worker id."""
         known = {name: speed for name in workers if (speed := self._speed(name)) is not None}
         if len(known) == 1:
             ((name, speed),) = known.items()
@@ -138,7 +138,7 @@ class SpeedWatch:
             if speed >= SLOW_SHARE * most:
                 continue
             usual = median(other for one, other in known.items() if one != name)
-            # The noise of many workers takes long to tell: only where somebody may be slow.
+            # The noise of many workers takes long to tell: only where a worker may be slow.
             if speed < SLOW_SHARE * usual and speed < self._limit(workers) * usual:
                 found[name] = Slowness(speed, usual, alone=False)
         return found
@@ -157,7 +157,7 @@ class SpeedWatch:
 
 
 def worst(slow: Mapping[str, Slowness], num_serving: int) -> str | None:
-    """Which of the slow workers of one offer is to be replaced now, or none.
+    """Return the slow worker of one offer that is to be replaced now, or None.
 
     One at a time, the slowest. Where most of several are slow, what is believed of the offer is wrong, not
     its workers.

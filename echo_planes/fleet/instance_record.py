@@ -1,4 +1,4 @@
-"""What a fleet has learnt of its offers: how fast they are, how often interrupted, which not to ask now."""
+"""Record of what a fleet has learnt of its offers: throughput, interruption rates and back-offs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class InstanceRecords:
     Args:
         offers: as believed.
         model: throughput, as measured.
-        guesses: offers whose `mu` nobody knows.
+        guesses: offers whose `mu` is not known.
     """
 
     def __init__(self, offers: Sequence[Offer], model: CapacityModel, guesses: Collection[str]) -> None:
@@ -73,7 +73,7 @@ class InstanceRecords:
         self.back_offs = BackOffs()
 
     def offers(self, counts: Mapping[str, int], beside: Counter[str], now_s: float) -> tuple[Offer, ...]:
-        """What can be had now.
+        """List the offers as they stand now.
 
         Args:
             counts: workers of each offer: one that is backed off has room for no more.

@@ -1,4 +1,4 @@
-"""What a fleet is chosen from and for: offers, the need, its limits, and the plan or what is in its way.
+"""Instance types, or offers, that a fleet is chosen from, its limits, and the plan or the shortfall.
 
 Plain values that the capacity model, the provisioner, the planner and the simulator share. A *worker* is one
 inference engine on one machine, whatever number of GPUs it spans.
@@ -39,7 +39,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a fleet may be and cost. None: no such limit."""
+    """Limits on the size and cost of a fleet. None: no such limit."""
 
     usd_per_hour: float | None = None  # of all workers together
     usd_left: float | None = None  # of the total budget; nothing new is bought at 0 or below
@@ -89,7 +89,7 @@ class Shortfall:
 def limits_beside(
     limits: Limits, offers: Sequence[Offer], beside: Mapping[str, int], useful: int | None
 ) -> Limits:
-    """What is left for a fleet where others run beside it, of which no more than `useful` are to generate."""
+    """Limits left for a fleet beside other workers; at most `useful` workers of it are to generate."""
     some = [(offer, beside.get(offer.name, 0)) for offer in offers]
     usd = math.fsum(n * offer.usd_per_hour for offer, n in some)
     events = math.fsum(n * offer.interruptions_per_hour for offer, n in some)

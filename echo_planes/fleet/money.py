@@ -11,9 +11,9 @@ Every dollar is in exactly one part:
 - `idle`: a rollout machine serves and has nothing in flight;
 - and while it has work, its dollars are shared out evenly over its tokens: `trained`, `evaluated`, `stale`
   (dropped as too old), `uninformative` (of groups without a signal, which others replaced), `failed` (no
-  usable answer), `lost` (nobody could go on from them), `open` (not decided yet). Where nobody knows which
-  machine made which tokens, the dollars of all these machines are shared out over all these tokens: each
-  costs the fleet's average.
+  usable answer), `lost` (no worker could go on from them), `open` (not decided yet). Where it is not known
+  which machine made which tokens, the dollars of all these machines are shared out over all these tokens:
+  each costs the fleet's average.
 
 Booting, idle, stale, uninformative, failed, lost and learner_idle are wasted; the rest, open tokens too, is
 useful so far.
@@ -97,16 +97,16 @@ class _Machine:
             self.life_busy += busy
 
     def likely_busy(self, time: int) -> int:
-        """Of a time, or of its dollars, that nobody accounts for: as much as of what was; at first all."""
+        """Of a time, or of its dollars, that is not accounted for: as much as of what was; at first all."""
         return time * self.busy // self.accounted if self.accounted else time
 
     def settle_life(self, now: int) -> None:
-        """It stops, or starts anew: nobody will say what its last moments went into."""
+        """It stops, or starts anew: no account of its last moments will come."""
         self.account(self.likely_busy(self.served.at(now) - self.accounted), now)
         self.life_busy = 0
 
     def at_work(self, now: int) -> tuple[int, int]:
-        """What its busy and its idle time have cost."""
+        """Cost of its busy and of its idle time."""
         serving = self.spent_in("serving", now)
         busy = self.busy_units + self.likely_busy(serving - self.accounted_units)
         return self.spent_in("busy", now) + busy, self.spent_in("idle", now) + serving - busy
@@ -130,7 +130,7 @@ class Accounting:
         self._ready_total = 0  # spent until the first step could begin
         self._step_usd: deque[float] = deque(maxlen=RECENT_STEPS)
         self._trained_tokens = 0
-        self._fates: Counter[Fate] = Counter()  # tokens of the fleet: nobody knows whose
+        self._fates: Counter[Fate] = Counter()  # tokens of the fleet, of no known machine
         self._undecided = 0
 
     # --- what happens ----------------------------------------------------------------------------
@@ -184,7 +184,7 @@ class Accounting:
             known.price = 0
 
     def mark(self, machine: str, state: State, now_s: float) -> None:
-        """What a machine does from now on: `booting`, `idle` (nothing in flight), `busy`, or `serving`.
+        """Set a machine's state from now on: `booting`, `idle` (nothing in flight), `busy`, or `serving`.
 
         News of a machine that is not running comes too late and changes nothing.
         """
@@ -196,7 +196,7 @@ class Accounting:
             self._pay(known, known.price, now)
 
     def worked(self, machine: str, busy_s: float, now_s: float) -> None:
-        """What a machine's time went into while it was `serving`: the rest of it was idle.
+        """Account for a machine's busy time while it was `serving`: the rest of that time was idle.
 
         The time since the last account gets what is new of `busy_s`, and never more than passed. Time of
         which there is no account, yet or ever, counts as busy in the same share.
@@ -219,7 +219,7 @@ class Accounting:
     def settle(self, machine: str | None, fate: Fate, tokens: int) -> None:
         """So many of its tokens ended like this. Each is to be settled once, however often it is trained.
 
-        None: nobody knows whose tokens; they are shared among machines that have none of their own.
+        None: tokens of no known machine; they are shared among machines that have none of their own.
         """
         if machine is None:
             self._fates[fate] += _tokens(tokens)
@@ -227,7 +227,7 @@ class Accounting:
             self._machines[machine].fates[fate] += _tokens(tokens)
 
     def undecided(self, tokens: int) -> None:
-        """So many more tokens, nobody knows whose, have no fate as of now."""
+        """So many more tokens, of no known machine, have no fate as of now."""
         self._undecided = _tokens(tokens)
 
     def ready(self, now_s: float) -> None:
@@ -299,7 +299,7 @@ class Accounting:
         return statistics.median(self._step_usd) if self._step_usd else None
 
     def projected_usd(self, now_s: float, steps_left: int) -> float | None:
-        """What the run will have cost: dollars so far and the steps left at the recent price."""
+        """Projected cost of the whole run: dollars so far and the steps left at the recent price."""
         usd = self.recent_step_usd()
         return None if usd is None else self.total_usd(now_s) + steps_left * usd
 

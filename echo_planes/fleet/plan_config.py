@@ -1,4 +1,4 @@
-"""What a fleet is planned for: the settings of `python -m echo_planes.plan`, from `key=value` words."""
+"""Settings of `python -m echo_planes.plan`, from `key=value` words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class PlanConfig(Section):
-    """What is planned for."""
+    """Settings of the planning command."""
 
     prices: str = Field(description="price list, CSV (see configs/prices/example.csv)")
     model: str | None = Field(None, description="model folder, or builtin:NAME; or give params_b")

@@ -71,7 +71,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What the command found."""
+    """Result of the planning command."""
 
     config: PlanConfig
     size: ModelSize
@@ -164,7 +164,7 @@ class _Planner:
         return ideal_broadcast_s(self.payload_bytes.value, hops, chunk_bytes, rate, config.rtt_ms / 1e3)
 
     def need(self, num_workers: int) -> Need:
-        """What the learner asks for when the weights go to so many workers."""
+        """Return the learner's need when the weights go to so many workers."""
         config = self._config
         return Need(
             max_staleness=config.max_staleness,
@@ -176,7 +176,7 @@ class _Planner:
         )
 
     def usd_left(self) -> float | None:
-        """What is left of the total budget; None: no such budget."""
+        """Dollars left of the total budget; None: no such budget."""
         config = self._config
         return None if config.usd_total is None else config.usd_total - config.usd_spent
 
@@ -218,7 +218,7 @@ class _Planner:
         )
 
     def fleet(self, title: str, method: Method, chosen: FleetPlan) -> Fleet:
-        """What a run on `chosen` is expected to be."""
+        """Estimate a run on `chosen`: its bubble, staleness, times and cost."""
         config, need = self._config, self.need(chosen.num_workers)
         bubble = predicted_bubble(need, chosen.mu)
         step_s = self.t_train_s.value / (1 - bubble)

@@ -1,4 +1,4 @@
-"""Which workers to have, and when to act: ECHO-2's rule (C.2.1) with the greedy fleet.
+"""Rule by which workers are added and released, and when: ECHO-2's (C.2.1) with the greedy fleet.
 
 Workers are added when the fleet stays below its target by a margin; the dearest go when it stays above by
 one. In between nothing changes, so little noise in the estimates moves no machines. So it is where the rule
@@ -44,7 +44,7 @@ _DEAD_BAND = 0.05  # of the target: a smaller shortage is borne if the learner d
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do now, and why."""
+    """Decision to add or release workers now, with its reason."""
 
     plan: FleetPlan  # the fleet once `launch` and `release` are done
     launch: Mapping[str, int] = field(default_factory=dict)  # offer name -> workers to ask for
@@ -181,7 +181,7 @@ class Provisioner:
             self._whole = Plans.of(problem)
             if isinstance(self._whole.best, FleetPlan):
                 best = wanted = self._whole.best
-            elif not need.assumed:  # what nobody measured is no ground for advice
+            elif not need.assumed:  # what was not measured is no ground for advice
                 advice = advise(need, problem.offers, self.limits)
         fleet = best.best if isinstance(best, Shortfall) else best
         launch = more(fleet.counts, running)
@@ -329,7 +329,7 @@ class Provisioner:
         return [*offers, *(replace(o, max_count=0, min_count=0) for o in gone)]
 
     def _lasted(self, now_s: float, *states: str) -> float:
-        """How long the longest of these states has lasted, seconds. All others are over."""
+        """Seconds that the longest of these states has lasted. All others are over."""
         self._since = {state: self._since.get(state, now_s) for state in states}
         return max((now_s - since for since in self._since.values()), default=0.0)
 

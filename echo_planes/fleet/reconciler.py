@@ -50,7 +50,7 @@ RELEASE_LIMIT_S = 60.0  # a worker that is no longer needed has so long to hand 
 
 
 class Reconciler:
-    """Who there is, and who should be.
+    """Reconciler of the workers that there are with those that there should be.
 
     Args:
         offers: what can be had; `mu` and `interruptions_per_hour` are what is believed before anything is
@@ -58,7 +58,7 @@ class Reconciler:
         first: workers of each offer to begin with, before anything is known of the need.
         provisioner: chooses the fleet.
         model: throughput and need, as measured.
-        guesses: offers whose `mu` nobody knows: until it is measured they count as the others do.
+        guesses: offers whose `mu` is not known: until it is measured they count as the others do.
         boot_limit_s: a worker that does not serve so long after its machine came is given up.
         ask_limit_s: a machine that has not come so long after it was asked for is given up.
         standby: workers beside the fleet that are kept ready, where the limits leave room for them.
@@ -125,7 +125,7 @@ class Reconciler:
         return len(self._members.ready)
 
     def standing(self, now_s: float) -> Standing:
-        """What there is, with throughput as measured until now."""
+        """Return the standing of the fleet, with throughput as measured until now."""
         mu = {offer.name: offer.mu for offer in self.offers(now_s)}
         return Standing(
             Counter(m.state for m in self._members),
@@ -138,12 +138,12 @@ class Reconciler:
         return math.fsum(offer.mu * self._first.get(offer.name, 0) for offer in self.offers(now_s))
 
     def offer_of(self, worker_id: str) -> Offer | None:
-        """What a worker is, if it is one of the fleet's."""
+        """Return a worker's offer; None where it is not one of the fleet's."""
         member = self._members.get(worker_id)
         return self._offers[member.offer] if member else None
 
     def offers(self, now_s: float) -> tuple[Offer, ...]:
-        """What can be had now, with what was measured of it."""
+        """List the offers as they stand now, with what was measured of them."""
         return self._book.offers(self.counts, self._members.beside, now_s)
 
     # --- what happens ----------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class Reconciler:
     def tick(
         self, now_s: float, need: Need | None, *, published: bool = True, useful: int | None = None
     ) -> list[FleetAction]:
-        """What to do now.
+        """Return the actions that are due now.
 
         Args:
             need: None while nothing is known of it: then the first fleet is kept.
@@ -246,7 +246,7 @@ class Reconciler:
         for name, count in self.decision.launch.items():
             actions += [self._add(name, now_s) for _ in range(count)]
         if not self.counts:
-            # Whatever the provisioner thinks of it (no fleet may be enough): without any the run never ends.
+            # Even where the provisioner finds that no fleet is enough: without any the run never ends.
             actions += self._keep_first(now_s)
         for worker_id in self._dispensable(self.decision.release, need, now_s):
             self._members.enter(worker_id, "leaving", now_s)
@@ -384,11 +384,11 @@ class Reconciler:
     # --- who goes ---
 
     def _dispensable(self, release: Mapping[str, int], need: Need, now_s: float) -> list[str]:
-        """Who goes, of as many as are too many.
+        """Choose the workers that go, of the surplus of each offer.
 
-        The provisioner counts what is on its way, which may never come. So who serves stays while others are
-        on their way and those that serve already are too few without it, and the last one stays anyway; but
-        not where all of them together cost more than the limit.
+        The provisioner counts workers on their way, which may never come. So one that serves stays while
+        others are on their way and those that serve already are too few without it, and the last one stays
+        anyway; but not where all of them together cost more than the limit.
         """
         limit, counts = self._provisioner.limits.usd_per_hour, self.counts
         if limit is not None and self._usd_per_hour(counts) > limit:

@@ -1,6 +1,6 @@
-"""What is written down of a fleet that follows price and need: what was done, and where it stands between.
+"""Record of a fleet that follows price and need: its actions, and its standing between them.
 
-One object of numbers each time, for the report and for whoever asks later why a machine was bought.
+One object of numbers each time, for the report and for a later look at why a machine was bought.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FleetRecord:
     def tick(
         self, need: Need | None, actions: Sequence[FleetAction], now_s: float
     ) -> tuple[str, dict[str, Any]] | None:
-        """What to write down after a tick; None: nothing is done, and nothing has changed for long enough.
+        """Make the record of a tick; None: nothing is done, and it is too soon or nothing has changed.
 
         Args:
             need: as the tick was told.

@@ -1,4 +1,4 @@
-"""What the makers say of their GPUs: memory, memory bandwidth and dense bf16 arithmetic.
+"""Data sheet figures of GPUs: memory, memory bandwidth and dense bf16 arithmetic.
 
 Peak figures of public data sheets, for estimates only: what was measured on a fleet of one's own comes first.
 Names are those of the public price lists (`A100-80GB`, `RTX-PRO-6000`).

@@ -32,7 +32,7 @@ _MOST = 10**7  # layers, heads, and dimensions of a head
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """What decoding reads."""
+    """Size of the model that decoding reads: weights and KV cache."""
 
     num_params: float
     kv_bytes_per_token: float
@@ -45,7 +45,7 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What is decoded, tokens: means over the run."""
+    """Lengths of what is decoded, tokens: means over the run."""
 
     prompt_tokens: int
     answer_tokens: int

@@ -1,4 +1,4 @@
-"""What a fleet is made of, and what it has done: its workers and its actions."""
+"""Members of a fleet and their states, and the actions of the reconciler."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FleetAction = Launch | Leave | Park | Activate
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a fleet is at a moment."""
+    """Standing of a fleet at a moment."""
 
     workers: Mapping[str, int]  # by state
     mu: float  # trajectories/s of those that serve

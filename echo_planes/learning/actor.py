@@ -1,6 +1,6 @@
 """A learner rank's process: the learner, and on rank 0 the publisher of its weights with its node.
 
-The learner, and torch with it, is imported in that process; whoever only names the class is spared seconds.
+The learner, and torch with it, is imported in that process; one that only names the class is spared seconds.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ class DeepSpeedEngine:
 
 
 def _set_environment(device: torch.device, rank: int, world_size: int, master_port: int) -> None:
-    """What torchrun would have set."""
+    """Set the environment variables that torchrun would have set."""
     os.environ.update(
         MASTER_PORT=str(master_port),
         RANK=str(rank),

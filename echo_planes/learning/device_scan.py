@@ -24,7 +24,7 @@ PIECE_ELEMENTS = 1 << 24
 def changes(
     name: str, old: torch.Tensor, new: torch.Tensor, piece_elements: int = PIECE_ELEMENTS
 ) -> Iterator[Change]:
-    """What makes `new` of `old`, in host memory: one change per piece that differs, in rising order.
+    """Changes that turn `old` into `new`, in host memory: one per piece that differs, in rising order.
 
     A piece in which so much changed that positions and values would be longer than all of its bits comes
     whole (`indices` None). Bits are compared, not numbers: -0.0 and NaNs count.
@@ -78,7 +78,7 @@ class DeviceMirror:
         """The bits of a tensor in host memory, equal to `bit_tensor` of it.
 
         They belong to the mirror: the next call for this name writes new bits into the same memory, and
-        nobody else may write there.
+        nothing else may write there.
 
         Raises:
             WeightsError: a dtype other than bfloat16, float16 and float32.

@@ -19,7 +19,7 @@ SURE = 6.0
 
 
 def fall_of(start: float, best: float, last: float, spread: float) -> float:
-    """How far `last` lies below `best`, in what was gained since `start`, or in spreads if these are more.
+    """Fall of `last` below `best`, in units of the gain since `start`, or of the spread if that is larger.
 
     0 where there is neither a gain nor a spread.
     """

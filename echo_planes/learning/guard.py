@@ -40,7 +40,7 @@ DRIFT_ADVICE = "lower learner.lr, staleness.max_staleness or learner.drift_targe
 
 @dataclass(frozen=True, slots=True)
 class GuardFigures:
-    """What one step measured, as far as the guard looks at it. None: nothing was scored."""
+    """Figures of one step that the guard looks at. None: nothing was scored."""
 
     k3: float | None = None  # nats, largest of any lag
     effective_samples: float | None = None
@@ -83,7 +83,7 @@ SIGNALS = (
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What follows from a step. `rung`: what is done now; None: nothing, or the last rung is taken back."""
+    """Verdict on a step. `rung`: the action taken now; None: none, or the last rung is taken back."""
 
     text: str
     rung: Rung | None = None
@@ -91,7 +91,7 @@ class Verdict:
 
 @dataclass(slots=True)
 class _State:
-    """What a resume needs of the guard; lists are the newest last."""
+    """State of the guard that a resume needs; lists are the newest last."""
 
     rung: int = 0  # 0 to SLOWED, in force
     scores: dict[str, int] = field(default_factory=dict)  # of each signal
@@ -142,7 +142,7 @@ class Guard:
 
     @property
     def adjustment(self) -> Adjustment:
-        """What the learner is to do."""
+        """Adjustment that the learner is to make."""
         rung = self._state.rung
         return Adjustment(rate_scale=0.5 if rung >= SLOWED else 1.0, mask_outliers=rung >= MASKED)
 
@@ -232,7 +232,7 @@ class Guard:
             elif values[signal.setting] is not None:
                 score = max(score - 1, 0)
             state.scores[signal.setting] = score
-        # What an alarm has emptied says nothing until it is full again, which is not the same as calm.
+        # A history that an alarm has emptied says nothing until it is full again, which is not calm.
         is_blind = state.reward_start is not None and len(state.rewards) < WINDOW
         state.calm = 0 if beyond or is_blind else state.calm + 1
         alarms = [s for s in beyond if state.scores[s.setting] >= settings.patience]
@@ -252,7 +252,7 @@ class Guard:
         return value < limit if signal.below else value > limit
 
     def _excess(self, signal: Signal, value: float) -> float:
-        """How many times beyond its limit a signal is."""
+        """Ratio by which a signal lies beyond its limit."""
         limit = self._limit(signal)
         return limit / max(value, 1e-9) if signal.below else value / limit
 

@@ -54,7 +54,7 @@ OWN_PART = 8  # one in so many trajectories is scored again to see how far a ste
 
 @dataclass(slots=True)
 class _Step:
-    """What one step has done so far; sums are over tokens put through a training forward."""
+    """State of a step that is under way; sums are over tokens put through a training forward."""
 
     advantages: Tensor  # (N,)
     sampler_logprobs: Tensor  # (T,)

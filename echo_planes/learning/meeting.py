@@ -1,6 +1,6 @@
 """Rendezvous of the learner's ranks: nothing listens but on the address in use.
 
-torch's own store listens on every address of the machine and answers whoever comes: it has no credentials.
+torch's own store listens on every address of the machine and answers every caller: it has no credentials.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def meet(rank: int, world_size: int, port: int, timeout: timedelta) -> Store:
 
 
 def master_address(host: str, address: str) -> str:
-    """Where rank 0 listens.
+    """Return the address on which rank 0 listens.
 
     Args:
         host: MASTER_ADDR.

@@ -60,7 +60,7 @@ class OfflineExample(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OfflineObjective:
-    """Which weights, and their constants.
+    """Rule for the weights of an offline objective, and its constants.
 
     Raises:
         ConfigError: a constant that is not a finite number above 0.

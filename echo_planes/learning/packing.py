@@ -23,7 +23,7 @@ from echo_planes.types import BoolArray, IntArray, TrainBatch
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which units share a rectangle. No rows: an empty micro-batch, to keep ranks in step."""
+    """Layout of the units in a rectangle. No rows: an empty micro-batch, to keep ranks in step."""
 
     row_len: int
     rows: tuple[tuple[int, ...], ...]  # unit numbers, left to right
@@ -31,7 +31,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Where a batch's inputs begin and end. N: trajectories; K: trained tokens."""
+    """Extents of a batch's inputs. N: trajectories; K: trained tokens."""
 
     starts: IntArray  # (N,) first token in the batch's (T,) columns
     lengths: IntArray  # (N,) input tokens; 0: left out

@@ -120,7 +120,7 @@ def _run(
 
 @contextmanager
 def _outputs(model: PolicyModel) -> Iterator[list[Tensor]]:
-    """What each layer puts out, as it does; nothing where the layers cannot be told from other modules."""
+    """Collect the outputs of the layers as they run; none where layers cannot be told from other modules."""
     count = int(model.model.config.get_text_config().num_hidden_layers)
     lists = (module for module in model.model.base_model.modules() if isinstance(module, nn.ModuleList))
     outputs: list[Tensor] = []

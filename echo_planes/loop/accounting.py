@@ -231,7 +231,7 @@ class Journal:
         return collapse_of(totals.rewards, totals.spreads)
 
     def on_fleet(self, text: str, numbers: Mapping[str, Any]) -> None:
-        """Where a fleet that follows price and need stands, and what was done (`fleet.record`)."""
+        """Log the standing of a fleet that follows price and need, and its actions (`fleet.record`)."""
         self._writer.event(self._elapsed_s(), FLEET_STATE, text, **numbers)
 
     # --- the end ---------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ class Journal:
         digest_mismatches: int,
         restarts: Mapping[str, int],
     ) -> dict[str, Any]:
-        """What summary.json says; written too. Of the whole run, but for keys that name its last part."""
+        """Contents of summary.json, written too. Of the whole run, but for keys that name its last part."""
         now_s, totals = self._clock.now_s(), self._writer.aggregates
         self._digest_mismatches, self._restarts = digest_mismatches, restarts
         whole = whole_run(self._write_part(self.broadcasts.rows()))
@@ -338,7 +338,7 @@ class Journal:
 
 
 def _guarded(report: GuardReport) -> dict[str, float]:
-    """What is in force, and how often it came to something."""
+    """Guard columns of a step: the settings in force, and counts of alarms and rollbacks."""
     return {
         "guard_rung": report.rung,
         "guard_max_staleness": report.max_staleness,
@@ -349,5 +349,5 @@ def _guarded(report: GuardReport) -> dict[str, float]:
 
 
 def _details(counts: BufferCounts) -> dict[str, int]:
-    """What the ledger's sum is made of, and what never came into it."""
+    """Counts that make up the ledger's sum, and those that never came into it."""
     return {key: getattr(counts, key) for key in LEDGER_DETAILS}

@@ -35,7 +35,7 @@ class Saver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointMeta:
-    """What the next incarnation of the run must know."""
+    """Metadata of a checkpoint, for the next incarnation of the run."""
 
     step: int
     lineage_number: int  # incarnations of the run so far; each has a lineage of its own
@@ -99,7 +99,7 @@ def checkpoint_of(run_dir: Path, step: int) -> Path:
 
 
 def read_meta(checkpoint: Path) -> CheckpointMeta:
-    """What a checkpoint says of itself.
+    """Read the metadata of a checkpoint.
 
     Raises:
         DataError: it is not there, not readable, or holds something else.

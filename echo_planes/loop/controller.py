@@ -125,7 +125,7 @@ class Controller:
 
     @property
     def restarts(self) -> dict[str, int]:
-        """How often each worker was started again."""
+        """Number of restarts of each worker."""
         return self._past_restarts | {w: worker.restarts for w, worker in self._workers.items()}
 
     @property
@@ -134,7 +134,7 @@ class Controller:
         return 1 if self.guard.limits_staleness else self._config.staleness.kappa
 
     def begin(self) -> list[Action]:
-        """What to do first."""
+        """Return the first actions."""
         return [StartWorker(worker_id, worker.epoch, 0.0) for worker_id, worker in self._workers.items()]
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
@@ -235,7 +235,7 @@ class Controller:
     # --- guard -----------------------------------------------------------------------------------
 
     def _guarded(self, figures: GuardFigures) -> list[Action]:
-        """What the guard does about a step; what the learner must do for it is put first."""
+        """Return the guard's actions on a step; what the learner must do for it is put first."""
         verdict = None if self._stop else self.guard.observe(figures)  # who stops it decides how to go on
         if verdict is None:
             return []
@@ -383,7 +383,7 @@ class Controller:
     def _evaluate_if_due(self) -> list[Action]:
         """Start the oldest evaluation that is due, once some worker serves its version, or a newer one.
 
-        Asked are those that serve the newest such version; nobody installs another one meanwhile.
+        Asked are those that serve the newest such version; no worker installs another one meanwhile.
         """
         if not self._evaluations_due or self._evaluating:
             return []

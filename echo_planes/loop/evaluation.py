@@ -1,4 +1,4 @@
-"""How the held-out prompts are answered, and what the answers come to."""
+"""Evaluation: the answering of held-out prompts, and the scores of the answers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from echo_planes.types import Draw, EvalReport, Trajectory
 
 
 def eval_draw(config: Config) -> Draw | None:
-    """How answers are drawn where that is not as in training, else None."""
+    """Draw of the answers to held-out prompts where it is not that of training, else None."""
     draw = drawn(config)
     return None if draw == Draw(config.sampling.temperature, config.sampling.top_p) else draw
 
 
 def drawn(config: Config) -> Draw:
-    """How answers to held-out prompts are drawn."""
+    """Draw of the answers to held-out prompts."""
     temperature, top_p = config.eval.temperature, config.eval.top_p
     return Draw(
         config.sampling.temperature if temperature is None else temperature,

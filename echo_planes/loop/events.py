@@ -1,4 +1,4 @@
-"""What the controller is told (events) and what it answers (actions)."""
+"""Events that the controller is told, and actions that it answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echo_planes.types import (
     TrainBatch,
 )
 
-# How a run ends. `rollback`: it is opened again from an older checkpoint.
+# End of a run. `rollback`: it is opened again from an older checkpoint.
 EndStatus = Literal["done", "stopped", "spent", "failed", "collapsed", "rollback"]
 
 # --- events --------------------------------------------------------------------------------------

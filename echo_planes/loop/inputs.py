@@ -59,10 +59,10 @@ def keep_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
 
 
 def check_inputs(folder: Path, inputs: Mapping[str, str], model: str) -> None:
-    """What a resume finds is what its run was started from, as far as that was written down.
+    """Check that a resume finds the inputs that its run was started from, as far as they were written down.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: they are others.
         DataError: inputs.json is damaged.
     """
     path = folder / INPUTS_FILE

@@ -44,7 +44,7 @@ from echo_planes.types import BufferCounts
 
 
 class PlanesFactory(Protocol):
-    """How the planes are made: `launch.RayPlanes`."""
+    """Maker of the planes: `launch.RayPlanes`."""
 
     def __call__(
         self,
@@ -116,7 +116,7 @@ def open_folder(
 
 
 def _halved(config: Config) -> Config:
-    """What a run goes on with after a rollback: half of S, and of the learning rate."""
+    """Settings with which a run goes on after a rollback: half of S, and of the learning rate."""
     staleness = config.staleness.limited(config.staleness.max_staleness // 2)
     learner = config.learner.model_copy(update={"lr": config.lr / 2})
     return config.model_copy(update={"staleness": staleness, "learner": learner})
@@ -129,7 +129,7 @@ def _next_epoch(meta: CheckpointMeta, runner: Runner) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _World:
-    """What all parts of a run have in common; see `run_job`."""
+    """Surroundings that all parts of a run have in common; see `run_job`."""
 
     folder: Path
     view: View

@@ -348,7 +348,7 @@ class RayPlanes:
         )
 
     def enlist(self, worker_id: str, kind: WorkerConfig) -> None:
-        """What a worker that is about to be spawned is."""
+        """Note the kind of a worker that is about to be spawned."""
         self._kinds[worker_id] = kind
 
     async def spawn_worker(self, worker_id: str, epoch: int) -> RemoteWorker:
@@ -393,7 +393,7 @@ ACTUATORS: dict[str, MakeActuator] = {"static": _static_actuator, "ray": _ray_ac
 
 
 async def make_actuator(config: Config, clock: Clock) -> Actuator:
-    """Where the machines of a fleet come from, by `fleet.scale`.
+    """Make the actuator that gets the machines of a fleet, by `fleet.scale`.
 
     Raises:
         ConfigError: no actuator is there.

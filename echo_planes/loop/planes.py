@@ -1,4 +1,4 @@
-"""What the runner needs of the three planes, and of whoever does the accounting.
+"""Interfaces that the runner needs of the three planes and of the accounting.
 
 `launch.py` implements the planes with Ray actors, `testing/simulation.py` in one process.
 """
@@ -29,7 +29,7 @@ from echo_planes.types import (
 
 
 class NotReady(Protocol):
-    """Why there is no batch (`echo_planes.data.replay.buffer_state.NotReady`)."""
+    """Reason why there is no batch (`echo_planes.data.replay.buffer_state.NotReady`)."""
 
     @property
     def reason(self) -> Literal["starved", "holding", "filling"]: ...
@@ -85,7 +85,7 @@ class Worker(Protocol):
 
 
 class Planes(Protocol):
-    """Where the three planes run."""
+    """Planes of a run: data, learner and workers."""
 
     @property
     def data(self) -> DataPlane: ...
@@ -96,7 +96,7 @@ class Planes(Protocol):
 
 
 class Observer(Protocol):
-    """What happens, told to whoever does the accounting (`accounting.Journal`)."""
+    """Observer of the run's events, for the accounting (`accounting.Journal`)."""
 
     def on_event(self, kind: str, text: str, *, worker: str = "", version: int | None = None) -> None: ...
     def phase(self, name: str) -> AbstractContextManager[None]: ...

@@ -204,7 +204,7 @@ def check_lengths(config: Config) -> None:
 
 
 def check_port(key: str, port: int) -> None:
-    """Nobody listens on a port that the run wants."""
+    """Check that no process listens on a port that the run wants."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

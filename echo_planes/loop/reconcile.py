@@ -56,13 +56,13 @@ class WorkerControl(Protocol):
 
 
 class Parking(Protocol):
-    """What parks workers (`planes.DataPlane`)."""
+    """Data plane as far as it parks workers (`planes.DataPlane`)."""
 
     async def park(self, worker_id: str, parked: bool) -> None: ...
 
 
 class Roster(Protocol):
-    """Who must know what kind a new worker is, and what parks it (`launch.RayPlanes`)."""
+    """Planes as far as they must know the kind of a new worker and park it (`launch.RayPlanes`)."""
 
     @property
     def data(self) -> Parking: ...
@@ -118,7 +118,7 @@ class ReconcileLoop(QuietObserver):
         self._useful: deque[int] = deque(maxlen=LEARNER_WINDOW)  # S = 0: N_prem of each step
         self._said = ""
         self._stuck: tuple[object, ...] = ()  # what stood in the way of a fleet that is enough, as last said
-        # What is draining on a cluster goes by itself; a machine that is there anyway is parked.
+        # A node that drains on a cluster goes by itself; a machine that is there anyway is parked.
         self._releasable = ("up", "draining") if config.fleet.scale == "static" else ("up",)
         self.fleet = Reconciler(
             offers_of(config),
@@ -339,13 +339,13 @@ class ReconcileLoop(QuietObserver):
 
 
 class TellDecision(Protocol):
-    """How a decision is told."""
+    """Callback that is told a decision."""
 
     def __call__(self, kind: str, text: str) -> None: ...
 
 
 def worker_info(worker_id: str, kind: WorkerConfig, epoch: int) -> WorkerInfo:
-    """Who a worker of a kind is."""
+    """Make the `WorkerInfo` of a worker of a kind."""
     return WorkerInfo(worker_id, kind.sku, kind.usd_per_hour, epoch, kind.market, kind.offer)
 
 
@@ -370,7 +370,7 @@ def offers_of(config: Config) -> tuple[Offer, ...]:
 
 
 def limits_of(config: Config) -> Limits:
-    """What the fleet may be and cost."""
+    """Return the limits on the size and cost of the fleet."""
     fleet = config.fleet
     return Limits(
         usd_per_hour=fleet.usd_per_hour,

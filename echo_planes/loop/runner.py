@@ -39,7 +39,7 @@ LEAVE_SHARE = 0.7  # of the time until a worker must be gone, for what is being 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended."""
+    """Outcome of a run."""
 
     status: ev.EndStatus
     error: str
@@ -374,7 +374,7 @@ class Runner:
         self._observer.on_worker(replace(self._fleet[worker_id], epoch=epoch), alive=False)
 
     async def collect_worker_stats(self) -> None:
-        """Ask every worker for its counters, and tell whoever does the accounting.
+        """Ask every worker for its counters, and tell the accounting.
 
         What was accepted of it the data plane says, not the worker.
         """
@@ -431,7 +431,7 @@ class Runner:
         self._events.put_nowait(ev.StopRequested("failure"))  # wakes the loop, which raises
 
     async def _end(self) -> None:
-        """Whatever happened: stop the workers and the learner, and leave no task behind."""
+        """Stop the workers and the learner in any case, and leave no task behind."""
         self._ending = True
         for task in self._tasks:
             task.cancel()
@@ -441,5 +441,5 @@ class Runner:
 
 
 def _cancelled_by_nobody(task: asyncio.Task[None]) -> RunError:
-    """What else would end a part of the run without a word."""
+    """Error for a part of the run that was cancelled from outside, which would end it without a word."""
     return RunError(f"a part of the run was cancelled, and nobody in it did that: {task.get_coro()}")

@@ -1,4 +1,4 @@
-"""What a run spends: its dollars over all its parts, what they went into, and the budget that ends it.
+"""Spending of a run: its dollars over all its parts, what they went into, and the budget that ends it.
 
 A run that is resumed goes on with what `spending.json` of its folder says, so that the dollars of steps that
 it makes again, and of everything after its last step, are not forgotten.
@@ -105,7 +105,7 @@ class Spending:
         return self.earlier_usd + self.book.total_usd(now_s)
 
     def way_on(self, now_s: float) -> str:
-        """How to go on where the budget is spent: a command, if there is a checkpoint to go on from.
+        """Advice on going on where the budget is spent: a command, if there is a checkpoint to go on from.
 
         The budget in it is what the whole run will have cost at the recent price of a step, and a tenth more;
         twice what was spent where no step tells its price.
@@ -282,7 +282,7 @@ class BudgetGuard(QuietObserver):
 
 
 def open_budget(config: Config, spending: Spending) -> Budget | None:
-    """What is left of `budget.usd`; None: no budget was given.
+    """Return the budget that is left of `budget.usd`; None: no budget was given.
 
     Raises:
         ConfigError: the earlier parts of the run have spent it.
@@ -315,7 +315,7 @@ def _refuse_spent(usd: float, earlier_usd: float) -> None:
 
 
 def _read(path: Path, total_usd: float) -> dict[str, dict[str, float]]:
-    """What earlier parts of a run spent, by SKU and by part. Where nobody wrote it down: the steps' sum."""
+    """Read what earlier parts of a run spent, by SKU and by part; where it has no file, the steps' sum."""
     keys = ("usd_by_sku", "usd_by_part")
     if not path.exists():
         return {key: {EARLIER: total_usd} for key in keys}

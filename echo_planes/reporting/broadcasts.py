@@ -46,7 +46,7 @@ class BroadcastLog:
             known.t_bcast_s = now_s - known.published_s
 
     def on_broadcasts(self, stats: Sequence[BroadcastStats]) -> None:
-        """What the tracker of the sender has seen."""
+        """Take in what the tracker of the sender has seen."""
         for one in stats:
             if one.version in self._known:
                 self._known[one.version].stats = one
@@ -83,7 +83,7 @@ class BroadcastLog:
 
 
 def summary_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What summary.json says of publications (`BroadcastLog.rows`); of patches where it is about those."""
+    """Publication figures for summary.json, from `BroadcastLog.rows`; those on patches, of patches only."""
     patches = [row for row in rows if row["codec"] != "full"]
     return {
         "t_bcast_s_median": _median([row["t_bcast_s"] for row in rows]),

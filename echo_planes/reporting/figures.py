@@ -16,7 +16,7 @@ _LOG_WEIGHT = ("log_weight_p50", "log_weight_p99", "log_weight_p999", "log_weigh
 
 
 def learner_figures(stats: StepStats) -> dict[str, Any]:
-    """What `StepStats` says, flat; `lags` as a list of objects."""
+    """Figures of a `StepStats`, flat; `lags` as a list of objects."""
     return {
         "loss": stats.loss,
         "grad_norm": stats.grad_norm,

@@ -55,7 +55,7 @@ def ledger_equation(metrics: Mapping[str, Any]) -> str:
 
 
 def reward_failures(metrics: Mapping[str, Any]) -> str:
-    """How many answers had no reward so far, by reason; empty if all had one."""
+    """Counts of the answers without a reward so far, by reason, in words; empty if all had one."""
     words = {"reward_timeout": "timed out", "reward_error": "raised", "reward_invalid": "invalid"}
     counts = {word: int(number(metrics.get(key)) or 0) for key, word in words.items()}
     return ", ".join(f"{count:,} {word}" for word, count in counts.items() if count)

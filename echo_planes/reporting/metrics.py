@@ -1,4 +1,4 @@
-"""What a run writes down about itself: metrics.jsonl, events.jsonl and summary.json in its folder.
+"""Writers of a run's own records: metrics.jsonl, events.jsonl and summary.json in its folder.
 
 Standard library only. `GAUGES` says what each number of a learner step is, for Prometheus and for people.
 """
@@ -352,7 +352,7 @@ def read_summary(folder: Path) -> Record:
 
 
 def read_rows(path: Path) -> list[Record]:
-    """The sparsity of a run's updates, or an empty list where nobody worked it out.
+    """The sparsity of a run's updates, or an empty list where it was not worked out.
 
     Raises:
         DataError: the file holds something else.
@@ -481,7 +481,7 @@ def _read_lines(path: Path, shape: Record) -> list[Record]:
     if not path.exists():
         return []
     records = []
-    # What follows the last newline is empty, or a line that a crash cut short.
+    # The text after the last newline is empty, or a line that a crash cut short.
     for place, line in enumerate(read_bytes(path, LOG_BYTES, advice=_RESTORE).split(b"\n")[:-1], 1):
         if line.strip():
             where = f"{path}, line {place}"

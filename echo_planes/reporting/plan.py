@@ -49,7 +49,7 @@ def cheapest_offers(planned: Planned) -> list[Offer]:
 
 
 def as_text(planned: Planned) -> str:
-    """What the terminal shows."""
+    """Render the plan for the terminal."""
     lines = [f"{name:12s}{text}" for name, text in _facts(planned)]
     lines += ["", *_table(["offer", "$/h", "trajectories/s", "rho, $/h per trajectory/s"], _offers(planned))]
     left = len(planned.offers) - MAX_OFFERS

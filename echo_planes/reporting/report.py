@@ -93,7 +93,7 @@ def render(folder: Path) -> str:
 
 
 def csp_hash(text: str) -> str:
-    """How a content policy names an inline style sheet or script."""
+    """Name of an inline style sheet or script in a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
@@ -219,7 +219,7 @@ def _figures(summary: Record) -> list[str]:
 
 
 def _evaluations(summary: Record) -> str:
-    """How many there were, and of the last one pass@n and the version."""
+    """Number of evaluations, pass@n of the last one, and the number with more than one version."""
     evals = summary.get("evals", [])
     words = [f"{len(evals)} evaluations"]
     if evals and (curve := evals[-1].get("pass_at")):

@@ -1,4 +1,4 @@
-"""What a rollout worker needs of an inference engine, and how it is asked.
+"""Interface that a rollout worker needs of an inference engine.
 
 `vllm.engine.VllmEngine` is the real one; `echo_planes.testing.simulation.FakeEngine` the public fake.
 """

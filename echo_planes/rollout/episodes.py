@@ -71,7 +71,7 @@ class Player:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            error = f"prompt {prompt.index}: the task cancelled its own rollout"  # nobody cancelled us
+            error = f"prompt {prompt.index}: the task cancelled its own rollout"  # we were not cancelled
         except Exception as why:  # noqa: BLE001  a user's adapter may raise anything; it becomes a counted status
             error = f"{type(why).__name__} in prompt {prompt.index}: {why}"
         finally:

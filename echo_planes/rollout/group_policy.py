@@ -1,4 +1,4 @@
-"""What the samples of one group share: their calls of the policy, and what other workers had made of them."""
+"""Policy that the samples of one group share: their calls, and partial rollouts of them by other workers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class GroupPolicy:
         return await future
 
     def close(self) -> None:
-        """The group is over: nobody waits for what is still running."""
+        """The group is over: nothing waits for what is still running."""
         for request in self._requests:
             request.cancel()
 

@@ -46,7 +46,7 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a metadata service said."""
+    """Answer of a metadata service."""
 
     status: int
     body: str

@@ -192,7 +192,7 @@ class _Child:
         return answer
 
     async def ended(self) -> str:
-        """How it ended, in words."""
+        """Tell how the process ended, in words."""
         await self.kill()
         code = self._process.returncode
         return f"signal {-code}" if code is not None and code < 0 else f"exit status {code}"

@@ -1,4 +1,4 @@
-"""What a rollout worker needs of the planes around it: prompts, weights and a task."""
+"""Interfaces that a rollout worker needs of the planes around it: prompts, weights and a task."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class WorkSource(Protocol):
 
 
 class WeightSource(Protocol):
-    """Where published weights come from (`echo_planes.weights.node.client`)."""
+    """Source of published weights (`echo_planes.weights.node.client`)."""
 
     async def staged(self, manifest: Manifest, fresh: bool) -> Publication:
         """That version, verified and ready for the engine; `fresh`: every weight, not only what changed.
@@ -54,7 +54,7 @@ class WeightSource(Protocol):
 
 
 class Policy(Protocol):
-    """What an adapter's rollout is handed."""
+    """Policy that an adapter's rollout calls."""
 
     async def generate(self, token_ids: Sequence[int]) -> Sample: ...
 

@@ -30,7 +30,7 @@ class Work:
         self.pieces.setdefault(number, (context, []))[1].append(piece)
 
     def take_tokens(self) -> LeaseTokens:
-        """What arrived since the last message."""
+        """Take the tokens that arrived since the last message."""
         pieces, self.pieces = self.pieces, {}
         partials = []
         for number, (context, parts) in sorted(pieces.items()):
@@ -79,7 +79,7 @@ class Plateau:
 
 
 class Load:
-    """What a worker did, and how long it had no free place.
+    """Load of a worker: its work, and the time in which it had no free place.
 
     Only the time in which it was full says how fast it is: at other times it may be waiting for permits.
     """
@@ -95,7 +95,7 @@ class Load:
         self._num_sampling = 0
 
     def now(self, now_s: float, *, busy: bool, full: bool, num_sampling: int) -> None:
-        """How it is from `now_s` on."""
+        """Set the state from `now_s` on."""
         if self._since_s is not None:
             self.busy_s += self._busy * (now_s - self._since_s)
             self.full_s += self._full * (now_s - self._since_s)

@@ -9,7 +9,7 @@ A plain asyncio class over two small interfaces, the engine below it and the dat
                       tokens stream to the data plane ^       install(publication) at any time, between tokens
 
 Tokens reach the data plane as they are made: they renew the lease, and whatever ends the worker, or takes a
-lease from it, somebody else goes on from them.
+lease from it, another worker goes on from them.
 """
 
 from __future__ import annotations
@@ -334,7 +334,7 @@ class RolloutWorker:
             await self._give_up([self._work[lease_id] for lease_id in refused & self._work.keys()])
 
     async def _tell(self) -> None:
-        """Say how full this worker is, and how fast, where somebody decides by it."""
+        """Say how full this worker is, and how fast, where a policy decides by it."""
         if self._sampling.router != "pull":
             stats = await self.stats()
             plateau = self._plateau.groups(self._clock.now_s(), self._load, self._work.values())

@@ -1,4 +1,4 @@
-"""What `invariants.WatchedBuffer` knows of leases, tokens and the ledger, beside the real buffer."""
+"""Model of leases, tokens and the ledger that `invariants.WatchedBuffer` keeps beside the real buffer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Held:
 
 @dataclass(slots=True)
 class Tally:
-    """What the ledger should say, in groups."""
+    """Counts that the ledger should have, in groups."""
 
     accepted: int = 0
     trained: int = 0

@@ -40,7 +40,7 @@ LearnerWork = ev.FormBatch | ev.Train | ev.Publish | ev.Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one seed. `violation` is empty where every invariant held."""
+    """Outcome of one seed. `violation` is empty where every invariant held."""
 
     seed: int
     status: str  # how the run ended
@@ -214,7 +214,7 @@ class ChaosWorld(World):
         self.plane.watched.check()
         if self.scenario.fleet.mode == "fixed":
             return
-        # Who is to go, or is gone, has a cause.
+        # A worker that is to go, or is gone, has a cause.
         counts: dict[str, int] = {}
         for member in self.workers.members.values():
             if not member.cause:
@@ -233,7 +233,7 @@ class ChaosWorld(World):
             raise InvariantError(f"the fleet costs {rate} $/h, the limit is {limit}")
 
     def _spent_usd(self) -> float:
-        """What was spent on all machines, by the prices of those that were held."""
+        """Dollars spent on all machines, by the prices of those that were held."""
         learner = self.scenario.learner.usd_per_hour * self.kernel.now_s / 3600.0
         return self.market.spent_usd() + learner
 
@@ -242,7 +242,7 @@ class ChaosWorld(World):
         require(abs(spent - booked) <= SAME_USD, f"{booked} $ are booked, machines have cost {spent} $")
 
     def check_end(self, result: Result) -> None:
-        """How the run ended, and whether every dollar is in one part.
+        """Check how the run ended, and that every dollar is in one part.
 
         Raises:
             InvariantError: it ended in no way that is known, or too late.
@@ -262,7 +262,7 @@ class ChaosWorld(World):
             require(status == "done" and self._steps_done == self.scenario.run.steps, said)
 
     def _look_at_budget(self) -> None:
-        """What the run's own watch over its budget does."""
+        """Watch the budget as the run itself does."""
         budget, now_s = self._budget, self.kernel.now_s
         if budget is None or self._stop_due_s is not None:
             return
@@ -369,7 +369,7 @@ class ChaosWorld(World):
 
 
 def _words(action: ev.Action) -> tuple[object, ...]:
-    """What tells actions apart in the log."""
+    """Fields that tell actions apart in the log."""
     match action:
         case ev.Train(batch):
             return (batch.step,)

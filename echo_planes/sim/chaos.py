@@ -1,4 +1,4 @@
-"""What goes wrong in a run of the fault campaign, as its plan (`draws.py`) says.
+"""Faults in a run of the fault campaign, as its plan (`draws.py`) says.
 
 Besides the faults of a scenario (`faults.py`) there are: workers that are cut off, given up, and
 come back with results of an old epoch; messages that are lost, come late or twice; workers whose clock runs
@@ -45,7 +45,7 @@ class ChaosDataPlane(SimDataPlane):
     rng: random.Random
 
     def begin(self, plan: Plan, rng: random.Random) -> None:
-        """What goes wrong, before anything happens."""
+        """Set the plan of faults, before anything happens."""
         self.plan, self.rng = plan, rng
         self._num_tokens = 0
         self.watched.log = Log(lambda: self._kernel.now_s)
@@ -162,7 +162,7 @@ class ChaosMarket(Market):
         self._spent_usd = 0.0
 
     def spent_usd(self) -> float:
-        """What the machines have cost by now."""
+        """Cost of the machines up to now."""
         running = sum(self._usd(worker_id) for worker_id in self._held)
         return self._spent_usd + running
 

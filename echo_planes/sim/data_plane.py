@@ -2,7 +2,7 @@
 
 What `data.service` does with waiting tasks is done here with lists: workers that ask for work are served in
 the order in which they asked, and a question for a batch is answered when there is one, or when its time is
-up. The rows are not kept: nobody reads them here.
+up. The rows are not kept: nothing reads them here.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class SimDataPlane:
 
     @property
     def lease_s(self) -> float:
-        """How long a lease lasts now, from its last tokens on."""
+        """Seconds that a lease lasts now, from its last tokens on."""
         return self._buffer.lease_s
 
     # --- workers ---------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class SimDataPlane:
     def ask(self, worker_id: str, epoch: int, room: int) -> None:
         """A worker has room; leases come when there are some. Asked again, it keeps its place."""
         if worker_id in self._parked:
-            return  # whoever waits with it for a version would be refused as it is
+            return  # others that wait with it for a version would be refused as it is
         version = self._versions.get(worker_id, -1)
         known = self._asks.get(worker_id)
         if known is not None:
@@ -190,11 +190,11 @@ class SimDataPlane:
         return self._buffer.stream(worker_id, epoch, messages, self._kernel.now_s)
 
     def tick(self, told: Sequence[tuple[int, WorkerStats]]) -> list[str]:
-        """How every worker is, with its epoch. Returns those that are to give something up."""
+        """Take in every worker's stats, with its epoch. Returns the workers that are to give something up."""
         for epoch, stats in told:
             self._buffer.tell(epoch, stats)
         sources = self._buffer.tick(self._kernel.now_s)
-        self._serve()  # what was kept for somebody may be free by now
+        self._serve()  # what was kept for a worker may be free by now
         return sources
 
     def hand_over(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> int:

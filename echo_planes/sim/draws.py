@@ -1,4 +1,4 @@
-"""What the fault campaign runs: a small scenario and a plan of what goes wrong, both drawn from one seed."""
+"""Draws of the fault campaign: a small scenario and a plan of faults, both from one seed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Disturbance:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What goes wrong in one run."""
+    """Plan of the faults in one run."""
 
     disturbances: tuple[Disturbance, ...]
     calm_s: float  # from then on nothing goes wrong

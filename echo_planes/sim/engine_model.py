@@ -148,7 +148,7 @@ class Engine:
         return ended
 
     def next_end_s(self) -> float:
-        """When the next group ends if nothing else happens; infinite if none does."""
+        """Time at which the next group ends if nothing else happens; infinite if none does."""
         if self._paused or not self._group_ends:
             return math.inf
         target, mark, when_s, batch = self._group_ends[0][0], self._mark, self._now_s, len(self._ends)

@@ -1,4 +1,4 @@
-"""What goes wrong in a scenario, at its moment."""
+"""Faults of a scenario, each at its moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes to and fro between the workers' engines and the data plane: leases, tokens, finished groups."""
+"""Flow between the workers' engines and the data plane: leases, tokens, finished groups."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Flow:
         self._renew(member)
 
     def stats(self, member: SimMember, engine: SimWorker) -> WorkerStats:
-        """What a worker tells of itself."""
+        """Make the stats that a worker reports."""
         self.advance(member)
         slots, size = member.offer.max_groups, self._sampling.samples_per_prompt
         speeds = [member.offer.engine.tokens_per_s(groups * size) for groups in range(1, slots + 1)]
@@ -225,7 +225,7 @@ class Flow:
             member.accepted += len(group.trajectories)
             member.accepted_tokens += sum(work.lengths)
         else:
-            # What it had streamed is with the prompt, which others go on with.
+            # The tokens it had streamed are with the prompt, which others go on with.
             self._trace.refused(group.group_id, member.name, unsent)
 
     def _plan_renewal(self, member: SimMember, engine: SimWorker) -> None:
@@ -299,7 +299,7 @@ class Flow:
             self._partials[work.lease.prompt.index] = dict(work.paid)
 
     def _so_far(self, engine: SimWorker, work: Work) -> LeaseTokens:
-        """What is to be sent of a lease before its answers are finished."""
+        """Return the tokens of a lease that are to be sent before its answers are finished."""
         return engine.unsent(work)
 
     def _heard_again(self, member: SimMember, engine: SimWorker) -> None:

@@ -10,7 +10,7 @@ from echo_planes.errors import RunError
 
 
 class Timer:
-    """An event to come, which may be called off. Whatever its action returns reaches nobody."""
+    """An event to come, which may be called off. The value that its action returns is dropped."""
 
     __slots__ = ("action",)
 

@@ -1,4 +1,4 @@
-"""How long answers get: a pure function of seed, prompt and sample."""
+"""Lengths of answers: a pure function of seed, prompt and sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened in a watched run, and what should not have."""
+"""Log of a watched run, and the check of its invariants."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from echo_planes.errors import RunError
 
-KEEP_EVENTS = 40  # of the log, for whoever reads about a violation
+KEEP_EVENTS = 40  # of the log, for the report of a violation
 
 
 class InvariantError(RunError):
@@ -27,7 +27,7 @@ def require(holds: bool, broken: str) -> None:
 
 
 class Log:
-    """What happened: the last of it to read, and a checksum of all of it.
+    """Log of events: the last of them to read, and a checksum of all.
 
     Args:
         now_s: the clock.
@@ -45,5 +45,5 @@ class Log:
         self.checksum = zlib.crc32(repr(line).encode(), self.checksum)
 
     def lines(self) -> list[str]:
-        """The last of it."""
+        """Lines of the last events."""
         return [f"{line[0]:12.3f} s  {' '.join(str(word) for word in line[1:])}" for line in self.last]

@@ -20,7 +20,7 @@ from echo_planes.sim.spot import SpotTrace
 
 
 class Tenant(Protocol):
-    """Who is told what becomes of a machine."""
+    """Tenant of the market: it is told what becomes of each machine."""
 
     def on_granted(self, worker_id: str) -> None:
         """It is there, is billed, and boots."""
@@ -111,7 +111,7 @@ class Market:
             self._tenant.on_notice(worker_id, notice_s)
 
     def waiting(self, offer: str) -> Sequence[str]:
-        """Who has asked and not got one."""
+        """Workers that have asked for a machine of an offer and not got one."""
         return tuple(self._waiting[offer])
 
     # --- inside ----------------------------------------------------------------------------------

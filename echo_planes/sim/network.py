@@ -1,4 +1,4 @@
-"""When each worker has a publication whole: along the planner's chains, or from the learner as a star.
+"""Broadcast model: times of arrival at each worker, along the planner's chains or from the learner as a star.
 
 The chains are those of `weights.chain.plan_chains`, with the peers' records kept as the tracker keeps them.
 Bytes flow through them cut-through: a worker has M bytes at the H-th hop after M/B + sum over hops of
@@ -121,7 +121,7 @@ class Network:
         return plan_chains([self._peers[name].stats for name in names], count, now_s)
 
     def _first_hop(self, num_workers: int) -> float:
-        """What the learner's uplink gives each of those it feeds."""
+        """Rate that the learner's uplink gives each worker it feeds, bytes/s."""
         links = self.links
         if links.mode == "star_unlimited":
             return math.inf
@@ -158,7 +158,7 @@ class Network:
                 peer.measured = last.version
 
     def _delay(self, gone: str, now_s: float) -> dict[str, float]:
-        """Whoever was behind a relay that is gone waits until that is noticed, and goes on from there."""
+        """Delay the workers behind a lost relay: they wait until it is noticed, then go on from there."""
         late: dict[str, float] = {}
         for name, peer in self._peers.items():
             found = peer.newest

@@ -1,4 +1,4 @@
-"""What is simulated: a typed scenario, from YAML and `key=value` words.
+"""Scenario to simulate: typed, from YAML and `key=value` words.
 
 Learner, engines, links, prices, spot markets and faults are described here; how the run is decided is not:
 that is the real code.
@@ -32,7 +32,7 @@ USAGE = "python -m echo_planes.simulate scenario=NAME|FILE.yaml key=value ..."
 
 
 class SamplingModel(Section):
-    """What is sampled for a step."""
+    """Settings of the sampling for a step."""
 
     prompts_per_step: PositiveInt = Field(64, description="groups in a learner step")
     samples_per_prompt: int = Field(8, ge=2, description="samples in a group (n)")
@@ -127,7 +127,7 @@ class OfferModel(Section):
 
 
 class FleetModel(Section):
-    """Who decides how many workers there are."""
+    """Settings of the fleet: the rule that decides the number of workers."""
 
     mode: Literal["fixed", "kept", "provisioned", "exact"] = Field(
         "fixed",
@@ -169,7 +169,7 @@ class FaultConfig(Section):
 
 
 class RunLimits(Section):
-    """When it ends: whichever comes first."""
+    """Limits that end a run, whichever comes first."""
 
     hours: PositiveFloat = Field(24.0, description="virtual hours")
     steps: PositiveInt = Field(1_000_000, description="learner steps")

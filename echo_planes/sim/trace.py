@@ -62,13 +62,13 @@ class Trace:
         self.events.append({"time_s": round(now_s, 3), "kind": kind, "text": text, **more})
 
     def worker(self, now_s: float, worker_id: str, state: str, offer: str) -> None:
-        """What a worker is from now on: `booting`, `serving` or `gone`."""
+        """Set a worker's state from now on: `booting`, `serving` or `gone`."""
         if self._states.get(worker_id, "gone") != state:
             self._states[worker_id] = state
             self.event(now_s, WORKER_STATE, state, worker=worker_id, offer=offer)
 
     def capacity(self, now_s: float, worker_id: str, tokens_per_s: float) -> None:
-        """What a worker can make from now on; 0: it does not serve."""
+        """Set a worker's throughput from now on, tokens/s; 0: it does not serve."""
         if self._capacity.get(worker_id, 0.0) == tokens_per_s:
             return
         if tokens_per_s:
@@ -185,7 +185,7 @@ class Trace:
         return idle_s / (idle_s + train_s) if idle_s + train_s else 0.0
 
     def summary(self, now_s: float, *, status: str, error: str, counts: BufferCounts, more: Record) -> Record:
-        """What summary.json says."""
+        """Contents of summary.json."""
         money = self.money.summary(now_s)
         num_steps = len(self.steps)
         bcasts = [row["t_bcast_s"] for row in self.broadcasts.rows() if row["t_bcast_s"] is not None]

@@ -36,7 +36,7 @@ _RIGHT, _WRONG = Reward(1.0, True), Reward(0.0, False)
 
 @dataclass(slots=True)
 class Work:
-    """One lease in progress. Tokens of a sample count from its first, whoever made it."""
+    """One lease in progress. Tokens of a sample count from its first, by any worker."""
 
     lease: Lease
     lengths: Sequence[int]
@@ -62,7 +62,7 @@ class Answers:
         self._episodes: dict[Versions, Episode] = {}
 
     def digest(self, version: int) -> str:
-        """What stands for a version's digest."""
+        """Stand-in for a version's digest."""
         return f"sim:{version:08x}"
 
     def span(self, start: int, stop: int, version: int) -> Span:
@@ -161,7 +161,7 @@ class SimWorker:
         lease, size = work.lease, len(work.lengths)
         shift = lease.prompt.index
         num_right = size if is_solved(shift, sampling.solved) else round(sampling.accuracy * size)
-        # Which samples are right changes from prompt to prompt, how many does not.
+        # The samples that are right change from prompt to prompt, their number does not.
         rights = [(sample + shift) % size < num_right for sample in range(size)]
         if not work.calls and self._since[-1] <= work.begun:
             # Nearly all groups: begun here, and no version came meanwhile.

@@ -167,7 +167,7 @@ class SimWorkers:
         self.flow.begin(self.members[worker_id], leases)
 
     def broadcast(self, manifest: Manifest) -> None:
-        """A publication goes out to whoever is there; made again, to those that never got it."""
+        """A publication goes out to the workers that are there; made again, to those that never got it."""
         up = [name for name, member in self.members.items() if member.engine is not None]
         parts = {name: self.network.transfer(name) for name in up}
         there = [name for name in up if (part := parts[name]) is None or part.version < manifest.version]

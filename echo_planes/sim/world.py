@@ -45,7 +45,7 @@ MB = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a simulation came to. Everything in it is simulated."""
+    """Result of a simulation. Everything in it is simulated."""
 
     summary: Record
     steps: Sequence[Record]
@@ -278,7 +278,7 @@ def run_config(scenario: Scenario) -> Config:
 
 
 def _batch(step: int, chosen: Sequence[Accepted]) -> TrainBatch:
-    """What the controller passes on: its rows are not simulated."""
+    """Batch that the controller passes on: its rows are not simulated."""
     none, empty = np.zeros(0, np.int64), np.zeros(0, np.float32)
     flags = np.zeros(0, np.bool_)
     versions = np.array([group.version for group in chosen], np.int64)

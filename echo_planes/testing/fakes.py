@@ -76,13 +76,13 @@ class InlineScorer:
 
 
 def fake_digest(version: int) -> str:
-    """What stands for the digest of version `version` in the fakes."""
+    """Stand-in for the digest of version `version` in the fakes."""
     return f"fake:{version:08x}"
 
 
 @dataclass
 class Faults:
-    """What goes wrong in a simulation. Times in virtual seconds."""
+    """Faults in a simulation. Times in virtual seconds."""
 
     die_at_s: dict[tuple[str, int], float] = field(default_factory=dict)  # (worker, epoch) -> time
     lose_installs: set[tuple[str, int]] = field(default_factory=set)  # (worker, version): never arrives, once

@@ -55,7 +55,7 @@ from echo_planes.types import (
 
 @dataclass
 class Trace:
-    """What a simulation saw, in order: an `Observer` that remembers."""
+    """Trace of a simulation, in order: an `Observer` that remembers."""
 
     lines: list[str] = field(default_factory=list)
     batches: list[TrainBatch] = field(default_factory=list)
@@ -120,7 +120,7 @@ class _LossyWorker(RolloutWorker):
         key = (self._worker_id, manifest.version)
         if key in self._faults.lose_installs:
             self._faults.lose_installs.discard(key)
-            await asyncio.get_running_loop().create_future()  # nobody will ever answer
+            await asyncio.get_running_loop().create_future()  # no answer will ever come
         return await super().install(manifest, fresh)
 
 
@@ -185,7 +185,7 @@ class Simulation:
         actuator: machines of a fleet that changes; default: its quotas, on machines that are there anyway.
         t_train_s: virtual seconds per learner step.
         faults: what goes wrong.
-        stop_at_s: when somebody asks it to stop, as Ctrl-C does.
+        stop_at_s: when it is asked to stop, as by Ctrl-C.
         seed: of the engines' answers and speeds.
     """
 

@@ -45,7 +45,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))
-        except Exception as why:  # noqa: BLE001  handed to whoever awaits, as a thread pool does
+        except Exception as why:  # noqa: BLE001  given to the awaiter, as a thread pool does
             future.set_exception(why)
         return future
 

@@ -36,7 +36,7 @@ class GymOptions(EpisodeOptions, RowOptions):
 
 
 class GymTask(EpisodeTask):
-    """Episodes of somebody else's environment.
+    """Episodes of the environment class that `task.env` names.
 
     Raises:
         ConfigError: there is no such class.

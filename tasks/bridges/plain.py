@@ -54,7 +54,7 @@ class FunctionTask(TaskAdapter):
     def reward(self, prompt: Prompt, episode: Episode) -> Reward:
         row = json.loads(prompt.answer)
         value = self._function(row[self._options.prompt_field], episode.text, row)
-        # Whatever it is: what is no number is told as an invalid reward, not as an error in here.
+        # Not checked here: what is no number is told as an invalid reward, not as an error in here.
         return Reward(value, isinstance(value, numbers.Real) and float(value) >= 1)
 
     def _prompt(self, index: int, row: dict[str, Any]) -> Prompt:

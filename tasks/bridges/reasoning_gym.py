@@ -74,7 +74,7 @@ class ReasoningGymTask(TaskAdapter):
         return self._drawn(index, "held out", held_out=True)
 
     def reward(self, prompt: Prompt, episode: Episode) -> Reward:
-        """What the library says of the answer, 0 to 1 as a rule. Raises where its scorer raises."""
+        """Score the answer with the library, 0 to 1 as a rule. Raises where its scorer raises."""
         place = json.loads(prompt.answer)
         dataset = self._dataset(place["seed"])
         if self._entry is None or self._entry[0] != prompt.answer:  # once for a group: some take a second

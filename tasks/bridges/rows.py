@@ -83,10 +83,10 @@ class Rows:
 
 
 def named(path: str, key: str) -> Any:
-    """What `package.module:name` stands for, if it can be called.
+    """Import the callable that `package.module:name` stands for.
 
     Raises:
-        ConfigError: there is no such thing; `key` is the setting that says so.
+        ConfigError: there is no such callable; `key` is the setting that names it.
     """
     module_name, _, name = path.partition(":")
     try:

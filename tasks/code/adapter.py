@@ -53,7 +53,7 @@ class CodeTask(TaskAdapter):
         self._judged_prompt: Prompt | None = None
 
     def preflight(self) -> str:
-        """What stands around the programs. Raises SandboxError where they cannot be run safely."""
+        """Describe the sandbox around the programs. Raises SandboxError where they cannot be run safely."""
         try:
             return f"sandbox: {self._runner.protection}"
         finally:

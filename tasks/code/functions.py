@@ -26,11 +26,11 @@ class Formula:
 
     @property
     def prompt(self) -> str:
-        """What the policy continues."""
+        """Prompt that the policy continues."""
         return f"# {self.words}\n{HEAD}"
 
     def tests(self) -> str:
-        """What a right function passes, as assertions about `f`."""
+        """Tests that a right function passes, as assertions about `f`."""
         # The formula is our own: three terms from TERMS and two SIGNS.
         results = [eval(self.code, {"__builtins__": {}}, {"x": x, "y": y}) for x, y in _INPUTS]
         lines = [f"assert f({x}, {y}) == {result}" for (x, y), result in zip(_INPUTS, results, strict=True)]

@@ -34,7 +34,7 @@ TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind,
 
 
 class Refused(Exception):
-    """What cannot be carried between the two, or be asked of what stays with the answer."""
+    """Error for what cannot be carried between the two, or be asked of what stays with the answer."""
 
 
 class Gone(Exception):
@@ -74,7 +74,7 @@ def encode(value: Any, other: Callable[[Any], int]) -> Any:
 
 
 def decode(data: Any, other: Callable[[int, str], Any]) -> Any:
-    """What `encode` wrote, in exactly the builtin types.
+    """Decode what `encode` wrote, into exactly the builtin types.
 
     Args:
         other: what a number stands for, given with the name of its type.
@@ -112,7 +112,7 @@ class Channel:
         self._sink = sink
 
     def send(self, message: object) -> None:
-        """Write one frame. Raises Refused if it is too large, Gone if nobody reads."""
+        """Write one frame. Raises Refused if it is too large, Gone if the other end does not read."""
         body = json.dumps(message).encode()
         if len(body) > MAX_FRAME_BYTES:
             raise Refused(f"{len(body)} bytes are more than the {MAX_FRAME_BYTES} that can be carried")
@@ -233,7 +233,7 @@ class Asks:
         self.is_gone = False
 
     def __call__(self, what: str, *given: Any) -> Any:
-        """What the answer's process says of this request; what it raised, if that is a builtin exception.
+        """Return the reply of the answer's process, or raise what it raised, if a builtin exception.
 
         Raises:
             Refused: something in the request, or in the reply, cannot be carried.
@@ -265,7 +265,7 @@ class Asks:
 
 
 def judged(told: dict[str, Any], channel: Channel) -> dict[str, Any]:
-    """What the tests say of the answer behind a channel.
+    """Run the tests on the answer behind a channel, and return their result.
 
     Args:
         told: `names`, which of the answer's the tests use; `authors`, code of theirs that the tests use;
@@ -304,7 +304,7 @@ def judged(told: dict[str, Any], channel: Channel) -> dict[str, Any]:
 
 
 def start() -> tuple[Any, Channel]:
-    """What this program is told, and its channel, out of the way of who reads or prints."""
+    """Return what this program is told, and its channel, moved away from standard input and output."""
     channel = Channel(os.dup(0), os.dup(1))
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
@@ -316,7 +316,7 @@ def start() -> tuple[Any, Channel]:
 def answer() -> NoReturn:
     """The answer's program."""
     serve(*start())
-    os._exit(0)  # what the answer would still do at its end concerns nobody
+    os._exit(0)  # what the answer would still do at its end has no effect
 
 
 def judge() -> NoReturn:

@@ -24,7 +24,7 @@ _INSIDE = Path(inside.__file__).read_text()
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a response holds."""
+    """Answer that a response holds."""
 
     code: str | None  # None: not in the form asked for
     is_python: bool
@@ -33,7 +33,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How an answer did."""
+    """Verdict on an answer."""
 
     passed: int
     total: int
@@ -62,7 +62,7 @@ def parse_answer(text: str, head: str, *, fenced: bool) -> Answer:
         return Answer(None, False, has_thinking)
     start = _start(head)
     name = head[start:].removeprefix("def ").partition("(")[0].strip()
-    # What stands before the function, imports and helpers, is part of the question.
+    # The text before the function, imports and helpers, is part of the question.
     code = (head[:start] if fenced and f"def {name}(" in code else head) + code
     return Answer(code, _is_python(code), has_thinking)
 
@@ -85,7 +85,7 @@ def _last_block(text: str) -> str | None:
 
 
 def programs(code: str, tests: str, head: str, solution: str) -> tuple[Program, Program]:
-    """What judges, and what is judged: two programs that speak to each other.
+    """Make the judge's program and the answer's program, which speak to each other.
 
     Args:
         code: the answer.
@@ -101,7 +101,7 @@ def programs(code: str, tests: str, head: str, solution: str) -> tuple[Program, 
 
 
 def verdict(judge: Outcome, answer: Outcome, tests: str) -> Verdict:
-    """What the ends of both programs say of the answer."""
+    """Verdict on the answer, from the ends of both programs."""
     least = max(sum(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(tests))), 1)
     said = answer.stderr.strip()
     # A program that reached a limit has passed nothing, whatever was asked of it until then.
@@ -145,7 +145,7 @@ def _is_python(code: str) -> bool:
 
 
 def _start(head: str) -> int:
-    """Where the last function of a head begins; 0 if it is none."""
+    """Position at which the last function of a head begins; 0 if there is none."""
     return max(head.rfind("\ndef ") + 1, 0)
 
 

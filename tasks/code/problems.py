@@ -21,7 +21,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is asked, and how an answer is judged."""
+    """Problem: its question, and the tests that judge an answer."""
 
     question: str
     head: str  # Python that the answer may continue; "" where it must be whole

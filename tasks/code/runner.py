@@ -30,7 +30,7 @@ class ProgramRunner:
         self._pool: SandboxPool | None = None
 
     def judge(self, codes: Sequence[str], tests: str, head: str, solution: str) -> dict[str, Verdict]:
-        """How each answer does in the tests of a problem; see `judging.programs`.
+        """Judge each answer by the tests of a problem; see `judging.programs`.
 
         Raises:
             SandboxError: this machine offers no protection; nothing ran.
@@ -39,7 +39,7 @@ class ProgramRunner:
 
     @property
     def protection(self) -> str:
-        """What stands around the programs, in words. Raises as `judge` does."""
+        """Description of the sandbox around the programs. Raises as `judge` does."""
         return self._call(self._started()).protection
 
     def close(self) -> None:

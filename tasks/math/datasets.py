@@ -1,4 +1,4 @@
-"""Where questions come from: generated addition pairs, and files of word problems."""
+"""Sources of questions: generated addition pairs, and files of word problems."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _SPACES = re.compile(r"(?<!\d) | (?!\d)")
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What a response holds. `answer` is None where there is none in the form asked for."""
+    """Parts of a response. `answer` is None where there is none in the form asked for."""
 
     answer: str | None
     has_thinking: bool  # a non-empty <think>...</think>
@@ -43,7 +43,7 @@ def parse_response(text: str, form: AnswerForm) -> Parsed:
 
 
 def last_boxed(text: str, start: int = 0) -> tuple[str, int] | None:
-    """What stands inside the last `\\boxed{}` after `start`, and where that ends."""
+    """Contents of the last `\\boxed{}` after `start`, and the position of its end."""
     opening = text.rfind("\\boxed{", start)
     if opening < 0:
         return None

@@ -11,7 +11,7 @@ import re
 
 from .grade import last_boxed
 
-# What is taken away, so that the digits on both sides become one number.
+# Marks that are taken away, so that the digits on both sides become one number.
 _JOINED = re.compile(
     r"[\d.](?:[\"'\s]|\\!|\\displaystyle|\\?\$|\\text\s*\{\s*\}|\\mathrm\{th\})*"
     r"(?:[\"']|\\!|\\displaystyle|\\?\$|\\text\s*\{\s*\}|\\mathrm\{th\})\s*[\d.]"

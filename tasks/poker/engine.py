@@ -91,7 +91,7 @@ def new_state(
 
 
 def legal_of(state: State) -> Legal:
-    """What the seat to act in `state` may do. Raises TaskError when nobody is to act."""
+    """Legal actions of the seat to act in `state`. Raises TaskError when no seat is to act."""
     call_chips = state.checking_or_calling_amount
     if call_chips is None:
         raise TaskError("poker: nobody is to act, the hand is over: look at net_chips")
@@ -103,7 +103,7 @@ def legal_of(state: State) -> Legal:
 
 
 def view_of(state: State, small_blind: int, big_blind: int) -> View:
-    """What the seat to act in `state` knows. Raises TaskError when nobody is to act."""
+    """View of the seat to act in `state`. Raises TaskError when no seat is to act."""
     legal = legal_of(state)
     seat = state.actor_indices[0]
     board = [_text(cards[0]) for cards in state.board_cards]

@@ -1,4 +1,4 @@
-"""How well a policy plays: net big blinds a hand against each opponent, over duplicate deals."""
+"""Evaluation of a policy's play: net big blinds a hand against each opponent, over duplicate deals."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ PROBE = "AhKd QsTh2c p24 c4 r8-94 b1/2 s*94,90+4,x98 r6cf/kr4:\nraise to 12 (33%
 
 
 def model_folder(name: str) -> Path:
-    """Where a model lies: a Hugging Face folder, or `builtin:NAME` of those in this package.
+    """Find a model's folder: a Hugging Face folder, or `builtin:NAME` of those in this package.
 
     Raises:
         ModelError: there is none.
@@ -72,7 +72,7 @@ def check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What one answer is made from."""
+    """Question to a frozen model: tokens and random numbers for one answer."""
 
     token_ids: tuple[int, ...]
     rng: random.Random
@@ -107,7 +107,7 @@ class FrozenModel:
         self._computing = asyncio.Lock()  # one batch at a time
 
     def player(self, key: str) -> FrozenPlayer:
-        """A policy whose luck is fixed by `key`, whoever is answered beside it."""
+        """A policy whose luck is fixed by `key`, whatever is answered beside it."""
         return FrozenPlayer(self, random.Random(f"frozen/{key}"))
 
     async def answer(self, question: Question) -> Sample:

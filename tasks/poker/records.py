@@ -51,7 +51,7 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class OfflineTable:
-    """What a file holds. All its states are written in one style."""
+    """Records of a file. All its states are written in one style."""
 
     style: Style
     records: tuple[OfflineRecord, ...]

@@ -72,7 +72,7 @@ class Hand:
         return self._state.actor_index
 
     def view(self) -> View:
-        """What the seat to act knows.
+        """View of the seat to act.
 
         Raises:
             TaskError: the hand is over.

@@ -1,4 +1,4 @@
-"""What the players of a hand see and do, as plain values."""
+"""Views and actions of the players of a hand, as plain values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Legal:
-    """What the seat to act may do. Folding is legal only where checking is not free."""
+    """Legal actions of the seat to act. Folding is legal only where checking is not free."""
 
     call_chips: int  # chips that a call adds; 0: checking is free
     min_raise_to: int  # 0: no raise is allowed
@@ -34,7 +34,7 @@ class Legal:
 
     @property
     def fallback(self) -> Action:
-        """What stands in for an illegal action: check where it is free, else fold."""
+        """Stand-in for an illegal action: check where it is free, else fold."""
         return Action("fold" if self.call_chips else "check")
 
 

@@ -1,1 +1,1 @@
-"""Where machines come from: `actuator.Actuator` is the interface, `ray_nodes` Ray's autoscaler."""
+"""Sources of machines: `actuator.Actuator` is the interface, `ray_nodes` Ray's autoscaler."""

@@ -19,7 +19,7 @@ class Machine:
     node_id: str  # "pending/OFFER/i" while it is only asked for
     offer_name: str
     state: MachineState
-    notice_deadline_s: float | None = None  # run's clock: when it will be taken; None: nobody gave a time
+    notice_deadline_s: float | None = None  # run's clock: when it will be taken; None: no time was given
     worker_id: str | None = None  # the worker that `assign` put there
 
 
@@ -39,7 +39,7 @@ class Actuator(Protocol):
         ...
 
     async def nodes(self) -> tuple[Machine, ...]:
-        """What there is. The pending ones are those still on their way: none if nothing is coming."""
+        """List the machines. The pending ones are those still on their way: none if nothing is coming."""
         ...
 
     def assign(self, node_id: str, worker_id: str) -> None:
@@ -127,7 +127,7 @@ def check_known(counts: Mapping[str, int], offers: Collection[str]) -> None:
 
 
 def node_type(offer_name: str) -> str:
-    """What the cluster calls the machines of an offer: H100/us-east-1/spot -> h100-us-east-1-spot.
+    """Name of an offer's node type in the cluster: H100/us-east-1/spot -> h100-us-east-1-spot.
 
     Clouds and Kubernetes allow only such names: lower-case letters, digits and hyphens.
     """
@@ -151,7 +151,7 @@ def picture(
     workers: Mapping[str, str],
     clock_offset_s: float,
 ) -> tuple[Machine, ...]:
-    """What there is, by offer and then by id, from what a cluster and its autoscaler report.
+    """List the machines, sorted by offer and then by id, from the reports of a cluster and its autoscaler.
 
     An autoscaler's count of machines on their way is a round old: it still holds some that have come. So no
     more are pending than are missing.

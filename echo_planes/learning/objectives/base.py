@@ -49,7 +49,7 @@ class Clip:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What a name stands for."""
+    """Objective: the parts that its name stands for."""
 
     name: str
     advantage: Advantage

@@ -31,7 +31,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What is common to all charts of steps: title, one-line explanation, axes."""
+    """Common part of all charts of steps: title, one-line explanation, axes."""
 
     title: str
     note: str

@@ -1,4 +1,4 @@
-"""How weights travelled, and how much of them changed: a section of report.html."""
+"""Dissemination of the weights, and the share of them that changed: a section of report.html."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def drift(steps: Sequence[Record], target: Any) -> str:
 
 
 def signal(steps: Sequence[Record]) -> str:
-    """What a batch teaches: groups with a gradient, answers that were cut off, entropy."""
+    """Section on the learning signal of batches: groups with a gradient, answers cut off, entropy."""
     x = step_numbers(steps)
     groups = [
         Series("mixed", column(steps, "groups_mixed"), 1),

@@ -221,7 +221,7 @@ def _offers(history: History) -> str:
 
 
 def _most(lives: Sequence[Life]) -> int:
-    """How many served at once, at most; one that ends when another begins is not counted with it."""
+    """Largest number that served at once; one that ends when another begins is not counted with it."""
     changes = Counter[float]()
     for life in lives:
         for s in life.stretches:

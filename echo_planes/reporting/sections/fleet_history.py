@@ -50,12 +50,12 @@ class Life:
 
     @property
     def served_from_s(self) -> float | None:
-        """When it first served; None: never."""
+        """Time at which it first served; None: never."""
         return next((s.begin_s for s in self.stretches if s.state == SERVING), None)
 
     @property
     def served_s(self) -> float:
-        """How long it served in all, not counting the time in which it left."""
+        """Seconds that it served in all, not counting the time in which it left."""
         return sum(s.end_s - s.begin_s for s in self.stretches if s.state == SERVING)
 
 
@@ -133,7 +133,7 @@ def read_history(events: Sequence[Record], seconds: float) -> History:
 
 
 def _explain(life: Life, kind: str, text: str, now_s: float, *, living: bool) -> None:
-    """What is said of how a worker goes; a loss is told just before its end or just after."""
+    """Enter the reason for which a worker goes; a loss is told just before its end or just after."""
     life.reasons.append(text)
     if kind == "worker leaves" and living:
         _enter(life, LEAVING, now_s)
@@ -177,7 +177,7 @@ def _counts(found: object) -> dict[str, int]:
 def over_time(
     spans: Sequence[tuple[float, float, str]], end_s: float, most_points: int
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """How many spans of each name there are at once, over time.
+    """Count the spans of each name that there are at once, over time.
 
     Args:
         spans: from, to (seconds), name.

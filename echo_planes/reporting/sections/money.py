@@ -1,4 +1,4 @@
-"""What a run cost, and what the dollars went into: a section of report.html."""
+"""Cost of a run, and what the dollars went into: a section of report.html."""
 
 from __future__ import annotations
 

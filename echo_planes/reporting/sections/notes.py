@@ -32,7 +32,7 @@ def read_notes(text: str | None) -> dict[str, Any] | None:
 
 
 def turn_notes(notes: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """What was noted of each turn."""
+    """Notes of each turn; none where they are not in the form of turns."""
     turns = (notes or {}).get("turns")
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         return []

@@ -136,7 +136,7 @@ def token_texts(ids: Sequence[int], text: str, tokenizer: Any | None) -> list[st
 
 
 def decoded(ids: Sequence[int], tokenizer: Any, *, skip_special_tokens: bool) -> list[str]:
-    """What each token adds to the text before it. A character of several tokens is the last one's."""
+    """Text that each token adds to the text before it. A character of several tokens is the last one's."""
     pieces = []
     for i in range(len(ids)):
         # A short window keeps the spaces that a token alone would lose, at linear cost.
@@ -150,7 +150,7 @@ def decoded(ids: Sequence[int], tokenizer: Any, *, skip_special_tokens: bool) ->
 
 
 def _num_equal(a: str, b: str) -> int:
-    """How many characters two texts begin with in common."""
+    """Length of the longest common prefix of two texts."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((i for i, (left, right) in pairs if left != right), min(len(a), len(b)))
 

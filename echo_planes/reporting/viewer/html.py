@@ -1,4 +1,4 @@
-"""What all pages share: the frame and links."""
+"""Parts that all pages share: the frame and links."""
 
 from __future__ import annotations
 

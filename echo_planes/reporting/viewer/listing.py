@@ -34,7 +34,7 @@ FATE_KINDS = {"trained": "done", "buffered": "", "lost": "failed"}
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What the rows of a group say."""
+    """Summary of the rows of a group."""
 
     rewards: tuple[float, ...]
     num_correct: int

@@ -1,4 +1,4 @@
-"""Which groups a list shows, and in which order. Pure but for the rows that the snapshot reads.
+"""Filter and order of the groups in a list. Pure but for the rows that the snapshot reads.
 
 What the index knows (step, version, fate, mean reward) is decided for all groups at once. Workers, statuses
 and texts stand in the rows only: groups are looked into, in order, until a page is full or enough was read.
@@ -48,7 +48,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What a list was asked for."""
+    """Filter and order that a list was asked for."""
 
     step: Bounds = field(default_factory=Bounds)  # completed steps with that batch, as the report counts
     version: Bounds = field(default_factory=Bounds)  # oldest of any token
@@ -77,7 +77,7 @@ class Page:
 
     @property
     def next_start(self) -> int | None:
-        """Where the next page begins; None: there is none."""
+        """Start of the next page; None: there is none."""
         end = self.start + self.looked
         return end if end < self.candidates else None
 

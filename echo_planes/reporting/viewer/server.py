@@ -1,4 +1,4 @@
-"""Serves the pages to one person on this machine, and to nobody else.
+"""Serves the pages to one person on this machine only.
 
 Loopback is shared by all users of a machine, and by every web page they open: so each address begins with a
 token that only the person who started this knows, the Host header must name this machine (a page elsewhere

@@ -25,7 +25,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the policy said, and what the environment answered."""
+    """Turn of an episode: the policy's tokens, and those of the environment's answer."""
 
     said: tuple[Token, ...]
     answered: tuple[Token, ...]
@@ -33,7 +33,7 @@ class Turn:
 
 
 def texts(ids: Sequence[int], text: str, tokenizer: Any | None) -> list[str] | None:
-    """The text of each token, special ones included; None where nobody can tell."""
+    """The text of each token, special ones included; None where it is not known."""
     if tokenizer is None:
         return token_texts(ids, text, None)
     return decoded(ids, tokenizer, skip_special_tokens=False)

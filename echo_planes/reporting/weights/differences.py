@@ -1,4 +1,4 @@
-"""How two states of one model differ, tensor by tensor."""
+"""Differences between two states of one model, tensor by tensor."""
 
 from __future__ import annotations
 

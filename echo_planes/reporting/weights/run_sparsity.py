@@ -14,7 +14,7 @@ from echo_planes.weights.store.reading import Store, read_public_key
 from echo_planes.weights.wire.limits import relay_limits
 from echo_planes.weights.wire.signing import Verifier
 
-# Rebuilding larger states would hold up the end of a run: there the command does it, when somebody asks.
+# Rebuilding larger states would hold up the end of a run: there the command does it, on request.
 MAX_DENSE_BYTES = 512 * 1024**2
 
 

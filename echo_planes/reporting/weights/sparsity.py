@@ -1,4 +1,4 @@
-"""How many weights an update changes, per layer, beside what their magnitudes let one expect.
+"""Share of the weights that an update changes, per layer, beside the share that their magnitudes predict.
 
 In bf16 an update below about |w| / 256 is absorbed, and Adam moves a weight by about the learning rate, so
 weights with |w| < 256 lr are the ones expected to change in a step (PULSE section 3 and appendix A.2,

@@ -1,4 +1,4 @@
-"""What `python -m echo_planes.weights` prints: plain columns, one line per publication, tensor or layer."""
+"""Tables of `python -m echo_planes.weights`: plain columns, one line per publication, tensor or layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM says of one sample, in pieces as it arrives."""
+"""Pieces of one sample as they arrive from vLLM, and the weights that made their tokens."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Answer:
 
 
 class Origins:
-    """What weights made the tokens of one request.
+    """Origins of the tokens of one request: the weights that made them.
 
     vLLM 0.32 says it with a sample's last output only. Until then it stands in the state that its output
     processor keeps of the sample, which is read here: half an answer must know its versions too.
@@ -90,7 +90,7 @@ class Origins:
 
 
 def _spans(starts: Sequence[tuple[str, int]], first: int, stop: int) -> tuple[Span, ...]:
-    """Which weights made the tokens [first, stop) of a sample; positions count from `first`.
+    """Spans of tokens [first, stop) of a sample, by the weights that made them; positions from `first`.
 
     Raises:
         RunError: not all of them are accounted for.
@@ -113,5 +113,5 @@ def _top(position: dict[int, Logprob], count: int) -> tuple[tuple[int, float], .
 
 
 def label(version: int, digest: str) -> str:
-    """What vLLM calls the weights: it stamps every token with it."""
+    """Label of the weights in vLLM: it stamps every token with it."""
     return f"{version} {digest}"

@@ -141,7 +141,7 @@ class VllmEngine:
         if vllm is not None:
             from vllm.v1.engine.exceptions import EngineDeadError
 
-            vllm.output_processor.propagate_error(EngineDeadError())  # else whoever waits would wait for ever
+            vllm.output_processor.propagate_error(EngineDeadError())  # else callers would wait for ever
             # There is nothing to drain or to save, so the process need not be waited for.
             vllm.shutdown(timeout=0)
             gc.unfreeze()
@@ -386,7 +386,7 @@ class VllmEngine:
         return str(await self._ask("echo_planes_live_digest"))
 
     async def _ask(self, method: str) -> Any:
-        """What the engine's ranks answer, all alike, to a call of their weight-transfer part."""
+        """Call a method of the ranks' weight-transfer part, and return the answer in which all agree."""
         try:
             async with self._limit():
                 answers = await self.vllm.collective_rpc(method)
@@ -399,5 +399,5 @@ class VllmEngine:
         return answers[0]
 
     def _limit(self) -> asyncio.Timeout:
-        # Of several ranks one may wait for another: whoever asks them must not wait for ever.
+        # Of several ranks one may wait for another: the caller must not wait for ever.
         return asyncio.timeout(None if self._config.num_ranks == 1 else _RANKS_LIMIT_S)

@@ -1,4 +1,4 @@
-"""What an engine's process inherits of its surroundings."""
+"""Environment that an engine's process inherits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def staging_parent() -> str | None:
 
 @contextmanager
 def engine_environment(on_cpu: bool, num_ranks: int = 1) -> Iterator[None]:
-    """What the engine's processes inherit and this one must not keep.
+    """Set the environment that the engine's processes inherit and this one must not keep.
 
     Args:
         on_cpu: whether the engine computes on the CPU.

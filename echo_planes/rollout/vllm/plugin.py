@@ -61,7 +61,7 @@ class NoInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class InstallInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Where the payload lies and what it must be."""
+    """Location of the payload, and the manifest that it must match."""
 
     payload_path: str
     manifest: dict[str, Any]  # the fields of `Manifest`
@@ -341,7 +341,7 @@ class WorkerExtension:
         return self.weight_transfer_engine.receiver.live_digest()
 
     def echo_planes_check_live(self) -> str:
-        """What `Probe.check_computes_with_parameters` finds on any rank, "" if nothing; between requests."""
+        """Fault found by `Probe.check_computes_with_parameters` on any rank, or ""; between requests."""
         engine = self.weight_transfer_engine
         with set_current_vllm_config(self.vllm_config):
             found = engine.probe.check_computes_with_parameters()

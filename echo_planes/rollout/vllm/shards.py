@@ -1,4 +1,4 @@
-"""Where a vLLM engine over several devices keeps its weights, and how its ranks speak to one another.
+"""Location of the weights in a vLLM engine over several devices, and the messages between its ranks.
 
 Tensor parallelism cuts matrices by columns or rows and vocabulary tables by tokens; pipeline parallelism
 gives each rank some of the layers. What this says about a model is checked against the files that vLLM loaded
