@@ -226,3 +226,17 @@ def test_modules_and_functions_stay_small() -> None:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 assert length <= 80, f"{path.name}:{node.name} has {length} lines"
+
+
+def test_docstrings_say_what_a_thing_is() -> None:
+    """They begin with a noun or a verb, never with a riddle."""
+    riddles = {"What", "Who", "Which", "How", "Whose", "Where", "When", "Whoever", "Whatever"}
+    found = []
+    for folder in ("echo_planes", "tasks", "bench", "tests", "scripts", "examples"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in nodes(path):
+                if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                    words = (ast.get_docstring(node) or "").split()
+                    if words and words[0].strip(",:") in riddles:
+                        found.append(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}: {words[0]}")
+    assert not found
