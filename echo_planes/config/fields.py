@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+OFF = BeforeValidator(lambda value: "off" if value is False else value)  # YAML reads off as false
 Interval = Annotated[tuple[float, float], Field(strict=False)]  # YAML has lists only
 
 _MARK = "on_resume"

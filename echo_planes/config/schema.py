@@ -10,10 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from echo_planes.config.extensions import one_of
 from echo_planes.config.fields import (
+    OFF,
     Fixed,
     Free,
     Interval,
@@ -30,8 +31,6 @@ BUILTIN_MODELS = {
 }
 
 BUILTIN_LR, MODEL_LR = 2.5e-4, 1e-6  # learner.lr where it is not set
-
-OFF = BeforeValidator(lambda value: "off" if value is False else value)  # YAML reads off as false
 
 
 class RunConfig(Section):
