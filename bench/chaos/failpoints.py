@@ -54,7 +54,7 @@ PLACES = (
     Place("learner", "checkpoint", "echo_planes.learning.actor", "LearnerProcess.save"),
     Place("learner's node", "hand-over", "echo_planes.weights.node.roles", "SenderRole._segment"),
     Place("learner's node", "commit", "echo_planes.weights.node.roles", "SenderRole._commit"),
-    Place("learner's node", "publish", "echo_planes.weights.node.store", "StoreKeeper._put"),
+    Place("learner's node", "publish", "echo_planes.weights.node.store", "StoreUploader._put"),
     Place("worker", "acknowledge", "echo_planes.loop.launch", "RemoteData.submit"),
     Place("worker", "hand-over", "echo_planes.loop.launch", "RemoteData.stream"),
     Place("worker", "batch", "echo_planes.loop.launch", "RemoteData.pull"),

@@ -246,7 +246,7 @@ def test_the_bars(ours: float, learner: float, expected: list[bool], assumptions
     mine = Run("ours", 1, 1.0, ours, learner)
     single, best = Run("single", 1, 1.0, 2.0, 5.0), Run("best", 1, 1.0, 1.0, 5.0)
     policy = Run("policy", 1, 1.0, 1.1, 5.1)
-    outcome = Outcome(Case("t"), mine, single, None, single, best, policy, {}, 0.0, 0.0)
+    outcome = Outcome(Case("t"), mine, single, None, single, best, policy, {}, 0.0)
     assert [holds for _, holds in judge([outcome], assumptions)] == expected
 
 

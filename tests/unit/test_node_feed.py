@@ -378,7 +378,7 @@ def test_a_publication_that_may_not_come_in_is_refused_without_an_error() -> Non
     async def story(shelf: Shelf, _: Shelf) -> None:
         shelf.admission.follow("L1")
         shelf.admission.follow("L0")
-        shelf.admission.newest_version = 5
+        shelf.admission._followed.version = 5
         for void in (full(3), full(9, "L1")):
             assert shelf.add_segment(void.segments[0]) is None
             assert key_of(void) in shelf.unwanted
