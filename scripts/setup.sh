@@ -21,6 +21,7 @@ step "torch (CPU build, 190 MB)"
 step "ray, vllm, deepspeed and their dependencies (pinned by hash, 1-4 minutes)"
 quiet .venv/bin/python -m pip install -q --disable-pip-version-check --no-deps --require-hashes -r requirements/cpu.lock
 step "echo_planes"
+rm -rf echo_planes.egg-info  # an old one in the checkout would be believed before the new one
 quiet .venv/bin/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
 step "codecs (compiled once)"
 quiet .venv/bin/python -m echo_planes.weights.codec.warm_up
