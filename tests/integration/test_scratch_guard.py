@@ -22,7 +22,7 @@ LIMIT_S = 10.0
 OWNS = """
 import subprocess, sys, tempfile, multiprocessing
 from multiprocessing.shared_memory import SharedMemory
-from echo_planes import scratch
+from echo_planes.cluster import scratch
 with scratch.opened() as own:
     semaphore = multiprocessing.get_context("spawn").Semaphore()
     block = SharedMemory(create=True, size=16)
