@@ -47,11 +47,11 @@ def extension(key: str, name: str, table: Mapping[str, T], kind: type[T] | None 
     module_name, separator, attribute = name.partition(":")
     where = f"{key}='{name}'"
     if not (separator and attribute and all(part.isidentifier() for part in module_name.split("."))):
-        raise ConfigError(f"{where}: not one of {', '.join(table)}, and not of the form package.module:NAME")
+        raise ConfigError(f"{where} is not of the form package.module:NAME")
     found: Any = getattr(imported(module_name, where), attribute, None)
     if found is None or (kind is not None and not isinstance(found, kind)):
-        wanted = kind.__name__ if kind is not None else "such thing"
-        raise ConfigError(f"{where}: '{attribute}' is no {wanted} in {module_name}")
+        wanted = f"{kind.__name__} " if kind is not None else ""
+        raise ConfigError(f"{where}: there is no {wanted}'{attribute}' in {module_name}")
     return found  # type: ignore[no-any-return]
 
 

@@ -149,8 +149,7 @@ class FleetConfig(Section):
     scale: Annotated[str, one_of("fixed", "static", "ray")] = Free(
         "fixed",
         description="fixed: `count` workers of each kind; static: as many as pay, on the nodes there are; "
-        "ray: as many as pay, and Ray's autoscaler brings and takes the nodes; or package.module:NAME that "
-        "makes an Actuator, which does",
+        "ray: the same, on nodes of Ray's autoscaler; package.module:NAME: on those of the Actuator it makes",
     )
     gamma: float = Free(1.1, ge=1, description="redundancy: mu_target = gamma mu_min")
     tick_s: PositiveFloat = Free(5.0, description="the fleet is looked at this often, seconds")

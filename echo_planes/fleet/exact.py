@@ -200,7 +200,8 @@ def solve(problem: FleetProblem) -> FleetPlan | Shortfall:
 def _optimum(problem: FleetProblem, weights: Sequence[float], *, reaching: bool) -> tuple[int, ...] | None:
     """Counts of the least sum of weights within the limits, by HiGHS; None where there are none.
 
-    What comes back is compared with the target and the limits in whole numbers by the caller.
+    Where its time is up, the best so far. The caller compares what comes back with the target and the
+    limits in whole numbers.
     """
     import highspy  # not before a fleet is planned: a fixed one never needs it
 
@@ -234,7 +235,8 @@ def _optimum(problem: FleetProblem, weights: Sequence[float], *, reaching: bool)
     for low, high, row in rows:
         solver.addRow(low, high, len(places), places, row)
     solver.run()
-    if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+    status = highspy.HighsModelStatus
+    if solver.getModelStatus() not in (status.kOptimal, status.kTimeLimit):
         return None
     return tuple(round(count) for count in solver.getSolution().col_value)
 

@@ -21,7 +21,7 @@ class GroupPolicy:
         engine: the inference engine.
         max_new_tokens: of one call.
         on_piece: called with a call's number within the group, its context, and tokens that arrived.
-        partial rollouts: calls of an earlier worker, numbered 0, 1, ...; new ones are numbered after them.
+        partials: calls of an earlier worker, numbered 0, 1, ...; new ones are numbered after them.
         draw: how tokens are drawn; None: as for training.
     """
 

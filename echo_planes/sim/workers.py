@@ -31,7 +31,7 @@ class SimWorkers:
     """All workers.
 
     Args:
-        run: they belong to.
+        run: that they belong to.
         data: its data plane.
         traces: recorded spot markets, by offer.
     """

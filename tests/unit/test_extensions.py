@@ -16,6 +16,7 @@ from echo_planes.errors import ConfigError
 from echo_planes.learning.objectives import OBJECTIVES, Objective, Tokens, policy_loss
 from echo_planes.loop.launch import make_actuator
 from echo_planes.loop.loading import load_config
+from echo_planes.run import main
 
 MODULE = """
 from dataclasses import replace
@@ -111,11 +112,22 @@ def test_a_name_that_is_none_is_one_line_with_the_nearest(word: str, said: str) 
     ("name", "said"),
     [
         ("nowhere_at_all:THING", "no module named 'nowhere_at_all'"),
-        ("own_doors:MISSING", "'MISSING' is no Objective in own_doors"),
-        ("own_doors:FirstOnly", "'FirstOnly' is no Objective in own_doors"),
+        ("own_doors:MISSING", "there is no Objective 'MISSING' in own_doors"),
+        ("own_doors:FirstOnly", "there is no Objective 'FirstOnly' in own_doors"),
         ("own_doors:", "not of the form package.module:NAME"),
     ],
 )
 def test_a_place_that_holds_none_is_one_line(own: str, name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         extension("objective.name", name, OBJECTIVES, Objective)
+
+
+@pytest.mark.parametrize("key", ["objective.name", "sampling.router", "fleet.scale"])
+def test_a_place_that_holds_nothing_is_told_before_anything_starts(
+    own: str, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([f"{key}={own}:MISSING", f"run.dir={tmp_path / 'run'}"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"error: {key}='{own}:MISSING': there is no 'MISSING' in {own}\n"
+    assert not (tmp_path / "run").exists()

@@ -52,7 +52,6 @@ class BufferState:
     groups: tuple[Accepted, ...]  # buffered
     counts: BufferCounts
     published: tuple[tuple[str, int, str], ...]  # lineage, version, digest
-    partials: Mapping[int, tuple[PartialRollout, ...]] = field(
-        default_factory=dict
-    )  # by index of a returned prompt
+    # By index of a returned prompt.
+    partials: Mapping[int, tuple[PartialRollout, ...]] = field(default_factory=dict)
     replaced: int = 0  # groups that were set aside as uninformative for the batch to come

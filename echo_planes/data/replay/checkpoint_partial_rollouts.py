@@ -43,9 +43,8 @@ SCHEMA = pa.schema(
 BATCH_TOKENS = 2**20  # tokens in an Arrow batch, about: what is built at once while a file is written
 
 PartialsByPrompt = Mapping[int, tuple[PartialRollout, ...]]  # by prompt index
-_Row = tuple[
-    int, PartialRollout, bool
-]  # prompt index, partial rollout, whether its context is that of the row before
+# Prompt index, partial rollout, whether its context is that of the row before.
+_Row = tuple[int, PartialRollout, bool]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Dispatch over the replay buffer: what each worker that waits gets, and which leases are recalled to move.
 
-A request of a policy is a group here, all samples of a
-prompt, as it is of leases and permits: a worker's slots are the groups it samples at once. Of a worker's
-leases those being scored take no slot; of the rest as many execute as it has slots, the others are pending.
+A request of a policy is a group here, all samples of a prompt, as it is of leases and permits: a worker's
+slots are the groups it samples at once. Of a worker's leases those being scored take no slot; of the rest as
+many execute as it has slots, the others are pending.
 
 A move is a recall: its source hands the prompt over with its tokens when it streams next, and the prompt is
 set aside for its target for a moment. Until then it counts at its target, so that no second move makes up

@@ -20,7 +20,7 @@ class LeasePartials:
     """The partial rollouts of one lease, as its worker streams them.
 
     Args:
-        partial rollouts: what the lease began with.
+        partials: what the lease began with.
     """
 
     def __init__(self, partials: tuple[PartialRollout, ...] = ()) -> None:
