@@ -78,10 +78,10 @@ class Journal:
         self._uninformative = UninformativeShare(config.sampling.trajectories_per_step)
         self._stats: dict[tuple[str, int], WorkerStats] = {}
         self._evals: list[dict[str, Any]] = []
-        self._versions: list[int] = []
-        self._install_s: list[float] = []
+        self._newest_version, self._num_versions = -1, 0
+        self._num_installs, self._install_s = 0, 0.0
         self._mismatches: list[float] = []
-        self._uses: Counter[str] = Counter()  # times each group was trained
+        self._uses = GroupUses()
         self._duplicates = 0
         self._digest_mismatches = 0
         self._restarts: Mapping[str, int] = {}
@@ -116,7 +116,8 @@ class Journal:
             self.spending.book.worked(stats.worker_id, stats.busy_s, self._clock.now_s())
 
     def on_published(self, manifest: Manifest, seconds: float) -> None:
-        self._versions.append(manifest.version)
+        self._num_versions += manifest.version > self._newest_version  # not where one is published again
+        self._newest_version = max(self._newest_version, manifest.version)
         self.broadcasts.on_published(manifest, seconds, self._clock.now_s())
         share = manifest.changed_elements / max(1, manifest.total_elements)
         self.on_event(
@@ -140,18 +141,19 @@ class Journal:
             self._serving.add(report.worker_id)
             self.spending.serves(report.worker_id, self._clock.now_s())
             self.broadcasts.on_installed(report, len(self._serving), self._clock.now_s())
-            if not self._install_s:
+            if not self._num_installs:
                 self._last_step_s = self._clock.now_s()  # the first step is measured from here
-            self._install_s.append(report.seconds)
+            self._num_installs += 1
+            self._install_s += report.seconds
 
     def on_step(self, batch: TrainBatch, stats: StepStats, idle_s: float, counts: BufferCounts) -> None:
         now_s = self._clock.now_s()
         step_s, self._last_step_s = now_s - self._last_step_s, now_s
         self.counts = counts
         groups = [trajectory_id.rpartition("/")[0] for trajectory_id in batch.trajectory_ids]
-        is_first = [not self._uses[group] for group in groups]
-        self._uses.update(set(groups))
-        self._duplicates += sum(self._uses[group] > self._config.staleness.reuse for group in groups)
+        uses = {group: self._uses.add(group) for group in dict.fromkeys(groups)}
+        is_first = [uses[group] == 1 for group in groups]
+        self._duplicates += sum(uses[group] > self._config.staleness.reuse for group in groups)
         staleness = batch.step - batch.versions
         metrics: dict[str, Any] = {
             "step": stats.step + 1,
@@ -288,11 +290,11 @@ class Journal:
             {
                 "seconds": round(now_s - self._start_s, 3),
                 "startup": self._view.phase_seconds,
-                "versions_published": len(set(self._versions)),
+                "versions_published": self._num_versions,
                 "digest_mismatches": self._digest_mismatches,
                 "duplicates": self._duplicates,
-                "installs": len(self._install_s),
-                "install_s": sum(self._install_s),
+                "installs": self._num_installs,
+                "install_s": self._install_s,
                 "mismatches": self._mismatches,
                 "evals": self._evals,
                 "publications": list(publications),
@@ -335,6 +337,30 @@ class Journal:
 
     def _elapsed_s(self) -> float:
         return self._clock.now_s() - self._start_s
+
+
+FAR = 1 << 24  # a resumed run's leases are numbered on from those of its checkpoint
+
+
+class GroupUses:
+    """Times that each group was trained, 255 at most: a byte of each, as a run trains millions."""
+
+    def __init__(self) -> None:
+        self._by_number: dict[str, bytearray] = {}  # of each lineage, by the number at the end of an id
+        self._others: Counter[str] = Counter()
+
+    def add(self, group_id: str) -> int:
+        """A group is trained once more; says how often it was by now."""
+        lineage, _, number = group_id.rpartition(".")
+        uses = self._by_number.setdefault(lineage, bytearray())
+        place = int(number) if number.isdecimal() and len(number) < 12 else -1
+        if not 0 <= place < len(uses) + FAR:  # no number that follows on those before
+            self._others[group_id] += 1
+            return self._others[group_id]
+        if place >= len(uses):
+            uses.extend(bytes(place + 1 - len(uses)))
+        uses[place] = min(uses[place] + 1, 255)
+        return uses[place]
 
 
 def _guarded(report: GuardReport) -> dict[str, float]:

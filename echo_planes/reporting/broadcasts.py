@@ -11,6 +11,8 @@ from echo_planes.types import BroadcastStats, InstallReport, Manifest
 
 GAMMA = 1.1  # ECHO-2, section 4: T_bcast ends when the fraction 1/gamma of the active workers has installed
 MBIT = 1e6 / 8
+NEWEST = 256  # publications whose news are waited for
+MAX_OLDER = 2048  # rows of older ones
 
 
 @dataclass
@@ -25,15 +27,33 @@ class _Publication:
 
 
 class BroadcastLog:
-    """Everything known of the publications of one run, by version."""
+    """Figures of the publications of one run, by version.
+
+    Of long runs the older ones are thinned out: then a row stands for the ones after it as well, and has the
+    sum of their repairs.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[int, _Publication] = {}
+        self._known: dict[int, _Publication] = {}  # the newest ones, in order
+        self._older: list[dict[str, Any]] = []
+        self._newest_done = -1
 
     def on_published(self, manifest: Manifest, t_extract_s: float, now_s: float) -> None:
         """A version was committed by its publisher. Published again, its first time counts."""
-        if manifest.version not in self._known:
-            self._known[manifest.version] = _Publication(manifest, t_extract_s, now_s)
+        newest = max(self._known, default=-1)
+        if manifest.version <= newest:
+            return
+        self._known[manifest.version] = _Publication(manifest, t_extract_s, now_s)
+        if len(self._known) > NEWEST:
+            oldest = next(iter(self._known))
+            self._older.append(self._row(oldest))
+            del self._known[oldest]
+        if len(self._older) > MAX_OLDER:
+            repairs = [row["repairs"] for row in self._older[1::2]] + [0]
+            self._older = [
+                {**row, "repairs": row["repairs"] + more}
+                for row, more in zip(self._older[::2], repairs, strict=False)
+            ]
 
     def on_installed(self, report: InstallReport, num_active: int, now_s: float) -> None:
         """A worker serves a version; `num_active` workers are alive now."""
@@ -44,6 +64,7 @@ class BroadcastLog:
         known.pauses_s.append(report.pause_s)
         if known.t_bcast_s is None and len(known.installed) >= math.ceil(num_active / GAMMA):
             known.t_bcast_s = now_s - known.published_s
+            self._newest_done = max(self._newest_done, report.version)
 
     def on_broadcasts(self, stats: Sequence[BroadcastStats]) -> None:
         """Take in what the tracker of the sender has seen."""
@@ -53,12 +74,11 @@ class BroadcastLog:
 
     def newest(self) -> dict[str, Any]:
         """The numbers of the newest publication that reached its workers, for metrics.jsonl; {} before."""
-        done = [version for version, known in self._known.items() if known.t_bcast_s is not None]
-        return self._row(max(done)) if done else {}
+        return self._row(self._newest_done) if self._newest_done in self._known else {}
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per publication, oldest first."""
-        return [self._row(version) for version in sorted(self._known)]
+        """One row per publication that is kept, oldest first."""
+        return [*self._older, *map(self._row, self._known)]
 
     def _row(self, version: int) -> dict[str, Any]:
         known = self._known[version]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from echo_planes.reporting.broadcasts import BroadcastLog, summary_of
+from echo_planes.reporting.broadcasts import MAX_OLDER, NEWEST, BroadcastLog, summary_of
 from echo_planes.types import BroadcastStats, InstallReport, Manifest
 
 
@@ -71,3 +71,19 @@ def test_a_publication_without_changes_has_no_bytes_per_change() -> None:
     book = BroadcastLog()
     book.on_published(manifest(1, payload_bytes=40, changed=0), 0.1, now_s=0.0)
     assert book.rows()[0]["bytes_per_changed"] is None
+
+
+def test_of_a_long_run_the_older_rows_are_thinned_out_and_repairs_add_up() -> None:
+    log, published = BroadcastLog(), NEWEST + 3 * MAX_OLDER
+    for version in range(published):
+        log.on_published(manifest(version), 0.5, now_s=float(version))
+        log.on_installed(installed("w0", version), num_active=1, now_s=version + 0.25)
+        log.on_broadcasts([BroadcastStats(version, "compact", 500, 1, 1, 0.2, 1, ())])
+        assert log.newest()["published_version"] == version
+    rows = log.rows()
+    versions = [row["published_version"] for row in rows]
+    assert len(rows) <= NEWEST + MAX_OLDER
+    assert versions == sorted(set(versions))
+    assert (versions[0], versions[-NEWEST:]) == (0, list(range(published - NEWEST, published)))
+    assert summary_of(rows)["broadcast_repairs"] == published
+    assert summary_of(rows)["t_bcast_s_median"] == 0.25

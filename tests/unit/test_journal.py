@@ -14,7 +14,7 @@ import pytest
 
 from echo_planes.cluster.clock import ManualClock
 from echo_planes.config.schema import Config
-from echo_planes.loop.accounting import Journal
+from echo_planes.loop.accounting import GroupUses, Journal
 from echo_planes.reporting.ledger import LEDGER_DETAILS
 from echo_planes.reporting.metrics import (
     FLEET_STATE,
@@ -425,3 +425,11 @@ def test_publications_and_losses_are_events(tmp_path: Path) -> None:
     assert (lost["kind"], lost["worker"], lost["time_s"]) == ("worker lost", "w0", 3.0)
     assert "killed" in books.screen.getvalue()
     assert books.summary()["versions_published"] == 2
+
+
+def test_uses_of_a_group_are_counted_by_its_number_and_by_its_name() -> None:
+    uses = GroupUses()
+    assert [uses.add("L0.3"), uses.add("L0.3"), uses.add("L1.3"), uses.add("L0.0")] == [1, 2, 1, 1]
+    assert [uses.add("by name"), uses.add("by name"), uses.add(f"L0.{10**11}")] == [1, 2, 1]
+    for expected in [*range(3, 256), 255, 255]:
+        assert uses.add("L0.3") == expected
