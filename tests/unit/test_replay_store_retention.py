@@ -128,6 +128,34 @@ def test_a_message_of_which_a_part_went_keeps_the_others(tmp_path: Path) -> None
     store.close()
 
 
+def test_what_stays_of_groups_whose_rows_went_is_small(tmp_path: Path) -> None:
+    """A store that keeps few versions would else come to consist of messages without rows."""
+    folder, many = tmp_path / "store", 600
+    store = ReplayStore(folder, holder="test", segment_bytes=200_000)
+    for number in range(many):
+        store.append(batch_of(number), created_s=float(number))
+    store.settle(np.arange(many), Fate.TRAINED, step=3)
+    before = segment_bytes(folder)
+    assert store.retain(Retention(max_age_s=float(GROUPS)), now_s=float(many)) == many - GROUPS
+    store.compact()
+    sealed = [path for path in all_segments(folder) if path != all_segments(folder)[-1]]
+    erased = sum(path.stat().st_size for path in sealed)
+    assert before > 1000 * many
+    assert erased < 250 * many
+    for _ in range(2):
+        assert everything(store).tolist() == list(range(many - GROUPS, many))
+        kept = np.arange(many - GROUPS, many)
+        assert rows_of(store.gather(kept)) == rows_of(batch_of(*kept.tolist()))
+        assert store.append(batch_of(0, 5, many - 1), created_s=0.0).duplicates == (
+            "g0",
+            "g5",
+            f"g{many - 1}",
+        )
+        store.close()
+        store = ReplayStore(folder, holder="test", segment_bytes=200_000)
+    store.close()
+
+
 def test_a_full_disk_during_compaction_loses_nothing(folder: Path) -> None:
     disk = FullDisk()
     store = open_store(folder, disk)

@@ -20,8 +20,9 @@ from echo_planes.data.store.reader import RowReader
 from echo_planes.data.store.recovery import Segment, segment_index, sidecar_path
 from echo_planes.data.store.schema import SCHEMA
 from echo_planes.data.store.segment import encode_header, segment_path
-from echo_planes.data.store.sidecar import encode_sidecar
+from echo_planes.data.store.sidecar import MESSAGE_ENTRY, encode_sidecar
 
+MERGED_BYTES, MERGED_GROUPS = 1 << 20, 4096  # of rows and groups that neighbours are merged up to
 _EMPTY = pa.RecordBatch.from_pylist([], schema=SCHEMA)
 
 
@@ -45,7 +46,7 @@ class Compactor:
         self._index = index
         self._reader = reader
         self._entries: list[Entries] = []
-        self._places: list[tuple[int, int]] = []  # offset and size of each message
+        self._places: list[tuple[int, int, int, int]] = []  # `sidecar.MESSAGE_ENTRY` of each message
 
     def rewrite(self, segment: Segment) -> int:
         """Rewrite a sealed segment; returns how many bytes that freed.
@@ -61,16 +62,20 @@ class Compactor:
         with on_disk(path):
             self._files.replace(partial, path)
         # From here on the new file is what readers find, whatever happens below.
-        freed = segment.size_bytes - sum(self._places[-1])
+        offset, size_bytes, _, _ = self._places[-1]
+        freed = segment.size_bytes - offset - size_bytes
         segment.generation += 1
         segment.older = None
-        segment.size_bytes = sum(self._places[-1])
+        segment.size_bytes = offset + size_bytes
         table = self._index.messages
-        table["offset"][rows], table["size_bytes"][rows] = np.array(self._places).T
-        table["state"][rows] = MessageState.UNREAD
-        for row, entries in zip(rows.tolist(), self._entries, strict=True):
+        kept, merged = rows[: len(self._places)], rows[len(self._places) :]
+        table["entry"][kept] = np.array(self._places, MESSAGE_ENTRY)
+        table["state"][kept] = MessageState.UNREAD
+        table["entry"][merged], table["segment"][merged] = 0, -1
+        for row, entries in zip(kept.tolist(), self._entries, strict=True):
             first = int(table["sequence"][row])
             self._index.groups["entry"][first : first + len(entries)] = entries
+            self._index.groups["message"][first : first + len(entries)] = row
         self._reader.forget(segment.number)
         with on_disk(path):
             self._files.sync_folder(path.parent)
@@ -87,10 +92,8 @@ class Compactor:
         )
         yield header
         offset = size_of(header)
-        for row in rows:
-            sequence = int(self._index.messages["sequence"][row])
-            end = sequence + int(self._index.messages["num_groups"][row])
-            batch, entries = self._kept(row, slice(sequence, end))
+        for sequence, batch, entries in self._merged(rows):
+            end = sequence + len(entries)
             arrow = batch.serialize()
             if batch.num_rows:
                 share = arrow.size * entries["num_rows"].astype(np.int64) // batch.num_rows
@@ -99,9 +102,35 @@ class Compactor:
             texts = "".join(self._index.ids[sequence:end]).encode()
             pieces = encode(arrow, place, sequence=sequence, entries=entries, texts=texts)
             self._entries.append(entries)
-            self._places.append((offset, size_of(pieces)))
+            self._places.append((offset, size_of(pieces), sequence, len(entries)))
             yield pieces
             offset += size_of(pieces)
+
+    def _merged(self, rows: list[int]) -> Iterator[tuple[int, pa.RecordBatch, Entries]]:
+        """Contents of the new messages: first sequence number, rows, entries.
+
+        Neighbours go together: an Arrow message without rows weighs a kilobyte, and a store that keeps few
+        versions would come to consist of them.
+        """
+        first, batches, parts = 0, list[pa.RecordBatch](), list[Entries]()
+        size_bytes = num_rows = num_groups = 0
+        for row in rows:
+            sequence = int(self._index.messages["sequence"][row])
+            groups = slice(sequence, sequence + int(self._index.messages["num_groups"][row]))
+            batch, entries = self._kept(row, groups)
+            fits = size_bytes + batch.nbytes <= MERGED_BYTES and num_groups + len(entries) <= MERGED_GROUPS
+            if parts and not (fits and sequence == first + num_groups):
+                yield first, pa.concat_batches(batches), np.concatenate(parts)
+                batches, parts, size_bytes, num_rows, num_groups = [], [], 0, 0, 0
+            if not parts:
+                first = sequence
+            entries["row_start"] += np.where(entries["row_start"] < 0, 0, num_rows)
+            batches.append(batch)
+            parts.append(entries)
+            size_bytes, num_rows = size_bytes + batch.nbytes, num_rows + batch.num_rows
+            num_groups += len(entries)
+        if parts:
+            yield first, pa.concat_batches(batches), np.concatenate(parts)
 
     def _kept(self, message: int, groups: slice) -> tuple[pa.RecordBatch, Entries]:
         """Rows of a message that are left, and the entries that say so."""
