@@ -2,7 +2,9 @@
 
 Faults go round: a worker, its weight node and a reward process are killed, and a worker stands still for some
 seconds. After the first part of the run, in which caches fill, nothing may grow: memory, descriptors and
-threads by the part a process plays, and the bytes on disk that are kept on purpose less the logs.
+threads by the part a process plays and of the whole run, and the bytes on disk. Two things grow on purpose
+and are judged otherwise: logs, which are left out, and the replay store. No group is ever forgotten there,
+else it could be accepted twice; it may keep so many bytes of each, where its rows have gone.
 """
 
 from __future__ import annotations
@@ -18,10 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from bench.chaos.failpoints import SEEN, Victim, arm, seen
 from bench.chaos.lives import START_S, Lineage, find, kill, read_lines, wait_for
+from echo_planes.data.store.fates import FATES_NAME
+from echo_planes.data.store.files import REPLAY_FOLDER
+from echo_planes.data.store.snapshot import StoreSnapshot
 from tests.integration.harness import Program, events, summary
 
 FAULT_EVERY_S = 20.0
@@ -34,6 +40,9 @@ LOGS = ("metrics.jsonl", "events.jsonl")  # grow with every step, as they should
 # So much more in the last third than in the first, after the run has settled, counts as growth.
 MOST_GROWTH = {"rss_bytes": (0.05, 24 * 2**20), "descriptors": (0.05, 6), "threads": (0.05, 4)}
 MOST_DISK_GROWTH = (0.05, 16 * 2**20)
+MOST_BYTES_PER_GROUP = 400.0  # on disk
+WHOLE = "all processes"
+UNASSIGNED = "ray::IDLE"  # a process that plays no part yet
 WORDS = (
     "staleness.max_staleness=3",
     "staleness.queue_batches=2",
@@ -92,6 +101,7 @@ def soak(folder: Path, hours: float, *, real_engine: bool) -> dict[str, Any]:
         "steps": told["steps"],
         "lost": told["lost_trajectories"],
         "trained_twice": len(trained) - len(set(trained)),
+        "replay_bytes_per_group": round(replay_bytes_per_group(lineage.run_dir / REPLAY_FOLDER), 1),
         "growth": {part: _shown(of) for part, of in growth(lines, hours * 3600).items()},
         "waits that ended by their limit": [one["text"] for one in waits],
     }
@@ -104,17 +114,38 @@ def verdicts(figures: dict[str, Any], hours: float) -> dict[str, bool]:
         and figures["faults"] >= 0.9 * hours * 3600 / FAULT_EVERY_S,
         "memory, descriptors, threads and disk are flat": bool(figures["growth"])
         and all(one["is_flat"] for of in figures["growth"].values() for one in of.values()),
+        f"the replay store keeps at most {MOST_BYTES_PER_GROUP:.0f} bytes of a group whose rows have gone": (
+            0 < figures["replay_bytes_per_group"] <= MOST_BYTES_PER_GROUP
+        ),
         "nothing is lost, nothing trained twice": not figures["lost"] and not figures["trained_twice"],
     }
+
+
+def replay_bytes_per_group(folder: Path) -> float:
+    """Bytes on disk of a group whose rows have gone: of the sealed segments, and of the log of fates.
+
+    0 before the first segment was sealed.
+    """
+    index = StoreSnapshot(folder).index
+    sealed = list((folder / "segments").glob("*.index"))
+    if not sealed:
+        return 0.0
+    numbers = [int(path.stem) for path in sealed]
+    in_sealed = np.isin(index.messages["segment"], numbers)
+    files = sum(path.stat().st_size + path.with_suffix(".arrows").stat().st_size for path in sealed)
+    fates = (folder / FATES_NAME).stat().st_size
+    return float(files / index.messages["num_groups"][in_sealed].sum() + fates / index.num_groups)
 
 
 def growth(lines: list[dict[str, Any]], length_s: float) -> dict[str, dict[str, Growth]]:
     """By part and quantity, once the run has settled: the first third against the last."""
     first_s, third_s = SETTLED * length_s, (1 - SETTLED) * length_s / 3
     found: dict[str, dict[str, Growth]] = {}
-    for part in sorted({line["part"] for line in lines}):
+    for part in sorted({line["part"] for line in lines} - {UNASSIGNED}):
         of = [line for line in lines if line["part"] == part]
         limits = {"bytes": MOST_DISK_GROWTH} if part == "disk" else MOST_GROWTH
+        if part == WHOLE:
+            limits = {"rss_bytes": MOST_GROWTH["rss_bytes"]}
         for name, (share, least) in limits.items():
             early = [one[name] for one in of if first_s <= one["at_s"] < first_s + third_s]
             late = [one[name] for one in of if one["at_s"] >= length_s - third_s]
@@ -138,21 +169,27 @@ def _ticks(begun_s: float, length_s: float) -> Iterator[float]:
 
 
 def _sampled(running: Program, run_dir: Path, at_s: float) -> Iterator[dict[str, Any]]:
+    whole_bytes = 0
     for process in running.processes():
         try:
             with process.oneshot():
+                rss_bytes = process.memory_info().rss
                 yield {
                     "at_s": at_s,
                     "part": _part(process),
                     "pid": process.pid,
-                    "rss_bytes": process.memory_info().rss,
+                    "rss_bytes": rss_bytes,
                     "descriptors": process.num_fds(),
                     "threads": process.num_threads(),
                 }
+                whole_bytes += rss_bytes
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue  # gone meanwhile
+    yield {"at_s": at_s, "part": WHOLE, "rss_bytes": whole_bytes}
     kept = 0
-    for path, _, names in os.walk(run_dir):
+    for path, folders, names in os.walk(run_dir):
+        if REPLAY_FOLDER in folders:
+            folders.remove(REPLAY_FOLDER)
         for name in names:
             if name not in LOGS:
                 try:
@@ -172,7 +209,7 @@ def _part(process: psutil.Process) -> str:
         module = words[words.index("-m") + 1]
         parent = process.parent()
         above = "" if parent is None else parent.name()
-        return f"{module} of {above}" if above.startswith("ray::") else module
+        return f"{module} of {above.split('.')[0]}" if above.startswith("ray::") else module
     return Path(title).name
 
 

@@ -353,7 +353,7 @@ class DataService:
         return make_batch(step, groups, self._adapter.materialize, self._overlong, longest)
 
     def _sequences(self, groups: Sequence[Accepted]) -> IntArray:
-        return np.array([self._store.index.by_id[group.group_id] for group in groups], np.int64)
+        return np.array([self._store.index.ids.sequence(group.group_id) for group in groups], np.int64)
 
     def _settle_dropped(self) -> None:
         if dropped := self._buffer.take_dropped():

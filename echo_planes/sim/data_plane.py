@@ -363,7 +363,7 @@ class SimDataPlane:
             self._new.clear()
 
     def _sequences(self, groups: Sequence[Accepted]) -> IntArray:
-        return np.array([self._index.by_id[group.group_id] for group in groups], np.int64)
+        return np.array([self._index.ids.sequence(group.group_id) for group in groups], np.int64)
 
     def _settle_dropped(self) -> None:
         dropped = self._buffer.take_dropped()

@@ -362,7 +362,7 @@ def _check_nothing_lost(folder: Path, acked: dict[str, Fate]) -> None:
     newest = max((int(name[1:]) for name in real), default=0)
     assert len(real) == len(set(real)), "a group is there twice"
     for name, fate in acked.items():
-        sequence = store.index.by_id[name]
+        sequence = store.index.ids.sequence(name)
         found = Fate(int(store.index.groups["fate"][sequence]))
         # A fate not acknowledged may be there all the same; an acknowledged one must be.
         assert found == fate or fate == Fate.BUFFERED, name

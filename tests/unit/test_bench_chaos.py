@@ -69,9 +69,17 @@ def test_each_verdict_on_resumes_can_be_false() -> None:
 def test_each_verdict_on_a_soak_can_be_false() -> None:
     flat = {"driver": {"rss_bytes": {"early": 1.0, "late": 1.0, "is_flat": True}}}
     good = {"hours": 2.0, "faults": 360, "growth": flat, "lost": 0, "trained_twice": 0}
+    good["replay_bytes_per_group"] = 300.0
     assert all(soak.verdicts(good, 2.0).values())
     grown = {"driver": {"rss_bytes": {"early": 1.0, "late": 9.0, "is_flat": False}}}
-    for wrong in ({"faults": 100}, {"growth": grown}, {"growth": {}}, {"lost": 1}, {"trained_twice": 1}):
+    for wrong in (
+        {"faults": 100},
+        {"growth": grown},
+        {"growth": {}},
+        {"lost": 1},
+        {"trained_twice": 1},
+        {"replay_bytes_per_group": 900},
+    ):
         assert list(soak.verdicts(broken(good, **wrong), 2.0).values()).count(False) == 1
 
 

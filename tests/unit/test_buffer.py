@@ -64,7 +64,7 @@ class Buffer(ReplayBuffer):
 
 
 def sequences(index: GroupIndex, groups: list[Accepted]) -> IntArray:
-    return np.array([index.by_id[group.group_id] for group in groups], np.int64)
+    return np.array([index.ids.sequence(group.group_id) for group in groups], np.int64)
 
 
 def enter(index: GroupIndex, group: Group) -> None:

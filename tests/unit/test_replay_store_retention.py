@@ -8,8 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from echo_planes.data.store.fates import FateLog
 from echo_planes.data.store.files import Files
 from echo_planes.data.store.index import Fate
+from echo_planes.data.store.recovery import STORE_NAME, read_store_id
 from echo_planes.data.store.retention import Retention
 from echo_planes.data.store.store import ReplayStore
 from echo_planes.errors import ClusterError, DataError
@@ -153,6 +155,24 @@ def test_what_stays_of_groups_whose_rows_went_is_small(tmp_path: Path) -> None:
         )
         store.close()
         store = ReplayStore(folder, holder="test", segment_bytes=200_000)
+    store.close()
+
+
+def test_the_log_of_fates_is_shortened_where_rows_go_soon_after_their_training(tmp_path: Path) -> None:
+    store = ReplayStore(tmp_path / "store", holder="test", segment_bytes=50_000)
+    steps = 200
+    for step in range(steps):
+        added = store.append(batch_of(2 * step, 2 * step + 1), created_s=float(step))
+        store.settle(added.sequences, Fate.TRAINED, step=step)
+        store.retain(Retention(max_age_s=2.0), now_s=float(step))
+        store.compact()
+    store_id = read_store_id(tmp_path / "store" / STORE_NAME)
+    log = FateLog(tmp_path / "store", Files(), store_id)
+    assert (
+        log.num_entries < 1.6 * 2 * steps
+    )  # a fate each, and that its rows went where their segment is not sealed
+    assert store.counts().trained == 2 * steps
+    log.close()
     store.close()
 
 

@@ -232,6 +232,19 @@ def test_a_version_beyond_the_checkpoint_is_of_the_old_line_only() -> None:
         new.publish(3, "d3")
 
 
+def test_a_lineage_forgets_versions_that_may_no_longer_be_trained() -> None:
+    old = Lineage("L0", kept=3)
+    for version in range(5):
+        old.publish(version, f"d{version}")
+    assert dict(old.digests) == {2: "d2", 3: "d3", 4: "d4"}
+    new = Lineage("L1", old.published, 3, kept=3)
+    new.publish(3, "e3")  # is known twice, and stays known once the first is forgotten
+    new.publish(4, "e4")
+    assert new.published == (("L0", 3, "d3"), ("L1", 3, "e3"), ("L1", 4, "e4"))
+    new.publish(5, "e5")
+    assert dict(new.digests) == {3: "e3", 4: "e4", 5: "e5"}
+
+
 def test_a_result_of_another_lineage_is_refused(tmp_path: Path) -> None:
     async def main() -> None:
         await a_life(tmp_path)

@@ -28,7 +28,7 @@ from echo_planes.data.replay.buffer_state import Accepted, BufferState, NotReady
 from echo_planes.data.replay.dispatch import DispatchPolicy
 from echo_planes.data.replay.dispatcher import Dispatcher, EvenShares, Ground
 from echo_planes.data.replay.leases import LeaseTable
-from echo_planes.data.replay.lineage import Lineage
+from echo_planes.data.replay.lineage import KEPT_VERSIONS, Lineage
 from echo_planes.data.replay.partial_rollouts import Partials, made_under, num_tokens, oldest_version
 from echo_planes.data.replay.prompts import PromptCursor
 from echo_planes.data.replay.refill import Refill
@@ -116,7 +116,12 @@ class ReplayBuffer:
         self._issued = state.issued if state else 0
         self._tally = asdict(state.counts if state else BufferCounts())
         self._cursor = PromptCursor(state.next_index, state.returned) if state else PromptCursor()
-        self._line = Lineage(lineage, state.published, state.step) if state else Lineage(lineage)
+        self._line = Lineage(
+            lineage,
+            state.published if state else (),
+            self._step,
+            kept=KEPT_VERSIONS + staleness.max_staleness,
+        )
         self._groups: dict[str, Accepted] = {g.group_id: g for g in state.groups} if state else {}
         ground = Ground(
             workers=self._workers,
@@ -420,10 +425,10 @@ class ReplayBuffer:
         """The store let go of rows, or lost them: prompts of groups still to be trained go out again."""
         groups = self._index.groups
         gone = groups["erased"] | (groups["fate"] == Fate.LOST)
-        for group in [g for g in self._groups.values() if gone[self._index.by_id[g.group_id]]]:
+        for group in [g for g in self._groups.values() if gone[self._index.ids.sequence(g.group_id)]]:
             self._count(removed=self._samples)
             self._cursor.give_back(self._groups.pop(group.group_id).prompt_index)
-        self._again = {g: n for g, n in self._again.items() if not gone[self._index.by_id[g.group_id]]}
+        self._again = {g: n for g, n in self._again.items() if not gone[self._index.ids.sequence(g.group_id)]}
 
     def take_complaints(self) -> list[Complaint]:
         """Of every incarnation what was refused of it since the last call, because it was malformed."""

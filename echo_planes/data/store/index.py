@@ -1,8 +1,7 @@
 """Index of every group without its rows: numpy columns by sequence number, and buckets by version.
 
-About 60 bytes per group and 37 per message in columns, 8 in a bucket, and some 170 for a group's id (text,
-list and dict entry): a million rows in groups of 16 take about 17 MB,
-and 55 MB of the process right after opening, what was needed for that included. Rows are never held here.
+About 60 bytes per group and 37 per message in columns, 8 in a bucket while it is buffered, and 36 for a
+group's id beside its text (`ids.py`). Rows are never held here.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echo_planes.data.store.buckets import Buckets
+from echo_planes.data.store.ids import GroupIds
 from echo_planes.data.store.message import Entries
 from echo_planes.data.store.segment import GROUP_ENTRY
 from echo_planes.data.store.sidecar import MESSAGE_ENTRY
@@ -129,8 +129,7 @@ class GroupIndex:
                 "state": ("u1", MessageState.UNREAD),
             }
         )
-        self.ids: list[str] = []
-        self.by_id: dict[str, int] = {}
+        self.ids = GroupIds()
         self._buckets = Buckets()
         self._rewards = (math.inf, -math.inf)
         self._appended: list[_Appended] = []
@@ -183,8 +182,8 @@ class GroupIndex:
         """
         sequences = self._enter(np.full(len(messages), segment), messages, groups)
         for sequence, group_id in zip(sequences.tolist(), ids, strict=True):
-            self.ids[sequence] = group_id
-            self.by_id[group_id] = sequence
+            self.ids.put(sequence, group_id)
+        self.ids.grow_to(self._groups.length)
 
     def add_new(
         self, segment: int, messages: Sequence[MessagePlace], groups: Entries, ids: Sequence[str]
@@ -202,7 +201,6 @@ class GroupIndex:
         """
         first = self.num_groups
         self.ids.extend(ids)
-        self.by_id.update(zip(ids, range(first, self.num_groups), strict=True))
         self._appended.append((segment, messages, groups))
         if len(self._appended) == _MAX_APPENDED:
             self._enter_appended()
@@ -225,7 +223,7 @@ class GroupIndex:
         counts = messages["num_groups"]
         starts = np.cumsum(counts) - counts
         sequences: IntArray = np.repeat(messages["sequence"] - starts, counts) + np.arange(len(groups))
-        self.grow_to(int(sequences.max(initial=-1)) + 1)
+        self._groups.grow_to(int(sequences.max(initial=-1)) + 1)
         self._groups["entry"][sequences] = groups
         rows = np.arange(first_message, self._messages.length)
         self._groups["message"][sequences] = np.repeat(rows, counts)
@@ -239,7 +237,7 @@ class GroupIndex:
 
     def grow_to(self, length: int) -> None:
         """Make room for groups up to `length`; those nobody enters are lost."""
-        self.ids.extend([""] * (length - len(self.ids)))
+        self.ids.grow_to(length)
         self._groups.grow_to(length)
 
     def load_fates(self, sequences: IntArray, fates: IntArray, steps: IntArray) -> None:

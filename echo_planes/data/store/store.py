@@ -266,7 +266,8 @@ class ReplayStore:
         erased = np.flatnonzero(
             groups["erased"] & (groups["row_start"] >= 0) & (groups["fate"] != Fate.REMOVED)
         )
-        if 2 * (len(known) + len(erased)) > self._fates.num_entries:
+        # Where rows go soon after their training, the log has two entries a group, of which one is needed.
+        if 3 * (len(known) + len(erased)) > 2 * self._fates.num_entries:
             return 0  # not worth writing all of it anew
         entries = np.empty(len(known) + len(erased), FATE_ENTRY)
         entries["sequence"] = np.concatenate([known, erased])
@@ -365,7 +366,7 @@ class ReplayStore:
 
     def _is_known(self, group_id: str) -> bool:
         """Whether a group is there already; what was lost may come again."""
-        known = self.index.by_id.get(group_id)
+        known = self.index.ids.find(group_id)
         return known is not None and self.index.groups["fate"][known] != Fate.LOST
 
     def _writable(self) -> tuple[Segment, LogFile]:
