@@ -10,7 +10,7 @@ import numpy as np
 
 from echo_planes.config.schema import Config
 from echo_planes.data.replay.buffer_state import Accepted, BufferState
-from echo_planes.data.replay.checkpoint_state import CUT_NAME, load_cut, rejoin
+from echo_planes.data.replay.checkpoint_state import STATE_NAME, load_checkpoint_state, rejoin
 from echo_planes.data.store.files import on_disk
 from echo_planes.data.store.index import Fate
 from echo_planes.data.store.store import ReplayStore
@@ -47,7 +47,7 @@ def _restore(store: ReplayStore, folder: Path, samples: int) -> tuple[BufferStat
         ConfigError: groups have another number of samples now.
         DataError: the checkpoint is not readable, or the store is another one's.
     """
-    state, num_groups = load_cut(folder / CUT_NAME)
+    state, num_groups = load_checkpoint_state(folder / STATE_NAME)
     if num_groups and not store.counts().accepted:
         raise DataError(
             f"the replay store is empty, and the checkpoint {folder.parent} was written when it had "
@@ -55,7 +55,8 @@ def _restore(store: ReplayStore, folder: Path, samples: int) -> tuple[BufferStat
         )
     store.expect(num_groups)
     sequences = store.roll_back(state.step)
-    # Whatever was open at the cut is in it. Of others the fate is forgotten: trained perhaps, so not again.
+    # Whatever was open at the checkpoint is in it. Of others the fate is forgotten: trained perhaps, so not
+    # again.
     known = {group.group_id for group in state.groups}
     is_open = [
         i >= num_groups or name in known for i, name in zip(sequences, store.ids(sequences), strict=True)
@@ -88,7 +89,7 @@ def _restore(store: ReplayStore, folder: Path, samples: int) -> tuple[BufferStat
 
 
 def _with_tokens(counts: BufferCounts, later: Sequence[Group], done: Sequence[Group]) -> BufferCounts:
-    """The tokens of groups that were accepted after the cut, counted in."""
+    """The tokens of groups that were accepted after the checkpoint, counted in."""
     uninformative = sum(map(sampled_tokens, done))
     return replace(
         counts,

@@ -24,7 +24,7 @@ from echo_planes.data.open import LEVELS_NAME, open_store
 from echo_planes.data.replay.batch import make_batch
 from echo_planes.data.replay.buffer import ReplayBuffer
 from echo_planes.data.replay.buffer_state import Accepted, NotReady
-from echo_planes.data.replay.checkpoint_state import write_cut
+from echo_planes.data.replay.checkpoint_state import write_checkpoint_state
 from echo_planes.data.replay.dispatch import DispatchPolicy
 from echo_planes.data.replay.overlong import overlong_of
 from echo_planes.data.replay.prompts import Curriculum
@@ -287,18 +287,18 @@ class DataService:
         return self._buffer.take_complaints()
 
     async def save(self, folder: Path) -> None:
-        """Write the consistent cut of `ReplayBuffer.state` to a checkpoint's data folder.
+        """Write the consistent state of `ReplayBuffer.state` to a checkpoint's data folder.
 
         Raises:
             ClusterError: the disk is full or cannot be written.
-            EchoPlanesError: what has parted buffer and store: there is no consistent cut any more.
+            EchoPlanesError: what has parted buffer and store: there is no consistent state any more.
         """
         self._check()
         with on_disk(folder):
             folder.mkdir(parents=True)
             state, num_groups = self._buffer.state(), self._store.counts().accepted
             # In a thread: partial rollouts may be millions of tokens, and leases must not run out meanwhile.
-            await asyncio.to_thread(write_cut, folder, state, num_groups=num_groups)
+            await asyncio.to_thread(write_checkpoint_state, folder, state, num_groups=num_groups)
 
     async def close(self) -> BufferCounts:
         """No more leases; let go of the store. Returns the final ledger."""

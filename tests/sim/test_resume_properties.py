@@ -18,7 +18,7 @@ import pytest
 
 from echo_planes.cluster.clock import ManualClock
 from echo_planes.config.schema import Config
-from echo_planes.data.replay.checkpoint_state import load_cut
+from echo_planes.data.replay.checkpoint_state import load_checkpoint_state
 from echo_planes.data.service import DataService
 from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.data.store.index import Fate
@@ -85,7 +85,7 @@ class Life:
     async def check_prompts(self) -> None:
         """Every prompt handed out so far was trained, is buffered, or goes out again: in one place, once."""
         await self.data.save(self.folder / f"look-{self.number}")
-        cut, _ = load_cut(self.folder / f"look-{self.number}" / "state.json")
+        cut, _ = load_checkpoint_state(self.folder / f"look-{self.number}" / "state.json")
         # Groups finished after the checkpoint are not gone on with.
         self.waiting = {index: tokens for index, tokens in self.waiting.items() if index in cut.returned}
         assert {index: tokens_of(partials) for index, partials in cut.partials.items()} == self.waiting

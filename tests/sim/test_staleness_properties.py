@@ -26,7 +26,7 @@ import pytest
 from echo_planes.config.schema import StalenessConfig
 from echo_planes.data.replay.buffer import MAX_ATTEMPTS
 from echo_planes.data.replay.buffer_state import Accepted, BufferState, NotReady
-from echo_planes.data.replay.checkpoint_state import CUT_NAME, load_cut, write_cut
+from echo_planes.data.replay.checkpoint_state import STATE_NAME, load_checkpoint_state, write_checkpoint_state
 from echo_planes.data.replay.refill import Refill
 from echo_planes.data.store.index import GroupIndex
 from echo_planes.types import Group, Lease, LeaseTokens, PartialRollout, Prompt, Sample, Span
@@ -389,8 +389,8 @@ class Schedule:
             if any(version < oldest for call in calls for _, (version, _) in call.tokens):
                 self.kept[index] = []
         with TemporaryDirectory() as folder:
-            write_cut(Path(folder), self.buffer.state(), num_groups=0)
-            state, _ = load_cut(Path(folder) / CUT_NAME)
+            write_checkpoint_state(Path(folder), self.buffer.state(), num_groups=0)
+            state, _ = load_checkpoint_state(Path(folder) / STATE_NAME)
         self.resumes += 1
         self.recent.clear()
         self.tries.clear()

@@ -12,7 +12,7 @@ import pytest
 from echo_planes import plan, run, simulate
 from echo_planes.config.files import open_regular, read_bytes, read_json, read_text
 from echo_planes.config.schema import BUILTIN_MODELS
-from echo_planes.data.replay.checkpoint_state import load_cut
+from echo_planes.data.replay.checkpoint_state import load_checkpoint_state
 from echo_planes.errors import DataError, UserError
 from echo_planes.loop import warm_start
 from echo_planes.loop.checkpoint import CheckpointMeta, open_lineage, read_meta
@@ -79,7 +79,7 @@ def test_a_command_does_not_wait_for_it(
 META = CheckpointMeta(step=1, lineage_number=0, next_epoch=0)
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "checkpoint": ("meta.json", lambda path: read_meta(path.parent)),
-    "cut": ("state.json", load_cut),
+    "cut": ("state.json", load_checkpoint_state),
     "lineage": ("lineage", lambda path: open_lineage(path.parent, META)),
     "spending": ("spending.json", lambda path: check_budget(1.0, path.parent)),
     "trace": ("trace.csv", read_trace),

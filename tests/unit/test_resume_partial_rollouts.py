@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from echo_planes.config.schema import Config
-from echo_planes.data.replay.checkpoint_state import CUT_NAME, load_cut
+from echo_planes.data.replay.checkpoint_state import STATE_NAME, load_checkpoint_state
 from echo_planes.data.replay.lineage import Lineage
 from echo_planes.data.store.snapshot import StoreSnapshot
 from echo_planes.errors import LeaseError
@@ -98,7 +98,7 @@ def test_a_prompt_that_was_finished_after_the_cut_is_not_gone_on_with(tmp_path: 
         assert done.prompt not in [one.prompt for one in leases]
         assert (counts.continued, counts.buffered) == (1, 2)
         await plane.data.save(tmp_path / "again")
-        cut, _ = load_cut(tmp_path / "again" / CUT_NAME)
+        cut, _ = load_checkpoint_state(tmp_path / "again" / STATE_NAME)
         assert list(cut.partials) == [unfinished.prompt.index]
         await plane.data.close()
 
@@ -138,7 +138,7 @@ def test_what_is_too_old_or_unpublished_stays_out_of_the_cut_and_is_counted(tmp_
         await stream(plane, three, 10, version=1)
         await plane.data.save(tmp_path / "saved")
         assert (await plane.data.counts()).discarded_tokens == 0  # their leases live
-        cut, _ = load_cut(tmp_path / "saved" / CUT_NAME)
+        cut, _ = load_checkpoint_state(tmp_path / "saved" / STATE_NAME)
         assert list(cut.partials) == [three.prompt.index]
         await plane.data.close()
         plane = Plane(tmp_path, "L1", tmp_path / "saved", config=config)
@@ -192,7 +192,7 @@ def test_a_cut_without_partials_is_resumed(tmp_path: Path, of: str) -> None:
             record = json.loads(cut.read_text())
             del record["drafts"], record["counts"]["unreadable_tokens"], record["replaced"]
             cut.write_text(json.dumps(record))
-            assert load_cut(cut)[0].replaced == 0
+            assert load_checkpoint_state(cut)[0].replaced == 0
         leases, counts, plane = await resumed(tmp_path)
         assert [one.prompt.index for one in leases] == [0, 1, 2]
         assert (given(leases), counts.unreadable_tokens) == ([(), (), ()], 0)

@@ -68,7 +68,7 @@ class ReplayBuffer:
         seed: of the selectors that draw.
         index: of the store that holds the rows. Accepted groups must be entered there before the next batch
             is formed, and chosen, dropped or set aside ones settled.
-        state: the cut to continue from.
+        state: of the checkpoint to continue from.
         refill: which groups are set aside as uninformative; None: none is.
         rules: that every message must keep to; None: of a simulation, without real tokens or misconduct.
         dispatch: decides which worker gets what; None: each that asks gets its even share of the permits.
@@ -116,7 +116,7 @@ class ReplayBuffer:
         self._issued = state.issued if state else 0
         self._tally = asdict(state.counts if state else BufferCounts())
         self._cursor = PromptCursor(state.next_index, state.returned) if state else PromptCursor()
-        self._line = Lineage(
+        self._versions = Lineage(
             lineage,
             state.published if state else (),
             self._step,
@@ -151,11 +151,11 @@ class ReplayBuffer:
         return BufferCounts(**{**self._tally, **now})
 
     def state(self) -> BufferState:
-        """The cut to save. Leased prompts count as returned, with the tokens that were streamed of them."""
+        """The state to save. Leased prompts count as returned, with the tokens that were streamed of them."""
         live = self._leases.live
         leased = tuple(lease.prompt.index for lease in live)
         oldest = oldest_admissible(self._step, self._staleness.max_staleness)
-        partials, left_out = self._partials.cut(live, self._line.digests, oldest)
+        partials, left_out = self._partials.state(live, self._versions.digests, oldest)
         counts = self.counts
         return BufferState(
             step=self._step,
@@ -164,7 +164,7 @@ class ReplayBuffer:
             issued=self._issued,
             groups=tuple(self._groups.values()),
             counts=replace(counts, leased=0, discarded_tokens=counts.discarded_tokens + left_out),
-            published=self._line.published,
+            published=self._versions.published,
             partials=partials,
             replaced=self._replaced,
         )
@@ -179,7 +179,7 @@ class ReplayBuffer:
 
     def publish(self, version: int, digest: str) -> None:
         """A version exists from now on: work sampled under it can be accepted."""
-        self._line.publish(version, digest)
+        self._versions.publish(version, digest)
         self.dispatcher.published(version)
 
     def register(self, worker_id: str, epoch: int) -> None:
@@ -323,7 +323,7 @@ class ReplayBuffer:
             reason = "duplicate" if lease_id in self._groups else str(why)
             self._count(refused=self._samples)
             return Receipt(lease_id, accepted=False, reason=reason)
-        fault = group_fault(lease, group, self._line.has_made, self._rules)
+        fault = group_fault(lease, group, self._versions.has_made, self._rules)
         if fault is not None:
             self._attempt_failed(lease, group, fault)
             if fault.is_malformed:
@@ -465,7 +465,7 @@ class ReplayBuffer:
         """Take the waiting partial rollouts of a prompt, if a group of that age may still be begun."""
         if not (waiting := self._partials.take(prompt_index)):
             return ()
-        partials = made_under(waiting, self._line.digests)
+        partials = made_under(waiting, self._versions.digests)
         if partials and self._permits(oldest_version(partials)) < 1:
             partials = ()
         self._count(discarded_tokens=num_tokens(waiting) - num_tokens(partials))
@@ -521,7 +521,7 @@ class ReplayBuffer:
 
     def _give_back(self, leases: list[Lease]) -> None:
         for lease in leases:
-            self._count(discarded_tokens=self._partials.shelve(lease, self._line.digests))
+            self._count(discarded_tokens=self._partials.shelve(lease, self._versions.digests))
             self._cursor.give_back(lease.prompt.index)
 
     def _drop(self, group: Accepted) -> None:

@@ -1,4 +1,4 @@
-"""Records of the replay buffer: the reason for no batch, an accepted group, and the buffer's cut."""
+"""Records of the replay buffer: the reason for no batch, an accepted group, and the buffer's state."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class BufferState:
-    """One consistent cut, between two batches: enough to continue without skipping or repeating a prompt.
+    """Consistent state between two batches: enough to continue without skipping or repeating a prompt.
 
     The rows of `groups` are in the store; `checkpoint_state.py` brings the two together again.
     """

@@ -49,7 +49,7 @@ _Row = tuple[int, PartialRollout, bool]
 
 @dataclass(frozen=True, slots=True)
 class PartialsRecord:
-    """Record in a cut of the file of partial rollouts beside it."""
+    """Record in a checkpoint state of the file of partial rollouts beside it."""
 
     format: int
     size_bytes: int
@@ -58,7 +58,7 @@ class PartialsRecord:
 
 
 def write_partials(path: Path, partials: PartialsByPrompt) -> PartialsRecord:
-    """Write a new file; returns what the cut must say of it.
+    """Write a new file; returns what the checkpoint state must say of it.
 
     Raises:
         OSError: the disk is full or cannot be written.

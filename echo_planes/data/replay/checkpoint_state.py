@@ -28,16 +28,16 @@ from echo_planes.data.store.index import StoreCounts
 from echo_planes.errors import DataError
 from echo_planes.types import BufferCounts
 
-CUT_NAME = "state.json"  # in a checkpoint's data folder
+STATE_NAME = "state.json"  # in a checkpoint's data folder
 PARTIALS_NAME = "drafts.arrows"  # beside it
 
 
-def write_cut(folder: Path, state: BufferState, *, num_groups: int) -> None:
-    """Write a cut into a new folder.
+def write_checkpoint_state(folder: Path, state: BufferState, *, num_groups: int) -> None:
+    """Write a checkpoint state into a new folder.
 
     Args:
         folder: a checkpoint's data folder, empty.
-        state: the cut.
+        state: to write.
         num_groups: how many groups the store had accepted.
 
     Raises:
@@ -46,16 +46,16 @@ def write_cut(folder: Path, state: BufferState, *, num_groups: int) -> None:
     partials = asdict(write_partials(folder / PARTIALS_NAME, state.partials)) if state.partials else None
     record = asdict(replace(state, partials={})) | {"drafts": partials, "num_groups": num_groups}
     del record["partials"]  # they are in the file beside it
-    (folder / CUT_NAME).write_text(json.dumps(record))
+    (folder / STATE_NAME).write_text(json.dumps(record))
 
 
-def load_cut(path: Path) -> tuple[BufferState, int]:
-    """The inverse of `write_cut`: the cut whose `CUT_NAME` is `path`, and the number of groups in the store.
+def load_checkpoint_state(path: Path) -> tuple[BufferState, int]:
+    """Read what `write_checkpoint_state` wrote to `path`: the state, and the number of groups in the store.
 
     Partial rollouts that cannot be read are left out, and their tokens counted.
 
     Raises:
-        DataError: the file is no cut.
+        DataError: the file is no checkpoint state.
     """
     try:
         record = read_json(path, LOG_BYTES, advice="restore it, or remove the checkpoint")
@@ -101,17 +101,17 @@ def rejoin(
     """The state to go on from.
 
     Args:
-        state: the checkpoint's cut.
-        later: of `kept`, the groups that were accepted after the cut.
+        state: of the checkpoint.
+        later: of `kept`, the groups that were accepted after the checkpoint.
         kept: every group that the rolled back store holds as buffered, in order of arrival.
         counts: its ledger, in trajectories.
-        done: groups that were set aside as uninformative after the cut, and stay so.
+        done: groups that were set aside as uninformative after the checkpoint, and stay so.
     """
     there = {group.prompt_index for group in (*kept, *done)}
     beyond = max((group.prompt_index + 1 for group in (*later, *done)), default=0)
     next_index = max(state.next_index, beyond)
     open_ = {*state.returned, *range(state.next_index, next_index)}
-    # Of the cut's groups, those that have left since: dropped, or let go, or damaged on disk.
+    # Of its groups, those that have left since: dropped, or let go, or damaged on disk.
     open_ |= {group.prompt_index for group in state.groups}
     ledger = replace(
         state.counts,

@@ -21,8 +21,8 @@ class Lineage:
 
     Args:
         lineage: name of this run's line.
-        published: of the cut to continue from: lineage, version, digest, in the order of publication.
-        step: of that cut.
+        published: of the checkpoint to continue from: lineage, version, digest, in the order of publication.
+        step: of that checkpoint.
         kept: publications that are remembered, the newest.
     """
 
@@ -45,7 +45,7 @@ class Lineage:
 
     @property
     def published(self) -> tuple[tuple[str, int, str], ...]:
-        """For a cut: lineage, version and digest of every publication that is remembered."""
+        """For a checkpoint: lineage, version and digest of every publication that is remembered."""
         return tuple((line, version, digest) for (line, version), digest in self._published.items())
 
     def publish(self, version: int, digest: str) -> None:

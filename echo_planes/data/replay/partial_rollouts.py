@@ -86,7 +86,7 @@ class Partials:
     """The partial rollouts of live leases, and those that wait for another worker.
 
     Args:
-        waiting: of a cut, by prompt index.
+        waiting: of a checkpoint, by prompt index.
     """
 
     def __init__(self, waiting: Mapping[int, tuple[PartialRollout, ...]]) -> None:
@@ -138,7 +138,7 @@ class Partials:
         """Remove and return the waiting partial rollouts of a prompt."""
         return self._waiting.pop(prompt_index, ())
 
-    def cut(
+    def state(
         self, live: Iterable[Lease], published: Mapping[int, str], oldest: int
     ) -> tuple[dict[int, tuple[PartialRollout, ...]], int]:
         """Partial rollouts that a resume can go on from: waiting ones, those of live leases as if ended.
