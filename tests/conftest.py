@@ -11,9 +11,10 @@ from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# The same examples every time, so that a change is judged alone; HYPOTHESIS_PROFILE=explore seeks new ones.
-settings.register_profile("repeatable", derandomize=True)
-settings.register_profile("explore", derandomize=False)
+# The same examples every time, so that a change is judged alone, and as long as the machine needs for each;
+# HYPOTHESIS_PROFILE=explore seeks new ones.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("explore", derandomize=False, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
