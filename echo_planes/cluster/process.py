@@ -18,7 +18,7 @@ from types import FrameType
 from echo_planes.cluster.scratch import join
 
 PR_SET_PDEATHSIG = 1
-REMEMBERED_CALLS = "2000"
+REMEMBERED_CALLS = "2000"  # by Ray's control process, for its dashboard; 100,000 by default, 4 kB each
 
 
 def die_with_parent() -> None:
@@ -57,8 +57,8 @@ def enter_actor() -> None:
 def keep_ray_private() -> None:
     """Before Ray is imported: a cluster that this process starts listens on loopback, behind a fresh token.
 
-    Ray has no setting for the first; the variable is its switch for platforms where it stays local. It
-    remembers fewer calls than by default, which come to 400 MB within the first half hour of a run.
+    Ray has no setting for the first; the variable is its switch for platforms where it stays local. Such a
+    cluster also remembers fewer calls than by default: those came to 400 MB within half an hour of a run.
     """
     os.environ.setdefault("RAY_task_events_max_num_task_in_gcs", REMEMBERED_CALLS)
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"

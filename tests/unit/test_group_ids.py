@@ -59,6 +59,5 @@ def test_an_id_takes_little_beside_its_text() -> None:
         table.extend([f"L0.{number}" for number in range(start, start + 8)])
     size_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert (
-        size_bytes / len(table) < 85
-    )  # with what is in the dict until it is sorted in; a list and dict: 150
+    # With what is in the dict until it is sorted in; a list and dict: 150.
+    assert size_bytes / len(table) < 85

@@ -168,9 +168,8 @@ def test_the_log_of_fates_is_shortened_where_rows_go_soon_after_their_training(t
         store.compact()
     store_id = read_store_id(tmp_path / "store" / STORE_NAME)
     log = FateLog(tmp_path / "store", Files(), store_id)
-    assert (
-        log.num_entries < 1.6 * 2 * steps
-    )  # a fate each, and that its rows went where their segment is not sealed
+    # A fate each, and that its rows went where their segment is not sealed.
+    assert log.num_entries < 1.6 * 2 * steps
     assert store.counts().trained == 2 * steps
     log.close()
     store.close()

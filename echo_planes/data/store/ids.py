@@ -52,8 +52,8 @@ class GroupIds:
     def extend(self, ids: Iterable[str]) -> None:
         """Enter the ids of the next groups."""
         for group_id in ids:
+            text = group_id.encode()  # first: a text that cannot be encoded leaves all as it is
             self._recent[group_id] = len(self._starts)
-            text = group_id.encode()
             self._starts.append(len(self._texts))
             self._sizes.append(len(text))
             self._texts += text
