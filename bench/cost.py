@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.cost_account import Watch, account, mu_by_offer
+from bench.cost_account import Watch, account, mu_by_instance_type
 from bench.cost_fleets import (
     HOUR_S,
     Priced,
@@ -56,7 +56,7 @@ from bench.cost_market import (
 from bench.cost_papers import papers_own
 from echo_planes.errors import DataError
 from echo_planes.fleet.capacity import Need
-from echo_planes.fleet.instance_types import Offer
+from echo_planes.fleet.instance_types import InstanceType
 from echo_planes.fleet.prices import PriceRow, read_prices
 from echo_planes.sim.scenario import Scenario
 from echo_planes.sim.trace import LEARNER
@@ -73,7 +73,7 @@ SENSITIVITY = (
     ("throughput x2", {"throughput": 2.0}),
     ("spot prices x0.5", {"spot_price": 0.5}),
     ("spot prices x2", {"spot_price": 2.0}),
-    ("all spot offers in step", {"in_step": True}),
+    ("all spot instance types in step", {"in_step": True}),
     ("shifted by 1/3", {"shift": 1 / 3}),
     ("shifted by 2/3", {"shift": 2 / 3}),
 )
@@ -167,18 +167,23 @@ def frictionless(name: str, priced: Priced, assumptions: Assumptions, steps: int
 
 
 def provisioned(
-    assumptions: Assumptions, offers: Sequence[Listed], market: SpotMarket, need: Need, steps: int, mode: str
+    assumptions: Assumptions,
+    instance_types: Sequence[Listed],
+    market: SpotMarket,
+    need: Need,
+    steps: int,
+    mode: str,
 ) -> tuple[Run, Watch]:
     """A run in the recorded market. It begins with the fleet that a plan for these quotas says.
 
     Args:
         mode: provisioned, or exact for (d).
     """
-    first = plan_counts(market.offers, need)
+    first = plan_counts(market.instance_types, need)
     with tempfile.TemporaryDirectory() as folder:
         what = scenario(
             assumptions,
-            [one.model for one in offers],
+            [one.model for one in instance_types],
             first,
             mode=mode,
             steps=steps,
@@ -186,19 +191,24 @@ def provisioned(
             folder=Path(folder),
         )
         world = World(what)
-        watch = Watch(world, mu_by_offer(market.offers))
+        watch = Watch(world, mu_by_instance_type(market.instance_types))
         return finished("provisioner" if mode == "provisioned" else "(d) optimum as a policy", world), watch
 
 
 def steady(
-    name: str, assumptions: Assumptions, offers: Sequence[Listed], offer: Offer, need: Need, steps: int
+    name: str,
+    assumptions: Assumptions,
+    instance_types: Sequence[Listed],
+    instance_type: InstanceType,
+    need: Need,
+    steps: int,
 ) -> Run:
-    """The run of a fleet of one on-demand offer that does not change."""
-    model = next(one.model for one in offers if one.offer is offer)
-    counts = {offer.name: homogeneous(offer, need)}
-    model = model.model_copy(update={"max_count": counts[offer.name]})
+    """The run of a fleet of one on-demand instance type that does not change."""
+    model = next(one.model for one in instance_types if one.instance_type is instance_type)
+    counts = {instance_type.name: homogeneous(instance_type, need)}
+    model = model.model_copy(update={"max_count": counts[instance_type.name]})
     what = scenario(assumptions, [model], counts, mode="fixed", steps=steps)
-    return simulate(f"{name}: {counts[offer.name]} x {offer.name}", what)
+    return simulate(f"{name}: {counts[instance_type.name]} x {instance_type.name}", what)
 
 
 def compare(
@@ -217,25 +227,29 @@ def compare(
             friction.
         most_steps: not more than so many; default: as many as the recording is long.
     """
-    offers = listed(assumptions, rows, case)
-    market = spot_market(assumptions, [one.offer for one in offers], case, data)
+    instance_types = listed(assumptions, rows, case)
+    market = spot_market(assumptions, [one.instance_type for one in instance_types], case, data)
     length_s = max(trace.end_s for trace in market.traces.values())
     steps = min(int(length_s // assumptions.t_train_s), most_steps or sys.maxsize)
-    ours, watch = provisioned(assumptions, offers, market, assumptions.need(0.0), steps, "provisioned")
+    ours, watch = provisioned(
+        assumptions, instance_types, market, assumptions.need(0.0), steps, "provisioned"
+    )
     need = assumptions.need(ours.t_bcast_s or 0.0)
-    single = cheapest_single(market.offers, need)
+    single = cheapest_single(market.instance_types, need)
     usual = policy = None
     if simulate_single:
-        policy, _ = provisioned(assumptions, offers, market, assumptions.need(0.0), steps, "exact")
-        alone = steady("(a) bar", assumptions, offers, single, need, steps)
-        h100 = cheapest_single([offer for offer in market.offers if offer.sku == USUAL], need)
-        usual = steady("(a) usual", assumptions, offers, h100, need, steps)
+        policy, _ = provisioned(assumptions, instance_types, market, assumptions.need(0.0), steps, "exact")
+        alone = steady("(a) bar", assumptions, instance_types, single, need, steps)
+        h100 = cheapest_single(
+            [instance_type for instance_type in market.instance_types if instance_type.sku == USUAL], need
+        )
+        usual = steady("(a) usual", assumptions, instance_types, h100, need, steps)
     else:
         count, seconds = homogeneous(single, need), work_s(need, steps)
         usd = count * single.usd_per_hour * seconds / HOUR_S
         alone = frictionless(f"(a) {count} x {single.name}", Priced(usd, seconds), assumptions, steps)
     fleets = cheapest_fleets(market, need, steps)
-    best = optimum(market.offers, fleets, install_s=snapshot_s(assumptions))
+    best = optimum(market.instance_types, fleets, install_s=snapshot_s(assumptions))
     seeds = range(assumptions.random_seeds)
     draws = [random_fleet(market, need, steps, random.Random(f"{assumptions.seed}/{n}")) for n in seeds]
     drawn = Priced(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bench.cost_fleets import HOUR_S, Stretch
-from echo_planes.fleet.instance_types import Offer
+from echo_planes.fleet.instance_types import InstanceType
 from echo_planes.sim.world import World
 
 EVERY_S = 15.0  # the simulator's default tick
@@ -19,7 +19,7 @@ class Watch:
 
     Args:
         world: the run, before it begins.
-        mu: trajectories/s of one worker of each offer.
+        mu: trajectories/s of one worker of each instance type.
     """
 
     world: World
@@ -41,9 +41,9 @@ class Watch:
         for name, member in workers.members.items():
             if not workers.market.holds(name):
                 continue
-            usd_per_hour = member.offer.usd_per_hour
+            usd_per_hour = member.instance_type.usd_per_hour
             if name in serving:
-                mu, serving_usd = mu + self.mu[member.offer.name], serving_usd + usd_per_hour
+                mu, serving_usd = mu + self.mu[member.instance_type.name], serving_usd + usd_per_hour
             elif name in self.served:
                 leaving_usd += usd_per_hour
             else:
@@ -53,8 +53,8 @@ class Watch:
         self.world.kernel.after(EVERY_S, self._look)
 
 
-def mu_by_offer(offers: Sequence[Offer]) -> dict[str, float]:
-    return {offer.name: offer.mu for offer in offers}
+def mu_by_instance_type(instance_types: Sequence[InstanceType]) -> dict[str, float]:
+    return {instance_type.name: instance_type.mu for instance_type in instance_types}
 
 
 def account(watch: Watch, best: Sequence[Stretch], extra_usd: float) -> dict[str, float]:

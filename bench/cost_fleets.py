@@ -15,7 +15,7 @@ from bench.cost_market import SpotMarket
 from echo_planes.errors import DataError
 from echo_planes.fleet.capacity import Need
 from echo_planes.fleet.exact import fleet_problem, solve
-from echo_planes.fleet.instance_types import FleetPlan, Limits, Offer
+from echo_planes.fleet.instance_types import FleetPlan, InstanceType, Limits
 
 HOUR_S = 3600.0
 
@@ -55,14 +55,14 @@ def work_s(need: Need, steps: int) -> float:
     return need.per_step / target_of(need) + steps * need.t_train_s
 
 
-def homogeneous(offer: Offer, need: Need) -> int:
-    """Workers of one offer that reach the target."""
-    return math.ceil(target_of(need) / offer.mu - 1e-9)
+def homogeneous(instance_type: InstanceType, need: Need) -> int:
+    """Workers of one instance type that reach the target."""
+    return math.ceil(target_of(need) / instance_type.mu - 1e-9)
 
 
-def cheapest_single(offers: Sequence[Offer], need: Need) -> Offer:
-    """The on-demand offer of which a whole fleet is the cheapest."""
-    steady = [offer for offer in offers if offer.market == "on_demand"]
+def cheapest_single(instance_types: Sequence[InstanceType], need: Need) -> InstanceType:
+    """The on-demand instance type of which a whole fleet is the cheapest."""
+    steady = [instance_type for instance_type in instance_types if instance_type.market == "on_demand"]
     return min(steady, key=lambda o: (homogeneous(o, need) * o.usd_per_hour, o.name))
 
 
@@ -74,10 +74,10 @@ def cheapest_fleets(market: SpotMarket, need: Need, steps: int) -> list[Stretch]
     """
     known: dict[tuple[int, ...], FleetPlan] = {}
 
-    def best(offers: Sequence[Offer]) -> FleetPlan:
-        key = tuple(offer.max_count for offer in offers)
+    def best(instance_types: Sequence[InstanceType]) -> FleetPlan:
+        key = tuple(instance_type.max_count for instance_type in instance_types)
         if key not in known:
-            outcome = solve(fleet_problem(offers, target_of(need), Limits(), {}))
+            outcome = solve(fleet_problem(instance_types, target_of(need), Limits(), {}))
             if not isinstance(outcome, FleetPlan):
                 raise DataError(f"no fleet reaches {target_of(need):.2f} trajectories/s: raise the quotas")
             known[key] = outcome
@@ -87,11 +87,13 @@ def cheapest_fleets(market: SpotMarket, need: Need, steps: int) -> list[Stretch]
     return [Stretch(since_s, to_s, best(market.at(since_s))) for since_s, to_s in _intervals(market, until_s)]
 
 
-def optimum(offers: Sequence[Offer], fleets: Sequence[Stretch], install_s: float = 0.0) -> Priced:
+def optimum(
+    instance_types: Sequence[InstanceType], fleets: Sequence[Stretch], install_s: float = 0.0
+) -> Priced:
     """The cheapest fleet for the target at every moment, changed at once and for nothing.
 
     Args:
-        fleets: `cheapest_fleets` of these offers.
+        fleets: `cheapest_fleets` of these instance types.
         install_s: from the end of a boot until the weights are there; for `boot_usd` only.
     """
     until_s = fleets[-1].to_s
@@ -101,9 +103,11 @@ def optimum(offers: Sequence[Offer], fleets: Sequence[Stretch], install_s: float
         plan, hours = stretch.plan, (stretch.to_s - stretch.since_s) / HOUR_S
         usd, workers = usd + plan.usd_per_hour * hours, workers + plan.num_workers * hours
         if before is not None:
-            for offer in offers:
-                started = plan.counts.get(offer.name, 0) - before.get(offer.name, 0)
-                boot_usd += max(started, 0) * offer.usd_per_hour * (offer.boot_s + install_s) / HOUR_S
+            for instance_type in instance_types:
+                started = plan.counts.get(instance_type.name, 0) - before.get(instance_type.name, 0)
+                boot_usd += (
+                    max(started, 0) * instance_type.usd_per_hour * (instance_type.boot_s + install_s) / HOUR_S
+                )
         before = plan.counts
     return Priced(usd, until_s, workers * HOUR_S / until_s, boot_usd)
 
@@ -111,7 +115,7 @@ def optimum(offers: Sequence[Offer], fleets: Sequence[Stretch], install_s: float
 def random_fleet(market: SpotMarket, need: Need, steps: int, rng: random.Random) -> Priced:
     """A fleet drawn at random (ECHO-2, 5.5.2, "w/o Cost").
 
-    While it is below the target, one of the offers that have a machine left is drawn and gives one.
+    While it is below the target, one of the instance types that have a machine left is drawn and gives one.
 
     What is taken away is made up for at once. Nothing is given back.
     """
@@ -119,26 +123,37 @@ def random_fleet(market: SpotMarket, need: Need, steps: int, rng: random.Random)
     until_s, target = work_s(need, steps), target_of(need)
     usd = workers = 0.0
     for since_s, to_s in _intervals(market, until_s):
-        offers = market.at(since_s)
-        held = {offer.name: min(held.get(offer.name, 0), offer.max_count) for offer in offers}
-        mu = math.fsum(offer.mu * held[offer.name] for offer in offers)
+        instance_types = market.at(since_s)
+        held = {
+            instance_type.name: min(held.get(instance_type.name, 0), instance_type.max_count)
+            for instance_type in instance_types
+        }
+        mu = math.fsum(instance_type.mu * held[instance_type.name] for instance_type in instance_types)
         while mu < target:
-            drawn = rng.choice([offer for offer in offers if held[offer.name] < offer.max_count])
+            drawn = rng.choice(
+                [
+                    instance_type
+                    for instance_type in instance_types
+                    if held[instance_type.name] < instance_type.max_count
+                ]
+            )
             held[drawn.name] += 1
             mu += drawn.mu
         hours = (to_s - since_s) / HOUR_S
-        usd += hours * math.fsum(offer.usd_per_hour * held[offer.name] for offer in offers)
+        usd += hours * math.fsum(
+            instance_type.usd_per_hour * held[instance_type.name] for instance_type in instance_types
+        )
         workers += hours * sum(held.values())
     return Priced(usd, until_s, workers=workers * HOUR_S / until_s)
 
 
-def plan_counts(offers: Sequence[Offer], need: Need) -> Mapping[str, int]:
-    """Counts that `echo_planes.plan` would begin with, by offer: the cheapest fleet if all quotas were there.
+def plan_counts(instance_types: Sequence[InstanceType], need: Need) -> Mapping[str, int]:
+    """Counts that `echo_planes.plan` would begin with, by type: the cheapest fleet if all quotas were there.
 
     Raises:
         DataError: there is none.
     """
-    outcome = solve(fleet_problem(offers, target_of(need), Limits(), {}))
+    outcome = solve(fleet_problem(instance_types, target_of(need), Limits(), {}))
     if not isinstance(outcome, FleetPlan):
         raise DataError(f"no fleet reaches {target_of(need):.2f} trajectories/s: raise the quotas")
     return outcome.counts

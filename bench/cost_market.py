@@ -1,4 +1,4 @@
-"""Market of `bench.cost`: assumptions, single-GPU offers of a price list, and recorded spot markets."""
+"""Market of `bench.cost`: assumptions, single-GPU types of a price list, and recorded spot markets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 
 from echo_planes.config.fields import Section
 from echo_planes.fleet.capacity import Need
-from echo_planes.fleet.instance_types import Offer
+from echo_planes.fleet.instance_types import InstanceType
 from echo_planes.fleet.prices import PriceRow
 from echo_planes.fleet.sku_facts import SKU_FACTS
 from echo_planes.fleet.throughput import (
@@ -23,7 +23,7 @@ from echo_planes.fleet.throughput import (
 )
 from echo_planes.sim.lengths import LengthModel
 from echo_planes.sim.scaling import GroupShape, expected_mu
-from echo_planes.sim.scenario import OfferModel, Scenario, parse_scenario
+from echo_planes.sim.scenario import InstanceTypeModel, Scenario, parse_scenario
 from echo_planes.sim.spot import SpotTrace, read_trace
 
 ASSUMPTIONS = Path(__file__).with_name("cost_assumptions.yaml")
@@ -132,10 +132,10 @@ class Assumptions(Section):
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One offer: as the simulator has it, and as the rule sees it."""
+    """One instance type: as the simulator has it, and as the rule sees it."""
 
-    model: OfferModel
-    offer: Offer
+    model: InstanceTypeModel
+    instance_type: InstanceType
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class Case:
         throughput: factor on every engine's peak.
         spot_price: factor on every spot price.
         boot_s: instead of the assumed one.
-        in_step: all spot offers follow the trace at the same time.
+        in_step: all spot instance types follow the trace at the same time.
         shift: of all traces, as a share of the recording.
     """
 
@@ -185,7 +185,7 @@ def engine_fields(work: Workload, row: PriceRow, throughput: float) -> dict[str,
 
 
 def listed(assumptions: Assumptions, rows: Sequence[PriceRow], case: Case) -> tuple[Listed, ...]:
-    """Single-GPU offers of a price list with their quotas."""
+    """Single-GPU instance types of a price list with their quotas."""
     target = assumptions.need(SETUP_BCAST_S).mu_target or math.inf
     shape, group, found = assumptions.market, GroupShape.of(assumptions.lengths), []
     boot_s = assumptions.fleet.boot_s if case.boot_s is None else case.boot_s
@@ -204,10 +204,10 @@ def listed(assumptions: Assumptions, rows: Sequence[PriceRow], case: Case) -> tu
                 "notice_s": shape.notice_s if spot else 0.0,
                 **engine,
             }
-            mu = expected_mu(OfferModel(max_count=1, **fields), group)
+            mu = expected_mu(InstanceTypeModel(max_count=1, **fields), group)
             share = shape.spot_share if spot else shape.on_demand_share
-            model = OfferModel(max_count=max(1, math.ceil(share * target / mu)), **fields)
-            found.append(Listed(model, as_offer(model, mu)))
+            model = InstanceTypeModel(max_count=max(1, math.ceil(share * target / mu)), **fields)
+            found.append(Listed(model, as_instance_type(model, mu)))
     return tuple(found)
 
 
@@ -217,9 +217,9 @@ def snapshot_s(assumptions: Assumptions) -> float:
     return weight_bytes / (min(assumptions.network.worker_mbit, assumptions.network.uplink_mbit) * 1e6 / 8)
 
 
-def as_offer(model: OfferModel, mu: float) -> Offer:
-    """An offer of the simulator as the rule sees it."""
-    return Offer(
+def as_instance_type(model: InstanceTypeModel, mu: float) -> InstanceType:
+    """An instance type of the simulator as the rule sees it."""
+    return InstanceType(
         name=model.name,
         sku=model.sku,
         usd_per_hour=model.usd_per_hour,
@@ -257,26 +257,30 @@ class SpotMarket:
     """Market with the machines that there are at each moment.
 
     Args:
-        offers: all of them.
-        traces: of the spot offers, by name; at its peak a trace fills the offer's quota.
+        instance_types: all of them.
+        traces: of the spot instance types, by name; at its peak a trace fills the instance type's quota.
     """
 
-    offers: tuple[Offer, ...]
+    instance_types: tuple[InstanceType, ...]
     traces: Mapping[str, SpotTrace]
 
     def share(self, name: str) -> float:
         """Of the machines in the trace that are there for this run."""
-        quota = next(offer.max_count for offer in self.offers if offer.name == name)
+        quota = next(
+            instance_type.max_count for instance_type in self.instance_types if instance_type.name == name
+        )
         return quota / max(self.traces[name].counts)
 
-    def at(self, now_s: float) -> tuple[Offer, ...]:
-        """The offers with what can be had of them now: what the simulator's market would give."""
+    def at(self, now_s: float) -> tuple[InstanceType, ...]:
+        """The instance types with what can be had of them now: what the simulator's market would give."""
         there = []
-        for offer in self.offers:
-            if offer.name in self.traces:
-                count = math.floor(self.traces[offer.name].count(now_s) * self.share(offer.name) + 1e-9)
-                offer = replace(offer, max_count=min(count, offer.max_count))
-            there.append(offer)
+        for instance_type in self.instance_types:
+            if instance_type.name in self.traces:
+                count = math.floor(
+                    self.traces[instance_type.name].count(now_s) * self.share(instance_type.name) + 1e-9
+                )
+                instance_type = replace(instance_type, max_count=min(count, instance_type.max_count))
+            there.append(instance_type)
         return tuple(there)
 
     def moments(self, until_s: float) -> list[float]:
@@ -289,13 +293,15 @@ class SpotMarket:
         return sorted(found)
 
 
-def spot_market(assumptions: Assumptions, offers: Sequence[Offer], case: Case, data: Path) -> SpotMarket:
-    """The recorded market of a case: each spot offer follows it at a phase of its own."""
+def spot_market(
+    assumptions: Assumptions, instance_types: Sequence[InstanceType], case: Case, data: Path
+) -> SpotMarket:
+    """The recorded market of a case: each spot instance type follows it at a phase of its own."""
     whole = from_first_machine(read_trace(data / assumptions.traces[case.trace]))
-    spot = [offer.name for offer in offers if offer.market == "spot"]
+    spot = [instance_type.name for instance_type in instance_types if instance_type.market == "spot"]
     phase = 0.0 if case.in_step else assumptions.market.phase
     traces = {name: shifted(whole, case.shift + number * phase) for number, name in enumerate(spot)}
-    return SpotMarket(tuple(offers), traces)
+    return SpotMarket(tuple(instance_types), traces)
 
 
 # --- scenarios -----------------------------------------------------------------------------------
@@ -303,7 +309,7 @@ def spot_market(assumptions: Assumptions, offers: Sequence[Offer], case: Case, d
 
 def scenario(
     assumptions: Assumptions,
-    models: Sequence[OfferModel],
+    models: Sequence[InstanceTypeModel],
     counts: Mapping[str, int],
     *,
     mode: str,
@@ -317,7 +323,7 @@ def scenario(
         market: its traces are written to `folder`, which the simulator reads.
     """
     work, network, times = assumptions.workload, assumptions.network, assumptions.fleet
-    offers = []
+    instance_types = []
     for number, model in enumerate(models):
         fields = model.model_dump() | {"count": counts.get(model.name, 0)}
         if market is not None and folder is not None and model.name in market.traces:
@@ -325,7 +331,7 @@ def scenario(
             rows = [*zip(trace.times_s, trace.counts, strict=True), (trace.end_s, trace.count(0.0))]
             path.write_text("".join(f"{at},{n}\n" for at, n in rows), encoding="utf-8")
             fields |= {"trace": str(path), "trace_at_end": "repeat", "trace_share": market.share(model.name)}
-        offers.append(fields)
+        instance_types.append(fields)
     stale = assumptions.staleness
     weight_mb = work.num_params * BYTES_PER_WEIGHT / 1e6
     patch_mb = work.num_params * network.changed_share * PATCH_BYTES_PER_CHANGED_WEIGHT / 1e6
@@ -359,6 +365,6 @@ def scenario(
                 "sustain_s": times.sustain_s,
                 "boot_limit_s": max(times.boot_limit_s, BOOT_LIMIT_BOOTS * max(o.boot_s for o in models)),
             },
-            "offers": offers,
+            "instance_types": instance_types,
         }
     )

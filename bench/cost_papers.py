@@ -8,7 +8,7 @@ from pathlib import Path
 from bench.cost_fleets import HOUR_S
 from echo_planes.errors import DataError
 from echo_planes.fleet.exact import exact
-from echo_planes.fleet.instance_types import FleetPlan, Limits, Offer
+from echo_planes.fleet.instance_types import FleetPlan, InstanceType, Limits
 
 
 def papers_own(path: Path) -> list[tuple[str, str, str]]:
@@ -27,11 +27,11 @@ def papers_own(path: Path) -> list[tuple[str, str, str]]:
     # E.3: 10 H100 or 76 RTX 5090 keep 8 H100 busy, which make 4,096 trajectories in 1,320 s (table 6).
     step_s = 1914 / 100 / (18 * h100) * HOUR_S
     mu = 4096 / step_s
-    offers = [
-        Offer("H100", "H100", h100, mu / 10, 10),
-        Offer("RTX-5090", "RTX-5090", rtx, mu / 76, 76),
+    instance_types = [
+        InstanceType("H100", "H100", h100, mu / 10, 10),
+        InstanceType("RTX-5090", "RTX-5090", rtx, mu / 76, 76),
     ]
-    plan = exact(offers, mu, Limits(), {})
+    plan = exact(instance_types, mu, Limits(), {})
     if not isinstance(plan, FleetPlan):
         raise DataError(f"{path}: no fleet of 10 H100 and 76 RTX 5090 makes {mu:.2f} trajectories/s")
     fleet, learner = ", ".join(f"{n} {name}" for name, n in plan.counts.items()), 8 * h100

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from echo_planes.weights.chain.plan import ideal_broadcast_s, num_chains
-from echo_planes.weights.chain.simulated import MBIT, BroadcastSim
-from echo_planes.weights.chain.simulated_nodes import SimSettings
+from echo_planes.weights.chain.simulated import MBIT, BroadcastSim, SimSettings
 from echo_planes.weights.wire.manifest import PublicationKey
 
 SNAPSHOT_BYTES = 16_000_000_000

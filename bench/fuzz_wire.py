@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import json
 import subprocess
 import sys
 import tempfile
@@ -20,13 +19,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from echo_planes.errors import WeightsError
 from echo_planes.types import Codec
 from echo_planes.weights.codec.entry import decode, encode
+from echo_planes.weights.codec.table import CODECS
 from echo_planes.weights.digest import BIT_DTYPES, BitTensor
-from echo_planes.weights.wire import frames, manifest
+from echo_planes.weights.wire import frames, manifest, messages
 from echo_planes.weights.wire.frames import ChunkFrame, FrameParser, ManifestFrame, SegmentFrame, encode_frame
 from echo_planes.weights.wire.limits import relay_limits
 from echo_planes.weights.wire.signing import Verifier
@@ -81,20 +82,16 @@ def _messages() -> tuple[Target, list[bytes]]:
         ):
             _round_trip(data, read, write)
         _round_trip(data.decode("latin-1"), manifest.parse_key_text, manifest.key_text)
-        try:
-            value = json.loads(data)
-        except (ValueError, RecursionError):
-            return
-        _round_trip(value, frames.segment_from_json, frames.segment_to_json)
-        _round_trip(value, frames.manifest_from_json, frames.manifest_to_json)
-        _round_trip(value, lambda ranges: ChunkSet.from_json(ranges, 4096), ChunkSet.to_json)
+        _survives(data, lambda text: frames.segments_from_json(text, "fuzzed"), frames.segments_to_json)
+        _survives(data, lambda text: frames.manifest_from_json(text, "fuzzed"), frames.manifest_to_json)
+        _survives(data, _chunk_set, lambda chunks: msgspec.json.encode(chunks.ranges()))
 
     return parse, [
         manifest.header_bytes(segment.header),
         manifest.manifest_bytes(source.manifest.manifest),
         manifest.key_text(PATCH).encode(),
-        json.dumps(frames.segment_to_json(segment)).encode(),
-        json.dumps(frames.manifest_to_json(source.manifest)).encode(),
+        frames.segments_to_json(source.segments),
+        frames.manifest_to_json(source.manifest),
         b"[[0, 5], [7, 9]]",
     ]
 
@@ -115,14 +112,15 @@ def _codec() -> tuple[Target, list[bytes]]:
         changed = bits + (rng.random(bits.size) < 0.1).astype(bits.dtype)
         tensors[name] = BitTensor(changed, dtype, shape)
     specs = {name: tensor.spec(name) for name, tensor in base.items()}
-    codecs: tuple[Codec, ...] = ("compact", "fast", "overwrite", "full")
+    codecs: tuple[Codec, ...] = (*CODECS, "full")
 
     def take(data: bytes) -> None:
         if len(data) < 2:
             return
         segment = np.frombuffer(data, dtype=np.uint8)[2:].copy()
         offset_bytes = data[1] * 16  # of no matter but for full
-        for change in decode(codecs[data[0] % 4], segment, offset_bytes, specs, lambda name: base[name].bits):
+        codec = codecs[data[0] % len(codecs)]
+        for change in decode(codec, segment, offset_bytes, specs, lambda name: base[name].bits):
             bits = base[change.name].bits
             _promise(change.values.dtype == bits.dtype, "values of another type")
             if change.indices is None:
@@ -150,6 +148,19 @@ TARGETS: Mapping[str, Callable[[], tuple[Target, list[bytes]]]] = {
 def _promise(kept: bool, what: str) -> None:
     if not kept:
         raise RuntimeError(f"broken promise: {what}")
+
+
+def _chunk_set(text: bytes) -> ChunkSet:
+    return ChunkSet.of(messages.decode(text, list[tuple[int, int]], "fuzzed"), 4096)
+
+
+def _survives(data: bytes, read: Callable[[bytes], Any], write: Callable[[Any], bytes]) -> None:
+    """JSON has many texts for one message; what was read must be the same once written."""
+    try:
+        text = write(read(data))
+    except WeightsError:
+        return
+    _round_trip(text, read, write)
 
 
 def _round_trip(data: Any, read: Callable[[Any], Any], write: Callable[[Any], Any]) -> None:

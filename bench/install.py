@@ -29,7 +29,8 @@ from typing import Any
 import numpy as np
 from safetensors.torch import load_file
 
-from echo_planes.config.schema import BUILTIN_MODELS, EngineConfig, SamplingConfig
+from echo_planes.config.fleet import EngineConfig
+from echo_planes.config.schema import BUILTIN_MODELS, SamplingConfig
 from echo_planes.rollout.vllm.engine import VllmEngine
 from echo_planes.rollout.vllm.plugin import WorkerExtension
 from echo_planes.types import ByteArray, Codec, Manifest, Publication, TensorSpec

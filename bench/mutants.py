@@ -23,7 +23,6 @@ from echo_planes.data.replay.partial_rollouts import LeasePartials, Partials
 from echo_planes.data.replay.prompts import PromptCursor
 from echo_planes.fleet.instance_record import BackOffs
 from echo_planes.fleet.money import Accounting, Budget
-from echo_planes.fleet.provisioner import Provisioner
 from echo_planes.fleet.reconciler import Reconciler
 from echo_planes.fleet.workers import FleetWorker
 from echo_planes.loop.controller import Controller
@@ -300,13 +299,13 @@ MUTANTS = (
         'self.state == "serving"',
     ),
     Mutant("a fleet of nobody stays one", Reconciler, "tick", "if not self.counts:", "if False:"),
-    Mutant("a back-off never ends", BackOffs, "holds", " and now_s < self._of[offer].until_s", ""),
+    Mutant("a back-off never ends", BackOffs, "holds", " and now_s < self._of[instance_type].until_s", ""),
     Mutant(
         "the fleet's limits are ignored",
-        Provisioner,
-        "__init__",
-        "self.limits = limits",
-        "self.limits = Limits()",
+        Reconciler,
+        "tick",
+        "self._provisioner.limits = limits if",
+        "self._provisioner.limits = type(limits)() if",
     ),
     Mutant(
         "a machine that is gone costs on", Accounting, "stop", "self._pay(known, -known.price, now)", "pass"

@@ -13,7 +13,7 @@ from bench.papers_base import (
     Row,
     Values,
     Variation,
-    offer,
+    instance_type,
     run,
     scenario,
     variations,
@@ -206,8 +206,8 @@ def simulate(
 ) -> Outcome:
     """One row. `fleet`: the prices of its machines; None: the provisioner chooses from the pool."""
     staleness, pool = setting["max_staleness"], fleet or _machines(setting, variation)
-    offers = [
-        offer(
+    instance_types = [
+        instance_type(
             values,
             f"at-{usd}",
             values["mu"] * variation.throughput,
@@ -225,7 +225,7 @@ def simulate(
             network={"mode": mode, **{key: values[key] for key in NETWORK}},
             fleet={"mode": "fixed" if fleet else "provisioned", "gamma": setting["gamma"]},
             run={"steps": setting["steps"]},
-            offers=offers,
+            instance_types=instance_types,
         )
     )
     begun_s = result.steps[setting["warm_up_steps"] - 1]["time_s"]

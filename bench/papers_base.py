@@ -129,7 +129,7 @@ def scenario(values: Values, **sections: Any) -> Scenario:
     return parse_scenario(tree)
 
 
-def offer(values: Values, name: str, mu: float, **more: Any) -> Values:
+def instance_type(values: Values, name: str, mu: float, **more: Any) -> Values:
     """Workers of one kind, with so much throughput."""
     return {
         "name": name,

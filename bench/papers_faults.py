@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from bench.papers_base import BASE, Claim, Row, Values, Variation, offer, run, scenario, variations
+from bench.papers_base import BASE, Claim, Row, Values, Variation, instance_type, run, scenario, variations
 from echo_planes.fleet.capacity import needed_capacity
 from echo_planes.sim.scenario import Scenario
 from echo_planes.sim.world import Result, World
@@ -145,8 +145,8 @@ def _scenario(
         network={**{key: values[key] for key in keys}, "receive_in_place": in_place},
         fleet={"mode": values["fleet"], "gamma": values["gamma"], "standby": values["ready"]},
         run={"steps": values["steps"], **limits},
-        offers=[
-            offer(
+        instance_types=[
+            instance_type(
                 values,
                 "worker",
                 mu_min / values["margin"] / values["workers"],

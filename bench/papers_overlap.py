@@ -12,7 +12,7 @@ from bench.papers_base import (
     Values,
     Variation,
     bubble,
-    offer,
+    instance_type,
     run,
     scenario,
     variations,
@@ -46,7 +46,7 @@ def bubble_with(values: Values, steps: Values, s_kappa: tuple[int, int], mu: flo
             for key in ("worker_mbit", "uplink_mbit", "rtt_s", "snapshot_mb", "install_s", "receive_in_place")
         },
         run={"steps": steps["steps"]},
-        offers=[offer(values, "worker", mu, count=workers)],
+        instance_types=[instance_type(values, "worker", mu, count=workers)],
     )
     return bubble(run(simulated), steps["warm_up_steps"])
 

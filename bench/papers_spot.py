@@ -13,7 +13,7 @@ from typing import Any
 from bench.papers_base import BASE, Claim, Row, Values, Variation, run, scenario, variations
 from echo_planes.errors import ConfigError
 from echo_planes.sim.flow import Flow
-from echo_planes.sim.scenario import Scenario, offer_trace, parse_scenario
+from echo_planes.sim.scenario import Scenario, instance_type_trace, parse_scenario
 from echo_planes.sim.worker import SimWorker, Work
 from echo_planes.sim.world import Result, World
 from echo_planes.types import LeaseTokens
@@ -52,14 +52,16 @@ class Yield:
 def traces_are_there() -> bool:
     """Whether the recorded markets can be read (they are not part of the library)."""
     try:
-        offer = {"name": "spot", "count": 1, "trace": f"{FOLDER}/p3-trace.csv"}
-        offer_trace(parse_scenario({"offers": [offer]}).offers[0])
+        instance_type = {"name": "spot", "count": 1, "trace": f"{FOLDER}/p3-trace.csv"}
+        instance_type_trace(parse_scenario({"instance_types": [instance_type]}).instance_types[0])
     except ConfigError:
         return False
     return True
 
 
-def _offer(values: Values, variation: Variation, name: str, count: int, usd: float, **more: Any) -> Values:
+def _instance_type(
+    values: Values, variation: Variation, name: str, count: int, usd: float, **more: Any
+) -> Values:
     return {
         "name": name,
         "count": count,
@@ -72,7 +74,7 @@ def _offer(values: Values, variation: Variation, name: str, count: int, usd: flo
     }
 
 
-def _scenario(values: Values, staleness: int, offers: list[Values], **sections: Any) -> Scenario:
+def _scenario(values: Values, staleness: int, instance_types: list[Values], **sections: Any) -> Scenario:
     keys = ("worker_mbit", "uplink_mbit", "snapshot_mb", "install_s")
     return scenario(
         values,
@@ -82,7 +84,7 @@ def _scenario(values: Values, staleness: int, offers: list[Values], **sections: 
         **{
             "fleet": {"mode": "kept", "boot_limit_s": 1e6},
             "run": {"hours": values["hours"]},
-            "offers": offers,
+            "instance_types": instance_types,
             **sections,
         },
     )
@@ -90,19 +92,19 @@ def _scenario(values: Values, staleness: int, offers: list[Values], **sections: 
 
 def reserved_only(values: Values, variation: Variation) -> Scenario:
     """The learner's own machines sample, then train: synchronous, nothing else is paid for."""
-    own = _offer(values, variation, "own", values["reserved_engines"], 0.0)
+    own = _instance_type(values, variation, "own", values["reserved_engines"], 0.0)
     return _scenario(values, 0, [own])
 
 
 def on_demand(values: Values, variation: Variation, machines: int) -> Scenario:
     """As many rollout machines as the market had on average, at the price of reserved ones."""
-    offer = _offer(values, variation, "on-demand", machines, values["on_demand_usd_per_hour"])
-    return _scenario(values, values["max_staleness"], [offer])
+    instance_type = _instance_type(values, variation, "on-demand", machines, values["on_demand_usd_per_hour"])
+    return _scenario(values, values["max_staleness"], [instance_type])
 
 
 def spot(values: Values, variation: Variation, trace: str, share: float) -> Scenario:
     """Rollouts on spot machines alone, as they were to be had."""
-    offer = _offer(
+    instance_type = _instance_type(
         values,
         variation,
         "spot",
@@ -113,7 +115,7 @@ def spot(values: Values, variation: Variation, trace: str, share: float) -> Scen
         trace=f"{FOLDER}/{trace}",
         trace_share=share,
     )
-    return _scenario(values, values["max_staleness"], [offer])
+    return _scenario(values, values["max_staleness"], [instance_type])
 
 
 def yielded(result: Result, warm_up_steps: int) -> Yield:
@@ -128,7 +130,7 @@ def yielded(result: Result, warm_up_steps: int) -> Yield:
 
 def mean_machines(values: Values, trace: str, share: float) -> float:
     """Mean number of the machines asked for that there were, over the hours that are simulated."""
-    market = offer_trace(spot(values, BASE, trace, share).offers[0])
+    market = instance_type_trace(spot(values, BASE, trace, share).instance_types[0])
     if market is None:
         return 0.0
     end_s = values["hours"] * 3600
@@ -219,12 +221,14 @@ def _rows(name: str, found: Yield, own: Yield, paid: Yield, again: Yield) -> lis
 
 def _migration(values: Values, at_s: float) -> Row:
     """Half of the machines go in a step, and none comes: how much longer the step takes (figure 14)."""
-    offers = [_offer(values, BASE, "machine", values["migration_machines"], 0.0, boot_s=NEVER_S)]
+    instance_types = [
+        _instance_type(values, BASE, "machine", values["migration_machines"], 0.0, boot_s=NEVER_S)
+    ]
     limits = {"steps": FAULT_STEP}
 
     def simulated(faults: list[Values]) -> Scenario:
         return _scenario(
-            values, 0, offers, fleet={"mode": "kept", "boot_limit_s": 1e6}, run=limits, faults=faults
+            values, 0, instance_types, fleet={"mode": "kept", "boot_limit_s": 1e6}, run=limits, faults=faults
         )
 
     base = run(simulated([]))

@@ -62,7 +62,7 @@ def observe(
             "receive_in_place": True,
         },
         run={"steps": values["steps"]},
-        offers=[
+        instance_types=[
             {
                 "name": "worker",
                 "count": values["workers"],

@@ -26,7 +26,8 @@ from pathlib import Path
 import psutil
 from transformers import AutoTokenizer
 
-from echo_planes.config.schema import Config, ModelConfig, SamplingConfig, WorkerConfig
+from echo_planes.config.fleet import WorkerConfig
+from echo_planes.config.schema import Config, ModelConfig, SamplingConfig
 from echo_planes.loop.builders import ScorerBuilder
 from echo_planes.rollout.vllm.engine import VllmEngine
 from echo_planes.rollout.worker import RolloutWorker

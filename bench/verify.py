@@ -159,7 +159,7 @@ def verify_code(folder: Path, dataset: Any) -> Section:
 
     Raises:
         DataError: nothing to read.
-        SandboxError: this machine offers no protection; nothing ran.
+        SandboxError: this machine instance types no protection; nothing ran.
     """
     options = CodeOptions(
         dataset=dataset, data=str(folder), template="plain", slots=NUM_SLOTS, program_s=PROGRAM_S

@@ -1,6 +1,6 @@
 """echo_planes: RL post-training for LLMs with learning in one place and rollouts wherever GPUs are cheap.
 
-What a task is written with is importable from here; it brings neither torch nor ray nor vllm.
+It exports the names that a task needs. Importing them loads neither torch nor ray nor vllm.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when first asked for: helper processes that import one module start in milliseconds."""
+    """Import an exported name at its first use, so that processes that import one module start quickly."""
     if name not in _HOMES:
         raise AttributeError(f"module 'echo_planes' has no attribute '{name}'")
     return getattr(import_module(f"echo_planes.{_HOMES[name]}"), name)

@@ -1,11 +1,11 @@
-"""Every error this library raises on purpose, drawn as one tree.
+"""Tree of all errors that this library raises on purpose.
 
 ::
 
     EchoPlanesError
     |-- UserError                 a person's mistake: one line, no traceback, exit status 2
     |   |-- ConfigError           unknown key, group, value or type; inconsistent settings
-    |   |-- DataError             a data file that is missing, unreadable or not what it should be
+    |   |-- DataError             a data file that is missing, unreadable or malformed
     |   |-- ModelError            a model folder that is missing or cannot be used
     |   `-- ClusterError          the fleet does not fit, a port is taken, a disk is full
     |-- RunError                  the run cannot go on: one line, a checkpoint where possible, exit status 1
@@ -15,7 +15,7 @@
     |   |-- WorkerGoneError       a rollout worker's process or engine died; the run replaces it
     |   |-- LearnerLostError      a learner rank died; names the checkpoint to resume from
     |   `-- StoppedError          the run was asked to stop (Ctrl-C, SIGTERM)
-    |-- RefusedError              a message that must not be believed; counted, never applied
+    |-- RefusedError              a message that is not trusted; counted, never applied
     |   |-- LeaseError            unknown, expired or fenced lease
     |   `-- WeightsError          wrong base, wrong digest, wrong name, wrong size
     `-- TaskError                 a task adapter broke its contract; names the task and the prompt
@@ -27,9 +27,9 @@ import difflib
 import reprlib
 from collections.abc import Iterable
 
-MAX_LINE = 2000  # characters of a message
-_TAIL = 400  # of them at the end, where it says what to do
-_NAME = 100
+MAX_LINE = 2000  # characters of a message, at most
+_TAIL = 400  # characters kept of its end, which says what to do
+_NAME = 100  # characters of a name that are compared
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 100
 
@@ -39,9 +39,9 @@ class EchoPlanesError(Exception):
 
 
 class UserError(EchoPlanesError):
-    """A person's mistake. The message says what, which value, why, and what to do.
+    """A person's mistake. The message says what is wrong, the value, why, and what to do.
 
-    It is one line of bounded length whatever values it quotes.
+    It is one line of bounded length, whatever values it quotes.
     """
 
     exit_status = 2
@@ -55,7 +55,7 @@ class ConfigError(UserError):
 
 
 class DataError(UserError):
-    """A data file that is missing, unreadable or not what it should be."""
+    """A data file that is missing, unreadable or malformed."""
 
 
 class ModelError(UserError):
@@ -84,7 +84,7 @@ class WaitTimeoutError(RunError):
     """A wait reached its limit.
 
     Args:
-        phase: what was being waited for, in a few words ("engine start", "weight install").
+        phase: the phase that was waited for, in a few words ("engine start", "weight install").
         limit_s: the limit that was reached, seconds.
         worker: the worker or rank waited for, if any.
         version: the policy version concerned, if any.
@@ -123,7 +123,7 @@ class StoppedError(RunError):
 
 
 class RefusedError(EchoPlanesError):
-    """A message that must not be believed."""
+    """A message that is not trusted."""
 
 
 class LeaseError(RefusedError):
@@ -139,7 +139,10 @@ class TaskError(EchoPlanesError):
 
 
 def one_line(text: str) -> str:
-    """A text with its line ends as spaces, other invisible characters as escapes, and its middle cut out."""
+    """Return a text with runs of whitespace as one space and invisible characters as escapes.
+
+    A text longer than `MAX_LINE` loses its middle.
+    """
     if len(text) > MAX_LINE:
         text = f"{text[: MAX_LINE - _TAIL]} ... {text[-_TAIL:]}"
     words = " ".join(text.split())
@@ -147,13 +150,13 @@ def one_line(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A value for a message: cut where it is long, deep, or never ends."""
+    """Return a value as text for a message, cut where it is long, deep, or contains itself."""
     return _SHOWN.repr(value)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Words for a message about an unknown name: the known one it is nearly, or nothing."""
-    name = name[:_NAME]  # the search for it takes the square of the length
+    """Return the end of a message about an unknown name, with the most similar known name; "" without one."""
+    name = name[:_NAME]  # the search takes time quadratic in the length
     folded = {one.lower(): one for one in known}
     match = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.5)
     return f"; did you mean '{folded[match[0]]}'?" if match else ""

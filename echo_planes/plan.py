@@ -1,6 +1,6 @@
-"""`python -m echo_planes.plan prices=FILE key=value ...`: which fleet a run needs, before a cent is spent.
+"""`python -m echo_planes.plan prices=FILE key=value ...`: plan of the fleet that a run needs, before the run.
 
-`convert-skypilot` turns a catalogue of SkyPilot into a list of prices. What is worked out: `planning.py`.
+`convert-skypilot` turns a catalogue of SkyPilot into a list of prices. `fleet/planning.py` makes the plan.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echo_planes.fleet.prices import convert_skypilot
 from echo_planes.reporting.metrics import write_atomic
 from echo_planes.reporting.plan import as_html, as_json, as_text
 
-NO_FLEET = 1  # exit status, beside 0 for a fleet and 2 for a person's mistake
+NO_FLEET = 1  # exit status; 0: a fleet was found, 2: a person's mistake
 CONVERT = "convert-skypilot"
 
 USAGE = f"""usage: python -m echo_planes.plan [--json] [--html FILE] [--help] prices=FILE key=value ...
@@ -34,7 +34,7 @@ or kappa steps end before a publication does.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Plan, or convert; returns the exit status. A mistake is one line on stderr, never a traceback."""
+    """Plan or convert, and return the exit status. A mistake is one line on stderr, never a traceback."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if words[:1] == [CONVERT]:
@@ -90,7 +90,7 @@ def _show(text: str) -> int:
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-    except BrokenPipeError:  # `| head`: the reader has seen enough
+    except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

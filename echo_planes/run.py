@@ -19,7 +19,7 @@ from echo_planes.config.schema import Config
 from echo_planes.data.tasks.registry import adapter_options
 from echo_planes.errors import CollapsedError, EchoPlanesError, RunError, StoppedError, UserError
 from echo_planes.loop import preflight
-from echo_planes.loop.checkpoint import CheckpointMeta, newest_checkpoint
+from echo_planes.loop.checkpoint import CheckpointMeta, newest_checkpoint, resume_command
 from echo_planes.loop.inputs import check_inputs, digest_of_model, digest_of_prompts, keep_inputs
 from echo_planes.loop.loading import describe, dump_resolved, load_config, recorded_config
 from echo_planes.loop.resume import Change, changes_of, check_changes, check_unfinished
@@ -27,7 +27,7 @@ from echo_planes.loop.runner import Outcome
 from echo_planes.reporting.metrics import GAUGES, read_summary
 from echo_planes.reporting.terminal import View
 
-HEAR_S = 0.01  # for the loop to hear of a Ctrl-C that came while something else ran
+HEAR_S = 0.01  # for the event loop to process a Ctrl-C that came during blocking code
 
 USAGE = """usage: python -m echo_planes.run [--print] [--help] [group=name] [section.key=value] ...
 
@@ -42,7 +42,7 @@ USAGE = """usage: python -m echo_planes.run [--print] [--help] [group=name] [sec
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run; returns the exit status. A person's mistake is one line on stderr, never a traceback."""
+    """Run, and return the exit status. A person's mistake is one line on stderr, never a traceback."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if "--help" in words or "-h" in words:
@@ -54,11 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UserError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        print(
-            "error: interrupted; continue from the newest checkpoint with run.resume=FOLDER, if there is one",
-            file=sys.stderr,
-        )
+    except KeyboardInterrupt:
+        print("error: interrupted before the run began", file=sys.stderr)
         return StoppedError.exit_status
     except EchoPlanesError as error:
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
@@ -69,16 +66,17 @@ def _show(text: str) -> int:
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-    except BrokenPipeError:  # `--help | head`: the reader has seen enough
+    except BrokenPipeError:  # the reader, as in `--help | head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def run(config: Config) -> int:
-    """One run with a resolved configuration; returns the exit status.
+    """Run with a resolved configuration, and return the exit status.
 
     Raises:
-        EchoPlanesError: what ended it, after the summary and the report were written.
+        EchoPlanesError: the run could not start, was interrupted, failed or collapsed. A run that began has
+            written its summary and report.
     """
     folder = run_folder(config)
     checkpoint: Path | None = None
@@ -93,11 +91,17 @@ def run(config: Config) -> int:
     clock = MonotonicClock()
     view = View(sys.stdout, config.run.steps, sys.stdout.isatty(), clock)
     view.event(f"run folder {folder}")
-    return asyncio.run(_run(config, folder, checkpoint, meta, list(map(str, changes)), view, clock))
+    try:
+        with view.ticking():
+            return asyncio.run(_run(config, folder, checkpoint, meta, list(map(str, changes)), view, clock))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        way_on = resume_command(folder)
+        advice = f"go on with: {way_on}" if way_on else "there is no checkpoint to go on from: start anew"
+        raise StoppedError(f"interrupted; {advice}") from None
 
 
 def run_folder(config: Config) -> Path:
-    """The run's folder, absolute: processes of the run have other working directories."""
+    """Return the run's folder as an absolute path: processes of the run have other working directories."""
     if config.run.resume:
         return user_path(config.run.resume).resolve()
     if config.run.dir:
@@ -115,13 +119,13 @@ async def _run(
     clock: Clock,
 ) -> int:
     start_s = clock.now_s()
-    # Heard by the loop, not by whatever code runs just then: some imports swallow an interruption.
+    # The event loop handles SIGINT, since some imports swallow a KeyboardInterrupt.
     task = asyncio.current_task()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: task and task.cancel())
     if not cluster_address(config):
         keep_ray_private()
     with view.phase("imports"):
-        # Only now: a mistake in the settings is told before these take their seconds.
+        # Imported only now, so that the checks of the settings report a mistake before these seconds.
         from echo_planes.cluster import session as cluster
         from echo_planes.loop import launch
         from echo_planes.loop.job import open_folder, run_job
@@ -142,7 +146,7 @@ async def _run(
         with view.phase("Ray"):
             stack.enter_context(cluster.ray_session(config, folder / "ray_logs"))
         await asyncio.sleep(HEAR_S)
-        # Only now is anything written: a mistake leaves no run folder behind.
+        # The run folder is made only now, so that a mistake leaves none behind.
         meta = open_folder(config, folder, checkpoint, meta)
         keep_inputs(folder, inputs)
         outcome = await run_job(
@@ -156,14 +160,14 @@ async def _run(
             changes=changes,
             make_planes=launch.RayPlanes,
             make_actuator=launch.make_actuator,
-            kinds=config.fleet.fixed(),
+            worker_configs=config.fleet.fixed(),
             export=cluster.prometheus((one.key, one.name, one.description) for one in GAUGES),
         )
     return exit_status(outcome)
 
 
 def exit_status(outcome: Outcome) -> int:
-    """0 also where the budget is spent: that is an end as planned, and a job that ends so has not failed.
+    """Return the exit status of an outcome; 0 also for a spent budget, which is a planned end.
 
     Raises:
         RunError: the run failed, or collapsed.

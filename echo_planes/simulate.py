@@ -1,7 +1,7 @@
 """`python -m echo_planes.simulate scenario=NAME|FILE.yaml key=value ...`: a whole run in virtual time.
 
-The code that decides is the real one; learner, engines, links, prices, spot markets and faults are models.
-Everything that is printed or written says that it is simulated.
+The decision code is the real one; learner, engines, links, prices, spot markets and faults are models. All
+output says that it is simulated.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 
 from echo_planes.config.files import user_path
 from echo_planes.errors import ClusterError, EchoPlanesError, RunError, UserError
+from echo_planes.reporting.formats import show_percent, show_usd
 from echo_planes.reporting.ledger import ledger_equation
 from echo_planes.reporting.metrics import write_atomic
-from echo_planes.reporting.sections.charts import show_percent, show_usd
 from echo_planes.sim.report import render
 from echo_planes.sim.scenario import describe, dump_scenario, load_scenario, scenario_names
 from echo_planes.sim.trace import MARK, Record
@@ -26,7 +26,7 @@ from echo_planes.sim.world import Result, World
 USAGE = """usage: python -m echo_planes.simulate [--json] [--print] [--help] scenario=NAME|FILE.yaml ...
 
   python -m echo_planes.simulate scenario=steady                     ten workers, a day
-  python -m echo_planes.simulate scenario=steady offers.0.count=8    ... two fewer
+  python -m echo_planes.simulate scenario=steady instance_types.0.count=8    ... two fewer
   python -m echo_planes.simulate scenario=faults out=FOLDER          write trace.jsonl, report.html there, too
 
   --json    print the summary as JSON
@@ -36,7 +36,7 @@ USAGE = """usage: python -m echo_planes.simulate [--json] [--print] [--help] sce
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Simulate; returns the exit status. A person's mistake is one line on stderr, never a traceback."""
+    """Simulate, and return the exit status. A person's mistake is one line on stderr, never a traceback."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if not words or "--help" in words or "-h" in words:
@@ -64,10 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write_result(folder: Path, result: Result, scenario_text: str) -> None:
-    """Write trace.jsonl, summary.json, scenario.yaml and report.html to a folder, which is made.
+    """Make a folder if necessary, and write trace.jsonl, summary.json, scenario.yaml and report.html to it.
 
     Raises:
-        ClusterError: the folder cannot be written.
+        ClusterError: the folder cannot be made, or the disk is full.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def write_result(folder: Path, result: Result, scenario_text: str) -> None:
 
 
 def show(summary: Record) -> str:
-    """The summary for a terminal."""
+    """Return the summary as text for a terminal."""
     bcast, per_step, mu_min = summary["t_bcast_s_median"], summary["usd_per_step"], summary["mu_min"]
     skus = ", ".join(f"{name} {show_usd(usd)}" for name, usd in summary["usd_by_sku"].items())
     wasted = sum(summary[f"{fate}_tokens"] for fate in ("lost", "stale", "uninformative", "refused"))
@@ -115,12 +115,12 @@ def _print(text: str) -> None:
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
-    except BrokenPipeError:  # `--help | head`: the reader has seen enough
+    except BrokenPipeError:  # the reader, as in `--help | head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":
-    # Next to no garbage is in cycles. Looking for some at Python's usual pace took an eighth of the time.
+    # The simulation makes almost no reference cycles; the default thresholds cost an eighth of its time.
     gc.freeze()
     gc.set_threshold(50_000, 50, 1000)
     sys.exit(main())

@@ -1,6 +1,6 @@
-"""`python -m echo_planes.task check|new`: does a task keep its contract, and a new one to start from.
+"""`python -m echo_planes.task check|new`: check of a task's contract, and the skeleton of a new task.
 
-The adapter is built and called in a child process that is killed when a call does not come back.
+A child process builds and calls the adapter. The parent kills it when a call does not return in time.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from echo_planes.errors import ConfigError, EchoPlanesError, StoppedError, UserE
 from echo_planes.loop.loading import load_config
 from echo_planes.testing.fakes import FakeTokenizer
 
-START_LIMIT_S = 120.0  # imports on a busy machine
-GRACE_S = 5.0  # the child ends itself at a limit and says where it was; then it is killed
-FATAL = ("build", "prompts", "held-out prompts")  # nothing can be tried after an error of these
-OTHER_PROCESS = "another process"  # the last probe: the parent's own
-PROBLEM = 1  # exit status, beside 0 for all well and 2 for a person's mistake
+START_LIMIT_S = 120.0  # for imports on a busy machine
+GRACE_S = 5.0  # beyond a limit, at which the child ends itself with a traceback, until it is killed
+FATAL = ("build", "prompts", "held-out prompts")  # an error of these probes ends the check
+OTHER_PROCESS = "another process"  # the last probe, with a second child process
+PROBLEM = 1  # exit status; 0: the contract is kept, 2: a person's mistake
 _TAIL_BYTES = 1 << 16
 _MAX_MESSAGE_BYTES = 1 << 22
 _FRAME = re.compile(r'File "(.+)", line (\d+)')
@@ -56,7 +56,7 @@ Exit status of check: 0 the contract is kept (there may be warnings), 1 it is br
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status. A mistake is one line on stderr, never a traceback."""
+    """Run one command, and return the exit status. A mistake is one line on stderr, never a traceback."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         match words:
@@ -85,12 +85,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def check_task(
     task: str, words: Sequence[str] = (), *, start_limit_s: float = START_LIMIT_S
 ) -> list[Finding]:
-    """All findings about a task, in child processes. Does not raise for what the adapter does.
+    """Probe a task in child processes and return all findings; a fault of the adapter raises nothing here.
 
     Args:
         task: as in `task=...` of a run.
         words: `section.key=value` settings of a run.
-        start_limit_s: for imports, the user's module among them, seconds.
+        start_limit_s: limit for imports, with the user's module, seconds.
 
     Raises:
         UserError: there is no such task, or a setting is wrong.
@@ -110,12 +110,12 @@ def check_task(
             return findings + _compared(child.prints, request, start_limit_s)
         if child.has_ended or child.probe in (*FATAL, OTHER_PROCESS, ""):
             return findings
-        # A probe that hangs or crashes once would do so again.
+        # A probe that has hung or crashed would do so again, so the next child skips it.
         done += [child.probe, *(["something to learn"] if child.probe.startswith("reward") else [])]
 
 
 def _compared(prints: list[str], request: dict[str, Any], start_limit_s: float) -> list[Finding]:
-    """Whether another process, with another seed of Python's own hash(), makes the same prompts."""
+    """Check that another process, with another seed of Python's `hash`, makes the same prompts."""
     with _Child({**request, "only_prints": True}, hash_seed=2, limit_s=start_limit_s) as child:
         for _ in child.messages():
             pass
@@ -132,7 +132,7 @@ def _compared(prints: list[str], request: dict[str, Any], start_limit_s: float) 
     return [Finding("error", OTHER_PROCESS, text)]
 
 
-# --- what people see -----------------------------------------------------------------------------
+# --- output --------------------------------------------------------------------------------------
 
 
 def _report(task: str, findings: Sequence[Finding]) -> int:
@@ -161,12 +161,12 @@ def _where(folder: Path) -> str:
 
 
 class _Child:
-    """A process that answers one request with JSON lines; killed, with all it has started, on leaving.
+    """A process that answers one request with JSON lines; leaving the context kills its process group.
 
     Args:
-        request: what `answer_parent` is asked.
-        hash_seed: of Python's own hash().
-        limit_s: for its imports, seconds; later it says itself how long the parent is to wait.
+        request: argument of `answer_parent`.
+        hash_seed: seed of Python's `hash`.
+        limit_s: limit for its imports, seconds; later its messages say how long the parent must wait.
     """
 
     def __init__(self, request: dict[str, Any], *, hash_seed: int, limit_s: float) -> None:
@@ -203,10 +203,10 @@ class _Child:
             self._process.stdout.close()
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Its messages until it is done, gone, or has been silent for longer than it said.
+        """Yield the child's messages until it ends, or is silent for longer than its limit.
 
         Raises:
-            UserError: the request cannot be tried.
+            UserError: the request holds a user's mistake.
         """
         if self._process.stdout is None:
             return
@@ -237,7 +237,7 @@ class _Child:
         self.has_ended = message.get("end", self.has_ended)
 
     def lost(self) -> Finding:
-        """Make the finding on a child that did not come to its end."""
+        """Return the finding about a child that hung or crashed."""
         exit_status = self._end(GRACE_S)
         self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - _TAIL_BYTES))
         output = self._output.read().decode(errors="replace")
@@ -254,7 +254,7 @@ class _Child:
         return Finding("error", self.probe or "start", text)
 
     def _end(self, patience_s: float) -> int:
-        """Kill it and what it has started, after `patience_s` for it to end; returns its exit status."""
+        """Wait up to `patience_s` for the child's end, kill its process group, and return its exit status."""
         if self._process.returncode is None:
             handle = os.pidfd_open(self._process.pid)
             try:
@@ -263,7 +263,7 @@ class _Child:
                 ending.poll(patience_s * 1000)
             finally:
                 os.close(handle)
-            os.killpg(self._process.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+            os.killpg(self._process.pid, signal.SIGKILL)  # the id is not reused before the child is reaped
         return self._process.wait()
 
 
@@ -271,17 +271,17 @@ class _Child:
 
 
 def answer_parent() -> None:
-    """The child's work: build the adapter that the request names, and tell what each probe found."""
+    """Build the adapter that the request names, in the child, and send the findings of each probe."""
     die_with_parent()
     request = json.loads(sys.argv[1])
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a task prints is no message
+    os.dup2(2, 1)  # keeps a task's prints out of the messages
 
     def tell(**message: object) -> None:
         replies.write(json.dumps(message) + "\n")
 
     def arm(doing: str, level: Level, limit_s: float) -> None:
-        # Its timer needs no lock of Python's, so it also ends a big-integer power or a regular expression.
+        # This timer does not need the GIL, so it also ends a long integer power or regular expression.
         faulthandler.dump_traceback_later(limit_s, exit=True)
         tell(doing=doing, level=level, limit_s=limit_s)
 
@@ -322,7 +322,7 @@ def _setting(config: Config, tokenizer: Tokenizer, vocabulary: int) -> Setting:
 
 
 def _tokenizer(config: Config) -> tuple[Tokenizer, int, Finding]:
-    """The model's tokenizer, the size of its vocabulary, and what to say of it."""
+    """Return the model's tokenizer, or a stand-in, its vocabulary's size, and the finding about it."""
     folder, probe = config.model.folder, "tokenizer"
     why = ""
     if config.model.path in BUILTIN_MODELS and not folder.is_dir():

@@ -1,6 +1,6 @@
-"""Every message that crosses a process boundary: frozen dataclasses, standard library and numpy only.
+"""Messages that cross process boundaries: frozen dataclasses, with the standard library and numpy only.
 
-Units and shapes stand beside each field. Token positions count from 0 within a trajectory's response.
+Each field's comment has its unit and shape. Token positions count from 0 within a trajectory's response.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 ByteArray = npt.NDArray[np.uint8]
 
-# Of a trajectory. failed: its rollout, or its group, came to nothing; the others: of its reward, which took
-# too long, raised, or was no reward.
+# Status of a trajectory. failed: its rollout, or its group, failed. The others: its reward took too long,
+# raised an error, or was not a finite reward.
 Status = Literal["ok", "failed", "reward_timeout", "reward_error", "reward_invalid"]
-Market = Literal["on_demand", "spot"]  # how a machine was bought; spot ones may be taken away
-Codec = Literal["compact", "fast", "overwrite", "full"]  # see weights/codec/entry.py
+Market = Literal["on_demand", "spot"]  # a provider may take spot machines away
+Codec = str  # name of a codec: "full", or that of a patch codec (weights/codec/table.py)
 
 
 # --- prompts and samples -------------------------------------------------------------------------
@@ -34,8 +34,8 @@ class Prompt:
 
     index: int  # position in the task's stream; the stream is a pure function of (seed, index)
     token_ids: tuple[int, ...]
-    answer: str = ""  # whatever the task's reward needs, as text (JSON where it is more than one thing)
-    text: str = ""  # for people: reports and logs
+    answer: str = ""  # data for the task's reward, as text (JSON for several values)
+    text: str = ""  # readable form, for reports and logs
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Rule by which tokens are drawn from the policy's logits."""
+    """Rule for drawing tokens from the policy's logits."""
 
     temperature: float  # divides the logits; 0: always the likeliest token
     top_p: float  # nucleus: only tokens within this probability mass
@@ -63,7 +63,7 @@ class Sample:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]  # of each token, after temperature and top-p
     spans: tuple[Span, ...]  # cover token_ids exactly, in order
-    finish_reason: Literal["stop", "length", "abort", ""]  # "": more is to come
+    finish_reason: Literal["stop", "length", "abort", ""]  # "": further pieces follow
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()  # per token, k pairs (token id, logprob)
 
 
@@ -71,8 +71,8 @@ class Sample:
 class Episode:
     """One finished answer: single-turn, or several turns joined with the environment's tokens between.
 
-    `response_mask[i]` is True where token i was sampled by the policy, False where the environment wrote
-    it (its logprob is then 0.0 and it belongs to the span of the token after it).
+    `response_mask[i]` is True where the policy sampled token i, False where the environment wrote it. The
+    latter has logprob 0.0, and belongs to the span of the token after it.
     """
 
     response_ids: tuple[int, ...]
@@ -83,23 +83,23 @@ class Episode:
     text: str = ""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     num_turns: int = 1
-    turn_rewards: tuple[float, ...] = ()  # of each turn, where the task tells them apart
-    notes: str = ""  # what an environment found, as text (JSON): for the task's reward, and for people
+    turn_rewards: tuple[float, ...] = ()  # of each turn, if the task gives rewards by turn
+    notes: str = ""  # findings of an environment, as text (JSON), for the task's reward and for people
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """The scalar that is trained on, whether the answer was exactly right, and the parts it was made of."""
+    """Scalar reward of an answer, whether the answer is exactly right, and the parts of the reward."""
 
     value: float
     correct: bool
     parts: Mapping[str, float] = field(default_factory=dict)
-    notes: str = ""  # what was found, as text (JSON), for people: takes the place of the episode's notes
+    notes: str = ""  # findings, as text (JSON), for people; if not "", they replace the episode's notes
 
 
 @dataclass(frozen=True, slots=True)
 class RewardFailure:
-    """Stand-in for a reward that failed. Never trained, always counted."""
+    """Placeholder for a failed reward. Its group is never trained, and always counted."""
 
     status: Literal["failed", "reward_timeout", "reward_error", "reward_invalid"]
     error: str
@@ -121,7 +121,7 @@ class Trajectory:
 
     @property
     def version(self) -> int:
-        """The oldest version any token was sampled under (the one staleness counts from)."""
+        """Oldest version that a token was sampled under, from which staleness counts; -1: no tokens."""
         return min([span.version for span in self.episode.spans], default=-1)
 
 
@@ -134,13 +134,13 @@ class Group:
 
     @property
     def version(self) -> int:
-        """The oldest version any sample of the group was made under."""
+        """Oldest version that a token of the group was sampled under; -1: a sample has no tokens."""
         parts = [t.episode.spans for t in self.trajectories]
         return min([span.version for spans in parts for span in spans]) if all(parts) else -1
 
 
 def joined(pieces: Sequence[Sample]) -> Sample:
-    """One sample of its pieces, in order. Each counts its spans from its own first token."""
+    """Join pieces of a sample, in order. The spans of each piece count from its own first token."""
     spans: list[Span] = []
     start = 0
     for piece in pieces:
@@ -160,18 +160,18 @@ def joined(pieces: Sequence[Sample]) -> Sample:
 
 
 def is_whole(sample: Sample) -> bool:
-    """Whether every token has its logprob, and belongs to exactly one span, in order."""
+    """Return whether every token has a logprob, and belongs to exactly one span, in order."""
     length = len(sample.token_ids)
     return length == len(sample.logprobs) and cover(sample.spans, length)
 
 
 def sampled_tokens(group: Group) -> int:
-    """Tokens of a group that the policy sampled."""
+    """Return how many tokens of a group the policy sampled."""
     return sum(sum(trajectory.episode.response_mask) for trajectory in group.trajectories)
 
 
 def cover(spans: Sequence[Span], length: int) -> bool:
-    """Whether spans cover [0, length) exactly, in order."""
+    """Return whether spans cover [0, length) exactly, in order."""
     end = 0
     for span in spans:
         if span.start != end or span.stop <= span.start:
@@ -185,19 +185,19 @@ def cover(spans: Sequence[Span], length: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PartialRollout:
-    """One call of the policy as far as it has come: another worker can go on from its last token."""
+    """Unfinished call of the policy, which another worker can continue from its last token."""
 
-    context: tuple[int, ...]  # what the policy was asked
+    context: tuple[int, ...]  # token ids that the policy continues
     sample: Sample
-    first: int = 0  # of a piece: where in the answer it begins
+    first: int = 0  # position in the answer at which a piece begins
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseTokens:
-    """The tokens of one lease since its last message.
+    """New tokens of one lease since its last message, as (call number, piece) pairs.
 
-    Calls are numbered within the lease: first its `partials`, in order, then new ones as they begin. A piece
-    carries its call's context where it is the first of a new call, () otherwise.
+    Calls are numbered within the lease: first its `partials`, in order, then new ones as they begin. The
+    first piece of a new call carries the call's context, every other piece ().
     """
 
     lease_id: str
@@ -214,9 +214,9 @@ class Lease:
     worker_id: str
     prompt: Prompt
     num_samples: int
-    version: int  # oldest its tokens can be of: the worker's snapshot when it was issued, or of `partials`
+    version: int  # oldest possible version of its tokens: the worker's at issue, or that of `partials`
     expires_s: float
-    partials: tuple[PartialRollout, ...] = ()  # what other workers had made of it
+    partials: tuple[PartialRollout, ...] = ()  # unfinished calls of other workers, to continue
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,21 +225,21 @@ class Receipt:
 
     lease_id: str
     accepted: bool
-    # Why not: of the lease "unknown", "fenced", "expired", "duplicate"; of the group: see `claims.Reason`.
+    # Reason of a refusal: "unknown", "fenced", "expired" or "duplicate" lease, or a `claims.Reason`.
     reason: str = ""
-    detail: str = ""  # the same for people, in a line
+    detail: str = ""  # the reason for people, in a line
 
 
 @dataclass(frozen=True, slots=True)
 class Complaint:
-    """Messages of a worker that were refused, because no worker that keeps the contract sends such things."""
+    """Malformed messages of one incarnation of a worker, which the data plane has refused."""
 
     worker_id: str
     epoch: int
     count: int  # messages
-    reason: str  # of the last one
+    reason: str  # of the last message
     detail: str
-    is_fenced: bool  # it sent too many in a row: nothing is taken of this incarnation any more
+    is_fenced: bool  # too many in a row: the data plane refuses this incarnation from now on
 
 
 # --- learning ------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ class Complaint:
 
 @dataclass(frozen=True, slots=True)
 class Omega:
-    """A trajectory's training metadata, made by the task adapter (ECHO-2 appendix F.5)."""
+    """Training metadata of a trajectory, made by the task adapter (ECHO-2 appendix F.5)."""
 
     loss_mask: tuple[bool, ...]  # per response token
     advantage_group: str  # trajectories with equal tags are normalised together
@@ -265,18 +265,19 @@ class TrainBatch:
     trajectory_ids: tuple[str, ...]  # N
     token_ids: IntArray  # (T,)
     offsets: IntArray  # (N + 1,)
-    loss_mask: BoolArray  # (T,) True on tokens that are trained
+    loss_mask: BoolArray  # (T,) True on trained tokens
     sampler_logprobs: FloatArray  # (T,) 0 outside the response
-    rewards: FloatArray  # (N,) that are trained on
+    rewards: FloatArray  # (N,) for training: penalties for long answers included
     advantage_groups: IntArray  # (N,) equal numbers are normalised together
     advantages: FloatArray  # (N,) NaN where the objective computes it
     versions: IntArray  # (N,) oldest version per trajectory
     correct: BoolArray  # (N,)
     token_versions: IntArray  # (T,) version that sampled the token; -1 outside the response
     cut_off: BoolArray  # (N,) the answer ended at its token limit
-    # (N,) rewards as the task gave them; empty: as in `rewards`.
+    # (N,) rewards as the task gave them; empty: equal to `rewards`.
     scores: FloatArray = field(default_factory=lambda: np.zeros(0, np.float32))
-    longest_answer: int = 0  # most tokens that an answer of the task may have; 0: sampling.max_new_tokens
+    longest_answer: int = 0  # most tokens of an answer of the task; 0: sampling.max_new_tokens
+    reward_parts: tuple[tuple[str, float], ...] = ()  # (name, mean over the answers with it), by name
 
     @property
     def num_trajectories(self) -> int:
@@ -284,38 +285,38 @@ class TrainBatch:
 
     @property
     def task_rewards(self) -> FloatArray:
-        """Rewards that the task gave, before anything that `rewards` has beside it; shape (N,)."""
+        """Rewards as the task gave them, without the penalties in `rewards`; shape (N,)."""
         return self.scores if len(self.scores) else self.rewards
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are trained."""
+        """Number of trained tokens."""
         return int(self.loss_mask.sum())
 
 
 @dataclass(frozen=True, slots=True)
 class LagStats:
-    """The scored tokens of one lag: t - v, where version v sampled the token. w: pi_learner / pi_sampler."""
+    """Measurements of the scored tokens of one lag t - v, v their version; w: pi_learner / pi_sampler."""
 
     lag: int
     tokens: int
     drift: float  # mean |log w|, nats
     k3: float  # mean of w - 1 - log w, nats
-    truncated: float  # share whose importance weight was cut at its cap
-    masked: float  # share that a mask left out
-    clipped: float  # share that the clip left without a gradient
+    truncated: float  # share with an importance weight cut at its cap
+    masked: float  # share left out by a mask
+    clipped: float  # share without a gradient because of the clip
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Measurements of one learner step, over the tokens it scored unless said. None: there were none.
+    """Measurements of one learner step, over its scored tokens unless said otherwise; None: there were none.
 
-    Scored are the trained tokens of groups with a gradient; with `objective.score_skipped` those of all.
+    Scored tokens are the trained tokens of groups with a gradient, or of all with `objective.score_skipped`.
     """
 
     step: int  # t before the step; the step made version t + 1
     loss: float | None  # mean over the updates; None: no update was made
-    grad_norm: float | None  # likewise, before clipping
+    grad_norm: float | None  # mean over the updates, before clipping; None: no update was made
     learning_rate: float | None  # of the last update
     t_train_s: float
     tokens: int  # trained tokens
@@ -329,22 +330,22 @@ class StepStats:
     groups_skipped: int  # groups whose advantages are all zero (no gradient)
     num_updates: int  # optimizer updates so far
     tokens_scored: int = 0
-    rate_factor: float = 1.0  # f of drift control, which the step's learning rate was multiplied by
-    masked_fraction: float | None = None  # of the tokens trained
+    rate_factor: float = 1.0  # f of drift control, a factor of the step's learning rate
+    masked_fraction: float | None = None  # of the trained tokens
     truncated_fraction: float | None = None
-    effective_samples: float | None = None  # (sum w)^2 / (M sum w^2), 1: all tokens weigh alike
+    effective_samples: float | None = None  # (sum w)^2 / (M sum w^2) of M tokens; 1: equal weights
     log_weight: tuple[float, float, float, float] | None = None  # |log w|: 50, 99, 99.9 %, largest
     k3: float | None = None  # mean of w - 1 - log w
     lags: tuple[LagStats, ...] = ()  # ascending
-    updates_skipped: int = 0  # of this step: without a finite gradient, left out
+    updates_skipped: int = 0  # updates of this step left out for a non-finite gradient
 
 
 @dataclass(frozen=True, slots=True)
 class Adjustment:
-    """Adjustment that the guard asks of the learner from its next step on."""
+    """Adjustment of the learner by the guard, from the next step on."""
 
     rate_scale: float = 1.0  # multiplies the learning rate
-    mask_outliers: bool = False  # leave out tokens whose ratio lies outside the guard's ends
+    mask_outliers: bool = False  # leave out tokens with a ratio outside the guard's limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,11 +354,11 @@ class GuardReport:
 
     rung: int  # of its ladder, in force: 0 nothing, 1 outliers masked, 2 S lowered too, 3 rate halved too
     max_staleness: int  # the S in force
-    rate_scale: float  # on the learning rate
-    alarms: tuple[tuple[str, int], ...] = ()  # of each signal that had one
-    actions: tuple[tuple[str, int], ...] = ()  # how often each was taken
+    rate_scale: float  # factor on the learning rate
+    alarms: tuple[tuple[str, int], ...] = ()  # (signal, alarms) of each signal with an alarm
+    actions: tuple[tuple[str, int], ...] = ()  # (action, times)
     rollbacks: int = 0
-    good_step: int = -1  # of the newest checkpoint that is known to be good; -1: none
+    good_step: int = -1  # step of the newest checkpoint known to be good; -1: none
 
 
 # --- weights -------------------------------------------------------------------------------------
@@ -374,7 +375,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Manifest of a publication: its sizes, the base that it needs and the digest to end with."""
+    """Manifest of a publication: its sizes, its base, and the digest of the weights that it leads to."""
 
     lineage: str
     version: int
@@ -382,13 +383,13 @@ class Manifest:
     codec: Codec
     base_version: int  # -1 for full
     base_digest: str  # "" for full
-    digest: str  # of the whole state after applying; its prefix names the algorithm
+    digest: str  # of all weights after applying; its prefix names the algorithm
     payload_digest: str  # BLAKE3 of the payload's bytes, "b3:" + hex
     payload_bytes: int
     dense_bytes: int
     changed_elements: int
     total_elements: int
-    num_segments: int = 1  # pieces the payload was signed in; their bytes in order are the payload
+    num_segments: int = 1  # their bytes, in order, are the payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,36 +398,36 @@ class Publication:
 
     manifest: Manifest
     payload: ByteArray
-    replaced_digest: str = ""  # of the base's bits that an `overwrite` payload replaces; "": not said
+    replaced_digest: str = ""  # of the base's bits that an `overwrite` payload replaces; "": not known
 
 
 @dataclass(frozen=True, slots=True)
 class BroadcastStats:
-    """Statistics of a publication's broadcast, as its sender's tracker saw it."""
+    """Statistics of a publication's broadcast, from the tracker in the sender's node."""
 
     version: int
     codec: Codec
     payload_bytes: int
-    num_peers: int  # that take part now
-    num_complete: int  # of them, that have it whole
+    num_peers: int  # live peers that have not given it up
+    num_complete: int  # those among them that have it whole
     seconds: float | None  # until the fraction 1/gamma of them had it whole; None: not yet
-    repairs: int  # times a peer was given another parent meanwhile
-    hop_bytes_per_s: tuple[float, ...]  # receiving rate of every peer, as last reported
+    repairs: int  # changes of a peer's parent meanwhile
+    hop_bytes_per_s: tuple[float, ...]  # mean receiving rate of each peer, where measurable
 
 
 @dataclass(frozen=True, slots=True)
 class InstallReport:
-    """Report of an install by a worker, from the live tensors of its engine."""
+    """Report of a worker on an install, from the live tensors of its engine."""
 
     worker_id: str
     version: int
     digest: str  # of the live tensors
     ok: bool
     seconds: float
-    digest_mismatches: int = 0  # times this install found the live tensors not to be what they should
+    digest_mismatches: int = 0  # times the live tensors had another digest than expected
     error: str = ""
-    pause_s: float = 0.0  # how long generation stood still
-    caught_up: str = ""  # the publications that led there, in words, where it was more than one
+    pause_s: float = 0.0  # pause of generation
+    caught_up: str = ""  # the publications that led there, in words, if there was more than one
 
 
 # --- fleet ---------------------------------------------------------------------------------------
@@ -441,7 +442,7 @@ class WorkerInfo:
     usd_per_hour: float
     epoch: int
     market: Market = "on_demand"
-    offer: str = ""  # its kind, where fleets are chosen
+    instance_type: str = ""  # "sku/region/market", as `WorkerConfig.instance_type`
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,11 +456,11 @@ class WorkerStats:
     trajectories: int
     tokens: int  # sampled tokens
     busy_s: float  # seconds with at least one request in flight
-    full_s: float = 0.0  # without a free place: only then it shows how fast it is
+    full_s: float = 0.0  # seconds without a free slot; only these show its full speed
     full_tokens: int = 0  # sampled in that time
-    leaves_in_s: float | None = None  # its machine announced that it will be taken by then
-    slots: int = 1  # groups it samples at once
-    scoring: int = 0  # of its groups, those that are sampled: they take no slot
+    leaves_in_s: float | None = None  # until the announced preemption of its machine; None: none announced
+    slots: int = 1  # groups that it samples at once, at most
+    scoring: int = 0  # groups in flight that are sampled and wait for rewards; they take no slot
     plateau: int = 0  # groups at which its throughput levels off; 0: not known
 
 
@@ -468,7 +469,7 @@ class EvalReport:
     """Results of an evaluation on the held-out prompts, n answers to each."""
 
     step: int
-    version: int  # that all tokens were sampled under, or the oldest where `newest_version` says so
+    version: int  # oldest version that a token was sampled under
     num_prompts: int
     samples_per_prompt: int  # n
     accuracy: float  # avg@n: fraction of the scored samples that are exactly right
@@ -476,13 +477,13 @@ class EvalReport:
     num_unscored: int = 0  # samples whose reward failed
     prompt_rewards: tuple[tuple[int, float], ...] = ()  # held-out prompt, mean reward of its scored samples
     trajectories: tuple[Trajectory, ...] = ()
-    newest_version: int | None = None  # None: all tokens are of `version`
+    newest_version: int | None = None  # newest such version; None: all tokens are of `version`
     pass_at: tuple[float, ...] = ()  # pass@k for k = 1, 2, ..., n: see `evaluation.pass_at`
 
 
 @dataclass(frozen=True, slots=True)
 class BufferCounts:
-    """The data plane's ledger, in trajectories.
+    """The data plane's ledger, in trajectories unless said otherwise.
 
     accepted = trained + dropped_stale + removed + uninformative + buffered, at every moment.
     """
@@ -493,28 +494,28 @@ class BufferCounts:
     dropped_hard: int = 0  # of the dropped: no sample of the group was right
     dropped_middling: int = 0  # some were
     dropped_easy: int = 0  # all were
-    removed: int = 0  # let go by retention before they were trained, or lost on disk
-    uninformative: int = 0  # taken out by `sampling.refill`: others took their place in the batch
-    accepted_tokens: int = 0  # sampled, of the accepted
-    uninformative_tokens: int = 0  # of them, of the uninformative
+    removed: int = 0  # removed by the limits of the replay store before training, or lost on disk
+    uninformative: int = 0  # set aside by `sampling.refill`
+    accepted_tokens: int = 0  # sampled tokens of the accepted
+    uninformative_tokens: int = 0  # sampled tokens of the uninformative
     reused: int = 0  # trained again
     buffered: int = 0
     leased: int = 0
-    refused: int = 0  # submissions turned away: expired, fenced, duplicate, unpublished, stale
-    malformed: int = 0  # messages of workers that were no such thing: groups (refused, too), tokens, counters
-    failed: int = 0  # groups a task or an engine failed on; their prompts went back to the pool
-    reward_timeout: int = 0  # of the failed: answers whose reward took too long
-    reward_error: int = 0  # raised
-    reward_invalid: int = 0  # was no reward: another type, not finite
+    refused: int = 0  # submitted, but refused: the lease has ended, or the group is malformed or failed
+    malformed: int = 0  # malformed messages of workers: groups (refused, too), tokens, counters
+    failed: int = 0  # refused because a task or an engine failed on the group
+    reward_timeout: int = 0  # of the failed: the reward took too long
+    reward_error: int = 0  # of the failed: the reward raised an error
+    reward_invalid: int = 0  # of the failed: the reward had another type, or was not finite
     expired: int = 0  # leases that ran out
-    continued: int = 0  # leases that went on from the tokens of another worker
+    continued: int = 0  # leases that continued tokens of another worker
     continued_tokens: int = 0  # those tokens
-    discarded_tokens: int = 0  # of leases that ended without a result, and that no worker could go on from
-    unreadable_tokens: int = 0  # of the discarded: were in a checkpoint, and could not be read on a resume
-    damaged: int = 0  # places in the replay store that are not what was written
+    discarded_tokens: int = 0  # sampled under leases without a result, and not continued by any worker
+    unreadable_tokens: int = 0  # of the discarded: in a checkpoint that a resume could not read
+    damaged: int = 0  # places in the replay store that differ from what was written
 
     @property
     def lost(self) -> int:
-        """Accepted trajectories that are nowhere. Always 0, or the run stops."""
+        """Accepted trajectories without a fate or a place in the buffer. A number other than 0 is a bug."""
         gone = self.trained + self.dropped_stale + self.removed + self.uninformative
         return self.accepted - gone - self.buffered

@@ -1,4 +1,4 @@
-"""`python -m echo_planes.view RUN`: read the rollouts of a run in a browser on this machine."""
+"""`python -m echo_planes.view RUN`: viewer of a run's rollouts, in a browser on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKEN_BYTES = 24
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until Ctrl-C; returns the exit status. A mistake is one line on stderr."""
+    """Serve until Ctrl-C or SIGTERM, and return the exit status. A mistake is one line on stderr."""
     parser = argparse.ArgumentParser(
         prog="python -m echo_planes.view",
         description="Read the rollouts of a run, finished or running, in a browser on this machine.",
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         run = RunFolder(options.run)
-        run.snapshot()  # a store that cannot be read is said here, not in the browser
+        run.snapshot()  # reports an unreadable store here, before a browser opens it
         asyncio.run(_serve(run, _listen(options.port)))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -21,6 +21,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from bench import fuzz_wire
@@ -40,8 +41,9 @@ from echo_planes.types import (
     Trajectory,
     WorkerStats,
 )
-from echo_planes.weights.chain.events import Event, event_from_json, event_to_json
+from echo_planes.weights.chain.events import Event
 from echo_planes.weights.wire.manifest import PublicationKey
+from echo_planes.weights.wire.messages import Message, decode
 from tests.unit.ledger_attacks import honest
 from tests.unit.test_replay_store import batch_of
 
@@ -110,6 +112,10 @@ def _groups() -> tuple[Decoder, list[bytes]]:
     return find, [b"".join(pieces), *pieces]
 
 
+class _Said(Message, frozen=True):
+    event: Event
+
+
 def _reports() -> tuple[Decoder, list[bytes]]:
     """Decoder of reports to the tracker, and samples: what is read must survive being written."""
     samples: dict[Any, Any] = {int: 7, float: 1.5, str: "w1", bool: True}
@@ -118,15 +124,11 @@ def _reports() -> tuple[Decoder, list[bytes]]:
     events = [kind(*(samples[form] for form in typing.get_type_hints(kind).values())) for kind in kinds]
 
     def take(data: bytes) -> None:
-        try:
-            value = json.loads(data)
-        except (ValueError, RecursionError):
-            return
-        event = event_from_json(value)
-        if event_from_json(event_to_json(event)) != event:
+        said = decode(data, _Said, "an event")
+        if decode(msgspec.json.encode(said), _Said, "an event") != said:
             raise RuntimeError("a report that does not survive being written")
 
-    return take, [json.dumps(event_to_json(event)).encode() for event in events]
+    return take, [msgspec.json.encode(_Said(event)) for event in events]
 
 
 def _leases() -> tuple[Decoder, list[bytes]]:

@@ -1,5 +1,5 @@
-"""Machines of a run: the Ray session, whether the fleet fits it, child processes, clocks, temporary folders.
+"""Machines of a run: Ray session, check that the fleet fits, child processes, clocks, temporary folders.
 
-In: a `Config`, and the processes that others start. Out: a joined or a private cluster, and nothing left
-of it afterwards. Imports: types, errors, config. Ray: in `session` alone.
+In: a `Config`, and the processes that other rooms start. Out: a joined or a private cluster, of which nothing
+remains afterwards. Imports: types, errors, config. Only `session` imports Ray.
 """

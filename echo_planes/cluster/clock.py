@@ -1,4 +1,4 @@
-"""Time as an argument: the one place that reads the machine's clock."""
+"""Clocks that callers pass to code that needs the time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Monotonic seconds. Decision code never calls this: its callers pass `now_s` in."""
+    """Source of monotonic seconds. Decision code never calls it: its callers pass `now_s`."""
 
     def now_s(self) -> float: ...
 
@@ -20,7 +20,7 @@ class MonotonicClock:
 
 
 class ManualClock:
-    """A clock that stands still until told otherwise, for tests."""
+    """Clock for tests, which only `advance` moves."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s

@@ -1,4 +1,4 @@
-"""Set-up that is common to the processes of a run."""
+"""Set-up common to the processes of a run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from types import FrameType
 from echo_planes.cluster.scratch import join
 
 PR_SET_PDEATHSIG = 1
-REMEMBERED_CALLS = "2000"  # by Ray's control process, for its dashboard; 100,000 by default, 4 kB each
+REMEMBERED_CALLS = "2000"  # calls that Ray's control process keeps, 4 kB each; Ray's default is 100,000
 
 
 def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent dies, so that whoever is killed leaves nothing behind.
+    """Ask Linux to kill this process when its parent dies, so that a killed process leaves no children.
 
-    Without it an actor outlives its node's daemon by more than a minute, and an engine its actor for good,
-    and keeps its GPU. It holds as long as the calling thread does, and goes with the *thread* that started
-    this process: both must live as long as their processes.
+    Without it, an actor outlives its node's daemon by more than a minute, and an engine outlives its actor
+    for good and keeps its GPU. The request ends with the calling thread, and the kernel acts on it when the
+    *thread* that started this process ends. So both threads must live as long as their processes.
 
     Raises:
         OSError: the kernel refuses.
@@ -37,28 +37,29 @@ def die_with_parent() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    # A parent that died before is never told of. Others than multiprocessing's children read a pipe from
-    # their parent next, or are looked after by Ray.
+    # The kernel sends nothing for a parent that died before the call. multiprocessing's children check for
+    # that here. Other children read a pipe from their parent next, or Ray supervises them.
     known = multiprocessing.parent_process()
     if os.getppid() != parent_pid or (known is not None and not known.is_alive()):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def enter_actor() -> None:
-    """First act in an actor's process: it ends with its node, and keeps its files where they are cleared.
+    """Set up an actor's process, as its first call: it ends with its node, and its scratch is cleared.
 
     Raises:
-        ClusterError: there is no room for temporary files.
+        ClusterError: the folder for temporary files cannot be made.
     """
     die_with_parent()
     join()
 
 
 def keep_ray_private() -> None:
-    """Before Ray is imported: a cluster that this process starts listens on loopback, behind a fresh token.
+    """Make a cluster that this process starts listen on loopback only, with a new token.
 
-    Ray has no setting for the first; the variable is its switch for platforms where it stays local. Such a
-    cluster also remembers fewer calls than by default: those came to 400 MB within half an hour of a run.
+    The caller must call it before Ray is imported. Ray has no setting for loopback, so this sets Ray's switch
+    for platforms where it stays local. Such a cluster also keeps fewer calls than Ray's default, which took
+    400 MB within half an hour of a run.
     """
     os.environ.setdefault("RAY_task_events_max_num_task_in_gcs", REMEMBERED_CALLS)
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
@@ -67,9 +68,10 @@ def keep_ray_private() -> None:
 
 
 def settle() -> None:
-    """After start-up: what was imported lives as long as the process, so the collector need not scan it.
+    """Exclude all present objects from garbage collection. The caller calls it after start-up.
 
-    Each full collection over the modules of torch and transformers costs tens of milliseconds.
+    Imported modules live as long as the process, and a full collection over those of torch and transformers
+    costs tens of milliseconds.
     """
     gc.collect()
     gc.freeze()
@@ -77,10 +79,10 @@ def settle() -> None:
 
 @contextmanager
 def within(limit_s: float, error: Exception) -> Iterator[None]:
-    """Around Python code that may never end: `error` is raised in it after `limit_s` seconds.
+    """Raise `error` in the enclosed Python code after `limit_s` seconds.
 
-    Only the main thread can be interrupted so, and only between two steps of Python: elsewhere nothing is
-    limited. An alarm that was set before comes as much later as this took.
+    It has no effect outside the main thread, and interrupts only between two bytecode instructions. An
+    earlier alarm is postponed by the time spent here.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -100,7 +102,7 @@ def within(limit_s: float, error: Exception) -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody has now."""
+    """Return a port of loopback that is free now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,10 +1,10 @@
-"""A run's temporary files: a folder on disk and one in shared memory, cleared however the run ends.
+"""Scratch of a run: a folder on disk and one in shared memory for temporary files, cleared after any end.
 
-Whoever starts a run makes them, named after its process id and start time, and holds a lock in each while it
-lives; its processes inherit the one on disk as TMPDIR. On a cluster that somebody else started, each actor
-does so for its own processes. A small process beside the owner clears both as soon as that has ended, by
-kill -9 too (`scratch_guard.py`). What is left where the guard was killed as well, or the machine went down,
-the next start clears: by the owner that is recorded inside, never by name alone.
+The process that starts a run owns the folders. It names them after its process id and start time, and holds a
+lock in each while it lives. Its child processes inherit the one on disk as TMPDIR. On a cluster that another
+process started, each actor owns such folders for its own processes. A small guard process clears both as soon
+as the owner has ended, after kill -9 too (`scratch_guard.py`). If the guard was killed, or the machine went
+down, the next start clears them: by the owner recorded inside, never by name alone.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from echo_planes.errors import ClusterError, RunError
 PREFIX = "echo_planes-"
 RECORD = "owner.json"
 SHARED_MEMORY = Path("/dev/shm")
-# In the environment of every process of a run: its two folders.
+# Environment variables of every process of a run, which hold the paths of its two folders.
 FOLDER, SHARED_FOLDER = "ECHO_PLANES_SCRATCH", "ECHO_PLANES_SHARED"
-# The longest socket beneath it is <folder>/p/ray/session_<42 characters>/sockets/plasma_store, and the
-# address of a Unix socket has 107 bytes.
+# The address of a Unix socket has at most 107 bytes. The longest one in the folder is that of Ray:
+# <folder>/p/ray/<session, 42 characters>/sockets/plasma_store.
 MAX_FOLDER_BYTES = 37
 MAX_RECORD_BYTES = 4096
-CLEAR_LIMIT_S = 10.0  # for the guard to end what is left and clear up
-START_LIMIT_S = 30.0  # a fresh interpreter on a busy machine
-VLLM_RANKS = "vllm_dist_"  # vLLM names its ranks' shared memory after their file of this name
+CLEAR_LIMIT_S = 10.0  # for the guard to end remaining processes and clear the folders
+START_LIMIT_S = 30.0  # for a new interpreter on a busy machine
+VLLM_RANKS = "vllm_dist_"  # prefix of a file in the folder; vLLM's ranks name shared memory after that file
 ROOT = Path(__file__).resolve().parents[2]
-# -I -S: the guard starts in milliseconds and imports nothing but this package.
+# With -I -S the guard starts in milliseconds and imports only the standard library and this package.
 BOOT = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); "
     "from echo_planes.cluster.scratch_guard import main; main(sys.argv[1:])"
 )
 
 
-# --- who owns what: decisions ----------------------------------------------------------------------
+# --- ownership: decisions --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process, told apart from all that ever have its id.
+    """Identity of a process, unlike that of any other process with the same id.
 
     Args:
-        start_ticks: when it began, clock ticks since the machine started.
-        boot: id of that start of the machine.
-        pid_namespace: of the container that counts its id.
+        start_ticks: its start, in clock ticks since the machine booted.
+        boot: id of that boot.
+        pid_namespace: inode of the PID namespace that its id belongs to.
     """
 
     pid: int
@@ -68,34 +68,34 @@ class Owner:
 
     @property
     def name(self) -> str:
-        """Of its folders."""
+        """Name of the owner's folders."""
         return f"{PREFIX}{self.pid}-{self.start_ticks:x}"
 
 
 def start_ticks(stat_line: str) -> int | None:
-    """Start of a process in clock ticks, by /proc/PID/stat; None for one that has ended, not yet reaped."""
+    """Return the start of a process in clock ticks, from /proc/PID/stat; None for a zombie."""
     fields = stat_line.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])
 
 
 def is_left(owner: Owner, here: Owner, lock_is_free: bool, now_ticks: int | None) -> bool:
-    """Whether a folder is what a dead process left, and ours to clear.
+    """Return whether a dead process left a folder that this user may clear.
 
     Args:
-        owner: who made it.
-        here: the process that asks.
-        lock_is_free: nobody holds the folder's lock. Also true for a moment while it is being made.
-        now_ticks: when the process began that has the owner's id here and now; None where there is none.
+        owner: the process that made the folder.
+        here: the calling process.
+        lock_is_free: no process holds the folder's lock. Also true for a moment while it is being made.
+        now_ticks: start of the process that has the owner's id here now; None if there is none.
     """
     if owner.uid != here.uid or not lock_is_free:
         return False
     if (owner.boot, owner.pid_namespace) != (here.boot, here.pid_namespace):
-        return True  # ids of elsewhere say nothing here; the lock does
+        return True  # a process id of another boot or namespace means nothing here, but the free lock does
     return now_ticks != owner.start_ticks
 
 
 def parse_record(text: str) -> tuple[Owner, tuple[Path, ...]] | None:
-    """Parse what `record` wrote; None if it is no such thing, or names folders that are not the owner's."""
+    """Parse a text of `record`; return None if it is malformed, or names folders that are not the owner's."""
     try:
         fields = json.loads(text)
         folders = tuple(Path(folder) for folder in fields.pop("folders"))
@@ -110,15 +110,15 @@ def parse_record(text: str) -> tuple[Owner, tuple[Path, ...]] | None:
 
 
 def record(owner: Owner, folders: Sequence[Path]) -> str:
-    """Text that is written into each of the owner's folders."""
+    """Return the text to write into each of the owner's folders."""
     return json.dumps({**asdict(owner), "folders": [str(folder) for folder in folders]})
 
 
-# --- one process's ---------------------------------------------------------------------------------
+# --- the scratch of one process --------------------------------------------------------------------
 
 
 class Scratch:
-    """The folders of this process and of all that it starts. Use `opened`, or `join`."""
+    """Folders of this process and of its child processes. Make them with `opened` or `join`."""
 
     def __init__(self) -> None:
         self.owner = this_process()
@@ -134,21 +134,21 @@ class Scratch:
 
     @property
     def folder(self) -> Path:
-        """On disk. Others may pass through, as sandboxed programs must that run as another user."""
+        """Folder on disk. Other users may traverse it, since sandboxed programs run as other users."""
         return self.folders[0]
 
     @property
     def private(self) -> Path:
-        """A folder in it that nobody else may enter."""
+        """Folder inside `folder` that other users may not enter."""
         return self.folder / "p"
 
     def close(self) -> None:
-        """Clear everything, after whatever of this run is still alive has been ended."""
+        """Clear the folders, after the guard has ended the run's remaining processes."""
         _set_environment(self._before)
         with suppress(OSError):  # the guard was killed
             self._line.shutdown(socket.SHUT_WR)
             self._line.settimeout(CLEAR_LIMIT_S)
-            self._line.recv(1)  # ends when the guard does
+            self._line.recv(1)  # returns when the guard ends
         self._line.close()
         clear(self.folders)
         for lock in self._locks:
@@ -160,7 +160,7 @@ class Scratch:
         kept = {k: v for k, v in os.environ.items() if k not in (FOLDER, SHARED_FOLDER)}
         with theirs:
             try:
-                # It forks, so that no parent of ours takes it for our child and kills it beside us.
+                # The guard forks, so that a parent of this process does not kill it as a descendant.
                 subprocess.run(
                     [sys.executable, "-I", "-S", "-c", BOOT, *words],
                     stdin=theirs.fileno(),
@@ -168,7 +168,7 @@ class Scratch:
                     stderr=subprocess.DEVNULL,
                     cwd="/",
                     env=kept,
-                    start_new_session=True,  # Ctrl-C and the end of a terminal are not for it
+                    start_new_session=True,  # a terminal's Ctrl-C or end must not reach it
                     timeout=START_LIMIT_S,
                     check=True,
                 )
@@ -180,7 +180,7 @@ class Scratch:
 
 @contextmanager
 def opened() -> Iterator[Scratch]:
-    """The scratch of a run, cleared at the end.
+    """Make the scratch of a run, and clear it at the end.
 
     Raises:
         ClusterError: no folder can be made; the message says what to set.
@@ -193,11 +193,11 @@ def opened() -> Iterator[Scratch]:
         scratch.close()
 
 
-_kept: list[Scratch] = []  # an actor's own, as long as its process lives
+_kept: list[Scratch] = []  # an actor's own scratch, for the life of its process
 
 
 def join() -> None:
-    """In an actor's process: take part in the scratch of the run that started the cluster, or make one.
+    """Use the scratch of the run that started the cluster in an actor's process, or make one.
 
     Raises:
         ClusterError: no folder can be made; the message says what to set.
@@ -208,26 +208,26 @@ def join() -> None:
 
 
 def name_shared_memory() -> None:
-    """Name what Python makes in shared memory from now on after the run's scratch, if there is one.
+    """Make Python name its objects in shared memory after the run's scratch from now on, if there is one.
 
-    Semaphores and blocks of shared memory have no folder, so their names must say whose they are. Children
-    by `multiprocessing` inherit the one for semaphores alone.
+    Semaphores and blocks of shared memory have no folder, so `clear` finds them by name. Children that
+    `multiprocessing` starts inherit the prefix of semaphores, but not that of blocks.
     """
     if FOLDER not in os.environ:
         return
     name = f"/{Path(os.environ[FOLDER]).name}"
     multiprocessing.current_process().__dict__["_config"]["semprefix"] = name
-    # 16 hexadecimal digits follow, at random.
+    # Python appends 16 random hexadecimal digits.
     vars(shared_memory).update(_SHM_NAME_PREFIX=f"{name}-", _SHM_SAFE_NAME_LENGTH=len(name) + 17)
 
 
 def shared_folder() -> Path:
-    """Folder for files in memory: the run's own, or all of shared memory where no run is on."""
+    """Return the folder for files in memory: the run's own, or /dev/shm outside a run."""
     return Path(os.environ.get(SHARED_FOLDER, SHARED_MEMORY))
 
 
 def this_process() -> Owner:
-    """The calling one."""
+    """Return the identity of the calling process."""
     began = start_ticks(Path("/proc/self/stat").read_text())
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return Owner(os.getpid(), began or 0, boot, os.stat("/proc/self/ns/pid").st_ino, os.geteuid())
@@ -237,7 +237,7 @@ def this_process() -> Owner:
 
 
 def sweep(here: Owner, roots: Sequence[Path]) -> None:
-    """Clear what dead owners left in `roots`."""
+    """Clear the folders that dead owners left in `roots`."""
     for root in roots:
         for folder in root.glob(f"{PREFIX}*-*"):
             left = _left_in(folder, here)
@@ -246,7 +246,7 @@ def sweep(here: Owner, roots: Sequence[Path]) -> None:
 
 
 def clear(folders: Sequence[Path]) -> bool:
-    """Remove an owner's folders and all that bears their name in shared memory. Whether they are gone."""
+    """Remove an owner's folders and its objects in shared memory; return whether the folders are gone."""
     name = folders[0].name
     beginnings = [f"{name}-", f"sem.{name}-", *(file.name for file in folders[0].glob(f"{VLLM_RANKS}*"))]
     with suppress(OSError):  # there is no shared memory
@@ -260,14 +260,14 @@ def clear(folders: Sequence[Path]) -> bool:
 
 
 def _left_in(folder: Path, here: Owner) -> tuple[Path, ...]:
-    """The folders of the dead process that made this one; none if it lives, or if it is not ours."""
+    """Return all folders of the dead process that made this one; () if it lives or is another user's."""
     try:
         about = folder.lstat()
         if not stat.S_ISDIR(about.st_mode) or about.st_uid != here.uid:
             return ()
         descriptor = os.open(folder / RECORD, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
-        return ()  # removed meanwhile, or not one of these
+        return ()  # removed meanwhile, or not a folder of a run
     try:
         told = parse_record(os.read(descriptor, MAX_RECORD_BYTES).decode(errors="replace"))
         if told is None or folder not in told[1] or os.fstat(descriptor).st_uid != here.uid:
@@ -303,7 +303,7 @@ def _ticks_of(pid: int) -> int | None:
 
 
 def _roots(name: str) -> tuple[Path, ...]:
-    """On disk, and in shared memory where there is any."""
+    """Return where to make the folders: on disk, and in shared memory if there is any."""
     usual = Path(tempfile.gettempdir())
     for root in (usual, Path("/tmp")):
         if len(os.fsencode(root / name)) <= MAX_FOLDER_BYTES and os.access(root, os.W_OK | os.X_OK):
@@ -316,7 +316,7 @@ def _roots(name: str) -> tuple[Path, ...]:
 
 
 def _make(folder: Path, text: str) -> int:
-    """Make a folder with its record; the descriptor that holds its lock."""
+    """Make a folder with its record; return the descriptor that holds its lock."""
     try:
         folder.mkdir(0o711)
         folder.chmod(0o711)  # whatever the umask
@@ -337,4 +337,4 @@ def _set_environment(values: dict[str, str] | dict[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    tempfile.tempdir = None  # looked up again
+    tempfile.tempdir = None  # so that Python reads TMPDIR again

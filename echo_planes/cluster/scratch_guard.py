@@ -1,8 +1,8 @@
-"""The process that clears up after a run, however that ends: see `scratch.py`, which starts it.
+"""Guard process that clears up after any end of a run; `scratch.py` starts it.
 
-It hears of the end by its standard input and by the kernel, gives the run's processes a moment to end by
-themselves, kills those that do not, and clears the run's folders. It is small and outlives its parent; what
-it kills was started with the run's folder as its own, or writes into it.
+The guard notices the owner's end by its standard input and by a pidfd. It gives the run's processes `GRACE_S`
+seconds to end by themselves, kills the others, and clears the run's folders. It kills only processes that
+have the run's folder in their environment, or a file of the folder open for writing.
 """
 
 from __future__ import annotations
@@ -16,19 +16,23 @@ from pathlib import Path
 
 from echo_planes.cluster.scratch import FOLDER, clear
 
-GRACE_S = 1.5  # sandboxes take down their control groups meanwhile, resource trackers their semaphores
-LIMIT_S = 8.0  # of all; a process in the hands of a device may take longer than anybody waits
-LOOK_S = 0.05
+GRACE_S = 1.5  # for sandboxes to remove their control groups, and resource trackers their semaphores
+LIMIT_S = 8.0  # for all; a process that waits for a device may take longer to end
+LOOK_S = 0.05  # between two attempts
 
 
 def main(arguments: list[str]) -> None:
-    """Arguments: id of the owner, its folders. Returns at once; a child of this process goes on."""
+    """Fork a child that waits for the owner's end and clears up, and return.
+
+    Args:
+        arguments: process id of the owner, then its folders.
+    """
     owner_pid, folders = int(arguments[0]), [Path(word) for word in arguments[1:]]
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     poll = select.poll()
     poll.register(0, select.POLLIN)
-    with suppress(ProcessLookupError):  # it has ended: its line says so too
+    with suppress(ProcessLookupError):  # the owner has ended, which closes standard input, too
         poll.register(os.pidfd_open(owner_pid), select.POLLIN)
     if os.fork():
         return
@@ -37,7 +41,7 @@ def main(arguments: list[str]) -> None:
 
 
 def clear_up(owner_pid: int, folders: list[Path]) -> None:
-    """Until neither processes nor folders are left, or `LIMIT_S` is over."""
+    """Kill processes and remove folders until none is left, or for `LIMIT_S` seconds."""
     begun_s = time.monotonic()
     done = False
     while not done and time.monotonic() - begun_s < LIMIT_S:
@@ -51,12 +55,15 @@ def clear_up(owner_pid: int, folders: list[Path]) -> None:
 
 
 def processes_of(folder: str) -> list[int]:
-    """Ids of the processes that were started as part of the run whose folder this is."""
+    """Return the ids of the processes that belong to the run with this folder."""
     return [int(name) for name in os.listdir("/proc") if name.isdecimal() and _belongs(int(name), folder)]
 
 
 def _belongs(pid: int, folder: str) -> bool:
-    """By its environment, or, where a title lies over that, by a file of the run that it writes."""
+    """Return whether a process belongs to the run, by its environment or a file of the run that it writes.
+
+    A process that has set its title may have overwritten its environment.
+    """
     with suppress(OSError):  # gone, or another user's
         environment = Path(f"/proc/{pid}/environ").read_bytes()
         if f"\0{FOLDER}={folder}\0".encode() in b"\0" + environment:
@@ -72,7 +79,7 @@ def _descriptors(pid: int) -> list[str]:
 
 
 def _writes(pid: int, descriptor: str, folder: str) -> bool:
-    """Whether an open file lies in the folder, and not for reading alone, as for one who looks at logs."""
+    """Return whether an open file lies in the folder and is open for writing; a reader of logs is no part."""
     try:
         if not os.readlink(f"/proc/{pid}/fd/{descriptor}").startswith(f"{folder}/"):
             return False
@@ -87,7 +94,7 @@ def _kill(pid: int, folder: str) -> None:
     with suppress(ProcessLookupError):  # it has just ended
         descriptor = os.pidfd_open(pid)
         try:
-            if _belongs(pid, folder):  # still the same: its id cannot be another's now
+            if _belongs(pid, folder):  # checked again: the id may have been reused before the pidfd was open
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         finally:
             os.close(descriptor)

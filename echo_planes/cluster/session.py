@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: joined, or started for it alone; and what its metrics endpoint is told."""
+"""Ray cluster of a run, joined or started for the run alone, and the export of metrics through it."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from echo_planes.errors import ClusterError
 PRIVATE_STORE_BYTES = 512 * 1024**2
 STARTS = 3
 KILLED_S = 10.0
-LEAVE_S = 3.0  # for the processes of a private cluster to end once they were told
-# Of the plain `Exception` that Ray raises when its own processes were not up in time.
+LEAVE_S = 3.0  # for the processes of a private cluster to end after `ray.shutdown`
+# Part of the message of the plain `Exception` that Ray raises when its own processes start too slowly.
 _TOO_SLOW = "timed out during startup"
 
 
 @contextmanager
 def ray_session(config: Config, logs: Path | None = None) -> Iterator[None]:
-    """Join the configured cluster, or start a private one, and leave it again: nothing of it stays behind.
+    """Join the configured cluster, or start a private one, and leave it at the end without remains.
 
-    A private one keeps to loopback if `process.keep_ray_private` ran before Ray was imported.
+    A private one listens on loopback only if `process.keep_ray_private` ran before Ray was imported.
 
     Args:
-        logs: where Ray's logs of a private cluster go if the session ends by an error.
+        logs: folder for Ray's logs of a private cluster, copied if the session ends by an error.
 
     Raises:
-        ClusterError: no cluster at that address, or not what the fleet needs; a private one does not start.
+        ClusterError: the cluster cannot be reached, lacks what the fleet needs, or does not start.
     """
     with scratch.opened() as folders:
         try:
@@ -87,10 +87,10 @@ def _joined(config: Config, ray_folder: Path) -> Iterator[None]:
 
 
 class NodeWatch:
-    """Whether the node daemon of a private cluster lives. Ray itself would tell of its death a quarter of a
-    minute later, and until then nobody who waits for an actor would be answered.
+    """Watch over the node daemon (raylet) of a private cluster, in the running event loop.
 
-    Of the running event loop.
+    Ray itself reports the daemon's death about 15 s later, and leaves calls to actors without an answer until
+    then.
     """
 
     def __init__(self, raylet_pid: int) -> None:
@@ -100,7 +100,7 @@ class NodeWatch:
 
     @classmethod
     def of_this_process(cls) -> NodeWatch | None:
-        """Of the cluster that this process started; None where it joined one."""
+        """Watch the cluster that this process started; return None if it joined one."""
         for child in psutil.Process().children():
             if child.name() == "raylet":
                 return cls(child.pid)
@@ -110,7 +110,7 @@ class NodeWatch:
         """Await `answer` and return its result.
 
         Raises:
-            ConnectionResetError: the node is gone, so that there will be no result.
+            ConnectionResetError: the node daemon has ended, so there will be no result.
         """
         waiting = asyncio.ensure_future(answer)
         try:
@@ -129,16 +129,17 @@ class NodeWatch:
 
 
 def _start(options: Mapping[str, Any]) -> None:
-    """`ray.init`, and again where Ray gave up on its own processes.
+    """Call `ray.init`, up to `STARTS` times if Ray's own processes start too slowly.
 
-    It grants them 30 s, which no setting changes, however busy the machine is. What it had begun lives on.
+    Ray grants them 30 s, which no setting changes. It leaves the processes it has started, so this kills
+    them.
     """
     before = set(psutil.Process().children(recursive=True))
     for _ in range(STARTS):
         try:
             ray.init(**options)
             return
-        except Exception as error:  # Ray raises nothing narrower for it; all others go on
+        except Exception as error:  # Ray raises no narrower class for a slow start
             if _TOO_SLOW not in str(error):
                 raise
         begun = [one for one in psutil.Process().children(recursive=True) if one not in before]
@@ -157,10 +158,10 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 def prometheus(described: Iterable[tuple[str, str, str]]) -> Callable[[Mapping[str, float]], None]:
-    """A function that exports a step's numbers through Ray's metrics endpoint.
+    """Return a function that exports a step's numbers through Ray's metrics endpoint.
 
     Args:
-        described: of each number its key among a step's, its name for Prometheus, and what it is.
+        described: for each number, its key in a step's metrics, its Prometheus name, and its description.
     """
     gauges = {key: RayGauge(name, description) for key, name, description in described}
 

@@ -1,6 +1,6 @@
-"""Settings of a run: declared (`schema`, on the fields of `fields`), and the files they are read from.
+"""Settings of a run: their declaration (`schema`, `fleet`, `fields`), and the reading of their files.
 
-In: YAML and JSON that a person wrote or named. Out: a frozen `Config`, or one line that says what is wrong.
-`loop.loading` puts one together from the words of a command line.
+In: YAML and JSON files that a user wrote or named. Out: a frozen `Config`, or an error message of one line.
+`loop.loading` builds a `Config` from the words of a command line.
 Imports: errors.
 """

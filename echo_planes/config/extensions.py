@@ -1,4 +1,4 @@
-"""Extensions by name: a setting takes a built-in name, or `package.module:NAME` of another package."""
+"""Extensions by name: a setting has a built-in name, or `package.module:NAME` of any importable module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def one_of(*names: str) -> AfterValidator:
-    """Of a setting: one of these names, or the place of another one."""
+    """Return the validator of a setting that is one of these names, or a `package.module:NAME`."""
 
     quoted = ", ".join(f"'{name}'" for name in names)
 
@@ -33,14 +33,15 @@ def one_of(*names: str) -> AfterValidator:
 
 
 def extension(key: str, name: str, table: Mapping[str, T], kind: type[T] | None = None) -> T:
-    """The entry of that name, or what stands at `package.module:NAME`.
+    """Return the entry of `table` with that name, or the object at `package.module:NAME`.
 
     Args:
         key: the setting, for messages.
-        kind: what it must be an instance of, where that can be asked.
+        kind: class that the object must be an instance of; None: any callable.
 
     Raises:
-        ConfigError: there is nothing of that name or at that place, or it is something else.
+        ConfigError: the name is neither in the table nor a `package.module:NAME`, its module cannot be
+            imported, there is no such object in it, or the object is of another kind.
     """
     if name in table:
         return table[name]
@@ -49,17 +50,19 @@ def extension(key: str, name: str, table: Mapping[str, T], kind: type[T] | None 
     if not (separator and attribute and all(part.isidentifier() for part in module_name.split("."))):
         raise ConfigError(f"{where} is not of the form package.module:NAME")
     found: Any = getattr(imported(module_name, where), attribute, None)
-    if found is None or (kind is not None and not isinstance(found, kind)):
-        wanted = f"{kind.__name__} " if kind is not None else ""
-        raise ConfigError(f"{where}: there is no {wanted}'{attribute}' in {module_name}")
+    if found is None:
+        raise ConfigError(f"{where}: there is no '{attribute}' in {module_name}")
+    if not (callable(found) if kind is None else isinstance(found, kind)):
+        wanted = "a function or a class" if kind is None else f"an instance of {kind.__name__}"
+        raise ConfigError(f"{where}: it is a {type(found).__name__}, not {wanted}")
     return found  # type: ignore[no-any-return]
 
 
 def imported(module_name: str, where: str) -> ModuleType:
-    """A module that a person named; `where`, for messages: by which word.
+    """Import a module that a user named; `where` shows the word that names it in messages.
 
     Raises:
-        ConfigError: there is none, or it cannot be imported.
+        ConfigError: the module does not exist, or importing it raises.
     """
     try:
         return importlib.import_module(module_name)
@@ -70,7 +73,7 @@ def imported(module_name: str, where: str) -> ModuleType:
         ) from error
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a user's module may raise anything, SystemExit too
+    except BaseException as error:  # a user's module may raise anything, including SystemExit
         raise ConfigError(
             f"{where}: importing {module_name} raised {in_words(error)} ({raised_at(error)}); correct it "
             "there"
@@ -78,7 +81,10 @@ def imported(module_name: str, where: str) -> ModuleType:
 
 
 def raised_at(error: BaseException, folder: Path | None = None) -> str:
-    """`file:line` of the user's code where `error` came from: the deepest frame in `folder`, else of all."""
+    """Return `file:line` of the deepest frame of `error` in `folder`, or of its deepest frame at all.
+
+    For a SyntaxError it is the place of that.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
@@ -88,6 +94,6 @@ def raised_at(error: BaseException, folder: Path | None = None) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """The last line of an error's traceback."""
+    """Return the type and message of an error, in one line."""
     lines = traceback.format_exception_only(error)[-1].strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""Declaration of settings: sections, common types, and whether a resume may change it."""
+"""Declaration of settings: sections, common types, and the mark whether a resume may change a setting."""
 
 from __future__ import annotations
 
@@ -11,30 +11,41 @@ PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 OFF = BeforeValidator(lambda value: "off" if value is False else value)  # YAML reads off as false
-Interval = Annotated[tuple[float, float], Field(strict=False)]  # YAML has lists only
+Interval = Annotated[tuple[float, float], Field(strict=False)]  # YAML has lists, but no tuples
 
 _MARK = "on_resume"
+_RENAMED = {  # old names of settings of runs, scenarios and plans, with the present ones
+    "weights.anchor_every": "weights.snapshot_every",
+    "weights.keep_anchors": "weights.keep_snapshots",
+    "offers": "instance_types",
+    "max_per_offer": "max_per_instance_type",
+}
 
 
 class Section(BaseModel):
-    """A settings section: unknown keys, silent coercions and numbers that are none are refused."""
+    """Base of a settings section. It refuses unknown keys, implicit conversions, NaN and infinity."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False
     )
 
 
+def unknown_key(path: str, hint: str) -> str:
+    """Return the message for an unknown key: its present name if it was renamed, else `hint`."""
+    return f"this key is called {_RENAMED[path]} now" if path in _RENAMED else f"unknown key{hint}"
+
+
 def Fixed(default: Any, **field: Any) -> Any:
-    """A setting of the run for good: what was recorded or trained under it would be something else."""
+    """Declare a setting that a resume must not change: recorded and trained data depend on it."""
     return Field(default, json_schema_extra={_MARK: "fixed"}, **field)
 
 
 def Free(default: Any, **field: Any) -> Any:
-    """A setting that a resume may change, and tells."""
+    """Declare a setting that a resume may change; the resume reports the change."""
     return Field(default, json_schema_extra={_MARK: "free"}, **field)
 
 
 def on_resume(field: FieldInfo) -> str:
-    """ "fixed" or "free"; "" where the field does not say."""
+    """Return "fixed" or "free", or "" for a field without that mark."""
     extra = field.json_schema_extra
     return str(extra.get(_MARK, "")) if isinstance(extra, dict) else ""

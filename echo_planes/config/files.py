@@ -1,7 +1,7 @@
-"""Reading what a person named: a regular file of a bounded size, or one line that says what it is instead.
+"""Reading of files that a user names: regular files of limited size; others raise an error of one line.
 
-A pipe or a terminal would keep a reader waiting for ever, and a device or a file that has grown would fill
-the memory. So whatever is named on a command line or in a configuration is opened here.
+A pipe or a terminal would block a reader for ever, and a device or a file that has grown would fill the
+memory. So this module opens or checks every file that a command line or a configuration names.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 from echo_planes.errors import DataError, UserError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-SETTINGS_BYTES = 256 * KIB  # a file of settings, and a record of a run that holds some
-MODEL_JSON_BYTES = 256 * MIB  # a JSON file of a model folder: tokenizers have the largest
-LOG_BYTES = 2 * GIB  # what a long run writes line by line
+SETTINGS_BYTES = 256 * KIB  # limit of a file of settings, and of a run's record of them
+MODEL_JSON_BYTES = 256 * MIB  # limit of a JSON file of a model folder; tokenizers have the largest
+LOG_BYTES = 2 * GIB  # limit of a file that a run writes line by line
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -29,7 +29,7 @@ _KINDS = (
 
 
 def user_path(text: str) -> Path:
-    """A path as a person wrote it, `~` for the home folder; as it is where there is no such home."""
+    """Return the path that a user wrote, with `~` expanded if that home folder exists."""
     path = Path(text)
     try:
         return path.expanduser()
@@ -40,19 +40,19 @@ def user_path(text: str) -> Path:
 def open_regular(
     path: Path, most_bytes: int, *, error: type[UserError] = DataError, advice: str = "give another file"
 ) -> BinaryIO:
-    """A regular file, open for reading; never waits for anybody.
+    """Open a regular file for reading, without ever blocking on another process.
 
     Args:
-        path: as a person named it.
-        most_bytes: it may have.
-        error: raised if it cannot be used.
-        advice: what to do then, ends the message.
+        path: as a user named it.
+        most_bytes: size limit.
+        error: class of the error to raise.
+        advice: end of the error message, with what the user can do.
 
     Raises:
-        UserError: of class `error`: missing, unreadable, no regular file, or too large.
+        UserError: of class `error`: the file is missing, unreadable, not a regular file, or too large.
     """
     try:
-        # Without O_NONBLOCK a pipe that nobody writes to would keep us here.
+        # Without O_NONBLOCK, opening a pipe without a writer blocks.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except (OSError, ValueError) as why:
         reason = (why.strerror if isinstance(why, OSError) else None) or str(why)
@@ -72,17 +72,17 @@ def open_regular(
 def check_regular(
     path: Path, most_bytes: int, *, error: type[UserError] = DataError, advice: str = "give another file"
 ) -> None:
-    """As `open_regular`, for a file that a library will open by its name."""
+    """Check a file as `open_regular` does, for a library that opens it by its name."""
     open_regular(path, most_bytes, error=error, advice=advice).close()
 
 
 def read_bytes(
     path: Path, most_bytes: int, *, error: type[UserError] = DataError, advice: str = "give another file"
 ) -> bytes:
-    """All of a regular file. Arguments and errors as of `open_regular`."""
+    """Return the bytes of a regular file. Arguments and errors are those of `open_regular`."""
     try:
         with open_regular(path, most_bytes, error=error, advice=advice) as file:
-            data = file.read(most_bytes + 1)  # files of /proc say that they are empty
+            data = file.read(most_bytes + 1)  # the size that `fstat` returns is 0 for files of /proc
     except OSError as why:
         raise error(f"{path} cannot be read: {why.strerror}; {advice}") from why
     if len(data) > most_bytes:
@@ -93,7 +93,7 @@ def read_bytes(
 def read_text(
     path: Path, most_bytes: int, *, error: type[UserError] = DataError, advice: str = "give another file"
 ) -> str:
-    """As `read_bytes`, as UTF-8 text without the mark that some editors put before it."""
+    """Return the UTF-8 text of a regular file, without a byte order mark; otherwise as `read_bytes`."""
     try:
         return read_bytes(path, most_bytes, error=error, advice=advice).decode("utf-8-sig")
     except UnicodeDecodeError as why:
@@ -103,7 +103,7 @@ def read_text(
 def read_json(
     path: Path, most_bytes: int, *, error: type[UserError] = DataError, advice: str = "give another file"
 ) -> Any:
-    """As `read_bytes`, as JSON."""
+    """Parse the JSON of a regular file; otherwise as `read_bytes`."""
     try:
         text = read_bytes(path, most_bytes, error=error, advice=advice).decode("utf-8-sig")
     except UnicodeDecodeError as why:
@@ -115,7 +115,7 @@ def parse_json(text: str, where: str, error: type[UserError] = DataError, advice
     """Parse a JSON text.
 
     Raises:
-        UserError: of class `error`: it is not JSON, or numbers or nesting in it have no end.
+        UserError: of class `error`: the text is not JSON, or has a number too long or nesting too deep.
     """
     try:
         return json.loads(text)
@@ -125,7 +125,7 @@ def parse_json(text: str, where: str, error: type[UserError] = DataError, advice
 
 
 def in_units(num_bytes: int) -> str:
-    """268435456 -> '256 MiB'"""
+    """Return a size in its largest fitting unit: 268435456 gives '256 MiB'."""
     for size, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if num_bytes >= size:
             return f"{num_bytes / size:,.4g} {name}"

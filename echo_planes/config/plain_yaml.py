@@ -1,8 +1,8 @@
-"""Settings as YAML: values mean what they look like, and nothing that is written can hurt the reader.
+"""Reading and writing of settings as YAML, with numbers as in JSON, and with limits on size and depth.
 
-YAML 1.1 reads 010 as 8, 12:30 as 750, 2026-02-03 as a date and 1e-5 as a text. Here 1e-5 is a number and the
-others are texts, as in JSON. What is read is of bounded size and depth: aliases can write a tree of billions
-of values in a line, or one that never ends.
+YAML 1.1 reads 010 as 8, 12:30 as 750, 2026-02-03 as a date and 1e-5 as a text. Here 1e-5 is a number, and the
+others are texts. Size and depth are limited, since aliases can write a tree of billions of values in one
+line, or a tree that contains itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import yaml
 from echo_planes.config.files import SETTINGS_BYTES, read_text
 from echo_planes.errors import ConfigError, shown
 
-MAX_TEXT = 64 << 10  # characters of a text, of settings on a command line too
+MAX_TEXT = 64 << 10  # characters of one text value
 MAX_VALUES = 100_000
 MAX_DEPTH = 32
 _TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
@@ -28,12 +28,12 @@ _NUMBER = rf"(?:{_WHOLE}(?:\.[0-9_]*)?|[-+]?\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 _NO_NUMBER = r"[-+]?\.?(?:inf|Inf|INF)|\.?(?:nan|NaN|NAN)"
 _COMMENT = re.compile(r"(?:\A|\s)#")
 NONE = ("null", "Null", "NULL", "~")
-QUOTE, QUOTED = "'", "'\"[{&!|>"  # what begins with one of these says itself where it ends
+QUOTE, QUOTED = "'", "'\"[{&!|>"  # YAML syntax at the start of a value: `parse_word` leaves it to YAML
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe, with the numbers of JSON, no key twice, and no deeper than MAX_DEPTH."""
+    """Safe loader that reads numbers as JSON does, and refuses repeated keys and nesting beyond MAX_DEPTH."""
 
     _depth = 0
 
@@ -55,7 +55,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts quotes around what either reading of YAML takes for more than a text."""
+    """Dumper that quotes every text that YAML 1.1 or `_Loader` would read as another type."""
 
 
 def _resolve() -> None:
@@ -74,15 +74,15 @@ _resolve()
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The value that a YAML text is.
+    """Parse a YAML text.
 
     Args:
-        text: of settings, or of one.
-        where: what it is, for messages ("run.steps=x", a file).
+        text: a file of settings, or the value of one setting.
+        where: origin of the text, for messages ("run.steps=x", a file).
 
     Raises:
-        ConfigError: it is no YAML, or no plain value: too long, too deep, with invisible characters, or a
-            number that has more than 64 bits.
+        ConfigError: the text is not YAML, too long or too deep, has invisible characters, or a whole number
+            of more than 64 bits.
     """
     if len(text) > SETTINGS_BYTES:
         raise ConfigError(f"{where} is longer than {SETTINGS_BYTES} characters; shorten it")
@@ -96,30 +96,30 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def parse_word(key: str, text: str) -> Any:
-    """The value in `key=text`, as on a command line. What is no list, no number and in no quotes is a text.
+    """Parse the value in `key=text` of a command line.
 
     Raises:
-        ConfigError: as `parse_yaml`; or there is none: mostly a variable of the shell that is not set.
+        ConfigError: as `parse_yaml`, or the value is empty, as when a variable of the shell is not set.
     """
     where = f"{key}={shown(text)}"
     plain = text.strip()
     if not plain:
         raise ConfigError(f"{key}=: no value, as of a variable that is not set; write {key}=null for none")
-    if plain[0] not in QUOTED and _COMMENT.search(plain):  # YAML would leave it out unseen
+    if plain[0] not in QUOTED and _COMMENT.search(plain):  # YAML would drop the text from " #" on
         plain = f"'{plain.replace(QUOTE, 2 * QUOTE)}'"
     value = parse_yaml(plain, where)
     if isinstance(value, str) and plain[0] not in QUOTED:
-        return plain  # with its line ends
+        return plain  # the user's text, with line ends that YAML would fold
     if value is None and plain not in NONE:
         raise ConfigError(f"{where}: no value; put quotes around it, or write {key}=null for none")
     return value
 
 
 def read_yaml(path: Path, advice: str = "give another file") -> dict[str, Any]:
-    """The settings in a file.
+    """Return the settings in a file.
 
     Raises:
-        ConfigError: it cannot be read, or holds something else.
+        ConfigError: the file cannot be read, or is not a mapping.
     """
     tree = parse_yaml(read_text(path, SETTINGS_BYTES, error=ConfigError, advice=advice), str(path))
     if not isinstance(tree, dict):
@@ -128,15 +128,15 @@ def read_yaml(path: Path, advice: str = "give another file") -> dict[str, Any]:
 
 
 def dump_yaml(value: Any) -> str:
-    """The inverse of `parse_yaml`, for what JSON can hold."""
+    """Return the YAML of a value that JSON can hold; `parse_yaml` reads it back."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
 
 
 def _check(tree: Any) -> None:
-    """Nothing that is too much, or that no file and no terminal could hold.
+    """Check the number of values, their depth, and the texts and whole numbers among them.
 
     Raises:
-        ValueError: says what.
+        ValueError: a value exceeds a limit, or holds an invisible character.
     """
     todo, seen = [(tree, 0)], 0
     while todo:

@@ -1,8 +1,8 @@
-"""Settings of a run: typed models, YAML groups and `key=value` overrides.
+"""Typed models of a run's settings, with the checks between settings.
 
-Nothing here imports torch, ray, vllm or deepspeed: a mistake is found before anything heavy starts. `Fixed`
-settings are a run's for good; `Free` ones may change where it is resumed (see `fields`, `loop.resume`).
-`loop.loading` turns command-line words into one of these models.
+The module does not import torch, ray, vllm or deepspeed, so that a mistake is found before they load. A
+resume must not change `Fixed` settings, and may change `Free` ones (see `fields`, `loop.resume`).
+`loop.loading` builds a `Config` from YAML groups and the `key=value` words of a command line.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from echo_planes.config.fields import (
     Section,
 )
 from echo_planes.config.files import user_path
+from echo_planes.config.fleet import FleetConfig
 
 _ASSETS = Path(__file__).parents[1] / "assets"
 BUILTIN_MODELS = {
@@ -44,6 +45,9 @@ class RunConfig(Section):
     ray_address: str | None = Free(
         None, description="cluster to join; default: RAY_ADDRESS, else a private local one"
     )
+    tracker: Annotated[str, one_of("none")] = Free(
+        "none", description="told each step and event; package.module:NAME that makes a Tracker"
+    )
     metrics_port: int | None = Free(None, ge=1024, le=65535, description="Prometheus port of a local cluster")
 
 
@@ -59,7 +63,7 @@ class TaskConfig(BaseModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keys that belong to the adapter."""
+        """Keys of the adapter's own options."""
         return dict(self.model_extra or {})
 
 
@@ -77,117 +81,6 @@ class ModelConfig(Section):
         return BUILTIN_MODELS.get(self.path, user_path(self.path))
 
 
-class EngineConfig(Section):
-    """Options of one vLLM engine."""
-
-    max_num_seqs: PositiveInt = Free(256, description="requests decoded together")
-    tensor_parallel_size: PositiveInt = Free(1, description="GPUs that share every layer of one engine")
-    pipeline_parallel_size: PositiveInt = Free(1, description="stages of layers, each on GPUs of its own")
-    gpu_memory_utilization: float = Free(0.85, gt=0, le=1, description="share of GPU memory (GPU only)")
-    kv_cache_gib: PositiveFloat = Free(0.25, description="KV cache size on CPU, GiB")
-    enforce_eager: bool = Free(False, description="no CUDA graphs (GPU only)")
-    enable_prefix_caching: bool = Free(False, description="reuse the KV of common prefixes")
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Free(
-        "bfloat16", description="what the engine holds and computes in; published weights are bfloat16"
-    )
-
-    @property
-    def num_ranks(self) -> int:
-        """Processes of one engine that hold weights, each with a device."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
-
-class WorkerConfig(Section):
-    """One kind of rollout worker."""
-
-    sku: str = Free("cpu", description="what the hardware is called in reports and prices")
-    usd_per_hour: NonNegativeFloat = Free(0.0, description="price of one worker")
-    count: int = Free(1, ge=0, description="how many")
-    engine: EngineConfig = EngineConfig()
-    max_groups: PositiveInt = Free(16, description="prompts in flight at once")
-    slowdown_s: NonNegativeFloat = Free(
-        0.0, description="pause before each group, seconds: for trying out slow workers"
-    )
-    resources: dict[str, float] = Free({"CPU": 1.0}, description="Ray resources of one worker (GPU: n, ...)")
-    labels: dict[str, str] = Free({}, description="Ray label selector")
-    region: str = Free("", description="where it stands: a chain of workers enters each region once")
-    market: Literal["on_demand", "spot"] = Free("on_demand", description="spot machines may be taken away")
-    min_count: int = Free(0, ge=0, description="fleet.scale: always so many")
-    max_count: int | None = Free(None, ge=0, description="fleet.scale: quota; default: `count`")
-    mu: PositiveFloat | None = Free(
-        None, description="trajectories/s of one, until it is measured; default: as the others"
-    )
-    interruptions_per_hour: NonNegativeFloat = Free(
-        0.0, description="preemptions of one, until they are measured"
-    )
-    cloud: Literal["aws", "gcp", "azure"] | None = Free(
-        None, description="whose metadata service announces preemptions on the machine; default: none asked"
-    )
-    metadata_url: str | None = Free(None, description="its address; default: the cloud's usual one")
-
-    @property
-    def offer(self) -> str:
-        """Name of this kind where fleets are chosen."""
-        return "/".join(part for part in (self.sku, self.region, self.market) if part)
-
-    @property
-    def quota(self) -> int:
-        """Workers of this kind at most."""
-        return self.count if self.max_count is None else self.max_count
-
-
-class FleetConfig(Section):
-    """The rollout workers."""
-
-    workers: list[WorkerConfig] = Free([WorkerConfig()], description="kinds of workers")
-    restarts: int = Free(
-        3,
-        ge=0,
-        description="times in a row that a lost worker is started again, each, after 0, 1, 3, 7, ... 60 s; "
-        "ten minutes of work begin the row anew (scale=fixed)",
-    )
-    scale: Annotated[str, one_of("fixed", "static", "ray")] = Free(
-        "fixed",
-        description="fixed: `count` workers of each kind; static: as many as pay, on the nodes there are; "
-        "ray: the same, on nodes of Ray's autoscaler; package.module:NAME: on those of the Actuator it makes",
-    )
-    gamma: float = Free(1.1, ge=1, description="redundancy: mu_target = gamma mu_min")
-    tick_s: PositiveFloat = Free(5.0, description="the fleet is looked at this often, seconds")
-    sustain_s: NonNegativeFloat = Free(
-        30.0, description="a shortage must last so long before workers are added; a surplus ten times as long"
-    )
-    ask_limit_s: PositiveFloat = Free(
-        120.0, description="a machine that is not there by then is given up, its kind backed off"
-    )
-    boot_limit_s: PositiveFloat = Free(
-        600.0, description="a worker that does not generate so long after that is given up likewise"
-    )
-    usd_per_hour: PositiveFloat | None = Free(None, description="all workers together, at most")
-    interruptions_per_hour: PositiveFloat | None = Free(
-        None, description="expected preemptions of all workers together, at most"
-    )
-    max_workers: PositiveInt | None = Free(None, description="all kinds together, at most")
-    standby: int = Free(
-        0, ge=0, description="workers beside these that are kept ready, idle, for the place of a lost one"
-    )
-
-    @property
-    def num_workers(self) -> int:
-        return sum(kind.count for kind in self.workers)
-
-    @property
-    def brings_nodes(self) -> bool:
-        """Whether nodes come when they are asked for, so that what is there now says nothing."""
-        return self.scale not in ("fixed", "static")
-
-    def fixed(self) -> dict[str, WorkerConfig]:
-        """The workers of a fleet that does not change: w0, w1, ... in the order of the settings."""
-        if self.scale != "fixed":
-            return {}
-        kinds = [kind for kind in self.workers for _ in range(kind.count)]
-        return {f"w{i}": kind for i, kind in enumerate(kinds)}
-
-
 class BudgetConfig(Section):
     """Limit on the cost of the run."""
 
@@ -197,7 +90,7 @@ class BudgetConfig(Section):
 
 
 class SamplingConfig(Section):
-    """Settings by which answers are sampled. Log-probabilities are taken after temperature and top-p."""
+    """Settings of sampling. Log-probabilities are taken after temperature and top-p."""
 
     prompts_per_step: PositiveInt = Free(32, description="groups in a learner step")
     samples_per_prompt: int = Fixed(8, ge=2, description="samples in a group (n)")
@@ -262,7 +155,7 @@ class StalenessConfig(Section):
         return self.publish_every if self.publish_every is not None else max(1, self.max_staleness - 1)
 
     def limited(self, max_staleness: int) -> Self:
-        """These settings at another S; what S bounds is lowered with it."""
+        """Return these settings with another S; `publish_every` and `reuse` become at most S + 1."""
         most = max_staleness + 1
         every = None if self.publish_every is None else min(self.publish_every, most)
         changes = {"max_staleness": max_staleness, "publish_every": every, "reuse": min(self.reuse, most)}
@@ -293,8 +186,10 @@ class WeightsConfig(Section):
         description="chain: patches along chains of workers; direct: patches, every worker from the learner; "
         "full: whole snapshots, every worker from the learner",
     )
-    codec: Literal["auto", "compact", "fast", "overwrite"] = Free(
-        "auto", description="how patches are written down; auto: the quickest for the slowest link"
+    codec: Annotated[str, one_of("auto", "compact", "fast", "overwrite")] = Free(
+        "auto",
+        description="how patches are written down; auto: the quickest for the slowest link; or "
+        "package.module:NAME of a PatchCodec",
     )
     digest: Literal["xxh3", "blake3", "sha256"] = Free(
         "xxh3", description="what proves that a worker's live weights are the learner's"
@@ -308,9 +203,9 @@ class WeightsConfig(Section):
         None, description="Bw: what a worker can receive, Mbit/s; default: learnt from the broadcasts"
     )
     starved_s: PositiveFloat = Free(4.0, description="with too little of a version so long: another parent")
-    anchor_every: PositiveInt = Free(50, description="publications between full snapshots in the store")
+    snapshot_every: PositiveInt = Free(50, description="publications between full snapshots in the store")
     keep_patches: PositiveInt = Free(100, description="newest patches kept in the store")
-    keep_anchors: PositiveInt = Free(10, description="newest full snapshots kept in the store")
+    keep_snapshots: PositiveInt = Free(10, description="newest full snapshots kept in the store")
     store: str | None = Free(None, description="folder or s3:// address; default: weights/ in run.dir")
     key_file: str | None = Free(
         None, description="Ed25519 private key (PEM) that signs publications; default: made in run.dir"
@@ -377,7 +272,7 @@ class ObjectiveConfig(Section):
 
     @property
     def ratio_anchor(self) -> Literal["proximal", "sampler"]:
-        """`anchor`, or the objective's own."""
+        """`anchor`, or the objective's default."""
         return self.anchor or ("sampler" if self.name == "cispo" else "proximal")
 
     @model_validator(mode="after")
@@ -448,7 +343,7 @@ class LearnerConfig(Section):
 
 
 class EvalConfig(Section):
-    """The held-out set: evaluated at the start, during and at the end."""
+    """Evaluations on the held-out set, at the start of the run, during it and at its end."""
 
     every: int = Free(40, ge=0, description="steps between evaluations; 0: only first and last")
     num_prompts: PositiveInt = Free(128, description="held-out prompts")
@@ -493,7 +388,7 @@ class CheckpointConfig(Section):
 
 
 class GuardConfig(Section):
-    """Limits of the signals that are watched; `learning/guard.py` says what is done beyond them."""
+    """Limits of the guard's signals; `learning/guard.py` documents its actions beyond them."""
 
     mode: Literal["act", "warn", "off"] = Free("act", description="climb the ladder; only tell; neither")
     patience: PositiveInt = Free(
@@ -534,7 +429,7 @@ class GuardConfig(Section):
 
 
 class Config(Section):
-    """A whole run, resolved."""
+    """All settings of a run, resolved."""
 
     run: RunConfig = RunConfig()
     task: TaskConfig = TaskConfig()
@@ -553,19 +448,19 @@ class Config(Section):
 
     @property
     def lr(self) -> float:
-        """Peak learning rate: the embedded models learn at a rate that would ruin a real one."""
+        """Peak learning rate; the built-in models' default is far too high for larger models."""
         if self.learner.lr is not None:
             return self.learner.lr
         return BUILTIN_LR if self.model.path in BUILTIN_MODELS else MODEL_LR
 
     @property
     def refill(self) -> Literal["off", "reward", "correct"]:
-        """Rule by which groups do not count towards a batch; dynamic sampling is a part of DAPO."""
+        """Rule by which groups do not count towards a batch; default "reward" for DAPO, else "off"."""
         return self.sampling.refill or ("reward" if self.objective.name == "dapo" else "off")
 
     @property
     def overlong(self) -> Literal["keep", "mask", "penalty"]:
-        """Treatment of answers that were cut off; the soft penalty is a part of DAPO."""
+        """Treatment of answers that were cut off; default "penalty" for DAPO, else "keep"."""
         return self.sampling.overlong or ("penalty" if self.objective.name == "dapo" else "keep")
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from echo_planes.data import service
 
 
 class DataService(service.DataService):
-    """`service.DataService` in an actor of its own; same arguments."""
+    """`service.DataService` in its own actor process; takes the same arguments."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         enter_actor()

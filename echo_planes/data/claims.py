@@ -1,9 +1,9 @@
-"""Checks of what a worker says, before anybody acts on it: groups, pieces of answers, counters, evaluations.
+"""Checks of workers' messages before anything uses them: groups, streamed tokens, counters, evaluations.
 
-Pure functions of a message and of what the receiver knows (`Rules`, the lease, the published versions). They
-take any object at all and never raise: what is wrong is a `Fault`, a named reason and one line for people.
-Sizes are looked at before anything is gone through, so that a check costs no more than the largest honest
-message; tokens are only ever handed to loops in C.
+Pure functions of a message and of the receiver's knowledge (`Rules`, the lease, the published versions). They
+take any object and never raise: they return a `Fault`, a named reason and one line for people. A check reads
+sizes before it iterates, so it costs no more than for the largest valid message. Only loops in C iterate over
+tokens.
 """
 
 from __future__ import annotations
@@ -36,41 +36,41 @@ from echo_planes.types import (
 )
 
 Reason = Literal[
-    "wrong_type",  # a field is of another type than the message has
-    "incomplete",  # of another group, or with another number of samples
+    "wrong_type",  # a field does not have the type of the message class
+    "incomplete",  # another group id, or another number of samples than the lease
     "wrong_name",  # a sample is not called "<group_id>/<its number>", or has an unknown status
-    "failed",  # the worker says itself that it came to nothing
-    "mismatched",  # of another prompt or worker than the lease
+    "failed",  # the worker itself reports that the sample failed
+    "mismatched",  # another prompt or worker than the lease has
     "unspanned",  # no tokens, or spans that do not cover them exactly, in order
-    "unpublished",  # of another lineage, or of a version or digest that was never published
-    "too_long",  # more tokens, turns, names or text than there can be
+    "unpublished",  # another lineage, or a version or digest that was never published
+    "too_long",  # more tokens, turns, names or text than the limits allow
     "bad_tokens",  # an id that the model does not have
-    "bad_logprobs",  # too few or too many, not finite, above 0, or too low for a token that was drawn
-    "bad_mask",  # of another length, or nothing was sampled
-    "bad_number",  # a reward or a counter that is not finite, or absurd
-    "bad_text",  # text that no file can hold
+    "bad_logprobs",  # too few or too many, not finite, above 0, or too low for a sampled token
+    "bad_mask",  # another length than the response, or no sampled token
+    "bad_number",  # a reward or a counter that is not finite, or outside its range
+    "bad_text",  # text that cannot be encoded
 ]
 
-ROUNDING = 1e-3  # nats: a log-probability may be so much above 0
-LOWEST_LOGPROB = -1e4  # nats; no token of e^-10000 is ever drawn
-LOWEST_ALTERNATIVE = -1e39  # nats; or -inf: what lies outside the nucleus
-MOST_REWARD = 1e12  # its square, summed over a batch, is still a number to a learner in float32
-MOST_CHARS = 2**22  # of an answer's text, or of its notes
+ROUNDING = 1e-3  # nats: how far a log-probability may exceed 0
+LOWEST_LOGPROB = -1e4  # nats; a token of probability e^-10000 is never sampled
+LOWEST_ALTERNATIVE = -1e39  # nats; -inf is allowed too: a token outside the nucleus
+MOST_REWARD = 1e12  # a batch's sum of its squares still fits into the learner's float32
+MOST_CHARS = 2**22  # characters in an answer's text, or in its notes
 MOST_NAME_CHARS = 256
-MOST_PARTS = 1024  # of a reward
-MOST_PIECES = 2**16  # in a message, calls of a lease
-MOST_ALTERNATIVES = 32  # per token; `sampling.top_logprobs` is below
-MOST_COUNT = 2**53  # of a counter
+MOST_PARTS = 1024  # parts of a reward
+MOST_PIECES = 2**16  # pieces in a message, and calls of a lease
+MOST_ALTERNATIVES = 32  # per token; `sampling.top_logprobs` is below it
+MOST_COUNT = 2**53  # largest value of a counter
 MOST_SECONDS = 1e10
 MOST_TOKENS_PER_S = 1e8
-LARGEST_INT32 = 2**31 - 1  # as which token ids and counts of turns are stored
+LARGEST_INT32 = 2**31 - 1  # the store keeps token ids and counts of turns as int32
 _STATUSES = frozenset(get_args(Status))
 _REASONS = frozenset(("stop", "length", "abort", ""))
 _ROW = (tuple, list)
 _NUMBER = (float, int, np.floating, np.integer)
 _MISSING = object()
 
-# The fields of every message, and what they must be. A test keeps them complete.
+# The fields of every message class and their allowed types. A test checks that none is missing.
 FORMS: Mapping[type, Mapping[str, Any]] = {
     Group: {"group_id": str, "trajectories": _ROW},
     Trajectory: {
@@ -106,27 +106,27 @@ FORMS: Mapping[type, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why a message is refused."""
+    """Reason for which a message is refused."""
 
     reason: Reason
     detail: str  # one line for people
 
     @property
     def is_malformed(self) -> bool:
-        """Whether no worker that keeps the contract sends such a thing."""
+        """Whether a worker that keeps the contract never sends such a message."""
         return self.reason != "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Bounds that every honest message of a run keeps."""
+    """Bounds that every valid message of a run keeps."""
 
     vocabulary: int  # token ids are below it
     max_tokens: int  # prompt and response together
 
 
 class _Wrong(Exception):
-    """Ends a check; carries what `Fault` says."""
+    """Exception that ends a check; carries its `Fault`."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(detail)
@@ -134,16 +134,16 @@ class _Wrong(Exception):
 
 
 def rules_of(config: Config) -> Rules:
-    """The rules of a run.
+    """Return the rules of a run.
 
     Raises:
-        ModelError: the model's config.json is not readable, or does not say how many tokens the model has.
+        ModelError: the model's config.json is not readable, or holds no valid `vocab_size`.
     """
     return Rules(vocabulary_of(config.model.folder), config.model.max_model_len)
 
 
 def vocabulary_of(folder: Path) -> int:
-    """Size of the vocabulary of a Hugging Face folder's model, padding included.
+    """Return the vocabulary size of the model in a Hugging Face folder, padding included.
 
     Raises:
         ModelError: see `rules_of`.
@@ -159,7 +159,7 @@ def vocabulary_of(folder: Path) -> int:
 
 
 def plain(text: object, most_chars: int = 500) -> str:
-    """Turn text from another process into one line that every file and terminal takes."""
+    """Turn text from another process into one printable line that can be encoded as UTF-8."""
     line = text if isinstance(text, str) else repr(type(text))
     kept = line[:most_chars].encode("utf-8", "backslashreplace").decode()
     return "".join(character if character.isprintable() else " " for character in kept)
@@ -171,11 +171,11 @@ def plain(text: object, most_chars: int = 500) -> str:
 def group_fault(
     lease: Lease, group: object, has_made: Callable[[Trajectory], bool], rules: Rules | None
 ) -> Fault | None:
-    """Why a group cannot be accepted for a live lease; None: it can.
+    """Return why a group cannot be accepted for a live lease; None: it can.
 
     Args:
-        lease: that it was handed in for.
-        group: what came.
+        lease: the lease that the worker names.
+        group: any object that the worker sent.
         has_made: whether a trajectory is of this lineage, and all of its tokens of published versions.
         rules: None in simulations, whose groups carry no real tokens and share equal samples.
     """
@@ -185,25 +185,25 @@ def group_fault(
 def answers_fault(
     answers: object, indices: Sequence[int], num_samples: int, worker_id: str, rules: Rules
 ) -> Fault | None:
-    """Why a worker's answers to held-out prompts cannot be counted; None: they can.
+    """Return why a worker's answers to held-out prompts cannot be counted; None: they can.
 
     Args:
-        answers: what came, of every prompt one after the other.
-        indices: of the prompts that it was asked for.
-        num_samples: answers to each.
-        worker_id: who was asked.
-        rules: of the run.
+        answers: any object that the worker sent; valid are trajectories, those of one prompt together.
+        indices: held-out prompts that the worker was asked to answer, in this order.
+        num_samples: answers per prompt.
+        worker_id: the worker that was asked.
+        rules: bounds of the run.
     """
     return _fault(_check_answers, answers, indices, num_samples, worker_id, rules)
 
 
 def tokens_fault(message: object, rules: Rules) -> Fault | None:
-    """Why what a worker streams of a lease cannot be kept; None: it can."""
+    """Return why the streamed tokens of a lease cannot be kept; None: they can."""
     return _fault(_check_tokens, message, rules)
 
 
 def stats_fault(stats: object, worker_id: str) -> Fault | None:
-    """Why a worker's counters cannot be believed; None: they can."""
+    """Return why a worker's counters cannot be true; None: they can."""
     return _fault(_check_stats, stats, worker_id)
 
 
@@ -227,7 +227,7 @@ def _check_group(
         raise _Wrong("incomplete", f"{len(samples)} samples, not {lease.num_samples}")
     for number, sample in enumerate(samples if rules else ()):
         _check_parts(sample, f"{lease.group_id}/{number}", lease.group_id)
-    for sample in {id(one): one for one in samples}.values():  # what is one object, once
+    for sample in {id(one): one for one in samples}.values():  # equal samples may be one shared object
         _check_claim(sample, lease, has_made)
     if rules:
         for sample in samples:
@@ -235,7 +235,7 @@ def _check_group(
 
 
 def _check_claim(sample: Trajectory, lease: Lease, has_made: Callable[[Trajectory], bool]) -> None:
-    """Check a sample's claims about its lease and its versions. A missing field refuses."""
+    """Check the prompt, worker, spans and versions of a sample against its lease."""
     name, episode = sample.trajectory_id, sample.episode
     if sample.status != "ok":
         raise _Wrong("failed", plain(sample.error) or sample.status)
@@ -248,7 +248,7 @@ def _check_claim(sample: Trajectory, lease: Lease, has_made: Callable[[Trajector
 
 
 def _check_parts(sample: Any, name: str, group_id: str) -> None:
-    """Types and names, so that whoever comes next may rely on them."""
+    """Check types and names, which all later checks rely on."""
     _check_form(sample, Trajectory, name)
     if sample.trajectory_id != name or sample.group_id != group_id:
         raise _Wrong("wrong_name", f"{name} is called {plain(sample.trajectory_id, 60)}")
@@ -260,12 +260,12 @@ def _check_parts(sample: Any, name: str, group_id: str) -> None:
 
 
 def _check_sample(sample: Trajectory, rules: Rules) -> None:
-    """The content of a sample whose parts are of the right types."""
+    """Check the content of a sample whose parts have the right types."""
     name, episode, reward = sample.trajectory_id, sample.episode, sample.reward
     length = len(episode.response_ids)
     if len(sample.prompt.token_ids) + length > rules.max_tokens:
         raise _Wrong("too_long", f"{name}: prompt and answer have more than {rules.max_tokens} tokens")
-    _check_row(sample.prompt.token_ids, rules, name)  # equal to the lease's, but 1 equals True
+    _check_row(sample.prompt.token_ids, rules, name)  # they equal the lease's, but True equals 1 as well
     _check_drawn(episode.response_ids, episode.logprobs, episode.top_logprobs, rules, name)
     mask = episode.response_mask
     if len(mask) != length or any(kind not in (bool, np.bool_) for kind in set(map(type, mask))):
@@ -307,7 +307,7 @@ def _check_answers(
         _check_sample(answer, rules)
 
 
-# --- pieces of answers ---------------------------------------------------------------------------
+# --- streamed tokens -----------------------------------------------------------------------------
 
 
 def _check_tokens(message: Any, rules: Rules) -> None:
@@ -350,11 +350,11 @@ def _check_stats(stats: Any, worker_id: str) -> None:
         raise _Wrong("bad_number", f"{stats.full_tokens:.3g} tokens in {stats.full_s:.3g} s")
 
 
-# --- parts of all of them ------------------------------------------------------------------------
+# --- shared checks -------------------------------------------------------------------------------
 
 
 def _check_form(message: object, kind: type, name: str) -> None:
-    """A message of that class, each of its fields of the type it must have."""
+    """Check that a message is of class `kind`, and each of its fields of an allowed type."""
     if type(message) is not kind:
         raise _Wrong("wrong_type", f"{name}: {type(message).__name__} where {kind.__name__} should be")
     for field, allowed in FORMS[kind].items():
@@ -372,7 +372,7 @@ def _check_spans(spans: Sequence[Any], length: int, name: str) -> None:
 
 
 def _check_row(ids: Sequence[Any], rules: Rules, name: str) -> None:
-    """Token ids of the model's."""
+    """Check that token ids are ids of the model's vocabulary."""
     if not all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in set(map(type, ids))):
         raise _Wrong("bad_tokens", f"{name}: a token id is not a whole number")
     if ids and not (min(ids) >= 0 and max(ids) < rules.vocabulary):
@@ -382,7 +382,7 @@ def _check_row(ids: Sequence[Any], rules: Rules, name: str) -> None:
 def _check_drawn(
     ids: Sequence[Any], logprobs: Sequence[Any], tops: Sequence[Any], rules: Rules, name: str
 ) -> None:
-    """Tokens, the log-probabilities they were drawn with, and the alternatives where they were asked for."""
+    """Check sampled tokens, their log-probabilities, and their alternatives if there are any."""
     if len(ids) > rules.max_tokens:
         raise _Wrong("too_long", f"{name}: more than {rules.max_tokens} tokens")
     _check_row(ids, rules, name)
@@ -404,10 +404,10 @@ def _check_drawn(
 def _check_logprobs(logprobs: Sequence[Any], lowest: float, name: str) -> None:
     if not all(_is_number(kind) for kind in set(map(type, logprobs))):
         raise _Wrong("bad_logprobs", f"{name}: a log-probability is not a number")
-    # Arrow takes whole numbers of 64 bits, and raises at longer ones.
+    # Arrow raises at whole numbers of more than 64 bits.
     if any(type(one) is int and one < -(2**53) for one in logprobs):
         raise _Wrong("bad_logprobs", f"{name}: a log-probability is a huge whole number")
-    # A comparison with NaN is false, but min and max pass it over: the sum does not.
+    # min and max can pass over a NaN; the sum of a list with a NaN is NaN.
     if logprobs and not (
         min(logprobs) >= lowest and max(logprobs) <= ROUNDING and not math.isnan(sum(logprobs))
     ):
@@ -419,7 +419,7 @@ def _is_number(kind: type) -> bool:
 
 
 def _check_number(number: Any, least: float, most: float, name: str) -> None:
-    if not _is_number(type(number)) or not least <= number <= most:  # NaN is neither
+    if not _is_number(type(number)) or not least <= number <= most:  # false for NaN too
         shown = f"{number:g}" if isinstance(number, float) else "a huge or no number"
         raise _Wrong("bad_number", f"{name} is {shown}, not from {least:g} to {most:g}")
 

@@ -1,4 +1,4 @@
-"""A run's replay store, opened: anew, or taken back to a checkpoint together with the buffer's state."""
+"""Opening of a run's replay store: for a new run, or rolled back to a checkpoint with the buffer's state."""
 
 from __future__ import annotations
 
@@ -17,35 +17,39 @@ from echo_planes.data.store.store import ReplayStore
 from echo_planes.errors import ConfigError, DataError
 from echo_planes.types import BufferCounts, Group, sampled_tokens
 
-LEVELS_NAME = "levels.txt"  # of a curriculum, in the store's folder
+LEVELS_NAME = "levels.txt"  # levels of a curriculum; a file in the store's folder
 _WITH_A_RUN = (Fate.BUFFERED, Fate.TRAINED, Fate.DROPPED, Fate.UNINFORMATIVE)
 
 
 def open_store(
     folder: Path, lineage: str, restore_dir: Path | None, config: Config
 ) -> tuple[ReplayStore, BufferState | None, int]:
-    """The store, the state to go on from, and how many groups' fates were forgotten by a damaged log."""
+    """Open the store of a run that begins, or that resumes from the data folder `restore_dir`.
+
+    Returns:
+        The store, the state to continue from (None: new run), and how many groups' fates a damaged log lost.
+    """
     store = ReplayStore(folder, holder=f"{folder.parent} ({lineage})")
     try:
         if restore_dir:
             return store, *_restore(store, restore_dir, config.sampling.samples_per_prompt)
-        # What a run left that ended before its first checkpoint is not this run's.
+        # An earlier run may have ended before its first checkpoint; this run does not train its groups.
         others = np.isin(store.index.groups["fate"], _WITH_A_RUN)
         store.settle(np.flatnonzero(others), Fate.QUARANTINED)
         with on_disk(folder):
             (folder / LEVELS_NAME).unlink(missing_ok=True)
-    except BaseException:  # whatever it is: the lock must not outlive it
+    except BaseException:  # after any failure the lock must be released
         store.close()
         raise
     return store, None, 0
 
 
 def _restore(store: ReplayStore, folder: Path, samples: int) -> tuple[BufferState, int]:
-    """Take the store back to a checkpoint; see `_open`.
+    """Roll the store back to a checkpoint; return the state to continue from and the number of lost fates.
 
     Raises:
-        ConfigError: groups have another number of samples now.
-        DataError: the checkpoint is not readable, or the store is another one's.
+        ConfigError: buffered groups have another number of samples than `samples`.
+        DataError: the checkpoint is not readable, or the store is empty although the checkpoint has groups.
     """
     state, num_groups = load_checkpoint_state(folder / STATE_NAME)
     if num_groups and not store.counts().accepted:
@@ -55,8 +59,8 @@ def _restore(store: ReplayStore, folder: Path, samples: int) -> tuple[BufferStat
         )
     store.expect(num_groups)
     sequences = store.roll_back(state.step)
-    # Whatever was open at the checkpoint is in it. Of others the fate is forgotten: trained perhaps, so not
-    # again.
+    # The checkpoint lists every group that was buffered then. Older groups that the store shows as buffered
+    # lost their fate to damage. They may have been trained, so they are not trained again.
     known = {group.group_id for group in state.groups}
     is_open = [
         i >= num_groups or name in known for i, name in zip(sequences, store.ids(sequences), strict=True)
@@ -89,7 +93,7 @@ def _restore(store: ReplayStore, folder: Path, samples: int) -> tuple[BufferStat
 
 
 def _with_tokens(counts: BufferCounts, later: Sequence[Group], done: Sequence[Group]) -> BufferCounts:
-    """The tokens of groups that were accepted after the checkpoint, counted in."""
+    """Return `counts` plus the tokens of groups that were accepted after the checkpoint."""
     uninformative = sum(map(sampled_tokens, done))
     return replace(
         counts,

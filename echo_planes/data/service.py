@@ -1,7 +1,7 @@
 """The data plane as workers and the controller call it: the buffer's core with clock, waiting and store.
 
-A plain asyncio class; `launch.py` makes it an actor. It decides nothing: `buffer.py` does. A group is
-acknowledged when it is durable, and a batch is handed out when the store knows that it is trained.
+A plain asyncio class; `actor.py` makes it an actor. `buffer.py` takes the decisions. The service acknowledges
+a group once it is durable, and hands out a batch once the store has recorded it as trained.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from echo_planes.types import (
     WorkerStats,
 )
 
-SHORTEST_LEASE_STREAMS = 10  # a lease is at least so many streaming intervals
+SHORTEST_LEASE_STREAMS = 10  # shortest lease, in streaming intervals
 
 
 @dataclass(eq=False, slots=True)
 class _Pull:
-    """A worker that waits for work."""
+    """Pending request of a worker for leases."""
 
     worker_id: str
     epoch: int
@@ -61,18 +61,18 @@ class _Pull:
 
 
 class DataService:
-    """One per run.
+    """Service of the data plane; one per run.
 
     Args:
         config: the run's settings.
-        lineage: this incarnation of the run.
-        store_dir: of the replay store.
+        lineage: name of the run's present line of versions.
+        store_dir: folder of the replay store.
         restore_dir: a checkpoint's data folder to continue from, or None.
         adapter: the task, if already built (in-process use); otherwise built from `config`.
         clock: seconds; the machine's by default.
         wall_s: seconds since 1970, for the rows.
-        dispatch: decides which worker gets what; None: each that asks gets its even share of the permits.
-        rules: that workers' messages must keep to; default: those of the model.
+        dispatch: decides which worker gets which prompts; None: even shares of the permits.
+        rules: bounds on workers' messages; default: those of the model.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class DataService:
             self._store, state, self._forgotten = open_store(store_dir, lineage, restore_dir, config)
             try:
                 self._curriculum = Curriculum(self._adapter, store_dir / LEVELS_NAME)
-            except BaseException:  # as in `_open`
+            except BaseException:  # after any failure the store's lock must be released
                 self._store.close()
                 raise
         except EchoPlanesError as error:
-            # Told by `ready`: what an actor raises while it is made reaches nobody as what it is.
+            # `ready` raises it: an error in an actor's constructor does not keep its type on the way out.
             self._broken = error
             return
         stream_s = config.sampling.stream_s
@@ -132,7 +132,7 @@ class DataService:
         self._closed = False
 
     async def ready(self) -> int:
-        """Answers once the service is built: t.
+        """Return t once the service is built.
 
         Raises:
             ClusterError: another run has the store open, or the disk is full or cannot be written.
@@ -145,23 +145,23 @@ class DataService:
     # --- workers ---------------------------------------------------------------------------------
 
     async def register(self, worker_id: str, epoch: int) -> None:
-        """A new incarnation of a worker."""
+        """Register a new incarnation of a worker."""
         self._check()
         self._buffer.register(worker_id, epoch)
 
     async def park(self, worker_id: str, parked: bool) -> None:
-        """A worker is leased nothing from now on, or takes part again. It need not be registered yet."""
+        """Park a worker, so that it is leased nothing, or unpark it. It need not be registered yet."""
         self._check()
         self._buffer.park(worker_id, parked)
         self._notify()
 
     async def pull(self, worker_id: str, epoch: int, room: int, wait_s: float) -> list[Lease]:
-        """Up to `room` leases; waits up to `wait_s` for the first. Empty when none came, or none will.
+        """Return up to `room` leases; wait up to `wait_s` for the first. Return [] when none came in time.
 
-        Whoever waits longest is served first, so that a worker that asks often cannot crowd others out.
+        The longest waiting request is served first, so a worker that asks often cannot crowd out the others.
         """
         self._check()
-        if type(room) is not int:  # it is looked at in calls of others, too
+        if type(room) is not int:  # calls of other workers read it too, and must not fail on it
             raise LeaseError(f"worker {worker_id} asked for {type(room).__name__} of leases")
         request = _Pull(worker_id, epoch, room, asyncio.get_running_loop().create_future())
         self._pulls.append(request)
@@ -170,14 +170,14 @@ class DataService:
             # Not wait_for: until Python 3.12 it swallows a cancellation that comes with the leases.
             async with asyncio.timeout(wait_s):
                 return await request.leases
-        except TimeoutError:  # in the very moment they came, perhaps
+        except TimeoutError:  # the leases may have come at the same moment
             return [] if request.leases.cancelled() else request.leases.result()
         finally:
             if request in self._pulls:
                 self._pulls.remove(request)
 
     async def stream(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> tuple[str, ...]:
-        """Tokens that arrived, by lease. Returns the leases that the worker must give up."""
+        """Take tokens that a worker sampled, by lease. Return the leases that the worker must give up."""
         return self._buffer.stream(worker_id, epoch, messages, self._clock.now_s())
 
     async def tell(self, epoch: int, stats: WorkerStats) -> None:
@@ -185,25 +185,25 @@ class DataService:
         self._buffer.tell(epoch, stats)
 
     async def hand_over(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> int:
-        """Leases that a worker gives up, with their last tokens. Returns how many it still had."""
+        """End leases that a worker gives up, with their last tokens. Return how many it still had."""
         self._check()
         given = self._buffer.hand_over(worker_id, epoch, messages, self._clock.now_s())
         self._notify()
         return given
 
     async def recall(self, worker_id: str, num_leases: int) -> int:
-        """Have a worker give up so many leases when it streams next. Returns how many it will."""
+        """Ask a worker to give up `num_leases` leases when it streams next. Return how many it will."""
         return len(self._buffer.recall(worker_id, num_leases))
 
     async def submit(self, worker_id: str, epoch: int, groups: list[tuple[str, Group]]) -> list[Receipt]:
-        """Finished groups with their lease ids; one receipt each, in order. What is accepted is durable.
+        """Take finished groups with their lease ids; return one receipt each, in order.
 
-        Of what is refused nothing is written, and nothing else changes: see `claims`.
+        An accepted group is durable when this returns. Nothing of a refused group is written; see `claims`.
 
         Raises:
-            LeaseError: it is no list of leases and groups.
-            ClusterError: the disk is full or cannot be written. The buffer may know more than the store then,
-                so nothing is accepted or handed out any more; the run ends, and a resume continues it.
+            LeaseError: `groups` does not hold pairs of a lease id and a group.
+            ClusterError: the disk is full or cannot be written. Buffer and store may then disagree, so the
+                service accepts and hands out nothing more; the run ends, and a resume continues it.
         """
         self._check()
         if not all(isinstance(one, tuple) and len(one) == 2 and type(one[0]) is str for one in groups):
@@ -226,32 +226,32 @@ class DataService:
     # --- controller ------------------------------------------------------------------------------
 
     async def publish(self, version: int, digest: str) -> None:
-        """A version exists; called before any worker can install it."""
+        """Record a published version. The controller calls this before any worker can install it."""
         self._buffer.publish(version, digest)
 
     async def installed(self, worker_id: str, version: int) -> None:
-        """A worker serves a version."""
+        """Record that a worker serves a version."""
         self._buffer.installed(worker_id, version)
         self._notify()
 
     async def lose(self, worker_id: str) -> int:
-        """A worker is gone; its prompts go to others."""
+        """End the leases of a worker that is gone, and return how many. Their prompts go to others."""
         self._check()
         lost = self._buffer.lose(worker_id)
         self._notify()
         return lost
 
     async def limit_staleness(self, max_staleness: int) -> None:
-        """Another S from the next batch and the next lease on; see `ReplayBuffer.limit_staleness`."""
+        """Apply another S from the next batch and lease on; see `ReplayBuffer.limit_staleness`."""
         self._check()
         self._buffer.limit_staleness(max_staleness)
         self._notify()
 
     async def next_batch(self, step: int, wait_s: float) -> TrainBatch | NotReady:
-        """The batch of update `step`; waits up to `wait_s` for it.
+        """Return the batch of update `step`; wait up to `wait_s` for it.
 
         Raises:
-            TaskError: a whole batch of groups failed and not one was accepted.
+            TaskError: more than a batch of trajectories failed, and no group was accepted.
             ClusterError: the disk is full or cannot be written.
             DataError: the rows of a group are damaged on disk.
         """
@@ -262,7 +262,7 @@ class DataService:
             with self._whole("what is too old cannot be dropped"):
                 self._settle_dropped()
             if not isinstance(chosen, NotReady):
-                with self._whole(f"the batch of step {step} cannot be made"):
+                with self._whole(f"the batch of step {step + 1} cannot be made"):
                     batch = self._take(chosen, step)
                 self._notify()
                 return batch
@@ -274,16 +274,16 @@ class DataService:
                 return chosen
 
     async def counts(self) -> BufferCounts:
-        """The ledger."""
+        """Return the ledger."""
         damage = len(self._store.recovery.damage) + self._store.num_damaged + self._forgotten
         return replace(self._buffer.counts, damaged=damage)
 
     async def accepted(self) -> dict[tuple[str, int], tuple[int, int]]:
-        """Sampled tokens and trajectories that were accepted of every incarnation (worker, epoch)."""
+        """Return sampled tokens and trajectories accepted from each incarnation (worker, epoch)."""
         return dict(self._accepted)
 
     async def complaints(self) -> list[Complaint]:
-        """Of every incarnation what was refused of it since the last call, because it was malformed."""
+        """Return the complaints since the last call: one per incarnation that sent malformed messages."""
         return self._buffer.take_complaints()
 
     async def save(self, folder: Path) -> None:
@@ -291,17 +291,17 @@ class DataService:
 
         Raises:
             ClusterError: the disk is full or cannot be written.
-            EchoPlanesError: what has parted buffer and store: there is no consistent state any more.
+            EchoPlanesError: an earlier failure left buffer and store inconsistent; it is raised again.
         """
         self._check()
         with on_disk(folder):
             folder.mkdir(parents=True)
             state, num_groups = self._buffer.state(), self._store.counts().accepted
-            # In a thread: partial rollouts may be millions of tokens, and leases must not run out meanwhile.
+            # In a thread: partial rollouts may be millions of tokens, and leases must not expire meanwhile.
             await asyncio.to_thread(write_checkpoint_state, folder, state, num_groups=num_groups)
 
     async def close(self) -> BufferCounts:
-        """No more leases; let go of the store. Returns the final ledger."""
+        """Stop issuing leases and close the store. Return the final ledger."""
         self._closed = True
         self._notify()
         counts = await self.counts()
@@ -322,12 +322,12 @@ class DataService:
         except EchoPlanesError as error:
             self._broken = error
             raise
-        except Exception as error:  # of a task, or of text that no file takes: told as ours, with its place
+        except Exception as error:  # a task failed, or a text cannot be encoded: raised as a DataError
             self._broken = DataError(f"{trouble}: {type(error).__name__}: {error}")
             raise self._broken from error
 
     def _keep(self, accepted: Sequence[Group]) -> None:
-        """Make groups durable that the buffer has accepted."""
+        """Make the groups durable that the buffer has accepted."""
         if accepted:
             appended = self._store.append_groups(accepted, created_s=self._wall_s())
             if appended.duplicates:
@@ -342,7 +342,7 @@ class DataService:
             self._curriculum.observe(group)
 
     def _take(self, chosen: Sequence[Accepted], step: int) -> TrainBatch:
-        """The rows of chosen groups, which are trained from now on."""
+        """Record chosen groups as trained in the store, and return their rows as a batch."""
         sequences = self._sequences(chosen)
         groups = self._store.gather_groups(sequences)
         new = self._store.index.groups["fate"][sequences] == Fate.BUFFERED
@@ -360,11 +360,11 @@ class DataService:
             self._store.settle(self._sequences(dropped), Fate.DROPPED)
 
     def _trim(self, step: int) -> None:
-        """Let go of the rows that the settings do not keep, and give their space back."""
+        """Remove the rows that the retention settings do not keep, and free their disk space."""
         if self._store.retain(_retention(self._replay, step), now_s=self._wall_s()):
             self._buffer.forget_removed()
             self._store.compact()
-            self._buffer.forget_removed()  # what was found damaged by reading it
+            self._buffer.forget_removed()  # compaction may have found damaged rows
 
     def _notify(self) -> None:
         self._changed.set()
@@ -372,7 +372,7 @@ class DataService:
         self._serve_pulls()
 
     def _serve_pulls(self) -> None:
-        """Issue the leases that may be issued now to those who wait."""
+        """Issue the leases that may be issued now to the waiting workers."""
         now_s = self._clock.now_s()
         waiting = [request for request in self._pulls if not request.leases.done()]
         self._buffer.ask({one.worker_id: one.room for one in waiting}, now_s)
@@ -398,9 +398,9 @@ class DataService:
                 self._pulls.remove(request)
 
     async def _wait_for_change(self, deadline_s: float) -> bool:
-        """Wait until something changed (True) or the deadline passed (False).
+        """Wait for a change, one second at most. Return whether the caller should look again.
 
-        Looks again at least every second, because leases expire without an event.
+        The limit of a second is there because leases expire without an event. False: the deadline passed.
         """
         left_s = deadline_s - self._clock.now_s()
         if left_s <= 0:

@@ -1,13 +1,13 @@
-"""The cheapest fleet there is: an integer programme over worker counts, solved to its optimum.
+"""Cheapest fleet: an integer programme over worker counts, solved to its optimum.
 
     minimise  sum c_j x_j   with   sum mu_j x_j >= mu_target,   floor_j <= x_j <= cap_j,
     and, where given:   sum c_j x_j <= $/h,   sum i_j x_j <= interruptions/h,   min <= sum x_j <= max workers
 
-ECHO-2 (eq. 3) states it and takes the cheapest prefix by rho instead (`greedy`). HiGHS solves it.
+ECHO-2 (eq. 3) states the programme, but takes the cheapest prefix by rho (`greedy`). This module uses HiGHS.
 
-Prices are counted in integers, in the largest unit that divides them all, so that no two sums of money are
-ever taken for equal, or for different, because of rounding. Throughput is counted in 2^-50 of the target,
-rounded down, and a target counts as reached within 1e-9 of it: no estimate is better than that.
+Prices are integers in the largest unit that divides them all, so rounding never makes two sums of money equal
+or different. Throughput is an integer in units of about 2^-50 of the target, rounded down. A target counts as
+reached within 1e-9 of it, which is finer than any estimate.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fractions import Fraction
 from functools import lru_cache
 
 from echo_planes.errors import ConfigError
-from echo_planes.fleet.instance_types import FleetPlan, Limits, Offer, Shortfall
+from echo_planes.fleet.instance_types import FleetPlan, InstanceType, Limits, Shortfall
 
-TOLERANCE = 1e-9  # of a target, or of an allowance of interruptions
+TOLERANCE = 1e-9  # relative, of a target or of an interruption limit
 _SETTINGS = {
     "output_flag": False,
     "threads": 1,  # the same inputs give the same fleet
@@ -29,20 +29,21 @@ _SETTINGS = {
     "mip_abs_gap": 0.0,
     "mip_feasibility_tolerance": TOLERANCE,
     "primal_feasibility_tolerance": TOLERANCE,
-    "time_limit": 2.0,  # seconds; it takes milliseconds
+    "time_limit": 2.0,  # seconds; the usual problem takes milliseconds
 }
 _BITS = 50
 
 
 @dataclass(frozen=True, slots=True)
 class FleetProblem:
-    """Offers and limits as integers. Positions are those of `offers`, ranked by rho, then by name."""
+    """Instance types and limits as integers; all tuples follow `instance_types`, sorted by rho, then name."""
 
-    offers: tuple[Offer, ...]
+    instance_types: tuple[InstanceType, ...]
     mu_target: float
     floors: tuple[int, ...]
-    caps: tuple[int, ...]  # what there is room for; never below what is held
-    quotas: tuple[int, ...]  # the same if money were left
+    caps: tuple[int, ...]  # most workers: the quota, or the held workers where `stops` names a limit
+    quotas: tuple[int, ...]  # quota of each instance type, at least the held workers
+    stops: tuple[str | None, ...]  # limit that forbids new workers (`Limits.stop`)
     costs: tuple[int, ...]
     rates: tuple[int, ...]
     risks: tuple[int, ...]
@@ -56,24 +57,22 @@ class FleetProblem:
         return sum(value * count for value, count in zip(values, counts, strict=True))
 
     def reaches(self, counts: Sequence[int]) -> bool:
-        """Whether these workers make the target, and are as many as there must be."""
+        """Return whether these workers reach the target and the minimum number of workers."""
         return self.total(self.rates, counts) >= self.target and sum(counts) >= self.min_workers
 
     def keeps_minimums(self, counts: Sequence[int]) -> bool:
         return all(n >= floor for n, floor in zip(counts, self.floors, strict=True))
 
     def room(self, counts: Sequence[int], position: int) -> tuple[int, tuple[str, ...]]:
-        """Number of further workers of one offer that fit beside `counts`, and the limits that bind."""
-        left = {
-            "quota": self.quotas[position] - counts[position],
-            "usd_left": self.caps[position] - counts[position],
-        }
-        if left["usd_left"] == left["quota"]:
-            del left["usd_left"]
+        """Return how many more workers of one type fit beside `counts`, and the limits that bind."""
+        left = {"quota": self.quotas[position] - counts[position]}
+        stop = self.stops[position]
+        if stop is not None and self.caps[position] < self.quotas[position]:
+            left[stop] = self.caps[position] - counts[position]
         for name, limit, values in (
             ("usd_per_hour", self.budget, self.costs),
             ("interruptions", self.allowance, self.risks),
-            ("max_workers", self.max_workers, (1,) * len(self.offers)),
+            ("max_workers", self.max_workers, (1,) * len(self.instance_types)),
         ):
             if limit is not None and values[position]:
                 left[name] = max(0, limit - self.total(values, counts)) // values[position]
@@ -81,7 +80,7 @@ class FleetProblem:
         return least, tuple(name for name, more in left.items() if more == least)
 
     def fill(self, counts: list[int], order: Iterable[int], enough: int | None) -> None:
-        """Adds to `counts`, offer by offer, the whole workers that fit, no more than reach `enough`."""
+        """Add to `counts`, type by type, all workers that fit, or only as many as `enough` needs."""
         missing = None if enough is None else enough - self.total(self.rates, counts)
         for position in order:
             if missing is not None and missing <= 0:
@@ -93,7 +92,7 @@ class FleetProblem:
             counts[position] += more
 
     def broken(self, counts: Sequence[int]) -> tuple[str, ...]:
-        """Limits that these workers break, as the minimums alone may do."""
+        """Return the limits that these workers exceed; the minimums alone can exceed some."""
         sums = (
             ("usd_per_hour", self.budget, self.total(self.costs, counts)),
             ("interruptions", self.allowance, self.total(self.risks, counts)),
@@ -102,13 +101,19 @@ class FleetProblem:
         return tuple(name for name, limit, value in sums if limit is not None and value > limit)
 
     def plan(self, counts: Sequence[int]) -> FleetPlan:
-        return plan_of({offer.name: n for offer, n in zip(self.offers, counts, strict=True)}, self.offers)
+        return plan_of(
+            {instance_type.name: n for instance_type, n in zip(self.instance_types, counts, strict=True)},
+            self.instance_types,
+        )
 
     def shortfall(self, counts: Sequence[int]) -> Shortfall:
-        """Shortfall of a best that is not enough: a limit is named where it alone refuses one more worker,
-        and all of them where none does alone."""
+        """Return the shortfall with `counts` as the best fleet, and name the limits in the way.
+
+        A limit is named if it alone refuses one more worker of some type. If no limit does so alone, all
+        limits that refuse one are named.
+        """
         refusing = []
-        for position in range(len(self.offers)):
+        for position in range(len(self.instance_types)):
             room, names = self.room(counts, position)
             if room == 0:
                 refusing.append(names)
@@ -117,35 +122,41 @@ class FleetProblem:
         return Shortfall(self.plan(counts), self.mu_target, tuple(sorted(binding)) or ("quota",))
 
 
-def plan_of(counts: Mapping[str, int], offers: Sequence[Offer]) -> FleetPlan:
-    """Plan of these counts: its price, throughput and interruptions. Offers with none are left out."""
-    some = [(offer, counts[offer.name]) for offer in offers if counts.get(offer.name, 0) > 0]
+def plan_of(counts: Mapping[str, int], instance_types: Sequence[InstanceType]) -> FleetPlan:
+    """Return the plan of these counts, with its price, throughput and interruptions."""
+    some = [
+        (instance_type, counts[instance_type.name])
+        for instance_type in instance_types
+        if counts.get(instance_type.name, 0) > 0
+    ]
     return FleetPlan(
-        counts={offer.name: n for offer, n in some},
-        usd_per_hour=math.fsum(n * offer.usd_per_hour for offer, n in some),
-        mu=math.fsum(n * offer.mu for offer, n in some),
-        interruptions_per_hour=math.fsum(n * offer.interruptions_per_hour for offer, n in some),
+        counts={instance_type.name: n for instance_type, n in some},
+        usd_per_hour=math.fsum(n * instance_type.usd_per_hour for instance_type, n in some),
+        mu=math.fsum(n * instance_type.mu for instance_type, n in some),
+        interruptions_per_hour=math.fsum(
+            n * instance_type.interruptions_per_hour for instance_type, n in some
+        ),
     )
 
 
 def fleet_problem(
-    offers: Sequence[Offer], mu_target: float, limits: Limits, held: Mapping[str, int]
+    instance_types: Sequence[InstanceType], mu_target: float, limits: Limits, held: Mapping[str, int]
 ) -> FleetProblem:
-    """Offers, target and limits as integers.
+    """Convert instance types, target and limits to integers.
 
-    A minimum above the quota asks for the quota. What is `held` may stay, even above a quota or with no money
-    left; without money nothing else that costs anything has room.
+    A minimum above the quota counts as the quota. Workers that are `held` may stay, even above a quota or
+    with no money left. Without money, or time to serve, no other worker with a price has room.
 
     Raises:
-        ConfigError: an offer, the target or a limit is not a possible value, or two offers share a name.
+        ConfigError: a type, the target or a limit has an impossible value, or two types share a name.
     """
-    _check(offers, mu_target, limits)
-    ranked = tuple(sorted(offers, key=lambda offer: (offer.rho, offer.name)))
+    _check(instance_types, mu_target, limits)
+    ranked = tuple(sorted(instance_types, key=lambda instance_type: (instance_type.rho, instance_type.name)))
     quotas = tuple(max(o.max_count, held.get(o.name, 0)) for o in ranked)
-    spent = limits.usd_left is not None and limits.usd_left <= 0
+    stops = tuple(map(limits.stop, ranked))
     caps = tuple(
-        held.get(o.name, 0) if spent and o.usd_per_hour > 0 else quota
-        for o, quota in zip(ranked, quotas, strict=True)
+        quota if stop is None else held.get(o.name, 0)
+        for o, quota, stop in zip(ranked, quotas, stops, strict=True)
     )
     prices = [_decimal(o.usd_per_hour) for o in ranked]
     scale = math.lcm(*(price.denominator for price in prices))
@@ -157,11 +168,12 @@ def fleet_problem(
     risk_shift = _BITS - math.frexp(allowance or max(risks, default=0.0) or 1.0)[1]
     budget = None if limits.usd_per_hour is None else _decimal(limits.usd_per_hour) * scale
     return FleetProblem(
-        offers=ranked,
+        instance_types=ranked,
         mu_target=mu_target,
         floors=tuple(min(o.min_count, cap) for o, cap in zip(ranked, caps, strict=True)),
         caps=caps,
         quotas=quotas,
+        stops=stops,
         costs=tuple(cost // unit for cost in costs),
         rates=tuple(int(math.ldexp(o.mu, shift)) for o in ranked),
         risks=tuple(math.ceil(math.ldexp(risk, risk_shift)) for risk in risks),
@@ -176,62 +188,66 @@ def fleet_problem(
 
 
 def exact(
-    offers: Sequence[Offer], mu_target: float, limits: Limits, held: Mapping[str, int]
+    instance_types: Sequence[InstanceType], mu_target: float, limits: Limits, held: Mapping[str, int]
 ) -> FleetPlan | Shortfall:
-    """The fleet of least $/h that reaches `mu_target`, trajectories/s, or the best there is where none does.
+    """Return the cheapest fleet that reaches `mu_target`, trajectories/s, or the shortfall if none does.
 
     Raises:
         ConfigError: as `fleet_problem`.
     """
-    return solve(fleet_problem(offers, mu_target, limits, held))
+    return solve(fleet_problem(instance_types, mu_target, limits, held))
 
 
 def solve(problem: FleetProblem) -> FleetPlan | Shortfall:
-    """The least $/h that reaches the target within all limits, or the most throughput within them."""
+    """Return the cheapest fleet that reaches the target within all limits, or the shortfall."""
     if problem.broken(problem.floors):
         return problem.shortfall(problem.floors)
-    counts = _optimum(problem, [offer.usd_per_hour for offer in problem.offers], reaching=True)
+    counts = _optimum(
+        problem, [instance_type.usd_per_hour for instance_type in problem.instance_types], reaching=True
+    )
     if counts is not None and problem.reaches(counts) and not problem.broken(counts):
         return problem.plan(counts)
-    most = _optimum(problem, [-offer.mu for offer in problem.offers], reaching=False)
+    most = _optimum(problem, [-instance_type.mu for instance_type in problem.instance_types], reaching=False)
     return problem.shortfall(most if most is not None and not problem.broken(most) else problem.floors)
 
 
 def _optimum(problem: FleetProblem, weights: Sequence[float], *, reaching: bool) -> tuple[int, ...] | None:
-    """Counts of the least sum of weights within the limits, by HiGHS; None where there are none.
+    """Return the counts with the least sum of weights within the limits, by HiGHS; None if there are none.
 
-    Where its time is up, the best so far. The caller compares what comes back with the target and the
-    limits in whole numbers.
+    When the time limit ends the solver, the counts are its best so far. The caller checks them against the
+    target and the limits in integers.
     """
-    import highspy  # not before a fleet is planned: a fixed one never needs it
+    import highspy  # imported late: a fixed fleet never needs it
 
-    offers = problem.offers
+    instance_types = problem.instance_types
     rows: list[tuple[float, float, list[float]]] = []
     if reaching:
-        rows.append((1.0, math.inf, [offer.mu / problem.mu_target for offer in offers]))
-        rows.append((problem.min_workers, math.inf, [1.0] * len(offers)))
+        rows.append(
+            (1.0, math.inf, [instance_type.mu / problem.mu_target for instance_type in instance_types])
+        )
+        rows.append((problem.min_workers, math.inf, [1.0] * len(instance_types)))
     for limit, values in (
         (problem.budget, problem.costs),
         (problem.allowance, problem.risks),
-        (problem.max_workers, (1,) * len(offers)),
+        (problem.max_workers, (1,) * len(instance_types)),
     ):
         if limit is not None:
             scale = max(1, limit)
             rows.append((-math.inf, limit / scale, [value / scale for value in values]))
 
     class Quiet(highspy.Highs):
-        def enableCallbacks(self) -> None:  # nothing here needs them, and they print a banner
+        def enableCallbacks(self) -> None:  # unused here, and enabling them prints a banner
             pass
 
     solver = Quiet()  # type: ignore[no-untyped-call]
     for name, value in _SETTINGS.items():
         solver.setOptionValue(name, value)
-    caps = (problem.room(problem.floors, place)[0] for place in range(len(offers)))
+    caps = (problem.room(problem.floors, place)[0] for place in range(len(instance_types)))
     for floor, more, weight in zip(problem.floors, caps, weights, strict=True):
         solver.addCol(weight, floor, floor + more, 0, [], [])
-    for place in range(len(offers)):
+    for place in range(len(instance_types)):
         solver.changeColIntegrality(place, highspy.HighsVarType.kInteger)
-    places = list(range(len(offers)))
+    places = list(range(len(instance_types)))
     for low, high, row in rows:
         solver.addRow(low, high, len(places), places, row)
     solver.run()
@@ -243,28 +259,35 @@ def _optimum(problem: FleetProblem, weights: Sequence[float], *, reaching: bool)
 
 @lru_cache(maxsize=4096)
 def _decimal(value: float) -> Fraction:
-    """The number as it is written: 0.8 is 4/5."""
+    """Return the number as it is written in decimal: 0.8 is 4/5."""
     return Fraction(repr(float(value)))
 
 
-def _check(offers: Sequence[Offer], mu_target: float, limits: Limits) -> None:
+def _check(instance_types: Sequence[InstanceType], mu_target: float, limits: Limits) -> None:
     if not (math.isfinite(mu_target) and mu_target > 0):
         raise ConfigError(f"mu_target={mu_target}: not a throughput; give trajectories/s above 0")
     names = set()
-    for offer in offers:
-        if offer.name in names:
-            raise ConfigError(f"offer {offer.name}: two offers have this name; give each its own")
-        names.add(offer.name)
+    for instance_type in instance_types:
+        if instance_type.name in names:
+            raise ConfigError(
+                f"instance type {instance_type.name}: two instance types have this name; give each its own"
+            )
+        names.add(instance_type.name)
         for key, value, is_possible in (
-            ("mu", offer.mu, offer.mu > 0),
-            ("usd_per_hour", offer.usd_per_hour, offer.usd_per_hour >= 0),
-            ("interruptions_per_hour", offer.interruptions_per_hour, offer.interruptions_per_hour >= 0),
-            ("max_count", offer.max_count, offer.max_count >= 0),
-            ("min_count", offer.min_count, offer.min_count >= 0),
+            ("mu", instance_type.mu, instance_type.mu > 0),
+            ("usd_per_hour", instance_type.usd_per_hour, instance_type.usd_per_hour >= 0),
+            (
+                "interruptions_per_hour",
+                instance_type.interruptions_per_hour,
+                instance_type.interruptions_per_hour >= 0,
+            ),
+            ("max_count", instance_type.max_count, instance_type.max_count >= 0),
+            ("min_count", instance_type.min_count, instance_type.min_count >= 0),
         ):
             if not (is_possible and math.isfinite(value)):
                 raise ConfigError(
-                    f"offer {offer.name}: {key}={value} is not possible; correct it or take the offer out"
+                    f"instance type {instance_type.name}: {key}={value} is not possible; correct it or take "
+                    "the instance type out"
                 )
     for key, limit in (
         ("usd_per_hour", limits.usd_per_hour),

@@ -1,4 +1,4 @@
-"""ECHO-2's greedy fleet, the optimum where that misses the target, and workers a fleet can do without."""
+"""ECHO-2's greedy fleet, the optimum where greedy misses the target, and the workers a fleet can release."""
 
 from __future__ import annotations
 
@@ -7,34 +7,37 @@ from dataclasses import dataclass
 from typing import Literal
 
 from echo_planes.fleet.exact import FleetProblem, fleet_problem, solve
-from echo_planes.fleet.instance_types import FleetPlan, Limits, Offer, Shortfall
+from echo_planes.fleet.instance_types import FleetPlan, InstanceType, Limits, Shortfall
 
-DRIFT = 0.05  # of a throughput, the target or an interruption rate; beyond it plans are made again
+DRIFT = 0.05  # relative change of a throughput, target or interruption rate that calls for a new plan
 
 
 def greedy(
-    offers: Sequence[Offer], mu_target: float, limits: Limits, held: Mapping[str, int]
+    instance_types: Sequence[InstanceType], mu_target: float, limits: Limits, held: Mapping[str, int]
 ) -> FleetPlan | Shortfall:
-    """ECHO-2's choice: minimums first, then offers by rho until `mu_target`, trajectories/s, is reached.
+    """Return ECHO-2's choice: the minimums, then types by rho until `mu_target`, trajectories/s, is reached.
 
-    In whole workers, and as many of each as the limits permit. Ties go by name. A fleet too small in number
-    is filled up with the cheapest. Where no limit binds it costs at most one worker more than the relaxed
-    optimum; where one does it may miss a fleet that exists, which `exact` does not.
+    It takes whole workers, as many of each type as the limits permit, and breaks ties by name. It then adds
+    the cheapest workers up to `min_workers`. If no limit binds, the fleet costs at most one worker more than
+    the relaxed optimum. If one binds, `greedy` may miss a fleet that `exact` finds.
 
     Args:
-        held: workers that run. They may stay above a quota, or when no money is left.
+        instance_types: types to choose from.
+        mu_target: trajectories/s, above 0.
+        limits: of the fleet.
+        held: running workers. They may stay above a quota, or with no money left.
 
     Raises:
-        ConfigError: an offer, the target or a limit is not possible.
+        ConfigError: an instance type, the target or a limit has an impossible value.
     """
-    problem = fleet_problem(offers, mu_target, limits, held)
+    problem = fleet_problem(instance_types, mu_target, limits, held)
     counts = _greedy(problem)
     return problem.plan(counts) if _is_fleet(problem, counts) else problem.shortfall(counts)
 
 
 @dataclass(frozen=True, slots=True)
 class Plans:
-    """The fleet for one set of inputs: greedy's, and where that misses the target, the optimum."""
+    """Fleet for one set of inputs: greedy's, or the optimum if greedy misses the target."""
 
     problem: FleetProblem
     best: FleetPlan | Shortfall
@@ -48,47 +51,51 @@ class Plans:
         return cls(problem, solve(problem), "optimum")
 
     def holds_for(self, other: FleetProblem) -> bool:
-        """Whether the inputs are the same but for noise: prices, counts and limits equal, the rest close."""
+        """Return whether prices, counts and limits are equal and the measured inputs are close."""
         mine = self.problem
-        if len(mine.offers) != len(other.offers) or not is_close(mine.mu_target, other.mu_target):
+        if len(mine.instance_types) != len(other.instance_types) or not is_close(
+            mine.mu_target, other.mu_target
+        ):
             return False
         limits = ("budget", "allowance", "min_workers", "max_workers")
         if any(getattr(mine, name) != getattr(other, name) for name in limits):
             return False
-        places = {offer.name: place for place, offer in enumerate(mine.offers)}
+        places = {instance_type.name: place for place, instance_type in enumerate(mine.instance_types)}
         return all(
-            offer.name in places and _is_same(mine, places[offer.name], other, place)
-            for place, offer in enumerate(other.offers)
+            instance_type.name in places and _is_same(mine, places[instance_type.name], other, place)
+            for place, instance_type in enumerate(other.instance_types)
         )
 
 
 def more(wanted: Mapping[str, int], there: Mapping[str, int]) -> dict[str, int]:
-    """Number of workers wanted of each offer beyond those that are there; offers with none are left out."""
+    """Return the workers of each type that are wanted beyond `there`; types with none are absent."""
     return {name: n - there.get(name, 0) for name, n in wanted.items() if n > there.get(name, 0)}
 
 
 def spare(
     problem: FleetProblem, counts: Sequence[int], mu_spare: float, kept: Mapping[str, int]
 ) -> dict[str, int]:
-    """Workers to do without for at most `mu_spare` trajectories/s, the dearest by rho first.
+    """Choose workers to release that give at most `mu_spare` trajectories/s, the highest rho first.
 
-    Minimums stay, and so do machines that cost nothing, and as many of each offer as `kept` says.
+    The minimums, machines without a price and `kept` workers of each instance type stay.
     """
     release: dict[str, int] = {}
     workers = sum(counts) - problem.min_workers
     for position in reversed(range(len(counts))):
-        offer = problem.offers[position]
-        least = max(problem.floors[position], kept.get(offer.name, 0))
-        n = min(counts[position] - least, workers, int(mu_spare / offer.mu))
-        if n > 0 and offer.usd_per_hour > 0:
-            release[offer.name] = n
-            mu_spare, workers = mu_spare - n * offer.mu, workers - n
+        instance_type = problem.instance_types[position]
+        least = max(problem.floors[position], kept.get(instance_type.name, 0))
+        n = min(counts[position] - least, workers, int(mu_spare / instance_type.mu))
+        if n > 0 and instance_type.usd_per_hour > 0:
+            release[instance_type.name] = n
+            mu_spare, workers = mu_spare - n * instance_type.mu, workers - n
     return release
 
 
 def beyond_limits(problem: FleetProblem, counts: Sequence[int]) -> dict[str, int]:
-    """Workers to do without so that the limits hold: the dearest by rho of those that count towards a broken
-    one. Minimums stay, so some limits may stay broken."""
+    """Choose workers to release until the limits hold, the highest rho first under each exceeded limit.
+
+    The minimums stay, so some limits may remain exceeded.
+    """
     left = list(counts)
     for name, limit, values in (
         ("max_workers", problem.max_workers, (1,) * len(left)),
@@ -101,13 +108,13 @@ def beyond_limits(problem: FleetProblem, counts: Sequence[int]) -> dict[str, int
             if values[position] > 0:
                 over = problem.total(values, left) - limit
                 left[position] -= min(left[position] - problem.floors[position], -(-over // values[position]))
-    return {o.name: a - b for o, a, b in zip(problem.offers, counts, left, strict=True) if a > b}
+    return {o.name: a - b for o, a, b in zip(problem.instance_types, counts, left, strict=True) if a > b}
 
 
 def with_minimums(problem: FleetProblem, counts: Sequence[int]) -> tuple[list[int], dict[str, int]]:
-    """These workers and the minimums they lack, as far as limits leave room, and who must go for the rest.
+    """Return the counts raised to the minimums as far as limits leave room, and the workers in the way.
 
-    Minimums that break a limit by themselves are kept all the same, once no other worker is there.
+    Minimums that exceed a limit by themselves are kept as soon as no other worker is in the way.
     """
     wanted = [max(n, floor) for n, floor in zip(counts, problem.floors, strict=True)]
     release = beyond_limits(problem, wanted)
@@ -136,7 +143,7 @@ def _is_fleet(problem: FleetProblem, counts: Sequence[int]) -> bool:
 
 
 def _is_same(a: FleetProblem, i: int, b: FleetProblem, j: int) -> bool:
-    old, new = a.offers[i], b.offers[j]
+    old, new = a.instance_types[i], b.instance_types[j]
     return (
         old.usd_per_hour == new.usd_per_hour
         and (a.caps[i], a.floors[i]) == (b.caps[j], b.floors[j])
@@ -146,5 +153,5 @@ def _is_same(a: FleetProblem, i: int, b: FleetProblem, j: int) -> bool:
 
 
 def is_close(old: float, new: float) -> bool:
-    """Whether a measured value moved by less than what matters."""
+    """Return whether a measured value changed by at most `DRIFT` of the old one."""
     return abs(new - old) <= DRIFT * old

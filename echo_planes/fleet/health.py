@@ -1,17 +1,16 @@
-"""Workers that are slow: told from the others of their offer by what they make while they are full.
+"""Detection of slow workers: each worker's throughput while full, compared with its instance type's.
 
-A worker is slow if, over the last `SLOW_S` seconds in which it had no free place, it made less than
-`SLOW_SHARE` of what its offer gives. Time in which it waited for permits counts neither for it nor against
-it. What its offer gives is the median over the other workers of it, each over as long a time. One that is
-alone is held against itself: what it made in the `PAST_S` seconds before that, likewise full. What the
-settings believe of an offer is no measure: a fleet file that promises too much would have every worker of it
-replaced, for ever.
+A worker is slow if, over its last `SLOW_S` seconds without a free place, it made less than `SLOW_SHARE` of
+the usual throughput. Time in which it waited for permits does not count. The usual throughput is the median
+of the other workers of the instance type, each over as long a time. A worker without a measured peer is
+compared with its own throughput over the `PAST_S` full seconds before. The configured throughput of a type is
+no reference: a value that is too high would have every worker of that type replaced for ever.
 
-Why so long: a full worker waits for the longest answers of its groups, and makes little meanwhile. With two
-groups of 16 at once, what it makes varies by 23 % over 60 s, by 8 % over 240 s and by 5 % over 480 s
+The window is long because a full worker decodes little while it waits for the longest answers of its groups.
+With two groups of 16 at once, its throughput varies by 23 % over 60 s, 8 % over 240 s and 5 % over 480 s
 (simulated, lognormal lengths; the least of 10,000 stretches of 240 s was 70 % of the mean). A worker that
-falls to half its speed is below after 192 s. Fewer and longer answers vary more. So the noise is measured,
-from one stretch of each worker to its next, and who is within `NOISE_SIGMAS` of it is not slow.
+falls to half its speed is below the limit after 192 s. Fewer and longer answers vary more. So the watch
+measures the noise between consecutive stretches of each worker; a worker within `NOISE_SIGMAS` is not slow.
 """
 
 from __future__ import annotations
@@ -24,24 +23,26 @@ from statistics import median
 
 from echo_planes.fleet.estimates import ThroughputSample
 
-SLOW_SHARE = 0.6  # of what its offer gives
-SLOW_S = 240.0  # without a free place
-PAST_S = 900.0  # of a worker that is alone
-MEASURE_S = 10.0  # of one measure; shorter ones are joined
-NOISE_SIGMAS = 4.0  # eight workers for a day are 3,000 stretches
-ENOUGH_CHANGES = 8  # from one stretch to the next, of all workers of an offer; before, none is called slow
-RECENT_CHANGES = 16  # of a worker
-# Of normal noise: its standard deviation by the median change.
+SLOW_SHARE = 0.6  # of the usual throughput
+SLOW_S = 240.0  # seconds without a free place
+PAST_S = 900.0  # full seconds of a worker's own past
+MEASURE_S = 10.0  # full seconds of one measure at least; shorter periods are merged
+NOISE_SIGMAS = 4.0  # eight workers make about 3,000 stretches a day, so few exceed this by chance
+ENOUGH_CHANGES = (
+    8  # changes between stretches, over all workers of a type; with fewer, no worker counts as slow
+)
+RECENT_CHANGES = 16  # changes kept of a worker
+# Standard deviation of normal noise divided by its median absolute change.
 _SIGMA_PER_CHANGE = 1 / (0.6745 * math.sqrt(2))
 
 
 @dataclass(frozen=True, slots=True)
 class Slowness:
-    """Slowness of a worker: its measured throughput beside the usual one."""
+    """Measured throughput of a slow worker and the usual one."""
 
-    tokens_per_s: float  # while it was full
-    usual_tokens_per_s: float  # what its offer gives
-    alone: bool  # measured against its own past
+    tokens_per_s: float  # while the worker was full
+    usual_tokens_per_s: float  # of its instance type, or of its own past
+    alone: bool  # compared with its own past
 
     @property
     def share(self) -> float:
@@ -58,7 +59,7 @@ class Slowness:
 
 @dataclass(slots=True)
 class _Stretch:
-    """The newest measures that come to so many seconds."""
+    """Newest measures that add up to at least `most_s` full seconds."""
 
     most_s: float
     measures: deque[tuple[float, float]] = field(default_factory=deque)  # tokens, seconds
@@ -66,7 +67,7 @@ class _Stretch:
     full_s: float = 0.0
 
     def add(self, tokens: float, full_s: float) -> list[tuple[float, float]]:
-        """One more measure; returns the oldest, which are no longer of it."""
+        """Add a measure and return the oldest measures, which leave the stretch."""
         self.measures.append((tokens, full_s))
         self.tokens, self.full_s = self.tokens + tokens, self.full_s + full_s
         out = []
@@ -77,21 +78,21 @@ class _Stretch:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """None: it is not long enough yet."""
+        """Mean throughput; None until the stretch is `most_s` seconds long."""
         return self.tokens / self.full_s if self.full_s >= self.most_s else None
 
 
 @dataclass(slots=True)
 class _Pace:
-    begin: ThroughputSample  # where the measure in the making begins
+    begin: ThroughputSample  # counters at the start of the next measure
     now: _Stretch = field(default_factory=lambda: _Stretch(SLOW_S))
-    past: _Stretch = field(default_factory=lambda: _Stretch(PAST_S))  # before that
-    whole: _Stretch = field(default_factory=lambda: _Stretch(SLOW_S))  # one that begins where the last ended
-    last: float | None = None  # speed in the one before
+    past: _Stretch = field(default_factory=lambda: _Stretch(PAST_S))  # before `now`
+    whole: _Stretch = field(default_factory=lambda: _Stretch(SLOW_S))  # consecutive, without overlap
+    last: float | None = None  # speed of the previous whole stretch
     changes: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_CHANGES))  # relative
 
     def add(self, tokens: float, full_s: float) -> None:
-        """One more measure."""
+        """Add a measure."""
         for measure in self.now.add(tokens, full_s):
             self.past.add(*measure)
         self.whole.add(tokens, full_s)
@@ -104,13 +105,13 @@ class _Pace:
 
 
 class SpeedWatch:
-    """Tells which workers are slow. Give every sample to `measured`, and ask `slow` at every look."""
+    """Watch for slow workers: `measured` takes every sample, `slow` returns the slow workers."""
 
     def __init__(self) -> None:
         self._paces: dict[str, _Pace] = {}
 
     def measured(self, worker_id: str, sample: ThroughputSample) -> None:
-        """Counters of a worker, cumulative. Where they went back it begins anew."""
+        """Take the cumulative counters of a worker. If its saturated time fell, the worker starts anew."""
         pace = self._paces.get(worker_id)
         if pace is None or sample.saturated_s < pace.begin.saturated_s:
             self._paces[worker_id] = _Pace(sample)
@@ -121,11 +122,11 @@ class SpeedWatch:
             pace.begin = sample
 
     def forget(self, worker_id: str) -> None:
-        """The worker is gone."""
+        """Forget a worker."""
         self._paces.pop(worker_id, None)
 
     def slow(self, workers: Sequence[str]) -> dict[str, Slowness]:
-        """Slowness of each worker of one offer that is slow, by worker id."""
+        """Return the slow ones among `workers`, which are of one instance type, by worker id."""
         known = {name: speed for name in workers if (speed := self._speed(name)) is not None}
         if len(known) == 1:
             ((name, speed),) = known.items()
@@ -138,13 +139,13 @@ class SpeedWatch:
             if speed >= SLOW_SHARE * most:
                 continue
             usual = median(other for one, other in known.items() if one != name)
-            # The noise of many workers takes long to tell: only where a worker may be slow.
+            # The noise of many workers is slow to compute, so only a candidate's is computed.
             if speed < SLOW_SHARE * usual and speed < self._limit(workers) * usual:
                 found[name] = Slowness(speed, usual, alone=False)
         return found
 
     def _limit(self, workers: Sequence[str]) -> float:
-        """Share of the usual speed below which a worker is slow; 0 where the noise is not known yet."""
+        """Return the share of the usual speed below which a worker is slow; 0 until the noise is known."""
         paces = [self._paces[name] for name in workers if name in self._paces]
         changes = [change for pace in paces for change in pace.changes]
         if len(changes) < ENOUGH_CHANGES:
@@ -157,10 +158,9 @@ class SpeedWatch:
 
 
 def worst(slow: Mapping[str, Slowness], num_serving: int) -> str | None:
-    """Return the slow worker of one offer that is to be replaced now, or None.
+    """Return the slowest worker of one instance type, the one to replace now, or None.
 
-    One at a time, the slowest. Where most of several are slow, what is believed of the offer is wrong, not
-    its workers.
+    If more than half of several workers are slow, the usual throughput is wrong, not the workers: None.
     """
     if not slow or (num_serving > 1 and 2 * len(slow) > num_serving):
         return None

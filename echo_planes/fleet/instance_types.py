@@ -1,7 +1,7 @@
-"""Instance types, or offers, that a fleet is chosen from, its limits, and the plan or the shortfall.
+"""Instance types to choose a fleet from, the fleet's limits, and the plan or the shortfall.
 
-Plain values that the capacity model, the provisioner, the planner and the simulator share. A *worker* is one
-inference engine on one machine, whatever number of GPUs it spans.
+The provisioner, the planner and the simulator share these plain values. A *worker* is one inference engine on
+one machine, with any number of GPUs.
 """
 
 from __future__ import annotations
@@ -10,26 +10,27 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from echo_planes.types import Market
 
-SAME = 1e-9  # a sum of prices may be off by so much
+SAME = 1e-9  # tolerance of `Limits.permit` for the rounding of sums
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """One way to get a worker: a SKU in one region, on one market, at one price (ECHO-2 section 3.2)."""
+class InstanceType:
+    """Way to get a worker: a SKU in one region, on one market, at one price (ECHO-2 section 3.2)."""
 
-    name: str  # unique among the offers of a fleet
+    name: str  # unique among the instance types of a fleet
     sku: str
     usd_per_hour: float  # c_i of one worker; 0.0: a machine that is paid for already
     mu: float  # mu_i of one worker, trajectories/s end to end, waiting for permits excluded
     max_count: int  # quota, workers
-    min_count: int = 0  # workers that are always kept
+    min_count: int = 0  # workers that the fleet always keeps
     region: str = ""
     market: Market = "on_demand"
     interruptions_per_hour: float = 0.0  # of one worker
-    boot_s: float = 0.0  # from asking for it until it generates
+    boot_s: float = 0.0  # seconds from the request until the worker generates
 
     @property
     def rho(self) -> float:
@@ -43,17 +44,35 @@ class Limits:
 
     usd_per_hour: float | None = None  # of all workers together
     usd_left: float | None = None  # of the total budget; nothing new is bought at 0 or below
+    seconds_left: float | None = None  # of the run; no worker is bought that would boot longer than it serves
     interruptions_per_hour: float | None = None  # expected, of all workers together
     min_workers: int = 0
     max_workers: int | None = None
 
-    def permit(self, offers: Sequence[Offer], counts: Mapping[str, int]) -> bool:
-        """Whether so many workers of these offers may be there together. What is left of a budget is not
-        looked at: it stops what is new."""
-        some = [(offer, counts.get(offer.name, 0)) for offer in offers]
+    def stop(self, instance_type: InstanceType) -> Literal["usd_left", "seconds_left"] | None:
+        """Return the limit that forbids any new worker of a type, or None.
+
+        A new worker must be able to serve for at least as long as it boots.
+        """
+        if instance_type.usd_per_hour == 0:
+            return None
+        if self.usd_left is not None and self.usd_left <= 0:
+            return "usd_left"
+        is_late = self.seconds_left is not None and self.seconds_left < 2 * instance_type.boot_s
+        return "seconds_left" if is_late else None
+
+    def permit(self, instance_types: Sequence[InstanceType], counts: Mapping[str, int]) -> bool:
+        """Return whether these workers together keep the limits on price, interruptions and number.
+
+        `usd_left` and `seconds_left` do not count here: they only stop new workers (`stop`).
+        """
+        some = [(instance_type, counts.get(instance_type.name, 0)) for instance_type in instance_types]
         found = (
-            (self.usd_per_hour, math.fsum(n * offer.usd_per_hour for offer, n in some)),
-            (self.interruptions_per_hour, math.fsum(n * offer.interruptions_per_hour for offer, n in some)),
+            (self.usd_per_hour, math.fsum(n * instance_type.usd_per_hour for instance_type, n in some)),
+            (
+                self.interruptions_per_hour,
+                math.fsum(n * instance_type.interruptions_per_hour for instance_type, n in some),
+            ),
             (self.max_workers, sum(n for _, n in some)),
         )
         return all(limit is None or value <= limit + SAME for limit, value in found)
@@ -61,11 +80,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """Workers of each offer, and what they come to."""
+    """Workers of each instance type, with their total price, throughput and interruptions."""
 
     counts: Mapping[str, int] = field(
         default_factory=dict
-    )  # offer name -> workers; offers with none are absent
+    )  # instance type name -> workers; types without workers are absent
     usd_per_hour: float = 0.0
     mu: float = 0.0  # trajectories/s
     interruptions_per_hour: float = 0.0
@@ -77,22 +96,22 @@ class FleetPlan:
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """No fleet within the limits reaches the target: the best there is, and what is in the way."""
+    """Best fleet when none within the limits reaches the target, and the limits that prevent a better one."""
 
     best: FleetPlan  # most throughput within the limits
     mu_target: float  # trajectories/s that were asked for
     binding: tuple[
         str, ...
-    ]  # which limits stop it: "quota", "usd_per_hour", "usd_left", "interruptions", "max_workers"
+    ]  # some of "quota", "usd_per_hour", "usd_left", "seconds_left", "interruptions", "max_workers"
 
 
 def limits_beside(
-    limits: Limits, offers: Sequence[Offer], beside: Mapping[str, int], useful: int | None
+    limits: Limits, instance_types: Sequence[InstanceType], beside: Mapping[str, int], useful: int | None
 ) -> Limits:
-    """Limits left for a fleet beside other workers; at most `useful` workers of it are to generate."""
-    some = [(offer, beside.get(offer.name, 0)) for offer in offers]
-    usd = math.fsum(n * offer.usd_per_hour for offer, n in some)
-    events = math.fsum(n * offer.interruptions_per_hour for offer, n in some)
+    """Return the limits left for a fleet beside other workers, with at most `useful` workers in the fleet."""
+    some = [(instance_type, beside.get(instance_type.name, 0)) for instance_type in instance_types]
+    usd = math.fsum(n * instance_type.usd_per_hour for instance_type, n in some)
+    events = math.fsum(n * instance_type.interruptions_per_hour for instance_type, n in some)
     num, most = sum(beside.values()), limits.max_workers
     left = useful if most is None else max(most - num, 0)
     return replace(
@@ -105,24 +124,26 @@ def limits_beside(
 
 def cheapest_beside(
     limits: Limits,
-    offers: Sequence[Offer],
+    instance_types: Sequence[InstanceType],
     counts: Mapping[str, int],
     held: Mapping[str, int],
     prefer: str = "",
 ) -> str | None:
-    """Of which offer one worker more is permitted: `prefer` first, then the lowest rho; None: of none.
+    """Return the type of which one more worker is permitted: `prefer`, else the lowest rho; None if none.
 
     Args:
         limits: of all workers together.
-        offers: their `max_count` is for `counts`.
-        counts: workers of each offer that count towards it.
-        held: all workers that are there.
+        instance_types: types to choose from; their `max_count` limits `counts`.
+        counts: workers of each instance type that count towards its quota.
+        held: all workers of each instance type, standbys included.
+        prefer: instance type that comes first, whatever its rho.
     """
-    for offer in sorted(offers, key=lambda one: (one.name != prefer, one.rho, one.name)):
-        spent = limits.usd_left is not None and limits.usd_left <= 0 and offer.usd_per_hour > 0
-        room = counts.get(offer.name, 0) < offer.max_count and not spent
-        if room and limits.permit(offers, Counter(held) + Counter([offer.name])):
-            return offer.name
+    for instance_type in sorted(instance_types, key=lambda one: (one.name != prefer, one.rho, one.name)):
+        room = (
+            counts.get(instance_type.name, 0) < instance_type.max_count and limits.stop(instance_type) is None
+        )
+        if room and limits.permit(instance_types, Counter(held) + Counter([instance_type.name])):
+            return instance_type.name
     return None
 
 

@@ -1,22 +1,21 @@
-"""The ledger of dollars: what every machine has cost so far, what it went into, and what is left.
+"""Ledger of dollars: the cost of every machine so far, the part each dollar belongs to, and the budget left.
 
-Money is whole numbers: prices in billionths of a dollar an hour, times in nanoseconds. Costs are exact
-products and sums of them; only answers are rounded, once, to a float. So the parts always add up to the
-total, in whatever order things happen.
+Money is integer arithmetic: prices in billionths of a dollar an hour, times in nanoseconds. Costs are exact
+products and sums; a float result is rounded once, at the end. So the parts always add up to the total, in
+any order of events.
 
 Every dollar is in exactly one part:
 
-- `booting`: paid for a machine before it can work;
+- `booting`: price of a machine before it can work;
 - `learner`, `learner_idle`: machines of the learner, while it trains and while it waits;
-- `idle`: a rollout machine serves and has nothing in flight;
-- and while it has work, its dollars are shared out evenly over its tokens: `trained`, `evaluated`, `stale`
+- `idle`: a rollout machine that serves and has nothing in flight;
+- the dollars of a busy rollout machine are divided evenly over its tokens: `trained`, `evaluated`, `stale`
   (dropped as too old), `uninformative` (of groups without a signal, which others replaced), `failed` (no
-  usable answer), `lost` (no worker could go on from them), `open` (not decided yet). Where it is not known
-  which machine made which tokens, the dollars of all these machines are shared out over all these tokens:
-  each costs the fleet's average.
+  usable answer), `lost` (no worker could go on from them), `open` (not decided yet). If it is not known which
+  machine made which tokens, the dollars of all these machines are divided evenly over all these tokens.
 
-Booting, idle, stale, uninformative, failed, lost and learner_idle are wasted; the rest, open tokens too, is
-useful so far.
+Booting, idle, stale, uninformative, failed, lost and learner_idle count as wasted. The rest counts as useful,
+open tokens included.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from echo_planes.errors import ConfigError, RefusedError
 from echo_planes.types import Market
 
 Role = Literal["rollout", "learner"]
-State = Literal["booting", "idle", "busy", "serving"]  # serving: idle or busy, `Accounting.worked` says which
+State = Literal["booting", "idle", "busy", "serving"]  # serving: idle or busy, divided by `Accounting.worked`
 Fate = Literal["trained", "evaluated", "stale", "uninformative", "failed", "lost"]
 FATES: tuple[Fate, ...] = ("trained", "evaluated", "stale", "uninformative", "failed", "lost")
 
 USEFUL = ("learner", "trained", "evaluated", "open")
 WASTED = ("booting", "idle", "stale", "uninformative", "failed", "lost", "learner_idle")
-RECENT_STEPS = 20  # the price of a step is the median of so many
+RECENT_STEPS = 20  # steps whose median is the price of a step
 
 _PRICE_UNITS = 10**9  # of 1 $/h
 _TIME_UNITS = 10**9  # of 1 s
@@ -47,7 +46,7 @@ _UNITS_PER_USD = 3600 * _PRICE_UNITS * _TIME_UNITS
 
 
 class _Accrual:
-    """Units spent by whatever runs: rate x now - offset, so that reading it takes no loop."""
+    """Units spent so far at a changing rate, as rate x now - offset: a read takes constant time."""
 
     __slots__ = ("_offset", "rate")
 
@@ -56,7 +55,7 @@ class _Accrual:
         self._offset = 0
 
     def add(self, price: int, now: int) -> None:
-        """`price` more is paid from `now` on; a negative one ends what was added before."""
+        """Raise the rate by `price` from `now` on; a negative price lowers it."""
         self.rate += price
         self._offset += price * now
 
@@ -75,19 +74,19 @@ class _Machine:
     states: dict[State, _Accrual] = field(default_factory=dict)  # as a rollout machine, or booting
     made: int = 0  # tokens
     fates: Counter[Fate] = field(default_factory=Counter)
-    # While it serves. What is accounted for is known to be busy or idle.
+    # In state `serving`: time and money are accounted once they are divided into busy and idle.
     served: _Accrual = field(default_factory=_Accrual)  # time
-    accounted: int = 0  # of it
-    busy: int = 0  # of that
-    life_busy: int = 0  # of that, since it was last started
+    accounted: int = 0  # part of `served`
+    busy: int = 0  # part of `accounted`
+    life_busy: int = 0  # part of `busy` since the machine's last start
     accounted_units: int = 0
-    busy_units: int = 0  # of them
+    busy_units: int = 0  # part of `accounted_units`
 
     def spent_in(self, state: State, now: int) -> int:
         return self.states[state].at(now) if state in self.states else 0
 
     def account(self, busy: int, now: int) -> None:
-        """Of the time not accounted for, so much was busy."""
+        """Account for the serving time since the last account, of which `busy` was busy."""
         if passed := self.served.at(now) - self.accounted:
             fresh = self.spent_in("serving", now) - self.accounted_units
             self.busy_units += fresh * busy // passed
@@ -97,26 +96,26 @@ class _Machine:
             self.life_busy += busy
 
     def likely_busy(self, time: int) -> int:
-        """Of a time, or of its dollars, that is not accounted for: as much as of what was; at first all."""
+        """Estimate the busy part of a time, or of its dollars, from the accounted time; at first all."""
         return time * self.busy // self.accounted if self.accounted else time
 
     def settle_life(self, now: int) -> None:
-        """It stops, or starts anew: no account of its last moments will come."""
+        """Estimate the account of the last moments, which no machine reports after a stop or restart."""
         self.account(self.likely_busy(self.served.at(now) - self.accounted), now)
         self.life_busy = 0
 
     def at_work(self, now: int) -> tuple[int, int]:
-        """Cost of its busy and of its idle time."""
+        """Return the cost of the busy and of the idle time."""
         serving = self.spent_in("serving", now)
         busy = self.busy_units + self.likely_busy(serving - self.accounted_units)
         return self.spent_in("busy", now) + busy, self.spent_in("idle", now) + serving - busy
 
 
 class Accounting:
-    """Dollars by machine, by SKU, by step, and by what they went into.
+    """Dollars by machine, by SKU, by step and by part.
 
-    Pure: the clock is passed in. Where it is behind the last event, that event's time is taken, so that
-    nothing is ever paid back.
+    Pure: the caller passes the time in. A time before the last event counts as the time of that event, so no
+    cost ever decreases.
     """
 
     def __init__(self) -> None:
@@ -130,10 +129,10 @@ class Accounting:
         self._ready_total = 0  # spent until the first step could begin
         self._step_usd: deque[float] = deque(maxlen=RECENT_STEPS)
         self._trained_tokens = 0
-        self._fates: Counter[Fate] = Counter()  # tokens of the fleet, of no known machine
+        self._fates: Counter[Fate] = Counter()  # tokens of no known machine
         self._undecided = 0
 
-    # --- what happens ----------------------------------------------------------------------------
+    # --- events ----------------------------------------------------------------------------------
 
     def start(
         self,
@@ -146,23 +145,20 @@ class Accounting:
         role: Role = "rollout",
         state: State | None = None,
     ) -> None:
-        """A machine costs money from now on. Starting it again settles the time before at its price then.
+        """Charge for a machine from now on. A restart charges the time before at the earlier price.
 
         Args:
             machine: its name.
             usd_per_hour: its price; 0: paid for already.
-            now_s: when.
-            sku, market: what it is, and how it was bought.
-            role: whom it works for.
-            state: from now on; default: booting, and busy for a machine of the learner.
+            now_s: the time.
+            sku, market: its hardware and its market.
+            role: plane that it works for.
+            state: from now on; default: booting, or busy for a machine of the learner.
 
         Raises:
             ConfigError: the price is negative or not a number.
         """
-        if not (math.isfinite(usd_per_hour) and usd_per_hour >= 0):
-            raise ConfigError(
-                f"machine {machine}: price {usd_per_hour} $/h; give a number of dollars, 0 or more"
-            )
+        price = _price(machine, usd_per_hour)
         now = self._advance(now_s)
         state = state or ("busy" if role == "learner" else "booting")
         known = self._machines.get(machine)
@@ -171,11 +167,25 @@ class Accounting:
         self._pay(known, -known.price, now)
         known.settle_life(now)
         known.role, known.sku, known.market, known.state = role, sku, market, state
-        known.price = _whole(usd_per_hour, _PRICE_UNITS)
+        known.price = price
         self._pay(known, known.price, now)
 
+    def reprice(self, machine: str, usd_per_hour: float, now_s: float) -> None:
+        """Change the price of a machine from now on; its cost so far stays.
+
+        Raises:
+            ConfigError: the price is negative or not a number.
+        """
+        price = _price(machine, usd_per_hour)
+        now = self._advance(now_s)
+        known = self._machines.get(machine)
+        if known is not None:
+            self._pay(known, -known.price, now)
+            known.price = price
+            self._pay(known, known.price, now)
+
     def stop(self, machine: str, now_s: float) -> None:
-        """A machine costs nothing from now on."""
+        """Stop charging for a machine."""
         now = self._advance(now_s)
         known = self._machines.get(machine)
         if known is not None:
@@ -186,7 +196,7 @@ class Accounting:
     def mark(self, machine: str, state: State, now_s: float) -> None:
         """Set a machine's state from now on: `booting`, `idle` (nothing in flight), `busy`, or `serving`.
 
-        News of a machine that is not running comes too late and changes nothing.
+        An unknown machine is ignored, and a stopped one costs nothing in any state.
         """
         now = self._advance(now_s)
         known = self._machines.get(machine)
@@ -196,14 +206,15 @@ class Accounting:
             self._pay(known, known.price, now)
 
     def worked(self, machine: str, busy_s: float, now_s: float) -> None:
-        """Account for a machine's busy time while it was `serving`: the rest of that time was idle.
+        """Account for a machine's busy time while it was `serving`; the rest of that time was idle.
 
-        The time since the last account gets what is new of `busy_s`, and never more than passed. Time of
-        which there is no account, yet or ever, counts as busy in the same share.
+        The increase of `busy_s` counts for the time since the last account, up to its length. Time without an
+        account counts as busy in the same share as accounted time.
 
         Args:
             machine: its name.
             busy_s: seconds with something in flight, from its last start until `now_s`.
+            now_s: the time.
         """
         now = self._advance(now_s)
         known = self._machines.get(machine)
@@ -212,14 +223,17 @@ class Accounting:
             known.account(min(new, known.served.at(now) - known.accounted), now)
 
     def made(self, machine: str, tokens: int) -> None:
-        """A machine sampled so many more tokens. One that never started has no dollars to share out."""
+        """Add sampled tokens to a machine. A machine that never started has no dollars and is ignored."""
         if machine in self._machines:
             self._machines[machine].made += _tokens(tokens)
 
     def settle(self, machine: str | None, fate: Fate, tokens: int) -> None:
-        """So many of its tokens ended like this. Each is to be settled once, however often it is trained.
+        """Set the fate of a number of tokens. Settle each token once, however often it is trained.
 
-        None: tokens of no known machine; they are shared among machines that have none of their own.
+        Args:
+            machine: maker of the tokens; None if unknown: then machines without own tokens share them.
+            fate: fate of the tokens.
+            tokens: number of tokens.
         """
         if machine is None:
             self._fates[fate] += _tokens(tokens)
@@ -227,20 +241,20 @@ class Accounting:
             self._machines[machine].fates[fate] += _tokens(tokens)
 
     def undecided(self, tokens: int) -> None:
-        """So many more tokens, of no known machine, have no fate as of now."""
+        """Set the number of tokens of no known machine that have no fate yet."""
         self._undecided = _tokens(tokens)
 
     def ready(self, now_s: float) -> None:
-        """The first step can begin: what was spent until now is in its dollars, but in no step's price."""
+        """Mark the first step's start. Its dollars include the cost until now; prices of steps do not."""
         self._ready_total = self._total.at(self._advance(now_s))
 
     def step(self, now_s: float, trained_tokens: int, learner_idle_s: float) -> float:
-        """A training step ended; returns its dollars, of all machines, since the step before.
+        """Record the end of a training step and return the dollars of all machines since the step before.
 
         Args:
-            now_s: when.
+            now_s: the time.
             trained_tokens: in its batch.
-            learner_idle_s: seconds of it in which the learner waited.
+            learner_idle_s: seconds since the step before in which the learner waited.
         """
         self._trained_tokens += _tokens(trained_tokens)
         now = self._advance(now_s)
@@ -251,28 +265,28 @@ class Accounting:
         spent, self._step_total, self._step_learner = total - self._step_total, total, learner
         return spent / _UNITS_PER_USD
 
-    # --- what it came to -------------------------------------------------------------------------
+    # --- results ---------------------------------------------------------------------------------
 
     def usd(self, machine: str, now_s: float) -> float:
-        """Spent on one machine."""
+        """Return the dollars spent on one machine."""
         known = self._machines.get(machine)
         return known.total.at(self._at(now_s)) / _UNITS_PER_USD if known is not None else 0.0
 
     def total(self, now_s: float) -> Fraction:
-        """Dollars spent on all machines, exactly."""
+        """Return the exact dollars spent on all machines."""
         return Fraction(self._total.at(self._at(now_s)), _UNITS_PER_USD)
 
     def total_usd(self, now_s: float) -> float:
-        """Dollars spent on all machines. Takes no longer with more machines."""
+        """Return the dollars spent on all machines, in constant time."""
         return self._total.at(self._at(now_s)) / _UNITS_PER_USD
 
     def usd_by_sku(self, now_s: float) -> dict[str, float]:
-        """Dollars by SKU and market ("L4 spot")."""
+        """Return the dollars by SKU and market ("L4 spot")."""
         now, skus = self._at(now_s), sorted(self._skus.items())
         return {f"{sku} {market}".strip(): spent.at(now) / _UNITS_PER_USD for (sku, market), spent in skus}
 
     def parts(self, now_s: float) -> dict[str, Fraction]:
-        """Dollars by what they went into (`USEFUL` and `WASTED`), exactly: they add up to `total`."""
+        """Return the exact dollars by part (`USEFUL` and `WASTED`); they add up to `total`."""
         now = self._at(now_s)
         units = dict.fromkeys((*USEFUL, *WASTED), 0)
         units["learner_idle"] = self._learner_idle
@@ -288,23 +302,23 @@ class Accounting:
                 _share_out(busy, known.fates, tokens, units)
             elif of_all:
                 pooled += busy
-            else:  # nothing came of it: of a machine that is gone, nothing will
+            else:  # no token yet: a machine that is gone makes none any more
                 units["open" if known.price else "lost"] += busy
         if of_all:
             _share_out(pooled, self._fates, of_all, units)
         return {part: Fraction(value, _UNITS_PER_USD) for part, value in units.items()}
 
     def recent_step_usd(self) -> float | None:
-        """Median dollars of the recent steps; None before the first."""
+        """Return the median dollars of the recent steps; None before the first."""
         return statistics.median(self._step_usd) if self._step_usd else None
 
     def projected_usd(self, now_s: float, steps_left: int) -> float | None:
-        """Projected cost of the whole run: dollars so far and the steps left at the recent price."""
+        """Return the projected dollars of the whole run: the cost so far and `steps_left` recent prices."""
         usd = self.recent_step_usd()
         return None if usd is None else self.total_usd(now_s) + steps_left * usd
 
     def summary(self, now_s: float, steps_left: int | None = None) -> dict[str, Any]:
-        """All of it as plain numbers, for metrics, report and step line. None: not known yet."""
+        """Return all figures as plain numbers, for metrics, report and step line. None: not known yet."""
         parts = self.parts(now_s)
         total = self.total_usd(now_s)
         wasted = float(sum(parts[part] for part in WASTED))
@@ -330,7 +344,7 @@ class Accounting:
         return self._now
 
     def _pay(self, machine: _Machine, price: int, now: int) -> None:
-        """From now on `price` more for this machine as it is, everywhere it counts."""
+        """Raise the rate of every account that this machine counts towards in its present state."""
         if price:
             machine.total.add(price, now)
             self._total.add(price, now)
@@ -344,12 +358,12 @@ class Accounting:
 
 
 class Budget:
-    """Dollars a run may spend.
+    """Budget of a run, in dollars.
 
     Args:
         usd: in total.
-        book: what it spends.
-        earlier_usd: spent before the book was opened, by the same run before it was resumed.
+        book: accounting of the costs.
+        earlier_usd: spent by earlier parts of the same run, before it was resumed.
 
     Raises:
         ConfigError: the budget is negative or not a number.
@@ -363,21 +377,21 @@ class Budget:
         self._book = book
 
     def left(self, now_s: float) -> float:
-        """Dollars; negative where more was spent."""
+        """Return the dollars left; negative if more was spent."""
         return float(self._left - self._book.total(now_s))
 
     def spent(self, now_s: float) -> bool:
-        """Whether nothing is left."""
+        """Return whether nothing is left."""
         return self._book.total(now_s) >= self._left
 
     def steps_left(self, now_s: float) -> int | None:
-        """Whole steps that what is left pays for, at the recent price; None where that is not known."""
+        """Return the whole steps that the rest pays for at the recent price; None without a recent price."""
         step_usd, left = self._book.recent_step_usd(), self._left - self._book.total(now_s)
         return max(0, math.floor(left / Fraction(step_usd))) if step_usd else None
 
 
 def _share_out(units: int, fates: Mapping[Fate, int], tokens: int, parts: dict[str, int]) -> None:
-    """Add the units to the parts by the fate of so many tokens; those without one are open."""
+    """Divide units evenly over `tokens` tokens and add them to the parts; tokens without a fate are open."""
     rest = units
     for fate in FATES:
         parts[fate] += (share := units * fates.get(fate, 0) // tokens)
@@ -386,8 +400,14 @@ def _share_out(units: int, fates: Mapping[Fate, int], tokens: int, parts: dict[s
 
 
 def _decimal(value: float) -> Fraction:
-    """The decimal number that was written, where the float nearest to it is what came."""
+    """Return the decimal number that the float was written as: 0.8 is 4/5."""
     return Fraction(str(value))
+
+
+def _price(machine: str, usd_per_hour: float) -> int:
+    if not (math.isfinite(usd_per_hour) and usd_per_hour >= 0):
+        raise ConfigError(f"machine {machine}: price {usd_per_hour} $/h; give a number of dollars, 0 or more")
+    return _whole(usd_per_hour, _PRICE_UNITS)
 
 
 def _whole(value: float, units: int) -> int:

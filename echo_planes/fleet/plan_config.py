@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from echo_planes.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from echo_planes.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Section, unknown_key
 from echo_planes.config.schema import StalenessConfig
 from echo_planes.errors import ConfigError, nearest
 
@@ -65,11 +65,11 @@ class PlanConfig(Section):
     usd_spent: NonNegativeFloat = Field(0.0, description="of usd_total, already")
     min_workers: int = Field(0, ge=0, description="workers at least")
     max_workers: PositiveInt | None = Field(None, description="workers at most; default: any")
-    max_per_offer: PositiveInt = Field(64, description="quota, workers of one offer at most")
+    max_per_instance_type: PositiveInt = Field(64, description="quota, workers of one instance type at most")
     quota: dict[str, Count] = Field(
-        {}, description="quota.NAME=workers: of an offer, or of each with that SKU"
+        {}, description="quota.NAME=workers: of an instance type, or of each with that SKU"
     )
-    minimum: dict[str, Count] = Field({}, description="minimum.OFFER=workers that are always kept")
+    minimum: dict[str, Count] = Field({}, description="minimum.INSTANCE_TYPE=workers that are always kept")
     mu: dict[str, PositiveFloat] = Field({}, description="mu.SKU=trajectories/s of one worker, measured")
     tokens_per_s: dict[str, PositiveFloat] = Field(
         {}, description="tokens_per_s.SKU=of one saturated worker, given"
@@ -86,10 +86,10 @@ class PlanConfig(Section):
 
 
 def load_plan(words: Sequence[str]) -> PlanConfig:
-    """The settings that `words` (`key=value`, `mu.SKU=value`) ask for.
+    """Parse the settings in `words` (`key=value`, `mu.SKU=value`).
 
     Raises:
-        ConfigError: names the key, the value, what is wrong and the nearest match.
+        ConfigError: names the key, the value, the error and the nearest match.
     """
     tree: dict[str, str | dict[str, str]] = {}
     for word in words:
@@ -127,7 +127,7 @@ def _explain(error: ValidationError) -> str:
     path = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         hint = nearest(path, PlanConfig.model_fields) or "; see --help"
-        return f"{path}={first['input']}: unknown key{hint}"
+        return f"{path}={first['input']}: {unknown_key(path, hint)}"
     if first["type"] == "missing":
         return f"{path}=...: this setting is needed, it has no default; see --help"
     message = first["msg"].removeprefix("Value error, ")
@@ -137,7 +137,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def describe() -> str:
-    """Every key with its default and meaning, for `--help`."""
+    """Return every key with its default and meaning, for `--help`."""
     rows = []
     for key, field in PlanConfig.model_fields.items():
         default = "..." if field.is_required() else field.default

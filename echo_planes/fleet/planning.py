@@ -1,6 +1,7 @@
-"""From sizes, speeds and prices to what a learner asks for and the fleets that answer (ECHO-2, section 3.3).
+"""Planning command: the learner's need and the fleets that meet it (ECHO-2, section 3.3).
 
-No clock, no network: only the price list and the model's folder are read.
+In: sizes, speeds and prices. The module uses no clock and no network; it reads the price list and the model's
+folder.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from echo_planes.errors import ConfigError, DataError, nearest
 from echo_planes.fleet.advice import advise
 from echo_planes.fleet.capacity import Need, predicted_bubble, staleness_bound
 from echo_planes.fleet.exact import exact
-from echo_planes.fleet.instance_types import FleetPlan, Limits, Offer, Shortfall
+from echo_planes.fleet.instance_types import FleetPlan, InstanceType, Limits, Shortfall
 from echo_planes.fleet.plan_config import PlanConfig
-from echo_planes.fleet.prices import PriceRow, offers_from_prices, read_prices
+from echo_planes.fleet.prices import PriceRow, instance_types_from_prices, read_prices
 from echo_planes.fleet.provisioner import greedy
 from echo_planes.fleet.sku_facts import SKU_FACTS
 from echo_planes.fleet.throughput import (
@@ -35,18 +36,18 @@ from echo_planes.fleet.throughput import (
 from echo_planes.weights.chain.plan import ideal_broadcast_s, num_chains
 
 BYTES_PER_CHANGED_WEIGHT = 1.27  # of a patch in the fast codec; the compact one needs about 0.9
-BEST = "fastest within the limits"  # where none reaches the target
+BEST = "fastest within the limits"  # title if no fleet reaches the target
 MBIT_BYTES = 1e6 / 8
-SWEEP = tuple(share / 20 for share in range(2, 27))  # of mu_target, for the plot
+SWEEP = tuple(share / 20 for share in range(2, 27))  # shares of mu_target, for the plot
 
-Solver = Callable[[Sequence[Offer], float, Limits, Mapping[str, int]], FleetPlan | Shortfall]
+Solver = Callable[[Sequence[InstanceType], float, Limits, Mapping[str, int]], FleetPlan | Shortfall]
 Method = Literal["greedy", "exact"]
 SOLVERS: Mapping[Method, Solver] = {"greedy": greedy, "exact": exact}
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number, and where it comes from."""
+    """Number with its source."""
 
     value: float
     source: Source
@@ -54,7 +55,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """One fleet, and what a run on it is expected to be. All but the plan's prices are estimates."""
+    """Fleet with the expected course of a run on it. All figures but the plan's prices are estimates."""
 
     title: str
     method: Method
@@ -66,7 +67,7 @@ class Fleet:
     usd_per_step: float  # learner included
     usd_run: float
     hours: float
-    within_total: bool  # usd_run is not more than what is left of the total budget
+    within_total: bool  # usd_run is at most the rest of the total budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,41 +79,43 @@ class Planned:
     payload_bytes: Figure
     t_train_s: Figure
     num_chains: int
-    offers: tuple[Offer, ...]
+    instance_types: tuple[InstanceType, ...]
     sources: Mapping[str, Source]  # of mu, by SKU
-    need: Need  # of the cheapest fleet, or of the one that could not be had
+    need: Need  # with the cheapest fleet; without one, the need that no fleet meets
     limits: Limits
     fleets: Sequence[Fleet]
     sweep: tuple[Fleet, ...]  # fleets of growing throughput, for the plot
-    advice: tuple[str, ...] | None  # None where a fleet reaches the target
-    notes: tuple[str, ...]  # what of the list was left out, and why
+    advice: tuple[str, ...] | None  # None if a fleet reaches the target
+    notes: tuple[str, ...]  # rows that were left out, and fleets that were not found, with the reason
 
 
 # --- from settings to a plan ---------------------------------------------------------------------
 
 
 def plan(config: PlanConfig) -> Planned:
-    """The fleets worth having.
+    """Plan the fleets for these settings.
 
     Raises:
         ConfigError: settings that contradict one another, a budget that is spent, links that are too slow.
-        DataError: the price list is not what it should be, or has a SKU of which nothing is known.
+        DataError: the price list is damaged, has no usable machine, or has an unknown SKU.
         ModelError: the model's folder cannot be used.
     """
     size, notes = _size(config), list[str]()
     rows = _chosen_rows(config, notes)
     mus = _throughputs(config, size, rows, notes)
-    offers = offers_from_prices(
+    instance_types = instance_types_from_prices(
         rows,
         lambda row: mus[row.line].mu if row.line in mus else None,
-        max_count=config.max_per_offer,
+        max_count=config.max_per_instance_type,
         max_counts=config.quota,
         min_counts=config.minimum,
         spot_interruptions_per_hour=config.spot_interruptions_per_hour,
     )
     if not config.spot:
-        offers = tuple(offer for offer in offers if offer.market != "spot")
-    if not offers:
+        instance_types = tuple(
+            instance_type for instance_type in instance_types if instance_type.market != "spot"
+        )
+    if not instance_types:
         raise DataError(
             f"{config.prices} has no machine that can be used: {'; '.join(notes) or 'none is left'}"
         )
@@ -121,32 +124,32 @@ def plan(config: PlanConfig) -> Planned:
     smallest = planner.need(max(1, config.min_workers))
     if smallest.mu_target is None:
         raise ConfigError(planner.too_slow(smallest))
-    reached, need = planner.solve("exact", offers, limits)
+    reached, need = planner.solve("exact", instance_types, limits)
     advice = None
     if isinstance(reached, FleetPlan):
         need = planner.need(reached.num_workers)
     else:
-        advice = tuple(one.text for one in advise(need, offers, limits))
-    fleets = _fleets(planner, offers, limits, notes, advice is None)
+        advice = tuple(one.text for one in advise(need, instance_types, limits))
+    fleets = _fleets(planner, instance_types, limits, notes, advice is None)
     return Planned(
         config=config,
         size=size,
         payload_bytes=planner.payload_bytes,
         t_train_s=planner.t_train_s,
         num_chains=planner.num_chains,
-        offers=offers,
+        instance_types=instance_types,
         sources={row.sku: mus[row.line].source for row in rows if row.line in mus},
         need=need,
         limits=limits,
         fleets=fleets,
-        sweep=_sweep(planner, offers, limits, need.mu_target or smallest.mu_target),
+        sweep=_sweep(planner, instance_types, limits, need.mu_target or smallest.mu_target),
         advice=advice,
         notes=tuple(notes),
     )
 
 
 class _Planner:
-    """The run's constants, and what they make of a fleet."""
+    """Constants of the run, and the estimates of a fleet that follow from them."""
 
     def __init__(self, config: PlanConfig, payload_bytes: Figure, t_train_s: Figure) -> None:
         self._config = config
@@ -154,17 +157,17 @@ class _Planner:
         self.num_chains = num_chains(config.uplink_mbit, config.worker_mbit)
 
     def t_bcast_s(self, num_workers: int) -> float:
-        """Until the fraction 1/gamma of the workers has it, along chains of equal length."""
+        """Return the seconds until 1/gamma of the workers have a publication; chains have equal lengths."""
         config = self._config
         served = math.ceil(num_workers / config.gamma)
-        # The uplink holds all chains at a worker's rate, or it is slower than one worker.
+        # Either the uplink feeds all chains at a worker's rate, or it is slower than a single worker.
         rate = MBIT_BYTES * min(config.worker_mbit, config.uplink_mbit)
         hops = math.ceil(served / self.num_chains)
         chunk_bytes = min(config.chunk_kib * 1024, self.payload_bytes.value)
         return ideal_broadcast_s(self.payload_bytes.value, hops, chunk_bytes, rate, config.rtt_ms / 1e3)
 
     def need(self, num_workers: int) -> Need:
-        """Return the learner's need when the weights go to so many workers."""
+        """Return the learner's need if the weights go to `num_workers` workers."""
         config = self._config
         return Need(
             max_staleness=config.max_staleness,
@@ -176,12 +179,16 @@ class _Planner:
         )
 
     def usd_left(self) -> float | None:
-        """Dollars left of the total budget; None: no such budget."""
+        """Return the dollars left of the total budget; None without such a budget."""
         config = self._config
         return None if config.usd_total is None else config.usd_total - config.usd_spent
 
     def limits(self) -> Limits:
-        """The limits, the total budget turned into one per hour of a run whose learner never waits."""
+        """Return the limits, with the total budget as a limit per hour of a run whose learner never waits.
+
+        Raises:
+            ConfigError: the total budget is spent, or does not pay for the learner alone.
+        """
         config = self._config
         per_hour, left = config.usd_per_hour, self.usd_left()
         if left is not None:
@@ -208,7 +215,7 @@ class _Planner:
         )
 
     def too_slow(self, need: Need) -> str:
-        """Why no fleet is enough: a publication takes longer than the steps made on it."""
+        """Explain why no fleet is enough: a publication takes at least as long as the steps made on it."""
         kappa = math.floor(need.t_bcast_s / need.t_train_s) + 1
         return (
             f"kappa T_train = {need.kappa} x {need.t_train_s:.4g} s is not above T_bcast = "
@@ -239,27 +246,34 @@ class _Planner:
         )
 
     def solve(
-        self, method: Method, offers: Sequence[Offer], limits: Limits
+        self, method: Method, instance_types: Sequence[InstanceType], limits: Limits
     ) -> tuple[FleetPlan | Shortfall | None, Need]:
-        """The fleet that reaches mu_target with the T_bcast of its own size; None: that is too long."""
+        """Return the fleet that reaches mu_target with the T_bcast of its own size, and its need.
+
+        The fleet is None if T_bcast is too long for any fleet.
+        """
         workers = max(1, limits.min_workers)
-        while True:  # T_bcast grows with the fleet and the target with T_bcast: the size only ever rises
+        while True:  # ends: T_bcast grows with the fleet and the target with T_bcast, so the size only rises
             need = self.need(workers)
             if need.mu_target is None:
                 return None, need
-            found = SOLVERS[method](offers, need.mu_target, limits, {})
+            found = SOLVERS[method](instance_types, need.mu_target, limits, {})
             if isinstance(found, Shortfall) or found.num_workers <= workers:
                 return found, need
             workers = found.num_workers
 
 
 def _fleets(
-    planner: _Planner, offers: Sequence[Offer], limits: Limits, notes: list[str], is_reached: bool
+    planner: _Planner,
+    instance_types: Sequence[InstanceType],
+    limits: Limits,
+    notes: list[str],
+    is_reached: bool,
 ) -> list[Fleet]:
-    """The fleets of the table: those that reach the target, or the best there are."""
-    kinds = [("cheapest", offers)]
-    steady = [offer for offer in offers if offer.market != "spot"]
-    if steady and len(steady) < len(offers):
+    """Return the fleets of the table: those that reach the target, or the fastest if none does."""
+    kinds = [("cheapest", instance_types)]
+    steady = [instance_type for instance_type in instance_types if instance_type.market != "spot"]
+    if steady and len(steady) < len(instance_types):
         kinds.append(("cheapest without spot", steady))
     fleets = []
     for title, among in kinds:
@@ -269,18 +283,20 @@ def _fleets(
                 fleets.append(planner.fleet(title, method, found))
             elif is_reached:
                 notes.append(f"{title}, {method}: no such fleet within the limits reaches mu_target")
-            elif isinstance(found, Shortfall) and among is offers and found.best.mu > 0:
+            elif isinstance(found, Shortfall) and among is instance_types and found.best.mu > 0:
                 fleets.append(planner.fleet(BEST, method, found.best))
     return fleets
 
 
-def _sweep(planner: _Planner, offers: Sequence[Offer], limits: Limits, mu_target: float) -> tuple[Fleet, ...]:
-    """The cheapest fleets of growing throughput, from a tenth of the target upwards, whatever they cost."""
+def _sweep(
+    planner: _Planner, instance_types: Sequence[InstanceType], limits: Limits, mu_target: float
+) -> tuple[Fleet, ...]:
+    """Return each method's fleets for growing shares of the target (`SWEEP`), without the budgets."""
     limits = replace(limits, usd_per_hour=None, usd_left=None)
     fleets: dict[tuple[Method, tuple[tuple[str, int], ...]], Fleet] = {}
     for share in SWEEP:
         for method, solver in SOLVERS.items():
-            found = solver(offers, share * mu_target, limits, {})
+            found = solver(instance_types, share * mu_target, limits, {})
             if isinstance(found, FleetPlan) and found.num_workers:
                 key = (method, tuple(sorted(found.counts.items())))
                 fleets.setdefault(key, planner.fleet(f"{share:.0%} of mu_target", method, found))
@@ -316,7 +332,7 @@ def _t_train(config: PlanConfig, size: ModelSize) -> Figure:
 
 
 def _chosen_rows(config: PlanConfig, notes: list[str]) -> list[PriceRow]:
-    """The rows that may be used; `notes` gets what was left out."""
+    """Return the rows that the settings allow, and note how many have another number of GPUs."""
     rows = list(read_prices(user_path(config.prices)))
     skus = {row.sku for row in rows}
     for setting, named in (("mu", config.mu), ("tokens_per_s", config.tokens_per_s)):
@@ -348,7 +364,7 @@ def _known(what: str, name: str, known: Iterable[str]) -> None:
 def _throughputs(
     config: PlanConfig, size: ModelSize, rows: Sequence[PriceRow], notes: list[str]
 ) -> dict[int, Throughput]:
-    """mu by the row's line; one that the model does not run on is left out, and `notes` says so."""
+    """Return mu by the row's line. Leave out a machine that the model does not run on, and note it."""
     answers = Answers(config.prompt_tokens, config.answer_tokens, config.max_num_seqs)
     mus: dict[int, Throughput] = {}
     for row in rows:

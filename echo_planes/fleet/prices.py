@@ -1,7 +1,7 @@
-"""Price lists: read, checked, turned into offers; and SkyPilot's catalogue turned into one.
+"""Price lists: read, check and convert them to instance types, and convert SkyPilot's catalogue to one.
 
-A list is a CSV file with the columns `COLUMNS`. A wrong price is refused with its line, never left out: a
-row that is skipped in silence is a fleet that costs more than it had to.
+A list is a CSV file with the columns `COLUMNS`. A wrong price is an error that names its line. The reader
+never skips such a row, because a fleet chosen without it could cost more than necessary.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from echo_planes.config.files import read_text
 from echo_planes.errors import ConfigError, DataError, nearest
-from echo_planes.fleet.instance_types import Offer
+from echo_planes.fleet.instance_types import InstanceType
 from echo_planes.fleet.sku_facts import SKU_FACTS
 from echo_planes.types import Market
 
@@ -37,13 +37,13 @@ PRICES = ("usd_per_hour", "spot_usd_per_hour")
 SKYPILOT_NEEDED = ("InstanceType", "AcceleratorName", "AcceleratorCount", "Price", "SpotPrice", "Region")
 MAX_FILE_BYTES = 64 * 2**20
 MAX_GPUS = 1024  # of one machine
-# In GpuInfo, of one GPU; JSON in some catalogues, Python's notation in others.
+# Memory of one GPU in the column GpuInfo, which is JSON in some catalogues and a Python literal in others.
 _GPU_MIB = re.compile(r"""['"]SizeInMiB['"]\s*:\s*(\d{1,9})""")
 
 
 @dataclass(frozen=True, slots=True)
 class PriceRow:
-    """One kind of machine in one region."""
+    """Prices of one kind of machine in one region."""
 
     line: int  # in the file, from 1
     provider: str
@@ -53,13 +53,13 @@ class PriceRow:
     mem_gib: float | None
     gpu_mem_mib: float | None  # per GPU
     region: str
-    usd_per_hour: float | None  # of the whole machine; None: not to be had on demand
-    spot_usd_per_hour: float | None  # None: not to be had as spot
+    usd_per_hour: float | None  # of the whole machine; None: not offered on demand
+    spot_usd_per_hour: float | None  # None: not offered as spot
     catalog_commit: str
 
     @property
     def gpu_mem_gib(self) -> float | None:
-        """Memory of one GPU: the list's, else the maker's; None where neither says."""
+        """Memory of one GPU from the list, else from the data sheet; None if neither has it."""
         if self.gpu_mem_mib is not None:
             return self.gpu_mem_mib / 1024
         facts = SKU_FACTS.get(self.sku)
@@ -67,7 +67,7 @@ class PriceRow:
 
 
 def read_prices(path: Path) -> tuple[PriceRow, ...]:
-    """The rows of a price list, in its order.
+    """Read the rows of a price list, in the order of the file.
 
     Raises:
         DataError: a file that cannot be read, unknown or missing columns, a price that is zero, negative or
@@ -89,7 +89,7 @@ def read_prices(path: Path) -> tuple[PriceRow, ...]:
     return tuple(rows)
 
 
-def offers_from_prices(
+def instance_types_from_prices(
     rows: Iterable[PriceRow],
     mu_of: Callable[[PriceRow], float | None],
     *,
@@ -97,21 +97,21 @@ def offers_from_prices(
     max_counts: Mapping[str, int],
     min_counts: Mapping[str, int],
     spot_interruptions_per_hour: float,
-) -> tuple[Offer, ...]:
-    """An offer for each price of each row; a worker spans all GPUs of its machine.
+) -> tuple[InstanceType, ...]:
+    """Return an instance type for each price of each row; a worker spans all GPUs of its machine.
 
     Args:
-        rows: of one list.
+        rows: rows of one price list.
         mu_of: trajectories/s of a worker on that machine; None leaves the row out.
-        max_count: quota of an offer that `max_counts` does not name, workers.
-        max_counts: quota by an offer's name, or by a SKU for each of its offers.
-        min_counts: workers that are always kept, by an offer's name.
-        spot_interruptions_per_hour: expected, of a spot worker.
+        max_count: quota of an instance type that `max_counts` does not name, workers.
+        max_counts: quota by an instance type's name, or by a SKU for each of its instance types.
+        min_counts: workers that the fleet always keeps, by an instance type's name.
+        spot_interruptions_per_hour: expected interruptions an hour of a spot worker.
 
     Raises:
-        ConfigError: a name that no offer has, or a quota below the minimum.
+        ConfigError: a name that no instance type has, or a quota below the minimum.
     """
-    offers = []
+    instance_types = []
     for row in rows:
         mu = mu_of(row)
         if mu is None:
@@ -122,9 +122,9 @@ def offers_from_prices(
         )
         for market, usd_per_hour in prices:
             if usd_per_hour is not None:
-                name = _offer_name(row, market)
-                offers.append(
-                    Offer(
+                name = _instance_type_name(row, market)
+                instance_types.append(
+                    InstanceType(
                         name=name,
                         sku=row.sku,
                         usd_per_hour=usd_per_hour,
@@ -136,24 +136,26 @@ def offers_from_prices(
                         interruptions_per_hour=spot_interruptions_per_hour if market == "spot" else 0.0,
                     )
                 )
-    names = {offer.name for offer in offers}
+    names = {instance_type.name for instance_type in instance_types}
     for setting, counts, known in (
-        ("quota", max_counts, names | {offer.sku for offer in offers}),
+        ("quota", max_counts, names | {instance_type.sku for instance_type in instance_types}),
         ("minimum", min_counts, names),
     ):
         for name in counts:
             if name not in known:
-                raise ConfigError(f"{setting}.{name}: no such offer here{nearest(name, sorted(known))}")
-    for offer in offers:
-        if offer.max_count < offer.min_count:
+                raise ConfigError(
+                    f"{setting}.{name}: no such instance type here{nearest(name, sorted(known))}"
+                )
+    for instance_type in instance_types:
+        if instance_type.max_count < instance_type.min_count:
             raise ConfigError(
-                f"quota of {offer.name}: {offer.max_count} workers are fewer than its minimum of "
-                f"{offer.min_count}; raise the quota or lower minimum.{offer.name}"
+                f"quota of {instance_type.name}: {instance_type.max_count} workers are fewer than its "
+                f"minimum {instance_type.min_count}; raise the quota or lower minimum.{instance_type.name}"
             )
-    return tuple(offers)
+    return tuple(instance_types)
 
 
-def _offer_name(row: PriceRow, market: Market) -> str:
+def _instance_type_name(row: PriceRow, market: Market) -> str:
     machine = row.sku if row.gpus == 1 else f"{row.sku}x{row.gpus}"
     return f"{row.provider}/{row.region}/{machine}/{market}"
 
@@ -163,25 +165,25 @@ def _offer_name(row: PriceRow, market: Market) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """A catalogue as a price list, and what of it was left out."""
+    """Catalogue as a price list, with the number of rows left out for each reason."""
 
     text: str  # CSV with the columns `COLUMNS`
     num_rows: int
-    without_gpu: int  # or with a part of one
-    without_machine: int  # the price is that of the GPU alone, its machine has another row (GCP)
+    without_gpu: int  # no GPU, or a fraction of one
+    without_machine: int  # price of the GPU alone; its machine has another row (GCP)
     without_price: int
-    dearer: int  # of the same SKU, number of GPUs and region: other zones or machine types
+    dearer: int  # merged with a row of the same SKU, number of GPUs and region: other zone or machine type
 
 
 def convert_skypilot(path: Path, provider: str) -> Converted:
-    """A SkyPilot catalogue (vms.csv) as a price list.
+    """Convert a SkyPilot catalogue (vms.csv) to a price list.
 
-    Of each SKU, number of GPUs and region the cheapest price is taken. A GPU that is priced without the
-    machine around it is left out: it would look cheaper than it is.
+    The list has the lowest price of each SKU, number of GPUs and region, on each market. A GPU that is priced
+    without its machine is left out, because it would look cheaper than it is.
 
     Raises:
-        DataError: a file that cannot be read, without the columns that are needed, or with a price or a count
-            that is not one. Names file and line.
+        DataError: a file that cannot be read, a missing column, or a wrong price or count. Names file
+            and line.
     """
     best: dict[tuple[str, int, str], dict[str, str]] = {}
     without_gpu = without_machine = without_price = dearer = 0
@@ -241,7 +243,7 @@ def _from_skypilot(
 
 
 def _cheaper(one: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
-    """One row with the lower price of each market; the rest is that of the cheaper machine on demand."""
+    """Merge two rows: the lower price of each market, the rest from the machine cheaper on demand."""
 
     def price(row: Mapping[str, str], column: str) -> float:
         return float(row[column]) if row[column] else math.inf
@@ -257,7 +259,7 @@ def _cheaper(one: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]
 def _records(
     path: Path, needed: Sequence[str], allowed: Sequence[str] | None = None
 ) -> list[tuple[int, dict[str, str]]]:
-    """(line number, column -> text) of a CSV file; `allowed`: the columns it may have, None for any."""
+    """Read a CSV file as (line number, column -> text); `allowed`: columns it may have, None for any."""
     text = read_text(path, MAX_FILE_BYTES, advice="give a CSV file of prices")
     reader = csv.reader(io.StringIO(text), strict=True)
     records: list[tuple[int, dict[str, str]]] = []
@@ -316,7 +318,7 @@ def _row(path: Path, line: int, fields: Mapping[str, str]) -> PriceRow:
 
 
 def _number(path: Path, line: int, name: str, text: str) -> float | None:
-    """A number above 0; None for an empty field."""
+    """Parse a number above 0; None for an empty field."""
     if not text:
         return None
     try:

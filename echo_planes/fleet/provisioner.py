@@ -1,26 +1,30 @@
-"""Rule by which workers are added and released, and when: ECHO-2's (C.2.1) with the greedy fleet.
+"""Rule that adds and releases workers: ECHO-2's hysteresis (C.2.1) around the greedy fleet.
 
-Workers are added when the fleet stays below its target by a margin; the dearest go when it stays above by
-one. In between nothing changes, so little noise in the estimates moves no machines. So it is where the rule
-of overlap holds; at S = 0 a limit is waited for as a surplus is, a minimum as a shortage, and every loss is
-answered at once; where T_bcast leaves no target, only minimums are kept.
+The provisioner adds workers when the fleet stays below its target by a margin. It releases those of the
+highest rho when the fleet stays above by a margin. In between it changes nothing, so noise in the estimates
+moves no machines. The table is the rule where overlap applies. At S = 0, an exceeded limit waits for the
+release wait, a shortage for sustain_s, and every loss is answered at once. If T_bcast leaves no target, the
+provisioner only keeps the minimums.
 
-    below target - margin   for sustain_s       add the cheapest that fit beside what runs; the margin is 5 %,
-                                                or what lies between target and mu_min if that is less
-    below mu_min by a loss  at once             the learner would wait, and a loss is no noise
-    no fleet, or a minimum  at once             there is nothing to flap; a minimum that has no room waits
-                                                until others have gone
-    above a limit           for sustain_s       let go the dearest that count towards it
-    above target + margin   for release wait    let go the dearest by rho, as far as the lowest ratio of that
-                                                time permits; where the rest would still be dearer by a margin
-                                                none that the cheapest fleet also has
-    dearer by a margin      for release wait    add what the cheapest fleet has more, one offer at a time;
-                                                when that has booted, let go what it has less
+    below target - margin   for sustain_s       add the cheapest that fit beside the running workers; the
+                                                margin is 5 %, or target - mu_min if that is less
+    below mu_min by a loss  at once             the learner would wait, and a loss is not noise
+    no fleet, or a minimum  at once             no risk of oscillation; a minimum without room waits until
+                                                other workers have left
+    above a limit           for sustain_s       release the highest rho among those that count towards it
+    above target + margin   for release wait    release the highest rho, as far as the lowest ratio in that
+                                                time permits; if the rest would still be too expensive, none
+                                                that the cheapest fleet also has
+    too expensive           for release wait    add the workers that only the cheapest fleet has, one type at
+    by a margin                                 a time; after their boot, release those that it does not have
 
-The release wait does not grow with releases that were regretted: spot capacity comes and goes many times an
-hour, and a wait that doubles each time soon keeps dear workers for hours.
+The provisioner adds no worker that would serve for less time than it boots before the run ends
+(`Limits.stop`).
 
-The fleet is planned anew only where the inputs drifted (`greedy.DRIFT`) or something is to be done.
+The release wait is constant. Spot capacity changes many times an hour, so a wait that doubled after each
+regretted release would soon keep expensive workers for hours.
+
+The provisioner plans the fleet anew only if the inputs drifted (`greedy.DRIFT`) or an action is due.
 """
 
 from __future__ import annotations
@@ -35,11 +39,11 @@ from echo_planes.fleet.advice import Advice, advise
 from echo_planes.fleet.capacity import Need
 from echo_planes.fleet.exact import FleetProblem, fleet_problem
 from echo_planes.fleet.greedy import Plans, beyond_limits, greedy, is_close, more, spare, with_minimums
-from echo_planes.fleet.instance_types import FleetPlan, Limits, Offer, Shortfall
+from echo_planes.fleet.instance_types import FleetPlan, InstanceType, Limits, Shortfall
 
 __all__ = ["Advice", "Decision", "Provisioner", "advise", "greedy"]
 
-_DEAD_BAND = 0.05  # of the target: a smaller shortage is borne if the learner does not wait for it
+_DEAD_BAND = 0.05  # of the target: a smaller shortage is tolerated if the learner does not wait for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +51,23 @@ class Decision:
     """Decision to add or release workers now, with its reason."""
 
     plan: FleetPlan  # the fleet once `launch` and `release` are done
-    launch: Mapping[str, int] = field(default_factory=dict)  # offer name -> workers to ask for
-    release: Mapping[str, int] = field(default_factory=dict)  # offer name -> workers to let go
+    launch: Mapping[str, int] = field(default_factory=dict)  # instance type name -> workers to ask for
+    release: Mapping[str, int] = field(default_factory=dict)  # instance type name -> workers to release
     reason: str = ""
-    best_usd_per_hour: float | None = None  # of the fleet that would be bought anew; None: there is none
-    shortfall: Shortfall | None = None  # set where no fleet within the limits is enough
+    best_usd_per_hour: float | None = None  # of the cheapest whole fleet; None: none is known
+    shortfall: Shortfall | None = None  # set if no fleet within the limits is enough
     advice: tuple[Advice, ...] = ()
 
 
 class Provisioner:
-    """Hysteresis around the fleet that would be bought anew. Give every tick to `decide`, do what it says.
+    """Hysteresis around the cheapest fleet. Call `decide` at every tick and carry out its decision.
 
     Args:
-        limits: an attribute: replace it as money is spent.
-        sustain_s: how long a shortage lasts before it is answered.
-        release_sustain_s: the same of a surplus.
-        release_margin: of the target; a smaller surplus is kept.
-        saving_margin: of the fleet's price; a smaller saving is not worth a change.
+        limits: also an attribute; the caller replaces it as money is spent and time passes.
+        sustain_s: seconds that a shortage lasts before workers are added.
+        release_sustain_s: seconds that a surplus lasts before workers are released.
+        release_margin: share of the target; a smaller surplus is kept.
+        saving_margin: share of the fleet's price; a smaller saving is not worth a change.
     """
 
     def __init__(
@@ -79,41 +83,49 @@ class Provisioner:
         self._sustain_s = sustain_s
         self._release_wait_s = release_sustain_s
         self._release_margin, self._saving_margin = release_margin, saving_margin
-        self._seen: dict[str, Offer] = {}
-        self._since: dict[str, float] = {}  # what lasts, and since when
-        self._ratios: deque[tuple[float, float]] = deque()  # of throughput to target in a surplus, and when
-        self._expected: dict[str, int] = {}  # what should run after the last decision
-        self._settled_s = -math.inf  # when what was launched last has booted
-        self._whole: Plans | None = None  # the cheapest whole fleets
-        self._advised: tuple[Need, Plans, tuple[Advice, ...]] | None = None  # for which need and offers
-        # An addition that found nothing, and beside which workers.
+        self._seen: dict[str, InstanceType] = {}
+        self._since: dict[str, float] = {}  # lasting state -> its begin
+        self._ratios: deque[tuple[float, float]] = deque()  # (time, throughput / target) during a surplus
+        self._expected: dict[str, int] = {}  # workers that should run after the last decision
+        self._settled_s = -math.inf  # time at which the workers launched last have booted
+        self._whole: Plans | None = None  # cheapest fleet, regardless of the running workers
+        self._advised: tuple[Need, Plans, tuple[Advice, ...]] | None = (
+            None  # last advice, with its need and instance types
+        )
+        # Last attempt to add workers that changed nothing: the running workers, its plans and its advice.
         self._futile: tuple[Mapping[str, int], Plans, tuple[Advice, ...]] | None = None
 
     def decide(
-        self, need: Need, offers: Sequence[Offer], running: Mapping[str, int], now_s: float
+        self, need: Need, instance_types: Sequence[InstanceType], running: Mapping[str, int], now_s: float
     ) -> Decision:
-        """One tick.
+        """Decide at one tick.
 
         Args:
-            offers: with `mu` as estimated now. One that is gone is remembered while its workers run.
-            running: workers by offer name that are asked for, booting or serving; not those draining.
+            need: the learner's need now.
+            instance_types: with `mu` as estimated now. A type that is gone is kept while its workers run.
+            running: workers by instance type name that are asked for, booting or serving, but not draining.
             now_s: any clock that does not go back.
 
         Raises:
-            ConfigError: an offer or a limit is not possible, or workers run of an offer never named.
+            ConfigError: an instance type or a limit has an impossible value, or workers run of an unknown
+                type.
         """
         running = {name: n for name, n in running.items() if n > 0}
-        offers = self._known(offers, running)
+        instance_types = self._known(instance_types, running)
         lost = any(running.get(name, 0) < n for name, n in self._expected.items())
         if need.max_staleness == 0:
-            decision = self._synchronous(offers, running, lost, now_s)
+            decision = self._synchronous(instance_types, running, lost, now_s)
         elif need.mu_target is None:
-            decision = self._impossible(need, offers, running)
+            decision = self._impossible(need, instance_types, running)
         else:
-            decision = self._overlapping(need, need.mu_target, offers, running, lost, now_s)
+            decision = self._overlapping(need, need.mu_target, instance_types, running, lost, now_s)
         self._expected = dict(decision.plan.counts)
         if decision.launch:
-            boots = (offer.boot_s for offer in offers if offer.name in decision.launch)
+            boots = (
+                instance_type.boot_s
+                for instance_type in instance_types
+                if instance_type.name in decision.launch
+            )
             self._settled_s = max(self._settled_s, now_s + max(boots))
         if decision.launch or decision.release:
             self._since.clear()
@@ -125,13 +137,13 @@ class Provisioner:
         self,
         need: Need,
         target: float,
-        offers: Sequence[Offer],
+        instance_types: Sequence[InstanceType],
         running: Mapping[str, int],
         lost: bool,
         now_s: float,
     ) -> Decision:
-        """A tick under the overlap rule."""
-        problem = fleet_problem(offers, target, self.limits, running)
+        """Decide under the overlap rule."""
+        problem = fleet_problem(instance_types, target, self.limits, running)
         if self._whole is None or not self._whole.holds_for(problem):
             self._whole = Plans.of(problem)
         counts = _counts(problem, running)
@@ -161,15 +173,15 @@ class Provisioner:
         return self._grow(need, problem, counts, asked)
 
     def _grow(self, need: Need, problem: FleetProblem, counts: Sequence[int], asked: str) -> Decision:
-        """Adds the cheapest that fit beside what runs; where that is not enough, changes the rest too."""
+        """Add the cheapest workers that fit beside the running ones; if that is not enough, replace some."""
         running = problem.plan(counts).counts
         fitting, in_the_way = with_minimums(problem, counts)
         if in_the_way:
             launch = more(problem.plan(fitting).counts, running)
             return self._decision(problem, counts, f"{asked}: room is made", launch, in_the_way)
         kept = [
-            replace(offer, min_count=max(offer.min_count, n))
-            for offer, n in zip(problem.offers, counts, strict=True)
+            replace(instance_type, min_count=max(instance_type.min_count, n))
+            for instance_type, n in zip(problem.instance_types, counts, strict=True)
         ]
         addition = fleet_problem(kept, problem.mu_target, self.limits, running)
         if self._futile is not None and self._futile[0] == running and self._futile[1].holds_for(addition):
@@ -181,8 +193,8 @@ class Provisioner:
             self._whole = Plans.of(problem)
             if isinstance(self._whole.best, FleetPlan):
                 best = wanted = self._whole.best
-            elif not need.assumed:  # what was not measured is no ground for advice
-                advice = advise(need, problem.offers, self.limits)
+            elif not need.assumed:  # an assumed T_bcast does not justify advice
+                advice = advise(need, problem.instance_types, self.limits)
         fleet = best.best if isinstance(best, Shortfall) else best
         launch = more(fleet.counts, running)
         release = more(running, fleet.counts) if wanted is not None else {}
@@ -190,7 +202,7 @@ class Provisioner:
         return self._decision(problem, counts, asked, launch, release, best, advice)
 
     def _shrink(self, problem: FleetProblem, counts: Sequence[int], asked: str, now_s: float) -> Decision:
-        """Enough is there: lets go what is too much, or goes over to a cheaper fleet."""
+        """Release a surplus, or swap to a cheaper fleet; the running fleet is enough."""
         pool = problem.plan(counts)
         ratio = pool.mu / problem.mu_target
         if "surplus" not in self._since:
@@ -205,10 +217,10 @@ class Provisioner:
             mu_spare = (lowest - 1) * problem.mu_target
             release = spare(problem, counts, mu_spare, {})
             left = problem.plan(
-                [n - release.get(o.name, 0) for o, n in zip(problem.offers, counts, strict=True)]
+                [n - release.get(o.name, 0) for o, n in zip(problem.instance_types, counts, strict=True)]
             )
             if isinstance(best, FleetPlan) and self._is_dear(left, best):
-                # The cheapest fleet will be gone over to: what it has too would only be bought again.
+                # The next step is a swap to the cheapest fleet, which would buy its own workers again.
                 release = spare(problem, counts, mu_spare, best.counts)
         states = ["surplus"] if release else []
         if isinstance(best, FleetPlan) and self._is_dear(pool, best):
@@ -230,9 +242,10 @@ class Provisioner:
         return fleet.usd_per_hour - best.usd_per_hour > self._saving_margin * fleet.usd_per_hour
 
     def _swap(self, problem: FleetProblem, counts: Sequence[int], asked: str) -> Decision:
-        """Towards the cheapest fleet: first what it has more, within the limits, later what it has less.
+        """Move towards the cheapest fleet: first add workers within the limits, then release others.
 
-        One offer at a time, the best rho first: where its machines do not come, the others would not pay.
+        It adds one type at a time, the best rho first: if those machines do not come, the other types would
+        not pay.
         """
         plans = self._whole = Plans.of(problem)
         if isinstance(plans.best, Shortfall):
@@ -241,20 +254,24 @@ class Provisioner:
         missing = more(plans.best.counts, running)
         asked += f", ${plans.best.usd_per_hour:.2f}/h would do"
         if not missing:
-            free = {offer.name for offer in problem.offers if offer.usd_per_hour == 0}
+            free = {
+                instance_type.name
+                for instance_type in problem.instance_types
+                if instance_type.usd_per_hour == 0
+            }
             release = {name: n for name, n in more(running, plans.best.counts).items() if name not in free}
             return self._decision(problem, counts, asked, release=release)
-        for position, offer in enumerate(problem.offers):
-            n = min(problem.room(counts, position)[0], missing.get(offer.name, 0))
+        for position, instance_type in enumerate(problem.instance_types):
+            n = min(problem.room(counts, position)[0], missing.get(instance_type.name, 0))
             if n > 0:
-                return self._decision(problem, counts, asked, {offer.name: n})
-        self._since.clear()  # not again at every tick
+                return self._decision(problem, counts, asked, {instance_type.name: n})
+        self._since.clear()  # wait again before the next attempt
         return self._decision(
             problem, counts, f"{asked}, but the limits leave no room for it beside what runs"
         )
 
     def _trim(self, problem: FleetProblem, counts: Sequence[int], wait_s: float, now_s: float) -> Decision:
-        """More runs than a limit permits."""
+        """Release workers above a limit, after `wait_s` seconds."""
         lasted_s = self._lasted(now_s, "over")
         said = f"over the limit of {' and of '.join(problem.broken(counts))} for {lasted_s:.0f} s"
         if lasted_s < wait_s:
@@ -262,15 +279,17 @@ class Provisioner:
         return self._decision(problem, counts, said, release=beyond_limits(problem, counts))
 
     def _synchronous(
-        self, offers: Sequence[Offer], running: Mapping[str, int], lost: bool, now_s: float
+        self, instance_types: Sequence[InstanceType], running: Mapping[str, int], lost: bool, now_s: float
     ) -> Decision:
-        """A tick at S = 0: as many workers as `limits.max_workers` calls useful, the best rho first."""
+        """Decide at S = 0: keep up to `limits.max_workers` workers, the best rho first."""
         self._whole, limits = None, self.limits
-        if limits.max_workers is None:  # not known yet (see `useful_instances`): no more than must be
-            least = sum(min(offer.min_count, offer.max_count) for offer in offers)
+        if limits.max_workers is None:  # not known yet (see `useful_instances`): add only the minimums
+            least = sum(
+                min(instance_type.min_count, instance_type.max_count) for instance_type in instance_types
+            )
             limits = replace(limits, max_workers=max(least, limits.min_workers, sum(running.values())))
-        beyond = 1.0 + 2 * math.fsum(o.mu * max(o.max_count, running.get(o.name, 0)) for o in offers)
-        problem = fleet_problem(offers, beyond, limits, running)
+        beyond = 1.0 + 2 * math.fsum(o.mu * max(o.max_count, running.get(o.name, 0)) for o in instance_types)
+        problem = fleet_problem(instance_types, beyond, limits, running)
         counts = _counts(problem, running)
         said = f"S = 0: {sum(counts)} workers are there, {limits.max_workers} are useful"
         if problem.broken(counts) and beyond_limits(problem, counts):
@@ -287,11 +306,13 @@ class Provisioner:
             return self._decision(problem, counts, f"{said} for {lasted_s:.0f} s: waiting")
         return self._decision(problem, counts, said, launch, release)
 
-    def _impossible(self, need: Need, offers: Sequence[Offer], running: Mapping[str, int]) -> Decision:
-        """kappa T_train <= T_bcast: advice, and the minimums. What else runs stays where there is room."""
+    def _impossible(
+        self, need: Need, instance_types: Sequence[InstanceType], running: Mapping[str, int]
+    ) -> Decision:
+        """Give advice and keep the minimums if kappa T_train <= T_bcast. Others stay if there is room."""
         self._since.clear()
-        # Any target: the problem is there to say when the offers have changed.
-        problem = fleet_problem(offers, need.gamma * need.sampled, self.limits, running)
+        # The target is arbitrary: the problem only shows whether the instance types have changed.
+        problem = fleet_problem(instance_types, need.gamma * need.sampled, self.limits, running)
         said = (
             f"no fleet is enough: kappa T_train = {need.kappa} x {need.t_train_s:.1f} s is not longer than "
             f"T_bcast = {need.t_bcast_s:.1f} s"
@@ -303,7 +324,7 @@ class Provisioner:
             or not is_close(self._advised[0].t_bcast_s, need.t_bcast_s)
             or not self._advised[1].holds_for(problem)
         ):
-            self._advised = need, Plans.of(problem), advise(need, offers, self.limits)
+            self._advised = need, Plans.of(problem), advise(need, instance_types, self.limits)
         advice, self._whole = self._advised[2], None
         counts = _counts(problem, running)
         launch: Mapping[str, int] = {}
@@ -313,23 +334,25 @@ class Provisioner:
             launch = more(problem.plan(wanted).counts, running)
         return self._decision(problem, counts, said, launch, release, advice=advice)
 
-    # -- what they share ------------------------------------------------------------------------------------
+    # -- helpers --------------------------------------------------------------------------------------------
 
-    def _known(self, offers: Sequence[Offer], running: Mapping[str, int]) -> list[Offer]:
-        """The offers, and those that are gone but whose workers run: none of these may be added."""
-        kept = {name: offer for name, offer in self._seen.items() if name in running}
-        self._seen = kept | {offer.name: offer for offer in offers}
-        names = {offer.name for offer in offers}
+    def _known(
+        self, instance_types: Sequence[InstanceType], running: Mapping[str, int]
+    ) -> list[InstanceType]:
+        """Return the instance types and those gone whose workers still run, the latter with a quota of 0."""
+        kept = {name: instance_type for name, instance_type in self._seen.items() if name in running}
+        self._seen = kept | {instance_type.name: instance_type for instance_type in instance_types}
+        names = {instance_type.name for instance_type in instance_types}
         for name in running:
             if name not in self._seen:
                 raise ConfigError(
-                    f"offer {name}: {running[name]} of its workers run, but no such offer is known; add it"
+                    f"type {name}: {running[name]} of its workers run, but no such type is known; add it"
                 )
         gone = [o for name, o in self._seen.items() if name not in names]
-        return [*offers, *(replace(o, max_count=0, min_count=0) for o in gone)]
+        return [*instance_types, *(replace(o, max_count=0, min_count=0) for o in gone)]
 
     def _lasted(self, now_s: float, *states: str) -> float:
-        """Seconds that the longest of these states has lasted. All others are over."""
+        """Return the seconds that the longest of these states has lasted, and forget all other states."""
         self._since = {state: self._since.get(state, now_s) for state in states}
         return max((now_s - since for since in self._since.values()), default=0.0)
 
@@ -343,20 +366,20 @@ class Provisioner:
         best: FleetPlan | Shortfall | None = None,
         advice: tuple[Advice, ...] = (),
     ) -> Decision:
-        """The decision with its price tags and the rest of its reason."""
+        """Build the decision and complete its reason with changes, prices and advice."""
         launch, release = launch or {}, release or {}
         after = [
-            n + launch.get(offer.name, 0) - release.get(offer.name, 0)
-            for offer, n in zip(problem.offers, counts, strict=True)
+            n + launch.get(instance_type.name, 0) - release.get(instance_type.name, 0)
+            for instance_type, n in zip(problem.instance_types, counts, strict=True)
         ]
         shortfall = best if isinstance(best, Shortfall) else None
         if shortfall is not None:
             reason += f"; no fleet within the limits is enough ({', '.join(shortfall.binding)})"
         changes = [
-            f"{sign}{n} {offer.name} at ${offer.usd_per_hour:.2f}/h (rho {offer.rho:.2g})"
+            f"{sign}{n} {instance_type.name} {_price(instance_type)}"
             for sign, some in (("+", launch), ("-", release))
-            for offer in problem.offers
-            if (n := some.get(offer.name, 0))
+            for instance_type in problem.instance_types
+            if (n := some.get(instance_type.name, 0))
         ]
         reason += f": {', '.join(changes)}" if changes else ""
         best_usd_per_hour = None
@@ -368,5 +391,11 @@ class Provisioner:
         return Decision(problem.plan(after), launch, release, reason, best_usd_per_hour, shortfall, advice)
 
 
+def _price(instance_type: InstanceType) -> str:
+    if instance_type.usd_per_hour == 0:
+        return f"of no price ({instance_type.mu:.2g} trajectories/s each)"
+    return f"at ${instance_type.usd_per_hour:.2f}/h (rho {instance_type.rho:.2g})"
+
+
 def _counts(problem: FleetProblem, running: Mapping[str, int]) -> list[int]:
-    return [running.get(offer.name, 0) for offer in problem.offers]
+    return [running.get(instance_type.name, 0) for instance_type in problem.instance_types]

@@ -1,6 +1,6 @@
 """Record of a fleet that follows price and need: its actions, and its standing between them.
 
-One object of numbers each time, for the report and for a later look at why a machine was bought.
+Each entry holds numbers and a reason. The report shows them, and they explain later why a machine was bought.
 """
 
 from __future__ import annotations
@@ -13,48 +13,52 @@ from echo_planes.fleet.capacity import Need
 from echo_planes.fleet.reconciler import Reconciler
 from echo_planes.fleet.workers import Activate, FleetAction, Launch, Leave
 
-EVERY_S = 60.0  # at least, between two records of a fleet to which nothing is done
-DIGITS = 4  # of a number: estimates that move less have not changed
+EVERY_S = 60.0  # least time between two entries without actions
+DIGITS = 4  # significant digits of a number; smaller changes of an estimate do not count
 
 
 class FleetRecord:
-    """The record of one fleet: give it every tick.
+    """Record of one fleet, which makes an entry of a tick.
 
     Args:
-        fleet: whose.
+        fleet: the fleet to record.
     """
 
     def __init__(self, fleet: Reconciler) -> None:
         self._fleet = fleet
-        self._offers: dict[str, str] = {}  # of the workers that were launched: one that is gone has none
+        self._instance_types: dict[
+            str, str
+        ] = {}  # of launched workers, because the fleet forgets those that are gone
         self._last: tuple[float, Mapping[str, Any]] | None = None
 
     def begun(self, actions: Sequence[FleetAction]) -> None:
-        """The first workers were launched."""
-        self._offers |= {action.worker_id: action.offer for action in actions if isinstance(action, Launch)}
+        """Remember the instance types of the workers that `actions` launch."""
+        self._instance_types |= {
+            action.worker_id: action.instance_type for action in actions if isinstance(action, Launch)
+        }
 
     def tick(
         self, need: Need | None, actions: Sequence[FleetAction], now_s: float
     ) -> tuple[str, dict[str, Any]] | None:
-        """Make the record of a tick; None: nothing is done, and it is too soon or nothing has changed.
+        """Make the entry of a tick; None if there are no actions and it is too soon or nothing has changed.
 
         Args:
-            need: as the tick was told.
-            actions: what it said is to be done.
-            now_s: when.
+            need: the need that the tick used.
+            actions: the actions that the tick returned.
+            now_s: the time.
 
         Returns:
-            The reason in words, empty where nothing is done, and the numbers: `mu_min` and `mu_target`
-            (trajectories/s; None where the overlap rule does not apply), `mu` and `usd_per_hour` of the fleet
-            (`Reconciler.standing`), `workers` by state, and workers by offer that were `launched` and
+            The reason in words, empty without actions, and the numbers: `mu_min` and `mu_target`
+            (trajectories/s; None if the overlap rule does not apply), `mu` and `usd_per_hour` of the fleet
+            (`Reconciler.standing`), `workers` by state, and workers by instance type that were `launched` and
             `released`.
         """
         if not actions and self._last is not None and now_s - self._last[0] < EVERY_S:
             return None
         self.begun(actions)
-        launched = Counter(action.offer for action in actions if isinstance(action, Launch))
+        launched = Counter(action.instance_type for action in actions if isinstance(action, Launch))
         leaves = [action for action in actions if isinstance(action, Leave)]
-        released = Counter(self._offers.pop(leave.worker_id, "?") for leave in leaves)
+        released = Counter(self._instance_types.pop(leave.worker_id, "?") for leave in leaves)
         overlaps = need is not None and need.max_staleness > 0
         standing = self._fleet.standing(now_s)
         numbers: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """Data sheet figures of GPUs: memory, memory bandwidth and dense bf16 arithmetic.
 
-Peak figures of public data sheets, for estimates only: what was measured on a fleet of one's own comes first.
+Peak figures of public data sheets, for estimates only; measurements on the user's own fleet take precedence.
 Names are those of the public price lists (`A100-80GB`, `RTX-PRO-6000`).
 """
 
@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-AS_OF = "2026-11"  # when the table was last gone through
+AS_OF = "2026-11"  # month of the last review of the table
 
 
 @dataclass(frozen=True, slots=True)
 class SkuFacts:
-    """One GPU."""
+    """Data sheet figures of one GPU."""
 
     memory_gib: float  # as sold; "80 GB" of GPU memory are 80 GiB
     bandwidth_gb_s: float  # of its memory, peak, 1e9 bytes/s
     bf16_tflops: float  # dense, peak, 1e12 operations/s; fp16 where there is no bf16
     source: str
-    has_bf16: bool = True  # without it an engine does not hold bf16 weights as they are
+    has_bf16: bool = True  # without bf16 arithmetic an engine cannot hold bf16 weights unconverted
 
 
 SKU_FACTS = {

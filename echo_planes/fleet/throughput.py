@@ -1,8 +1,8 @@
-"""mu of a worker before it has run: measured, given, or estimated from the bandwidth of its memory.
+"""mu of a worker before a run: measured, given, or estimated from the bandwidth of its memory.
 
-A decoding step reads all weights once and the KV cache of every sequence in the batch. While the batch is
-small enough for that reading to take longer than the arithmetic, and at the lengths of reasoning answers it
-mostly is, tokens/s = batch / (bytes read / bandwidth): a roofline. Real engines reach a part of it.
+A decoding step reads all weights once and the KV cache of every sequence in the batch. At the lengths of
+reasoning answers the batch is usually so small that reading takes longer than the arithmetic. Then
+tokens/s = batch / (bytes read / bandwidth): a roofline, of which real engines reach a part.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from echo_planes.weights.tensor_files import load_tensors
 Source = Literal["measured", "given", "estimated"]
 
 BYTES_PER_WEIGHT = 2  # bf16, of weights and KV cache
-ENGINE_EFFICIENCY = 0.6  # of the roofline: scheduling, prefill, sampling, kernels below their peak
-MEMORY_SHARE = 0.85  # of GPU memory that an engine takes (EngineConfig.gpu_memory_utilization)
-LEARNER_EFFICIENCY = 0.35  # of the peak arithmetic: usual for training with optimizer and data movement
+ENGINE_EFFICIENCY = 0.6  # share of the roofline: scheduling, prefill, sampling, kernels below their peak
+MEMORY_SHARE = 0.85  # share of GPU memory that an engine takes (EngineConfig.gpu_memory_utilization)
+LEARNER_EFFICIENCY = 0.35  # share of the peak arithmetic: usual with optimizer and data movement
 FLOPS_PER_WEIGHT_TOKEN = 8  # forward and backward 6, the forward pass for log-probabilities 2
 _KV_BYTES_8B = 131_072  # per token: 32 layers, 8 KV heads of 128, keys and values in bf16
 _GIB = 2**30
-_MOST = 10**7  # layers, heads, and dimensions of a head
+_MOST = 10**7  # bound on layers, heads and dimensions of a head in a config.json
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Size of the model that decoding reads: weights and KV cache."""
+    """Size of a model: the weights and the KV cache that decoding reads."""
 
     num_params: float
     kv_bytes_per_token: float
@@ -45,26 +45,26 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Lengths of what is decoded, tokens: means over the run."""
+    """Mean lengths of prompts and answers, in tokens, and the largest batch."""
 
     prompt_tokens: int
     answer_tokens: int
-    max_num_seqs: int  # decoded together at most
+    max_num_seqs: int  # most sequences that an engine decodes together
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """mu of one worker, and where it comes from."""
+    """mu of one worker with its source."""
 
     mu: float  # trajectories/s
     source: Source
 
 
 def size_of_params(num_params: float, kv_bytes_per_token: float | None) -> ModelSize:
-    """A dense decoder of that many weights.
+    """Return the size of a dense decoder with `num_params` weights.
 
-    Without `kv_bytes_per_token` it is estimated to grow with the root of the size, through 128 KiB at 8 B:
-    within a factor of three for the usual decoders with grouped keys and values.
+    Without `kv_bytes_per_token`, the estimate is 128 KiB at 8 B weights and grows with the square root of the
+    size. It is right within a factor of three for the usual decoders with grouped keys and values.
     """
     if kv_bytes_per_token is not None:
         return ModelSize(num_params, kv_bytes_per_token, "given")
@@ -72,10 +72,10 @@ def size_of_params(num_params: float, kv_bytes_per_token: float | None) -> Model
 
 
 def size_of_folder(folder: Path) -> ModelSize:
-    """Weights as its safetensors files hold them, KV cache as its config.json says.
+    """Read a model's size: the weights from its safetensors files, the KV cache from its config.json.
 
     Raises:
-        ModelError: no config.json, or one that does not say how many layers and heads there are.
+        ModelError: no config.json, or one without the numbers of layers and heads.
         DataError: no safetensors files, or damaged ones.
     """
     path = folder / "config.json"
@@ -100,10 +100,10 @@ def size_of_folder(folder: Path) -> ModelSize:
 def estimated_tokens_per_s(
     size: ModelSize, answers: Answers, facts: SkuFacts, memory_gib: float, num_gpus: int
 ) -> float | None:
-    """Tokens/s of a saturated engine that spans `num_gpus`; None where no sequence fits beside the weights.
+    """Estimate the tokens/s of a saturated engine on `num_gpus` GPUs; None if not even one sequence fits.
 
-    The batch is what the memory holds, at most `max_num_seqs`; a sequence is on average half way through its
-    answer. The arithmetic of a large batch is a second limit.
+    The batch is as large as the memory holds, at most `max_num_seqs`. A sequence is on average half way
+    through its answer. The arithmetic of a large batch is a second limit.
     """
     context_bytes = size.kv_bytes_per_token * (answers.prompt_tokens + answers.answer_tokens / 2)
     room_bytes = MEMORY_SHARE * memory_gib * _GIB * num_gpus - size.weight_bytes
@@ -122,9 +122,10 @@ def mu_of_sku(
     estimated: float | None,
     answer_tokens: int,
 ) -> Throughput | None:
-    """The best known mu of a worker: measured, else from given tokens/s, else from the estimate.
+    """Return the best known mu of a worker: measured, else from given tokens/s, else estimated.
 
     Args:
+        sku: its GPU.
         measured: SKU -> trajectories/s of one worker.
         given_tokens_per_s: SKU -> tokens/s of one saturated worker.
         estimated: tokens/s of one saturated worker (`estimated_tokens_per_s`).
@@ -138,6 +139,6 @@ def mu_of_sku(
 
 
 def estimated_t_train_s(num_params: float, tokens_per_step: float, facts: SkuFacts, num_gpus: int) -> float:
-    """T_train from a step's arithmetic: 8 operations per weight and token, at a usual share of the peak."""
+    """Estimate T_train, seconds: 8 operations per weight and token at `LEARNER_EFFICIENCY` of the peak."""
     operations = FLOPS_PER_WEIGHT_TOKEN * num_params * tokens_per_step
     return operations / (LEARNER_EFFICIENCY * facts.bf16_tflops * 1e12 * num_gpus)

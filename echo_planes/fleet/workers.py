@@ -13,15 +13,15 @@ State = Literal["asked", "booting", "serving", "standby", "leaving"]
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Get a worker of an offer."""
+    """Get a worker of an instance type."""
 
     worker_id: str
-    offer: str
+    instance_type: str
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Have a worker hand over what it has and go, within `limit_s`."""
+    """Have a worker hand over its leases and leave within `limit_s` seconds."""
 
     worker_id: str
     reason: str
@@ -30,7 +30,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Park:
-    """Have the data plane lease a worker nothing. Said before the worker is there."""
+    """Have the data plane lease nothing to a worker. The action comes right after its launch."""
 
     worker_id: str
 
@@ -48,36 +48,37 @@ FleetAction = Launch | Leave | Park | Activate
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Standing of a fleet at a moment."""
+    """Workers, throughput and price of a fleet at one moment."""
 
     workers: Mapping[str, int]  # by state
-    mu: float  # trajectories/s of those that serve
-    usd_per_hour: float  # of all machines that are there
+    mu: float  # trajectories/s of the serving workers
+    usd_per_hour: float  # of all machines that have come
 
 
 @dataclass
 class FleetWorker:
-    """One worker of a fleet."""
+    """Worker of a fleet. Times are on the clock of the reconciler's caller."""
 
-    offer: str
-    since_s: float  # of its state
-    spare: bool = False  # it is, or will be, a standby
+    instance_type: str
+    since_s: float  # begin of its state
+    asked_s: float  # time of its launch
+    spare: bool = False  # a standby, now or once it is ready
     state: State = "asked"
-    noticed: bool = False  # its machine announced that it will go
+    noticed: bool = False  # its machine announced its end
     served_since_s: float | None = None
-    proved: bool = False  # served long enough to speak for its offer
-    seen_s: float | None = None  # until when its hours are in the interruption rates
-    successor: str = ""  # who takes the place of this slow worker as soon as it serves
-    slow: str = ""  # why it is replaced
+    proved: bool = False  # it served long enough for `InstanceRecords.prove`
+    seen_s: float | None = None  # end of the hours that the interruption rates include
+    successor: str = ""  # worker that takes the place of this slow one as soon as it serves
+    slow: str = ""  # reason for which it is replaced
 
     @property
     def counts(self) -> bool:
-        """Whether it is part of the capacity: it, or who will take its place, never both."""
+        """Whether it is part of the capacity. Of a slow worker and its successor, only the successor is."""
         return self.state != "leaving" and not self.spare and not self.successor
 
 
 class Members:
-    """All workers of a fleet, in the order in which they were asked for."""
+    """Workers of a fleet, in the order of their launches."""
 
     def __init__(self) -> None:
         self._all: dict[str, FleetWorker] = {}
@@ -93,62 +94,62 @@ class Members:
         return self._all.get(worker_id)
 
     def items(self) -> list[tuple[str, FleetWorker]]:
-        """Names and workers as they are now."""
+        """Return a copy of the list of names and workers."""
         return list(self._all.items())
 
-    # --- how many --------------------------------------------------------------------------------
+    # --- numbers ---------------------------------------------------------------------------------
 
     @property
     def counts(self) -> Counter[str]:
-        """Workers of each offer that are part of the capacity, or will be."""
-        return Counter(m.offer for m in self._all.values() if m.counts)
+        """Workers of each instance type that are part of the capacity, or will be."""
+        return Counter(m.instance_type for m in self._all.values() if m.counts)
 
     @property
     def held(self) -> Counter[str]:
-        """Workers of each offer that are there or on their way, standbys too; not those that leave."""
-        return Counter(m.offer for m in self._all.values() if m.state != "leaving")
+        """Workers of each type that do not leave: present or on their way, standbys included."""
+        return Counter(m.instance_type for m in self._all.values() if m.state != "leaving")
 
     @property
     def beside(self) -> Counter[str]:
-        """Of these, those that are no part of the capacity."""
+        """Workers in `held` that are not part of the capacity."""
         return self.held - self.counts
 
-    # --- who -------------------------------------------------------------------------------------
+    # --- names -----------------------------------------------------------------------------------
 
     @property
     def ready(self) -> list[str]:
-        """Standbys that could serve, those first that have been there for longest."""
+        """Standbys that could serve, in the order of their launches."""
         return [worker_id for worker_id, member in self._all.items() if member.state == "standby"]
 
     @property
     def spares(self) -> list[str]:
-        """Standbys that are there or on their way."""
+        """Standbys that are present or on their way."""
         return [name for name, member in self._all.items() if member.spare and member.state != "leaving"]
 
-    def least_missed(self, offer: str) -> list[str]:
-        """Workers of an offer, those first that would be missed least: not serving yet, then the newest."""
+    def least_missed(self, instance_type: str) -> list[str]:
+        """Return the workers of a type, the least useful first: not serving yet, then the newest."""
         mine = [
             (member.state == "serving", -member.since_s, worker_id)
             for worker_id, member in self._all.items()
-            if member.offer == offer and member.counts
+            if member.instance_type == instance_type and member.counts
         ]
         return [worker_id for _, _, worker_id in sorted(mine)]
 
-    # --- what happens ----------------------------------------------------------------------------
+    # --- events ----------------------------------------------------------------------------------
 
-    def launch(self, offer: str, now_s: float, *, spare: bool = False) -> Launch:
-        """One more worker of an offer, under a name of its own."""
+    def launch(self, instance_type: str, now_s: float, *, spare: bool = False) -> Launch:
+        """Add a worker of an instance type under a new name."""
         worker_id = f"w{self._issued}"
         self._issued += 1
-        self._all[worker_id] = FleetWorker(offer, now_s, spare)
-        return Launch(worker_id, offer)
+        self._all[worker_id] = FleetWorker(instance_type, now_s, now_s, spare)
+        return Launch(worker_id, instance_type)
 
     def enter(self, worker_id: str, state: State, now_s: float) -> None:
-        """A worker is in another state. Who leaves does not come back."""
+        """Set a worker's state. A leaving worker keeps its state."""
         member = self._all.get(worker_id)
         if member is not None and member.state != "leaving":
             member.state, member.since_s = state, now_s
 
     def remove(self, worker_id: str) -> FleetWorker | None:
-        """A worker is gone; None: it was already."""
+        """Remove and return a worker; None if there is none of that name."""
         return self._all.pop(worker_id, None)

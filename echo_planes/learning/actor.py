@@ -1,6 +1,6 @@
-"""A learner rank's process: the learner, and on rank 0 the publisher of its weights with its node.
+"""Process of a learner rank: the learner and, on rank 0, the publisher of its weights with its node.
 
-The learner, and torch with it, is imported in that process; one that only names the class is spared seconds.
+The constructor imports the learner, and with it torch. A process that only refers to the class saves seconds.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from echo_planes.config.schema import Config
 from echo_planes.errors import RunError
 from echo_planes.types import Adjustment, BroadcastStats, FloatArray, Manifest, StepStats, TrainBatch
 from echo_planes.weights.codec.choice import CodecChoice
+from echo_planes.weights.codec.table import take_codec
 from echo_planes.weights.codec.warm_up import warm_up
 from echo_planes.weights.digest import BitTensor
 from echo_planes.weights.link import WeightLink
@@ -24,12 +25,12 @@ from echo_planes.weights.wire.signing import Signer
 
 
 class LearnerProcess:
-    """One rank. All ranks are called alike, because gathering and saving are collective.
+    """One rank. Callers call all ranks alike, because gathering and saving are collective.
 
     Args:
         config: the run's settings.
-        rank, world_size, master_port: its place among the ranks.
-        failure_dir: where a batch that made the loss non-finite is kept.
+        rank, world_size, master_port: place among the ranks, and the port of their rendezvous.
+        failure_dir: folder for a batch that made the loss non-finite.
     """
 
     def __init__(
@@ -45,11 +46,11 @@ class LearnerProcess:
         self._choice: CodecChoice | None = None
 
     def listen(self, link: WeightLink, signing_key: bytes) -> str:
-        """Rank 0 only: start the node that sends weights; its address."""
+        """Start the node that sends weights, and return its address. Rank 0 only."""
         host = ray.util.get_node_ip_address() if link.config.host == "node" else link.config.host
         self._node = SenderNode.spawn(link.sender_settings(host, signing_key))
         if link.config.mode != "full":
-            self._choice = CodecChoice(link.config.codec, MonotonicClock())
+            self._choice = CodecChoice(take_codec(link.config.codec), MonotonicClock())
         self._publisher = Publisher(
             link.lineage,
             Signer.from_private_bytes(signing_key),
@@ -61,7 +62,7 @@ class LearnerProcess:
         return self._node.address
 
     def start(self, checkpoint: Path | None) -> None:
-        """Load the model, and a checkpoint's learner folder over it."""
+        """Load the model, then the learner state in the folder `checkpoint`, if one is given."""
         self._learner.start()
         if self._publisher is not None:
             warm_up()
@@ -76,7 +77,7 @@ class LearnerProcess:
         self._learner.adjust(adjustment)
 
     def logprobs(self, batch: TrainBatch) -> FloatArray:
-        """Of the trained tokens, under the current weights; shape (T,)."""
+        """Return the trained tokens' logprobs under the current weights; shape (T,), 0 elsewhere."""
         return self._learner.logprobs(batch)
 
     def publish(self, version: int) -> Manifest | None:
@@ -88,13 +89,13 @@ class LearnerProcess:
         return self._publisher.publish(version, self._learner.num_updates, tensors)
 
     def commit(self) -> None:
-        """Rank 0 only: let the last publication be installed."""
+        """Let workers install the last publication. Rank 0 only."""
         if self._publisher is None:
             raise RunError("only rank 0 publishes")
         self._publisher.commit()
 
     def broadcasts(self) -> list[BroadcastStats]:
-        """Rank 0 only: how the newest publications travelled."""
+        """Return the broadcast figures of the newest publications. Rank 0 only."""
         if self._node is None:
             raise RunError("only rank 0 publishes")
         stats = self._node.stats()

@@ -1,4 +1,4 @@
-"""Advantages: what each trajectory's reward is worth next to the rest of its group. numpy only.
+"""Advantages: each trajectory's reward relative to its group. numpy only.
 
 ====================  ============================================  ==================================
 kind                  advantage of trajectory i in a group of n     source
@@ -18,23 +18,23 @@ import numpy as np
 from echo_planes.types import BoolArray, FloatArray, IntArray
 
 Advantage = Literal["standardised", "centred", "leave_one_out"]
-EPS = 1e-6  # keeps the division finite; rewards that differ by less than this are hardly told apart
+EPS = 1e-6  # keeps the division finite; rewards that differ by less get advantages near 0
 
 
 def compute_advantages(
     kind: Advantage, rewards: FloatArray, groups: IntArray, given: FloatArray
 ) -> FloatArray:
-    """Advantages (N,) of `kind` for `rewards` (N,), normalised among equal `groups` (N,).
+    """Return the advantages (N,) of `kind` for `rewards` (N,), normalised among equal `groups` (N,).
 
-    Where `given` (N,) is not NaN it is the answer, untouched; its reward still counts in its group's mean.
-    A group whose rewards are all equal gets exactly 0.
+    Where `given` (N,) is not NaN, it is the advantage; the reward still counts in its group's mean.
+    A group whose rewards are all equal gets exactly 0, but for given advantages.
     """
     _, index, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     values = rewards.astype(np.float64)
     n = sizes[index]
     mean = (np.bincount(index, values) / sizes)[index]
     centred = values - mean
-    # A rounded mean of equal rewards can miss them by an ulp, which the division would blow up.
+    # A rounded mean of equal rewards can differ from them by an ulp, which the division would magnify.
     low = np.full(len(sizes), np.inf)
     high = np.full(len(sizes), -np.inf)
     np.minimum.at(low, index, values)
@@ -51,7 +51,7 @@ def compute_advantages(
 
 
 def zero_groups(advantages: FloatArray, groups: IntArray) -> BoolArray:
-    """True (N,) on the trajectories of groups whose advantages are all 0: they have no policy gradient."""
+    """Return True (N,) on trajectories of groups whose advantages are all 0, without a policy gradient."""
     _, index = np.unique(groups, return_inverse=True)
     empty: BoolArray = np.bincount(index, advantages != 0.0) == 0
     return empty[index]

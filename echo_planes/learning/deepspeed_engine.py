@@ -1,6 +1,6 @@
-"""DeepSpeed behind a small surface: one model, AdamW with fp32 masters, ZeRO 0 to 3.
+"""DeepSpeed behind a small interface: one model, AdamW with fp32 masters, ZeRO 0 to 3.
 
-Only this file imports deepspeed.
+No other file imports deepspeed.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ ABOUT = "engine.json"
 
 
 def pick_device(rank: int) -> torch.device:
-    """The GPU of this rank (its only visible one under Ray), else the CPU."""
+    """Return the GPU of this rank (under Ray, the only visible one), or the CPU where there is no GPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Compute type for `learner.dtype`; auto: bf16 on GPUs, fp32 on CPUs (which rarely have bf16 units)."""
+    """Return the compute type for `learner.dtype`; auto: bf16 on GPUs, fp32 on CPUs (few have bf16 units)."""
     if name == "auto":
         name = "bf16" if device.type == "cuda" else "fp32"
     return torch.bfloat16 if name == "bf16" else torch.float32
@@ -73,24 +73,24 @@ class DeepSpeedEngine:
         import deepspeed
         from deepspeed.ops import __compatible_ops__
 
-        # On CPU the first init would compile a shared-memory collective for a minute; gloo needs none.
+        # On a CPU the first init would spend a minute compiling a shared-memory collective. gloo needs none.
         __compatible_ops__["deepspeed_shm_comm"] = False
-        # ZeRO-3 calls collectives by the names torch is about to drop, and is told so at every step.
+        # ZeRO-3 calls collectives by deprecated names, and torch would warn of them at every step.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
-        # Errors are wanted, the progress report on standard output is not.
+        # Keep DeepSpeed's errors, without its progress report on standard output.
         deepspeed.logger.setLevel("ERROR")
         backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
         store = meet(rank, world_size, master_port, timeout)
-        # Before DeepSpeed, which takes the group that is there, and would listen on all addresses.
+        # DeepSpeed uses a group that exists already. One that it made itself would listen on all addresses.
         torch.distributed.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout
         )
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout)
         self._mirror: DeviceMirror | None = None
-        self._trained = False  # whether an update was made here, so that training's peak of memory is known
+        self._trained = False  # whether this engine has made an update: its peak of memory is then known
         self._deepspeed = deepspeed
         self._masters_apart = dtype == torch.bfloat16 or config.zero_stage > 0
-        # A tied lm_head is one parameter under two names; the first one is the one that is saved.
+        # A tied lm_head is one parameter with two names. It is listed, and saved, under the first one.
         self._names = [name.removeprefix("model.") for name, _ in model.named_parameters()]
         optimizer = torch.optim.AdamW(
             model.parameters(),
@@ -105,21 +105,21 @@ class DeepSpeedEngine:
         )
 
     def forward(self, **inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`PolicyModel.forward`."""
+        """Run `PolicyModel.forward` on this rank's model."""
         result: tuple[Tensor, Tensor] = self._engine(**inputs)
         return result
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradient of `loss` to the update's; ranks are summed. `last`: of this update."""
+        """Add the gradient of `loss`, summed over ranks, to the update's. `last`: the update is complete."""
         self._engine.set_gradient_accumulation_boundary(last)
-        # DeepSpeed takes the mean over ranks.
+        # DeepSpeed averages over ranks; the factor makes a sum of it.
         self._engine.backward(loss * self._world_size, scale_wrt_gas=False)
 
     def step(self, learning_rate: float) -> float:
         """Clip the gradient, make one optimizer update and return the norm before clipping.
 
-        Must follow a `backward(..., last=True)`. Where the norm is not finite there was no update: weights
-        and moments are as they were.
+        Must follow a `backward(..., last=True)`. A norm that is not finite means that no update was made:
+        weights and moments are unchanged.
         """
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
@@ -127,7 +127,7 @@ class DeepSpeedEngine:
         if not self._masters_apart:
             gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
             norm = torch.nn.utils.get_total_norm(gradients)
-            if not torch.isfinite(norm):  # DeepSpeed leaves such an update out only where it keeps masters
+            if not torch.isfinite(norm):  # DeepSpeed skips such an update only where it keeps masters
                 self._engine.zero_grad()
                 return float(norm)
         self._engine.step()
@@ -135,17 +135,17 @@ class DeepSpeedEngine:
         return float(self._engine.get_global_grad_norm() if norm is None else norm)
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """All-reduce in place."""
+        """Sum `values` over all ranks, in place, and return them."""
         if self._world_size > 1:
             torch.distributed.all_reduce(values)
         return values
 
     def state_bits(self) -> StateBits:
-        """The weights as bf16 bits: {Hugging Face name: (uint16 (elements,), shape)} on rank 0, else {}.
+        """Return the weights' bf16 bits: {Hugging Face name: (uint16 (elements,), shape)} on rank 0, else {}.
 
-        Names and order are those of `save_pretrained`; a tied lm_head appears once. Weights computed in
-        fp32 are rounded to nearest even. The arrays may be written to by the next call: copy them to keep
-        them. From a GPU with room for a `DeviceMirror` only changed bits are copied.
+        Names and order are those of `save_pretrained`; a tied lm_head appears once. fp32 weights are rounded
+        to nearest even. The next call may write to the same arrays: copy them to keep them. From a GPU with
+        room for a `DeviceMirror` only changed bits are copied.
         """
         bits: StateBits = {}
         mirror = self._mirror_if_room()
@@ -159,9 +159,9 @@ class DeepSpeedEngine:
         return bits
 
     def _mirror_if_room(self) -> DeviceMirror | None:
-        """Rank 0's mirror, made at its first publication after an update; None where there is none.
+        """Return rank 0's mirror, or None; a publication after the first update makes it if there is room.
 
-        ZeRO-3 has none: it is chosen where a whole copy of the weights does not fit one device.
+        There is no mirror under ZeRO-3, which is for weights of which one device cannot hold a whole copy.
         """
         whole = self._rank == 0 and self._config.zero_stage < 3
         if self._mirror is None and whole and self._trained and self.device.type == "cuda":
@@ -174,7 +174,7 @@ class DeepSpeedEngine:
         return self._mirror
 
     def save(self, folder: Path, counters: dict[str, Any]) -> None:
-        """Write weights, masters, moments and RNG into an empty folder (made if need be) for `load`."""
+        """Write weights, masters, moments, RNG and `counters` to an empty folder, made if it is missing."""
         folder.mkdir(parents=True, exist_ok=True)
         rng: dict[str, Any] = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
@@ -190,7 +190,7 @@ class DeepSpeedEngine:
 
         Raises:
             DataError: there is no checkpoint in `folder`.
-            ConfigError: it was made with other ranks, ZeRO stage or compute type.
+            ConfigError: the checkpoint has another number of ranks, ZeRO stage or compute type.
         """
         try:
             about: dict[str, Any] = json.loads((folder / ABOUT).read_text())
@@ -211,12 +211,12 @@ class DeepSpeedEngine:
     def close(self) -> None:
         """Leave the process group. The engine cannot be used afterwards.
 
-        Gloo's threads end with the last reference to their group. A thread that is alive when the interpreter
-        ends, and lets go of a tensor then, aborts the process; hence no reference is left. DeepSpeed's hooks
-        keep their objects alive for good, so those are emptied.
+        Gloo's threads end with the last reference to their group. A thread that releases a tensor while the
+        interpreter ends aborts the process, so this method leaves no reference. DeepSpeed's hooks keep
+        their objects alive for good, so this method empties those objects.
         """
         self._engine.destroy()
-        # DeepSpeed's own call also drops the groups it keeps, so that another engine can start here.
+        # DeepSpeed's own call also drops its cached groups, so that another engine can start in this process.
         self._deepspeed.comm.destroy_process_group()
         optimizer = self._engine.optimizer
         owners = [getattr(optimizer, "parameter_offload", None), optimizer, self._engine]
@@ -249,7 +249,7 @@ def _set_environment(device: torch.device, rank: int, world_size: int, master_po
 
 def _settings(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any]:
     settings: dict[str, Any] = {
-        # DeepSpeed insists on a batch size; accumulation is driven by `backward(last=...)` instead.
+        # DeepSpeed requires a batch size, but here `backward(last=...)` controls accumulation.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": config.grad_clip,
@@ -260,7 +260,7 @@ def _settings(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any]:
     if dtype == torch.bfloat16:
         settings["bf16"] = {"enabled": True}
         settings["communication_data_type"] = "fp32"
-        # Many micro-batches summed in bf16 would lose the small ones. Stage 0 has no fp32 sums.
+        # A sum of many micro-batches in bf16 would lose small gradients. Stage 0 offers no fp32 sums.
         if config.zero_stage > 0:
             settings["data_types"] = {"grad_accum_dtype": "fp32"}
     return settings

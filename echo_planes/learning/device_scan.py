@@ -1,9 +1,9 @@
-"""Weights that lie on an accelerator are compared there; only what changed is copied to the host.
+"""Scan for changed weights on the accelerator, so that only the changes are copied to the host.
 
-A `DeviceMirror` keeps the newest bits of every tensor twice: in host memory, from which they are digested
-and encoded, and beside the live tensor, against which it is scanned. About one weight in a hundred changes
-between publications, so only a few per cent of the bytes leave the accelerator. This has not been timed on a
-GPU: the tests show that the bits are the same, not that they come sooner.
+A `DeviceMirror` keeps the newest bits of every tensor twice. The copy in host memory is digested and encoded;
+the copy on the device is compared with the live tensor. About one weight in a hundred changes between
+publications, so only a few per cent of the bytes leave the accelerator. The speed on a GPU has not been
+measured: the tests show only that the bits are the same.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import torch
 from echo_planes.weights.codec.changes import Change, apply, index_dtype
 from echo_planes.weights.digest import BIT_DTYPES, BitTensor, bit_tensor
 
-# Bounds what a scan takes on the device: a mask and, where nearly so much changed that the piece is sent
-# whole, positions (first of 8, then of 4 bytes) and values of a third of it. About 100 MB for 16-bit weights.
+# Bounds the memory of a scan on the device: a mask, and positions (first of 8, then of 4 bytes) and values
+# of at most a third of the piece (one that changed more is sent whole). About 100 MB for 16-bit weights.
 PIECE_ELEMENTS = 1 << 24
 
 
 def changes(
     name: str, old: torch.Tensor, new: torch.Tensor, piece_elements: int = PIECE_ELEMENTS
 ) -> Iterator[Change]:
-    """Changes that turn `old` into `new`, in host memory: one per piece that differs, in rising order.
+    """Yield the changes that turn `old` into `new`, in host memory: one per differing piece, in rising order.
 
-    A piece in which so much changed that positions and values would be longer than all of its bits comes
-    whole (`indices` None). Bits are compared, not numbers: -0.0 and NaNs count.
+    A piece comes whole (`indices` None) where positions and values would take at least as many bytes. Bits
+    are compared, not numbers, so -0.0 and NaNs count.
 
     Args:
-        old, new: bits as signed integers, shape (elements,), on one device; neither is written to. A change
-            may share memory with `new` where that lies on the CPU: use it before the next one is asked for.
-        piece_elements: scanned at once.
+        old, new: bits as signed integers, shape (elements,), on one device; neither is written to. Where
+            `new` lies on the CPU, a change may share its memory: use each change before taking the next.
+        piece_elements: elements scanned at once.
     """
     position = torch.int32 if index_dtype(new.numel()) == "int32" else torch.int64
     unsigned = BIT_DTYPES["bfloat16" if new.element_size() == 2 else "float32"]
@@ -54,20 +54,20 @@ def changes(
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """The newest bits of one tensor, the same in both places."""
+    """Newest bits of one tensor, equal on host and device."""
 
     host: BitTensor
     device: torch.Tensor  # shape (elements,), signed integers of the width of the bits
 
 
 class DeviceMirror:
-    """Host bits of tensors on one device, brought up to date by what changed since they were last asked for.
+    """Host bits of tensors on one device, updated by the changes since the previous call.
 
-    It takes as much memory on the device as the tensors themselves, and that of one piece's scan. Where there
-    is no room for that, a tensor is copied whole, as it is the first time and after an error.
+    A mirror takes as much memory on the device as the tensors themselves, plus that of one piece's scan.
+    Without room for that, the mirror copies a tensor whole, as at the first call and after an error.
 
     Args:
-        piece_elements: scanned at once; other than `PIECE_ELEMENTS` in tests only.
+        piece_elements: elements scanned at once; other than `PIECE_ELEMENTS` in tests only.
     """
 
     def __init__(self, piece_elements: int = PIECE_ELEMENTS) -> None:
@@ -75,19 +75,19 @@ class DeviceMirror:
         self._kept: dict[str, _Kept] = {}
 
     def bits(self, name: str, tensor: torch.Tensor) -> BitTensor:
-        """The bits of a tensor in host memory, equal to `bit_tensor` of it.
+        """Return the bits of a tensor in host memory, equal to `bit_tensor` of it.
 
-        They belong to the mirror: the next call for this name writes new bits into the same memory, and
-        nothing else may write there.
+        The mirror owns the bits: the next call for this name writes new bits into the same memory, and
+        no other code may write there.
 
         Raises:
             WeightsError: a dtype other than bfloat16, float16 and float32.
         """
-        # Kept again only when both copies are whole, so that an error on the way costs one full copy.
+        # The entry returns only when both copies are whole: an error before that costs one full copy.
         kept = self._kept.pop(name, None)
         try:
             if kept is None or not _fits(kept, tensor):
-                kept = None  # lets go of the old copies before there are new ones
+                kept = None  # frees the old copies before the new ones are made
                 kept = _copied(tensor)
             else:
                 new = _as_integers(tensor)
@@ -101,7 +101,7 @@ class DeviceMirror:
 
 
 def host_copy(tensor: torch.Tensor) -> BitTensor:
-    """All bits of a tensor on any device, in host memory of their own.
+    """Copy all bits of a tensor, on any device, to new host memory.
 
     Raises:
         WeightsError: a dtype other than bfloat16, float16 and float32.
@@ -112,14 +112,14 @@ def host_copy(tensor: torch.Tensor) -> BitTensor:
 def leaves_room(
     free_bytes: int, total_bytes: int, reserved_bytes: int, peak_bytes: int, wanted_bytes: int
 ) -> bool:
-    """Whether a device can hold `wanted_bytes` more for good beside what training needs at its peak.
+    """Return whether a device can permanently hold `wanted_bytes` more beside training at its peak.
 
-    A tenth of the device stays free, for fragments and for batches larger than those so far.
+    A tenth of the device stays free, for fragmentation and for batches larger than those so far.
 
     Args:
-        free_bytes, total_bytes: of the device (`torch.cuda.mem_get_info`).
-        reserved_bytes: held by this process's allocator, in use or not.
-        peak_bytes: the most that was in use at once, training included.
+        free_bytes, total_bytes: free and total memory of the device (`torch.cuda.mem_get_info`).
+        reserved_bytes: memory that this process's allocator holds, in use or not.
+        peak_bytes: the most memory in use at once, training included.
     """
     return wanted_bytes <= free_bytes + reserved_bytes - peak_bytes - total_bytes // 10
 
@@ -135,6 +135,6 @@ def _copied(tensor: torch.Tensor) -> _Kept:
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits where they are, shape (elements,). Signed, since torch does little with unsigned integers."""
+    """View the bits in place, shape (elements,). Signed: torch does little with unsigned integers."""
     signed = torch.int32 if tensor.element_size() == 4 else torch.int16
     return tensor.detach().reshape(-1).view(signed)

@@ -1,21 +1,22 @@
-"""The guard: figures of a step in, what is done about them out. No clock, no randomness, no torch.
+"""The guard: maps the figures of each step to an action. No clock, no randomness, no torch.
 
 ::
 
     figures of a step -> signals, each with a limit -> alarm, once one persists -> the next rung
 
-    1 mask      tokens whose ratio lies far outside are left out
-    2 limit     S is halved, and every step published
-    3 slow      the learning rate is halved
-    4 rollback  back to the newest good checkpoint, at half of both
-    5 stop      the run is over, as `collapsed`
+    1 mask      leave out tokens whose ratio is an outlier
+    2 limit     halve S, and publish every step
+    3 slow      halve the learning rate
+    4 rollback  return to the newest good checkpoint, with half of S and of the learning rate
+    5 stop      end the run as `collapsed`
 
-A signal beyond its limit counts one up, two where it is twice beyond, and one down within it; an alarm is
-`patience`. So single outliers are no alarm, and a signal that comes and goes is. After a rung that stale data
-outlives, S steps do not count. After `calm` steps without any signal the last rung is taken back.
+Each signal has a score. A step beyond the limit adds one to it, a step beyond twice the limit two; a step
+within the limit subtracts one. A score of `patience` is an alarm. Single outliers therefore raise no alarm,
+but a signal that returns often does. After the rungs `limit` and `slow`, S steps are not scored, because
+their data is older than the rung. After `calm` steps without any signal the last rung is taken back.
 
-A checkpoint is good where no signal counted when it was written, and no alarm came in the `good_after` steps
-after it: alarms come late. That of the start is good.
+A checkpoint is good if all scores were 0 when it was written and, since alarms come late, no alarm came in
+the `good_after` steps after it. The checkpoint of step 0 is good.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from echo_planes.config.schema import GuardConfig
 from echo_planes.learning.fall import fall_of, root_mean_square
 from echo_planes.types import Adjustment, GuardReport, StepStats, TrainBatch
 
-WINDOW = 10  # steps of a slope, and of a mean reward
-HISTORY = 50  # steps that a figure is compared with
-FEW_TOKENS = 100  # k3 of fewer is noise
+WINDOW = 10  # steps of a slope and of a mean reward; fewest steps of a median
+HISTORY = 50  # most steps of a median
+FEW_TOKENS = 100  # k3 of fewer tokens is noise
 
 Rung = Literal["mask", "limit", "slow", "rollback", "stop"]
 MASKED, LIMITED, SLOWED = 1, 2, 3
@@ -40,9 +41,9 @@ DRIFT_ADVICE = "lower learner.lr, staleness.max_staleness or learner.drift_targe
 
 @dataclass(frozen=True, slots=True)
 class GuardFigures:
-    """Figures of one step that the guard looks at. None: nothing was scored."""
+    """Figures of one step that the guard watches. None: the step has no such figure."""
 
-    k3: float | None = None  # nats, largest of any lag
+    k3: float | None = None  # nats, largest over the lags
     effective_samples: float | None = None
     truncated: float | None = None  # share of the scored tokens
     log_weight: float | None = None  # nats, 99.9th percentile
@@ -55,12 +56,12 @@ class GuardFigures:
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """A figure with a limit. `below`: it is beyond the limit where it is less."""
+    """Figure with a limit. `below`: values less than the limit are beyond it."""
 
     setting: str  # `guard.<setting>` is its limit
     name: str
     unit: str
-    advice: str  # what to change
+    advice: str  # settings to change
     below: bool = False
 
 
@@ -83,7 +84,7 @@ SIGNALS = (
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Verdict on a step. `rung`: the action taken now; None: none, or the last rung is taken back."""
+    """Verdict on a step. `rung`: the action to take now; None: no action, or the last rung is taken back."""
 
     text: str
     rung: Rung | None = None
@@ -91,34 +92,34 @@ class Verdict:
 
 @dataclass(slots=True)
 class _State:
-    """State of the guard that a resume needs; lists are the newest last."""
+    """State of the guard that a resume needs; lists are ordered, newest last."""
 
-    rung: int = 0  # 0 to SLOWED, in force
+    rung: int = 0  # rung in force, 0 to SLOWED
     scores: dict[str, int] = field(default_factory=dict)  # of each signal
-    calm: int = 0  # steps without any signal
-    deaf: int = 0  # steps that do not count, still
+    calm: int = 0  # consecutive steps without any signal
+    deaf: int = 0  # steps from now on that are not scored
     alarms: dict[str, int] = field(default_factory=dict)
     actions: dict[str, int] = field(default_factory=dict)
     rollbacks: int = 0
     good_step: int = -1  # newest good checkpoint
-    candidate: int = -1  # checkpoint that may become it
-    candidate_age: int = 0  # steps without an alarm since
+    candidate: int = -1  # checkpoint that may become the good one
+    candidate_age: int = 0  # steps without an alarm since the candidate
     entropies: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     cut_offs: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     spreads: list[float] = field(default_factory=list)
     reward_start: float | None = None  # mean of the first WINDOW steps
-    reward_best: float = 0.0  # best mean of so many
+    reward_best: float = 0.0  # best mean of WINDOW steps
 
 
 class Guard:
-    """Watches one run.
+    """Watcher of one run.
 
     Args:
         settings: mode, limits and patience.
         max_staleness: the configured S.
-        record: of the guard that a checkpoint was written with; see `record`.
+        record: result of `record` that was saved with a checkpoint; None: a new run.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class Guard:
         self._max_staleness = max_staleness
         self._state = _State(**(record or {}))
 
-    # --- where it stands -------------------------------------------------------------------------
+    # --- state -----------------------------------------------------------------------------------
 
     @property
     def limits_staleness(self) -> bool:
@@ -142,7 +143,7 @@ class Guard:
 
     @property
     def adjustment(self) -> Adjustment:
-        """Adjustment that the learner is to make."""
+        """Changes that the rung in force makes to training."""
         rung = self._state.rung
         return Adjustment(rate_scale=0.5 if rung >= SLOWED else 1.0, mask_outliers=rung >= MASKED)
 
@@ -165,14 +166,14 @@ class Guard:
         )
 
     def record(self) -> dict[str, Any]:
-        """Everything a resume needs, as JSON can hold it."""
+        """Return everything that a resume needs, in types that JSON supports."""
         return asdict(self._state)
 
     def record_after_rollback(self) -> dict[str, Any]:
-        """The record to go on with from the good checkpoint.
+        """Return the record with which the run continues from the good checkpoint.
 
-        Nothing is in force any more. What was done is known still, and how good the policy once was: so a
-        checkpoint that was not good after all is told by its rewards.
+        No rung is in force any more. The counts stay, and so does the best reward: if the checkpoint is
+        not good after all, its rewards raise the next alarm.
         """
         state = self._state
         return asdict(
@@ -187,22 +188,22 @@ class Guard:
             )
         )
 
-    # --- what happens ----------------------------------------------------------------------------
+    # --- events ----------------------------------------------------------------------------------
 
     def saved(self, step: int) -> None:
-        """A checkpoint is there. One is looked at at a time: then at most two outlive their turn."""
+        """Record that the checkpoint of `step` was written. At most one candidate is watched at a time."""
         state = self._state
-        if step == 0:  # what the run was given
+        if step == 0:  # the checkpoint of the model that the run began with
             state.good_step = 0
         is_calm = state.calm > 0 and not any(state.scores.values())
         if is_calm and state.candidate < 0 and step > state.good_step:
             state.candidate, state.candidate_age = step, 0
 
     def compare(self, mismatch: float) -> str:
-        """In words, how learner and sampler differ on the version that both hold; "" if they do not.
+        """Describe how learner and sampler differ on the version that both hold; "" within the limit.
 
         Args:
-            mismatch: mean |log pi_learner - log pi_sampler|, nats.
+            mismatch: mean |log pi_learner - log pi_sampler| on that version, nats.
         """
         limit = self._settings.mismatch
         if self._settings.mode == "off" or mismatch <= limit:
@@ -214,7 +215,7 @@ class Guard:
         )
 
     def observe(self, figures: GuardFigures) -> Verdict | None:
-        """One step more; None: nothing is to be said."""
+        """Take in the figures of the next step and return a verdict; None: there is nothing to report."""
         settings, state = self._settings, self._state
         if settings.mode == "off":
             return None
@@ -232,7 +233,8 @@ class Guard:
             elif values[signal.setting] is not None:
                 score = max(score - 1, 0)
             state.scores[signal.setting] = score
-        # A history that an alarm has emptied says nothing until it is full again, which is not calm.
+        # An alarm empties the reward history. Until it is full again a fall of the reward would go unseen, so
+        # those steps are not calm.
         is_blind = state.reward_start is not None and len(state.rewards) < WINDOW
         state.calm = 0 if beyond or is_blind else state.calm + 1
         alarms = [s for s in beyond if state.scores[s.setting] >= settings.patience]
@@ -242,7 +244,7 @@ class Guard:
         self._age_candidate()
         return self._relax() if state.rung and state.calm >= settings.calm else None
 
-    # --- inside ----------------------------------------------------------------------------------
+    # --- internals -------------------------------------------------------------------------------
 
     def _limit(self, signal: Signal) -> float:
         return float(getattr(self._settings, signal.setting))
@@ -252,12 +254,12 @@ class Guard:
         return value < limit if signal.below else value > limit
 
     def _excess(self, signal: Signal, value: float) -> float:
-        """Ratio by which a signal lies beyond its limit."""
+        """Return the ratio of value to limit, or its inverse for a `below` signal; above 1: beyond."""
         limit = self._limit(signal)
         return limit / max(value, 1e-9) if signal.below else value / limit
 
     def _measure(self, figures: GuardFigures) -> dict[str, float | None]:
-        """Every signal's value, by setting; the figures are entered into the histories."""
+        """Enter the figures into the histories and return every signal's value, by setting."""
         state = self._state
         values: dict[str, float | None] = {
             "k3": figures.k3,
@@ -300,7 +302,7 @@ class Guard:
         settings, state = self._settings, self._state
         state.alarms[signal.setting] = state.alarms.get(signal.setting, 0) + 1
         state.scores, state.calm, state.candidate = {}, 0, -1
-        state.entropies, state.rewards = [], []  # what led to it must not tell again
+        state.entropies, state.rewards = [], []  # the steps behind an alarm must not raise another
         side = "below" if signal.below else "above"
         alarm = (
             f"{signal.name} {value:.3g}{signal.unit}, {side} guard.{signal.setting}={self._limit(signal):g} "
@@ -372,7 +374,7 @@ class Guard:
 
 
 def figures_of(batch: TrainBatch, stats: StepStats) -> GuardFigures:
-    """The figures of a step."""
+    """Return the guard's figures of a step."""
     lags = stats.lags
     by_lag = [lag.k3 for lag in lags if lag.tokens >= FEW_TOKENS]
     return GuardFigures(
@@ -394,7 +396,7 @@ def _enter(history: list[float], value: float, length: int) -> None:
 
 
 def _slope(values: Sequence[float]) -> float:
-    """Of the least-squares line through equidistant values, per step."""
+    """Return the slope, per step, of the least-squares line through equidistant values."""
     middle = (len(values) - 1) / 2
     above = sum((i - middle) * value for i, value in enumerate(values))
     return above / sum((i - middle) ** 2 for i in range(len(values)))

@@ -1,19 +1,20 @@
-"""Layers of a model by kind, read from its settings, and whether packed rows are right for all of them.
+"""Kinds of a model's layers, read from its settings, and whether all of them support packed rows.
 
-transformers takes a mask of four dimensions as it is, in every layer. A packed row's mask (causal within its
-units) therefore stands in for a layer's own: a sliding window or a chunk is lost, and a layer that carries a
-state along the row never looks at a mask.
+transformers uses a mask of four dimensions unchanged in every layer. A packed row's mask (causal within its
+units) therefore replaces a layer's own: the layer loses its sliding window or chunk. A layer that carries a
+state along the row ignores masks.
 """
 
 from __future__ import annotations
 
 from echo_planes.errors import ModelError
 
-# Attention with a mask of its own, and the setting that bounds how far it looks back, in tokens.
+# Attention with a mask of its own, and the setting that limits how many tokens it looks back.
 WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-# Layers in which tokens do not meet.
+# Layers that compute each token by itself.
 POINTWISE = frozenset({"moe", "mlp", "sparse", "dense"})
-# Causal, but a state or a choice of keys runs along the row: right for a single trajectory, padding last.
+# Causal layers that carry a state or a selection of keys along the row. They are right only for a row with a
+# single trajectory and its padding last.
 ROW_BOUND = frozenset(
     {
         "linear_attention",
@@ -30,7 +31,7 @@ ROW_BOUND = frozenset(
 
 
 def layer_kinds(settings: object) -> list[str]:
-    """Kind of each layer, or of all where they are alike, in transformers' words.
+    """Return the kind of each layer in transformers' words; a single entry stands for layers all alike.
 
     Args:
         settings: text configuration of a Hugging Face model.
@@ -45,13 +46,13 @@ def layer_kinds(settings: object) -> list[str]:
 
 
 def may_pack(settings: object, longest: int) -> bool:
-    """Whether one causal mask serves every layer, for trajectories of at most `longest` tokens.
+    """Return whether one causal mask is right for every layer, for trajectories of at most `longest` tokens.
 
-    A window that `longest` tokens fit into is none. Where the answer is False, a row of one trajectory with
-    the model's own masks is right.
+    A window of at least `longest` tokens limits nothing. Where the result is False, a row must hold one
+    trajectory and use the model's own masks.
 
     Raises:
-        ModelError: a layer of a kind that is not known to be causal.
+        ModelError: a layer's kind is not known to be causal.
     """
     kinds = sorted(set(layer_kinds(settings)) - POINTWISE)
     unknown = [kind for kind in kinds if kind not in {"full_attention", *WINDOWS, *ROW_BOUND}]

@@ -47,21 +47,22 @@ from echo_planes.types import (
     TrainBatch,
 )
 
-# Longest unit of samples that share their prompt: beyond it the dense mask costs more than the prompts.
+# Most tokens of a unit of samples that share their prompt: a larger dense mask would cost more than repeating
+# the prompts.
 SHARED_TOKENS = 1024
-OWN_PART = 8  # one in so many trajectories is scored again to see how far a step moved the policy
+OWN_PART = 8  # one in OWN_PART trajectories is scored again to measure how far a step moved the policy
 
 
 @dataclass(slots=True)
 class _Step:
-    """State of a step that is under way; sums are over tokens put through a training forward."""
+    """State of a step in progress; sums are over tokens put through a training forward."""
 
     advantages: Tensor  # (N,)
     sampler_logprobs: Tensor  # (T,)
     lags: Tensor  # (T,) int64, t - v of each token's version; 0 outside the response
     seen: Tensor  # (2, T) logprobs at the start of the step and entropies, nats; 0 where not computed
-    mine: Tensor  # (2, T) the same of this rank's training forwards, before ranks are summed
-    old: Tensor | None  # (T,) logprobs of a first pass, where there was one
+    mine: Tensor  # (2, T) like `seen`, of this rank's training forwards alone, before ranks are summed
+    old: Tensor | None  # (T,) logprobs of a first pass; None: the step makes a single update
     per_lag: Tensor  # (lags, 4): tokens trained, truncated, masked, clipped
     factor: float | None = None  # on the scheduled rate, of drift control and guard; None: not known yet
     drift_factor: float = 1.0  # of drift control alone
@@ -78,10 +79,10 @@ class Learner:
     """One rank. All ranks get the same batch, each trains its share; every method is collective.
 
     Args:
-        config: the whole run.
-        rank, world_size: data-parallel place.
+        config: the run's settings.
+        rank, world_size: place among the data-parallel ranks, and their number.
         master_port: torch.distributed port, the same on all ranks.
-        failure_dir: where a batch that made the loss or gradient non-finite is kept.
+        failure_dir: folder for a batch that made the loss or gradient non-finite.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Learner:
         self._packs = False  # whether a row may hold several trajectories
         self._num_updates = 0
         self._skipped_in_a_row = 0
-        self._rate_left = 1.0  # share of the peak rate that the decay has come down to
+        self._rate_left = 1.0  # share of the peak rate that the decay leaves
         self._adjustment = Adjustment()
         self._diverged = ""
         self._objective = extension("objective.name", config.objective.name, OBJECTIVES, Objective)
@@ -111,7 +112,7 @@ class Learner:
         self.loss: Callable[[Tokens], Loss] = self._policy_loss
 
     def adjust(self, adjustment: Adjustment) -> None:
-        """Train with these changes from the next step on; they take the place of earlier ones."""
+        """Train with these changes from the next step on; they replace earlier ones."""
         self._adjustment = adjustment
 
     @property
@@ -120,7 +121,7 @@ class Learner:
         return self._num_updates
 
     def start(self) -> None:
-        """Load the model and join the other ranks. Slow (seconds)."""
+        """Load the model, join the other ranks and check the layout of batches. Slow (seconds)."""
         config = self._config
         torch.set_num_threads(config.learner.threads)
         torch.manual_seed(config.run.seed)
@@ -156,19 +157,20 @@ class Learner:
         )
 
     def train_step(self, batch: TrainBatch) -> StepStats:
-        """Train on one batch, `updates_per_step` optimizer updates.
+        """Train on one batch with at most `updates_per_step` optimizer updates.
 
         With one update the step's own forward gives the old logprobs. With K, a first pass gives them for the
         whole batch, which is then split into K mini-batches of whole groups in their order
         (`packing.split_groups`), one update each, with its own denominators.
 
-        Groups whose advantages are all 0 are not put through the model (when `skip_zero_advantage` and
-        kl_beta = 0), or only to be scored (`score_skipped`). They still count in the denominators, so the
-        gradient is that of the whole batch. A mini-batch with nothing to train makes no update, and one whose
-        gradient is not finite is left out, at most `max_skipped_updates` in a row.
+        With `skip_zero_advantage` and kl_beta = 0, groups whose advantages are all 0 do not go through the
+        model, or only to be scored (`score_skipped`). They still count in the denominators, so the gradient
+        is that of the whole batch. A mini-batch with nothing to train makes no update. One whose gradient is
+        not finite is left out, at most `max_skipped_updates` in a row.
 
-        Raises DivergedError when a column is not finite, or the loss or gradient norm still is not; the batch
-        is then saved under `failure_dir`. The learner is of no more use afterwards.
+        Raises:
+            DivergedError: a column or a loss is not finite, or too many gradients in a row are not. The batch
+                is saved under `failure_dir`, and the learner cannot be used afterwards.
         """
         began = time.perf_counter()
         self._refuse_if_diverged()
@@ -197,12 +199,12 @@ class Learner:
         return self._stats(batch, np.repeat(scored, np.diff(batch.offsets)), empty, step, began)
 
     def logprobs(self, batch: TrainBatch) -> FloatArray:
-        """Logprobs (T,) of the current weights on the trained tokens, after temperature and top-p; else 0."""
+        """Return the trained tokens' logprobs (T,), after temperature and top-p; 0 on other tokens."""
         everything = np.ones(batch.num_trajectories, np.bool_)
         return self._score(batch, packing.find_inputs(batch, everything))[0][0].cpu().numpy()
 
     def state_bits(self) -> StateBits:
-        """`DeepSpeedEngine.state_bits`: bf16 bits under Hugging Face names on rank 0, {} elsewhere.
+        """Return `DeepSpeedEngine.state_bits`: bf16 bits by Hugging Face name on rank 0, {} elsewhere.
 
         The next call may write to the same arrays.
         """
@@ -210,7 +212,7 @@ class Learner:
         return self._engine.state_bits()
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint into an empty folder. Making it durable and final is the caller's."""
+        """Write a checkpoint into an empty folder. The caller makes it durable and final."""
         self._refuse_if_diverged()
         counters = {
             "num_updates": self._num_updates,
@@ -221,7 +223,7 @@ class Learner:
         self._engine.save(folder, counters)
 
     def load(self, folder: Path) -> None:
-        """Continue from `save`, bit for bit. Call right after `start`. Raises DataError, ConfigError."""
+        """Continue from `save`, bit for bit. Call right after `start`; raises as `DeepSpeedEngine.load`."""
         counters = self._engine.load(folder)
         self._num_updates = int(counters["num_updates"])
         self._rate_left = counters.get("rate_left", 1.0)
@@ -229,7 +231,7 @@ class Learner:
         self.drift.history = counters.get("drift_history", [])
 
     def close(self) -> None:
-        """Leave the process group. Nothing can be called afterwards."""
+        """Leave the process group. The learner cannot be used afterwards."""
         self._engine.close()
         self._engine_or_none = None
 
@@ -240,7 +242,7 @@ class Learner:
         return self._engine_or_none
 
     def _micro_batches(self, batch: TrainBatch, inputs: Inputs) -> tuple[list[MicroBatch], int]:
-        """This rank's micro-batches (all ranks get equally many), and the tokens in those of all ranks."""
+        """Return this rank's micro-batches (equally many on all ranks), and the tokens in all ranks' ones."""
         budget = self._config.learner.micro_batch_tokens
         units = packing.make_units(batch, inputs, min(budget, SHARED_TOKENS) if self._packs else 0)
         lengths = np.array([unit.length for unit in units], np.int64)
@@ -263,7 +265,7 @@ class Learner:
         lags = np.where(batch.token_versions < 0, 0, batch.step - batch.token_versions)
         return _Step(
             advantages=torch.from_numpy(advantages).to(device),
-            # Copies: what came through Ray is read-only.
+            # A copy, because arrays that came through Ray are read-only.
             sampler_logprobs=torch.tensor(batch.sampler_logprobs, device=device),
             lags=torch.tensor(lags, device=device),
             seen=torch.zeros(2, num_tokens, device=device),
@@ -274,7 +276,7 @@ class Learner:
 
     @torch.no_grad()
     def _score(self, batch: TrainBatch, inputs: Inputs) -> tuple[Tensor, int]:
-        """Logprobs and entropies (2, T) of all ranks together, and the tokens put through the model."""
+        """Return logprobs and entropies (2, T), summed over ranks, and the tokens put through the model."""
         values = torch.zeros(2, len(batch.token_ids), device=self._engine.device)
         micro_batches, forwarded = self._micro_batches(batch, inputs)
         for micro in micro_batches:
@@ -289,7 +291,7 @@ class Learner:
         step.tokens_forward += forwarded
 
     def _update(self, batch: TrainBatch, inputs: Inputs, part: IntArray, step: _Step, *, done: float) -> None:
-        """One optimizer update on the trajectories in `part`. `done`: steps of the run behind it."""
+        """Make one optimizer update on the trajectories in `part`. `done`: steps of the run before it."""
         lengths = np.zeros_like(inputs.lengths)
         lengths[part] = inputs.lengths[part]
         if not lengths.any():
@@ -327,7 +329,7 @@ class Learner:
         step.kl += kl
 
     def _micro_loss(self, micro: MicroBatch, weight: Tensor, step: _Step) -> Loss:
-        """Forward pass and loss of a micro-batch; what its tokens were is noted in `step`."""
+        """Return the loss of a micro-batch; count its tokens, and enter their logprobs, in `step`."""
         arguments = self._inputs(micro)
         logprobs, entropy = self._engine.forward(**arguments)
         columns = torch.from_numpy(micro.columns).to(logprobs.device)
@@ -366,7 +368,7 @@ class Learner:
         return policy_loss(tokens, config, self._objective)
 
     def _factor(self, batch: TrainBatch, inputs: Inputs, step: _Step) -> float:
-        """Share of the scheduled rate for a step whose tokens have just been scored, by drift and guard."""
+        """Return the share of the scheduled rate that drift control and guard allow, from scored tokens."""
         if step.old is None:
             step.seen = step.seen + self._engine.sum_over_ranks(step.mine)
         self.drift.observe(self._lags(batch, step, np.repeat(inputs.lengths > 0, np.diff(batch.offsets))))
@@ -374,9 +376,9 @@ class Learner:
         return step.drift_factor * self._adjustment.rate_scale
 
     def _watch_own_step(self, batch: TrainBatch, scored: BoolArray, step: _Step) -> None:
-        """Tell drift control how far the step just made moved the policy, where no stale token will.
+        """Give drift control the distance that this step moved the policy, where no token is stale.
 
-        A part of the trajectories is scored again: they are then of lag 1.
+        One in `OWN_PART` of the scored trajectories is scored again, now with lag 1.
         """
         part = scored & (np.cumsum(scored) % OWN_PART == 1)
         values, forwarded = self._score(batch, packing.find_inputs(batch, part))
@@ -395,7 +397,7 @@ class Learner:
         return lag_stats(log_weight, step.lags.cpu().numpy()[chosen], step.per_lag.cpu().numpy())
 
     def _scheduled_rate(self, done: float) -> float:
-        """Warm-up, plateau and decay, after `done` steps."""
+        """Return the learning rate after `done` steps, by warm-up, plateau and decay."""
         config = self._config.learner
         self._rate_left = min(self._rate_left, decay_left(config.decay, done / self._config.run.steps))
         return self._config.lr * min(warm_up(config.warmup_steps, self._num_updates), self._rate_left)
@@ -403,7 +405,7 @@ class Learner:
     def _stats(
         self, batch: TrainBatch, scored: BoolArray, empty: BoolArray, step: _Step, began: float
     ) -> StepStats:
-        """`scored` (T,): True on the tokens of trajectories that were put through the model."""
+        """Return the figures of the step. `scored` (T,): True on tokens of trajectories that were scored."""
         chosen = scored & batch.loss_mask
         logprobs, entropies = step.seen.cpu().numpy()
         log_weight = (logprobs - batch.sampler_logprobs)[chosen]
@@ -451,13 +453,13 @@ class Learner:
                 self._diverge(batch, name)
 
     def _diverge(self, batch: TrainBatch, what: str) -> None:
-        """Keep the batch as an .npz (readable without pickle) and raise."""
-        path = self._failure_dir / f"diverged-step-{batch.step}.npz"
+        """Save the batch as an .npz (readable without pickle) and raise DivergedError."""
+        path = self._failure_dir / f"diverged-step-{batch.step + 1}.npz"
         if self._rank == 0:
             self._failure_dir.mkdir(parents=True, exist_ok=True)
             columns = {name: np.asarray(value) for name, value in asdict(batch).items()}
             np.savez_compressed(path, allow_pickle=False, **columns)
-        self._diverged = f"step {batch.step} is not finite ({what}); its batch was saved as {path}"
+        self._diverged = f"step {batch.step + 1} is not finite ({what}); its batch was saved as {path}"
         raise DivergedError(self._diverged)
 
     def _refuse_if_diverged(self) -> None:

@@ -1,6 +1,7 @@
-"""Rendezvous of the learner's ranks: nothing listens but on the address in use.
+"""Rendezvous of the learner's ranks, which listens only on the address in use.
 
-torch's own store listens on every address of the machine and answers every caller: it has no credentials.
+The store that torch makes by default listens on every address of the machine. It asks for no credentials, so
+it would answer every caller.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ LOOPBACK = "127.0.0.1"
 
 
 def meet(rank: int, world_size: int, port: int, timeout: timedelta) -> Store:
-    """The store of a process group: in memory for one rank, else at MASTER_ADDR (loopback unless set).
+    """Return the store of a process group: in memory for one rank, else at MASTER_ADDR (default: loopback).
 
-    Also has gloo and NCCL keep to the interface of that address, unless the environment names another.
+    Also restrict gloo and NCCL to the interface of that address, unless the environment names another.
 
     Raises:
-        ConfigError: MASTER_ADDR is not an address at which others find this machine.
+        ConfigError: MASTER_ADDR cannot be resolved, or is not an address at which other machines find rank 0.
         ClusterError: the port is taken.
     """
     host = os.environ.setdefault("MASTER_ADDR", LOOPBACK)
     address = LOOPBACK if world_size == 1 else master_address(host, _resolved(host))
     name = interface(_own_address(rank, address), _addresses())
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # NCCL takes a bare name for a beginning
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # NCCL takes a name without = as a prefix
     if world_size == 1:
         return HashStore()
     if rank > 0:
@@ -61,10 +62,10 @@ def master_address(host: str, address: str) -> str:
 
     Args:
         host: MASTER_ADDR.
-        address: what it is resolved to here.
+        address: the address that `host` resolves to on this machine.
 
     Raises:
-        ConfigError: a name that others resolve to something else.
+        ConfigError: `host` is a name that resolves to loopback here, where other machines do not find it.
     """
     if ipaddress.ip_address(address).is_loopback and host not in (address, "localhost"):
         raise ConfigError(
@@ -75,10 +76,10 @@ def master_address(host: str, address: str) -> str:
 
 
 def interface(address: str, addresses: Mapping[str, Sequence[str]]) -> str:
-    """The name of the interface that has `address`.
+    """Return the name of the interface that has `address`.
 
     Raises:
-        ConfigError: none of this machine's has.
+        ConfigError: no interface of this machine has it.
     """
     for name, owned in addresses.items():
         if address in owned:
@@ -94,12 +95,12 @@ def _resolved(host: str) -> str:
 
 
 def _own_address(rank: int, master: str) -> str:
-    """This machine's end of the way to rank 0."""
+    """Return the address from which this machine reaches rank 0."""
     if rank == 0:
         return master
     family = socket.AF_INET6 if ":" in master else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 9))  # sends nothing
+        probe.connect((master, 9))  # on a datagram socket this sends nothing
         return str(probe.getsockname()[0])
 
 

@@ -1,14 +1,14 @@
-"""Offline records' objective: supervised steps on logged actions, weighted by what they led to.
+"""Objective for offline records: supervised steps on logged actions, weighted by their returns.
 
 A log has no snapshot and no logprobs, so nothing here is a policy gradient: there is no ratio and no
-importance weight, and no offline record ever meets a trajectory of the replay buffer. For trajectory i of the
-table, with its return R_i normalised among the trajectories that share its initial state (ECHO-2 eq. 21):
+importance weight, and offline records never mix with trajectories of the replay buffer. For trajectory i of
+the table, with its return R_i normalised among the trajectories that share its initial state (ECHO-2 eq. 21):
 
 =========  ===============================  ===================================================
 objective  weight w_i                       source
 =========  ===============================  ===================================================
 awr        min(exp(A_i / beta), C)          advantage-weighted regression (1910.00177) eq. 10
-filtered   1 where A_i > 0, else 0          cloning of what did better than its group's mean
+filtered   1 where A_i > 0, else 0          cloning of actions above their group's mean
 =========  ===============================  ===================================================
 
     A    = (R - mean) / (std + eps) within a group; 0 where all returns of the group are equal
@@ -37,14 +37,14 @@ RECTANGLE_TOKENS = 4096  # put through the model at once, padding included
 
 
 class OfflineExample(Protocol):
-    """One logged trajectory as tokens."""
+    """Logged trajectory as tokens."""
 
     @property
     def token_ids(self) -> Sequence[int]: ...
 
     @property
     def loss_mask(self) -> Sequence[bool]:
-        """True on the tokens that are trained, as many as `token_ids`; the first is never one."""
+        """True on the tokens that are trained; as long as `token_ids`, and False for the first token."""
         ...
 
     @property
@@ -54,7 +54,7 @@ class OfflineExample(Protocol):
 
     @property
     def group(self) -> str:
-        """Initial-state tag: returns are normalised among equal ones."""
+        """Initial-state tag: returns are normalised among trajectories with equal tags."""
         ...
 
 
@@ -63,7 +63,7 @@ class OfflineObjective:
     """Rule for the weights of an offline objective, and its constants.
 
     Raises:
-        ConfigError: a constant that is not a finite number above 0.
+        ConfigError: a constant is not a finite number above 0.
     """
 
     name: Literal["awr", "filtered"] = "awr"
@@ -79,7 +79,7 @@ class OfflineObjective:
 def offline_weights(
     objective: OfflineObjective, returns: FloatArray, groups: Sequence[str], num_tokens: IntArray
 ) -> FloatArray:
-    """Weight (N,) of each trajectory's tokens, of mean 1 over all trained tokens of the table.
+    """Return the weight (N,) of each trajectory's tokens, scaled to mean 1 over all trained tokens.
 
     Args:
         returns: (N,), finite.
@@ -87,7 +87,7 @@ def offline_weights(
         num_tokens: (N,) trained tokens.
 
     Raises:
-        DataError: every weight is 0, so that nothing would be learnt.
+        DataError: every weight is 0, or no token is trained, so that nothing would be learnt.
     """
     _, index = np.unique(np.array(groups), return_inverse=True)
     # The same normalisation as GRPO's, over the groups of a log.
@@ -108,10 +108,10 @@ def offline_weights(
 
 
 def offline_loss(logprobs: Tensor, weights: Tensor) -> Tensor:
-    """The loss above of one batch: a scalar that carries the gradient.
+    """Return the loss above for one batch: a scalar that carries the gradient.
 
     Args:
-        logprobs: (M,) of its trained tokens, with gradient.
+        logprobs: (M,) of the batch's trained tokens, with gradient.
         weights: (M,) of those tokens: trajectory weight x averaging weight (1 / M).
     """
     return -(weights * logprobs).sum()
@@ -131,7 +131,7 @@ def rectangle(examples: Sequence[OfflineExample]) -> Rectangle:
     """Lay examples out for `PolicyModel.forward`.
 
     Raises:
-        DataError: one is not as `OfflineExample` says.
+        DataError: an example has no tokens, a mask of another length, or a trained first token.
     """
     shape = (len(examples), max(len(example.token_ids) for example in examples))
     ids, mask = np.zeros(shape, np.int64), np.zeros(shape, np.bool_)
@@ -167,18 +167,18 @@ def warm_start(
 ) -> list[float]:
     """Train `model` in place on a table, in this process, with AdamW; the rate falls linearly to 0.
 
-    Every pass over the table takes trajectories of weight above 0 in an order drawn anew, each at most once:
-    a rest too small for a batch waits for another pass.
+    Every pass over the table takes the trajectories of weight above 0 in a new random order, each at most
+    once. A remainder too small for a batch is left out of that pass.
 
     Args:
-        on_step: told each step's number from 1 and its loss, nats per token.
+        on_step: called with each step's number, from 1, and its loss, nats per token.
 
     Returns:
         The loss of every step.
 
     Raises:
-        ConfigError: no steps, no rows or a learning rate that is not above 0.
-        DataError: there is nothing to learn from the table.
+        ConfigError: `steps`, `rows_per_step` or `learning_rate` is not a finite number above 0.
+        DataError: there is nothing to learn from the table, or an example is invalid (see `rectangle`).
         DivergedError: the loss or the gradient is not finite.
     """
     if steps < 1 or rows_per_step < 1 or not 0 < learning_rate < math.inf:
@@ -213,7 +213,7 @@ def warm_start(
 def _backward(
     model: PolicyModel, examples: Sequence[OfflineExample], weights: FloatArray, counts: IntArray
 ) -> float:
-    """Gradients of one batch, rectangle by rectangle; returns its loss."""
+    """Accumulate the gradients of one batch, rectangle by rectangle, and return its loss."""
     device = next(model.parameters()).device
     per_token = weights / max(int(counts.sum()), 1)
     total = 0.0
@@ -229,7 +229,7 @@ def _backward(
 
 
 def _rectangles(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of `lengths` in rectangles of like lengths, each of `RECTANGLE_TOKENS` or of one row."""
+    """Group indices of similar lengths into rectangles of at most `RECTANGLE_TOKENS`, or of one row."""
     parts: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if not parts or (len(parts[-1]) + 1) * lengths[parts[-1][0]] > RECTANGLE_TOKENS:
@@ -239,7 +239,7 @@ def _rectangles(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _batches(usable: BoolArray, size: int, rng: np.random.Generator) -> Iterator[IntArray]:
-    """Endless batches of `size` indices (or of all, if they are fewer), pass after pass in a fresh order."""
+    """Yield batches of `size` indices (of all, if they are fewer) without end, in a new order each pass."""
     pool = np.flatnonzero(usable)
     size = min(size, len(pool))
     while True:

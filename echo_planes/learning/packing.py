@@ -1,14 +1,14 @@
-"""Packing: trajectories into few, full rectangles of tokens. numpy only, deterministic.
+"""Packing of trajectories into few, full rectangles of tokens. numpy only, deterministic.
 
     trajectories -> inputs -> units (a shared prompt once) -> layouts (first fit) -> micro-batches (arrays)
 
-A micro-batch is a rectangle `[rows, row_len]` of at most `budget_tokens` tokens, `row_len` being its longest
-unit. A row holds one unit or several; no token sees another unit's.
+A micro-batch is a rectangle `[rows, row_len]` of at most `budget_tokens` tokens; `row_len` is the length of
+its longest unit. A row holds one unit or several. No token attends to a token of another unit.
 
-What is put through the model of a trajectory is its *input*: the tokens before its last trained one. Later
-tokens cannot change a trained token's logprob, so they are left out. The samples of one prompt may share a
-unit: the prompt comes once, then each sample as a branch that sees the prompt and itself, with the position
-numbers it would have alone. For short answers that is half of the work or less.
+The part of a trajectory that goes through the model is its *input*: the tokens before its last trained one.
+Later tokens cannot change a trained token's logprob, so they are left out. The samples of one prompt may
+share a unit: the prompt comes once, then each sample as a branch that attends to the prompt and to itself,
+with the position numbers of a sample alone. For short answers this halves the work or better.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from echo_planes.types import BoolArray, IntArray, TrainBatch
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Layout of the units in a rectangle. No rows: an empty micro-batch, to keep ranks in step."""
+    """Layout of the units in a rectangle. No rows: an empty micro-batch, which keeps ranks in step."""
 
     row_len: int
     rows: tuple[tuple[int, ...], ...]  # unit numbers, left to right
@@ -42,16 +42,16 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Trajectories packed together: a common prompt of `prefix` tokens, then the rest of each."""
+    """Trajectories packed together: a common prompt of `prefix` tokens, then the rest of each input."""
 
-    prefix: int  # 0 when it is a single trajectory
+    prefix: int  # 0 for a single trajectory
     trajectories: tuple[int, ...]
     length: int  # tokens in all
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One rectangle ready for the model. M: trained tokens in it (0 for an empty one)."""
+    """Rectangle ready for the model. M: trained tokens in it (0 for an empty one)."""
 
     token_ids: IntArray  # (rows, row_len)
     position_ids: IntArray  # (rows, row_len), from 0 in every trajectory; 0 on padding
@@ -68,10 +68,10 @@ class MicroBatch:
         return int((self.segment_ids >= 0).sum())
 
     def attention_mask(self) -> BoolArray | None:
-        """Causal mask within units and branches (rows, 1, row_len, row_len), True: may look.
+        """Return the causal mask within units and branches (rows, 1, row_len, row_len), True: may attend.
 
-        None where each row holds one trajectory: plain causal attention with positions 0, 1, 2, ... is then
-        the same for every real token, because padding comes last.
+        None where each row holds one trajectory: plain causal attention with positions 0, 1, 2, ... then
+        gives the same for every real token, because padding comes last.
         """
         if self.segment_ids.max(initial=0) <= 0 and self.branch_ids.max(initial=0) == 0:
             return None
@@ -83,9 +83,10 @@ class MicroBatch:
 
 
 def find_inputs(batch: TrainBatch, keep: BoolArray) -> Inputs:
-    """Inputs of the trajectories in `keep` (N,); where nothing is trained there is none.
+    """Return the inputs of the trajectories in `keep` (N,); one without a trained token has length 0.
 
-    Raises TaskError where a trajectory's first token is to be trained: nothing predicts it.
+    Raises:
+        TaskError: a trajectory's first token is marked as trained, but no token before it predicts it.
     """
     starts = batch.offsets[:-1]
     trained = np.flatnonzero(batch.loss_mask)
@@ -101,7 +102,7 @@ def find_inputs(batch: TrainBatch, keep: BoolArray) -> Inputs:
 
 
 def make_units(batch: TrainBatch, inputs: Inputs, limit_tokens: int) -> list[Unit]:
-    """Every input in exactly one unit; equal prompts together up to `limit_tokens` tokens a unit."""
+    """Put every input into one unit; inputs with equal prompts share units of up to `limit_tokens` tokens."""
     same_prompt: dict[bytes, list[int]] = {}
     for i in np.flatnonzero(inputs.lengths).tolist():
         start = inputs.starts[i]
@@ -128,10 +129,10 @@ def _unit(prefix: int, members: list[int], length: int) -> Unit:
 
 
 def split_groups(groups: IntArray, parts: int) -> list[IntArray]:
-    """Trajectory indices of at most `parts` mini-batches: whole groups, in order of first appearance.
+    """Return the trajectory indices of at most `parts` mini-batches of whole groups.
 
-    Consecutive groups stay together; the parts differ by at most one group. Fewer groups than parts give
-    fewer parts.
+    Consecutive groups, in order of first appearance, stay together; the parts differ by at most one group.
+    Fewer groups than `parts` give one part per group.
     """
     _, first, index = np.unique(groups, return_index=True, return_inverse=True)
     order = np.argsort(np.argsort(first))[index]
@@ -142,17 +143,19 @@ def split_groups(groups: IntArray, parts: int) -> list[IntArray]:
 def plan(
     lengths: IntArray, budget_tokens: int, num_shards: int, *, several: bool = True
 ) -> list[list[Layout]]:
-    """Layouts per shard; every unit is in exactly one of them.
+    """Return the layouts of each shard; every unit is in exactly one layout.
 
     Units are dealt to the shards longest first, back and forth; all shards get the same number of
     layouts, empty ones last.
 
     Args:
         lengths: tokens per unit (n,), positive.
-        budget_tokens: largest rectangle, padding included.
+        budget_tokens: tokens of the largest rectangle, padding included.
         num_shards: data-parallel ranks.
         several: whether a row may hold more than one unit.
-    Raises ConfigError when a unit is longer than the budget.
+
+    Raises:
+        ConfigError: a unit is longer than the budget.
     """
     longest = int(lengths.max(initial=0))
     if longest > budget_tokens:
@@ -170,13 +173,13 @@ def plan(
 
 
 def _pack(numbers: list[int], lengths: list[int], budget_tokens: int, several: bool) -> list[Layout]:
-    """First-fit decreasing of the units in `numbers` (longest first) into rectangles."""
+    """Pack the units in `numbers` (longest first) into rectangles by first-fit decreasing."""
     layouts: list[Layout] = []
     while numbers:
         row_len, shortest = lengths[numbers[0]], lengths[numbers[-1]]
         max_rows = budget_tokens // row_len
         rows: list[list[int]] = []
-        room: dict[int, int] = {}  # tokens left in the rows that can still take something
+        room: dict[int, int] = {}  # tokens left, of the rows that can still take a unit
         left: list[int] = []
         for number in numbers:
             need = lengths[number]
@@ -197,7 +200,7 @@ def _pack(numbers: list[int], lengths: list[int], budget_tokens: int, several: b
 
 
 def build(layout: Layout, units: list[Unit], batch: TrainBatch, inputs: Inputs) -> MicroBatch:
-    """Fill a layout with the batch's tokens. An empty one becomes one token of padding, nothing trained."""
+    """Fill a layout with the batch's tokens. An empty layout becomes one token of padding, not trained."""
     # source, destination, length, segment, branch, position
     runs: list[tuple[int, int, int, int, int, int]] = []
     members: list[tuple[int, int, int, int]] = []  # trajectory, prefix, unit's and own first destination
@@ -226,7 +229,7 @@ def build(layout: Layout, units: list[Unit], batch: TrainBatch, inputs: Inputs) 
     low = inputs.bounds[trajectory]
     counts = inputs.bounds[trajectory + 1] - low
     columns = inputs.trained[_ranges(low, counts)]
-    # The predictor's place within its trajectory.
+    # The predictor's position within its trajectory.
     before = columns - np.repeat(inputs.starts[trajectory], counts) - 1
     shared = np.repeat(prefixes, counts)
     inside = before < shared
@@ -244,7 +247,7 @@ def build(layout: Layout, units: list[Unit], batch: TrainBatch, inputs: Inputs) 
 
 
 def _ranges(starts: IntArray, lengths: IntArray) -> IntArray:
-    """start, start + 1, ... for `length` numbers, for each pair, joined."""
+    """Return, joined for all pairs, the `length` integers that begin at `start`."""
     ends = np.cumsum(lengths)
     result: IntArray = np.arange(int(lengths.sum())) + np.repeat(starts - ends + lengths, lengths)
     return result

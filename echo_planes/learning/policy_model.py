@@ -1,4 +1,4 @@
-"""The policy as the learner sees it: packed tokens in, logprobs of the trained tokens out."""
+"""The learner's policy model: from packed tokens to the logprobs of the trained tokens."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from echo_planes.errors import ModelError
 from echo_planes.learning.layer_kinds import may_pack
 
 CHUNK_LOGITS = 2**27  # logits held at once: 0.5 GiB in fp32
-# Models that change their logits after lm_head, or those of attention, which sdpa leaves out, by a setting of
-# this name would be scored wrongly here.
+# Settings by which a model changes its logits after lm_head, or its attention logits (which sdpa leaves out).
+# `PolicyModel` ignores them and would score such a model wrongly.
 LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "attn_logit_softcapping")
 
 
 class PolicyModel(nn.Module):
-    """A causal language model whose logprobs are those of the distribution that is sampled from.
+    """Causal language model whose logprobs are those of the distribution that workers sample from.
 
     Args:
         model: Hugging Face causal LM.
         temperature: divides the logits.
-        top_p: 1.0, or the mass of the nucleus that is kept and renormalised. The token that was sampled
-            always counts as kept, even where this policy's nucleus would leave it out.
-        dropout: whether a forward that keeps gradients drops out as the model's settings say. Any other
-            forward is without. An update is then of a random part of the model: old logprobs of an update's
-            own forward share its noise (the ratio is exactly 1, and importance weights and mismatch carry
-            the noise), while those of a pass before it do not (the first ratio is not 1).
+        top_p: 1.0, or the mass of the nucleus that is kept and renormalised. The sampled token always
+            counts as kept, even where this policy's nucleus would leave it out.
+        dropout: whether a forward that keeps gradients applies the dropout of the model's settings. Other
+            forwards never do. Old logprobs of an update's own forward share its noise: the ratio is exactly
+            1, and importance weights and mismatch carry the noise. Old logprobs of a separate first pass do
+            not share it, so the first ratio is not 1.
     """
 
     def __init__(
@@ -43,13 +43,15 @@ class PolicyModel(nn.Module):
         self.dropout = dropout
 
     def packs(self, longest: int) -> bool:
-        """Whether rows may hold several trajectories, of at most `longest` tokens each, by a mask of theirs.
+        """Return whether rows may hold several trajectories, of at most `longest` tokens each, with a mask.
 
-        Otherwise a row must hold one trajectory and come without a mask. Raises ModelError where neither is
-        right.
+        Otherwise a row must hold one trajectory and come without a mask.
+
+        Raises:
+            ModelError: neither layout is right for the model.
         """
         settings = self.model.config.get_text_config()
-        # Older models make more of a mask than which token sees which, and eager attention adds it as it is.
+        # Older models derive more from a mask than visibility, and eager attention adds a mask to its logits.
         takes_mask = self.model._supports_attention_backend and settings._attn_implementation == "sdpa"
         return may_pack(settings, longest) and takes_mask
 
@@ -61,17 +63,17 @@ class PolicyModel(nn.Module):
         predictors: Tensor,
         targets: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Logprob and entropy (both (M,) float32, nats; entropy detached) at M positions.
+        """Return logprob and entropy (both (M,) float32, nats; entropy detached) at M positions.
 
         Args:
             token_ids: (rows, row_len) int64.
             position_ids: (rows, row_len) int64; None: 0, 1, 2, ... in every row.
-            attention_mask: (rows, 1, row_len, row_len) bool, True: may look; None: causal.
+            attention_mask: (rows, 1, row_len, row_len) bool, True: may attend; None: causal.
             predictors: (M,) flat positions in the rectangle, each before the token it predicts.
             targets: (M,) the tokens predicted.
         """
-        # Not left to `train()` of whoever holds this module: dropout is not only in modules named so, and
-        # nothing else that a model does while it trains is wanted.
+        # Set here, whatever mode the caller chose: a model may apply dropout outside Dropout modules, and its
+        # training mode may do more than dropout.
         training = self.dropout and torch.is_grad_enabled()
         if self.model.training != training:
             self.model.train(training)
@@ -82,7 +84,7 @@ class PolicyModel(nn.Module):
         size = max(CHUNK_LOGITS // int(self.model.config.get_text_config().vocab_size), 1)
         if len(targets) <= size:
             return self._score(hidden, targets)
-        # Logits of long batches are made again in the backward pass instead of being kept.
+        # The backward pass recomputes the logits of long batches, which would take too much memory.
         parts = [
             checkpoint(self._score, h, t, use_reentrant=False)
             for h, t in zip(torch.split(hidden, size), torch.split(targets, size), strict=True)
@@ -104,7 +106,7 @@ class PolicyModel(nn.Module):
 
 
 def nucleus(logits: Tensor, targets: Tensor, top_p: float) -> Tensor:
-    """True (M, V) on the fewest most likely tokens that reach `top_p` together, and on `targets` (M,)."""
+    """Return True (M, V) on the fewest most likely tokens that reach `top_p`, and on `targets` (M,)."""
     ordered, index = logits.softmax(-1).sort(stable=True, dim=-1, descending=True)
     kept = ordered.cumsum(-1) - ordered < top_p
     return torch.zeros_like(kept).scatter(-1, index, kept).scatter(-1, targets[:, None], True)
@@ -113,7 +115,11 @@ def nucleus(logits: Tensor, targets: Tensor, top_p: float) -> Tensor:
 def load_policy(
     folder: Path, dtype: torch.dtype, temperature: float, top_p: float, *, dropout: bool = False
 ) -> PolicyModel:
-    """Read a Hugging Face folder from disk. Raises ModelError."""
+    """Load the model in a Hugging Face folder.
+
+    Raises:
+        ModelError: the folder holds no model, or one that cannot be loaded or is not supported.
+    """
     if not (folder / "config.json").is_file():
         raise ModelError(f"no model in {folder}: config.json is missing")
     disable_progress_bar()  # a bar in a log file is noise

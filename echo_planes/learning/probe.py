@@ -1,8 +1,8 @@
-"""Check of how batches are laid out, made once before the first: each sequence as it would be alone.
+"""Check, made once before the first batch, that the layout of a batch does not change a sequence's logprobs.
 
-What a model does with rows of several trajectories, or with padding, is its own code's affair; the settings
-only promise it. So a few short sequences of random tokens go through the model as the learner will lay them
-out, and one by one, and must get the same logprobs.
+A model's settings do not prove that its code treats rows of several trajectories, or padding, correctly. The
+probe therefore puts a few short sequences of random tokens through the model, once in the learner's layout
+and once one by one, and requires the same logprobs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from echo_planes.learning.packing import Layout, MicroBatch
 from echo_planes.learning.policy_model import PolicyModel
 from echo_planes.types import IntArray, TrainBatch
 
-MAX_TOKENS = 32  # of a sequence: the whole probe is then a forward of under 200
-# Mean difference that rounding may make, nats. Tokens that see what they must not are off by tenths.
+MAX_TOKENS = 32  # of a sequence: the forwards of the probe then hold under 200 tokens in all
+# Largest mean difference that rounding may cause, nats. A token that attends to a wrong one is off by tenths.
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
@@ -31,16 +31,16 @@ LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 def probe_layout(
     model: PolicyModel, forward: Callable[[MicroBatch], Tensor], *, packs: bool, longest: int
 ) -> None:
-    """Compare logprobs of sequences together and alone. Collective: all ranks put the same through the model.
+    """Compare logprobs of sequences together and alone. Collective: all ranks use the same sequences.
 
     Args:
-        model: that `forward` runs.
-        forward: logprobs (M,) of a micro-batch.
-        packs: the layout to check: several trajectories in a row, or one in each.
-        longest: most tokens a trajectory may have.
+        model: the model that `forward` runs.
+        forward: returns the logprobs (M,) of a micro-batch.
+        packs: True: check several trajectories in a row; False: one in each.
+        longest: most tokens that a trajectory may have.
 
     Raises:
-        ModelError: they differ; names the model's type, and the first layer whose outputs do.
+        ModelError: the logprobs differ; names the model's type, and the first layer whose outputs differ.
     """
     settings = model.model.config.get_text_config()
     batch = _sequences(min(longest, MAX_TOKENS), int(settings.vocab_size))
@@ -75,11 +75,11 @@ def probe_layout(
 
 
 def _sequences(longest: int, vocab_size: int) -> TrainBatch:
-    """Two answers to one prompt and one to another, of different lengths; the same for all ranks."""
+    """Return two answers to one prompt and one to another, of different lengths; equal on all ranks."""
     first, second, third = longest, max(longest * 3 // 4, 2), max(longest // 2, 2)
     lengths = np.array([first, second, third])
     prompts = np.maximum([second // 3, second // 3, third // 3], 1)
-    # No special tokens, which mostly come first or last.
+    # Leave out the ends of the vocabulary, where most special tokens are.
     low = vocab_size // 4
     ids = np.random.default_rng(0).integers(low, max(vocab_size - low, low + 1), int(lengths.sum()))
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -106,7 +106,7 @@ def _sequences(longest: int, vocab_size: int) -> TrainBatch:
 def _run(
     model: PolicyModel, forward: Callable[[MicroBatch], Tensor], micros: list[MicroBatch]
 ) -> list[Tensor]:
-    """Outputs (M, hidden) of every layer where a token is predicted, then logprobs (M,), in token order."""
+    """Return every layer's outputs (M, hidden) at the predictors, then logprobs (M,), in token order."""
     parts: list[list[Tensor]] = []
     for micro in micros:
         with _outputs(model) as outputs:
@@ -120,7 +120,7 @@ def _run(
 
 @contextmanager
 def _outputs(model: PolicyModel) -> Iterator[list[Tensor]]:
-    """Collect the outputs of the layers as they run; none where layers cannot be told from other modules."""
+    """Collect the outputs of the layers as they run; none where no module list has as many entries."""
     count = int(model.model.config.get_text_config().num_hidden_layers)
     lists = (module for module in model.model.base_model.modules() if isinstance(module, nn.ModuleList))
     outputs: list[Tensor] = []

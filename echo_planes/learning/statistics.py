@@ -1,4 +1,4 @@
-"""Figures of a step's scored tokens: how far the learner is from the policies that sampled. numpy only.
+"""Figures of a step's scored tokens: distance of the learner from the sampling policies. numpy only.
 
 log w = log pi_learner - log pi_sampler at the start of the step, nats. k3 = w - 1 - log w is Schulman's
 estimate of KL(sampler || learner), never negative; its mean is steadier than that of -log w.
@@ -12,13 +12,13 @@ import numpy as np
 
 from echo_planes.types import FloatArray, IntArray, LagStats
 
-LONGEST = 20.0  # nats: |log w| beyond it counts as this in k3 and in effective samples, which it would swamp
+LONGEST = 20.0  # nats: larger |log w| count as this in k3 and effective samples, which they would dominate
 QUANTILES = (0.5, 0.99, 0.999, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightStats:
-    """Of M tokens; None where there are none."""
+    """Figures of w over M tokens; all None where M is 0."""
 
     mean: float | None = None  # |log w|
     p99: float | None = None
@@ -28,7 +28,7 @@ class WeightStats:
 
 
 def weight_stats(log_weight: FloatArray) -> WeightStats:
-    """Figures of log w (M,)."""
+    """Return the figures of `log_weight`, log w (M,)."""
     if not len(log_weight):
         return WeightStats()
     size = np.abs(log_weight)
@@ -44,12 +44,12 @@ def weight_stats(log_weight: FloatArray) -> WeightStats:
 
 
 def lag_stats(log_weight: FloatArray, lags: IntArray, trained: FloatArray) -> tuple[LagStats, ...]:
-    """Figures by lag, ascending; lags without a scored token are left out.
+    """Return the figures of each lag, ascending, without lags that have no scored token.
 
     Args:
-        log_weight: of the scored tokens (M,).
-        lags: theirs (M,).
-        trained: per lag, tokens trained, truncated, masked and clipped (num_lags, 4).
+        log_weight: log w of the scored tokens (M,).
+        lags: lags of the same tokens (M,).
+        trained: numbers of tokens trained, truncated, masked and clipped, per lag (num_lags, 4).
     """
     tokens = np.bincount(lags, minlength=len(trained))
     drift = np.bincount(lags, np.abs(log_weight), minlength=len(trained))

@@ -1,7 +1,7 @@
-"""One run, from the words of its command line to its summary.
+"""One run, from its command-line words to its summary.
 
-`loading`, `preflight` and `resume` come before anything starts; `launch` starts the actors; `controller`
-decides (events in, actions out, pure), `runner` does it, through the interfaces of `planes`; `accounting`
-writes down what happens, `reconcile` keeps the fleet. Imports: all but testing and sim. Ray: in
-`launch` alone.
+`loading`, `preflight` and `resume` check the settings before any process starts. `launch` starts the actors.
+`controller` is a pure state machine (events in, actions out). `runner` carries out its actions through the
+interfaces of `planes`. `accounting` records steps, events and dollars. `reconcile` starts and ends workers
+where the fleet follows price and need. May import all but testing and sim; only `launch` imports Ray.
 """

@@ -1,6 +1,6 @@
-"""Does a run's accounting: the step line, metrics.jsonl, events, money, the ledger and summary.json.
+"""Accounting of a run: the step line, metrics.jsonl, events, money, the ledger and summary.json.
 
-It is the `Observer` of a real run; everything it is told comes from `runner.py`.
+`Journal` is the `Observer` of a real run: the runner and the other observers report to it.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from echo_planes.types import (
     WorkerStats,
 )
 
-RECENT_STEPS = 20  # T_train is the median of so many
+RECENT_STEPS = 20  # newest steps whose median is T_train
 
 
 class Journal:
-    """The accounting of one part of a run; what it tells of the whole run holds the earlier parts, too.
+    """Accounting of one part of a run. Figures of the whole run include the earlier parts.
 
     Args:
         config: the run's settings.
-        writer: its folder's metrics and events.
-        view: its terminal.
-        clock: seconds.
+        writer: writes metrics and events to the run folder.
+        view: the terminal.
+        clock: the run's clock, seconds.
         export: called with every step's numbers (Prometheus).
         start_s: when the part began, on `clock`.
-        start_step: of the checkpoint that it goes on from.
+        start_step: step of the checkpoint that the part continues from; 0: none.
 
     Raises:
-        DataError: what the earlier parts wrote down is damaged.
+        DataError: parts.json or spending.json of the earlier parts is damaged.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Journal:
         self._start_s = start_s
         self._last_step_s = start_s
         self._infos: dict[str, WorkerInfo] = {}
-        self._serving: set[str] = set()  # workers whose living incarnation has weights
+        self._serving: set[str] = set()  # workers whose current incarnation serves
         self._t_train_s: deque[float] = deque(maxlen=RECENT_STEPS)
         self._uninformative = UninformativeShare(config.sampling.trajectories_per_step)
         self._stats: dict[tuple[str, int], WorkerStats] = {}
@@ -98,13 +98,14 @@ class Journal:
 
     def on_event(self, kind: str, text: str, *, worker: str = "", version: int | None = None) -> None:
         self._writer.event(self._elapsed_s(), kind, text, worker=worker or None, version=version)
-        if kind not in ("publication", "eval"):
+        if kind not in ("publication", "eval", "price"):
             self._view.event(f"{kind}{' ' + worker if worker else ''}: {text}")
 
     def on_worker(self, info: WorkerInfo, *, alive: bool) -> None:
+        info = self.spending.priced(info)
         known = self._infos.get(info.worker_id, info)
         if info.epoch < known.epoch:
-            return  # late news of a machine that its successor has replaced
+            return  # a late report of an incarnation that its successor has replaced
         self._infos[info.worker_id] = info
         self._serving.discard(info.worker_id)
         self._worker_state(info, "booting" if alive else "gone")
@@ -116,7 +117,7 @@ class Journal:
             self.spending.book.worked(stats.worker_id, stats.busy_s, self._clock.now_s())
 
     def on_published(self, manifest: Manifest, seconds: float) -> None:
-        self._num_versions += manifest.version > self._newest_version  # not where one is published again
+        self._num_versions += manifest.version > self._newest_version  # a repeated publication does not count
         self._newest_version = max(self._newest_version, manifest.version)
         self.broadcasts.on_published(manifest, seconds, self._clock.now_s())
         share = manifest.changed_elements / max(1, manifest.total_elements)
@@ -162,6 +163,7 @@ class Journal:
             "reward_trained_mean": float(batch.rewards.mean()),
             "reward_std": float(batch.task_rewards.std()),
             "correct_mean": float(batch.correct.mean()),
+            **({"reward_parts": dict(batch.reward_parts)} if batch.reward_parts else {}),
             **batch_figures(batch),
             **learner_figures(stats),
             "staleness_max": int(staleness.max()),
@@ -223,17 +225,22 @@ class Journal:
         self._view.event(text)
         self._write_part([])
 
+    def on_prices(self, usd_per_hour: Mapping[str, float]) -> None:
+        """Apply new prices, dollars an hour by instance type, from now on."""
+        self.spending.reprice(usd_per_hour, self._clock.now_s())
+        self._infos = {worker_id: self.spending.priced(info) for worker_id, info in self._infos.items()}
+
     def on_guard(self, report: GuardReport) -> None:
         self._guard = report
 
     @property
     def collapse(self) -> str:
-        """In words, how the reward ended far below its best; "" if it did not."""
+        """Description of a reward that ended far below its best; "" if it did not."""
         totals = self._writer.aggregates
         return collapse_of(totals.rewards, totals.spreads)
 
     def on_fleet(self, text: str, numbers: Mapping[str, Any]) -> None:
-        """Log the standing of a fleet that follows price and need, and its actions (`fleet.record`)."""
+        """Log the state of a fleet that follows price and need, and its actions (`fleet.record`)."""
         self._writer.event(self._elapsed_s(), FLEET_STATE, text, **numbers)
 
     # --- the end ---------------------------------------------------------------------------------
@@ -247,7 +254,7 @@ class Journal:
         digest_mismatches: int,
         restarts: Mapping[str, int],
     ) -> dict[str, Any]:
-        """Contents of summary.json, written too. Of the whole run, but for keys that name its last part."""
+        """Write summary.json and return its contents: the whole run, except keys that name its last part."""
         now_s, totals = self._clock.now_s(), self._writer.aggregates
         self._digest_mismatches, self._restarts = digest_mismatches, restarts
         whole = whole_run(self._write_part(self.broadcasts.rows()))
@@ -258,7 +265,7 @@ class Journal:
             "error": error,
             **totals.summary(),
             **self.spending.summary(now_s, totals.num_steps, totals.tokens_trained),
-            # The largest that was in force: a rollback halves it, a resume may set another.
+            # The largest S that was in force: a rollback halves it, and a resume may set another.
             "max_staleness": max(self._config.staleness.max_staleness, totals.max_staleness_allowed),
             "publish_every": self._config.staleness.kappa,
             "lost_trajectories": counts.lost,
@@ -284,7 +291,7 @@ class Journal:
     # --- inside ----------------------------------------------------------------------------------
 
     def _write_part(self, publications: Sequence[Record]) -> list[Record]:
-        """Bring parts.json up to date; the rows of publications only at the end, as they are many."""
+        """Update parts.json and return its records. Publications are many, so only the end passes them."""
         now_s = self._clock.now_s()
         return self._parts.write(
             {
@@ -315,7 +322,7 @@ class Journal:
         }
 
     def _newest_eval(self) -> dict[str, Any]:
-        """The newest evaluation's numbers, for metrics.jsonl; {} before."""
+        """Return the newest evaluation's numbers for metrics.jsonl; {} before the first."""
         if not self._evals:
             return {}
         newest = self._evals[-1]
@@ -329,32 +336,37 @@ class Journal:
         }
 
     def _worker_state(self, info: WorkerInfo, state: str) -> None:
-        """For the report, not for the terminal."""
-        offer = info.offer or info.sku
+        """Log a worker's state for the report; the terminal does not show it."""
+        instance_type = info.instance_type or info.sku
         self._writer.event(
-            self._elapsed_s(), WORKER_STATE, state, worker=info.worker_id, offer=offer, epoch=info.epoch
+            self._elapsed_s(),
+            WORKER_STATE,
+            state,
+            worker=info.worker_id,
+            instance_type=instance_type,
+            epoch=info.epoch,
         )
 
     def _elapsed_s(self) -> float:
         return self._clock.now_s() - self._start_s
 
 
-FAR = 1 << 24  # a resumed run's leases are numbered on from those of its checkpoint
+FAR = 1 << 24  # largest jump in a lineage's numbers: a resumed run continues those of its checkpoint
 
 
 class GroupUses:
-    """Times that each group was trained, 255 at most: a byte of each, as a run trains millions."""
+    """Counter of how often each group was trained: a byte per group, up to 255, as a run trains millions."""
 
     def __init__(self) -> None:
-        self._by_number: dict[str, bytearray] = {}  # of each lineage, by the number at the end of an id
+        self._by_number: dict[str, bytearray] = {}  # lineage -> uses, by the number at the end of a group id
         self._others: Counter[str] = Counter()
 
     def add(self, group_id: str) -> int:
-        """A group is trained once more; says how often it was by now."""
+        """Count one training of a group; return how often it was trained so far."""
         lineage, _, number = group_id.rpartition(".")
         uses = self._by_number.setdefault(lineage, bytearray())
         place = int(number) if number.isdecimal() and len(number) < 12 else -1
-        if not 0 <= place < len(uses) + FAR:  # no number that follows on those before
+        if not 0 <= place < len(uses) + FAR:  # no number, or too far beyond those before
             self._others[group_id] += 1
             return self._others[group_id]
         if place >= len(uses):
@@ -364,7 +376,7 @@ class GroupUses:
 
 
 def _guarded(report: GuardReport) -> dict[str, float]:
-    """Guard columns of a step: the settings in force, and counts of alarms and rollbacks."""
+    """Return the guard columns of a step: the settings in force, and counts of alarms and rollbacks."""
     return {
         "guard_rung": report.rung,
         "guard_max_staleness": report.max_staleness,
@@ -375,5 +387,5 @@ def _guarded(report: GuardReport) -> dict[str, float]:
 
 
 def _details(counts: BufferCounts) -> dict[str, int]:
-    """Counts that make up the ledger's sum, and those that never came into it."""
+    """Return the ledger's counts besides its main terms: `LEDGER_DETAILS`."""
     return {key: getattr(counts, key) for key in LEDGER_DETAILS}

@@ -1,4 +1,4 @@
-"""Builders of what a worker's process needs of the task: its adapter, and the processes of its rewards."""
+"""Builders that a worker's process calls: one makes the task adapter, one the reward processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from echo_planes.rollout.scoring import ProcessScorer
 
 @dataclass(frozen=True, slots=True)
 class TaskBuilder:
-    """Builds the run's task adapter in whichever process calls it."""
+    """Builds the run's task adapter in the process that calls it."""
 
     config: Config
 
@@ -24,7 +24,7 @@ class TaskBuilder:
 
 @dataclass(frozen=True, slots=True)
 class ScorerBuilder:
-    """Makes the processes that compute the run's rewards, each answer within `limit_s` seconds."""
+    """Builds the scorer, whose processes compute each answer's reward within `limit_s` seconds."""
 
     config: Config
 

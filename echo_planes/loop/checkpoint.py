@@ -7,13 +7,14 @@
       learner/     weights, fp32 masters, moments, RNG (DeepSpeed)
       data/        buffered groups, prompt cursor, ledger, published digests, partial rollouts (Arrow)
 
-A checkpoint is written under another name and renamed when whole, so one that is there is complete.
+`save_checkpoint` writes under a temporary name and renames the folder at the end: every step-N is complete.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -28,7 +29,7 @@ LINEAGE_FILE = "lineage"  # in the run folder: number of the newest incarnation
 
 
 class Saver(Protocol):
-    """A plane that can write its part."""
+    """Plane that can write its part of a checkpoint."""
 
     async def save(self, folder: Path) -> None: ...
 
@@ -52,7 +53,7 @@ async def save_checkpoint(
     keep: int,
     keep_steps: Collection[int] = (),
 ) -> Path:
-    """Write `folder`/step-N and remove all but the `keep` newest, and those of `keep_steps`.
+    """Write and return `folder`/step-N; remove the others except the `keep` newest and `keep_steps`.
 
     Raises:
         ClusterError: the disk is full or cannot be written.
@@ -80,10 +81,11 @@ async def save_checkpoint(
 
 
 def newest_checkpoint(run_dir: Path) -> tuple[Path, CheckpointMeta]:
-    """The checkpoint to resume from.
+    """Return the folder and the metadata of the newest checkpoint.
 
     Raises:
         ConfigError: there is none.
+        DataError: its metadata is not readable.
     """
     found = sorted((path.parent for path in (run_dir / "checkpoints").glob("step-*/meta.json")), key=_age)
     if not found:
@@ -93,8 +95,15 @@ def newest_checkpoint(run_dir: Path) -> tuple[Path, CheckpointMeta]:
     return found[-1], read_meta(found[-1])
 
 
+def resume_command(run_dir: Path) -> str:
+    """Return the command that resumes a run from its newest checkpoint; "" if it has none."""
+    if not any((run_dir / "checkpoints").glob("step-*/meta.json")):
+        return ""
+    return f"python -m echo_planes.run {shlex.quote(f'run.resume={run_dir}')}"
+
+
 def checkpoint_of(run_dir: Path, step: int) -> Path:
-    """Folder of the checkpoint of a step."""
+    """Return the folder of the checkpoint of a step."""
     return run_dir / "checkpoints" / _name_of(step)
 
 
@@ -102,7 +111,7 @@ def read_meta(checkpoint: Path) -> CheckpointMeta:
     """Read the metadata of a checkpoint.
 
     Raises:
-        DataError: it is not there, not readable, or holds something else.
+        DataError: meta.json is missing, not readable, or holds something else.
     """
     path = checkpoint / "meta.json"
     advice = "restore it, or remove the folder to resume from an older one"
@@ -119,15 +128,15 @@ def read_meta(checkpoint: Path) -> CheckpointMeta:
 
 
 def go_back(checkpoint: Path, next_epoch: int, guard: Mapping[str, Any]) -> CheckpointMeta:
-    """Make a checkpoint the newest one: later ones, of a policy that was given up, are removed.
+    """Make a checkpoint the newest one, by removing later ones; return its new metadata.
 
     Args:
         checkpoint: its folder.
-        next_epoch: worker epoch that no incarnation has had.
-        guard: record to go on with, written into the checkpoint: a resume from it knows of the rollback.
+        next_epoch: worker epoch that no incarnation has used.
+        guard: the guard's record to continue with, written into the checkpoint for a later resume.
 
     Raises:
-        DataError: it is not readable.
+        DataError: the checkpoint's metadata is not readable.
     """
     meta = read_meta(checkpoint)
     for later in (other for other in checkpoint.parent.glob("step-*") if _age(other) > _age(checkpoint)):
@@ -138,12 +147,12 @@ def go_back(checkpoint: Path, next_epoch: int, guard: Mapping[str, Any]) -> Chec
 
 
 def open_lineage(run_dir: Path, meta: CheckpointMeta) -> CheckpointMeta:
-    """`meta` with a lineage number that no incarnation of this run has had, written down at once.
+    """Return `meta` with a lineage number that the run has not used yet, and write that number to disk.
 
-    The checkpoint alone does not know: a run that died before its next checkpoint had a lineage too.
+    The number in the checkpoint is not enough: a run that died before its next checkpoint has used one more.
 
     Raises:
-        DataError: the file of it holds something else.
+        DataError: the lineage file does not hold a number.
     """
     path = run_dir / LINEAGE_FILE
     number = meta.lineage_number
@@ -158,7 +167,7 @@ def open_lineage(run_dir: Path, meta: CheckpointMeta) -> CheckpointMeta:
 
 
 def rewind_metrics(run_dir: Path, step: int) -> int:
-    """Forget the metrics of steps that the resume does again. Returns how many."""
+    """Remove the metrics rows of steps after `step`, which a resume repeats; return how many."""
     rows = read_metrics(run_dir)
     kept = [row for row in rows if (row.get("step") or 0) <= step]
     if len(kept) < len(rows):
@@ -171,12 +180,12 @@ def _name_of(step: int) -> str:
 
 
 def _age(checkpoint: Path) -> tuple[int, str]:
-    """Sorts checkpoints from the oldest: a step may have more digits than names are padded to."""
+    """Return a sort key, oldest first: a step may have more digits than names are padded to."""
     return len(checkpoint.name), checkpoint.name
 
 
 def _sync(folder: Path) -> None:
-    """Bring every file to the disk before the rename makes the checkpoint count."""
+    """Flush every file to disk, before the rename completes the checkpoint."""
     for path in folder.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)

@@ -13,11 +13,11 @@
           WorkerWanted               WorkerUnwanted              WorkerLeft
                +----> StartWorker          +----> LeaveWorker         +----> StopWorker
 
-`runner.py` carries the actions out against real actors or fakes, and feeds the events back. At most one
-FormBatch, Train, Publish, Checkpoint or adjustment is in the air at a time (the learner does one thing at a
-time); installs, evaluations and restarts run beside them. What the guard (`learning.guard`) makes of a step
-comes before whatever else follows from it. A worker that evaluates gets no newer weights until its evaluation
-is answered, so that all answers are of one version, unless the learner starves meanwhile.
+`runner.py` carries out the actions on real actors or fakes and reports the events. At most one FormBatch,
+Train, Publish, Checkpoint or adjustment is pending at a time, because the learner does one thing at a time.
+Installs, evaluations and restarts run concurrently. After a step the adjustments of the guard
+(`learning.guard`) precede the publication and the checkpoint. A worker that evaluates installs no newer
+weights before the evaluation ends, so that all answers are of one version, unless the learner starves.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ from echo_planes.loop.events import (
 )
 from echo_planes.types import InstallReport, Manifest, StepStats, TrainBatch
 
-STARVED_AGAIN_S = 2.0  # a starved learner publishes again after this long, and the same version ever later
-MOST_STARVED_AGAIN_S = 120.0
-MAX_INSTALL_FAILURES = 3  # then the worker is replaced
-MOST_RESTART_DELAY_S = 60  # a lost worker comes back after 0 s, 1 s, 3 s, 7 s, ..., but no later than this
-STEADY_S = 600.0  # losses of a worker that was up so long between them are not in a row
+STARVED_AGAIN_S = 2.0  # of starvation before the learner publishes again; doubles with each repetition
+MOST_STARVED_AGAIN_S = 120.0  # upper limit of that time
+MAX_INSTALL_FAILURES = 3  # in a row; one more replaces the worker
+MOST_RESTART_DELAY_S = 60  # a lost worker restarts after 0, 1, 3, 7, ... seconds, at most after this many
+STEADY_S = 600.0  # a worker that was up this long before a loss begins a new row of restarts
 
 
 @dataclass
@@ -76,24 +76,24 @@ class _Worker:
     epoch: int = 0
     up: bool = False
     version: int = -1
-    installing: int = -1  # version on its way, -1: none
+    installing: int = -1  # version that an install is pending for; -1: none
     failures: int = 0  # installs refused in a row
     restarts: int = 0
-    in_a_row: int = 0  # of them, without `STEADY_S` of work in between
-    ready_s: float | None = None  # when this incarnation was
+    in_a_row: int = 0  # restarts without `STEADY_S` of work in between
+    ready_s: float | None = None  # when this incarnation became ready
     given_up: bool = False
     leaving: bool = False  # takes no new prompts
-    evaluating: bool = False  # newer weights wait until it has answered
+    evaluating: bool = False  # answers an evaluation; newer weights wait
 
 
 class Controller:
-    """Turns the three planes.
+    """State machine of one run, which decides the next actions of the three planes.
 
     Args:
         config: the run's settings.
-        worker_ids: the fleet to begin with.
+        worker_ids: workers of the first fleet.
         first_epoch: incarnation number of the first workers (larger after a resume).
-        guard: record of the guard that the checkpoint to continue from was written with.
+        guard: the guard's record in the checkpoint to continue from, if any.
     """
 
     def __init__(
@@ -109,17 +109,17 @@ class Controller:
         self._workers = {worker_id: _Worker(epoch=first_epoch) for worker_id in worker_ids}
         self._past_restarts: dict[str, int] = {}  # of workers that have left
         self._step = -1
-        self._saved_step = -1  # of the newest checkpoint, or of the start
+        self._saved_step = -1  # step of the newest checkpoint, or the first step of this part
         self._manifest: Manifest | None = None
-        self._busy = False  # FormBatch, Train, Publish, Checkpoint or an adjustment is in the air
-        self._batch: TrainBatch | None = None  # that is trained
-        self._todo: list[Action] = []  # what the learner does next, in order
+        self._busy = False  # FormBatch, Train, Publish, Checkpoint or an adjustment is pending
+        self._batch: TrainBatch | None = None  # newest one given to the learner
+        self._todo: list[Action] = []  # actions that wait for the learner, in order
         self._starved_since_s: float | None = None
         self._starved_again_s = STARVED_AGAIN_S
         self._waiting_since_s: float | None = None
         self._evaluations_due: set[int] = set()
         self._evaluating = False
-        self._stop: StopRequested | None = None  # the first request: it says why the run ends
+        self._stop: StopRequested | None = None  # the first request, which gives the run's end status
         self._over = False
         self.digest_mismatches = 0
 
@@ -130,7 +130,7 @@ class Controller:
 
     @property
     def _kappa(self) -> int:
-        """Steps between publications, as things are now."""
+        """Steps between publications at present; 1 while the guard limits staleness."""
         return 1 if self.guard.limits_staleness else self._config.staleness.kappa
 
     def begin(self) -> list[Action]:
@@ -138,18 +138,18 @@ class Controller:
         return [StartWorker(worker_id, worker.epoch, 0.0) for worker_id, worker in self._workers.items()]
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
-        """The next actions, given what happened."""
+        """Return the actions that follow from an event."""
         if self._over:
             return []
         match event:
             case LearnerReady(step):
                 self._step = self._saved_step = step
-                if step:  # a resume: what was in force still is
+                if step:  # a resume: the guard's adjustments stay in force
                     self._todo += self._adjustments() if self.guard.report.rung else []
                     self.guard.saved(step)
                 self._todo.append(Publish(step))
                 if not step and self._config.guard.mode == "act" and self._config.checkpoint.every:
-                    # After a rollback to the start its checkpoint is there already.
+                    # After a rollback to the start that checkpoint exists already.
                     self._todo += [] if self.guard.report.good_step == step else [Checkpoint(step)]
                 self._evaluations_due.add(step)
                 actions = self._learner_free(now_s)
@@ -198,7 +198,7 @@ class Controller:
     # --- learner ---------------------------------------------------------------------------------
 
     def _learner_free(self, now_s: float) -> list[Action]:
-        """Give the idle learner its next thing to do."""
+        """Return the next action of the learner, which is idle now."""
         self._busy = False
         if self._todo:
             self._busy = True
@@ -235,8 +235,8 @@ class Controller:
     # --- guard -----------------------------------------------------------------------------------
 
     def _guarded(self, figures: GuardFigures) -> list[Action]:
-        """Return the guard's actions on a step; what the learner must do for it is put first."""
-        verdict = None if self._stop else self.guard.observe(figures)  # who stops it decides how to go on
+        """Return the guard's actions after a step; put its adjustments ahead of the waiting actions."""
+        verdict = None if self._stop else self.guard.observe(figures)  # a requested stop takes precedence
         if verdict is None:
             return []
         told: list[Action] = [TellGuard(self.guard.report, verdict.text)]
@@ -253,7 +253,7 @@ class Controller:
         return [AdjustLearner(self.guard.adjustment), LimitStaleness(self.guard.max_staleness)]
 
     def _compare(self, first: StepStats) -> list[Action]:
-        """The first batch was sampled from the very weights that scored it: they must agree."""
+        """Return actions if learner and sampler disagree on batch 0, which the same weights sampled."""
         trouble = "" if first.mismatch_mean is None else self.guard.compare(first.mismatch_mean)
         if not trouble:
             return []
@@ -267,7 +267,7 @@ class Controller:
         installs = [
             action
             for worker_id, worker in self._workers.items()
-            if _takes_weights(worker)  # others: when they are through
+            if _takes_weights(worker)  # the others install it once they are free
             for action in self._install(worker_id, worker)
         ]
         return installs + self._learner_free(now_s)
@@ -277,7 +277,7 @@ class Controller:
         if waited_s > self._config.run.wait_limit_s:
             return self._finish(
                 "failed",
-                f"timed out after {waited_s:.0f} s waiting for the batch of step {self._step} "
+                f"timed out after {waited_s:.0f} s waiting for the batch of step {self._step + 1} "
                 f"({event.reason}: {event.detail})",
             )
         if self._stop:
@@ -288,9 +288,9 @@ class Controller:
             self._starved_since_s = now_s
         elif now_s - self._starved_since_s >= self._starved_again_s:
             self._starved_since_s = now_s
-            if held := self._let_go():  # an evaluation of two versions is better than a learner that waits
+            if held := self._let_go():  # an evaluation of two versions costs less than a waiting learner
                 return held + self._learner_free(now_s)
-            # Either kappa left nothing new enough, or a publication was lost or is still on its way.
+            # Either all served versions are too old (kappa), or a publication is lost or still in transit.
             self._starved_again_s = min(2 * self._starved_again_s, MOST_STARVED_AGAIN_S)
             for worker in self._workers.values():
                 worker.installing = -1
@@ -300,7 +300,7 @@ class Controller:
     # --- workers ---------------------------------------------------------------------------------
 
     def _living(self, worker_id: str, epoch: int) -> _Worker | None:
-        """The worker, if that incarnation of it is the present one."""
+        """Return the worker if `epoch` is its current incarnation, else None."""
         worker = self._workers.get(worker_id)
         return worker if worker is not None and worker.epoch == epoch else None
 
@@ -336,7 +336,7 @@ class Controller:
 
     def _replace(self, worker_id: str, worker: _Worker, reason: str, now_s: float) -> list[Action]:
         if worker.leaving or self._config.fleet.scale != "fixed":
-            return self._forget(worker_id)  # whether another comes is the fleet's decision
+            return self._forget(worker_id)  # the reconciler decides whether another one starts
         worker.up, worker.version, worker.installing, worker.failures = False, -1, -1, 0
         worker.epoch += 1
         if worker.ready_s is not None and now_s - worker.ready_s >= STEADY_S:
@@ -368,7 +368,7 @@ class Controller:
             return []
         if report.ok:
             worker.failures = 0
-            # Before the next install: else a worker that never catches up would never evaluate.
+            # Evaluate before the next install; otherwise a worker that is always behind would never evaluate.
             actions = self._evaluate_if_due()
             if report.version < self._manifest.version and not worker.evaluating:
                 actions += self._install(report.worker_id, worker)
@@ -381,14 +381,14 @@ class Controller:
     # --- evaluation and the end ------------------------------------------------------------------
 
     def _evaluate_if_due(self) -> list[Action]:
-        """Start the oldest evaluation that is due, once some worker serves its version, or a newer one.
+        """Start the oldest evaluation that is due, once a free worker serves its version or a newer one.
 
-        Asked are those that serve the newest such version; no worker installs another one meanwhile.
+        All free workers that serve the newest such version take part. They install no other one meanwhile.
         """
         if not self._evaluations_due or self._evaluating:
             return []
         step = min(self._evaluations_due)
-        # Between publications the newest snapshot stands for the step.
+        # A step between two publications is evaluated with the snapshot published before it, or a newer one.
         wanted = step - step % self._kappa if step < self._config.run.steps else step
         able = {w: worker for w, worker in self._workers.items() if _can_answer(worker, wanted)}
         if not able:
@@ -405,7 +405,7 @@ class Controller:
         return self._let_go() + self._evaluate_if_due()
 
     def _let_go(self) -> list[Action]:
-        """The installs that waited for an evaluation; it holds back none from now on."""
+        """Return the installs that waited for the evaluation; it delays no install from now on."""
         newest = self._manifest.version if self._manifest else -1
         actions: list[Action] = []
         for worker_id, worker in self._workers.items():
@@ -427,10 +427,10 @@ class Controller:
 
 
 def _can_answer(worker: _Worker, version: int) -> bool:
-    """Whether it may be asked to evaluate that version, or a newer one."""
+    """Return whether the worker can evaluate that version, or a newer one, now."""
     return _takes_weights(worker) and worker.version >= version
 
 
 def _takes_weights(worker: _Worker) -> bool:
-    """Whether an install may begin at it now."""
+    """Return whether the worker can begin an install now."""
     return worker.up and not worker.leaving and worker.installing < 0 and not worker.evaluating

@@ -1,4 +1,4 @@
-"""Evaluation: the answering of held-out prompts, and the scores of the answers."""
+"""Evaluation on held-out prompts: how answers are drawn, and the scores of the answers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from echo_planes.types import Draw, EvalReport, Trajectory
 
 
 def eval_draw(config: Config) -> Draw | None:
-    """Draw of the answers to held-out prompts where it is not that of training, else None."""
+    """Return the draw of answers to held-out prompts; None if it equals that of training."""
     draw = drawn(config)
     return None if draw == Draw(config.sampling.temperature, config.sampling.top_p) else draw
 
 
 def drawn(config: Config) -> Draw:
-    """Draw of the answers to held-out prompts."""
+    """Return the draw of answers to held-out prompts."""
     temperature, top_p = config.eval.temperature, config.eval.top_p
     return Draw(
         config.sampling.temperature if temperature is None else temperature,
@@ -27,13 +27,13 @@ def drawn(config: Config) -> Draw:
 
 
 def pass_at(counts: Sequence[tuple[int, int]]) -> tuple[float, ...]:
-    """pass@k for k = 1, 2, ...: the chance that of k answers to a prompt at least one is right.
+    """Return pass@k for k = 1, 2, ...: the probability that at least one of k answers to a prompt is right.
 
-    1 - C(n - c, k) / C(n, k), without bias, of each prompt, averaged over the prompts (Codex, 2107.03374,
-    section 2.1, equation 1). A prompt with fewer than k scored answers says nothing of k and is left out.
+    The mean over prompts of the unbiased estimate 1 - C(n - c, k) / C(n, k) (Codex, 2107.03374, section 2.1,
+    equation 1). A prompt with fewer than k scored answers does not count for k.
 
     Args:
-        counts: n and c of each prompt: answers that have a reward, and of them those that are right.
+        counts: n and c of each prompt: answers that have a reward, and those of them that are right.
     """
     longest = max((n for n, _ in counts), default=0)
     curve = []
@@ -49,13 +49,13 @@ def _any_right(n: int, c: int, k: int) -> float:
 
 
 def doublings(curve: Sequence[float]) -> dict[str, float]:
-    """Of `pass_at`, k and pass@k for k = 1, 2, 4, ... and the last."""
+    """Return k (as text) and pass@k of a `pass_at` curve, for k = 1, 2, 4, ... and the last."""
     last = len(curve)
     return {str(k): curve[k - 1] for k in range(1, last + 1) if k == last or not k & (k - 1)}
 
 
 def in_words(report: EvalReport) -> str:
-    """The report in a line."""
+    """Return the report as one line of text."""
     curve = "".join(f", pass@{k} {value:.3f}" for k, value in doublings(report.pass_at).items() if k != "1")
     of_two = f" to v{report.newest_version}: newer weights came meanwhile"
     return (
@@ -67,10 +67,10 @@ def in_words(report: EvalReport) -> str:
 
 
 def report_of(step: int, settings: EvalConfig, answers: Sequence[Trajectory]) -> EvalReport:
-    """The report of an evaluation. Versions are those of single tokens, of every answer.
+    """Return the report of an evaluation. Its versions are the oldest and newest of any token of any answer.
 
     Raises:
-        RunError: an answer's rollout failed, or none has a reward.
+        RunError: a rollout failed without a token, or no answer has a reward.
     """
     failed = [t.error for t in answers if t.status == "failed" and not t.episode.response_ids]
     if failed:
@@ -96,14 +96,14 @@ def report_of(step: int, settings: EvalConfig, answers: Sequence[Trajectory]) ->
 
 
 def _right(answers: Sequence[Trajectory]) -> list[tuple[int, int]]:
-    """Of every prompt, how many answers there are and how many of them are right."""
+    """Return for every prompt how many answers it has and how many of them are right."""
     number = Counter(answer.prompt.index for answer in answers)
     right = Counter(answer.prompt.index for answer in answers if answer.reward.correct)
     return [(n, right[index]) for index, n in number.items()]
 
 
 def _by_prompt(answers: Sequence[Trajectory]) -> tuple[tuple[int, float], ...]:
-    """Mean reward of every prompt, in the order of their indices."""
+    """Return the mean reward of every prompt, in order of prompt indices."""
     rewards: dict[int, list[float]] = {}
     for answer in answers:
         rewards.setdefault(answer.prompt.index, []).append(answer.reward.value)

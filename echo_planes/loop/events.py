@@ -1,4 +1,4 @@
-"""Events that the controller is told, and actions that it answers."""
+"""Events that the controller receives, and actions that it returns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echo_planes.types import (
     TrainBatch,
 )
 
-# End of a run. `rollback`: it is opened again from an older checkpoint.
+# End of a run. `rollback`: the next part starts from an older checkpoint.
 EndStatus = Literal["done", "stopped", "spent", "failed", "collapsed", "rollback"]
 
 # --- events --------------------------------------------------------------------------------------
@@ -40,23 +40,23 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class WorkerWanted:
-    """The fleet is to have another worker. Its name was never used before."""
+    """The fleet needs another worker. Its id was never used before."""
 
     worker_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerUnwanted:
-    """A worker is to leave: it is no longer needed, or its machine is about to go."""
+    """A worker must leave: the fleet does not need it any more, or its machine is about to go."""
 
     worker_id: str
     reason: str
-    limit_s: float  # until it must be gone
+    limit_s: float  # seconds until it must be gone
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLeft:
-    """A worker that was to leave has handed everything over."""
+    """A leaving worker has handed over its leases, or failed to do so within its limit."""
 
     worker_id: str
     epoch: int
@@ -64,7 +64,7 @@ class WorkerLeft:
 
 @dataclass(frozen=True, slots=True)
 class LearnerReady:
-    """The learner holds its weights; `step` updates are behind it."""
+    """The learner holds the weights after update `step`; 0: the initial ones."""
 
     step: int
 
@@ -76,7 +76,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """The outcome of an install, good or not."""
+    """The outcome of an install, successful or refused."""
 
     report: InstallReport
     epoch: int
@@ -105,7 +105,7 @@ class Checkpointed:
 
 @dataclass(frozen=True, slots=True)
 class Adjusted:
-    """The learner, or the data plane, works as the guard wants it from now on."""
+    """The learner or the data plane has applied an adjustment of the guard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +115,14 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationLost:
-    """A worker was lost while it evaluated; the evaluation is done again."""
+    """A worker was lost during an evaluation, which the controller starts again."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """Ctrl-C or SIGTERM, or the budget is spent: `status` is what the run will have ended as."""
+    """Request to end the run (Ctrl-C, SIGTERM, a spent budget); `status` becomes the run's end status."""
 
     reason: str
     status: Literal["stopped", "spent"] = "stopped"
@@ -153,7 +153,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class StartWorker:
-    """Start an incarnation after `delay_s`. Its older incarnation, if any, is ended and fenced first."""
+    """Start an incarnation after `delay_s` seconds. First end and fence the worker's older one, if any."""
 
     worker_id: str
     epoch: int
@@ -162,7 +162,7 @@ class StartWorker:
 
 @dataclass(frozen=True, slots=True)
 class LeaveWorker:
-    """Have an incarnation take no new prompts and hand over what it has, within `limit_s`."""
+    """Have an incarnation take no new prompts and hand over its leases, within `limit_s` seconds."""
 
     worker_id: str
     epoch: int
@@ -171,7 +171,7 @@ class LeaveWorker:
 
 @dataclass(frozen=True, slots=True)
 class StopWorker:
-    """End a worker that will not be started again: it must neither cost nor sample any longer."""
+    """End a worker for good, so that it neither costs money nor samples."""
 
     worker_id: str
 
@@ -185,7 +185,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Install:
-    """Make the newest publication serve at a worker. `fresh`: rewrite every weight, after a refusal."""
+    """Install the newest publication on a worker. `fresh`: rewrite every weight, after a refused install."""
 
     worker_id: str
     epoch: int
@@ -206,7 +206,7 @@ class Train:
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """Evaluate with the weights these workers serve."""
+    """Evaluate for `step`, with the weights that these workers serve."""
 
     step: int
     worker_ids: tuple[str, ...]
@@ -226,14 +226,14 @@ class AdjustLearner:
 
 @dataclass(frozen=True, slots=True)
 class LimitStaleness:
-    """Have the data plane keep to another S from the next batch on; never more than the configured one."""
+    """Have the data plane enforce another S from the next batch on, at most the configured one."""
 
     max_staleness: int
 
 
 @dataclass(frozen=True, slots=True)
 class TellGuard:
-    """Tell where the guard stands, and in words what it did; "" where it did nothing."""
+    """Report the guard's state, and as text what it did; "": nothing."""
 
     report: GuardReport
     text: str
@@ -241,7 +241,7 @@ class TellGuard:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The run is over. `error` says why, where it is not done."""
+    """End the run. `error` gives the reason; "" if the run is done."""
 
     status: EndStatus
     error: str = ""

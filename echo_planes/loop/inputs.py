@@ -1,6 +1,6 @@
-"""The inputs of a run, by digest: a path says nothing of the files behind it.
+"""Digests of a run's inputs: the files behind an unchanged path may have changed.
 
-`inputs.json` of a run folder is written when the run starts, and looked at by every resume.
+A new run writes them to `inputs.json` in its folder, and every resume compares its own with them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WHAT = {
 
 
 def digest_of_prompts(prompts: Iterable[Prompt]) -> str:
-    """Of their tokens and answers, in order."""
+    """Return a SHA-256 hex digest of the indices, tokens and answers of prompts, in order."""
     total = hashlib.sha256()
     for prompt in prompts:
         total.update(repr((prompt.index, tuple(prompt.token_ids), prompt.answer)).encode("utf-8", "replace"))
@@ -30,8 +30,8 @@ def digest_of_prompts(prompts: Iterable[Prompt]) -> str:
 
 
 def digest_of_model(folder: Path) -> str:
-    """Of a model's settings and tokenizer, and of the names and sizes of its weights: reading those would
-    take minutes, and a resume takes them from its checkpoint.
+    """Return a digest of a model's settings, its tokenizer, and the names and sizes of its weight files.
+    To read the weights would take minutes, and a resume loads them from its checkpoint.
 
     Raises:
         ModelError: a file cannot be read.
@@ -49,7 +49,7 @@ def digest_of_model(folder: Path) -> str:
 
 
 def keep_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
-    """Write down what a new run is made from; of one that goes on, what it was started from stays.
+    """Write inputs.json for a new run; a resumed run keeps its own.
 
     Raises:
         ClusterError: the disk is full.
@@ -59,10 +59,10 @@ def keep_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
 
 
 def check_inputs(folder: Path, inputs: Mapping[str, str], model: str) -> None:
-    """Check that a resume finds the inputs that its run was started from, as far as they were written down.
+    """Check that a resume finds the inputs that its run started with, as far as inputs.json records them.
 
     Raises:
-        ConfigError: they are others.
+        ConfigError: an input has changed.
         DataError: inputs.json is damaged.
     """
     path = folder / INPUTS_FILE

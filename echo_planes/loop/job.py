@@ -1,13 +1,12 @@
-"""One run from its first engine to its report: the runner, the accounting and the checkpoints put together.
+"""One run from its first engine to its report: connects the runner, the accounting and the checkpoints.
 
-A run may have several parts: where the guard goes back to a good checkpoint, a part ends, and the next one is
-opened from there as a resume opens one, with a lineage of its own.
+A run may have several parts. When the guard rolls back to a good checkpoint, the current part ends. The next
+part starts from that checkpoint as a resume does, with a lineage of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import shlex
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from echo_planes.cluster.clock import Clock
-from echo_planes.config.schema import Config, WorkerConfig
+from echo_planes.config.fleet import WorkerConfig
+from echo_planes.config.schema import Config
 from echo_planes.errors import DataError, EchoPlanesError
 from echo_planes.fleet.actuators.actuator import Actuator
 from echo_planes.fleet.money import Budget
@@ -27,15 +27,18 @@ from echo_planes.loop.checkpoint import (
     go_back,
     open_lineage,
     read_meta,
+    resume_command,
     rewind_metrics,
     save_checkpoint,
 )
 from echo_planes.loop.loading import dump_config
 from echo_planes.loop.observers import Observers
 from echo_planes.loop.planes import DataPlane, LearnerPlane, Planes
+from echo_planes.loop.price_watch import PriceWatch
 from echo_planes.loop.reconcile import ReconcileLoop, Roster, worker_info
 from echo_planes.loop.runner import Outcome, Runner
 from echo_planes.loop.spending import BudgetGuard, open_budget
+from echo_planes.loop.tracking import Tracking, TrackingNews, open_tracking
 from echo_planes.reporting.metrics import MetricsWriter, write_atomic
 from echo_planes.reporting.report import write_report
 from echo_planes.reporting.terminal import View
@@ -44,7 +47,7 @@ from echo_planes.types import BufferCounts
 
 
 class PlanesFactory(Protocol):
-    """Maker of the planes: `launch.RayPlanes`."""
+    """Factory of the planes, such as `launch.RayPlanes`."""
 
     def __call__(
         self,
@@ -53,12 +56,12 @@ class PlanesFactory(Protocol):
         run_dir: Path,
         resume_dir: Path | None,
         start_step: int,
-        kinds: Mapping[str, WorkerConfig],
+        worker_configs: Mapping[str, WorkerConfig],
     ) -> FleetPlanes: ...
 
 
 class FleetPlanes(Planes, Roster, Protocol):
-    """Planes that can be told of new kinds of workers."""
+    """Planes that also accept the settings of new workers."""
 
 
 async def run_job(
@@ -73,41 +76,46 @@ async def run_job(
     changes: Sequence[str] = (),
     make_planes: PlanesFactory,
     make_actuator: Callable[[Config, Clock], Awaitable[Actuator]],
-    kinds: Mapping[str, WorkerConfig],
+    worker_configs: Mapping[str, WorkerConfig],
     export: Callable[[Mapping[str, float]], None],
 ) -> Outcome:
-    """One run on the planes that `make_planes` makes; writes summary.json and report.html however it ends.
+    """Run to the end; write summary.json and report.html even if the runner fails.
 
     Args:
-        config, folder: what to run, and its absolute run folder.
-        view, clock: the terminal, and seconds.
+        config, folder: the settings, and the run folder's absolute path.
+        view, clock: the terminal, and the run's clock (seconds).
         start_s: when the run began, on `clock`.
-        checkpoint, meta: what to continue from; None and the first incarnation's numbers otherwise.
-        changes: settings that are not what the run was started with, a line each.
-        make_planes: `launch.RayPlanes`, or one that loses messages.
-        make_actuator: `launch.make_actuator`; asked only where the fleet follows price and need.
-        kinds: the fleet, one entry per worker; none where it follows price and need.
+        checkpoint, meta: checkpoint to continue from; None and the first incarnation's numbers for a new run.
+        changes: settings that a resume has changed, one line each.
+        make_planes: `launch.RayPlanes`, or a test's planes.
+        make_actuator: `launch.make_actuator`; called only where the fleet follows price and need.
+        worker_configs: the fleet, one entry per worker; empty where it follows price and need.
         export: called with every step's numbers (Prometheus).
 
     Raises:
-        EchoPlanesError: the budget was spent before; the learner or the replay buffer failed.
+        EchoPlanesError: the budget was spent already, or the learner or the data plane failed.
     """
-    world = _World(folder, view, clock, make_planes, make_actuator, kinds, export)
-    while True:
-        outcome, runner = await _part(world, config, start_s, checkpoint, meta, changes)
-        if outcome.status != "rollback":
-            return outcome
-        guard = runner.controller.guard
-        config, checkpoint = _halved(config), checkpoint_of(folder, guard.report.good_step)
-        meta = go_back(checkpoint, _next_epoch(meta, runner), guard.record_after_rollback())
-        meta = open_folder(config, folder, checkpoint, meta)
-        start_s, changes = clock.now_s(), ()
+    tracking = open_tracking(config, folder)
+    world = _World(folder, view, clock, make_planes, make_actuator, worker_configs, export, tracking)
+    try:
+        while True:
+            outcome, runner = await _part(world, config, start_s, checkpoint, meta, changes)
+            if outcome.status != "rollback":
+                return outcome
+            guard = runner.controller.guard
+            config, checkpoint = _halved(config), checkpoint_of(folder, guard.report.good_step)
+            meta = go_back(checkpoint, _next_epoch(meta, runner), guard.record_after_rollback())
+            meta = open_folder(config, folder, checkpoint, meta)
+            start_s, changes = clock.now_s(), ()
+    finally:
+        if tracking is not None:
+            tracking.close()  # no effect if the last part has closed it
 
 
 def open_folder(
     config: Config, folder: Path, checkpoint: Path | None, meta: CheckpointMeta
 ) -> CheckpointMeta:
-    """Make the run folder, or take that of a run that goes on back to its checkpoint."""
+    """Make the run folder, or rewind that of a resumed run; return `meta` with a new lineage number."""
     folder.mkdir(parents=True, exist_ok=True)
     if checkpoint:
         rewind_metrics(folder, meta.step)
@@ -116,28 +124,29 @@ def open_folder(
 
 
 def _halved(config: Config) -> Config:
-    """Settings with which a run goes on after a rollback: half of S, and of the learning rate."""
+    """Return the settings after a rollback: half of S, and half of the learning rate."""
     staleness = config.staleness.limited(config.staleness.max_staleness // 2)
     learner = config.learner.model_copy(update={"lr": config.lr / 2})
     return config.model_copy(update={"staleness": staleness, "learner": learner})
 
 
 def _next_epoch(meta: CheckpointMeta, runner: Runner) -> int:
-    """A worker epoch that no incarnation has had."""
+    """Return a worker epoch that no incarnation has used."""
     return meta.next_epoch + sum(runner.controller.restarts.values()) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class _World:
-    """Surroundings that all parts of a run have in common; see `run_job`."""
+    """Arguments and tracker that all parts of a run share; see `run_job`."""
 
     folder: Path
     view: View
     clock: Clock
     make_planes: PlanesFactory
     make_actuator: Callable[[Config, Clock], Awaitable[Actuator]]
-    kinds: Mapping[str, WorkerConfig]
+    worker_configs: Mapping[str, WorkerConfig]
     export: Callable[[Mapping[str, float]], None]
+    tracking: Tracking | None
 
 
 async def _part(
@@ -148,22 +157,36 @@ async def _part(
     meta: CheckpointMeta,
     changes: Sequence[str],
 ) -> tuple[Outcome, Runner]:
-    """One part of a run, from its planes to its summary; the report too, unless the run goes on."""
+    """Run one part, from its planes to its summary; write the report unless another part follows."""
     folder, view, clock = world.folder, world.view, world.clock
-    fleet = {w: worker_info(w, kind, meta.next_epoch) for w, kind in world.kinds.items()}
-    journal = Journal(config, MetricsWriter(folder), view, clock, world.export, start_s, meta.step)
+    fleet = {
+        w: worker_info(w, worker_config, meta.next_epoch) for w, worker_config in world.worker_configs.items()
+    }
+    tracking = world.tracking
+    writer = MetricsWriter(folder, tracking.offer if tracking is not None else None)
+    journal = Journal(config, writer, view, clock, world.export, start_s, meta.step)
     if checkpoint:
         journal.on_event("resume", f"at step {meta.step}, as lineage L{meta.lineage_number}")
     for change in changes:
         journal.on_event("setting", change)
+    followers = [journal.on_prices]
     budget = open_budget(config, journal.spending)
-    planes = world.make_planes(config, f"L{meta.lineage_number}", folder, checkpoint, meta.step, world.kinds)
-    watches: list[BudgetGuard | ReconcileLoop] = []
+    planes = world.make_planes(
+        config, f"L{meta.lineage_number}", folder, checkpoint, meta.step, world.worker_configs
+    )
+    watches: list[BudgetGuard | ReconcileLoop | PriceWatch] = []
     if budget is not None:
         watches.append(BudgetGuard(config, budget, clock, lambda w: runner.request_stop(w, "spent"), journal))
     if config.fleet.scale != "fixed":
         actuator = await world.make_actuator(config, clock)
-        watches.append(_reconcile_loop(config, actuator, planes, journal, budget, clock))
+        fleet_loop = _reconcile_loop(config, actuator, planes, journal, budget, clock)
+        watches.append(fleet_loop)
+        followers.append(fleet_loop.on_prices)
+    if config.fleet.prices != "fixed":
+        prices = PriceWatch(config, clock, journal, followers)
+        await prices.look()  # before the run pays for its first worker
+        watches.append(prices)
+    news = [] if tracking is None else [TrackingNews(tracking, journal)]
 
     async def save(step: int, data: DataPlane, learner: LearnerPlane) -> None:
         guard = runner.controller.guard
@@ -174,7 +197,7 @@ async def _part(
     runner = Runner(
         config,
         planes,
-        Observers(journal, *watches),
+        Observers(journal, *watches, *news),
         fleet=fleet,
         save_checkpoint=save,
         clock=clock,
@@ -190,16 +213,19 @@ async def _part(
         except EchoPlanesError as error:
             outcome = Outcome("failed", str(error), journal.counts)
             raise
-        except asyncio.CancelledError:  # Ctrl-C before anything ran, or twice
+        except asyncio.CancelledError:  # an early Ctrl-C, or a second one
             outcome = Outcome("stopped", "interrupted", journal.counts)
             raise
         finally:
+            if tracking is not None and outcome.status != "rollback":
+                for text in tracking.close():
+                    journal.on_event("tracker", text)
             _close_books(folder, config, journal, runner, outcome, view, clock)
     return outcome, runner
 
 
 def _judged(outcome: Outcome, folder: Path, runner: Runner, journal: Journal) -> Outcome:
-    """The outcome as it is told: nothing that collapsed is done, and a rollback needs its checkpoint."""
+    """Return the outcome to report: a collapsed run is not `done`, and a rollback needs its checkpoint."""
     if outcome.status == "done" and (collapse := journal.collapse):
         return replace(outcome, status="collapsed", error=collapse)
     if outcome.status == "rollback":
@@ -219,7 +245,7 @@ def _close_books(
     view: View,
     clock: Clock,
 ) -> None:
-    """Write the summary and, unless the run goes on, the report."""
+    """Write the summary and, unless another part follows, the report."""
     summary = journal.summary(
         status=outcome.status,
         error=outcome.error,
@@ -233,13 +259,13 @@ def _close_books(
     go_on = ""
     if outcome.status == "spent":
         go_on = journal.spending.way_on(clock.now_s())
-    elif outcome.status == "stopped" and any((folder / "checkpoints").glob("step-*")):
-        go_on = f"python -m echo_planes.run {shlex.quote(f'run.resume={folder}')}"
+    elif outcome.status == "stopped":
+        go_on = resume_command(folder)
     view.final(summary, write_report(folder), go_on)
 
 
 async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """All of them, until one fails or this is cancelled: then they end."""
+    """Run all coroutines; once one fails or the caller is cancelled, cancel the others."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)
@@ -267,7 +293,7 @@ def _reconcile_loop(
 
 @contextmanager
 def _stop_on_signals(runner: Runner, view: View) -> Iterator[None]:
-    """Ctrl-C and SIGTERM: finish the step in hand, checkpoint, leave. A second Ctrl-C leaves at once."""
+    """Stop the run on Ctrl-C or SIGTERM, after its step and a checkpoint. A second Ctrl-C ends it at once."""
     loop = asyncio.get_running_loop()
 
     def stop(name: str) -> None:

@@ -1,4 +1,4 @@
-"""The only file that knows actors' options: turns plain classes into them and Ray's errors into ours."""
+"""Actors of a run: makes them from plain classes, with Ray's options, and converts Ray's errors to ours."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from echo_planes.cluster.clock import Clock
 from echo_planes.cluster.process import free_port
 from echo_planes.cluster.session import NodeWatch
 from echo_planes.config.extensions import extension
-from echo_planes.config.schema import Config, WorkerConfig
+from echo_planes.config.fleet import WorkerConfig
+from echo_planes.config.schema import Config
 from echo_planes.data.actor import DataService
 from echo_planes.data.replay.batch import make_batch
 from echo_planes.data.replay.dispatch import policy_named
@@ -35,7 +36,7 @@ from echo_planes.fleet.actuators.actuator import Actuator, StaticActuator
 from echo_planes.fleet.actuators.ray_nodes import RayNodes
 from echo_planes.learning.actor import LearnerProcess
 from echo_planes.loop.builders import ScorerBuilder, TaskBuilder
-from echo_planes.loop.reconcile import offers_of
+from echo_planes.loop.reconcile import instance_types_of
 from echo_planes.rollout.actor import WorkerProcess
 from echo_planes.types import (
     Adjustment,
@@ -65,18 +66,18 @@ CLOSE_S = 10.0
 
 @dataclass(frozen=True)
 class _Actor:
-    """A handle whose calls raise our errors."""
+    """Actor handle whose calls raise errors of `echo_planes.errors`."""
 
     handle: Any
     name: str
     gone: type[RunError]
-    node: NodeWatch | None = None  # in the process that started the cluster
+    node: NodeWatch | None = None  # only in the process that started the cluster
 
     async def call(self, method: str, *arguments: Any) -> Any:
         return await self.answer(method, self.begin(method, *arguments))
 
     def begin(self, method: str, *arguments: Any) -> Any:
-        """Reference of what the call will give."""
+        """Start a call and return the reference of its result."""
         return getattr(self.handle, method).remote(*arguments)
 
     async def answer(self, method: str, answer: Any) -> Any:
@@ -95,14 +96,14 @@ class _Actor:
 
 
 class RemoteData:
-    """`DataService` in an actor; also what workers are handed."""
+    """`DataService` in an actor, for the driver and for the workers."""
 
     def __init__(self, handle: Any, run_dir: Path, node: NodeWatch | None = None) -> None:
         self._actor = _Actor(handle, f"replay buffer (resume with run.resume={run_dir})", RunError, node)
         self._newest: tuple[TrainBatch, Any] | None = None
 
     def reference(self, batch: TrainBatch) -> Any:
-        """Reference of a batch in Ray's object store, from which the ranks fetch it."""
+        """Return the reference of a batch in Ray's object store, from which the ranks fetch it."""
         if self._newest is not None and self._newest[0] is batch:
             return self._newest[1]
         return ray.put(batch)
@@ -145,7 +146,7 @@ class RemoteData:
         await self._actor.call("limit_staleness", max_staleness)
 
     async def next_batch(self, step: int, wait_s: float) -> Any:
-        self._newest = None  # its memory can go
+        self._newest = None  # lets Ray free the last batch
         answer = self._actor.begin("next_batch", step, wait_s)
         found = await self._actor.answer("next_batch", answer)
         if isinstance(found, TrainBatch):
@@ -172,7 +173,7 @@ class RemoteData:
 
 
 class RemoteLearner:
-    """All learner ranks, called alike."""
+    """All learner ranks. Rank 0 alone has the node that sends weights."""
 
     def __init__(
         self,
@@ -218,7 +219,7 @@ class RemoteLearner:
         await self._all("adjust", adjustment)
 
     async def sender(self) -> str:
-        """Address of the node that sends weights."""
+        """Return the address of the node that sends weights."""
         return str(await asyncio.shield(self._sender))
 
     async def publish(self, version: int) -> Manifest:
@@ -233,7 +234,7 @@ class RemoteLearner:
         return stats
 
     async def mismatch(self, trajectories: Sequence[Trajectory]) -> float:
-        """Mean |learner logprob - sampler logprob| on sampled tokens, nats."""
+        """Return the mean |learner logprob - sampler logprob| on sampled tokens, nats."""
         batch = make_batch(0, [Group("probe", tuple(trajectories))], train_everything)
         logprobs: np.ndarray = (await self._all("logprobs", self._reference(batch)))[0]
         return float(np.abs(logprobs - batch.sampler_logprobs)[batch.loss_mask].mean())
@@ -244,8 +245,8 @@ class RemoteLearner:
 
     async def close(self) -> None:
         self._sender.cancel()
-        with suppress(RunError, TimeoutError):  # it may be gone already, which is what is wanted
-            async with asyncio.timeout(CLOSE_S):  # the node finishes what it was storing
+        with suppress(RunError, TimeoutError):  # the process may be gone already, which is no error here
+            async with asyncio.timeout(CLOSE_S):  # the node finishes its uploads to the store
                 await self._ranks[0].call("close")
         for rank in self._ranks:
             ray.kill(rank.handle)
@@ -286,7 +287,7 @@ class RemoteWorker:
         return int(await self._actor.call("leave", limit_s))
 
     async def stop(self) -> None:
-        with suppress(RunError):  # it may be gone already, which is what is wanted
+        with suppress(RunError):  # the process may be gone already, which is no error here
             await self._actor.call("stop")
         ray.kill(self.handle)
 
@@ -299,10 +300,11 @@ class RayPlanes:
 
     Args:
         config: the run's settings.
-        lineage: this incarnation of the run.
+        lineage: name of this part of the run.
         run_dir: the run folder, reachable from every node that holds the learner or the buffer.
         resume_dir: checkpoint to continue from.
-        start_step: updates behind it.
+        start_step: updates that the checkpoint includes.
+        worker_configs: settings of the first workers, by id.
     """
 
     def __init__(
@@ -312,12 +314,12 @@ class RayPlanes:
         run_dir: Path,
         resume_dir: Path | None,
         start_step: int,
-        kinds: Mapping[str, WorkerConfig],
+        worker_configs: Mapping[str, WorkerConfig],
     ) -> None:
         self._config = config
-        self._kinds = dict(kinds)
+        self._worker_configs = dict(worker_configs)
         self._workers: dict[str, RemoteWorker] = {}
-        # Ray puts whoever asks for nothing on any node: with a spot worker, the run would end.
+        # Ray may place an actor without resources on any node: the loss of a spot node would end the run.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         service = ray.remote(DataService).options(num_cpus=0, scheduling_strategy=here)
         restore = resume_dir / "data" if resume_dir else None
@@ -325,9 +327,9 @@ class RayPlanes:
         data = service.remote(config, lineage, run_dir / REPLAY_FOLDER, restore, dispatch=dispatch)
         self._node = NodeWatch.of_this_process()
         self.data = RemoteData(data, run_dir, self._node)
-        self._data_for_workers = RemoteData(data, run_dir)  # theirs ends with their own node
+        self._data_for_workers = RemoteData(data, run_dir)  # no NodeWatch: a worker ends with its own node
         key = config.weights.key_file
-        # Kept, so that what a resumed run publishes continues its store.
+        # The run folder keeps the key, so that the publications of a resumed run continue its store.
         signer = Signer.from_file(key) if key else Signer.kept_in(run_dir / "signing_key.pem")
         self._link = WeightLink(
             lineage=lineage,
@@ -347,13 +349,13 @@ class RayPlanes:
             self.data.reference,
         )
 
-    def enlist(self, worker_id: str, kind: WorkerConfig) -> None:
-        """Note the kind of a worker that is about to be spawned."""
-        self._kinds[worker_id] = kind
+    def enlist(self, worker_id: str, worker_config: WorkerConfig) -> None:
+        """Store the settings of a worker before it is spawned."""
+        self._worker_configs[worker_id] = worker_config
 
     async def spawn_worker(self, worker_id: str, epoch: int) -> RemoteWorker:
-        kind = self._kinds[worker_id]
-        options = _actor_options(kind.resources, kind.labels)
+        worker_config = self._worker_configs[worker_id]
+        options = _actor_options(worker_config.resources, worker_config.labels)
         handle = (
             ray.remote(WorkerProcess)
             .options(**options)
@@ -362,13 +364,13 @@ class RayPlanes:
                 worker_id,
                 epoch,
                 self._link.of_worker(worker_id, epoch),
-                kind,
+                worker_config,
                 self._data_for_workers,
                 TaskBuilder(self._config),
                 ScorerBuilder(self._config),
             )
         )
-        worker = RemoteWorker(handle, f"worker {worker_id} ({kind.sku})", self.learner, self._node)
+        worker = RemoteWorker(handle, f"worker {worker_id} ({worker_config.sku})", self.learner, self._node)
         self._workers[worker_id] = worker
         return worker
 
@@ -379,11 +381,15 @@ class RayPlanes:
 
 
 async def _static_actuator(config: Config, clock: Clock) -> Actuator:
-    return StaticActuator({offer.name: offer.max_count for offer in offers_of(config)})
+    return StaticActuator(
+        {instance_type.name: instance_type.max_count for instance_type in instance_types_of(config)}
+    )
 
 
 async def _ray_actuator(config: Config, clock: Clock) -> Actuator:
-    nodes = RayNodes({kind.offer: kind.labels for kind in config.fleet.workers}, clock)
+    nodes = RayNodes(
+        {worker_config.instance_type: worker_config.labels for worker_config in config.fleet.workers}, clock
+    )
     await nodes.check()
     return nodes
 
@@ -393,11 +399,11 @@ ACTUATORS: dict[str, MakeActuator] = {"static": _static_actuator, "ray": _ray_ac
 
 
 async def make_actuator(config: Config, clock: Clock) -> Actuator:
-    """Make the actuator that gets the machines of a fleet, by `fleet.scale`.
+    """Make the actuator that `fleet.scale` names.
 
     Raises:
-        ConfigError: no actuator is there.
-        ClusterError: the cluster has no autoscaler of the kind that is needed.
+        ConfigError: there is no actuator of that name.
+        ClusterError: the cluster has no autoscaler of the kind that the actuator needs.
     """
     return await extension("fleet.scale", config.fleet.scale, ACTUATORS)(config, clock)
 

@@ -1,7 +1,8 @@
 """From command-line words to a validated `Config`: YAML groups, `key=value` overrides, errors that help.
 
-Order of precedence: built-in defaults < configs/default.yaml < what a task's file sets by `defaults:` < group
-files < a resumed run's config.yaml < `key=value` words.
+Precedence of a new run: built-in defaults < configs/default.yaml < `defaults:` in the task's file < group
+files < `key=value` words. Of a resume: built-in defaults < the run's config.yaml < files of the groups that
+the words name < `key=value` words.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from echo_planes.config.fields import unknown_key
 from echo_planes.config.plain_yaml import dump_yaml, parse_word, read_yaml
 from echo_planes.config.schema import Config, TaskConfig
 from echo_planes.data.tasks.registry import adapter_class, adapter_options, installed_adapter, installed_tasks
@@ -25,14 +27,14 @@ MAX_KEY = 200  # characters
 
 
 def config_dir() -> Path:
-    """The folder of YAML files: beside the package in a checkout, inside it in a wheel."""
+    """Return the folder of YAML files: beside the package in a checkout, inside it in a wheel."""
     package = Path(__file__).resolve().parents[1]
     checkout = package.parent / "configs"
     return checkout if (checkout / "default.yaml").is_file() else package / "configs"
 
 
 def load_config(words: Sequence[str]) -> Config:
-    """The configuration that `words` ask for.
+    """Return the validated configuration that `words` ask for.
 
     Args:
         words: `group=name` or `section.key=value`, as on the command line.
@@ -64,7 +66,7 @@ def load_config(words: Sequence[str]) -> Config:
     named = {word.partition("=")[0] for word in words}
     if resume is None or "task" in named:
         tree["task"], defaults = _task(chosen["task"], overrides)
-        if resume is None:  # else they would come before what the run had
+        if resume is None:  # on a resume they would override the run's own settings
             _merge(tree, {key: value for key, value in defaults.items() if key not in GROUPS})
             chosen |= {key: str(defaults[key]) for key in GROUPS if key in defaults and key not in named}
     for group in GROUPS[1:]:
@@ -81,10 +83,10 @@ def load_config(words: Sequence[str]) -> Config:
 
 
 def recorded_config(folder: Path) -> Config:
-    """The configuration of an earlier run, as its folder has it.
+    """Return the configuration that an earlier run's folder holds.
 
     Raises:
-        ConfigError: there is none, or this program does not take it.
+        ConfigError: it holds none, or one that this version does not accept.
     """
     tree = _resumed(folder, {})
     try:
@@ -94,12 +96,12 @@ def recorded_config(folder: Path) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration as YAML."""
+    """Return the resolved configuration as YAML."""
     return dump_yaml(config.model_dump(mode="json"))
 
 
 def dump_resolved(config: Config) -> str:
-    """`dump_config` with the task's options at what they come to: what `--print` shows."""
+    """Return `dump_config` with the defaults of the task's options filled in, as `--print` shows it."""
     tree = config.model_dump(mode="json")
     _, options = adapter_options(config.task)
     tree["task"] |= options.model_dump(mode="json")
@@ -107,7 +109,7 @@ def dump_resolved(config: Config) -> str:
 
 
 def describe(words: Sequence[str] = ()) -> str:
-    """Every key with its default and meaning, for `--help`; with the options of the task that `words` name.
+    """Return every key with its default and meaning for `--help`, and the options of the task in `words`.
 
     Raises:
         ConfigError: there is no such task.
@@ -148,7 +150,7 @@ def _group(group: str, name: str) -> dict[str, Any]:
         return read_yaml(Path(name))
     if group == "task" and ":" in name:
         return {"name": name.partition(":")[2], "adapter": name}
-    if group == "model" and name and os.path.isdir(name):  # which takes any text
+    if group == "model" and name and os.path.isdir(name):  # unlike Path.is_dir, it never raises
         return {"path": name}
     known = _names(group)
     if group == "task":
@@ -159,10 +161,10 @@ def _group(group: str, name: str) -> dict[str, Any]:
 
 
 def _task(name: str, overrides: Sequence[tuple[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The task's section, and the settings of other sections that suit it, unless others are asked for.
+    """Return the task's section, and its defaults for other sections.
 
-    `defaults:` in its file holds names of groups (`model: tiny_code`), keys of sections, and, under
-    `option=value`, more of both for where the task's option has that value.
+    `defaults:` in the task's file holds names of groups (`model: tiny_code`), keys of sections, and, under
+    `option=value`, further ones for when the task's option has that value.
     """
     section = _group("task", name)
     defaults = section.pop("defaults", {})
@@ -220,7 +222,7 @@ def _index(key: str, part: str, node: list[Any]) -> int:
 
 
 def _fields_at(path: Sequence[Any], tree: dict[str, Any]) -> dict[str, FieldInfo]:
-    """The fields allowed in the section at `path`."""
+    """Return the fields allowed in the section at `path`."""
     model: type[BaseModel] = Config
     for part in path:
         field = _fields(model, tree).get(str(part))
@@ -238,13 +240,13 @@ def _fields(model: type[BaseModel], tree: dict[str, Any]) -> dict[str, FieldInfo
 
 
 def _section_in(field: FieldInfo) -> type[BaseModel] | None:
-    """The section that a field is, or is a list of."""
+    """Return the section class of a field, or of a list field's items; None: it has none."""
     kinds = [field.annotation, *typing.get_args(field.annotation)]
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
 
 
 def _explain(error: ValidationError, tree: dict[str, Any]) -> str:
-    """One line for the first thing that is wrong."""
+    """Return one line about the first validation error."""
     first = error.errors()[0]
     location = list(first["loc"])
     if error.title not in ("Config",):  # the adapter's options live under task
@@ -253,7 +255,8 @@ def _explain(error: ValidationError, tree: dict[str, Any]) -> str:
     if first["type"] == "extra_forbidden":
         allowed = sorted(_fields_at(location[:-1], tree))
         hint = nearest(str(location[-1]), allowed)
-        return f"{path}={_value(first['input'])}: unknown key{hint or '; allowed: ' + ', '.join(allowed)}"
+        words = unknown_key(path, hint or "; allowed: " + ", ".join(allowed))
+        return f"{path}={_value(first['input'])}: {words}"
     if first["type"] == "missing":
         return f"{path}=...: this setting is needed, it has no default"
     message = first["msg"].removeprefix("Value error, ")

@@ -1,4 +1,4 @@
-"""Several listeners to what a run does, as one."""
+"""Observers of a run: a base class that ignores every call, and one that forwards calls to several."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from echo_planes.types import (
 
 
 class QuietObserver:
-    """An `Observer` that hears nothing: for those who want to hear a part."""
+    """`Observer` that ignores every call; base class of observers that need only some."""
 
     def on_event(self, kind: str, text: str, *, worker: str = "", version: int | None = None) -> None:
         return None
@@ -55,7 +55,7 @@ class QuietObserver:
 
 
 class Observers:
-    """An `Observer` that tells several, in order. The first one's phases are those that are shown."""
+    """`Observer` that forwards calls to several, in order. Phases go to the first one only."""
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers

@@ -29,7 +29,7 @@ from echo_planes.types import (
 
 
 class NotReady(Protocol):
-    """Reason why there is no batch (`echo_planes.data.replay.buffer_state.NotReady`)."""
+    """Reason why no batch is ready (`echo_planes.data.replay.buffer_state.NotReady`)."""
 
     @property
     def reason(self) -> Literal["starved", "holding", "filling"]: ...
@@ -39,7 +39,7 @@ class NotReady(Protocol):
 
 
 class DataPlane(Protocol):
-    """`echo_planes.data.service.DataService`, wherever it runs."""
+    """Interface of `echo_planes.data.service.DataService`, in this process or in an actor."""
 
     async def ready(self) -> int: ...
     async def register(self, worker_id: str, epoch: int) -> None: ...

@@ -1,4 +1,4 @@
-"""Mistakes found before anything starts: each is one line that says what, which value, why and what to do."""
+"""Checks before any process starts. Each error is one line: what is wrong, which value, why, what to do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 
 from echo_planes.config.extensions import extension
 from echo_planes.config.files import MIB, MODEL_JSON_BYTES, check_regular, read_json
-from echo_planes.config.schema import Config, FleetConfig, WeightsConfig, WorkerConfig
+from echo_planes.config.fleet import FleetConfig, WorkerConfig
+from echo_planes.config.schema import Config, WeightsConfig
 from echo_planes.data.store.files import LOCK_NAME, REPLAY_FOLDER, Lock
 from echo_planes.data.store.recovery import STORE_NAME, read_store_id
 from echo_planes.data.tasks.registry import TOKENIZER_SETTINGS, check_model_files
@@ -24,14 +25,15 @@ from echo_planes.weights.store.objects import check_store
 from echo_planes.weights.wire.signing import Signer
 
 MIN_FREE_BYTES = 200 * 1024**2
-RELEASE_S = 10.0  # for the processes of a run that was killed to end
+RAY_PACKAGES = "working_dir_files"  # holds the working directory of a `ray job submit --working-dir` job
+RELEASE_S = 10.0  # longest wait for the processes of a killed run to end
 
 
 def check(config: Config, run_dir: Path) -> None:
-    """All checks that need no cluster.
+    """Run all checks that need no cluster.
 
     Raises:
-        UserError: the first thing that is wrong.
+        UserError: the first check that fails.
     """
     check_model(config.model.folder)
     check_extensions(config)
@@ -55,20 +57,30 @@ def check(config: Config, run_dir: Path) -> None:
 
 
 def check_extensions(config: Config) -> None:
-    """Parts that settings name by `package.module:NAME` are there. The processes that use one are not up yet:
-    what they raised would not come through as it is.
+    """Check that parts named as `package.module:NAME` can be imported.
+
+    The processes that use them start later and could not report such an error as clearly.
     """
     for key, name in (
-        ("objective.name", config.objective.name),
         ("sampling.router", config.sampling.router),
         ("fleet.scale", config.fleet.scale),
+        ("fleet.prices", config.fleet.prices),
+        ("run.tracker", config.run.tracker),
     ):
         if ":" in name:
             extension(key, name, {})
+    if ":" in config.objective.name:
+        from echo_planes.learning.objectives import Objective  # late, because it loads torch
+
+        extension("objective.name", config.objective.name, {}, Objective)
+    if ":" in config.weights.codec:
+        from echo_planes.weights.codec.table import take_codec  # loads numba, which takes a second
+
+        take_codec(config.weights.codec)  # this process needs the codec to read the store for the report
 
 
 def check_weights(weights: WeightsConfig) -> None:
-    """The key, the certificates and the store that were named are there and can be used."""
+    """Check that the configured key, certificates and store exist and are usable."""
     if weights.key_file:
         Signer.from_file(weights.key_file)
     for key in ("tls_cert", "tls_key", "tls_ca"):
@@ -80,9 +92,9 @@ def check_weights(weights: WeightsConfig) -> None:
 
 
 def check_model(folder: Path) -> None:
-    """The model folder holds a model, and its tokenizer an end token."""
+    """Check that the folder holds a model whose tokenizer has an end token."""
     name = f"model.path={folder}"
-    if not os.path.isdir(folder):  # which takes any name
+    if not os.path.isdir(folder):  # unlike Path.is_dir, it never raises
         raise ModelError(f"{name}: no such folder; give a Hugging Face model folder, or builtin:tiny-math")
     check_model_files(folder)
     if not (folder / "config.json").is_file():
@@ -108,13 +120,19 @@ def check_fleet(config: Config) -> None:
             "fleet.workers: the fleet has zero workers, so nothing would ever be sampled; set a count of at "
             "least 1"
         )
+    if config.fleet.scale != "fixed" or config.fleet.prices != "fixed":
+        check_instance_types(config.fleet)
     if config.fleet.scale == "fixed":
         check_ignored(config.fleet)
         return
     fleet = config.fleet
-    kinds = fleet.workers
-    usd_per_hour = math.fsum(kind.count * kind.usd_per_hour for kind in kinds)
-    per_hour = math.fsum(kind.count * kind.interruptions_per_hour for kind in kinds)
+    worker_configs = fleet.workers
+    usd_per_hour = math.fsum(
+        worker_config.count * worker_config.usd_per_hour for worker_config in worker_configs
+    )
+    per_hour = math.fsum(
+        worker_config.count * worker_config.interruptions_per_hour for worker_config in worker_configs
+    )
     limits: tuple[tuple[str, float | None, float, str], ...] = (
         ("max_workers", fleet.max_workers, fleet.num_workers, f"the {fleet.num_workers} workers"),
         ("usd_per_hour", fleet.usd_per_hour, usd_per_hour, f"${usd_per_hour:g}/h, the price of the workers"),
@@ -131,48 +149,61 @@ def check_fleet(config: Config) -> None:
                 f"fleet.{limit}={most:g} is below {shown} to begin with; raise it, or lower the counts"
             )
     check_standby(fleet)
-    seen: set[str] = set()
-    for kind in fleet.workers:
-        if kind.offer in seen:
-            raise ConfigError(
-                f"fleet.workers: two kinds are called {kind.offer}; give them another sku, region or market"
-            )
-        seen.add(kind.offer)
+    for worker_config in fleet.workers:
         for key in ("count", "min_count"):
-            wanted = getattr(kind, key)
-            if wanted > kind.quota:
+            wanted = getattr(worker_config, key)
+            if wanted > worker_config.quota:
                 raise ConfigError(
-                    f"fleet.workers: {key}={wanted} of {kind.offer} is above its quota "
-                    f"max_count={kind.quota}; lower the one or raise the other"
+                    f"fleet.workers: {key}={wanted} of {worker_config.instance_type} is above its quota "
+                    f"max_count={worker_config.quota}; lower the one or raise the other"
                 )
 
 
+def check_instance_types(fleet: FleetConfig) -> None:
+    """Check that instance types have distinct names, because names identify them when bought and priced."""
+    seen: set[str] = set()
+    for worker_config in fleet.workers:
+        if worker_config.instance_type in seen:
+            raise ConfigError(
+                f"fleet.workers: two entries are of instance type {worker_config.instance_type}; give "
+                "them another sku, region or market"
+            )
+        seen.add(worker_config.instance_type)
+
+
 def check_engines(fleet: FleetConfig) -> None:
-    """A worker is given what its engine's ranks need, all on one node: GPUs, or CPUs where it has none."""
-    for kind in fleet.workers:
-        resource = "GPU" if kind.resources.get("GPU") else "CPU"
-        amount, num_ranks = kind.resources.get(resource, 0.0), kind.engine.num_ranks
+    """Check that an engine of several ranks has a GPU (or CPU) for each, and does not set dtype=float32."""
+    for worker_config in fleet.workers:
+        resource = "GPU" if worker_config.resources.get("GPU") else "CPU"
+        amount, num_ranks = worker_config.resources.get(resource, 0.0), worker_config.engine.num_ranks
         if num_ranks > 1 and amount < num_ranks:
             raise ConfigError(
-                f"fleet.workers: the engine of SKU '{kind.sku}' spans {num_ranks} devices "
-                f"(tensor_parallel_size={kind.engine.tensor_parallel_size}, "
-                f"pipeline_parallel_size={kind.engine.pipeline_parallel_size}), but its resources hold "
-                f"{amount:g} {resource}; ask for {resource}: {num_ranks} or more, or make the engine smaller"
+                f"fleet.workers: the engine of SKU '{worker_config.sku}' spans {num_ranks} devices "
+                f"(tensor_parallel_size={worker_config.engine.tensor_parallel_size}, "
+                f"pipeline_parallel_size={worker_config.engine.pipeline_parallel_size}), but its resources "
+                f"hold {amount:g} {resource}; ask for {resource}: {num_ranks} or more, or make the "
+                "engine smaller"
             )
-        if num_ranks > 1 and kind.engine.dtype == "float32":
+        if num_ranks > 1 and worker_config.engine.dtype == "float32":
             raise ConfigError(
-                f"fleet.workers: dtype=float32 for the engine of SKU '{kind.sku}', which spans {num_ranks} "
-                "devices: several ranks hold weights as they are published, in bfloat16; leave dtype out, or "
-                "give each engine one device"
+                f"fleet.workers: dtype=float32 for the engine of SKU '{worker_config.sku}', which spans "
+                f"{num_ranks} devices: several ranks hold weights as they are published, in bfloat16; leave "
+                "dtype out, or give each engine one device"
             )
 
 
 def check_standby(fleet: FleetConfig) -> None:
-    """The limits leave room for the standbys beside the workers to begin with."""
+    """Check that the limits leave room for the standbys beside the first workers."""
     if fleet.standby == 0:
         return
-    wanted, quota = fleet.num_workers + fleet.standby, sum(kind.quota for kind in fleet.workers)
-    for limit, most in (("max_workers", fleet.max_workers), ("workers.max_count (of all kinds)", quota)):
+    wanted, quota = (
+        fleet.num_workers + fleet.standby,
+        sum(worker_config.quota for worker_config in fleet.workers),
+    )
+    for limit, most in (
+        ("max_workers", fleet.max_workers),
+        ("workers.max_count (of all instance types)", quota),
+    ):
         if most is not None and most < wanted:
             raise ConfigError(
                 f"fleet.standby={fleet.standby}: fleet.{limit}={most} leaves no room for so many beside the "
@@ -181,7 +212,7 @@ def check_standby(fleet: FleetConfig) -> None:
 
 
 def check_ignored(fleet: FleetConfig) -> None:
-    """Nothing is set that a fleet of fixed size never looks at."""
+    """Check that the settings which a fleet of fixed size ignores have their defaults."""
     usual = WorkerConfig()
     keys = ("min_count", "max_count", "mu", "interruptions_per_hour", "cloud", "metadata_url")
     names = [
@@ -232,7 +263,12 @@ def check_port(key: str, port: int) -> None:
 
 
 def check_new(run_dir: Path) -> None:
-    """No other run's files are in the folder of a new run."""
+    """Check that a new run's folder holds no other run, and that Ray will not remove it after the job."""
+    if RAY_PACKAGES in run_dir.parts:
+        raise ConfigError(
+            f"run.dir={run_dir}: that is in Ray's copy of the job's folder, which Ray removes; give a folder "
+            "that stays on the head's machine, run.dir=/FOLDER"
+        )
     if (run_dir / METRICS_FILE).exists():
         raise ConfigError(
             f"run.dir={run_dir}: another run is in that folder; continue it with run.resume={run_dir}, or "
@@ -241,9 +277,9 @@ def check_new(run_dir: Path) -> None:
 
 
 def check_replay(run_dir: Path) -> None:
-    """The folder's replay store, if there is one, is of a format we know, and no other run has it open.
+    """Check that the folder's replay store, if any, has a known format, and that no other run has it open.
 
-    One that was just killed gets a moment to be gone.
+    Wait up to `RELEASE_S` seconds for a killed run to release it.
     """
     path = run_dir / REPLAY_FOLDER / LOCK_NAME
     if not path.exists():
@@ -262,7 +298,7 @@ def check_replay(run_dir: Path) -> None:
 
 
 def check_disk(run_dir: Path) -> None:
-    """The run folder can be made and written, and has some room. Nothing is left there."""
+    """Check that the run folder can be made and written, and has free space. Leave nothing behind."""
     try:
         nearest = next(parent for parent in (run_dir, *run_dir.parents) if parent.exists())
         with tempfile.TemporaryDirectory(prefix=".echo_planes-", dir=nearest) as probe:

@@ -1,7 +1,7 @@
-"""The loop that keeps a fleet as it should be: does what `fleet.reconciler` decides, tells it what happens.
+"""Loop of a fleet that follows price and need: carries out the decisions of `fleet.reconciler`.
 
-It listens to the run as an `Observer`, looks at the machines through an `Actuator`, and has the runner start
-and end workers. A worker is started when a machine for it is there, on that machine.
+The loop observes the run as an `Observer`, sees the machines through an `Actuator`, and has the runner start
+and end workers. It starts a worker once a machine for it is up, on that machine.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from statistics import median
 from typing import Any, Protocol
 
 from echo_planes.cluster.clock import Clock
-from echo_planes.config.schema import Config, WorkerConfig
+from echo_planes.config.fleet import WorkerConfig
+from echo_planes.config.schema import Config
 from echo_planes.errors import RefusedError, RunError
 from echo_planes.fleet.actuators.actuator import Actuator, Machine
-from echo_planes.fleet.capacity import Need, UninformativeShare, useful_instances
+from echo_planes.fleet.capacity import Need, Pace, UninformativeShare, useful_instances
 from echo_planes.fleet.estimates import LEARNER_WINDOW, CapacityModel, ThroughputSample
-from echo_planes.fleet.instance_types import Limits, Offer
+from echo_planes.fleet.instance_types import InstanceType, Limits
 from echo_planes.fleet.provisioner import Provisioner
 from echo_planes.fleet.reconciler import Reconciler
 from echo_planes.fleet.record import FleetRecord
@@ -38,17 +39,17 @@ from echo_planes.types import (
     WorkerStats,
 )
 
-NODE_LABEL = "ray.io/node-id"  # Ray gives it to every node
-UNKNOWN_MU = 1.0  # before anything is measured all kinds count as equally fast: the cheapest is tried first
-RELEASE_TIMES = 10  # a surplus must last so many times as long as a shortage: machines take minutes to boot
-RATE_FACTORS = 20  # steps whose factors of drift control are looked at
-NOTICE_S = 30.0  # of a machine that goes without saying when
-GONE_S = 1.0  # for a worker whose machine is gone already
-MAX_FAILED_LOOKS = 5  # at the machines, in a row; after one more the run ends
+NODE_LABEL = "ray.io/node-id"  # label that Ray sets on every node
+UNKNOWN_MU = 1.0  # trajectories/s: if no `mu` is set, all types count as equally fast; the cheapest is first
+RELEASE_TIMES = 10  # a surplus must last this many times as long as a shortage: machines take minutes to boot
+RATE_FACTORS = 20  # newest steps whose factors of drift control count
+NOTICE_S = 30.0  # left to a worker whose machine announced its end without a time
+GONE_S = 1.0  # left to a worker whose machine is gone already
+MAX_FAILED_LOOKS = 5  # looks at the machines that may fail in a row; one more ends the run
 
 
 class WorkerControl(Protocol):
-    """Has a runner start and end workers (`runner.Runner`)."""
+    """Interface of the runner that starts and ends workers (`runner.Runner`)."""
 
     def want_worker(self, info: WorkerInfo) -> None: ...
     def unwant_worker(self, worker_id: str, reason: str, limit_s: float) -> None: ...
@@ -56,31 +57,31 @@ class WorkerControl(Protocol):
 
 
 class Parking(Protocol):
-    """Data plane as far as it parks workers (`planes.DataPlane`)."""
+    """Interface of the data plane that parks workers (`planes.DataPlane`)."""
 
     async def park(self, worker_id: str, parked: bool) -> None: ...
 
 
 class Roster(Protocol):
-    """Planes as far as they must know the kind of a new worker and park it (`launch.RayPlanes`)."""
+    """Interface of the planes that accepts a new worker's settings and parks it (`launch.RayPlanes`)."""
 
     @property
     def data(self) -> Parking: ...
-    def enlist(self, worker_id: str, kind: WorkerConfig) -> None: ...
+    def enlist(self, worker_id: str, worker_config: WorkerConfig) -> None: ...
 
 
 class ReconcileLoop(QuietObserver):
-    """One per run whose fleet follows price and need.
+    """Reconcile loop of one run, where its fleet follows price and need.
 
     Args:
         config: the run's settings.
-        actuator: where machines come from.
-        roster: told what kind a new worker is, and that it is parked, before it is started.
-        broadcasts: where T_bcast is measured.
-        clock: seconds.
-        tell: called with a kind and a text about every decision.
-        usd_left: dollars that are left of the budget, asked before every decision; None: there is no budget.
-        record: called with a text and numbers when something is done, and now and then (`FleetRecord`).
+        actuator: requests, lists and releases machines.
+        roster: receives the settings of a new worker, and whether it is parked, before the worker starts.
+        broadcasts: log that measures T_bcast.
+        clock: the run's clock, seconds.
+        tell: called with a kind of event and a text about every decision.
+        usd_left: returns the dollars left of the budget, before every decision; None: there is no budget.
+        record: called with a text and numbers at every action, and at intervals (`FleetRecord`).
     """
 
     def __init__(
@@ -102,27 +103,34 @@ class ReconcileLoop(QuietObserver):
         self._tell = tell
         self._usd_left = usd_left
         self._record = record
-        self._kinds = {kind.offer: kind for kind in config.fleet.workers}
+        self._worker_configs = {
+            worker_config.instance_type: worker_config for worker_config in config.fleet.workers
+        }
         self._model = CapacityModel()
+        self._pace = Pace(config.run.steps)
         self._uninformative = UninformativeShare(config.sampling.trajectories_per_step)
         self._rate_factors: deque[float] = deque(maxlen=RATE_FACTORS)
-        self._known_bcast: int | None = None  # version whose T_bcast was taken in
-        self._waiting: dict[str, str] = {}  # workers without a machine yet -> their offer
+        self._known_bcast: int | None = None  # newest version whose T_bcast was used, or skipped
+        self._waiting: dict[str, str] = {}  # workers without a machine yet -> their instance type
         self._nodes: dict[str, Machine] = {}  # machines as last seen, by worker
         self._notices: dict[str, float] = {}  # workers whose machine announced its end -> when, run's clock
-        self._wanted: Mapping[str, int] | None = None  # machines asked for last; None: maybe by a dead run
-        self._releases: dict[str, asyncio.Task[None]] = {}  # machines that are let go
-        self._not_released: RunError | None = None  # why one could not be, until a look tells it
+        self._wanted: Mapping[str, int] | None = None  # newest request; None: maybe an earlier run's
+        self._releases: dict[str, asyncio.Task[None]] = {}  # node id -> its release
+        self._not_released: RunError | None = None  # error of a release, until `_look` raises it
         self._published = False
         self._num_served = 0  # workers that served when the last step ended
         self._useful: deque[int] = deque(maxlen=LEARNER_WINDOW)  # S = 0: N_prem of each step
         self._said = ""
-        self._stuck: tuple[object, ...] = ()  # what stood in the way of a fleet that is enough, as last said
-        # A node that drains on a cluster goes by itself; a machine that is there anyway is parked.
+        self._stuck: tuple[object, ...] = ()  # limits that prevent a sufficient fleet, as last reported
+        # A cluster removes a draining node by itself; the release of a static machine parks it.
         self._releasable = ("up", "draining") if config.fleet.scale == "static" else ("up",)
         self.fleet = Reconciler(
-            offers_of(config),
-            {kind.offer: kind.count for kind in config.fleet.workers if kind.count},
+            instance_types_of(config),
+            {
+                worker_config.instance_type: worker_config.count
+                for worker_config in config.fleet.workers
+                if worker_config.count
+            },
             provisioner=Provisioner(
                 limits_of(config),
                 sustain_s=config.fleet.sustain_s,
@@ -131,19 +139,23 @@ class ReconcileLoop(QuietObserver):
             model=self._model,
             boot_limit_s=config.fleet.boot_limit_s,
             ask_limit_s=config.fleet.ask_limit_s,
-            guesses=[kind.offer for kind in config.fleet.workers if kind.mu is None],
+            guesses=[
+                worker_config.instance_type
+                for worker_config in config.fleet.workers
+                if worker_config.mu is None
+            ],
             standby=config.fleet.standby,
         )
         self._fleet_record = FleetRecord(self.fleet)
 
-    # --- what it does ----------------------------------------------------------------------------
+    # --- loop ------------------------------------------------------------------------------------
 
     async def run(self, hands: WorkerControl) -> None:
-        """Until it is cancelled.
+        """Reconcile at intervals until cancelled.
 
         Raises:
-            RunError: the machines could not be seen or asked for, several times in a row.
-            ClusterError: the cluster can never give what the fleet's settings permit.
+            RunError: more than MAX_FAILED_LOOKS looks at the machines failed in a row.
+            ClusterError: the cluster can never provide the machines that the fleet's settings permit.
         """
         failed = 0
         try:
@@ -154,7 +166,7 @@ class ReconcileLoop(QuietObserver):
                 try:
                     await self._look(hands)
                     failed = 0
-                except RunError as why:  # what was not done is done at the next look
+                except RunError as why:  # the next look repeats what this one did not complete
                     failed += 1
                     if failed > MAX_FAILED_LOOKS:
                         raise RunError(f"fleet: {failed} looks at machines in a row failed: {why}") from why
@@ -179,8 +191,8 @@ class ReconcileLoop(QuietObserver):
     async def _act(self, hands: WorkerControl, actions: list[FleetAction]) -> None:
         for action in actions:
             match action:
-                case Launch(worker_id, offer):
-                    self._waiting[worker_id] = offer
+                case Launch(worker_id, instance_type):
+                    self._waiting[worker_id] = instance_type
                 case Leave(worker_id, reason, limit_s):
                     if self._waiting.pop(worker_id, None) is None:
                         hands.unwant_worker(worker_id, reason, limit_s)
@@ -192,17 +204,17 @@ class ReconcileLoop(QuietObserver):
                     self._tell("fleet", f"standby {worker_id} takes part: {reason}")
 
     async def _look(self, hands: WorkerControl) -> None:
-        """See which machines came, which are about to go, and which are no longer used."""
+        """Start workers on new machines, have workers leave machines that go, and release unused machines."""
         self._forget_releases()
         await self._ask()
         now_s = self._clock.now_s()
         nodes = await self._actuator.nodes()
         self._nodes = {node.worker_id: node for node in nodes if node.worker_id}
-        # One whose release ended while they were looked at may still be seen as it was before.
+        # A machine whose release ended during the call may still be listed in its earlier state.
         kept = [node for node in nodes if node.node_id not in self._releases]
         free = [node for node in kept if node.state == "up" and not node.worker_id]
-        for worker_id, offer in list(self._waiting.items()):
-            node = next((one for one in free if one.offer_name == offer), None)
+        for worker_id, instance_type in list(self._waiting.items()):
+            node = next((one for one in free if one.instance_type_name == instance_type), None)
             if node is not None:
                 free.remove(node)
                 self._begin(hands, worker_id, node, now_s)
@@ -213,20 +225,20 @@ class ReconcileLoop(QuietObserver):
                 left_s = NOTICE_S if deadline_s is None else max(GONE_S, deadline_s - now_s)
                 left_s = GONE_S if node.state == "dead" else left_s
                 await self._act(hands, self.fleet.notice(worker_id, left_s, now_s))
-            if told_s is not None and node.state == "up":  # Ray is to put nothing there any more
+            if told_s is not None and node.state == "up":  # keeps Ray from placing anything there
                 await self._actuator.notice(node.node_id, told_s)
-        await self._ask()  # before machines are released: else others come in their place
+        await self._ask()  # before the releases, otherwise other machines would replace the released ones
         for worker_id, node in self._nodes.items():
-            is_unused = self.fleet.offer_of(worker_id) is None and node.state in self._releasable
+            is_unused = self.fleet.instance_type_of(worker_id) is None and node.state in self._releasable
             if is_unused and node.node_id not in self._releases:
-                # Beside the looks: a cluster that refuses for a while is asked again until the call's limit.
+                # In a task, because the call repeats its request for a while if the cluster refuses.
                 self._releases[node.node_id] = asyncio.create_task(self._actuator.release(node.node_id))
         why, self._not_released = self._not_released, None
         if why is not None:
             raise why
 
     def _forget_releases(self) -> None:
-        """Of machines whose release is over. Its error ends the look, once all else of it is done."""
+        """Forget releases that are over; keep the error of one, which `_look` raises at its end."""
         for node_id, task in list(self._releases.items()):
             if task.done():
                 del self._releases[node_id]
@@ -236,9 +248,9 @@ class ReconcileLoop(QuietObserver):
                     self._not_released = why
 
     async def _ask(self) -> None:
-        """Ask for the machines that the fleet uses, where that is not what was asked for last.
+        """Request the machines that the fleet uses, if that differs from the newest request.
 
-        While a worker waits, every time: its machine may have been in use until now.
+        While a worker waits, repeat the request: its machine may have been in use until now.
         """
         wanted = self.fleet.machines
         if self._waiting or wanted != self._wanted:
@@ -249,14 +261,18 @@ class ReconcileLoop(QuietObserver):
         del self._waiting[worker_id]
         self._actuator.assign(node.node_id, worker_id)
         self.fleet.came(worker_id, now_s)
-        kind = self._kinds[node.offer_name]
+        worker_config = self._worker_configs[node.instance_type_name]
         if self._config.fleet.brings_nodes:
-            labels = {**kind.labels, NODE_LABEL: node.node_id}
-            unit = {kind.offer: 1.0} if self._config.fleet.scale == "ray" else {}  # of which a node has one
-            kind = kind.model_copy(update={"labels": labels, "resources": {**kind.resources, **unit}})
-        self._roster.enlist(worker_id, kind)
-        self._tell("machine", f"{worker_id} {kind.offer} {node.node_id}")
-        hands.want_worker(worker_info(worker_id, kind, epoch=0))
+            labels = {**worker_config.labels, NODE_LABEL: node.node_id}
+            unit = (
+                {worker_config.instance_type: 1.0} if self._config.fleet.scale == "ray" else {}
+            )  # custom resource of which each node has one unit
+            worker_config = worker_config.model_copy(
+                update={"labels": labels, "resources": {**worker_config.resources, **unit}}
+            )
+        self._roster.enlist(worker_id, worker_config)
+        self._tell("machine", f"{worker_id} {worker_config.instance_type} {node.node_id}")
+        hands.want_worker(worker_info(worker_id, worker_config, epoch=0))
 
     def _need(self) -> Need | None:
         staleness = self._config.staleness
@@ -271,16 +287,17 @@ class ReconcileLoop(QuietObserver):
         )
 
     def _limits(self) -> Limits:
-        """As set, with what is left of the budget."""
-        limits = limits_of(self._config)
-        return limits if self._usd_left is None else replace(limits, usd_left=self._usd_left())
+        """Return the configured limits, with the dollars left of the budget and the seconds of the run."""
+        usd_left = None if self._usd_left is None else self._usd_left()
+        seconds_left = self._pace.left_s(self._clock.now_s())
+        return replace(limits_of(self._config), usd_left=usd_left, seconds_left=seconds_left)
 
     def _num_useful(self) -> int | None:
-        """At S = 0, no more workers than that shorten a step."""
+        """Return how many workers shorten a step at S = 0; None: S is larger, or no step has ended."""
         return max(1, math.ceil(median(self._useful))) if self._useful else None
 
     def _explain(self) -> None:
-        """Say what is done, and what is in the way of a fleet that is enough, each when it is new."""
+        """Report a decision, or the limits that prevent a sufficient fleet, when either is new."""
         decision = self.fleet.decision
         if decision is None:
             return
@@ -292,7 +309,11 @@ class ReconcileLoop(QuietObserver):
             self._said = decision.reason
             self._tell("fleet", decision.reason)
 
-    # --- what it hears ---------------------------------------------------------------------------
+    # --- Observer --------------------------------------------------------------------------------
+
+    def on_prices(self, usd_per_hour: Mapping[str, float]) -> None:
+        """Apply new prices, dollars an hour by instance type, from now on."""
+        self.fleet.reprice(usd_per_hour)
 
     def on_worker(self, info: WorkerInfo, *, alive: bool) -> None:
         if not alive:
@@ -306,7 +327,7 @@ class ReconcileLoop(QuietObserver):
         if report.ok:
             self.fleet.serving(report.worker_id, self._clock.now_s())
             if self._known_bcast is None:
-                self._known_bcast = report.version  # it waited for engines to be built, not for the network
+                self._known_bcast = report.version  # skipped: its T_bcast includes the start of the engines
 
     def on_stats(self, epoch: int, stats: WorkerStats) -> None:
         if stats.leaves_in_s is not None:
@@ -321,6 +342,7 @@ class ReconcileLoop(QuietObserver):
         self._model.observe_step(stats.t_train_s)
         self._uninformative.observe(counts.uninformative)
         self._rate_factors.append(stats.rate_factor)
+        self._pace.observe(stats.step + 1, stats.t_train_s + idle_s, self._clock.now_s())
         newest = self._broadcasts.newest()
         if newest and newest["published_version"] != self._known_bcast:
             self._known_bcast = newest["published_version"]
@@ -339,33 +361,40 @@ class ReconcileLoop(QuietObserver):
 
 
 class TellDecision(Protocol):
-    """Callback that is told a decision."""
+    """Callback for decisions: takes a kind of event and a text."""
 
     def __call__(self, kind: str, text: str) -> None: ...
 
 
-def worker_info(worker_id: str, kind: WorkerConfig, epoch: int) -> WorkerInfo:
-    """Make the `WorkerInfo` of a worker of a kind."""
-    return WorkerInfo(worker_id, kind.sku, kind.usd_per_hour, epoch, kind.market, kind.offer)
+def worker_info(worker_id: str, worker_config: WorkerConfig, epoch: int) -> WorkerInfo:
+    """Make the `WorkerInfo` of a worker with these settings."""
+    return WorkerInfo(
+        worker_id,
+        worker_config.sku,
+        worker_config.usd_per_hour,
+        epoch,
+        worker_config.market,
+        worker_config.instance_type,
+    )
 
 
-def offers_of(config: Config) -> tuple[Offer, ...]:
-    """The kinds of workers of a fleet, as offers."""
-    known = [kind.mu for kind in config.fleet.workers if kind.mu is not None]
+def instance_types_of(config: Config) -> tuple[InstanceType, ...]:
+    """Return the instance types of the fleet's settings. A type without `mu` has the lowest one given."""
+    known = [worker_config.mu for worker_config in config.fleet.workers if worker_config.mu is not None]
     mu = min(known) if known else UNKNOWN_MU
     return tuple(
-        Offer(
-            name=kind.offer,
-            sku=kind.sku,
-            usd_per_hour=kind.usd_per_hour,
-            mu=kind.mu if kind.mu is not None else mu,
-            max_count=kind.quota,
-            min_count=kind.min_count,
-            region=kind.region,
-            market=kind.market,
-            interruptions_per_hour=kind.interruptions_per_hour,
+        InstanceType(
+            name=worker_config.instance_type,
+            sku=worker_config.sku,
+            usd_per_hour=worker_config.usd_per_hour,
+            mu=worker_config.mu if worker_config.mu is not None else mu,
+            max_count=worker_config.quota,
+            min_count=worker_config.min_count,
+            region=worker_config.region,
+            market=worker_config.market,
+            interruptions_per_hour=worker_config.interruptions_per_hour,
         )
-        for kind in config.fleet.workers
+        for worker_config in config.fleet.workers
     )
 
 

@@ -1,8 +1,8 @@
-"""Changes that a resume makes to a run: told where they may be, refused where not, before anything starts.
+"""Settings that a resume changes: listed if they may change, refused if not, before any process starts.
 
-Compared are the settings that the run recorded (its config.yaml) and those it is to go on with. A setting
-that is declared `Fixed` is the run's for good; the options of its task are, too, unless the task declares one
-`Free`. Of settings that have a default of their own, what they come to counts.
+The comparison is between the run's config.yaml and the settings to continue with. A setting declared `Fixed`
+must not change, nor an option of the task unless the task declares it `Free`. Settings whose default depends
+on other settings are compared by their effective values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from echo_planes.config.schema import Config, TaskConfig
 from echo_planes.errors import ConfigError
 
 MOST_CHARS = 80  # of a value that is shown
-# Settings of a call, not of the run; and those without a value of their own.
+# Settings of one call, not of the run; then settings with an effective value, which others determine.
 _OF_A_CALL = ("run.resume", "run.dir")
 _COMES_TO: Mapping[str, Callable[[Config], Any]] = {
     "learner.lr": lambda config: config.lr,
@@ -43,7 +43,7 @@ _SAMPLED = "what the run has sampled was sampled, and is trained, under it"
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A setting that is not what the run recorded."""
+    """Setting that differs from the run's config.yaml."""
 
     path: str  # "learner.lr"
     before: Any
@@ -55,12 +55,12 @@ class Change:
 
 
 def changes_of(before: Config, now: Config, options: Callable[[TaskConfig], BaseModel]) -> list[Change]:
-    """Every setting that differs.
+    """Return every setting that differs.
 
     Args:
-        before: as the run recorded it.
-        now: as it is to go on.
-        options: the validated options of a task, its defaults filled in.
+        before: the run's recorded settings.
+        now: the settings to continue with.
+        options: returns the validated options of a task, its defaults filled in.
     """
     found = list(_compared("", before, now))
     for path, comes_to in _COMES_TO.items():
@@ -73,10 +73,10 @@ def changes_of(before: Config, now: Config, options: Callable[[TaskConfig], Base
 
 
 def check_changes(changes: Sequence[Change], folder: str) -> None:
-    """Nothing that is the run's for good was changed.
+    """Check that no fixed setting has changed.
 
     Raises:
-        ConfigError: something was.
+        ConfigError: one has.
     """
     for change in changes:
         if change.is_fixed:
@@ -88,15 +88,15 @@ def check_changes(changes: Sequence[Change], folder: str) -> None:
 
 
 def check_unfinished(config: Config, step: int, status: str) -> None:
-    """There is something left to do.
+    """Check that a resumed run has work left.
 
     Args:
-        config: settings to go on with.
+        config: the settings to continue with.
         step: of the newest checkpoint.
-        status: how the run says that it ended; "" where it does not.
+        status: of the run's summary.json; "" if it has none.
 
     Raises:
-        ConfigError: all steps are made.
+        ConfigError: `step` is beyond run.steps, or equals it and the run ended as done or collapsed.
     """
     steps = config.run.steps
     if step > steps or (step == steps and status in ("done", "collapsed")):
@@ -121,14 +121,14 @@ def _compared(prefix: str, before: BaseModel, now: BaseModel, *, is_task: bool =
 
 
 def _is_many(value: object) -> bool:
-    """Whether it is a list of sections."""
+    """Return whether a value is a non-empty list of sections."""
     return isinstance(value, list) and bool(value) and all(isinstance(one, BaseModel) for one in value)
 
 
 def _shown(value: Any) -> str:
-    """A value in a line, as it would be written on the command line."""
+    """Return a value as on the command line, on one line; of a list of sections, their number."""
     if _is_many(value):
-        return f"{len(value)} kind{'s' if len(value) > 1 else ''}"
+        return f"{len(value)} instance type{'s' if len(value) > 1 else ''}"
     text = value if isinstance(value, str) else _json(value)
     return text if len(text) <= MOST_CHARS else f"{text[: MOST_CHARS - 1]}…"
 

@@ -1,6 +1,6 @@
-"""Carries the controller's actions out and feeds it what happened: the same code on Ray and on fakes.
+"""Runner of one run: carries out the controller's actions and reports events to it, on Ray and on fakes.
 
-The planes are reached through the small interfaces of `planes.py`. A call to a worker that died or hangs
+The runner calls the planes through the small interfaces of `planes.py`. A call to a worker that died or hangs
 raises a `RunError`.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -31,10 +31,10 @@ from echo_planes.types import (
 
 T = TypeVar("T")
 
-BATCH_WAIT_S = 1.0  # how long one question for a batch waits in the data plane
+BATCH_WAIT_S = 1.0  # longest wait of one request for a batch in the data plane
 STATS_EVERY_STEPS = 5
 STATS_S = 10.0  # longest wait for a worker's counters
-LEAVE_SHARE = 0.7  # of the time until a worker must be gone, for what is being scored
+LEAVE_SHARE = 0.7  # of a leaving worker's time limit, to finish scoring its answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +51,16 @@ class Runner:
 
     Args:
         config: the run's settings.
-        planes: where the planes run.
-        observer: who does the accounting.
-        save_checkpoint: writes one checkpoint, given its step and the two planes' savers.
-        clock: seconds.
+        planes: the data plane, the learner and the workers.
+        observer: receives the run's events, for the accounting.
+        fleet: the first workers, by id.
+        save_checkpoint: writes one checkpoint, given its step, the data plane and the learner.
+        clock: the run's clock, seconds.
         first_epoch: incarnation number of the first workers.
         resume_dir: checkpoint to continue from.
-        guard: record of the guard it was written with.
-        beside: runs as long as the run does (what keeps the fleet); its error ends the run.
-        rules: that answers to held-out prompts must keep to; default: those of the model.
+        guard: the guard's record in that checkpoint.
+        beside: coroutine that runs as long as the run, such as the fleet's loop; its error ends the run.
+        rules: for the check of answers to held-out prompts; default: those of the model.
     """
 
     def __init__(
@@ -89,39 +90,39 @@ class Runner:
         self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
         self._workers: dict[str, tuple[int, Worker]] = {}
         self._epochs: dict[str, int] = {}  # newest incarnation of each worker
-        self._built: set[tuple[str, int]] = set()  # incarnations that answer
-        self._ended: set[tuple[str, int]] = set()  # incarnations that are over
+        self._built: set[tuple[str, int]] = set()  # incarnations whose engine is ready
+        self._ended: set[tuple[str, int]] = set()  # incarnations that have ended
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: EchoPlanesError | None = None
-        self._free_since_s = 0.0  # the learner, while it does nothing
-        self._idle_s = 0.0  # it waited since its last step, but for the wait that goes on
+        self._free_since_s = 0.0  # when the learner became idle
+        self._idle_s = 0.0  # waits of the learner since its last step, without the current one
         self._manifest: Manifest | None = None  # of the newest publication
         self._steps_seen = 0
-        self._steps_begun = 0  # version that the learner holds, or is about to make
+        self._steps_begun = 0  # version that the learner holds, or is making
         self._serving = False  # some worker serves a published version
         self._beside = beside
         self._ending = False
-        self._collecting = asyncio.Lock()  # two at once could tell counters in the wrong order
+        self._collecting = asyncio.Lock()  # two collections at once could report counters in the wrong order
 
     def request_stop(self, reason: str, status: Literal["stopped", "spent"] = "stopped") -> None:
-        """Finish the step in hand, checkpoint, and end. Safe to call from a signal handler of this loop."""
+        """Finish the current step, checkpoint, and end. Safe to call from a signal handler of this loop."""
         self._events.put_nowait(ev.StopRequested(reason, status))
 
     def want_worker(self, info: WorkerInfo) -> None:
-        """Have another worker, of a name that was never used."""
+        """Start another worker, under an id that was never used before."""
         self._fleet[info.worker_id] = info
         self._events.put_nowait(ev.WorkerWanted(info.worker_id))
 
     def unwant_worker(self, worker_id: str, reason: str, limit_s: float) -> None:
-        """Have a worker hand over what it has and leave, within `limit_s`."""
+        """Have a worker hand over its leases and leave, within `limit_s` seconds."""
         self._observer.on_event("worker leaves", reason, worker=worker_id)
         self._events.put_nowait(ev.WorkerUnwanted(worker_id, reason, limit_s))
 
     async def run(self) -> Outcome:
-        """Run to the end.
+        """Run to the end, and return the outcome.
 
         Raises:
-            EchoPlanesError: the learner or the data plane failed; everything is closed first.
+            EchoPlanesError: the learner, the data plane or `beside` failed; the run closes everything first.
         """
         finish: ev.Finish | None = None
         try:
@@ -192,7 +193,7 @@ class Runner:
         self._observer.on_guard(told.report)
 
     async def _hear_complaints(self) -> None:
-        """Tell of the messages that the data plane refused, and give up workers that it fenced for them."""
+        """Report malformed messages that the data plane refused, and end workers that it fenced for them."""
         for one in await self._planes.data.complaints():
             messages = f"{one.count} malformed message{'' if one.count == 1 else 's'}"
             text = f"{messages} refused, the last one: {one.reason} ({one.detail})"
@@ -227,18 +228,18 @@ class Runner:
                     await self._within("engine start", limit_s, worker.start(), worker=worker_id)
             if (worker_id, epoch) not in self._ended:
                 await self._planes.data.register(worker_id, epoch)
-            if (worker_id, epoch) in self._ended:  # it was stopped meanwhile
+            if (worker_id, epoch) in self._ended:  # the incarnation ended during its start
                 await self._end_worker(worker_id)
                 return
             self._built.add((worker_id, epoch))
             self._events.put_nowait(ev.WorkerReady(worker_id, epoch))
             await worker.run()
-        except (RunError, LeaseError, ClusterError) as why:  # LeaseError: replaced meanwhile, or fenced
+        except (RunError, LeaseError, ClusterError) as why:  # LeaseError: the data plane fenced the worker
             await self._hear_complaints()
             self._lost(worker_id, epoch, str(why))
 
     async def _leave(self, worker_id: str, epoch: int, limit_s: float) -> None:
-        """Have a worker hand over what it has. Whatever comes of it, it is ended: what it had is not lost."""
+        """Have a worker hand over its leases, then end it. Leases that it keeps return to the data plane."""
         current = self._workers.get(worker_id)
         if current is not None and current[0] == epoch:
             try:
@@ -259,14 +260,16 @@ class Runner:
 
     async def _publish(self, version: int) -> None:
         begun_s = self._clock.now_s()
-        self._idle_s += begun_s - self._free_since_s  # a starved learner publishes in mid-wait
+        self._idle_s += begun_s - self._free_since_s  # a starved learner publishes while it waits
         limit_s = self._config.run.wait_limit_s
-        manifest = await self._within(
-            "publication", limit_s, self._planes.learner.publish(version), version=version
-        )
-        # The data plane must know a version before any worker can have it.
-        await self._planes.data.publish(manifest.version, manifest.digest)
-        await self._within("commit", limit_s, self._planes.learner.commit(version), version=version)
+        is_first = self._manifest is None
+        with self._observer.phase("first publication") if is_first else nullcontext():
+            manifest = await self._within(
+                "publication", limit_s, self._planes.learner.publish(version), version=version
+            )
+            # The data plane must know a version before any worker can have it.
+            await self._planes.data.publish(manifest.version, manifest.digest)
+            await self._within("commit", limit_s, self._planes.learner.commit(version), version=version)
         self._manifest = manifest
         self._observer.on_published(manifest, self._clock.now_s() - begun_s)
         self._free_since_s = self._clock.now_s()
@@ -290,7 +293,7 @@ class Runner:
             return
         now = self._workers.get(worker_id)
         if now is None or now[0] != epoch:
-            return  # late news of one that its successor has replaced
+            return  # a late report of an incarnation that its successor has replaced
         await self._planes.data.installed(worker_id, report.version)
         if report.ok and not self._serving:
             self._serving = True
@@ -308,7 +311,7 @@ class Runner:
             "learner step", self._config.run.wait_limit_s, self._planes.learner.train_step(batch)
         )
         self._free_since_s = self._clock.now_s()
-        # Before anybody acts on the step: its numbers are of what was in force while it was trained.
+        # Report before any action on the step, so that its figures show the settings it was trained with.
         self._observer.on_step(batch, stats, idle_s, await self._planes.data.counts())
         self._events.put_nowait(ev.StepDone(stats))
         self._steps_seen += 1
@@ -327,8 +330,8 @@ class Runner:
                 return
             answers += result
         report = report_of(step, settings, answers)
-        # Compared where sampler and learner hold the same version: before the first update, which may have
-        # begun meanwhile, and after the last; and where both take logprobs of the same distribution.
+        # Compare only where sampler and learner hold the same version (before the first update, unless that
+        # has begun meanwhile, or after the last one), and take logprobs of the same distribution.
         same = report.version == step == self._steps_begun and report.newest_version is None
         comparable = same and step in (0, self._config.run.steps) and eval_draw(self._config) is None
         mismatch = await self._planes.learner.mismatch(answers) if comparable else None
@@ -361,29 +364,29 @@ class Runner:
 
     def _lost(self, worker_id: str, epoch: int, reason: str) -> None:
         if (worker_id, epoch) in self._ended:
-            return  # several calls were waiting for it
+            return  # several pending calls report the same loss
         self._gone(worker_id, epoch)
         self._observer.on_event("worker lost", reason, worker=worker_id)
         self._events.put_nowait(ev.WorkerLost(worker_id, epoch, reason))
 
     def _gone(self, worker_id: str, epoch: int) -> None:
-        """The end of an incarnation: what fails in it from now on is no loss, and it costs nothing more."""
+        """Mark an incarnation as ended: later failures of it are no loss, and it costs nothing more."""
         if (worker_id, epoch) in self._ended:
             return
         self._ended.add((worker_id, epoch))
         self._observer.on_worker(replace(self._fleet[worker_id], epoch=epoch), alive=False)
 
     async def collect_worker_stats(self) -> None:
-        """Ask every worker for its counters, and tell the accounting.
+        """Ask every worker for its counters, and report them to the accounting.
 
-        What was accepted of it the data plane says, not the worker.
+        The counts of accepted tokens and trajectories come from the data plane, not from the worker.
         """
         async with self._collecting:
             await self._ask_for_stats(await self._planes.data.accepted())
 
     async def _ask_for_stats(self, accepted: Mapping[tuple[str, int], tuple[int, int]]) -> None:
         async def ask(worker_id: str, epoch: int, worker: Worker) -> None:
-            with suppress(RunError):  # its run() reports the loss
+            with suppress(RunError):  # the worker's run() reports its loss
                 stats = await self._within("worker statistics", STATS_S, worker.stats(), worker=worker_id)
                 if fault := stats_fault(stats, worker_id):
                     self._lost(worker_id, epoch, f"malformed counters: {fault.reason} ({fault.detail})")
@@ -396,8 +399,8 @@ class Runner:
 
     async def _collect_stats(self) -> None:
         await self.collect_worker_stats()
-        with suppress(RunError):  # a learner that is gone says so itself
-            # It answers between two steps only, and a step may be long.
+        with suppress(RunError):  # the next call that needs the learner reports its loss
+            # The learner answers only between two steps, and a step may be long.
             asked, limit_s = self._planes.learner.broadcasts(), self._config.run.wait_limit_s
             self._observer.on_broadcasts(await self._within("broadcast statistics", limit_s, asked))
 
@@ -428,10 +431,10 @@ class Runner:
             error if isinstance(error, EchoPlanesError) else RunError(f"{type(error).__name__}: {error}")
         )
         self._failure.__cause__ = self._failure.__cause__ or error
-        self._events.put_nowait(ev.StopRequested("failure"))  # wakes the loop, which raises
+        self._events.put_nowait(ev.StopRequested("failure"))  # wakes `run`, which raises the failure
 
     async def _end(self) -> None:
-        """Stop the workers and the learner in any case, and leave no task behind."""
+        """Cancel all tasks, then stop the workers and the learner; wait at most 20 s for them."""
         self._ending = True
         for task in self._tasks:
             task.cancel()
@@ -441,5 +444,5 @@ class Runner:
 
 
 def _cancelled_by_nobody(task: asyncio.Task[None]) -> RunError:
-    """Error for a part of the run that was cancelled from outside, which would end it without a word."""
-    return RunError(f"a part of the run was cancelled, and nobody in it did that: {task.get_coro()}")
+    """Return the error for a task that code outside the runner cancelled, which would end silently."""
+    return RunError(f"a part of the run was cancelled from outside: {task.get_coro()}")

@@ -1,7 +1,7 @@
 """Spending of a run: its dollars over all its parts, what they went into, and the budget that ends it.
 
-A run that is resumed goes on with what `spending.json` of its folder says, so that the dollars of steps that
-it makes again, and of everything after its last step, are not forgotten.
+A resumed run adds to the figures in `spending.json` of its folder. They include the dollars of steps that the
+resume repeats, and those spent after the last step.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ from echo_planes.types import (
 
 SPENDING_FILE = "spending.json"
 EARLIER = "earlier"  # part and SKU of dollars of which only the sum is known
-LOOK_S = 2.0
-FEW_STEPS = 3  # fewer left in the budget are worth a warning
+LOOK_S = 2.0  # between two checks of the budget
+FEW_STEPS = 3  # a budget that pays for fewer further steps causes a warning
 _RESTORE = "put the original back, or remove it to count the dollars of its steps alone"
 _OF_A_STEP = (
     "usd_per_million_tokens",
@@ -47,32 +48,31 @@ _OF_A_STEP = (
 
 
 class Spending:
-    """The dollars of one run.
+    """Dollars of one run.
 
-    Machines: every learner rank costs from the start of the run, every worker from when it is started, on
-    a machine that is there, until it is gone. The learner boots until the first worker serves, a worker until
-    its first good install. From then on the worker's own account of its busy seconds tells busy from idle
-    time.
+    Machines: every learner rank costs from the start of the part, every worker from its start on a machine
+    until it is gone. The learner counts as booting until the first worker serves, a worker until its first
+    good install. After that the busy seconds that the worker reports divide its time into busy and idle.
 
-    Tokens: it is not known which worker sampled what was trained, dropped or lost. So the dollars of all busy
-    time are shared out evenly over the fleet's tokens, at its average price of a token:
+    Tokens: the accounting does not know which worker sampled the tokens that were trained, dropped or lost.
+    It therefore shares the dollars of all busy time over the fleet's tokens, at their average price:
 
-    - `trained`: tokens that the loss was taken over, when their group is trained first. Exact.
-    - `evaluated`: from the mean length of the answers that an evaluation's report holds.
+    - `trained`: tokens in the loss of groups that are trained for the first time. Exact.
+    - `evaluated`: estimated from the mean length of the answers that an evaluation's report holds.
     - `stale`: trajectories dropped as too old, `lost`: those removed before they were trained, and `open`:
-      those buffered; each as long as the mean of the batch trained last. Dropped ones are often longer than
-      that, so that `stale` is rather too small.
-    - `uninformative`: what the replay buffer counts as tokens of groups that others replaced. Exact.
-    - `failed`, `lost`: what the replay buffer counts as discarded tokens. So much of it as the failed
-      trajectories would have, at that mean length, is `failed`.
+      those buffered. Each counts with the mean length in the newest batch. Dropped ones are often longer,
+      so that `stale` is an underestimate.
+    - `uninformative`: tokens of groups that refill replaced, as the replay buffer counts them. Exact.
+    - `failed`, `lost`: discarded tokens, as the replay buffer counts them. The number of failed trajectories
+      times that mean length is `failed`, but at most all of them; the rest is `lost`.
 
-    What is in flight counts when it ends; until then its dollars are shared out over the others.
+    Tokens in flight count when they end; until then the other tokens carry their dollars.
 
     Args:
         config: the run's settings.
-        folder: of the run.
-        start_s: when it began.
-        totals: of its steps so far; those there now are of its earlier parts.
+        folder: the run folder.
+        start_s: when this part of the run began, seconds.
+        totals: running totals over the run's steps; at construction those of its earlier parts.
 
     Raises:
         DataError: the folder's spending.json is damaged.
@@ -83,12 +83,14 @@ class Spending:
         self._steps = config.run.steps
         self._totals = totals
         self._ranks = [f"learner-{rank}" for rank in range(config.learner.num_ranks)]
-        self._serving = False  # some worker does
+        self._serving = False  # some worker serves
         is_resumed = totals.num_steps > 0
-        # Of a resumed run the ledger goes on from a number that is known after its first step.
+        # The ledger of a resumed run continues from counts that are known only after its first step.
         self._counts = None if is_resumed else BufferCounts()
-        self._generated = None if is_resumed else 0  # tokens that found their end, trained or not
+        self._generated = None if is_resumed else 0  # tokens accepted or discarded so far; None: unknown
         self._earlier = _read(self._path, totals.usd_total) if is_resumed else {}
+        self._alive: dict[str, str] = {}  # workers that cost money -> instance type
+        self._prices: dict[str, float] = {}  # instance type -> dollars an hour, where it has changed
         self.book = Accounting()
         for rank in self._ranks:
             self.book.start(
@@ -101,14 +103,14 @@ class Spending:
         return sum(self._earlier.get("usd_by_part", {}).values())
 
     def total_usd(self, now_s: float) -> float:
-        """Dollars of all parts of the run."""
+        """Return the dollars of all parts of the run."""
         return self.earlier_usd + self.book.total_usd(now_s)
 
     def way_on(self, now_s: float) -> str:
-        """Advice on going on where the budget is spent: a command, if there is a checkpoint to go on from.
+        """Return advice on how to continue once the budget is spent: a command, if a step was trained.
 
-        The budget in it is what the whole run will have cost at the recent price of a step, and a tenth more;
-        twice what was spent where no step tells its price.
+        It suggests the projected cost of the whole run, at the recent price of a step, plus a tenth. Where
+        that price is unknown, it suggests twice the dollars spent.
         """
         done = self._totals.num_steps
         projected = self.book.projected_usd(now_s, self._steps - done)
@@ -119,17 +121,30 @@ class Spending:
             return f"nothing was trained, so there is no checkpoint: start anew, with {budget} or more"
         return f"python -m echo_planes.run {shlex.quote(f'run.resume={self._path.parent}')} {budget}"
 
-    # --- what happens ----------------------------------------------------------------------------
+    # --- events ----------------------------------------------------------------------------------
 
     def worker(self, info: WorkerInfo, now_s: float, *, alive: bool) -> None:
-        """A worker is started, or gone."""
+        """Count a worker's machine from its start (`alive`), or until it is gone."""
         if alive:
             self.book.start(info.worker_id, info.usd_per_hour, now_s, sku=info.sku, market=info.market)
+            self._alive[info.worker_id] = info.instance_type
         else:
             self.book.stop(info.worker_id, now_s)
+            self._alive.pop(info.worker_id, None)
+
+    def priced(self, info: WorkerInfo) -> WorkerInfo:
+        """Return `info` with the current price of its instance type."""
+        return replace(info, usd_per_hour=self._prices.get(info.instance_type, info.usd_per_hour))
+
+    def reprice(self, usd_per_hour: Mapping[str, float], now_s: float) -> None:
+        """Apply new prices, dollars an hour by instance type, to present and future workers from now on."""
+        self._prices |= usd_per_hour
+        for worker_id, instance_type in self._alive.items():
+            if instance_type in usd_per_hour:
+                self.book.reprice(worker_id, usd_per_hour[instance_type], now_s)
 
     def serves(self, worker_id: str, now_s: float) -> None:
-        """A worker has weights."""
+        """Count a worker as serving; the first one also ends the learner's boot time."""
         self.book.mark(worker_id, "serving", now_s)
         if not self._serving:
             self._serving = True
@@ -138,7 +153,7 @@ class Spending:
                 self.book.mark(rank, "busy", now_s)
 
     def evaluated(self, report: EvalReport) -> None:
-        """Held-out prompts were answered."""
+        """Count the tokens of an evaluation, estimated from the answers in its report."""
         sampled = [sum(t.episode.response_mask) for t in report.trajectories]
         if sampled:
             answers = report.num_prompts * report.samples_per_prompt
@@ -153,15 +168,15 @@ class Spending:
         counts: BufferCounts,
         now_s: float,
     ) -> Record:
-        """A learner step ended; returns what metrics.jsonl says of its dollars.
+        """Count the dollars of a learner step; return their columns for metrics.jsonl.
 
         Args:
-            batch: what was trained.
-            is_first: which of its trajectories were never trained before.
+            batch: the trained batch.
+            is_first: whether each of its trajectories is trained for the first time.
             stats: of the step.
-            idle_s: seconds that the learner waited for it.
-            counts: the ledger after it.
-            now_s: when.
+            idle_s: seconds that the learner waited for the batch.
+            counts: the ledger after the step.
+            now_s: when the step ended.
         """
         self._share_out(batch, is_first, counts)
         usd = self.book.step(now_s, stats.tokens, idle_s)
@@ -173,15 +188,15 @@ class Spending:
             "usd_projected": None if projected is None else self.earlier_usd + projected,
         }
 
-    # --- what it came to -------------------------------------------------------------------------
+    # --- results ---------------------------------------------------------------------------------
 
     def summary(self, now_s: float, num_steps: int, tokens: int) -> Record:
-        """Dollars of all parts of the run, as summary.json wants them; spending.json is brought up to date.
+        """Update spending.json; return the dollars of all parts of the run, as keys of summary.json.
 
         Args:
-            now_s: when.
-            num_steps: of all parts.
-            tokens: trained in them.
+            now_s: time up to which machines cost.
+            num_steps: learner steps of all parts.
+            tokens: tokens trained in all parts.
 
         Raises:
             ClusterError: the disk is full.
@@ -210,10 +225,10 @@ class Spending:
     # --- inside ----------------------------------------------------------------------------------
 
     def _share_out(self, batch: TrainBatch, is_first: Sequence[bool], counts: BufferCounts) -> None:
-        """Settle the tokens that found their end since the last step."""
+        """Settle the tokens that met their fate since the last step, and count those still buffered."""
         before, self._counts = self._counts or counts, counts
         self._generated = counts.accepted_tokens + counts.discarded_tokens
-        until = np.concatenate([[0], np.cumsum(batch.loss_mask)])  # trained tokens before each place
+        until = np.concatenate([[0], np.cumsum(batch.loss_mask)])  # trained tokens before each position
         lengths = until[batch.offsets[1:]] - until[batch.offsets[:-1]]
         mean = float(lengths.mean())
         failed = round((counts.failed - before.failed) * mean)
@@ -229,17 +244,17 @@ class Spending:
 
 
 class BudgetGuard(QuietObserver):
-    """Has a run stop when its budget is spent, and says so when that is near.
+    """Watch that stops a run when its budget is spent, and warns shortly before.
 
-    It looks at the budget after every step, and every few seconds: a start may be dear too. What is under way
-    then is finished, so that a little more is spent.
+    It checks the budget after every step and every `LOOK_S` seconds, because the start-up costs money too.
+    The run still finishes its current step, so that it spends slightly more than the budget.
 
     Args:
         config: the run's settings.
         budget: what is left of `budget.usd`.
-        clock: seconds.
-        stop: has the run finish its step, save a checkpoint and end, for a reason.
-        journal: told, once, when few steps are left, and when it stops the run.
+        clock: the run's clock, seconds.
+        stop: called with a reason; has the run finish its step, save a checkpoint and end.
+        journal: receives one event when few steps are left, and one when the run is stopped.
     """
 
     def __init__(
@@ -259,7 +274,7 @@ class BudgetGuard(QuietObserver):
         self._stopped = self._warned = False
 
     async def run(self, hands: object) -> None:
-        """Until it is cancelled."""
+        """Check the budget at intervals until cancelled."""
         while True:
             self._look()
             await asyncio.sleep(LOOK_S)
@@ -282,7 +297,7 @@ class BudgetGuard(QuietObserver):
 
 
 def open_budget(config: Config, spending: Spending) -> Budget | None:
-    """Return the budget that is left of `budget.usd`; None: no budget was given.
+    """Return what is left of `budget.usd`; None: there is no budget.
 
     Raises:
         ConfigError: the earlier parts of the run have spent it.
@@ -295,14 +310,14 @@ def open_budget(config: Config, spending: Spending) -> Budget | None:
 
 
 def check_budget(usd: float, folder: Path) -> None:
-    """Something of `budget.usd` is left, as far as the spending.json of a run that is resumed can say.
+    """Check that a resumed run has some of `budget.usd` left, as far as its spending.json tells.
 
     Raises:
         ConfigError: the earlier parts of the run have spent it.
         DataError: spending.json is damaged.
     """
     path = folder / SPENDING_FILE
-    if path.exists():  # otherwise only the steps that the checkpoint keeps tell it: see `open_budget`
+    if path.exists():  # without it only metrics.jsonl has dollars, which `open_budget` checks
         _refuse_spent(usd, sum(_read(path, 0.0)["usd_by_part"].values()))
 
 
@@ -315,7 +330,7 @@ def _refuse_spent(usd: float, earlier_usd: float) -> None:
 
 
 def _read(path: Path, total_usd: float) -> dict[str, dict[str, float]]:
-    """Read what earlier parts of a run spent, by SKU and by part; where it has no file, the steps' sum."""
+    """Return the dollars of earlier parts by SKU and by part; without a file, `total_usd` as a whole."""
     keys = ("usd_by_sku", "usd_by_part")
     if not path.exists():
         return {key: {EARLIER: total_usd} for key in keys}
@@ -335,5 +350,5 @@ def _damaged(path: Path) -> DataError:
 
 
 def _added(earlier: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
-    """Dollars of both, by name."""
+    """Return the sum of two tables of dollars, by name."""
     return {name: earlier.get(name, 0.0) + now.get(name, 0.0) for name in {**earlier, **now}}

@@ -1,4 +1,4 @@
-"""The task and its first prompts, made before anything of a run is started."""
+"""Probe of the task: builds it and its first prompts before Ray and the engines start."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from echo_planes.data.tasks.registry import build_adapter, load_tokenizer, told
 from echo_planes.errors import ConfigError, ModelError
 from echo_planes.types import Prompt
 
-PROBE_PROMPTS = 16  # of both kinds
+PROBE_PROMPTS = 16  # of each kind: to train on, and held out
 
 
 def probe_task(config: Config) -> tuple[str, list[Prompt]]:
-    """Build the task and its first prompts here, before engines take a minute to start.
+    """Build the task and its first prompts in this process, so that mistakes show before engines start.
 
     Returns:
-        What the task has to say to the user, mostly nothing; and its first prompts, to train on and held out.
+        The task's message for the user, usually ""; and its first prompts, to train on and held out.
 
     Raises:
         UserError: a data file is unreadable, the tokenizer unusable or another model's, a prompt too long for
@@ -48,7 +48,7 @@ def probe_task(config: Config) -> tuple[str, list[Prompt]]:
 
 
 def check_vocabulary(folder: Path, token: int) -> None:
-    """The model has a row for a token of its tokenizer.
+    """Check that the model's vocabulary holds a token of its tokenizer.
 
     Raises:
         ModelError: the tokenizer is another model's, or config.json is not readable.

@@ -1,7 +1,7 @@
 """`python -m echo_planes.loop.warm_start`: supervised steps on a table of offline records, before any run.
 
-The task that wrote the table says by which function it is read; the result is a model folder for
-`model.path=`. It trains in one process, so it is for models that fit one.
+The task that wrote the table provides the function that reads it. The result is a model folder for
+`model.path=`. Training runs in one process, so the model must fit into one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from echo_planes.errors import ClusterError, ConfigError, EchoPlanesError, Stopp
 if TYPE_CHECKING:
     from echo_planes.learning.offline import OfflineExample
 
-REPORT_STEPS = 20  # a line of progress each
+REPORT_STEPS = 20  # about as many lines of progress
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status. A person's mistake is one line on stderr."""
+    """Run the command and return the exit status. A user's mistake is one line on stderr."""
     args = _parser().parse_args(arguments)
     try:
         return _run(args)
@@ -66,10 +66,10 @@ def _run(args: argparse.Namespace) -> int:
     for key in ("steps", "batch", "threads"):
         if getattr(args, key) < 1:
             raise ConfigError(f"--{key} {getattr(args, key)} is less than 1; give at least 1")
-    if args.table.exists():  # else its reader says what it wants
+    if args.table.exists():  # the reader reports a missing table
         check_regular(args.table, sys.maxsize, advice="give the table that the task wrote")
     reader = _reader(args.reader)
-    import numpy as np  # only now: mistakes in the words above are told at once
+    import numpy as np  # imported late, so that mistakes in the arguments show at once
     import torch
     from transformers import AutoConfig
 
@@ -107,7 +107,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _reader(name: str) -> Callable[[Path, Any, str], Sequence[OfflineExample]]:
-    """The function `package.module:function`: (table, tokenizer, template) -> examples."""
+    """Import the function `package.module:function`: (table, tokenizer, template) -> examples."""
     module, _, function = name.partition(":")
     if not all(part.isidentifier() for part in module.split(".")):
         raise ConfigError(f"--reader {name}: not of the form package.module:function")
@@ -120,7 +120,7 @@ def _reader(name: str) -> Callable[[Path, Any, str], Sequence[OfflineExample]]:
 
 
 def _save(out: Path, model: Any, tokenizer: Any) -> None:
-    """A model folder: whole, or not there."""
+    """Write a model folder under a temporary name, then rename it: `out` is complete or missing."""
     partial = out.with_name(f"{out.name}.partial")
     try:
         model.save_pretrained(partial)

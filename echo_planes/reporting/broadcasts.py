@@ -1,4 +1,4 @@
-"""The log of dissemination: what each publication weighed, how it travelled, and what an update costs."""
+"""Log of dissemination: size, transfer times and generation pause of each publication."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from echo_planes.types import BroadcastStats, InstallReport, Manifest
 
 GAMMA = 1.1  # ECHO-2, section 4: T_bcast ends when the fraction 1/gamma of the active workers has installed
 MBIT = 1e6 / 8
-NEWEST = 256  # publications whose news are waited for
+NEWEST = 256  # publications that still take reports
 MAX_OLDER = 2048  # rows of older ones
 
 
@@ -29,8 +29,8 @@ class _Publication:
 class BroadcastLog:
     """Figures of the publications of one run, by version.
 
-    Of long runs the older ones are thinned out: then a row stands for the ones after it as well, and has the
-    sum of their repairs.
+    In a long run the log thins out older ones: then a row stands for those after it as well, and has the sum
+    of their repairs.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class BroadcastLog:
         self._newest_done = -1
 
     def on_published(self, manifest: Manifest, t_extract_s: float, now_s: float) -> None:
-        """A version was committed by its publisher. Published again, its first time counts."""
+        """Record a version that its publisher has committed. Ignore the repeated publication of a version."""
         newest = max(self._known, default=-1)
         if manifest.version <= newest:
             return
@@ -56,7 +56,7 @@ class BroadcastLog:
             ]
 
     def on_installed(self, report: InstallReport, num_active: int, now_s: float) -> None:
-        """A worker serves a version; `num_active` workers are alive now."""
+        """Record that a worker serves a version; `num_active`: workers that T_bcast counts now."""
         known = self._known.get(report.version)
         if known is None or not report.ok or report.worker_id in known.installed:
             return
@@ -67,17 +67,17 @@ class BroadcastLog:
             self._newest_done = max(self._newest_done, report.version)
 
     def on_broadcasts(self, stats: Sequence[BroadcastStats]) -> None:
-        """Take in what the tracker of the sender has seen."""
+        """Record the statistics of the tracker in the sender's node."""
         for one in stats:
             if one.version in self._known:
                 self._known[one.version].stats = one
 
     def newest(self) -> dict[str, Any]:
-        """The numbers of the newest publication that reached its workers, for metrics.jsonl; {} before."""
+        """Return the figures of the newest publication that reached 1/gamma of its workers; {} before."""
         return self._row(self._newest_done) if self._newest_done in self._known else {}
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per publication that is kept, oldest first."""
+        """Return one row per publication that the log keeps, oldest first."""
         return [*self._older, *map(self._row, self._known)]
 
     def _row(self, version: int) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class BroadcastLog:
 
 
 def summary_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Publication figures for summary.json, from `BroadcastLog.rows`; those on patches, of patches only."""
+    """Return publication figures for summary.json from `BroadcastLog.rows`; patch figures omit snapshots."""
     patches = [row for row in rows if row["codec"] != "full"]
     return {
         "t_bcast_s_median": _median([row["t_bcast_s"] for row in rows]),

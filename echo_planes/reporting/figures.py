@@ -1,6 +1,6 @@
-"""The numbers of a learner step for metrics.jsonl: what the learner measured, and what the batch was made of.
+"""Figures of a learner step for metrics.jsonl: the learner's measurements and the batch's composition.
 
-What was not measured is None, never 0.0: a step without a gradient has no entropy of zero.
+A figure that was not measured is None, never 0.0: a step without a gradient has no entropy of zero.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LOG_WEIGHT = ("log_weight_p50", "log_weight_p99", "log_weight_p999", "log_weigh
 
 
 def learner_figures(stats: StepStats) -> dict[str, Any]:
-    """Figures of a `StepStats`, flat; `lags` as a list of objects."""
+    """Return the figures of a `StepStats` as a flat record; `lags` is a list of objects."""
     return {
         "loss": stats.loss,
         "grad_norm": stats.grad_norm,
@@ -42,10 +42,10 @@ def learner_figures(stats: StepStats) -> dict[str, Any]:
 
 
 def batch_figures(batch: TrainBatch) -> dict[str, float]:
-    """Length of the answers, and shares of them and of their groups.
+    """Return the length of the answers, and shares of the answers and of their groups.
 
-    - `response_tokens_mean`, `response_tokens_p95`: tokens of an answer, trained or not, those that an
-      environment wrote included.
+    - `response_tokens_mean`, `response_tokens_p95`: tokens of an answer, trained or not, including those
+      that an environment wrote.
     - `cut_off_share`: answers that ended at their token limit.
     - `groups_all_right`, `groups_all_wrong`, `groups_mixed`: groups whose answers are all correct, none, or
       some; they add up to 1.

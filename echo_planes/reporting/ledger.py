@@ -7,7 +7,7 @@ from typing import Any
 
 from echo_planes.reporting.metrics import number
 
-# Of the ledger, beside its sum; see `types.BufferCounts`.
+# Counts of the ledger besides its main terms; see `types.BufferCounts`.
 LEDGER_DETAILS = (
     "dropped_hard",
     "dropped_middling",
@@ -28,7 +28,7 @@ LEDGER_DETAILS = (
 
 
 def ledger_equation(metrics: Mapping[str, Any]) -> str:
-    """The ledger as a sum in words, with what each difficulty lost; a dash for what is not known."""
+    """Return the ledger as an equation in words, with the drops by difficulty; "-" for unknown counts."""
 
     def shown(key: str, word: str) -> str:
         value = number(metrics.get(key))
@@ -55,7 +55,7 @@ def ledger_equation(metrics: Mapping[str, Any]) -> str:
 
 
 def reward_failures(metrics: Mapping[str, Any]) -> str:
-    """Counts of the answers without a reward so far, by reason, in words; empty if all had one."""
+    """Return the counts of answers without a reward so far, by reason, as text; "" if all had one."""
     words = {"reward_timeout": "timed out", "reward_error": "raised", "reward_invalid": "invalid"}
     counts = {word: int(number(metrics.get(key)) or 0) for key, word in words.items()}
     return ", ".join(f"{count:,} {word}" for word, count in counts.items() if count)

@@ -1,6 +1,6 @@
-"""Writers of a run's own records: metrics.jsonl, events.jsonl and summary.json in its folder.
+"""Writers and readers of a run's own records: metrics.jsonl, events.jsonl and summary.json in its folder.
 
-Standard library only. `GAUGES` says what each number of a learner step is, for Prometheus and for people.
+Without third-party packages. `GAUGES` describes each number of a learner step, for Prometheus and for users.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from echo_planes.config.files import LOG_BYTES, parse_json, read_bytes, read_jso
 from echo_planes.errors import ClusterError, DataError, shown
 
 Record = dict[str, Any]  # one JSON object
-_LARGEST = 1e150  # nothing that is measured is as large
+_LARGEST = 1e150  # no measured value is as large
 _RESTORE = "put the original back, or take the file away"
-# Of the fields that are no single values: what readers may rely on. NUMBER, {} with fields, [] with items.
+# Shapes of structured fields that readers rely on: NUMBER, {} with fields, [] with items.
 NUMBER = 0.0
 _SUMMARY_SHAPE: Record = {
     "evals": [{"step": NUMBER, "pass_at": {}}],
@@ -28,7 +28,11 @@ _SUMMARY_SHAPE: Record = {
     "publications": [{}],
     "seconds_startup": {},
 }
-_STEP_SHAPE: Record = {"step": NUMBER, "lags": [{"lag": NUMBER, "drift": NUMBER, "tokens": NUMBER}]}
+_STEP_SHAPE: Record = {
+    "step": NUMBER,
+    "lags": [{"lag": NUMBER, "drift": NUMBER, "tokens": NUMBER}],
+    "reward_parts": {},
+}
 _SPARSITY_SHAPE: list[Record] = [{"changed_shares": [NUMBER]}]
 
 METRICS_FILE = "metrics.jsonl"
@@ -36,7 +40,7 @@ EVENTS_FILE = "events.jsonl"
 SUMMARY_FILE = "summary.json"
 SPARSITY_FILE = "sparsity.json"  # share of weights changed, one object per layer
 
-# Kinds of events that hold numbers more than words: the report's fleet section is made of them.
+# Kinds of events with numbers, from which the report makes its fleet section.
 WORKER_STATE = "worker state"  # a worker is `booting`, `serving` or `gone` from now on
 FLEET_STATE = "fleet state"  # `fleet.record`
 
@@ -144,7 +148,7 @@ GAUGES: tuple[Gauge, ...] = (
 )
 
 
-# Fractions of a step's scored tokens, and what they are called of a run's.
+# Fractions of a step's scored tokens -> names of the same fractions of the whole run.
 SHARES = {
     "clip_fraction": "tokens_clipped_share",
     "masked_fraction": "tokens_masked_share",
@@ -153,17 +157,22 @@ SHARES = {
 
 
 class MetricsWriter:
-    """Appends to a run folder. One owner per folder; a resumed run opens the same folder again.
+    """Writer of one run folder's records. A resumed run opens the same folder again.
 
-    Each line is one write to the file system before the call returns, so a crash loses at most the last
-    line; a torn last line of an earlier run is cut off here.
+    A call writes each line to the file system before it returns, so a crash of the process loses at most the
+    last line. The constructor cuts off a torn last line of an earlier run.
+
+    Args:
+        folder: the run folder; made if missing.
+        forward: called with a file's name and the record written to it, which it may keep.
 
     Raises:
         ClusterError: the disk is full.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, forward: Callable[[str, Record], None] | None = None) -> None:
         self.folder = folder
+        self._forward = forward
         folder.mkdir(parents=True, exist_ok=True)
         for name in (METRICS_FILE, EVENTS_FILE):
             _cut_torn_line(folder / name)
@@ -184,7 +193,7 @@ class MetricsWriter:
         version: int | None = None,
         **more: Any,
     ) -> None:
-        """Append one event to events.jsonl, with `more` fields. `time_s`: seconds since the run's start."""
+        """Append one event to events.jsonl, with `more` fields. `time_s`: since the start of this part."""
         record: Record = {"time_s": round(time_s, 3), "kind": kind, "text": text}
         if worker is not None:
             record["worker"] = worker
@@ -198,17 +207,20 @@ class MetricsWriter:
         write_atomic(self.folder / SUMMARY_FILE, text)
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
-        line = json.dumps(finite(dict(record)), separators=(",", ":"), allow_nan=False) + "\n"
+        written: Record = finite(dict(record))
+        line = json.dumps(written, separators=(",", ":"), allow_nan=False) + "\n"
 
         def append() -> None:
             with open(self.folder / name, "ab") as file:
                 file.write(line.encode())
 
         _or_full_disk(self.folder / name, append)
+        if self._forward is not None:
+            self._forward(name, written)
 
 
 class Aggregates:
-    """Running totals over the steps of a run, as summary.json wants them. None: no step said."""
+    """Running totals over the steps of a run, for summary.json. None: no step has the value."""
 
     def __init__(self, steps: Sequence[Mapping[str, Any]] = ()) -> None:
         self.rewards: list[float] = []  # mean of every step
@@ -217,8 +229,8 @@ class Aggregates:
         self._totals = dict.fromkeys(("t_train_s", "t_idle_s", "tokens", "usd", "updates_skipped"), 0.0)
         self._drift: list[float] = []
         self._rate_factor_min: float | None = None
-        self._scored = dict.fromkeys(SHARES, 0.0)  # tokens of the steps that measured it
-        self._shares = dict.fromkeys(SHARES, 0.0)  # of them, tokens that it says
+        self._scored = dict.fromkeys(SHARES, 0.0)  # scored tokens of the steps that have the fraction
+        self._shares = dict.fromkeys(SHARES, 0.0)  # those of them that the fraction counts
         self.num_steps = 0
         self.max_staleness_observed = 0
         self.max_staleness_allowed = 0  # the largest S that was in force
@@ -226,7 +238,7 @@ class Aggregates:
             self.add(step)
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Count one step in. Missing and non-finite values are left out."""
+        """Add one step. Missing and non-finite values are left out."""
         self.num_steps += 1
         for key in self._totals:
             self._totals[key] += number(metrics.get(key)) or 0.0
@@ -276,7 +288,7 @@ class Aggregates:
         return idle_s / (idle_s + train_s) if idle_s + train_s > 0 else None
 
     def bubble_ratio_with(self, t_train_s: float, t_idle_s: float) -> float:
-        """The ratio as it will be once a step with these times is counted in."""
+        """Return the ratio with one more step of these times."""
         idle_s, train_s = self._totals["t_idle_s"] + t_idle_s, self._totals["t_train_s"] + t_train_s
         return idle_s / max(idle_s + train_s, 1e-9)
 
@@ -289,7 +301,7 @@ class Aggregates:
         return self._totals["usd"]
 
     def summary(self) -> Record:
-        """The keys of summary.json that follow from the steps alone."""
+        """Return the keys of summary.json that follow from the steps alone."""
         return {
             "steps": self.num_steps,
             "reward_first": self.reward_first,
@@ -313,11 +325,11 @@ class Aggregates:
 
 
 def read_metrics(folder: Path) -> list[Record]:
-    """The steps of a run, in order. Steps that a resume made again replace the abandoned ones.
+    """Return the steps of a run, in order. Steps that a resume has repeated replace the abandoned ones.
 
     Raises:
-        DataError: a line that is not a JSON object, or holds something else than steps do (a torn last line
-            is left out instead).
+        DataError: a line is not a JSON object, or its fields have other shapes than those of steps. A torn
+            last line is left out instead.
     """
     steps: list[Record] = []
     for record in _read_lines(folder / METRICS_FILE, _STEP_SHAPE):
@@ -329,19 +341,19 @@ def read_metrics(folder: Path) -> list[Record]:
 
 
 def read_events(folder: Path) -> list[Record]:
-    """The events of a run, in the order they were written.
+    """Return the events of a run, in the order they were written.
 
     Raises:
-        DataError: as `read_metrics`.
+        DataError: as for `read_metrics`.
     """
     return _read_lines(folder / EVENTS_FILE, {})
 
 
 def read_summary(folder: Path) -> Record:
-    """summary.json, or an empty dict where the run has not written one yet.
+    """Return summary.json, or an empty dict if the run has not written one yet.
 
     Raises:
-        DataError: it is not readable, or is not what a summary is.
+        DataError: it is not readable, or its fields have other shapes.
     """
     path = folder / SUMMARY_FILE
     if not path.exists():
@@ -352,10 +364,10 @@ def read_summary(folder: Path) -> Record:
 
 
 def read_rows(path: Path) -> list[Record]:
-    """The sparsity of a run's updates, or an empty list where it was not worked out.
+    """Return the rows of a run's sparsity.json, or an empty list if there is none.
 
     Raises:
-        DataError: the file holds something else.
+        DataError: the file is not readable, or its fields have other shapes.
     """
     if not path.exists():
         return []
@@ -365,14 +377,14 @@ def read_rows(path: Path) -> list[Record]:
 
 
 def check_shape(value: object, shape: object, where: str) -> None:
-    """A value read from JSON is what those who use it rely on. What is null or absent is not known.
+    """Check that a value read from JSON has the shape that readers rely on. Null or absent means unknown.
 
     Args:
-        shape: NUMBER; an object of the fields that are looked at, with their shapes; a list of one shape.
+        shape: NUMBER; an object with the shapes of the fields that are read; a list with its items' shape.
         where: the file, and the field in it.
 
     Raises:
-        DataError: it is something else.
+        DataError: the value has another shape.
     """
     if isinstance(shape, dict) and isinstance(value, dict):
         for key, inner in shape.items():
@@ -409,14 +421,14 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def number(value: object) -> float | None:
-    """`value` as a float whose sums and differences are finite, or None."""
+    """Return `value` as a float whose sums and differences are finite; None if it is none."""
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST:
         return float(value)
     return None
 
 
 def finite(value: Any) -> Any:
-    """`value` with every non-finite float in it replaced by None: JSON has no NaN."""
+    """Return `value` with every non-finite float replaced by None, because JSON has no NaN."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -427,7 +439,7 @@ def finite(value: Any) -> Any:
 
 
 def step_fields(metrics: Mapping[str, Any], total_steps: int) -> list[str]:
-    """A learner step in words, most important first. A value that is missing shows as `-`."""
+    """Return a learner step as fields of text, most important first. A missing value shows as `-`."""
 
     def show(key: str, spec: str, scale: float = 1.0) -> str:
         value = number(metrics.get(key))
@@ -448,7 +460,7 @@ def step_fields(metrics: Mapping[str, Any], total_steps: int) -> list[str]:
 
 
 def step_line(metrics: Mapping[str, Any], total_steps: int) -> str:
-    """A learner step in one line; staleness is shown as max/mean."""
+    """Return a learner step as one line; staleness is shown as max/mean."""
     return "  ".join(step_fields(metrics, total_steps))
 
 

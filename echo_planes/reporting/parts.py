@@ -1,8 +1,8 @@
-"""The parts of a run: one from each start, resume or rollback to the next, and what they come to together.
+"""Parts of a run, each from a start, resume or rollback to the next, and their figures together.
 
-`parts.json` of a run folder holds a record of each, brought up to date while the part lasts, so that one
-that is killed is not forgotten: its figures are those of its last publication or evaluation. Times of
-metrics.jsonl and events.jsonl count from the start of their part.
+`parts.json` of a run folder holds a record of each part. The journal updates it at every publication and
+evaluation, so that the record of a killed part has the figures of that time. Times in metrics.jsonl and
+events.jsonl count from the start of their part.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from echo_planes.errors import DataError
 from echo_planes.reporting.metrics import Record, finite, number, write_atomic
 
 PARTS_FILE = "parts.json"
-_OF_A_WORKER = ("trajectories", "tokens", "usd", "restarts")  # what adds up
+_OF_A_WORKER = ("trajectories", "tokens", "usd", "restarts")  # columns that add up over the parts
 _LISTS = ("evals", "mismatches", "publications", "workers")
 _COUNTS = ("versions_published", "digest_mismatches", "duplicates", "installs")
 _NUMBERS = ("step", "seconds", *_COUNTS, "install_s")
 
 
 class RunParts:
-    """The record of the part that runs, after those of earlier ones.
+    """Record of the current part, after those of earlier ones.
 
     Args:
-        folder: of the run.
-        step: that the part begins at.
+        folder: the run folder.
+        step: step at which the current part begins.
 
     Raises:
         DataError: the folder's parts.json is damaged.
@@ -39,7 +39,7 @@ class RunParts:
         self._step = step
 
     def write(self, figures: Mapping[str, Any]) -> list[Record]:
-        """Bring the record of this part up to date; returns those of all parts.
+        """Replace the record of the current part; return the records of all parts.
 
         Raises:
             ClusterError: the disk is full.
@@ -50,7 +50,7 @@ class RunParts:
 
 
 def read_parts(folder: Path) -> list[Record]:
-    """The records of a run's parts, oldest first; [] where there are none.
+    """Return the records of a run's parts, oldest first; [] if there are none.
 
     Raises:
         DataError: parts.json is damaged.
@@ -82,10 +82,10 @@ def _is_part(part: object) -> bool:
 
 
 def whole_run(parts: Sequence[Record]) -> Record:
-    """The figures of summary.json that add up over the parts.
+    """Return the figures of summary.json that follow from all parts.
 
-    What was evaluated or published beyond the step that the next part began at counts as work, but its result
-    is of a policy that was given up: it is in no list.
+    Sums include the work beyond the step at which the next part began. The lists of evaluations and
+    publications leave it out, because the run has given up that policy.
     """
     evals = {row.get("step"): row for part in _kept(parts, "evals", "step") for row in part}
     installs = sum(part["installs"] for part in parts)
@@ -114,14 +114,14 @@ def whole_run(parts: Sequence[Record]) -> Record:
 
 
 def _kept(parts: Sequence[Record], key: str, place: str) -> Iterator[list[Record]]:
-    """Of each part the rows up to where the next one began."""
+    """Yield the rows of each part up to the step at which the next one began."""
     for part, following in zip(parts, [*parts[1:], None], strict=True):
         last = float("inf") if following is None else following["step"]
         yield [row for row in part[key] if (number(row.get(place)) or 0) <= last]
 
 
 def _workers(parts: Sequence[Record]) -> list[Record]:
-    """A row for each name, its newest machine; what they did adds up."""
+    """Return one row per worker id: its newest machine, with work and dollars of all parts."""
     rows: dict[str, Record] = {}
     for part in parts:
         for row in part["workers"]:

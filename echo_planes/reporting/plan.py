@@ -1,6 +1,6 @@
-"""A plan for people and for programs: a table for the terminal, JSON, and a page with charts.
+"""Output of a fleet plan: a table for the terminal, JSON, and a page with charts.
 
-Every figure that is not given or measured is marked "(estimated)": in JSON it lies under that word.
+Every figure that is not given or measured is marked "(estimated)"; JSON has it under the key "estimated".
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from echo_planes.fleet.instance_types import Offer
+from markupsafe import Markup
+
+from echo_planes.fleet.instance_types import InstanceType
 from echo_planes.fleet.planning import Fleet, Method, Planned
 from echo_planes.fleet.sku_facts import AS_OF
 from echo_planes.fleet.throughput import Source
-from echo_planes.reporting.report import csp_hash
-from echo_planes.reporting.sections.charts import bar_chart, show_percent, show_seconds, show_usd, ticks
-from echo_planes.reporting.sections.html import count, safe
-from echo_planes.reporting.sections.style import CSS, JS
+from echo_planes.reporting.formats import count, show_percent, show_seconds, show_usd
+from echo_planes.reporting.html import page
+from echo_planes.reporting.sections.charts import Chart, Point, bar_chart, points_chart
 
 MARK = "(estimated)"
-MAX_OFFERS = 12  # shown, the cheapest per trajectory first; all are in the JSON
+MAX_INSTANCE_TYPES = 12  # shown, the cheapest per trajectory first; all are in the JSON
 _COLORS: dict[Method, int] = {"greedy": 2, "exact": 1}  # series of the style sheet, in drawing order
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 544, 14, 210  # the plot, in pixels of its drawing
 COLUMNS = (
     "fleet",
     "by",
@@ -37,12 +37,12 @@ COLUMNS = (
 
 
 def marked(text: str, source: Source) -> str:
-    """A figure, and that it is an estimate where it is one."""
+    """Return a figure as text, marked if it is an estimate."""
     return f"{text} {MARK}" if source == "estimated" else text
 
 
-def cheapest_offers(planned: Planned) -> list[Offer]:
-    return sorted(planned.offers, key=lambda offer: (offer.rho, offer.name))
+def cheapest_instance_types(planned: Planned) -> list[InstanceType]:
+    return sorted(planned.instance_types, key=lambda instance_type: (instance_type.rho, instance_type.name))
 
 
 # --- terminal ------------------------------------------------------------------------------------
@@ -51,10 +51,15 @@ def cheapest_offers(planned: Planned) -> list[Offer]:
 def as_text(planned: Planned) -> str:
     """Render the plan for the terminal."""
     lines = [f"{name:12s}{text}" for name, text in _facts(planned)]
-    lines += ["", *_table(["offer", "$/h", "trajectories/s", "rho, $/h per trajectory/s"], _offers(planned))]
-    left = len(planned.offers) - MAX_OFFERS
+    lines += [
+        "",
+        *_table(
+            ["instance type", "$/h", "trajectories/s", "rho, $/h per trajectory/s"], _instance_types(planned)
+        ),
+    ]
+    left = len(planned.instance_types) - MAX_INSTANCE_TYPES
     if left > 0:
-        lines.append(f"and {count(left, 'offer')} more")
+        lines.append(f"and {count(left, 'instance type')} more")
     lines.append("")
     if planned.fleets:
         lines += [*_table(COLUMNS, [_cells(fleet) for fleet in planned.fleets]), ""]
@@ -101,21 +106,21 @@ def _limits(planned: Planned) -> str:
         if limits.interruptions_per_hour is None
         else f"{limits.interruptions_per_hour:g} interruptions/h",
         None if limits.max_workers is None else count(limits.max_workers, "worker"),
-        f"{config.max_per_offer:,} workers of an offer",
+        f"{config.max_per_instance_type:,} workers of an instance type",
         None if config.spot else "no spot",
     ]
     return ", ".join(one for one in said if one)
 
 
-def _offers(planned: Planned) -> list[list[str]]:
+def _instance_types(planned: Planned) -> list[list[str]]:
     return [
         [
-            offer.name,
-            show_usd(offer.usd_per_hour),
-            marked(f"{offer.mu:.3g}", planned.sources[offer.sku]),
-            marked(show_usd(offer.rho), planned.sources[offer.sku]),
+            instance_type.name,
+            show_usd(instance_type.usd_per_hour),
+            marked(f"{instance_type.mu:.3g}", planned.sources[instance_type.sku]),
+            marked(show_usd(instance_type.rho), planned.sources[instance_type.sku]),
         ]
-        for offer in cheapest_offers(planned)[:MAX_OFFERS]
+        for instance_type in cheapest_instance_types(planned)[:MAX_INSTANCE_TYPES]
     ]
 
 
@@ -163,7 +168,7 @@ def _fastest(planned: Planned) -> Fleet | None:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as they must be; all but the first flush right. Long heads take several lines."""
+    """Return lines with aligned columns, all but the first flush right. Marked heads take two lines."""
     heads = [name.rsplit(" ", 1) if name.endswith(MARK) else ["", name] for name in head]
     lines = [[parts[0] for parts in heads], [parts[1] for parts in heads], *rows]
     if not any(lines[0]):
@@ -182,7 +187,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def as_json(planned: Planned) -> str:
-    """The plan for programs. What lies under "estimated" is an estimate; units are in the names."""
+    """Return the plan as JSON. Values under "estimated" are estimates; units are in the names."""
     need, fastest = planned.need, _fastest(planned)
     tree: dict[str, Any] = {
         "kappa": need.kappa,
@@ -193,19 +198,19 @@ def as_json(planned: Planned) -> str:
             "mu_min": need.mu_min,
             "mu_target": need.mu_target,
         },
-        "offers": [
+        "instance_types": [
             _with_source(
                 {
-                    "name": offer.name,
-                    "sku": offer.sku,
-                    "usd_per_hour": offer.usd_per_hour,
-                    "max_count": offer.max_count,
-                    "mu_source": planned.sources[offer.sku],
+                    "name": instance_type.name,
+                    "sku": instance_type.sku,
+                    "usd_per_hour": instance_type.usd_per_hour,
+                    "max_count": instance_type.max_count,
+                    "mu_source": planned.sources[instance_type.sku],
                 },
-                {"mu": offer.mu, "rho": offer.rho},
-                planned.sources[offer.sku],
+                {"mu": instance_type.mu, "rho": instance_type.rho},
+                planned.sources[instance_type.sku],
             )
-            for offer in cheapest_offers(planned)
+            for instance_type in cheapest_instance_types(planned)
         ],
         "fastest": None if fastest is None else {"title": fastest.title, "method": fastest.method},
         "fleets": [_fleet_tree(fleet) for fleet in planned.fleets],
@@ -221,7 +226,7 @@ def as_json(planned: Planned) -> str:
 
 
 def _with_source(tree: dict[str, Any], figures: dict[str, float], source: Source) -> dict[str, Any]:
-    """Put figures into `tree`, under "estimated" where they are estimates."""
+    """Put figures into `tree`, under "estimated" if they are estimates; return `tree`."""
     place = tree.setdefault("estimated", {}) if source == "estimated" else tree
     place.update(figures)
     return tree
@@ -253,111 +258,58 @@ def _fleet_tree(fleet: Fleet) -> dict[str, Any]:
 
 
 def as_html(planned: Planned) -> str:
-    """One self-contained page: facts, the fleets, $/step against the learner's bubble, and the offers."""
-    facts = "".join(
-        f"<tr><td><b>{safe(name)}</b></td><td>{safe(text)}</td></tr>" for name, text in _facts(planned)
-    )
-    verdict = "".join(f"<p>{safe(line)}</p>" for line in _verdict(planned) if line)
-    notes = "".join(f"<p>Left out: {safe(note)}.</p>" for note in planned.notes)
-    status = ("done", "a fleet was found") if planned.advice is None else ("failed", "no fleet is enough")
-    policy = (
-        f"default-src 'none'; style-src '{csp_hash(CSS)}'; script-src '{csp_hash(JS)}'; base-uri 'none'; "
-        "form-action 'none'"
-    )
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{safe(policy)}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Fleet plan</title><style>{CSS}</style></head><body><main>"
-        '<header><p class="over">echo_planes plan</p><div class="line"><h1>Fleet plan</h1>'
-        f'<span class="pill {status[0]}">{status[1]}</span></div></header>'
-        f'<section><h2>What is planned for</h2><div class="card"><table>{facts}</table></div></section>'
-        f'<section><h2>Fleets</h2><div class="grid">{_fleet_card(planned, verdict + notes)}'
-        f"{_frontier(planned)}"
-        f"{_offer_bars(planned)}</div></section>"
-        f"<footer>Made by echo_planes. Figures marked {MARK} come from formulas and the GPU makers' peak "
-        f"figures of {AS_OF}; the first steps of a run say better.</footer>"
-        f'</main><div id="tip"></div><script>{JS}</script></body></html>\n'
+    """Return one self-contained page: facts, fleets, $/step against the bubble, and instance types."""
+    return page(
+        "plan",
+        is_feasible=planned.advice is None,
+        facts=_facts(planned),
+        mark=MARK,
+        as_of=AS_OF,
+        columns=COLUMNS,
+        fleets=[(_cells(fleet), _machines(fleet)) for fleet in planned.fleets],
+        verdict=_verdict(planned),
+        notes=planned.notes,
+        frontier=_frontier(planned),
+        instance_types=_instance_type_bars(planned),
     )
 
 
-def _fleet_card(planned: Planned, below: str) -> str:
-    kinds = ["", "", *["num"] * (len(COLUMNS) - 2)]
-    names = [safe(name).replace(f" {MARK}", f"<br>{MARK}") for name in COLUMNS]
-    head = "".join(f'<th class="{kind}">{name}</th>' for kind, name in zip(kinds, names, strict=True))
-    body = []
-    for fleet in planned.fleets:
-        cells = zip(kinds, _cells(fleet), strict=True)
-        body.append(
-            "<tr>" + "".join(f'<td class="{kind}">{safe(cell)}</td>' for kind, cell in cells) + "</tr>"
-        )
-        body.append(f'<tr><td></td><td colspan="{len(COLUMNS) - 1}">{safe(_machines(fleet))}</td></tr>')
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>" if body else ""
-    return f'<div class="card wide"><div class="plot">{table}</div>{below}</div>'
-
-
-def _offer_bars(planned: Planned) -> str:
+def _instance_type_bars(planned: Planned) -> Markup:
     known = sorted(sku for sku, source in planned.sources.items() if source != "estimated")
-    note = f"rho, $/h for one trajectory/s; the cheapest offers {MARK}"
+    note = f"rho, $/h for one trajectory/s; the cheapest instance types {MARK}"
     bars = [
         (
-            f"{offer.sku} {offer.region.split('/')[0]}{' spot' if offer.market == 'spot' else ''}",
-            offer.rho,
-            show_usd(offer.rho),
+            f"{instance_type.sku} {instance_type.region.split('/')[0]}"
+            + (" spot" if instance_type.market == "spot" else ""),
+            instance_type.rho,
         )
-        for offer in cheapest_offers(planned)[:MAX_OFFERS]
+        for instance_type in cheapest_instance_types(planned)[:MAX_INSTANCE_TYPES]
     ]
-    return bar_chart("Unit throughput cost", note + (f", but not {', '.join(known)}" if known else ""), bars)
+    note += f", but not {', '.join(known)}" if known else ""
+    return bar_chart("Unit throughput cost", note, bars, show_usd)
 
 
-def _frontier(planned: Planned) -> str:
-    """$/step against the learner's bubble: a point for each fleet size, a line for each way to choose."""
-    title = f"Cost of a step against the learner's bubble {MARK}"
-    note = "Each point is the cheapest fleet of its throughput; rings are the fleets of the table"
-    shown = [*planned.sweep, *planned.fleets]
-    legend = "".join(f'<span class="key"><i class="k{_COLORS[m]} line"></i>{m}</span>' for m in _COLORS)
-    legend += '<span class="key"><i class="kmark"></i>in the table</span>'
-    if not shown:
-        return f'<div class="card"><h3>{safe(title)}</h3><p class="empty">No data.</p></div>'
-    x_ticks = ticks(0.0, max(0.01, *(fleet.bubble for fleet in shown)))
-    y_ticks = ticks(0.0, max(fleet.usd_per_step for fleet in shown), 4)
-    x_scale, y_scale = (_RIGHT - _LEFT) / x_ticks[-1], (_BOTTOM - _TOP) / (y_ticks[-1] or 1.0)
-
-    def at(fleet: Fleet) -> tuple[float, float]:
-        return round(_LEFT + fleet.bubble * x_scale, 1), round(_BOTTOM - fleet.usd_per_step * y_scale, 1)
-
-    body = []
-    for value in y_ticks:
-        y = round(_BOTTOM - value * y_scale, 1)
-        body.append(
-            f'<line class="{"grid" if value else "zero"}" x1="{_LEFT}" x2="{_RIGHT}" y1="{y}" y2="{y}"/>'
-        )
-        body.append(f'<text class="tick end" x="{_LEFT - 8}" y="{y + 3.5}">{show_usd(value)}</text>')
-    for value in x_ticks:
-        x = round(_LEFT + value * x_scale, 1)
-        body.append(f'<text class="tick mid" x="{x}" y="{_BOTTOM + 16}">{show_percent(value)}</text>')
-    middle = (_LEFT + _RIGHT) / 2
-    body.append(f'<text class="axis mid" x="{middle}" y="{_BOTTOM + 32}">learner bubble</text>')
-    for method, color in _COLORS.items():
-        fleets = sorted(
-            (f for f in planned.sweep if f.method == method), key=lambda f: (-f.bubble, f.plan.usd_per_hour)
-        )
-        path = " ".join(f"{x},{y}" for x, y in map(at, fleets))
-        body.append(f'<polyline class="line thin s{color}" points="{path}"/>')
-        body += [_point(fleet, at(fleet), f"dot f{color}", 3.0) for fleet in fleets]
-    body += [_point(fleet, at(fleet), "mark", 5.0) for fleet in planned.fleets]
-    return (
-        f'<figure class="card"><figcaption><h3>{safe(title)}</h3><p>{safe(note)}</p></figcaption>'
-        f'<div class="legend"><span class="unit">$/step, learner included</span>{legend}</div>'
-        f'<div class="plot"><svg viewBox="0 0 {_RIGHT + 16} {_BOTTOM + 38}" role="img" '
-        f'aria-label="{safe(title)}">{"".join(body)}</svg></div></figure>'
+def _frontier(planned: Planned) -> Markup:
+    """Draw $/step against the learner's bubble: a point for each fleet size, a line for each method."""
+    chart = Chart(
+        f"Cost of a step against the learner's bubble {MARK}",
+        "Each point is the cheapest fleet of its throughput; rings are the fleets of the table",
+        y_label="$/step, learner included",
+        show=show_usd,
+        x_label="learner bubble",
+        show_x=show_percent,
     )
+    sweep = sorted(planned.sweep, key=lambda fleet: (-fleet.bubble, fleet.plan.usd_per_hour))
+    lines = [
+        (method, color, [_point(fleet) for fleet in sweep if fleet.method == method])
+        for method, color in _COLORS.items()
+    ]
+    return points_chart(chart, lines, [_point(fleet) for fleet in planned.fleets], "in the table")
 
 
-def _point(fleet: Fleet, place: tuple[float, float], kind: str, radius: float) -> str:
+def _point(fleet: Fleet) -> Point:
     text = (
         f"{_name(fleet)}: {count(fleet.plan.num_workers, 'worker')}, {show_usd(fleet.usd_per_step)} a step, "
         f"bubble {show_percent(fleet.bubble)} {MARK}: {_machines(fleet)}"
     )
-    x, y = place
-    return f'<circle class="{kind}" cx="{x}" cy="{y}" r="{radius}"><title>{safe(text)}</title></circle>'
+    return fleet.bubble, fleet.usd_per_step, text

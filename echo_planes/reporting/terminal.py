@@ -1,19 +1,22 @@
-"""The run in the terminal: named start-up phases, a live line on a tty, one plain line per step elsewhere."""
+"""Terminal view of a run: start-up phases, a live line on a tty, one plain line per step elsewhere."""
 
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 from echo_planes.cluster.clock import Clock, MonotonicClock
+from echo_planes.reporting.formats import show_usd
 from echo_planes.reporting.ledger import ledger_equation, reward_failures
 from echo_planes.reporting.metrics import number, step_fields, step_line
-from echo_planes.reporting.sections.charts import show_usd
 
 BAR_CELLS = 16
+TICK_S = 10.0  # between two lines about the open start-up phases
+TTY_TICK_S = 1.0  # between two updates of the last line, on a tty
 ERASE_LINE = "\r\x1b[2K"
 
 
@@ -34,32 +37,81 @@ class View:
         self._clock = clock or MonotonicClock()
         self._start_s = self._clock.now_s()
         self._open_phases: list[str] = []
+        self._has_begun = False  # steps are shown
+        self._lock = threading.RLock()  # the thread of `ticking` writes beside the main thread
         self._live = ""  # what the tty's last line shows now
         self._has_blocks = _encodes(stream, "█░")
         self.phase_seconds: dict[str, float] = {}  # finished start-up phases, seconds each
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name a start-up phase while it lasts, and say how long it took. Phases may overlap."""
+        """Show a start-up phase while it lasts, then its duration. Phases may overlap."""
         began_s = self._clock.now_s()
-        self._open_phases.append(name)
-        if not self._is_tty:
-            self._line(f"{self._stamp()} {name} ...")
-        self._show_phases()
+        with self._lock:
+            self._open_phases.append(name)
+            if not self._is_tty:
+                self._line(f"{self._stamp()} {name} ...")
+            self._show_phases()
         outcome = "failed"
         try:
             yield
             outcome = "ready"
         finally:
             seconds = self._clock.now_s() - began_s
-            self._open_phases.remove(name)
-            self.phase_seconds[name] = round(seconds, 3)
-            self._live = ""
-            self._line(f"{self._stamp()} {name} ... {outcome}, {seconds:.1f} s")
-            self._show_phases()
+            with self._lock:
+                self._open_phases.remove(name)
+                self.phase_seconds[name] = round(seconds, 3)
+                self._live = ""
+                self._line(f"{self._stamp()} {name} ... {outcome}, {seconds:.1f} s")
+                self._show_phases()
+
+    @contextmanager
+    def ticking(self) -> Iterator[None]:
+        """Show at intervals, from a thread, which start-up phases are open."""
+        done = threading.Event()
+        interval_s = TTY_TICK_S if self._is_tty else TICK_S
+
+        def tell() -> None:
+            while not done.wait(interval_s):
+                self.tick()
+
+        thread = threading.Thread(target=tell, name="start-up", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join(TICK_S)
+
+    def tick(self) -> None:
+        """Show the open phases with the elapsed time; do nothing once steps are shown."""
+        with self._lock:
+            if self._has_begun or not self._open_phases:
+                return
+            if self._is_tty:
+                self._show_phases()
+            else:
+                self._line(f"{self._stamp()} waiting for: {', '.join(self._open_phases)}")
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Show one learner step (`step` counts completed steps, 1 to total_steps)."""
+        with self._lock:
+            self._has_begun = True
+            self._step(metrics)
+
+    def event(self, text: str) -> None:
+        """Show one line about an event; the live line stays below it."""
+        self._line(f"{self._stamp()} {text}")
+
+    def final(self, summary: Mapping[str, Any], report: Path | None = None, go_on: str = "") -> None:
+        """Show the closing block: results, staleness, cost, the report's path, and how to continue."""
+        if self._live:
+            self._write("\n")
+            self._live = ""
+        for line in closing_lines(summary, report, self._total_steps, go_on):
+            self._line(line)
+
+    def _step(self, metrics: Mapping[str, Any]) -> None:
         if not self._is_tty:
             self._line(step_line(metrics, self._total_steps))
             return
@@ -75,18 +127,6 @@ class View:
         self._live = line
         self._write(ERASE_LINE + line)
 
-    def event(self, text: str) -> None:
-        """Show one line about something that happened; the live line stays below it."""
-        self._line(f"{self._stamp()} {text}")
-
-    def final(self, summary: Mapping[str, Any], report: Path | None = None, go_on: str = "") -> None:
-        """The closing block: what was learned, at which staleness and cost, where to read, how to go on."""
-        if self._live:
-            self._write("\n")
-            self._live = ""
-        for line in closing_lines(summary, report, self._total_steps, go_on):
-            self._line(line)
-
     def _stamp(self) -> str:
         return f"[{self._clock.now_s() - self._start_s:6.1f} s]"
 
@@ -98,10 +138,8 @@ class View:
 
     def _line(self, text: str) -> None:
         line = "".join(character if character.isprintable() else " " for character in text)
-        if self._is_tty:
-            self._write(f"{ERASE_LINE}{line}\n{self._live}")
-        else:
-            self._write(line + "\n")
+        with self._lock:
+            self._write(f"{ERASE_LINE}{line}\n{self._live}" if self._is_tty else line + "\n")
 
     def _write(self, text: str) -> None:
         encoding = self._stream.encoding or "utf-8"
@@ -112,7 +150,7 @@ class View:
 def closing_lines(
     summary: Mapping[str, Any], report: Path | None, total_steps: int, go_on: str = ""
 ) -> list[str]:
-    """`summary` (the content of summary.json) as a short block of text; `go_on`: how to, where one can."""
+    """Return `summary` (of summary.json) as a short block of text; `go_on`: how to continue, if possible."""
 
     def show(key: str, spec: str = ",.0f", scale: float = 1.0) -> str:
         value = number(summary.get(key))
@@ -133,7 +171,7 @@ def closing_lines(
         f"{show('steps')}{of_all} steps in {show('seconds', '.1f')} s{of_part}",
     ]
     generated = ""
-    if number(summary.get("uninformative")):  # else they are nearly the same
+    if number(summary.get("uninformative")):  # otherwise both prices are nearly the same
         generated = f", {dollars('usd_per_million_generated_tokens')} per million generated"
     if summary.get("error"):
         label = "budget" if status == "spent" else "error"
@@ -169,7 +207,7 @@ def closing_lines(
 
 
 def _pass_at(summary: Mapping[str, Any]) -> str:
-    """pass@n of the first and the last evaluation, where n is more than 1."""
+    """Return pass@n of the first and the last evaluation as text; "" unless n is more than 1."""
     curves = [e["pass_at"] for e in summary.get("evals", []) if e.get("pass_at")]
     if not curves or len(curves[-1]) < 2:
         return ""

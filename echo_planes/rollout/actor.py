@@ -1,4 +1,4 @@
-"""A rollout worker's process: builds the engine, the task and the weight node, and passes calls on."""
+"""Process of a rollout worker: builds the engine, the task and the weight node, and forwards calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import aiohttp
 import ray
 
 from echo_planes.cluster.process import enter_actor
-from echo_planes.config.schema import Config, WorkerConfig
+from echo_planes.config.fleet import WorkerConfig
+from echo_planes.config.schema import Config
 from echo_planes.errors import RunError
 from echo_planes.rollout.notices import Cloud, MetadataService, watch
 from echo_planes.rollout.scoring import ProcessScorer
@@ -25,20 +26,20 @@ from echo_planes.weights.node.client import WorkerNode
 
 NOTICE_EVERY_S = 2.0  # the shortest notice any cloud gives is 30 s
 NOTICE_LIMIT_S = 2.0
-NOTICE_FAILURES = 10  # in a row; then the worker ends, because it would be taken unawares
+NOTICE_FAILURES = 10  # in a row; after more the worker ends, because it would miss a notice
 
 
 class WorkerProcess:
-    """One incarnation.
+    """One incarnation of a worker.
 
     Args:
         config: the run's settings.
-        worker_id, epoch: who it is.
-        link: how weights reach it.
-        kind: its hardware and engine options.
+        worker_id, epoch: name and incarnation of the worker.
+        link: settings of the weight network.
+        kind: the worker's hardware and engine options.
         source: the data plane.
         build_task: builds the task adapter in this process.
-        build_scorer: makes the processes of its rewards, given their deadline in seconds.
+        build_scorer: builds the scorer, given the deadline of one reward in seconds.
     """
 
     def __init__(
@@ -61,21 +62,21 @@ class WorkerProcess:
         self._source = source
         self._task = build_task()
         self._scorer = build_scorer(self._task.reward_limit_s)
-        # Shorter than the limit of the whole install, which would end this worker.
+        # Shorter than the limit of the whole install: exceeding that one would end this worker.
         self._weights = NodeSource(link.lineage, 0.9 * config.run.wait_limit_s)
         self._node: WorkerNode | None = None
         self._started: RolloutWorker | None = None
-        self._ends_unix_s: float | None = None  # its cloud will take the machine then
+        self._ends_unix_s: float | None = None  # when the cloud will take the machine
 
     async def join(self, sender: str) -> None:
-        """Start the weight node, which begins to receive at once. `sender`: the address of the learner's."""
+        """Start the weight node, which receives at once. `sender`: address of the learner's weight node."""
         link = replace(self._link, sender=sender)
         host = ray.util.get_node_ip_address() if link.config.host == "node" else link.config.host
         settings = link.worker_settings(self._id, self._epoch, host, self._kind.region)
         self._node = self._weights.node = await WorkerNode.spawn(settings)
 
     async def start(self) -> None:
-        """Build the engine; `join` may go on meanwhile."""
+        """Build the engine and start the scorer. May run concurrently with `join`."""
         config, kind, link = self._config, self._kind, self._link
         # Two workers with one seed would sample the same noise.
         seed = zlib.crc32(f"{config.run.seed}/{self._id}/{self._epoch}".encode())

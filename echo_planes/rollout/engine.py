@@ -1,6 +1,6 @@
-"""Interface that a rollout worker needs of an inference engine.
+"""Interface to an inference engine, as a rollout worker needs it.
 
-`vllm.engine.VllmEngine` is the real one; `echo_planes.testing.simulation.FakeEngine` the public fake.
+`vllm.engine.VllmEngine` is the real engine; `echo_planes.testing.simulation.FakeEngine` is the public fake.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from echo_planes.types import Draw, Publication, Sample
 
 
 class Engine(Protocol):
-    """One inference engine. All methods are called from one event loop."""
+    """One inference engine. Callers use one event loop for all methods."""
 
     @property
     def version(self) -> int:
-        """The published version that serves now; -1 before the first install."""
+        """Published version that serves now; -1 before the first install."""
         ...
 
     @property
     def digest(self) -> str:
-        """Digest of the weights that serve now, as taken from the live tensors at the last install."""
+        """Digest of the weights that serve now, taken from the live tensors at start or last install."""
         ...
 
     @property
     def digest_mismatches(self) -> int:
-        """Times an install found the live tensors not to be what a digest said of them."""
+        """Number of times that an install found live tensors that did not match their digest."""
         ...
 
     @property
     def last_pause_s(self) -> float:
-        """Seconds generation stood still for the last install, refused or not; 0.0 before the first one.
+        """Seconds that generation paused for the last install, refused or not; 0.0 before the first one.
 
-        Of an install that mended damaged weights: since they were found damaged.
+        For an install that repaired damaged weights, the pause begins when they were found damaged.
         """
         ...
 
@@ -52,32 +52,32 @@ class Engine(Protocol):
     ) -> list[Sample]:
         """Sample `num_samples` continuations of one prompt.
 
-        `on_tokens(i, piece)` is called as more tokens of sample i arrive: pieces joined are the sample. Each
-        sample's spans say which published version and digest every token was made under. `draw` says how
-        tokens are drawn; None: as the engine was made for.
+        The engine calls `on_tokens(i, piece)` when more tokens of sample i arrive; the joined pieces are the
+        sample. The spans of a sample give the published version and digest under which it sampled each token.
+        `draw` sets temperature and top-p; None: those of the engine's settings.
         """
         ...
 
     async def install(self, publication: Publication) -> None:
-        """Make a published version serve, at a safe point, keeping the requests in flight.
+        """Make a published version serve, at a safe point, and keep the requests in flight.
 
-        Takes codecs `overwrite` and `full`; others must be staged first (`weights.node.stager.Stager`). A
-        payload that is already a file is given as `weights.receiver.open_staged` opens it: the engine then
-        reads that file and makes no copy, and the file must stay until this returns.
+        Takes codecs `overwrite` and `full`; others must be staged first (`weights.node.stager.Stager`). Pass
+        a payload that is already a file as `weights.receiver.open_staged` opens it. The engine then reads
+        that file without a copy, and the file must exist until this method returns.
 
         Either the live tensors end with exactly the digest in the manifest and answer a probe, or nothing
-        changes and `WeightsError` says why. Tensors found damaged do not serve on: generation stands still
+        changes and `WeightsError` says why. Tensors found damaged do not serve any more: generation pauses
         until the next install, which must be in full and succeed.
 
         Raises:
             WeightsError: the publication was refused, or the live tensors were found damaged.
-            RunError: what serves is no longer known, or damage was not mended. Generation stands still: end
-                this engine.
+            RunError: the weights that serve are unknown, or damage was not repaired. Generation stays
+                paused: end this engine.
         """
         ...
 
     async def live_digest(self) -> str:
-        """Canonical digest computed now from the engine's live tensors."""
+        """Return the canonical digest of the engine's live tensors, computed now."""
         ...
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The samples of one prompt, played and scored."""
+"""Playing and scoring of the samples of one prompt."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from echo_planes.types import (
 
 
 class Player:
-    """Plays groups of a task on an engine.
+    """Player of a task's groups on an engine.
 
     Args:
-        worker_id, lineage: what its trajectories carry.
+        worker_id, lineage: marks of the trajectories.
         engine: the inference engine.
         task: the task adapter.
         scorer: the task's rewards.
-        max_new_tokens: of one call of the policy.
+        max_new_tokens: most tokens of one answer of the policy.
     """
 
     def __init__(
@@ -55,8 +55,15 @@ class Player:
         partials: Sequence[PartialRollout] = (),
         draw: Draw | None = None,
     ) -> Group:
-        """All samples of one prompt, scored. A failed rollout is a status on every sample of the group, a
-        failed reward on its own. `draw`: None, as for training."""
+        """Play and score all samples of one prompt.
+
+        A failed rollout marks every sample of the group as failed; a failed reward marks its own sample, and
+        those that the scorer then left out. `on_sampled` is called when all samples are complete, before they
+        are scored. `on_piece`, `partials` and `draw`: see `GroupPolicy`.
+
+        Raises:
+            RunError: the engine hangs or died, or no process for rewards starts: replace this worker.
+        """
         policy = GroupPolicy(self._engine, self._max_new_tokens, on_piece, partials, draw)
         error = ""
         scored: list[tuple[Episode, Reward | RewardFailure]] = []
@@ -66,13 +73,13 @@ class Player:
             on_sampled()
             scored = list(zip(episodes, await self._scorer.score(prompt, episodes), strict=True))
         except RunError:
-            raise  # the engine hangs or died: this worker must be replaced
+            raise
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            error = f"prompt {prompt.index}: the task cancelled its own rollout"  # we were not cancelled
-        except Exception as why:  # noqa: BLE001  a user's adapter may raise anything; it becomes a counted status
+            error = f"prompt {prompt.index}: the task cancelled its own rollout"  # no caller cancelled us
+        except Exception as why:  # noqa: BLE001  a user's adapter may raise anything: counted as a status
             error = f"{type(why).__name__} in prompt {prompt.index}: {why}"
         finally:
             for play in plays:

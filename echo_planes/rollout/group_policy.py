@@ -1,4 +1,4 @@
-"""Policy that the samples of one group share: their calls, and partial rollouts of them by other workers."""
+"""Policy shared by the samples of one group, which also continues partial rollouts of other workers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from echo_planes.types import Draw, PartialRollout, Sample, joined
 
 
 class GroupPolicy:
-    """Joins calls for the same tokens, made by the samples of one group, into one engine request.
+    """Policy that joins calls for the same tokens, made by the samples of one group, into one engine request.
 
-    A call that another worker had begun goes on from its last token (one prefill), and one that it had
-    finished is answered at once: the task plays its episode again and meets the same words.
+    A call that another worker had begun continues from its last token (one prefill). A call that the other
+    worker had finished gets that answer at once. When the task plays an episode again, it therefore gets the
+    same answers as before.
 
     Args:
         engine: the inference engine.
-        max_new_tokens: of one call.
-        on_piece: called with a call's number within the group, its context, and tokens that arrived.
-        partials: calls of an earlier worker, numbered 0, 1, ...; new ones are numbered after them.
-        draw: how tokens are drawn; None: as for training.
+        max_new_tokens: most tokens of one call's answer.
+        on_piece: called with a call's number within the group, its context (empty after the first piece), and
+            the tokens that arrived.
+        partials: calls of an earlier worker, numbered 0, 1, ...; new calls get the numbers after them.
+        draw: temperature and top-p; None: as for training.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class GroupPolicy:
         self._on_piece = on_piece
         self._partials: dict[tuple[int, ...], list[tuple[int, Sample]]] = {}
         for number, partial in enumerate(partials):
-            # One that is too long already is begun anew: a resume may have lowered the limit.
+            # A resume may have lowered the limit: an unfinished call that is too long now begins again.
             if partial.sample.finish_reason or len(partial.sample.token_ids) < max_new_tokens:
                 self._partials.setdefault(partial.context, []).append((number, partial.sample))
         self._num_calls = len(partials)
@@ -51,18 +53,18 @@ class GroupPolicy:
         future: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
         if key not in self._waiting:
             self._waiting[key] = []
-            # In a task of its own: a sample that gives up must not end it for those who joined.
+            # The request has its own task: a cancelled sample must not end it for the samples that joined.
             self._requests.add(asyncio.create_task(self._request(key)))
         self._waiting[key].append(future)
         return await future
 
     def close(self) -> None:
-        """The group is over: nothing waits for what is still running."""
+        """Cancel the requests that still run. Call when the group is over and no sample waits for them."""
         for request in self._requests:
             request.cancel()
 
     async def _request(self, key: tuple[int, ...]) -> None:
-        joining = self._waiting.pop(key)  # a new task starts after every sample that is ready now
+        joining = self._waiting.pop(key)  # a new task runs after all samples that are ready to join
         begun = self._partials.get(key, [])[: len(joining)]
         if begun:
             del self._partials[key][: len(begun)]
@@ -71,7 +73,7 @@ class GroupPolicy:
             work.append(self._begin(key, len(joining) - len(begun)))
         try:
             answers = [sample for samples in await _together(work) for sample in samples]
-            if len(answers) != len(joining):  # else some would wait for ever
+            if len(answers) != len(joining):  # otherwise some samples would wait for ever
                 raise WorkerGoneError(
                     f"the engine gave {len(answers)} samples where {len(joining)} were asked for"
                 )
@@ -85,7 +87,7 @@ class GroupPolicy:
                 future.set_result(sample)
 
     async def _begin(self, key: tuple[int, ...], num_samples: int) -> list[Sample]:
-        numbers: dict[int, int] = {}  # of each sample's call, in the order in which first tokens arrive
+        numbers: dict[int, int] = {}  # number of each sample's call, in the order of their first tokens
 
         def on_tokens(index: int, piece: Sample) -> None:
             is_new = index not in numbers
@@ -116,7 +118,7 @@ class GroupPolicy:
 
 
 async def _together(work: Sequence[Coroutine[Any, Any, list[Sample]]]) -> list[list[Sample]]:
-    """All results, in order. Where one fails or the caller is cancelled, none is left running."""
+    """Return all results, in order. If one fails or the caller is cancelled, cancel the rest."""
     if len(work) == 1:
         return [await work[0]]
     tasks = [asyncio.ensure_future(one) for one in work]

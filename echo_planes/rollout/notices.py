@@ -1,6 +1,6 @@
-"""Spot notices: a cloud says through its metadata service that it will take this machine.
+"""Spot notices: a cloud announces through its metadata service that it will take this machine away.
 
-`watch` runs on the machine itself. The addresses and answers are the clouds' own (AWS: instance metadata v2,
+`watch` runs on the machine itself. The clouds define the addresses and answers (AWS: instance metadata v2,
 `spot/instance-action`; Google: `instance/preempted`; Azure: scheduled events 2020-07-01).
 """
 
@@ -28,19 +28,19 @@ BASE_URLS: Mapping[Cloud, str] = {
 AWS_TOKEN, AWS_ACTION = "/latest/api/token", "/latest/meta-data/spot/instance-action"
 AWS_TOKEN_TTL_S = 21600
 GCP_PREEMPTED = "/computeMetadata/v1/instance/preempted"
-GCP_NOTICE_S = 30.0  # what Google gives a machine
+GCP_NOTICE_S = 30.0  # from Google's notice to the end of the machine
 AZURE_NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 AZURE_EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 AZURE_ENDS = ("Preempt", "Terminate")  # the other events leave the machine where it is
 MAX_ANSWER_BYTES = 64 * 1024
-MALFORMED = (KeyError, TypeError, ValueError, OverflowError)  # what reading a wrong answer raises
+MALFORMED = (KeyError, TypeError, ValueError, OverflowError)  # raised where a malformed answer is read
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """The cloud will take this machine."""
+    """Announcement that the cloud will take this machine away."""
 
-    action: str  # in the cloud's word: terminate, stop, hibernate, Preempt, ...
+    action: str  # the cloud's term: terminate, stop, hibernate, Preempt, ...
     deadline_unix_s: float
 
 
@@ -52,14 +52,14 @@ class Answer:
     body: str
 
 
-# --- what the answers mean -----------------------------------------------------------------------
+# --- reading answers -----------------------------------------------------------------------------
 
 
 def read_aws(answer: Answer) -> Notice | None:
-    """Of `spot/instance-action`; it is not there (404) until there is a notice.
+    """Return the notice in an answer of `spot/instance-action`, which is a 404 until there is a notice.
 
     Raises:
-        ClusterError: the answer is none that the cloud gives.
+        ClusterError: the answer is not one that the cloud gives.
     """
     if answer.status == 404:
         return None
@@ -71,10 +71,12 @@ def read_aws(answer: Answer) -> Notice | None:
 
 
 def read_gcp(answer: Answer, now_unix_s: float) -> Notice | None:
-    """Of `instance/preempted`: TRUE or FALSE, and no time: the machine has `GCP_NOTICE_S`.
+    """Return the notice in an answer of `instance/preempted`: TRUE or FALSE.
+
+    The answer has no time, so the deadline is `GCP_NOTICE_S` seconds from now.
 
     Raises:
-        ClusterError: the answer is none that the cloud gives.
+        ClusterError: the answer is not one that the cloud gives.
     """
     word = _ok(answer, "gcp").body.strip()
     if word not in ("TRUE", "FALSE"):
@@ -83,15 +85,15 @@ def read_gcp(answer: Answer, now_unix_s: float) -> Notice | None:
 
 
 def read_azure(answer: Answer, machine: str, now_unix_s: float) -> Notice | None:
-    """Of the scheduled events, which are those of a whole group of machines: the earliest end of ours.
+    """Return the earliest notice for `machine` in the scheduled events, which may list other machines too.
 
     Raises:
-        ClusterError: the answer is none that the cloud gives.
+        ClusterError: the answer is not one that the cloud gives.
     """
     told = _json(_ok(answer, "azure"), "azure")
     try:
         notices = [
-            # Without a time it has begun.
+            # An event without a time has begun.
             Notice(event["EventType"], _unix_s(parsedate_to_datetime(at)) if at else now_unix_s)
             for event in told["Events"]
             if event["EventType"] in AZURE_ENDS and machine in list(event["Resources"])
@@ -132,14 +134,14 @@ def _strange(cloud: Cloud, answer: Answer) -> ClusterError:
 
 
 class MetadataService:
-    """Asks one cloud's metadata service.
+    """Client of one cloud's metadata service.
 
     Args:
-        session: connections; closed by its owner.
-        cloud: whose answers to expect.
-        limit_s: longest wait for one answer.
-        now_unix_s: the machine's wall clock: clouds give times of day.
-        base_url: another address than the cloud's usual one.
+        session: HTTP session; its owner closes it.
+        cloud: cloud whose service is asked.
+        limit_s: longest wait for one HTTP answer, seconds.
+        now_unix_s: the machine's wall clock, because clouds give times of day.
+        base_url: address of the service; None: the cloud's usual one.
     """
 
     def __init__(
@@ -159,10 +161,10 @@ class MetadataService:
         self._machine: str | None = None  # azure
 
     async def ask(self) -> Notice | None:
-        """The notice, if there is one.
+        """Return the notice, or None if there is none.
 
         Raises:
-            ClusterError: no answer, or none that the cloud gives.
+            ClusterError: there is no answer, or not one that the cloud gives.
         """
         if self._cloud == "aws":
             return await self._ask_aws()
@@ -178,7 +180,7 @@ class MetadataService:
         answer = Answer(401, "")
         if self._token is not None:
             answer = await self._get(AWS_ACTION, {"X-aws-ec2-metadata-token": self._token})
-        if answer.status == 401:  # no token, or one that is too old
+        if answer.status == 401:  # no token yet, or an expired one
             lifetime = {"X-aws-ec2-metadata-token-ttl-seconds": str(AWS_TOKEN_TTL_S)}
             self._token = _ok(await self._get(AWS_TOKEN, lifetime, method="PUT"), "aws").body.strip()
             answer = await self._get(AWS_ACTION, {"X-aws-ec2-metadata-token": self._token})
@@ -207,15 +209,15 @@ class MetadataService:
 
 
 async def watch(service: MetadataService, every_s: float, max_failures: int) -> Notice:
-    """Ask until there is a notice.
+    """Ask until there is a notice, and return it.
 
     Args:
-        service: who is asked.
-        every_s: from one answer to the next question.
-        max_failures: questions in a row that may go wrong.
+        service: the metadata service.
+        every_s: seconds from one answer to the next question.
+        max_failures: questions in a row that may fail.
 
     Raises:
-        ClusterError: of the question after those.
+        ClusterError: more questions in a row failed; the error is the last one's.
     """
     failures = 0
     while True:

@@ -1,9 +1,9 @@
-"""The batch size at which an engine's throughput levels off, found while it works (RLBoost, section 4.2.1).
+"""Batch size at which an engine's throughput levels off, measured while it works (RLBoost, section 4.2.1).
 
-A decode step gives every running request one token. Its time grows with the batch b and with the context c
-of its requests: their keys and values are read each time. RLBoost captures a table of throughput by batch
-size online and calibrates it for the present context length; a fit over both at once was worse. So here: a
-table of medians by batch size, each of them moved to the present context by one slope.
+A decode step gives every running request one token. Its time grows with the batch size and with the context
+of its requests, whose keys and values it reads each time. RLBoost records a table of throughput by batch size
+online and calibrates it for the present context length; a fit over both at once was worse. `BatchProfile`
+therefore keeps a table of medians by batch size, and one slope moves each median to the present context.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import numpy.typing as npt
 
 from echo_planes.errors import ConfigError
 
-MAX_BATCH = 2**16  # requests at once; no engine runs as many
+MAX_BATCH = 2**16  # requests at once; more than any engine runs
 BUCKETS_PER_DOUBLING = 4  # of the batch size
 RECENT_SAMPLES = 32  # of a bucket; older ones were taken under other contexts
 MIN_SAMPLES = 3  # of a bucket: with fewer its median may be an outlier
-MIN_BUCKETS = 3  # below that no shape can be seen
-_CONTEXT_SPREAD = 1.4  # two samples whose contexts differ by less say nothing about the slope
+MIN_BUCKETS = 3  # fewer show no shape of the curve
+_CONTEXT_SPREAD = 1.4  # smallest ratio of two samples' contexts from which a slope is computed
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    running: float  # requests that executed, mean over the sample
+    running: float  # requests executing, mean over the sample
     step_s: float  # seconds of a decode step: running / (tokens/s)
     context_tokens: float  # mean over the requests
 
@@ -40,7 +40,7 @@ class _Bucket:
     samples: deque[_Sample] = field(default_factory=lambda: deque(maxlen=RECENT_SAMPLES))
 
     def middle(self) -> _Sample:
-        """Medians of the three, each on its own."""
+        """Return the median of each field, taken separately."""
         return _Sample(
             statistics.median(sample.running for sample in self.samples),
             statistics.median(sample.step_s for sample in self.samples),
@@ -52,11 +52,11 @@ class BatchProfile:
     """Throughput by batch size of one kind of engine.
 
     Args:
-        max_batch: requests the engine can execute at once.
-        share: of the best throughput, which the plateau must reach.
+        max_batch: requests that the engine can execute at once, 1 to `MAX_BATCH`.
+        share: share of the best throughput that the plateau must reach, above 0 and at most 1.
 
     Raises:
-        ConfigError: a value outside its range.
+        ConfigError: a value is outside its range.
     """
 
     def __init__(self, max_batch: int, *, share: float = 0.9) -> None:
@@ -70,13 +70,13 @@ class BatchProfile:
         self._contexts: deque[float] = deque(maxlen=RECENT_SAMPLES)
 
     def observe(self, running: float, tokens: int, seconds: float, context_tokens: float = 0.0) -> bool:
-        """Take in one stretch of decoding; returns whether it says anything.
+        """Record one interval of decoding; return whether it was usable.
 
         Args:
-            running: requests that executed, mean over the stretch; within 1 and `max_batch`.
-            tokens: sampled in it, over all of them.
-            seconds: it took.
-            context_tokens: mean length of prompt and answer so far. Zero throughout: no calibration.
+            running: requests executing, mean over the interval; usable from 1 to `max_batch`.
+            tokens: tokens sampled in the interval, over all requests.
+            seconds: length of the interval.
+            context_tokens: mean length of prompt and answer so far. Always 0: no calibration.
         """
         numbers = (running, tokens, seconds, context_tokens)
         if not all(map(math.isfinite, numbers)) or min(numbers) < 0:
@@ -90,13 +90,14 @@ class BatchProfile:
         return True
 
     def tokens_per_s(self, context_tokens: float | None = None) -> Floats | None:
-        """Throughput at batch 1, 2, ..., `max_batch`, shape (max_batch,); None until enough is known.
+        """Return tokens per second at batch 1, 2, ..., `max_batch`, shape (max_batch,).
 
-        Between the batch sizes seen the step time is interpolated, below them it is that of the smallest,
-        and above them it goes on as it grew over the larger half of those seen.
+        Between the observed batch sizes the step time is interpolated. Below them it is that of the smallest.
+        Above them it grows at the rate of the larger half of the observed sizes. None while fewer than
+        `MIN_BUCKETS` buckets have `MIN_SAMPLES` samples.
 
         Args:
-            context_tokens: mean context to calibrate for; None: that of the recent samples.
+            context_tokens: mean context to calibrate for; None: the median of the recent samples.
         """
         known = [bucket for bucket in self._buckets.values() if len(bucket.samples) >= MIN_SAMPLES]
         if len(known) < MIN_BUCKETS:
@@ -107,7 +108,7 @@ class BatchProfile:
         table = sorted((bucket.middle() for bucket in known), key=lambda middle: middle.running)
         batches = np.array([middle.running for middle in table])
         step_s = np.array([m.step_s + slope * m.running * (context_tokens - m.context_tokens) for m in table])
-        # Far from the contexts that were seen the line could fall below zero.
+        # Far from the observed contexts the line could fall below zero.
         step_s = np.maximum(step_s, 0.1 * np.array([middle.step_s for middle in table]))
         every = np.arange(1, self._max_batch + 1, dtype=np.float64)
         curve = np.interp(every, batches, step_s)
@@ -117,9 +118,9 @@ class BatchProfile:
         return throughput
 
     def plateau(self, context_tokens: float | None = None) -> int | None:
-        """B: the smallest batch with at least `share` of the best throughput, seen or extrapolated.
+        """Return the smallest batch with at least `share` of the best throughput, observed or extrapolated.
 
-        None until enough is known.
+        None while `tokens_per_s` is.
         """
         throughput = self.tokens_per_s(context_tokens)
         if throughput is None:
@@ -128,18 +129,19 @@ class BatchProfile:
 
 
 def _context_slope(buckets: list[_Bucket]) -> float:
-    """Seconds that one more token of context adds to a step, per request; 0 where it cannot be seen.
+    """Return the seconds that one more token of context adds to a step, per request; 0 where unknown.
 
-    Only samples of one bucket are compared, pair by pair, so that the batch size plays hardly a part in it;
-    the median of all pairs is not moved by a few outliers.
+    Only samples of one bucket are compared, pair by pair, so the batch size has little influence. The median
+    of all pairs tolerates a few outliers.
     """
     slopes = [np.zeros(0)]
     for bucket in buckets:
         running = np.array([sample.running for sample in bucket.samples])
         step_s = np.array([sample.step_s for sample in bucket.samples])
-        context = np.array([sample.context_tokens for sample in bucket.samples])
+        # A mean below one token counts as one: differences near 0 would divide to infinity.
+        context = np.maximum([sample.context_tokens for sample in bucket.samples], 1.0)
         low, high = np.nonzero(context[:, None] * _CONTEXT_SPREAD < context[None, :])
-        # Tokens that the one step read more than the other; a bucket is narrower than this spread.
+        # Tokens that one step read more than the other; above 0, since a bucket is narrower than the spread.
         more = running[high] * context[high] - running[low] * context[low]
         slopes.append((step_s[high] - step_s[low]) / more)
     slope = np.concatenate(slopes)
@@ -147,7 +149,7 @@ def _context_slope(buckets: list[_Bucket]) -> float:
 
 
 def _growth(batches: Floats, step_s: Floats) -> float:
-    """Seconds that one more request adds to a step, over the larger half of the table: median of pairs."""
+    """Return the seconds that one more request adds to a step: median of pairs in the table's larger half."""
     half = min(len(batches) // 2, len(batches) - MIN_BUCKETS)
     batches, step_s = batches[half:], step_s[half:]
     low, high = np.triu_indices(len(batches), 1)

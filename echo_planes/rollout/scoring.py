@@ -1,8 +1,8 @@
-"""Rewards from processes of their own, so that a slow, hanging or crashing one never stalls an engine.
+"""Rewards from child processes, so that a slow, hanging or crashing reward never stalls an engine.
 
 A child process holds the task adapter and answers one group at a time (`data.tasks.reward_child`). A
-reward that raises, returns nonsense, or takes too long is a `RewardFailure`, never a silent zero. A child
-that missed a deadline is killed; another takes its place when there is work for it.
+reward that raises, returns an invalid value, or takes too long is a `RewardFailure`, never a silent zero. The
+scorer kills a child that missed a deadline, and starts another when there is work for it.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from echo_planes.errors import RunError, WaitTimeoutError
 from echo_planes.types import Episode, Prompt, Reward, RewardFailure
 
 MAX_CHILDREN = 4
-GROW_AFTER_S = 1.0  # a group has waited so long for a child to become free: one more is started
+GROW_AFTER_S = 1.0  # longest wait of a group for a free child, before the scorer starts one more
 START_LIMIT_S = 120.0  # importing the user's module, on a busy machine
 _MAX_REPLY_BYTES = 1 << 20
 
 
 class Scorer(Protocol):
-    """Scores the answers to one prompt."""
+    """Scorer of the answers to one prompt."""
 
     async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Reward | RewardFailure]:
-        """One outcome for each episode, in order."""
+        """Return one outcome for each episode, in order."""
         ...
 
     async def close(self) -> None:
-        """End what it has started."""
+        """End everything that the scorer has started."""
         ...
 
 
 class ProcessScorer:
-    """A few child processes, started as they are needed.
+    """Scorer on up to `MAX_CHILDREN` child processes, started as they are needed.
 
     Args:
-        module: run with `python -m`; see `data.tasks.reward_child` for what it is told and answers.
+        module: module that each child runs; `data.tasks.reward_child` describes its messages.
         setup: JSON that tells the child which adapter to build.
         limit_s: deadline of one answer's reward, seconds.
     """
@@ -61,19 +61,19 @@ class ProcessScorer:
         """Start the first child, so that no group waits for its imports.
 
         Raises:
-            RunError: it does not come up.
+            RunError: the child does not start.
         """
         self._idle.append(await self._start())
 
     async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Reward | RewardFailure]:
-        """One outcome for each episode; after a deadline or a crash the rest are not scored, being lost.
+        """Return one outcome for each episode; after a deadline or a crash the rest fail unscored.
 
         Raises:
             RunError: no child process can be started.
         """
         child = await self._take()
         outcomes: list[Reward | RewardFailure] = []
-        is_done = False  # all answers came: else one may still come, and be taken for the next group's
+        is_done = False  # all answers came; otherwise a late one could be taken for the next group's
         try:
             child.send([prompt, list(episodes)])
             for _ in episodes:
@@ -105,7 +105,7 @@ class ProcessScorer:
                 child = self._idle.pop()
                 if child.is_alive:
                     return child
-                await self._end(child)  # it died meanwhile: killed for want of memory, say
+                await self._end(child)  # the idle child died, for example for lack of memory
             self._freed.clear()
             num = len(self._children) + self._starting
             try:
@@ -134,21 +134,21 @@ class ProcessScorer:
 
 
 class _Child:
-    """One process; messages are JSON after their length in four bytes, both ways."""
+    """One child process. Messages both ways are JSON after their length in four bytes."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     @classmethod
     async def start(cls, module: str, setup: str) -> _Child:
-        # The user's own task is found by the paths that this process finds it by.
+        # The child must find the user's task, so it gets this process's module paths.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", module),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=environment,
-            start_new_session=True,  # a group of its own, so that what it starts ends with it
+            start_new_session=True,  # its own process group, so that its descendants end with it
         )
         child = cls(process)
         try:
@@ -172,7 +172,7 @@ class _Child:
         return self._process.returncode is None
 
     def send(self, message: Any) -> None:
-        """Raises OSError if the child is gone."""
+        """Send a message. Raises OSError if the child is gone."""
         stdin = self._process.stdin
         if stdin is None or stdin.is_closing():
             raise BrokenPipeError
@@ -180,7 +180,7 @@ class _Child:
         stdin.write(len(data).to_bytes(4, "big") + data)
 
     async def reply(self, limit_s: float) -> dict[str, Any]:
-        """Raises TimeoutError, and EOFError if the child is gone."""
+        """Return the next answer. Raises TimeoutError, or EOFError if the child is gone."""
         stdout = self._process.stdout
         if stdout is None:
             raise EOFError
@@ -192,13 +192,13 @@ class _Child:
         return answer
 
     async def ended(self) -> str:
-        """Tell how the process ended, in words."""
+        """Kill the process if it still runs, and describe how it ended."""
         await self.kill()
         code = self._process.returncode
         return f"signal {-code}" if code is not None and code < 0 else f"exit status {code}"
 
     async def kill(self) -> None:
-        """End it and its process group, and wait until it is gone."""
+        """Kill the process and its process group, and wait for its end."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         if self._process.stdin is not None:
@@ -207,7 +207,7 @@ class _Child:
 
 
 def _fields(message: Any) -> dict[str, Any]:
-    """A dataclass as JSON takes it; `dataclasses.asdict` would copy every single token."""
+    """Return a dataclass's fields for JSON; `dataclasses.asdict` would copy every single token."""
     return {field.name: getattr(message, field.name) for field in dataclasses.fields(message)}
 
 

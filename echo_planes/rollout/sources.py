@@ -1,4 +1,4 @@
-"""Interfaces that a rollout worker needs of the planes around it: prompts, weights and a task."""
+"""Interfaces to the other planes, as a rollout worker needs them: prompts, weights and a task."""
 
 from __future__ import annotations
 
@@ -37,24 +37,28 @@ class WeightSource(Protocol):
     """Source of published weights (`echo_planes.weights.node.client`)."""
 
     async def staged(self, manifest: Manifest, fresh: bool) -> Publication:
-        """That version, verified and ready for the engine; `fresh`: every weight, not only what changed.
+        """Return the manifest's version, or a newer one, verified and ready for the engine.
+
+        Args:
+            manifest: manifest of the wanted version.
+            fresh: include every weight, not only those that changed.
 
         Raises:
-            WeightsError: it cannot be had, or is not what its manifest says.
+            WeightsError: the version is not available, or does not match its manifest.
         """
         ...
 
     async def settled(self, version: int, ok: bool) -> str:
-        """The engine took that version, or refused it.
+        """Record whether the engine installed the staged version (`ok`) or refused it.
 
         Returns:
-            The publications it was caught up with, in words; "" where it came as one.
+            The publications that the version was caught up from, in words; "" for a single publication.
         """
         ...
 
 
 class Policy(Protocol):
-    """Policy that an adapter's rollout calls."""
+    """Policy that a task adapter's `rollout` calls."""
 
     async def generate(self, token_ids: Sequence[int]) -> Sample: ...
 

@@ -1,4 +1,4 @@
-"""A lease in progress, and how much its worker has to do."""
+"""Leases in progress, and the load of their worker."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from echo_planes.config.schema import SamplingConfig, WorkerConfig
+from echo_planes.config.fleet import WorkerConfig
+from echo_planes.config.schema import SamplingConfig
 from echo_planes.rollout.plateau import BatchProfile
 from echo_planes.types import Lease, LeaseTokens, PartialRollout, Sample, joined
 
 
 @dataclass(eq=False)
 class Work:
-    """One lease in progress."""
+    """Lease in progress."""
 
     lease: Lease
-    sampling: bool = True  # False: its samples are there and being scored
-    serving: asyncio.Task[None] | None = None  # None: it waits for its turn
-    # Since the last message: by call, its context where it is new, and pieces of its sample.
+    sampling: bool = True  # False: all samples are complete and in scoring
+    serving: asyncio.Task[None] | None = None  # None: the lease waits for a slot
+    # By call, since the last message: context (empty for a call sent before) and pieces of the sample.
     pieces: dict[int, tuple[tuple[int, ...], list[Sample]]] = field(default_factory=dict)
-    sent: dict[int, int] = field(default_factory=dict)  # tokens of each call that the data plane was told
+    sent: dict[int, int] = field(default_factory=dict)  # tokens of each call that the data plane has
 
     def __post_init__(self) -> None:
         self.sent = {number: len(d.sample.token_ids) for number, d in enumerate(self.lease.partials)}
 
     def add(self, number: int, context: tuple[int, ...], piece: Sample) -> None:
-        """Tokens arrived for a call."""
+        """Record tokens that arrived for a call."""
         self.pieces.setdefault(number, (context, []))[1].append(piece)
 
     def take_tokens(self) -> LeaseTokens:
@@ -41,10 +42,10 @@ class Work:
 
 
 def places(kind: WorkerConfig, sampling: SamplingConfig) -> tuple[int, int]:
-    """Groups that a worker samples at once, and groups that may wait at it for their turn.
+    """Return how many groups a worker samples at once, and how many more may wait for a slot.
 
-    A router that keeps queues must know what executes, so nothing waits in the engine then: a group begins
-    when the engine has room for all its requests. Otherwise that is left to the engine.
+    The policy `jsq` keeps queues at the workers and must know which groups execute. Under it a group begins
+    only when the engine has room for all its requests. Under other policies requests may wait in the engine.
     """
     if sampling.router != "jsq":
         return kind.max_groups, 0
@@ -53,10 +54,10 @@ def places(kind: WorkerConfig, sampling: SamplingConfig) -> tuple[int, int]:
 
 
 class Plateau:
-    """Finds the number of groups at which a worker's throughput levels off, from one interval to the next.
+    """Estimator of the number of groups at which a worker's throughput levels off.
 
     Args:
-        slots: groups it samples at once.
+        slots: groups that the worker samples at once.
     """
 
     def __init__(self, slots: int) -> None:
@@ -64,7 +65,7 @@ class Plateau:
         self._before = (0.0, 0.0, 0)
 
     def groups(self, now_s: float, load: Load, works: Iterable[Work]) -> int:
-        """After one more interval; 0 while it is not known."""
+        """Take in the interval since the last call and return the number of groups; 0 while unknown."""
         now = (now_s, load.group_s, load.tokens)
         seconds, group_s, tokens = (new - old for new, old in zip(now, self._before, strict=True))
         self._before = now
@@ -79,17 +80,17 @@ class Plateau:
 
 
 class Load:
-    """Load of a worker: its work, and the time in which it had no free place.
+    """Counters of a worker's load: tokens, and the time in which it was busy or full.
 
-    Only the time in which it was full says how fast it is: at other times it may be waiting for permits.
+    Only the time in which a worker is full shows its speed. At other times it may wait for permits.
     """
 
     def __init__(self) -> None:
-        self.busy_s = 0.0  # with at least one lease in hand
-        self.full_s = 0.0  # without a free place
-        self.full_tokens = 0  # sampled in that time
-        self.tokens = 0  # sampled
-        self.group_s = 0.0  # seconds of sampling, of all groups
+        self.busy_s = 0.0  # seconds with at least one lease, or an evaluation
+        self.full_s = 0.0  # seconds without room for another pull
+        self.full_tokens = 0  # tokens sampled in `full_s`
+        self.tokens = 0  # tokens sampled
+        self.group_s = 0.0  # seconds of sampling, summed over groups
         self._since_s: float | None = None
         self._busy = self._full = False
         self._num_sampling = 0
@@ -103,6 +104,6 @@ class Load:
         self._since_s, self._busy, self._full, self._num_sampling = now_s, busy, full, num_sampling
 
     def sampled(self, num_tokens: int) -> None:
-        """Tokens arrived."""
+        """Count tokens that arrived."""
         self.tokens += num_tokens
         self.full_tokens += self._full * num_tokens

@@ -1,15 +1,15 @@
-"""A rollout worker: pulls leases as it has room, samples, scores, submits.
+"""A rollout worker: pulls leases while it has room, samples, scores, submits.
 
-A plain asyncio class over two small interfaces, the engine below it and the data plane beside it;
-`launch.py` makes it an actor. Work is pulled, so a fast worker does more.
+A plain asyncio class over two small interfaces, the engine and the data plane; `actor.py` runs it in its own
+process. Workers pull their work, so a faster worker does more.
 
 ::
 
     pull leases -> per lease: n episodes (adapter.rollout) -> rewards (other processes, deadlines) -> submit
                       tokens stream to the data plane ^       install(publication) at any time, between tokens
 
-Tokens reach the data plane as they are made: they renew the lease, and whatever ends the worker, or takes a
-lease from it, another worker goes on from them.
+Tokens reach the data plane every few seconds and renew the lease. If the worker ends, or loses a lease,
+another worker continues from those tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from echo_planes.cluster.clock import Clock, MonotonicClock
-from echo_planes.config.schema import SamplingConfig, WorkerConfig
+from echo_planes.config.fleet import WorkerConfig
+from echo_planes.config.schema import SamplingConfig
 from echo_planes.errors import ClusterError, WeightsError
 from echo_planes.rollout.engine import Engine
 from echo_planes.rollout.episodes import Player
@@ -47,15 +48,15 @@ class RolloutWorker:
 
     Args:
         worker_id: stable name.
-        epoch: incarnation; results of older ones are refused by the data plane.
+        epoch: incarnation; the data plane refuses results of older ones.
         lineage: the run's line of versions.
         engine: the inference engine.
         task: the task adapter.
         scorer: the task's rewards.
         source: the data plane.
-        weights: where published weights come from.
-        kind: how many groups at once, and how slow.
-        sampling: answer length and lease length.
+        weights: source of published weights.
+        kind: groups at once, engine options and artificial slowdown.
+        sampling: answer length, lease length and dispatch policy.
         clock: seconds; the machine's by default.
     """
 
@@ -91,16 +92,16 @@ class RolloutWorker:
         self._finished: list[tuple[str, Group]] = []  # lease ids and their groups, not yet submitted
         self._has_finished = asyncio.Event()
         self._submitting = False
-        self._emptied = asyncio.Event()  # a lease ended, or finished ones were handed in
-        self._stirred = asyncio.Event()  # there may be room, or a task to look after
+        self._emptied = asyncio.Event()  # a lease ended, or finished groups were submitted
+        self._stirred = asyncio.Event()  # there may be room, or a task that ended
         self._install_lock = asyncio.Lock()
-        self._sending = asyncio.Lock()  # one message at a time, so that none is overtaken
+        self._sending = asyncio.Lock()  # one message at a time, so that their order is kept
         self._stopping = False
         self._evaluating = False
         self._leaving = False  # takes no new leases
         self._trajectories = 0
         self._tokens = 0
-        # Places are filled a few at a time: a call for every single one costs more than it brings.
+        # The worker pulls several leases at a time: one call per lease costs more than it gains.
         self._enough_room = max(1, kind.max_groups // 16)
         self._load = Load()
         self._slots, self._queue_groups = places(kind, sampling)
@@ -114,7 +115,7 @@ class RolloutWorker:
         await self._engine.start()
 
     async def run(self) -> None:
-        """Pull and work until `stop`. An error in any lease ends the worker: nothing is swallowed."""
+        """Pull and work until `stop`. An error in any lease ends the worker and is raised here."""
         await self._tell()
         helpers = {asyncio.create_task(self._stream_tokens()), asyncio.create_task(self._submit_finished())}
         for helper in helpers:
@@ -124,35 +125,39 @@ class RolloutWorker:
                 self._stirred.clear()
                 for done in [task for task in helpers | self._tasks if task.done()]:
                     self._tasks.discard(done)
-                    if not done.cancelled():  # else its lease was given up
+                    if not done.cancelled():  # a cancelled task's lease was given up
                         done.result()
                 room = self._room()
                 if room >= self._enough_room and not self._leaving:
                     leases = await self._source.pull(self._id, self._epoch, room, PULL_WAIT_S)
                     begun = [self._begin(lease) for lease in leases]
-                    if self._leaving:  # meanwhile
+                    if self._leaving:  # `leave` was called during the pull
                         await self._give_up(begun)
                 else:
                     await self._stirred.wait()
         finally:
-            self._queue.clear()  # what ends now makes room for nothing
+            self._queue.clear()  # so that no cancelled task begins a queued lease
             for task in helpers | self._tasks:
                 task.cancel()
 
     async def stop(self) -> None:
-        """No new leases; end the engine."""
+        """Stop pulling leases; end the scorer and the engine."""
         self._stopping = True
         await self._scorer.close()
         await self._engine.close()
 
     async def leave(self, limit_s: float) -> int:
-        """Take no new leases and hand over what is still sampled; what is being scored is handed in first,
-        if that takes no longer than `limit_s`. For a machine that is about to go. Returns how many leases
-        others go on with.
+        """Take no new leases and hand over those in progress, because the machine is about to go.
+
+        Leases that still sample are handed over at once. Groups in scoring are submitted, if that takes at
+        most `limit_s` seconds, and handed over otherwise.
+
+        Returns:
+            The number of leases that other workers continue.
         """
         self._leaving = True
         num_handed = await self._give_up([work for work in self._work.values() if work.sampling])
-        with suppress(TimeoutError):  # what is not scored by then is handed over too, and scored elsewhere
+        with suppress(TimeoutError):  # groups not scored by then are handed over and scored elsewhere
             async with asyncio.timeout(limit_s):
                 while self._work or self._finished or self._submitting:
                     self._emptied.clear()
@@ -162,10 +167,10 @@ class RolloutWorker:
     # --- weights and measurements ----------------------------------------------------------------
 
     async def install(self, manifest: Manifest, fresh: bool) -> InstallReport:
-        """Make a version serve. A refusal is a report with `ok=False`; the old version serves on.
+        """Make a version serve. A refusal gives a report with `ok=False`, and the old version serves on.
 
         Args:
-            manifest: of the publication, which comes by way of the `WeightSource`.
+            manifest: manifest of the publication, which the `WeightSource` supplies.
             fresh: rewrite every weight, not only those that changed.
         """
         begun_s = self._clock.now_s()
@@ -173,10 +178,11 @@ class RolloutWorker:
         async with self._install_lock:
             known = self._engine.digest_mismatches
             try:
-                # Asked again for what serves already, by a learner that had not heard of it.
+                # A request for the version that serves already changes nothing: the loop may repeat one
+                # whose report it did not get.
                 if fresh or self._engine.version < manifest.version:
                     caught_up = await self._install(manifest, fresh)
-            except (WeightsError, ClusterError) as why:  # ClusterError: no room for it on this machine
+            except (WeightsError, ClusterError) as why:  # ClusterError: no room on this machine
                 error = str(why)
             mismatches = self._engine.digest_mismatches - known
         return InstallReport(
@@ -205,13 +211,13 @@ class RolloutWorker:
         return caught_up
 
     async def live_digest(self) -> str:
-        """Digest of the engine's live tensors, now."""
+        """Return the digest of the engine's live tensors, computed now."""
         return await self._engine.live_digest()
 
     async def evaluate(
         self, indices: Sequence[int], samples_per_prompt: int, draw: Draw | None
     ) -> list[Trajectory]:
-        """Answer held-out prompts with the weights that serve now. `draw`: None, as for training."""
+        """Answer held-out prompts with the weights that serve now. `draw`: None means as for training."""
         self._evaluating = True
         self._account()
         try:
@@ -234,7 +240,7 @@ class RolloutWorker:
         return [trajectory for group in groups for trajectory in group.trajectories]
 
     async def stats(self) -> WorkerStats:
-        """Counters of this incarnation."""
+        """Return the counters of this incarnation."""
         self._account()
         return WorkerStats(
             worker_id=self._id,
@@ -250,10 +256,14 @@ class RolloutWorker:
             scoring=sum(not work.sampling for work in self._work.values()),
         )
 
-    # --- inside ----------------------------------------------------------------------------------
+    # --- internals -------------------------------------------------------------------------------
 
     def _room(self) -> int:
-        """Groups that may be taken on now: those being scored leave the engine free, up to as many again."""
+        """Return how many more groups the worker can take.
+
+        A group in scoring occupies no slot, but sampling and scoring groups together are at most twice the
+        slots.
+        """
         sampling = sum(work.sampling for work in self._work.values())
         return self._queue_groups + min(self._slots - sampling, 2 * self._slots - len(self._work))
 
@@ -264,7 +274,7 @@ class RolloutWorker:
         return work
 
     def _begin_queued(self) -> None:
-        """Begin the leases that wait, the oldest first, as long as there are slots."""
+        """Begin waiting leases, the oldest first, while there are free slots."""
         while self._queue and self._num_sampling() < self._slots:
             work = self._queue.popleft()
             work.serving = asyncio.create_task(self._serve(work))
@@ -296,12 +306,12 @@ class RolloutWorker:
             self._finished.append((lease.lease_id, group))
             self._has_finished.set()
         finally:
-            self._work.pop(lease.lease_id, None)  # not there where it was given up
+            self._work.pop(lease.lease_id, None)  # already gone if the lease was given up
             self._begin_queued()
             self._emptied.set()
 
     async def _submit_finished(self) -> None:
-        """Hand in what is finished; whatever finishes meanwhile goes with the next call."""
+        """Submit finished groups; those that finish during a call go with the next one."""
         while True:
             await self._has_finished.wait()
             self._has_finished.clear()
@@ -316,9 +326,9 @@ class RolloutWorker:
                     self._tokens += sum(sum(t.episode.response_mask) for t in group.trajectories)
 
     async def _stream_tokens(self) -> None:
-        """Send what arrived, a few times per lease at least; leases that are being scored are kept alive too.
+        """Send the tokens that arrived, at least four times per lease period.
 
-        Scoring has deadlines of its own.
+        Empty messages keep leases alive that wait or are in scoring, which has deadlines of its own.
         """
         interval_s = min(self._sampling.stream_s, self._sampling.lease_s / 4)
         while True:
@@ -329,19 +339,23 @@ class RolloutWorker:
             async with self._sending:
                 works = [w for w in self._work.values() if w.pieces or not w.sampling or w.serving is None]
                 messages = [work.take_tokens() for work in works]
-                # Also without a message: what it is to give up may have no tokens yet.
+                # Sent even without messages: the answer may name a lease that has no tokens yet.
                 refused = set(await self._source.stream(self._id, self._epoch, messages))
             await self._give_up([self._work[lease_id] for lease_id in refused & self._work.keys()])
 
     async def _tell(self) -> None:
-        """Say how full this worker is, and how fast, where a policy decides by it."""
+        """Send load and throughput to the data plane, if the dispatch policy uses them."""
         if self._sampling.router != "pull":
             stats = await self.stats()
             plateau = self._plateau.groups(self._clock.now_s(), self._load, self._work.values())
             await self._source.tell(self._epoch, replace(stats, plateau=plateau))
 
     async def _give_up(self, works: Sequence[Work]) -> int:
-        """End leases that go on elsewhere, and send their last tokens. Returns how many were still ours."""
+        """End leases that other workers continue, and send their last tokens.
+
+        Returns:
+            The number of these leases that this worker still held, by the data plane's count.
+        """
         for work in works:
             self._work.pop(work.lease.lease_id, None)
             if work.serving is not None:

@@ -1,6 +1,6 @@
-"""A control group for a slot: what all processes of a program use together, and who they are.
+"""Control group of a slot: limits, counts and lists all processes of a program together.
 
-cgroup v1 (one folder for each controller) or v2 (one folder), whatever can be written here.
+cgroup v1 (one folder for each controller) or v2 (one folder), whichever this process can write to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OPTIONAL = "cpuacct"  # v1 only; v2 always counts processor time
 
 @dataclass(frozen=True)
 class Site:
-    """Place where control groups may be made.
+    """Location for new control groups.
 
     Args:
         version: "v1" or "v2".
@@ -32,11 +32,12 @@ class Site:
 
 @dataclass(frozen=True)
 class Mount:
-    """A line of mountinfo: a cgroup file system.
+    """Mounted cgroup file system, a line of mountinfo.
 
     Args:
-        root: which group is mounted there.
-        controllers: of a v1 hierarchy; empty for v2.
+        root: group that is mounted.
+        path: mount point.
+        controllers: controllers of a v1 hierarchy; empty for v2.
     """
 
     root: str
@@ -45,7 +46,7 @@ class Mount:
 
 
 def parse_mounts(mountinfo: str) -> list[Mount]:
-    """The cgroup file systems in /proc/self/mountinfo (proc(5))."""
+    """Return the cgroup file systems in /proc/self/mountinfo (proc(5))."""
     mounts = []
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
@@ -59,7 +60,7 @@ def parse_mounts(mountinfo: str) -> list[Mount]:
 
 
 def parse_own(cgroup: str) -> dict[str, str]:
-    """/proc/self/cgroup as controller -> path of our group; "" stands for v2."""
+    """Return /proc/self/cgroup as controller -> path of this process's group; "" stands for v2."""
     own = {}
     for line in cgroup.splitlines():
         _, names, path = line.split(":", 2)
@@ -69,7 +70,7 @@ def parse_own(cgroup: str) -> dict[str, str]:
 
 
 def candidates(mounts: Sequence[Mount], own: dict[str, str]) -> list[Site]:
-    """Places where groups could be made, best first: for v1 beside us, for v2 in the nearest ancestors."""
+    """Return candidate locations: first the own group, then the mount's root (v1) or the ancestors (v2)."""
     sites = []
     v1: dict[str, list[Path]] = {}
     for mount in mounts:
@@ -85,17 +86,17 @@ def candidates(mounts: Sequence[Mount], own: dict[str, str]) -> list[Site]:
 
 
 def _beneath(mount: Mount, own: str) -> list[Path]:
-    """The folder of a group and its ancestors, as far as this mount shows them."""
+    """Return the folder of a group and its ancestors, up to the mount point."""
     inside = own.removeprefix(mount.root if mount.root != "/" else "").strip("/")
     path = mount.path / inside
     return [path, *(p for p in path.parents if p == mount.path or mount.path in p.parents)]
 
 
 class Group:
-    """The control group of one slot.
+    """Control group of one slot.
 
     Raises:
-        OSError: it cannot be made here.
+        OSError: the group cannot be made at `site`.
     """
 
     def __init__(self, site: Site, name: str, memory_bytes: int, max_processes: int) -> None:
@@ -130,22 +131,22 @@ class Group:
         return self.folders["" if self.version == "v2" else controller]
 
     def enter(self) -> None:
-        """Put the calling process in."""
+        """Move the calling process into the group."""
         for folder in self.folders.values():
             (folder / "cgroup.procs").write_text("0")
 
     def processes(self) -> list[int]:
-        """Ids of the processes inside."""
+        """Return the ids of the processes in the group."""
         return [int(line) for line in (self._at("pids") / "cgroup.procs").read_text().split()]
 
     def oom_kills(self) -> int:
-        """Number of processes that the kernel killed in this group for want of memory."""
+        """Return the number of processes that the kernel killed in this group for lack of memory."""
         name = "memory.oom_control" if self.version == "v1" else "memory.events"
         fields = dict(line.split() for line in (self._at("memory") / name).read_text().splitlines())
         return int(fields.get("oom_kill", 0))
 
     def cpu_s(self) -> float | None:
-        """Processor seconds used in here so far; None where nothing counts them."""
+        """Return the processor seconds of the group so far; None without a controller that counts them."""
         if self.version == "v2":
             fields = dict(line.split() for line in (self._at("") / "cpu.stat").read_text().splitlines())
             return int(fields["usage_usec"]) / 1e6
@@ -154,26 +155,26 @@ class Group:
         return int((self.folders[OPTIONAL] / "cpuacct.usage").read_text()) / 1e9
 
     def kill(self) -> None:
-        """Kill what is inside. What it starts meanwhile may need another call."""
+        """Kill the processes in the group. Processes that they start meanwhile may need another call."""
         for pid in self.processes():
-            with suppress(ProcessLookupError):  # it has just ended
+            with suppress(ProcessLookupError):  # the process has just ended
                 os.kill(pid, signal.SIGKILL)
 
     def remove(self) -> None:
-        """Remove the folders. Nothing may be inside.
+        """Remove the folders of an empty group.
 
         Raises:
-            OSError: something is.
+            OSError: the group is not empty.
         """
         for folder in self.folders.values():
             folder.rmdir()
 
 
 def find(mountinfo: str, cgroup: str, name: str, memory_bytes: int, max_processes: int) -> Group | None:
-    """A group at the first place where one can be made; None if there is none."""
+    """Make a group at the first location that allows it; None if no location does."""
     for site in candidates(parse_mounts(mountinfo), parse_own(cgroup)):
         try:
             return Group(site, name, memory_bytes, max_processes)
-        except OSError:  # not ours to write, or without these controllers: the next one
+        except OSError:  # no right to write here, or these controllers are missing: try the next one
             continue
     return None

@@ -1,7 +1,7 @@
-"""Surroundings in which a program is started.
+"""Environment in which a program starts.
 
-`bwrap_command` is bubblewrap's command line; `enter` turns a forked child into the program: control group,
-rlimits, uid, and either bubblewrap or Landlock with seccomp. It returns only by raising.
+`bwrap_command` returns bubblewrap's command line. `enter` turns a forked child into the program: control
+group, rlimits, uid, and either bubblewrap or Landlock with seccomp. It never returns; it may raise.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from echo_planes.sandbox import landlock, seccomp
 from echo_planes.sandbox.cgroups import Group
 from echo_planes.sandbox.model import MAIN, Limits, Plan, SandboxError, Tier
 
-WORK = "/tmp"  # the scratch folder, inside
+WORK = "/tmp"  # the scratch folder, as a program in `namespaces` sees it
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 MAX_FILES_OPEN = 256
-OWN_TASKS: dict[Tier, int] = {"namespaces": 1, "landlock": 0}  # bubblewrap beside the program
+OWN_TASKS: dict[Tier, int] = {"namespaces": 1, "landlock": 0}  # bubblewrap runs beside the program
 PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 22, 38
 SECCOMP_MODE_FILTER = 2
-# No site-packages, no compiled files written. Not -I, which would also ignore PYTHONHASHSEED.
+# No site-packages, and no compiled files written. Without -I, which would ignore PYTHONHASHSEED.
 PYTHON = ("-s", "-S", "-B")
 
 
@@ -39,10 +39,10 @@ class Descriptors:
     """Open files handed to a child.
 
     Args:
-        stdin, stdout, stderr: the program's.
-        files: what lies in its scratch folder, by name (namespaces only).
+        stdin, stdout, stderr: standard descriptors of the program.
+        files: initial contents of its scratch folder, by name (namespaces only).
         filter: the seccomp program (namespaces only).
-        status: where bubblewrap says that the program started and ended (namespaces only).
+        status: pipe to which bubblewrap reports the program's start and end (namespaces only).
     """
 
     stdin: int
@@ -54,20 +54,21 @@ class Descriptors:
 
 
 def environment(work: str) -> dict[str, str]:
-    """All of a program's environment. The order of sets is fixed, so that a verdict can be repeated."""
+    """Return all environment variables of a program. A fixed hash seed makes verdicts reproducible."""
     return {"PATH": "/usr/bin", "LANG": "C.UTF-8", "HOME": work, "TMPDIR": work, "PYTHONHASHSEED": "0"}
 
 
 def bwrap_command(
     bwrap: str, plan: Plan, limits: Limits, links: Mapping[str, str], given: Descriptors
 ) -> list[str]:
-    """bubblewrap's arguments: everything unshared, nothing mounted but the system's programs, read only.
+    """Return bubblewrap's command line: all namespaces unshared, the system's programs mounted read only.
 
-    No /proc and no /dev/shm; a file system of `scratch_bytes` in memory, which goes with the namespace. The
-    program is process 1 of its namespace: when it ends, all that it started ends.
+    There is no /proc and no /dev/shm. The scratch folder is a file system of `scratch_bytes` in memory, which
+    ends with the namespace. The program is process 1 of its namespace: when it ends, all its children end.
 
     Args:
-        links: of `SYSTEM`, what is a link here, with its target; what is neither is left out.
+        links: result of `system_links`; paths of `SYSTEM` that it lacks are not mounted.
+        given: descriptors for bubblewrap and the program.
     """
     command = [bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--as-pid-1"]
     command += ["--cap-drop", "ALL", "--die-with-parent", "--new-session", "--hostname", "sandbox"]
@@ -89,7 +90,7 @@ def bwrap_command(
 
 
 def system_links() -> dict[str, str]:
-    """Paths of `SYSTEM` that exist here: "" for a folder, the target for a link."""
+    """Return the paths of `SYSTEM` on this machine, each with its target if it is a link, "" if a folder."""
     found = {}
     for path in SYSTEM:
         if os.path.islink(path):
@@ -100,21 +101,21 @@ def system_links() -> dict[str, str]:
 
 
 def readable_by_others(path: Path) -> bool:
-    """Whether any user may reach and read this."""
+    """Return whether any user may reach and read `path`."""
     if not all(parent.stat().st_mode & stat.S_IXOTH for parent in path.parents):
         return False
     return bool(path.stat().st_mode & stat.S_IROTH)
 
 
 def interpreter(uid: int | None) -> tuple[str, str]:
-    """Python for the programs, and the folder it lives in: this one, else the system's.
+    """Return the Python for programs and its installation folder: the running one, else the system's.
 
     Raises:
-        SandboxError: neither can be read by the programs' user.
+        SandboxError: the programs' user can read neither.
     """
     own = Path(os.path.realpath(sys.executable))
     for python, prefix in ((own, Path(sys.base_prefix).resolve()), (Path("/usr/bin/python3"), Path("/usr"))):
-        if prefix == prefix.parent or not python.exists():  # never show the whole disk
+        if prefix == prefix.parent or not python.exists():  # prefix "/" would expose the whole disk
             continue
         if uid is None or (readable_by_others(python) and readable_by_others(prefix)):
             return str(python), f"{prefix}/"
@@ -124,18 +125,18 @@ def interpreter(uid: int | None) -> tuple[str, str]:
 
 
 def rlimits(plan: Plan, limits: Limits) -> dict[int, int]:
-    """Limits of each process, as resource -> value."""
+    """Return the limits of each process, as resource -> value."""
     values = {
-        # 1, not 0: the kernel hands a core to a pipe in core_pattern for every other value.
+        # If core_pattern is a pipe, the kernel writes cores to it unless the limit is exactly 1.
         resource.RLIMIT_CORE: 1,
-        # With a cgroup the warden counts, exactly, and for all processes: then this is only a second line.
+        # With a cgroup the warden counts exactly, for all processes, and this limit is only a reserve.
         resource.RLIMIT_CPU: math.ceil(limits.cpu_s) * (2 if plan.cgroup else 1),
         resource.RLIMIT_FSIZE: limits.scratch_bytes,
         resource.RLIMIT_NOFILE: MAX_FILES_OPEN,
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
     }
-    if plan.uid is not None:  # counts all processes of a user, so it must have no others
+    if plan.uid is not None:  # the kernel counts all processes of a user, so the uid must have no others
         values[resource.RLIMIT_NPROC] = limits.max_processes + OWN_TASKS[plan.tier]
     if not plan.cgroup:
         values[resource.RLIMIT_AS] = limits.memory_bytes
@@ -145,7 +146,7 @@ def rlimits(plan: Plan, limits: Limits) -> dict[int, int]:
 def enter(
     plan: Plan, limits: Limits, group: Group | None, scratch: str, command: list[str], given: Descriptors
 ) -> None:
-    """In a forked child: become the program. Every step must succeed, else nothing runs.
+    """Turn a forked child into the program. If a step fails, no program runs.
 
     Raises:
         OSError, SandboxError: a step failed. The caller must exit.
@@ -156,7 +157,7 @@ def enter(
         signal.signal(number, signal.SIG_DFL)
     if group is not None:
         group.enter()
-    Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, the program goes first
+    Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, kill the program first
     for kind, value in rlimits(plan, limits).items():
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -183,7 +184,7 @@ def enter(
 
 
 def _restrict(plan: Plan, scratch: str) -> None:
-    """Landlock and seccomp, for good."""
+    """Restrict this process permanently by Landlock and seccomp."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")

@@ -1,6 +1,6 @@
-"""Landlock (landlock(7)): the calling thread gives up every file that it does not name.
+"""Landlock (landlock(7)): the calling thread gives up access to every file that it does not name.
 
-Needs Linux 6.2 (ABI 3): before, truncation was not controlled. No library: three system calls.
+Needs Linux 6.2 (ABI 3), because earlier versions do not control truncation. Three system calls, no library.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, REMOVE_FILE, MAKE_REG, TRUNCATE = (
     1 << bit for bit in (0, 1, 2, 3, 5, 8, 14)
 )
 READ = READ_FILE | READ_DIR | EXECUTE
-# No folders, links, sockets or pipes: then a scratch folder stays flat, is counted and cleared quickly.
+# No folders, links, sockets or pipes: a flat scratch folder is quick to count and to clear.
 SCRATCH = READ_FILE | READ_DIR | WRITE_FILE | REMOVE_FILE | MAKE_REG | TRUNCATE
 DEVICE = READ_FILE | WRITE_FILE
 
@@ -28,13 +28,13 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def abi() -> int:
-    """The kernel's Landlock version; 0 where it is absent or switched off."""
+    """Return the kernel's Landlock version; 0 where it is absent or switched off."""
     version = int(_libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(VERSION_FLAG)))
     return max(version, 0)
 
 
 def handled(version: int) -> bytes:
-    """struct landlock_ruleset_attr with everything that this version can take away."""
+    """Return struct landlock_ruleset_attr with every right that this version can restrict."""
     files = (1 << (16 if version >= 5 else 15)) - 1  # ABI 5: ioctl on devices
     fields = [files]
     if version >= 4:
@@ -45,10 +45,10 @@ def handled(version: int) -> bytes:
 
 
 def restrict(rights: Mapping[str, int]) -> None:
-    """Give up everything but these rights beneath these paths, for this thread and what it becomes.
+    """Give up all rights but these beneath these paths, for this thread and the programs it executes.
 
     Raises:
-        OSError: the kernel refused, or a path does not exist. The caller must not go on.
+        OSError: the kernel refused, or a path does not exist. The caller must not continue.
     """
     attributes = handled(abi())
     ruleset = _checked(

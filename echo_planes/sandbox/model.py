@@ -1,4 +1,4 @@
-"""Types of the sandbox: programs and limits that go in, outcomes that come out, the walls around it."""
+"""Types of the sandbox: programs and limits (input), outcomes (output), and the protection plan."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Literal
 
 from echo_planes.errors import ClusterError, TaskError
 
-# ok: exit status 0. failed: another exit status, or too large to be started. timeout: wall or CPU time.
-# memory, output, disk: a limit was reached. killed: ended by a signal. cancelled: nobody waits for it.
+# ok: exit status 0. failed: another exit status, or too large to start. timeout: wall or CPU time.
+# memory, output, disk: a limit was reached. killed: ended by a signal. cancelled: the pool ended it.
 Status = Literal["ok", "failed", "timeout", "memory", "output", "disk", "killed", "cancelled"]
 Tier = Literal["namespaces", "landlock"]
-# What a program may start: processes, counted together by a cgroup; threads of one process, counted by the
-# uid; or nothing, where nothing would count it.
+# Tasks that a program may start: processes, which a cgroup counts together; threads of one process, which a
+# cgroup or the uid counts; or nothing, where the kernel would count neither.
 Tasks = Literal["processes", "threads", "nothing"]
 
 MAIN = "main.py"
@@ -23,7 +23,7 @@ FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,63}")
 
 
 class SandboxError(ClusterError):
-    """This machine offers no protection, or what protects programs broke. Nothing ran unprotected."""
+    """Missing or broken protection on this machine. No program ran unprotected."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Limits:
 
     Args:
         wall_s: time from start to end, seconds.
-        cpu_s: processor time of all its processes, seconds. Without a cgroup it is rounded up.
+        cpu_s: processor time of all its processes, seconds. Without a cgroup rounded up to whole seconds.
         memory_bytes: memory of all its processes, files in its scratch folder included.
         output_bytes: standard output, and standard error, each.
         max_processes: processes and threads at one time.
-        scratch_bytes: files it may write, and its source with the files given to it.
+        scratch_bytes: all files in its working directory; also its source and given files together.
     """
 
     wall_s: float = 10.0
@@ -54,15 +54,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class Program:
-    """A Python program, as text.
+    """Python program, as text.
 
     Args:
-        source: becomes `main.py` in the working directory, and is run.
+        source: text of `main.py` in the working directory, the file that runs.
         stdin: its standard input.
         files: further files in the working directory, by name.
 
     Raises:
-        TaskError: a file's name is not a plain one, or there are too many.
+        TaskError: a file name does not match `FILE_NAME`, is `main.py`, or there are more than `MAX_FILES`.
     """
 
     source: str
@@ -83,8 +83,8 @@ class Outcome:
 
     Args:
         status: see `Status`.
-        exit_code: its exit status, 128 + n after signal n; None where the sandbox ended it.
-        stdout, stderr: at most `output_bytes` each, with U+FFFD for what is not UTF-8.
+        exit_code: its exit status, 128 + n after signal n; None if a limit or the pool ended it.
+        stdout, stderr: at most `output_bytes` each, with U+FFFD for invalid UTF-8.
         wall_s: time from start to end, seconds.
     """
 
@@ -97,15 +97,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Plan:
-    """Walls that a slot builds around its programs.
+    """Protection that a slot sets up around its programs.
 
     Args:
-        tier: the kind of wall.
-        tasks: what a program may start.
-        interpreter: the Python that runs programs.
-        prefix: the folder that Python lives in.
-        uid: user the programs run as; None where we are not root and they run as we do.
-        cgroup: "v1", "v2", or "" where nothing could be made. Counts processes and memory.
+        tier: kind of protection.
+        tasks: tasks that a program may start.
+        interpreter: path of the Python that runs programs.
+        prefix: folder of that Python's installation.
+        uid: user that programs run as; None: the warden is not root, and programs run as its user.
+        cgroup: version of the cgroup that limits processes and memory, "v1" or "v2"; "": there is none.
     """
 
     tier: Tier
@@ -117,7 +117,7 @@ class Plan:
 
 
 def oversize(program: Program, limits: Limits) -> str:
-    """Why a program is too large to be started; "" if it is not."""
+    """Describe why a program is too large to start; "" if it is not."""
     texts = (program.source, *program.files.values())
     written = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
     if written > limits.scratch_bytes:
@@ -129,11 +129,11 @@ def oversize(program: Program, limits: Limits) -> str:
 
 
 def tasks_allowed(tier: Tier, has_uid: bool, has_cgroup: bool) -> Tasks:
-    """Tasks that a program may start, so that all of them are counted.
+    """Return the tasks that a program may start, so that the kernel counts all of them.
 
     Without a cgroup each process has its own memory limit, so there must be only one. Without namespaces a
-    process could outlive its parent, so there must be only one. Threads need a cgroup or a uid of their own
-    to be counted by.
+    process could outlive its parent, so there must be only one. Only a cgroup or a separate uid counts
+    threads.
     """
     if tier == "namespaces" and has_cgroup:
         return "processes"
@@ -141,7 +141,7 @@ def tasks_allowed(tier: Tier, has_uid: bool, has_cgroup: bool) -> Tasks:
 
 
 def describe(plan: Plan, limits: Limits) -> str:
-    """Describe the protection of this machine, in words for the user."""
+    """Describe the protection of this machine for the user."""
     if plan.tier == "namespaces":
         parts = ["bubblewrap (no network, no host files but the interpreter's, no other processes), seccomp"]
     else:

@@ -1,7 +1,7 @@
-"""Tries to break out, from inside. Run as a program in the sandbox; says what it could do.
+"""Program that tries to break out of the sandbox from inside, and reports each success.
 
 Standard input: one JSON object, see `probe.Canary.task`. Standard output: one JSON object with `nonce` and
-`holes`, a list of words.
+`holes`, a list of descriptions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PTRACE_TRACEME = 0
 
 
 def possible(attempt: Callable[[], object]) -> bool:
-    """Whether this can be done."""
+    """Return whether the attempt succeeds."""
     try:
         attempt()
     except OSError:
@@ -31,7 +31,7 @@ def possible(attempt: Callable[[], object]) -> bool:
 
 
 def read(path: str) -> None:
-    """A file's first byte, or a folder's names."""
+    """Read a file's first byte, or a folder's names."""
     if os.path.isdir(path):
         os.listdir(path)
     else:
@@ -46,14 +46,14 @@ def connect(family: int, address: Any) -> None:
 
 
 def call(name: str, *arguments: int) -> None:
-    """A libc function that is to fail."""
+    """Call a libc function. Raises OSError if it fails."""
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*arguments) == -1:
         raise OSError(ctypes.get_errno(), name)
 
 
 def changes(path: str) -> list[tuple[str, Callable[[], object]]]:
-    """Attempts to change a device of the host, for all its users; each sets a value that is there already."""
+    """Return attempts to change a device of the host; most would set the value that it already has."""
     found = os.stat(path)
     return [
         ("set the times of", partial(os.utime, path)),
@@ -64,7 +64,7 @@ def changes(path: str) -> list[tuple[str, Callable[[], object]]]:
 
 
 def count_processes(limit: int) -> int:
-    """Number of child processes that can be had at once, up to `limit`."""
+    """Return how many child processes can be started at once, up to `limit`."""
     for number in range(limit):
         try:
             pid = os.fork()
@@ -76,7 +76,7 @@ def count_processes(limit: int) -> int:
 
 
 def count_threads(limit: int) -> int:
-    """Number of threads that can be had at once, up to `limit`."""
+    """Return how many threads can be started at once, up to `limit`."""
     forever = threading.Event()
     for number in range(limit):
         try:
@@ -87,9 +87,9 @@ def count_threads(limit: int) -> int:
 
 
 def main() -> None:
-    """Try everything, report, end without cleaning up."""
+    """Make all attempts, report them, and end without cleaning up."""
     task = json.loads(sys.stdin.read())
-    # First, since what follows opens files of its own.
+    # Open descriptors come first, because the later attempts open files of their own.
     holes = [f"use open file {number}" for number in range(3, 256) if possible(partial(os.fstat, number))]
     holes += [f"read {path}" for path in task["secrets"] if possible(partial(read, path))]
     for kind, flags in (("changed", os.O_WRONLY), ("created", os.O_WRONLY | os.O_CREAT)):
@@ -116,7 +116,7 @@ def main() -> None:
         ("processes", count_processes(task["max_processes"])),
         ("threads", count_threads(task["max_processes"])),
     ):
-        if started >= task["max_processes"]:  # it is one itself
+        if started >= task["max_processes"]:  # the payload itself counts as one, so one must be refused
             holes.append(f"start {started} {what}")
     print(json.dumps({"nonce": task["nonce"], "holes": holes}), flush=True)
     os._exit(0)

@@ -1,4 +1,4 @@
-"""`SandboxPool`: programs in, outcomes out, a fixed number at a time."""
+"""`SandboxPool`: runs a fixed number of programs at a time and returns their outcomes."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from echo_planes.sandbox.model import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-# -I -S: the warden starts in milliseconds and imports nothing but this package.
+# -I -S: the warden starts in milliseconds and imports only the standard library and this package.
 BOOT = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); "
     "from echo_planes.sandbox.warden import main; main(sys.argv[1:])"
 )
 TIERS: tuple[Tier, ...] = ("namespaces", "landlock")
 START_LIMIT_S = 60.0  # an interpreter on a busy machine
-GRACE_S = 30.0  # after a program's wall time, for a busy machine to clear up
+GRACE_S = 30.0  # after a program's wall time, for the cleanup on a busy machine
 CLOSE_LIMIT_S = 20.0
-PROBES = 5  # tries of each
-LINGER_S = 1.0  # for the second of two joined programs, once the first has ended
+PROBES = 5  # most runs of each probe
+LINGER_S = 1.0  # time for the second of two joined programs to end, after the end of the first
 CURE = (
     "install bubblewrap and allow user namespaces (in Docker: --security-opt seccomp=unconfined "
     "--security-opt apparmor=unconfined), or use Linux 6.2 or newer with Landlock"
@@ -45,7 +45,7 @@ CURE = (
 
 
 class Slot:
-    """A warden and the pipe to it. One program at a time."""
+    """Warden and the pipe to it. Runs one program at a time."""
 
     def __init__(self, tier: Tier, limits: Limits, name: str) -> None:
         self._tier = tier
@@ -57,14 +57,14 @@ class Slot:
 
     @property
     def pid(self) -> int:
-        """The warden's process id; 0 when there is none."""
+        """Process id of the warden; 0 when there is none."""
         return self._process.pid if self._process else 0
 
     async def start(self) -> None:
         """Start the warden.
 
         Raises:
-            SandboxError: this tier cannot be built here, or the warden did not answer.
+            SandboxError: this machine cannot provide this tier, or the warden did not answer.
         """
         bwrap = shutil.which("bwrap") or ""
         self._handed, handed = socket.socketpair()
@@ -76,16 +76,16 @@ class Slot:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 pass_fds=(handed.fileno(),),
-                # Whoever kills our group would kill it before it has taken its control group down.
+                # A signal to our process group must not kill the warden before it removes its control group.
                 start_new_session=True,
             )
         self.facts = await self._reply(START_LIMIT_S)
 
     async def run(self, program: Program, joined: tuple[int, int] | None = None) -> Outcome:
-        """Run a program; a warden that died is replaced first.
+        """Run a program; if the warden is gone, start another one first.
 
         Args:
-            joined: pipe ends for its standard input and output; closed here.
+            joined: pipe ends for its standard input and output; this method closes them.
         """
         try:
             if self._process is None:
@@ -105,7 +105,7 @@ class Slot:
         return Outcome(**await self._reply(self._limits.wall_s + GRACE_S))
 
     def cancel(self) -> None:
-        """End the program that runs; its outcome still comes."""
+        """End the running program; `run` still returns its outcome."""
         self._send({"cancel": True})
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -113,7 +113,7 @@ class Slot:
             self._process.stdin.write(wire.encode(message))
 
     async def _reply(self, limit_s: float) -> dict[str, Any]:
-        """The next frame. Whatever goes wrong with the warden, it is gone afterwards."""
+        """Return the warden's next frame. After any failure of the warden, kill it."""
         try:
             async with asyncio.timeout(limit_s):
                 reply = await self._frame()
@@ -136,7 +136,7 @@ class Slot:
         return reply
 
     async def close(self) -> None:
-        """End the warden; it ends and clears up what it started."""
+        """End the warden, which ends its program and cleans up."""
         if self._process is None or self._process.stdin is None:
             return
         self._process.stdin.close()
@@ -148,18 +148,18 @@ class Slot:
         await self._clear()
 
     async def kill(self) -> None:
-        """End a warden that does not answer, and clear up in its place."""
+        """Kill a warden that does not answer, and clean up in its place."""
         if self._process is None:
             return
         if self._process.returncode is None:
-            # Not Process.kill(): it collects a process that has just died, and asyncio then waits in vain.
+            # Not Process.kill(): it reaps a process that has just died, and asyncio would then wait for ever.
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)
         await self._process.wait()
         await self._clear()
 
     async def _clear(self) -> None:
-        """Remove what a warden that is gone may have left."""
+        """Remove control groups and folders that a dead warden may have left."""
         self._process = None
         if self._handed is not None:
             self._handed.close()
@@ -171,7 +171,7 @@ class Slot:
 
 
 async def _empty(group: Path) -> None:
-    """Kill what is left in a control group, and remove it."""
+    """Kill the processes that are left in a control group, and remove the group."""
     for _ in range(1000):
         try:
             for pid in (group / "cgroup.procs").read_text().split():
@@ -180,7 +180,7 @@ async def _empty(group: Path) -> None:
             group.rmdir()
         except FileNotFoundError:
             return
-        except OSError:  # not empty yet
+        except OSError:  # the group is not empty yet
             await asyncio.sleep(0.01)
         else:
             return
@@ -188,8 +188,8 @@ async def _empty(group: Path) -> None:
 
 
 async def in_time(run: Callable[[Program], Awaitable[Outcome]], program: Program) -> Outcome:
-    """The outcome of a probe. One that ran out of time says nothing of the walls, where the machine stood
-    still for seconds: it is tried again, `PROBES` times in all.
+    """Run a probe and return its outcome. A timeout proves nothing about the protection, because the machine
+    may have stalled for seconds: the probe then runs again, at most `PROBES` times in all.
     """
     for _ in range(PROBES - 1):
         outcome = await run(program)
@@ -199,16 +199,16 @@ async def in_time(run: Callable[[Program], Awaitable[Outcome]], program: Program
 
 
 class SandboxPool:
-    """Runs model-written Python programs behind walls that were tried first.
+    """Pool that runs model-written Python programs under a protection that it has tested first.
 
     Starts at the first use, or by `start()`, or as an async context manager. Belongs to one event loop.
 
     Args:
         num_slots: programs that run at the same time; others wait for a slot.
-        limits: what each program may use.
+        limits: resources that each program may use; None: the defaults.
 
     Raises (at start):
-        SandboxError: no protection can be had on this machine; the message says why and what to do.
+        SandboxError: this machine offers no protection; the message gives the reason and the remedy.
     """
 
     def __init__(self, num_slots: int, limits: Limits | None = None) -> None:
@@ -219,7 +219,7 @@ class SandboxPool:
         self._slots: list[Slot] = []
         self._free: asyncio.Queue[Slot] = asyncio.Queue()
         self._starting = asyncio.Lock()
-        self._pairing = asyncio.Lock()  # who waits for two slots must not wait for who waits for two
+        self._pairing = asyncio.Lock()  # two calls that each hold one slot and wait for a second deadlock
         self._ending: set[asyncio.Task[Outcome]] = set()
         self._protection = ""
         self._closed = False
@@ -239,7 +239,7 @@ class SandboxPool:
         await self.close()
 
     async def start(self) -> None:
-        """Find a tier whose walls stand, and open all slots in it. Does nothing the second time."""
+        """Find a tier that passes the probes, and open all slots in it. Does nothing the second time."""
         async with self._starting:
             if self._closed:
                 raise SandboxError("this sandbox pool was closed: make another")
@@ -271,7 +271,7 @@ class SandboxPool:
         self._slots = slots
 
     async def _probe(self, slot: Slot) -> None:
-        """Raises SandboxError if the walls around this slot do not stand."""
+        """Run the probes in this slot. Raises SandboxError if the protection fails."""
         with probe.Canary() as canary:
             report = await in_time(slot.run, canary.program(self.limits, slot.pid))
             found = probe.holes(report, canary.nonce)
@@ -285,7 +285,7 @@ class SandboxPool:
         """Run one program when a slot is free. Cancelling ends the program.
 
         Raises:
-            SandboxError: no protection, or what protects broke. It is not the program's fault.
+            SandboxError: there is no protection, or it broke. The program is not the cause.
         """
         await self.start()
         if reason := oversize(program, self.limits):
@@ -301,11 +301,11 @@ class SandboxPool:
     async def run_joined(self, first: Program, second: Program) -> tuple[Outcome, Outcome]:
         """Run two programs side by side, each one's standard output the other's standard input.
 
-        They share nothing else. Neither has its `stdin`, nor tells its `stdout`. The second is ended
-        `LINGER_S` after the first. Cancelling ends both.
+        They share nothing else. The pool ignores their `stdin`, and their outcomes have no `stdout`. The
+        pool ends the second program `LINGER_S` seconds after the first has ended. Cancelling ends both.
 
         Raises:
-            SandboxError: as `run`; or the pool has one slot only.
+            SandboxError: as `run`; or the pool has only one slot.
         """
         await self.start()
         if self._num_slots < 2:
@@ -335,17 +335,18 @@ class SandboxPool:
             raise
 
     async def _take(self) -> Slot:
-        """A slot, when one is free."""
+        """Wait for a free slot and return it."""
         slot = await self._free.get()
         if self._closed:
-            self._free.put_nowait(slot)  # for the next who waits
+            self._free.put_nowait(slot)  # wakes the next waiting call
             raise SandboxError("this sandbox pool was closed while programs waited for a slot")
         return slot
 
     def _begin(
         self, slot: Slot, program: Program, joined: tuple[int, int] | None = None
     ) -> asyncio.Task[Outcome]:
-        # A task of its own: a slot comes back when nothing of the program is left, not when nobody waits.
+        # A separate task: the slot becomes free when nothing of the program is left, not when its caller
+        # stops waiting.
         task = asyncio.create_task(slot.run(program, joined))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
@@ -353,7 +354,7 @@ class SandboxPool:
         return task
 
     async def close(self) -> None:
-        """End what runs, wait until nothing of it is left, and give back uids, groups and folders."""
+        """End the running programs, wait until nothing of them is left, and free uids, groups and folders."""
         async with self._starting:
             self._closed = True
             for slot in self._slots:
@@ -364,13 +365,13 @@ class SandboxPool:
 
 
 def _abandon(slot: Slot, task: asyncio.Task[Outcome]) -> None:
-    """Nobody waits for this program any more: end it."""
+    """End a program whose caller has stopped waiting."""
     if not task.done():
         slot.cancel()
     task.add_done_callback(_retrieve)
 
 
 def _retrieve(task: asyncio.Task[Outcome]) -> None:
-    """An error of its warden concerns nobody."""
+    """Mark the task's exception as retrieved, since no caller is left to receive it."""
     if not task.cancelled():
         task.exception()

@@ -1,4 +1,4 @@
-"""Do the walls stand? Two programs are run at start: one tries to break out, one takes too much memory."""
+"""Test of the protection at start by two programs: one tries to break out, one takes too much memory."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from echo_planes.sandbox.model import Limits, Outcome, Program
 PAYLOAD = Path(__file__).with_name("payload.py")
 ALLOWED_VARIABLES = {"PATH", "LANG", "LC_CTYPE", "HOME", "TMPDIR", "PYTHONHASHSEED", "PWD"}
 SECRETS = ("/etc/passwd", "/etc/shadow", "/proc/1/status", "/proc/self/environ", "/sys")
-# Not the home folder itself: Python may live in it, and then a folder of that name exists inside.
+# Files of the home folder, not the folder itself: if Python is installed in it, the sandbox has that folder.
 PRIVATE = (".ssh", ".netrc", ".bashrc", ".bash_history", ".gitconfig")
 MEMORY_HOG = "data = bytearray()\nwhile True:\n    data += b'x' * (1 << 20)\n"
 
 
 class Canary:
-    """Things on the host that a program must not reach: a file, a port, a socket, processes, variables.
+    """Objects on the host that a program must not reach: a file, a port, a socket, processes, variables.
 
-    The port is on loopback, and both sockets live as long as the context.
+    The port is on loopback. File and sockets exist as long as the context.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Canary:
         Path(self._file).unlink()
 
     def task(self, limits: Limits, warden: int) -> dict[str, Any]:
-        """Task of the payload: everything that it is to try."""
+        """Return the payload's task: everything that it tries."""
         return {
             "nonce": self.nonce,
             "secrets": [self._file, *SECRETS, *(str(Path.home() / name) for name in PRIVATE)],
@@ -60,23 +60,23 @@ class Canary:
             "devices": DEVICES,
             "port": self._inet.getsockname()[1],
             "abstract": self._abstract,
-            # Small ids may exist inside too; those of this process and of the warden do not.
+            # Small ids may exist in the sandbox's own pid namespace too, so they prove nothing.
             "processes": [pid for pid in (os.getpid(), warden) if pid > limits.max_processes],
             "variables": sorted(os.environ.keys() - ALLOWED_VARIABLES),
             "max_processes": limits.max_processes,
         }
 
     def program(self, limits: Limits, warden: int) -> Program:
-        """The payload, ready to run."""
+        """Return the payload as a program."""
         return Program(PAYLOAD.read_text(), json.dumps(self.task(limits, warden)))
 
     def untouched(self) -> bool:
-        """Whether the file still holds what it held."""
+        """Return whether the file is unchanged."""
         return Path(self._file).read_text() == self.nonce
 
 
 def holes(outcome: Outcome, nonce: str) -> str:
-    """Holes that the payload found, or the reason why it did not report; "" if the walls stand."""
+    """Describe the holes that the payload found, or why it did not report; "" if the protection holds."""
     lines = outcome.stdout.strip().splitlines()
     try:
         report = json.loads(lines[-1]) if lines else {}
@@ -90,7 +90,7 @@ def holes(outcome: Outcome, nonce: str) -> str:
 
 
 def memory_hole(outcome: Outcome) -> str:
-    """Why memory is not limited; "" if it is."""
+    """Describe why memory is not limited; "" if it is."""
     if outcome.status == "memory":
         return ""
     return f"a program that takes all memory ended as {outcome.status}, not at its memory limit"

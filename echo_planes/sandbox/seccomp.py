@@ -1,7 +1,7 @@
-"""The system calls a program may make, as a seccomp BPF program (seccomp(2)) for x86-64.
+"""System calls that a program may make, as a seccomp BPF program (seccomp(2)) for x86-64.
 
-A list of what is allowed: what is not named answers EPERM. So a call that a newer kernel brings is refused
-until somebody has thought about it.
+The filter is a list of allowed calls; other calls fail with EPERM. New calls of newer kernels are therefore
+refused until a maintainer allows them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 AUDIT_ARCH_X86_64 = 0xC000003E
 X32_BIT = 0x40000000
 NUMBER_AT, ARCH_AT, ARGUMENTS_AT = 0, 4, 16  # offsets in struct seccomp_data
-MAX_FILTER = 4096  # instructions the kernel takes
+MAX_FILTER = 4096  # most instructions that the kernel accepts
 
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, k
 
-# Needed by any Python program; they reach nothing but the caller and files that are already open.
+# Calls that any Python program needs. They affect only the caller and files that are already open.
 PLAIN = {
     "read": 0, "write": 1, "close": 3, "fstat": 5, "poll": 7, "lseek": 8, "mmap": 9, "mprotect": 10,
     "munmap": 11, "brk": 12, "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15, "pread64": 17,
@@ -47,30 +47,31 @@ PLAIN = {
     "pipe2": 293, "preadv": 295, "pwritev": 296, "getcpu": 309, "getrandom": 318, "membarrier": 324,
     "copy_file_range": 326, "rseq": 334, "close_range": 436, "epoll_pwait2": 441,
 }  # fmt: skip
-# They take a path: Landlock decides, or there is nothing behind the path.
+# Calls with a path: Landlock decides on it, or the namespace has no such file.
 PATHS = {
     "open": 2, "stat": 4, "lstat": 6, "access": 21, "chdir": 80, "rename": 82, "mkdir": 83, "rmdir": 84,
     "creat": 85, "link": 86, "unlink": 87, "symlink": 88, "readlink": 89, "statfs": 137, "openat": 257,
     "mkdirat": 258, "newfstatat": 262, "unlinkat": 263, "renameat": 264, "linkat": 265, "symlinkat": 266,
     "readlinkat": 267, "faccessat": 269, "renameat2": 316, "statx": 332, "openat2": 437, "faccessat2": 439,
 }  # fmt: skip
-# Landlock does not control these: only where no host file can be named that could be changed. The devices
-# can be named, and are the host's own: whoever may write to one may set its times, so nothing sets times.
+# Landlock does not control these, so they are allowed only where a path reaches no host file that they could
+# change. Paths do reach the host's devices. A user who may write to a device may also set its times, so no
+# call that sets times is allowed.
 ATTRIBUTES = {"truncate": 76, "chmod": 90, "fchmod": 91, "fchmodat": 268}
-# Only in a network namespace that reaches nothing.
+# Allowed only in an isolated network namespace.
 NETWORK = {"connect": 42, "accept": 43, "bind": 49, "listen": 50, "accept4": 288}
-# Only where processes are counted and cannot be outlived.
+# Allowed only where a cgroup counts processes, and no process outlives the program.
 PROCESSES = {"fork": 57, "vfork": 58, "kill": 62, "tgkill": 234, "memfd_create": 319, "pidfd_open": 434}
 
 CLONE, CLONE3, KILL_NUMBER, TGKILL = 56, 435, 62, 234
 IOCTL, FCNTL, PRCTL, PRLIMIT64, SOCKET, SOCKETPAIR = 16, 72, 157, 302, 41, 53
 CLONE_THREAD = 0x00010000
 NEW_NAMESPACES = 0x7E020000  # CLONE_NEWNS, CGROUP, UTS, IPC, USER, PID, NET
-# TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: so no TIOCSTI, no FIOSETOWN.
+# TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX; neither TIOCSTI nor FIOSETOWN.
 IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-# F_DUPFD to F_SETLKW, F_DUPFD_CLOEXEC, F_GETPIPE_SZ, F_GET_SEALS, F_OFD_*: no F_SETOWN, which sends signals.
+# F_DUPFD to F_SETLKW, F_DUPFD_CLOEXEC, F_GETPIPE_SZ, F_GET_SEALS, F_OFD_*; not F_SETOWN, which sends signals.
 FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032, 1034)
-# Names and PR_GET_DUMPABLE; never PR_SET_PDEATHSIG, by which a program ends with its warden.
+# Names and PR_GET_DUMPABLE. PR_SET_PDEATHSIG is refused: by it a program ends with its warden.
 PRCTLS = (3, 15, 16, 0x53564D41)
 FAMILIES = (1, 2, 10)  # unix, inet, inet6: vsock, netlink and packet sockets see more than the namespace
 SOCK_STREAM = 1
@@ -78,10 +79,12 @@ SOCK_TYPE_MASK = 0xF
 
 
 def program(tier: Tier, tasks: Tasks, own_pid: int) -> bytes:
-    """The filter as an array of struct sock_filter, for `bwrap --seccomp` or prctl(2).
+    """Return the filter as an array of struct sock_filter, for `bwrap --seccomp` or prctl(2).
 
     Args:
-        own_pid: the program's first process, as it sees itself. A single process may signal no other.
+        tier, tasks: see `model.Plan`.
+        own_pid: id of the program's first process in its own namespace. Without the right to start
+            processes, a program may signal only this one.
     """
     allowed = dict(PLAIN) | PATHS
     if tier == "namespaces":
@@ -104,7 +107,7 @@ def program(tier: Tier, tasks: Tasks, own_pid: int) -> bytes:
     code += _rule(PRCTL, _one_of(0, PRCTLS))
     code += _rule(PRLIMIT64, _one_of(0, (0, own_pid)))
     code += _rule(CLONE, _clone(tasks))
-    # One end of a datagram pair could send to others.
+    # One end of a datagram pair could send to other sockets.
     code += _rule(SOCKETPAIR, _one_of(1, (SOCK_STREAM,), mask=SOCK_TYPE_MASK))
     if tier == "namespaces":
         code += _rule(SOCKET, _one_of(0, FAMILIES))
@@ -115,14 +118,14 @@ def program(tier: Tier, tasks: Tasks, own_pid: int) -> bytes:
 
 
 def _rule(number: int, body: Sequence[Instruction]) -> list[Instruction]:
-    """`body`, which returns, if it is this call; else go on behind it."""
+    """Return instructions that run `body`, which returns, for this call, and skip it for others."""
     return [(IF_EQUAL, 0, len(body), number), *body]
 
 
 def _one_of(
     argument: int, values: Sequence[int], refusal: int = errno.EPERM, mask: int = 0xFFFFFFFF
 ) -> list[Instruction]:
-    """Allow if the low half of an argument is one of these; all of them are 32-bit integers to the kernel."""
+    """Allow a call if the low half of an argument, a 32-bit integer to the kernel, is one of `values`."""
     body: list[Instruction] = [(LOAD, 0, 0, ARGUMENTS_AT + 8 * argument), (AND, 0, 0, mask)]
     for value in values:
         body += [(IF_EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW)]

@@ -1,4 +1,4 @@
-"""A user for each slot, that nobody else is: so that its processes can be counted and ended together."""
+"""A user id for each slot that no other process has, so that the kernel counts and kills by slot."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 from echo_planes.sandbox.model import SandboxError
 
-# Ranges that systemd's "Users, Groups, UIDs and GIDs" leaves to nobody; the second for 16-bit id maps.
+# Ranges that systemd's "Users, Groups, UIDs and GIDs" leaves unused; the second for 16-bit id maps.
 UIDS = (range(1_900_000_000, 1_900_001_000), range(60_600, 61_100))
 
 
 def is_mapped(uid: int, uid_map: str) -> bool:
-    """Whether a user namespace has this id, from its /proc/self/uid_map (user_namespaces(7))."""
+    """Return whether a user namespace has this id, by its /proc/self/uid_map (user_namespaces(7))."""
     for line in uid_map.splitlines():
         first, _, count = (int(number) for number in line.split())
         if first <= uid < first + count:
@@ -23,10 +23,10 @@ def is_mapped(uid: int, uid_map: str) -> bool:
 
 
 def claim_uid() -> tuple[int, socket.socket]:
-    """A user id that no other slot on this machine has, free again when the socket is closed.
+    """Claim a user id that no other slot on this machine has, until the returned socket is closed.
 
     Raises:
-        SandboxError: all are taken, or none is known here.
+        SandboxError: all ids are taken, or this user namespace maps none of them.
     """
     uid_map = Path("/proc/self/uid_map").read_text()
     for uid in (uid for ids in UIDS for uid in ids if is_mapped(uid, uid_map)):
@@ -41,7 +41,7 @@ def claim_uid() -> tuple[int, socket.socket]:
 
 
 def kill_user(uid: int) -> None:
-    """Kill every process of a user, by becoming that user."""
+    """Kill every process of a user, from a forked child that becomes that user."""
     pid = os.fork()
     if pid == 0:
         try:

@@ -1,4 +1,4 @@
-"""Verdict on a program, from what was observed of it."""
+"""Verdict on a program, from the warden's observations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CAUSES: dict[Cause, Status] = {
     "cancelled": "cancelled",
 }
 SIGNAL_BASE = 128
-CPU_SLACK = 0.5  # the kernel counts ticks for RLIMIT_CPU, which on a busy machine are far from the time used
+CPU_SLACK = 0.5  # for RLIMIT_CPU the kernel counts ticks, which on a busy machine differ from the time used
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Observed:
 
     Args:
         cause: why the warden ended it; None if it ended by itself.
-        wait_status: as waitpid(2) gives it.
-        oom_kills: processes the kernel killed for want of memory.
-        cpu_s: processor seconds used, of all its processes.
+        wait_status: status from waitpid(2).
+        oom_kills: processes that the kernel killed for lack of memory.
+        cpu_s: processor seconds of all its processes.
         last_line: last line of its standard error.
     """
 
@@ -41,7 +41,7 @@ class Observed:
 
 
 def decide(observed: Observed, plan: Plan, limits: Limits) -> tuple[Status, int | None]:
-    """Status and exit code. A limit that was reached comes before the exit status it led to."""
+    """Return status and exit code. A limit that was reached takes precedence over the exit status."""
     if observed.cause is not None:
         return CAUSES[observed.cause], None
     code = os.waitstatus_to_exitcode(observed.wait_status)
@@ -50,7 +50,7 @@ def decide(observed: Observed, plan: Plan, limits: Limits) -> tuple[Status, int 
         return "memory", code
     if code == SIGNAL_BASE + signal.SIGKILL and observed.cpu_s >= CPU_SLACK * limits.cpu_s:
         return "timeout", None
-    # Without a cgroup memory is bounded by RLIMIT_AS: allocation fails instead.
+    # Without a cgroup RLIMIT_AS bounds memory, and allocations fail.
     if not plan.cgroup and code == 1 and observed.last_line.startswith("MemoryError"):
         return "memory", code
     if code > SIGNAL_BASE:

@@ -1,8 +1,8 @@
-"""One slot's own process: starts a program at a time, watches it, ends it and clears up after it.
+"""Process of one slot: starts one program at a time, watches it, ends it and cleans up after it.
 
-It is small, so that forking it is cheap, and it stays outside the walls. It ends, and clears up, when its
-parent closes the pipe or dies. Whatever a program starts becomes the warden's to reap (a subreaper), so
-"no children left" means that nothing of the program is left.
+The process is small, so that forking it is cheap, and it runs outside the protection. It ends, and cleans up,
+when its parent closes the pipe or dies. The warden is a subreaper: orphans of a program become its children.
+When it has no children left, nothing of the program is left.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from echo_planes.sandbox.model import (
 from echo_planes.sandbox.verdict import Cause, Observed, decide
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-LOOK_S = 0.02  # how often processor time and scratch space are looked at
-GONE_LIMIT_S = 10.0  # killed processes that are not gone by then never go
+LOOK_S = 0.02  # interval between checks of processor time and scratch space
+GONE_LIMIT_S = 10.0  # killed processes that exist for longer are an error
 READ_BYTES = 1 << 16
 CONTROL, REPLIES = 0, 1
 MAX_SCRATCH_FILES = 4096
@@ -46,12 +46,12 @@ SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_S
 
 
 class Stop(Exception):
-    """The parent is gone, or asks us to end."""
+    """Signal that the parent is gone, or asks the warden to end."""
 
 
 @dataclass
 class Run:
-    """A program that is running."""
+    """Running program."""
 
     pid: int
     pipes: dict[int, bytearray]
@@ -66,10 +66,10 @@ class Run:
 
 
 class Warden:
-    """A slot: its uid, control group and scratch folder, made once.
+    """Slot with its uid, control group and scratch folder, which serve all its programs.
 
     Raises:
-        SandboxError: this tier cannot be built here.
+        SandboxError: this machine cannot provide this tier.
     """
 
     def __init__(self, tier: Tier, limits: Limits, bwrap: str, name: str) -> None:
@@ -102,11 +102,11 @@ class Warden:
         version = self._group.version if self._group else ""
         tasks = tasks_allowed(tier, uid is not None, bool(version))
         self.plan = Plan(tier, tasks, python, prefix, uid, version)
-        # In its own namespace the program is process 1. Landlock's filter is made in the child.
+        # In its own namespace the program is process 1. The filter for Landlock is made in the child.
         self._filter = _file("filter", seccomp.program(tier, tasks, own_pid=1))
 
     def facts(self) -> dict[str, Any]:
-        """Facts that the pool needs, to tell the user and to clear up if the warden is killed."""
+        """Return the facts that the pool shows to the user, and uses to clean up after a killed warden."""
         folders = list(self._group.folders.values()) if self._group else []
         return {
             "protection": describe(self.plan, self.limits),
@@ -121,11 +121,11 @@ class Warden:
         """Run one program to its end, and leave nothing of it.
 
         Args:
-            joined: pipe ends that become its standard input and output, in the place of `stdin` and of what
-                the outcome tells; closed here.
+            joined: pipe ends that become its standard input and output. They replace `stdin`, and the
+                outcome then has no `stdout`. This method closes them.
 
         Raises:
-            SandboxError: the walls could not be built around it; it did not run.
+            SandboxError: the program did not start for lack of protection, or its processes do not end.
             Stop: the parent is gone; nothing of the program is left.
         """
         files = files | {MAIN: source}
@@ -162,7 +162,7 @@ class Warden:
         else:
             files = {}
             self._fill_scratch(texts)
-        ends = [os.pipe() for _ in range(4)]  # stdout, stderr, bubblewrap's status, what failed before exec
+        ends = [os.pipe() for _ in range(4)]  # stdout, stderr, bubblewrap's status, errors before exec
         writers = keep(*(writer for _, writer in ends))
         os.lseek(self._filter, 0, os.SEEK_SET)
         stdout = joined[1] if joined else writers[0]
@@ -183,13 +183,13 @@ class Warden:
     def _child(self, command: list[str], given: jail.Descriptors, failure: int) -> NoReturn:
         try:
             jail.enter(self.plan, self.limits, self._group, self._scratch, command, given)
-        except BaseException as error:  # noqa: BLE001  # a fork must never run the parent's code on
+        except BaseException as error:  # noqa: BLE001  # a fork must never continue the parent's code
             os.write(failure, f"{type(error).__name__}: {error}".encode()[:READ_BYTES])
         finally:
             os._exit(1)
 
     def _watch(self, run: Run, cpu_before_s: float) -> None:
-        """Until the program ends or has to: read its output, count what it uses, listen to the pool."""
+        """Read output, check limits and listen to the pool until the program ends, or has a cause to end."""
         ended = os.pidfd_open(run.pid)
         try:
             poll = select.poll()
@@ -221,7 +221,7 @@ class Warden:
         return None
 
     def _read(self, run: Run, descriptor: int) -> bool:
-        """Take what one output has, up to the limit. False at its end."""
+        """Read available bytes of one output, up to the limit. Return False at its end."""
         data = run.pipes[descriptor]
         try:
             part = os.read(descriptor, READ_BYTES)
@@ -234,7 +234,7 @@ class Warden:
         return bool(part)
 
     def _end(self, run: Run) -> None:
-        """Kill the program and all it started, wait until they are gone, take the rest of its output."""
+        """Kill the program and its descendants, wait for their end, and read the rest of the output."""
         deadline_s = time.monotonic() + GONE_LIMIT_S
         while self._reap(run):
             self._kill(run)
@@ -251,7 +251,7 @@ class Warden:
             raise SandboxError(f"a program was not started: {failed.decode(errors='replace')}")
 
     def _reap(self, run: Run) -> bool:
-        """Collect what has ended. Whether anything is left."""
+        """Reap the processes that have ended, and return whether any process is left."""
         while True:
             try:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -265,14 +265,14 @@ class Warden:
 
     def _kill(self, run: Run) -> None:
         if run.wait_status is None:
-            os.kill(run.pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
+            os.kill(run.pid, signal.SIGKILL)  # not reaped yet, so no other process has this id
         if self._group is not None:
             self._group.kill()
         elif self.plan.uid is not None:
             users.kill_user(self.plan.uid)
 
     def _check_started(self, run: Run, stderr: str) -> None:
-        """bubblewrap says when it has started the program; if not, it did not fail."""
+        """Raise SandboxError if bubblewrap did not report a start: then the program has not failed."""
         if self.plan.tier == "namespaces" and run.cause is None and b"child-pid" not in run.said:
             reason = stderr.strip().splitlines() or ["it was killed"]
             raise SandboxError(f"bubblewrap could not build a sandbox: {reason[0][:200]}")
@@ -299,14 +299,14 @@ class Warden:
         return False
 
     def _clear_scratch(self) -> None:
-        """Programs can make nothing but plain files there (see `landlock.SCRATCH`)."""
+        """Remove all scratch files. Programs can make only plain files there (see `landlock.SCRATCH`)."""
         if self._scratch:
             with os.scandir(self._scratch) as entries:
                 for entry in entries:
                     os.unlink(entry.path)
 
     def close(self) -> None:
-        """Remove what the slot made."""
+        """Remove the slot's control group and scratch folder."""
         if self._group is not None:
             self._group.remove()
         if self._scratch:
@@ -314,7 +314,7 @@ class Warden:
 
 
 def _file(name: str, data: bytes) -> int:
-    """An anonymous file with these bytes, for reading."""
+    """Make a sealed anonymous file with these bytes, and return its descriptor at the first byte."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     wire.write_all(descriptor, data)
     os.lseek(descriptor, 0, os.SEEK_SET)
@@ -330,7 +330,7 @@ def _drain(descriptor: int) -> bytes:
 
 
 def _hang_up(number: int, frame: object) -> None:
-    """On SIGTERM the pool's pipe seems closed: one way to end, at the points where that is looked for."""
+    """Handle SIGTERM: replace the pool's pipe by an empty file, so that it appears closed."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, CONTROL)
     os.close(null)
@@ -340,11 +340,11 @@ def serve(warden: Warden, handed: socket.socket) -> None:
     """Answer requests until the parent closes the pipe.
 
     Args:
-        handed: where the pipe ends of a joined program come, before its request.
+        handed: socket on which the pipe ends of a joined program arrive, before its request.
     """
     wire.write_all(REPLIES, wire.encode(warden.facts()))
     while (message := wire.read_frame(CONTROL)) is not None:
-        if "source" not in message:  # a cancellation that came after the end
+        if "source" not in message:  # a cancellation that came after the program's end
             continue
         if message.pop("is_joined"):
             _, (source, sink), _, _ = socket.recv_fds(handed, 1, 2, socket.MSG_CMSG_CLOEXEC)
@@ -357,11 +357,14 @@ def serve(warden: Warden, handed: socket.socket) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Arguments: tier, limits as JSON, path of bwrap or "", name of the control group, parent's id, and the
-    socket that pipe ends come through.
+    """Run a warden until its parent closes the pipe or dies.
+
+    Args:
+        arguments: tier, limits as JSON, path of bwrap or "", name of the control group, id of the parent
+            process, and descriptor of the socket on which pipe ends arrive.
     """
     tier, limits, bwrap, name, parent, handed = arguments
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, _hang_up)
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

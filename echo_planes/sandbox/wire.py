@@ -1,4 +1,4 @@
-"""Frames between the pool and its wardens: four bytes of length, then JSON. Both ends are our own code."""
+"""Frames between the pool and its wardens: four bytes of length, then JSON. Both ends are trusted code."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from echo_planes.sandbox.model import Limits
 
 LENGTH = struct.Struct("<I")
 JSON_BYTES_PER_BYTE = 6  # a control character becomes \u0000
-HEADER_BYTES = 1 << 16  # everything of a frame but the texts
+HEADER_BYTES = 1 << 16  # room for all parts of a frame but the texts
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """One frame. ASCII only, so that surrogates in a model's text survive."""
+    """Return one frame. It is ASCII only, so that surrogates in a model's text survive."""
     body = json.dumps(message).encode()
     return LENGTH.pack(len(body)) + body
 
 
 def max_reply_bytes(limits: Limits) -> int:
-    """The longest reply a warden may send: both outputs, each byte escaped."""
+    """Return the length of the longest reply of a warden: both outputs, each byte escaped."""
     return 2 * JSON_BYTES_PER_BYTE * limits.output_bytes + HEADER_BYTES
 
 
 def read_frame(descriptor: int) -> dict[str, Any] | None:
-    """The next frame of a blocking pipe; None at its end."""
+    """Return the next frame of a blocking pipe; None at its end."""
     header = _read(descriptor, LENGTH.size)
     if len(header) < LENGTH.size:
         return None

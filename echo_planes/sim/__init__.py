@@ -1,5 +1,5 @@
-"""`python -m echo_planes.simulate`: a run in virtual time, the real decisions over models of everything else.
+"""Simulator (`python -m echo_planes.simulate`): real decisions over modelled machines, in virtual time.
 
-In: a scenario. Out: a run folder like a real one's, marked as simulated. Imports: all but rollout and
+In: a scenario. Out: a run folder like a real run's, marked as simulated. Imports: all but rollout and
 learning.
 """

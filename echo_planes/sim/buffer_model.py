@@ -1,4 +1,4 @@
-"""Model of leases, tokens and the ledger that `invariants.WatchedBuffer` keeps beside the real buffer."""
+"""Model of leases, tokens and the ledger, which `invariants.WatchedBuffer` compares with the real buffer."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from echo_planes.types import Group, Lease, PartialRollout
 
-Label = tuple[int, int, str]  # a token, and version and digest of what made it
+Label = tuple[int, int, str]  # a token with the version and digest that it was sampled under
 
 
 @dataclass(slots=True)
 class Call:
-    """One call of the policy, as its tokens were streamed."""
+    """Call of the policy with its streamed tokens."""
 
     context: tuple[int, ...]
     tokens: list[Label] = field(default_factory=list)
@@ -20,7 +20,7 @@ class Call:
 
 @dataclass(slots=True)
 class Held:
-    """A lease that lives."""
+    """Live lease."""
 
     lease: Lease
     calls: list[Call]
@@ -31,7 +31,7 @@ class Held:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts that the ledger should have, in groups."""
+    """Expected counts of the ledger, in groups; `expired` in leases."""
 
     accepted: int = 0
     trained: int = 0
@@ -44,13 +44,16 @@ class Tally:
 
 
 def labels(partial: PartialRollout) -> list[Label]:
-    """Every token of a partial rollout with its label."""
+    """Return the label of every token of a partial rollout."""
     ids, spans = partial.sample.token_ids, partial.sample.spans
     return [(ids[i], span.version, span.digest) for span in spans for i in range(span.start, span.stop)]
 
 
 def is_sound(lease: Lease, group: Group, digests: Mapping[int, str]) -> bool:
-    """Whole, of its lease, and made under published versions only. `digests`: of these."""
+    """Return whether a group is whole, belongs to its lease and was sampled under published versions only.
+
+    `digests`: digest of each published version.
+    """
     return (
         group.group_id == lease.group_id
         and len(group.trajectories) == lease.num_samples

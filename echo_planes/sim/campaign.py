@@ -1,10 +1,10 @@
-"""The fault campaign: thousands of small simulated runs, each with its own faults, all drawn from its seed.
+"""Fault campaign: thousands of small simulated runs, each with its own faults, all drawn from its seed.
 
-Every run is the real code that decides, on modelled machines (`world.py`), beaten by `chaos.py`, and held
-against invariants at every event: those of the data plane in `invariants.py`, those of controller and fleet
-here; dollars are counted whenever the learner is given something to do, and at the
-end. A run must end, within a day of virtual time: when all steps are done, when it was asked to stop, when
-its disk was full, or when no worker is left that may be started again.
+Every run executes the real decision code on modelled machines (`world.py`) with the faults of `chaos.py`. The
+campaign checks invariants at every event: those of the data plane in `invariants.py`, those of controller and
+fleet here. It compares the dollars whenever the learner gets work, and at the end. A run must end within a
+day of virtual time: when all steps are done, when it was asked to stop, when its disk is full, or when no
+worker is left that may be started again.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from echo_planes.sim.worker import SimWorker
 from echo_planes.sim.world import LINEAGE, Result, World
 from echo_planes.types import InstallReport, Manifest
 
-GHOST_WORDS = 5  # messages of a worker that was cut off
-GHOST_S = 60.0  # within this time
+GHOST_WORDS = 5  # late messages of a worker that was cut off
+GHOST_S = 60.0  # seconds within which they arrive
 SAME_USD = 1e-9
-CLOCK_RATES = (0.1, 0.5, 2.0, 10.0)  # of clocks that are wrong
+CLOCK_RATES = (0.1, 0.5, 2.0, 10.0)  # seconds that a wrong clock counts in a second
 
 LearnerWork = ev.FormBatch | ev.Train | ev.Publish | ev.Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of one seed. `violation` is empty where every invariant held."""
+    """Outcome of one seed. `violation` is empty if every invariant held."""
 
     seed: int
-    status: str  # how the run ended
+    status: str  # way in which the run ended
     violation: str
-    last: tuple[str, ...]  # events, before the violation or the end
-    checksum: int  # of everything that happened
+    last: tuple[str, ...]  # log lines before the violation or the end
+    checksum: int  # of the whole log
     num_events: int
 
 
@@ -65,7 +65,7 @@ def run_seed(seed: int) -> Outcome:
             violation = f"the run ended with ClusterError: {error}"
     except EchoPlanesError as error:
         violation = f"{type(error).__name__}: {error}"
-    except Exception as error:  # noqa: BLE001  whatever it is, the code under test raised it: a violation
+    except Exception as error:  # noqa: BLE001  any exception of the code under test is a violation
         violation = f"{type(error).__name__}: {error}"
     log = world.plane.watched.log
     log.add(status, result.lines() if result is not None else "")
@@ -74,16 +74,16 @@ def run_seed(seed: int) -> Outcome:
 
 
 def replays(seed: int, first: Outcome) -> bool:
-    """Whether the same seed comes to the same, to the last byte of trace and log."""
+    """Run a seed again and return whether its outcome is the same, to the last byte of trace and log."""
     return run_seed(seed) == first
 
 
 class ChaosWorld(World):
-    """A run that goes wrong in every way, under watch.
+    """Simulated run with faults of every kind and checks of its invariants.
 
     Args:
-        scenario: what is simulated.
-        plan: what goes wrong besides the scenario's own faults.
+        scenario: settings of the run, with its own faults.
+        plan: further faults.
     """
 
     plane: ChaosDataPlane
@@ -94,19 +94,19 @@ class ChaosWorld(World):
         self.chaos = random.Random(f"{scenario.seed}/chaos")
         self.plane.begin(plan, self.chaos)
         self._log = self.plane.watched.log
-        offers = {offer.name: offer for offer in scenario.offers}
-        self.market = ChaosMarket(offers, self.kernel, self.workers, self.rng)
+        instance_types = {instance_type.name: instance_type for instance_type in scenario.instance_types}
+        self.market = ChaosMarket(instance_types, self.kernel, self.workers, self.rng)
         self.workers.market = self.market
-        self._offers = offers
+        self._instance_types = instance_types
         self._steps_done = 0
-        self._published_steps = -1  # newest version that was published
-        self._work: LearnerWork | None = None  # that the learner has in hand
-        self._epochs: dict[str, int] = {}  # newest that was started
-        self._starts: Counter[str] = Counter()  # in a row
+        self._published_steps = -1  # newest published version
+        self._work: LearnerWork | None = None  # current work of the learner
+        self._epochs: dict[str, int] = {}  # newest started epoch of each worker
+        self._starts: Counter[str] = Counter()  # starts in a row of each worker
         self._ready_s: dict[tuple[str, int], float] = {}  # by worker and epoch
         self._no_installs_until_s = 0.0
-        self._streamed_s: dict[str, float] = {}  # when each worker streamed last
-        self._stop_due_s: float | None = None  # when the budget was seen to be spent
+        self._streamed_s: dict[str, float] = {}  # time of each worker's last stream
+        self._stop_due_s: float | None = None  # time at which the budget was found spent
         self.kernel.after_each = self._check
         self.kernel.after(plan.stream_every_s, self._stream)
         for disturbance in plan.disturbances:
@@ -126,7 +126,7 @@ class ChaosWorld(World):
         )
         return self.plane
 
-    # --- what the controller hears ---------------------------------------------------------------
+    # --- events for the controller ---------------------------------------------------------------
 
     def tell(self, event: ev.Event) -> None:
         match event:
@@ -155,7 +155,7 @@ class ChaosWorld(World):
         require(has == kind.__name__, f"the learner has {has} in hand, not {kind.__name__}")
         self._work = None
 
-    # --- what it asks for ------------------------------------------------------------------------
+    # --- actions of the controller ---------------------------------------------------------------
 
     def _carry_out(self, action: ev.Action) -> None:
         self._log.add(type(action).__name__, *_words(action))
@@ -208,32 +208,32 @@ class ChaosWorld(World):
         leaves = (worker_id, epoch) in self.plane.watched.leaving
         require(not leaves, f"{what}: {worker_id} epoch {epoch}, which leaves")
 
-    # --- every moment ----------------------------------------------------------------------------
+    # --- checks at every event -------------------------------------------------------------------
 
     def _check(self) -> None:
         self.plane.watched.check()
         if self.scenario.fleet.mode == "fixed":
             return
-        # A worker that is to go, or is gone, has a cause.
+        # A leaving or lost worker has a cause and does not count.
         counts: dict[str, int] = {}
         for member in self.workers.members.values():
             if not member.cause:
-                counts[member.offer.name] = counts.get(member.offer.name, 0) + 1
+                counts[member.instance_type.name] = counts.get(member.instance_type.name, 0) + 1
         for name, count in counts.items():
-            quota = self._offers[name].quota
+            quota = self._instance_types[name].quota
             if count > quota:
                 raise InvariantError(f"{count} workers of {name} are wanted: its quota is {quota}")
         self._check_price(counts)
 
     def _check_price(self, counts: Mapping[str, int]) -> None:
-        """The fleet's price limit, at every moment."""
+        """Check the fleet's price limit."""
         limit = self.scenario.fleet.usd_per_hour
-        rate = sum(self._offers[name].usd_per_hour * count for name, count in counts.items())
+        rate = sum(self._instance_types[name].usd_per_hour * count for name, count in counts.items())
         if limit is not None and rate > limit + SAME_USD:
             raise InvariantError(f"the fleet costs {rate} $/h, the limit is {limit}")
 
     def _spent_usd(self) -> float:
-        """Dollars spent on all machines, by the prices of those that were held."""
+        """Return the dollars spent on all machines, from the market's holdings and the learner's price."""
         learner = self.scenario.learner.usd_per_hour * self.kernel.now_s / 3600.0
         return self.market.spent_usd() + learner
 
@@ -242,10 +242,10 @@ class ChaosWorld(World):
         require(abs(spent - booked) <= SAME_USD, f"{booked} $ are booked, machines have cost {spent} $")
 
     def check_end(self, result: Result) -> None:
-        """Check how the run ended, and that every dollar is in one part.
+        """Check the end of the run, and that every dollar is in exactly one part.
 
         Raises:
-            InvariantError: it ended in no way that is known, or too late.
+            InvariantError: the run ended in an unknown way or too late, or the dollars do not add up.
         """
         now_s = self.kernel.now_s
         self._check_money()
@@ -262,7 +262,7 @@ class ChaosWorld(World):
             require(status == "done" and self._steps_done == self.scenario.run.steps, said)
 
     def _look_at_budget(self) -> None:
-        """Watch the budget as the run itself does."""
+        """Check the budget every second and ask the run to stop once it is spent, as a real run does."""
         budget, now_s = self._budget, self.kernel.now_s
         if budget is None or self._stop_due_s is not None:
             return
@@ -277,7 +277,7 @@ class ChaosWorld(World):
             )
             self.kernel.after(1.0, self._look_at_budget)
 
-    # --- what goes wrong -------------------------------------------------------------------------
+    # --- faults ----------------------------------------------------------------------------------
 
     def _stream(self) -> None:
         for member in self.workers.serving():
@@ -292,7 +292,7 @@ class ChaosWorld(World):
         if what.kind == "no installs":
             self._no_installs_until_s = until_s
         elif what.kind == "no machines":
-            names = list(self._offers)
+            names = list(self._instance_types)
             self.market.dry_up(names[int(what.pick * len(names))], what.lasts_s)
         elif serving:
             member = serving[int(what.pick * len(serving))]
@@ -310,13 +310,13 @@ class ChaosWorld(World):
                     self.kernel.after(what.lasts_s, late)
 
     def _set_clock(self, member: SimMember, engine: SimWorker, rate: float) -> None:
-        """A worker's clock goes at that rate from now on."""
+        """Set the rate of a worker's clock from now on."""
         if member.engine is engine:
             self.workers.flow.advance(member)
             engine.engine.clock_rate = rate
 
     def _streams_now(self, member: SimMember) -> bool:
-        """Whether it is time to stream by a worker's own clock, and it is heard."""
+        """Return whether a worker streams now: not silent, and its interval is over by its own clock."""
         engine, now_s = member.engine, self.kernel.now_s
         if engine is None or now_s < member.silent_until_s:
             return False
@@ -327,19 +327,19 @@ class ChaosWorld(World):
         return True
 
     def _no_install(self, worker_id: str, epoch: int) -> None:
-        """An install did not end in its time: its worker is given up."""
+        """Lose a worker whose install did not end in time."""
         member = self.workers.members.get(worker_id)
         if member is not None and member.engine is not None and member.epoch == epoch:
             self.workers.lose(member, "its install timed out")
 
     def _install_old(self, member: SimMember, manifest: Manifest) -> None:
-        """An install comes late, of what was the newest publication when it was asked for."""
+        """Begin a late install of a publication that was the newest when the disturbance began."""
         if member.engine is not None and member.install is None:
             member.wanted = manifest
             member.install = self.kernel.after(0.0, partial(self.workers.arrived, member, member.engine))
 
     def _cut_off(self, member: SimMember) -> None:
-        """A worker is heard of no more, until it is replaced; then it is heard of again."""
+        """Lose a worker, and let its old incarnation send messages later."""
         engine = member.engine
         if engine is None:
             return
@@ -355,7 +355,7 @@ class ChaosWorld(World):
         self.kernel.after(self.chaos.uniform(0.0, GHOST_S), partial(self._old_events, ghost))
 
     def _old_events(self, ghost: Ghost) -> None:
-        """The controller hears of an incarnation that was replaced long ago."""
+        """Tell the controller late events of an incarnation, if a newer one has replaced it."""
         if self._epochs.get(ghost.worker_id, -1) <= ghost.epoch:
             return
         report = InstallReport(ghost.worker_id, ghost.span.version, ghost.span.digest, ok=True, seconds=1.0)
@@ -369,7 +369,7 @@ class ChaosWorld(World):
 
 
 def _words(action: ev.Action) -> tuple[object, ...]:
-    """Fields that tell actions apart in the log."""
+    """Return the fields of an action that the log shows."""
     match action:
         case ev.Train(batch):
             return (batch.step,)

@@ -1,12 +1,16 @@
-"""Faults in a run of the fault campaign, as its plan (`draws.py`) says.
+"""Faults in a run of the fault campaign, as its plan (`draws.py`) lists them.
 
-Besides the faults of a scenario (`faults.py`) there are: workers that are cut off, given up, and
-come back with results of an old epoch; messages that are lost, come late or twice; workers whose clock runs
-slow or fast, so that they stream and renew too rarely or too often, and measure themselves wrongly (only its
-rate matters: no moment of a worker's clock ever reaches the data plane); results that are no results; leases
-that are recalled; installs that never happen, and ones of an old publication that come late; offers of which
-no machine comes; a disk that is full. After `calm_s` nothing new goes wrong, so that every run can end; ends
-of workers may still be told late or twice, and an install that never came ends its worker.
+The plan adds these faults to those of a scenario (`faults.py`):
+
+- workers that are cut off, given up, and come back with results of an old epoch;
+- messages that are lost, late or duplicated, and results that are invalid;
+- worker clocks that run slow or fast: the worker streams and renews too rarely or too often and measures
+  itself wrongly (only the rate matters, because no time of a worker's clock reaches the data plane);
+- recalled leases, installs that never happen, and late installs of an old publication;
+- instance types of which no machine comes, and a full disk.
+
+After `calm_s` no new fault begins, so that every run can end. Ends of workers may still be reported late or
+twice, and a missing install still ends its worker.
 """
 
 from __future__ import annotations
@@ -24,20 +28,20 @@ from echo_planes.sim.invariants import WatchedBuffer
 from echo_planes.sim.kernel import Kernel
 from echo_planes.sim.log import InvariantError, Log
 from echo_planes.sim.market import Market, Tenant
-from echo_planes.sim.scenario import OfferModel
+from echo_planes.sim.scenario import InstanceTypeModel
 from echo_planes.sim.worker import Work
 from echo_planes.types import Group, Lease, LeaseTokens, PartialRollout, Receipt, Sample, Span
 
-LATE_S = 40.0  # so late a message comes at most
+LATE_S = 40.0  # longest delay of a late message
 
 
 # --- messages ------------------------------------------------------------------------------------
 
 
 class ChaosDataPlane(SimDataPlane):
-    """A data plane behind a bad network, with the buffer held against its model.
+    """Data plane behind a bad network, with a buffer that is checked against its model.
 
-    It numbers the tokens that are streamed, so that each can be told from all others.
+    It gives every streamed token its own number, so that the model can distinguish all tokens.
     """
 
     buffer_type = WatchedBuffer
@@ -45,20 +49,20 @@ class ChaosDataPlane(SimDataPlane):
     rng: random.Random
 
     def begin(self, plan: Plan, rng: random.Random) -> None:
-        """Set the plan of faults, before anything happens."""
+        """Set the plan of faults before the run begins."""
         self.plan, self.rng = plan, rng
         self._num_tokens = 0
         self.watched.log = Log(lambda: self._kernel.now_s)
 
     @property
     def watched(self) -> WatchedBuffer:
-        """The buffer with its model.
+        """Buffer with its model.
 
         Raises:
-            InvariantError: there is none.
+            InvariantError: the buffer has no model.
         """
         if not isinstance(self._buffer, WatchedBuffer):
-            raise InvariantError("the data plane has a buffer that nobody watches")
+            raise InvariantError("the data plane has a buffer without a watcher")
         return self._buffer
 
     @property
@@ -126,7 +130,7 @@ class ChaosDataPlane(SimDataPlane):
         return LeaseTokens(message.lease_id, tuple(pieces))
 
     def _spoilt(self, group: Group) -> Group:
-        """A result that must be refused."""
+        """Return a spoilt copy of a result, which the data plane must refuse."""
         first, others = group.trajectories[0], group.trajectories[1:]
         match self.rng.randrange(4):
             case 0:
@@ -144,48 +148,48 @@ class ChaosDataPlane(SimDataPlane):
 
 
 class ChaosMarket(Market):
-    """A market of which no machine comes for a while, and that says what it has held at what price.
+    """Market that can run dry, and that counts the cost of its machines itself.
 
-    Arguments: those of `Market`.
+    Arguments: those of `Market` without traces.
     """
 
     def __init__(
         self,
-        offers: Mapping[str, OfferModel],
+        instance_types: Mapping[str, InstanceTypeModel],
         kernel: Kernel,
         tenant: Tenant,
         rng: random.Random,
     ) -> None:
-        super().__init__(offers, {}, kernel, tenant, rng)
+        super().__init__(instance_types, {}, kernel, tenant, rng)
         self._none_until_s: dict[str, float] = {}
         self._since_s: dict[str, float] = {}
         self._spent_usd = 0.0
 
     def spent_usd(self) -> float:
-        """Cost of the machines up to now."""
+        """Return the cost of the machines up to now, in dollars."""
         running = sum(self._usd(worker_id) for worker_id in self._held)
         return self._spent_usd + running
 
     def held(self) -> Mapping[str, int]:
-        """Machines that are held of each offer."""
+        """Return the number of held machines of each instance type."""
         return self._counts
 
-    def dry_up(self, offer: str, lasts_s: float) -> None:
-        """No machine of an offer comes for so long."""
-        self._none_until_s[offer] = self._kernel.now_s + lasts_s
-        self._kernel.after(lasts_s, partial(self._grant, offer))
+    def dry_up(self, instance_type: str, lasts_s: float) -> None:
+        """Grant no machine of an instance type for `lasts_s` seconds."""
+        self._none_until_s[instance_type] = self._kernel.now_s + lasts_s
+        self._kernel.after(lasts_s, partial(self._grant, instance_type))
 
-    def available(self, offer: str) -> float:
-        dry = self._kernel.now_s < self._none_until_s.get(offer, 0.0)
-        return 0.0 if dry else super().available(offer)
+    def available(self, instance_type: str) -> float:
+        dry = self._kernel.now_s < self._none_until_s.get(instance_type, 0.0)
+        return 0.0 if dry else super().available(instance_type)
 
     def _usd(self, worker_id: str) -> float:
-        price = self._offers[self._held[worker_id].offer].usd_per_hour
+        price = self._instance_types[self._held[worker_id].instance_type].usd_per_hour
         return price * (self._kernel.now_s - self._since_s[worker_id]) / 3600.0
 
-    def _grant(self, offer: str) -> None:
-        waiting = list(self._waiting[offer])
-        super()._grant(offer)
+    def _grant(self, instance_type: str) -> None:
+        waiting = list(self._waiting[instance_type])
+        super()._grant(instance_type)
         self._since_s |= {w: self._kernel.now_s for w in waiting if w in self._held}
 
     def _remove(self, worker_id: str, machine: Any) -> None:
@@ -198,21 +202,18 @@ class ChaosMarket(Market):
 
 @dataclass(slots=True)
 class Ghost:
-    """An incarnation that was cut off, and goes on: what it says comes late.
-
-    `works` are its leases as they were, with the result of each.
-    """
+    """Incarnation that was cut off and sends late messages."""
 
     worker_id: str
     epoch: int
-    works: list[tuple[Work, Group]]
-    span: Span  # one token's, of the version it serves
+    works: list[tuple[Work, Group]]  # its leases at the cut, each with its result
+    span: Span  # span of one token under the version that it serves
 
     def speak(self, data: ChaosDataPlane, rng: random.Random) -> None:
-        """Send something under the old epoch, as often as not a lease that it never had.
+        """Send a random message under the old epoch, sometimes about a lease that the ghost never had.
 
         Raises:
-            InvariantError: it was believed.
+            InvariantError: the data plane accepted the message.
         """
         watched = data.watched
         now_s = data.now_s
@@ -222,7 +223,7 @@ class Ghost:
                     watched.pull(self.worker_id, self.epoch, 1, now_s)
                 except LeaseError:
                     return
-            case "claim":  # of whoever took its place
+            case "claim":  # claims the leases of the incarnation that replaced it
                 theirs = [n for n, held in watched.held.items() if held.lease.worker_id == self.worker_id]
                 messages = [LeaseTokens(name, ()) for name in theirs]
                 if rng.random() < 0.5:
@@ -240,7 +241,7 @@ class Ghost:
                 data.hand_over(self.worker_id, self.epoch, [self._more(work)])
 
     def _more(self, work: Work) -> LeaseTokens:
-        """One token more of the first sample that lacks some."""
+        """Return a message with one more token of the first unfinished sample."""
         for sample, length in enumerate(work.lengths):
             if work.sent[sample] < length:
                 known = sample in work.calls

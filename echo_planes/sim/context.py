@@ -1,4 +1,4 @@
-"""The parts of a simulated run that its workers and its fleet share."""
+"""Parts of a simulated run that its workers and its fleet share."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from echo_planes.types import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """One run.
+    """Shared parts of one run.
 
     Args:
-        rng: for what befalls machines.
-        tell: gives the controller an event.
-        manifest: the newest that was committed.
+        rng: draws interruptions of machines and the machines that a market takes.
+        tell: passes an event to the controller.
+        manifest: returns the newest committed manifest, or None.
     """
 
     scenario: Scenario

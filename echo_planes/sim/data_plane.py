@@ -1,8 +1,8 @@
-"""The data plane in virtual time: the real replay buffer over an index in memory, and who waits for what.
+"""Data plane in virtual time: the real replay buffer over an index in memory, and queues of requests.
 
-What `data.service` does with waiting tasks is done here with lists: workers that ask for work are served in
-the order in which they asked, and a question for a batch is answered when there is one, or when its time is
-up. The rows are not kept: nothing reads them here.
+`data.service` keeps waiting tasks; this module keeps lists. It serves workers in the order in which they
+asked for work. It answers a request for a batch when a batch exists or when the time is up. It does not store
+rows, because the simulator never reads them.
 """
 
 from __future__ import annotations
@@ -33,47 +33,47 @@ from echo_planes.types import (
     WorkerStats,
 )
 
-EXPIRE_EVERY_S = 5.0  # how late a lease's end may be noticed
-HOLD_SHARE = 1e-3  # of T_train: how late the end of a hold may be noticed
+EXPIRE_EVERY_S = 5.0  # longest delay until an expired lease is noticed
+HOLD_SHARE = 1e-3  # share of T_train: longest delay until the end of a hold is noticed
 
 Answer = list[Accepted] | NotReady
 
 
 @dataclass(slots=True)
 class _Ask:
-    """A worker that waits for work."""
+    """Request of a worker that waits for work."""
 
     epoch: int
-    room: int
-    number: int  # in order of arrival
+    room: int  # groups that it can take
+    number: int  # position in the order of arrival
     version: int
 
 
 @dataclass(slots=True)
 class _Question:
-    """The learner waits for a batch."""
+    """Request of the learner for a batch."""
 
     step: int
     answer: Callable[[Answer], None]
     deadline: Timer
-    missing: int = 0  # groups that must be accepted before it is worth another look
-    held: int = -1  # only the end of older leases than of this version ends a hold; -1: none is on
-    look: Timer | None = None  # at whether it is over
+    missing: int = 0  # groups that must be accepted before another attempt can succeed
+    held: int = -1  # during a hold, groups of leases from this version on do not end it; -1: no hold
+    look: Timer | None = None  # next attempt during a hold
 
 
 class SimDataPlane:
-    """One per simulation.
+    """Data plane of one simulation.
 
     Args:
         scenario: staleness and sampling.
         kernel: the clock.
         lineage: of the run.
-        on_leases: called with leases that were issued to a waiting worker.
+        on_leases: called with the leases issued to a waiting worker.
         on_dropped: called with groups that were dropped as too old.
-        on_uninformative: called with groups that others replace.
+        on_uninformative: called with groups set aside as uninformative.
     """
 
-    buffer_type: type[ReplayBuffer] = ReplayBuffer  # a subclass may watch it
+    buffer_type: type[ReplayBuffer] = ReplayBuffer  # a subclass may set a checked buffer
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class SimDataPlane:
         self._on_dropped = on_dropped
         self._on_uninformative = on_uninformative
         self._index = GroupIndex()
-        self._new: dict[str, tuple[float, ...]] = {}  # entries of accepted groups that are not indexed yet
+        self._new: dict[str, tuple[float, ...]] = {}  # entries of accepted groups, not indexed yet
         sampling = scenario.sampling
         self._buffer = self.buffer_type(
             scenario.staleness,
@@ -106,10 +106,10 @@ class SimDataPlane:
             dispatch=policy_named(sampling.router, sampling.theta),
             tick_s=sampling.stream_s,
         )
-        self._versions: dict[str, int] = {}  # that workers serve
+        self._versions: dict[str, int] = {}  # version that each worker serves; -1: none yet
         self._parked: set[str] = set()
         self._asks: dict[str, _Ask] = {}
-        self._queues: dict[int, list[tuple[int, str]]] = {}  # by version: asks in order of arrival
+        self._queues: dict[int, list[tuple[int, str]]] = {}  # version -> heap of (arrival, worker)
         self._num_asks = 0
         self._serving_asks = False
         self._question: _Question | None = None
@@ -126,29 +126,29 @@ class SimDataPlane:
 
     @property
     def lease_s(self) -> float:
-        """Seconds that a lease lasts now, from its last tokens on."""
+        """Seconds that a lease lasts now after its last tokens."""
         return self._buffer.lease_s
 
     # --- workers ---------------------------------------------------------------------------------
 
     def register(self, worker_id: str, epoch: int) -> None:
-        """A new incarnation of a worker."""
+        """Register a new incarnation of a worker."""
         self._asks.pop(worker_id, None)
         self._versions[worker_id] = -1
         self._buffer.register(worker_id, epoch)
 
     def park(self, worker_id: str, parked: bool) -> None:
-        """A worker is leased nothing from now on, or may ask again."""
+        """Stop leasing to a worker, or let it ask again."""
         self._buffer.park(worker_id, parked)
         (self._parked.add if parked else self._parked.discard)(worker_id)
         self._changed()
 
     def publish(self, version: int, digest: str) -> None:
-        """A version exists."""
+        """Record a published version."""
         self._buffer.publish(version, digest)
 
     def installed(self, worker_id: str, version: int) -> None:
-        """A worker serves a version."""
+        """Record the version that a worker serves."""
         if worker_id not in self._versions:
             return
         self._versions[worker_id] = version
@@ -160,7 +160,7 @@ class SimDataPlane:
         self._changed()
 
     def lose(self, worker_id: str) -> None:
-        """A worker is gone; its prompts go to others."""
+        """Remove a worker and return its prompts for other workers."""
         self._asks.pop(worker_id, None)
         if self._versions.pop(worker_id, None) is not None:
             self._parked.discard(worker_id)
@@ -168,9 +168,9 @@ class SimDataPlane:
         self._changed()
 
     def ask(self, worker_id: str, epoch: int, room: int) -> None:
-        """A worker has room; leases come when there are some. Asked again, it keeps its place."""
+        """Queue a worker that has room for `room` groups. A worker that asks again keeps its place."""
         if worker_id in self._parked:
-            return  # others that wait with it for a version would be refused as it is
+            return  # `_serve` would take the refusal of a parked worker for one of all workers of its version
         version = self._versions.get(worker_id, -1)
         known = self._asks.get(worker_id)
         if known is not None:
@@ -182,29 +182,29 @@ class SimDataPlane:
         self._serve()
 
     def withdraw(self, worker_id: str) -> None:
-        """A worker wants no more work."""
+        """Remove a worker's request for work."""
         self._asks.pop(worker_id, None)
 
     def stream(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> tuple[str, ...]:
-        """Tokens that arrived. Returns the leases that the worker must give up."""
+        """Take in streamed tokens and return the leases that the worker must give up."""
         return self._buffer.stream(worker_id, epoch, messages, self._kernel.now_s)
 
     def tick(self, told: Sequence[tuple[int, WorkerStats]]) -> list[str]:
-        """Take in every worker's stats, with its epoch. Returns the workers that are to give something up."""
+        """Take in workers' stats with their epochs; return the workers from which leases are recalled."""
         for epoch, stats in told:
             self._buffer.tell(epoch, stats)
         sources = self._buffer.tick(self._kernel.now_s)
-        self._serve()  # what was kept for a worker may be free by now
+        self._serve()  # prompts that were reserved for a worker may be free now
         return sources
 
     def hand_over(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> int:
-        """Leases that a worker gives up. Returns how many it still had."""
+        """Take back leases that a worker gives up; return how many of them it still held."""
         given = self._buffer.hand_over(worker_id, epoch, messages, self._kernel.now_s)
         self._changed()
         return given
 
     def submit(self, worker_id: str, epoch: int, lease: Lease, group: Group) -> Receipt:
-        """A finished group."""
+        """Accept or refuse a finished group."""
         receipt = self._buffer.submit(worker_id, epoch, lease.lease_id, group, self._kernel.now_s)
         question = self._question
         if receipt.accepted:
@@ -221,7 +221,7 @@ class SimDataPlane:
     # --- the learner -----------------------------------------------------------------------------
 
     def ask_batch(self, step: int, answer: Callable[[Answer], None]) -> None:
-        """Call `answer` with the batch of update `step`, or with what is missing when the time is up."""
+        """Call `answer` with the batch of update `step`, or at the deadline with the reason for none."""
         wait_s = self._scenario.run.batch_wait_s
         self._question = _Question(step, answer, self._kernel.after(wait_s, self._give_up))
         self._look()
@@ -232,7 +232,7 @@ class SimDataPlane:
             self._answer(question, self._form(question.step))
 
     def _look(self) -> None:
-        """Is there a batch?"""
+        """Try to answer the learner's request now, or plan another attempt during a hold."""
         question = self._question
         if question is None or question.missing > 0 or question.look is not None:
             return
@@ -285,12 +285,13 @@ class SimDataPlane:
         self._kernel.after(EXPIRE_EVERY_S, self._expire)
 
     def _serve(self) -> None:
-        """Issue the leases that may be issued now to those who wait.
+        """Issue leases to the waiting workers.
 
-        Who serves a newer version has no fewer permits: where one has none, no older one has any.
+        A worker on a newer version has at least as many permits as one on an older version. So a refusal also
+        holds for all workers on the same or an older version.
         """
         if self._serving_asks:
-            return  # a worker that was just served asks for more: it is at the end of the queue
+            return  # called by a worker that was just served and asks for more from the end of the queue
         self._serving_asks = True
         if self._buffer.dispatcher.plans:
             while self._serve_planned():
@@ -309,7 +310,7 @@ class SimDataPlane:
         self._serving_asks = False
 
     def _serve_planned(self) -> bool:
-        """One round; whether anybody got anything."""
+        """Serve one round as the dispatch policy plans it; return whether any worker got a lease."""
         waiting = sorted(self._asks, key=lambda worker_id: self._asks[worker_id].number)
         rooms = {worker_id: self._asks[worker_id].room for worker_id in waiting}
         self._buffer.ask(rooms, self._kernel.now_s)
@@ -330,7 +331,7 @@ class SimDataPlane:
         )
 
     def _longest_waiting(self, refused: int) -> str | None:
-        """Of the workers that serve a newer version than `refused`, the one that waits longest."""
+        """Return the worker that has waited longest among those on a version newer than `refused`."""
         if not self._asks:
             return None
         best: tuple[int, str] | None = None
@@ -355,7 +356,7 @@ class SimDataPlane:
         self._new[group.group_id] = entry
 
     def _index_new(self) -> None:
-        """Enter what was accepted since the last call, as one message."""
+        """Index the groups accepted since the last call, as one message."""
         if self._new:
             message = (0, 0, self._index.num_groups, len(self._new))
             entries = np.array(list(self._new.values()), GROUP_ENTRY)
@@ -373,7 +374,7 @@ class SimDataPlane:
             self._on_dropped(dropped)
 
     def _settle_uninformative(self) -> bool:
-        """Whether there were any."""
+        """Settle the groups set aside as uninformative; return whether there were any."""
         groups = self._buffer.take_uninformative()
         if groups:
             self._index_new()

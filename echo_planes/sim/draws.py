@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from echo_planes.sim.scenario import Scenario, parse_scenario
 
-WAIT_LIMIT_S = 3000.0  # longer than all that goes wrong, and what is backed off for it
+WAIT_LIMIT_S = 3000.0  # longer than all faults and the back-offs that follow them
 
 Kind = Literal["cut off", "recall", "no installs", "old install", "no machines", "wrong clock"]
 KINDS: tuple[Kind, ...] = ("cut off", "recall", "no installs", "old install", "no machines", "wrong clock")
@@ -17,12 +17,12 @@ KINDS: tuple[Kind, ...] = ("cut off", "recall", "no installs", "old install", "n
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """One thing that goes wrong."""
+    """Fault of the campaign's plan."""
 
     at_s: float
     kind: Kind
     lasts_s: float
-    pick: float  # in [0, 1): which worker or offer it befalls
+    pick: float  # in [0, 1): selects the worker or instance type
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,30 +30,32 @@ class Plan:
     """Plan of the faults in one run."""
 
     disturbances: tuple[Disturbance, ...]
-    calm_s: float  # from then on nothing goes wrong
-    stream_every_s: float  # how often workers stream
-    lost: float  # share of messages that get lost, ...
-    late: float  # ... come late
-    twice: float  # ... or twice
-    spoilt: float  # share of results that are none
-    leave_s: float  # a worker takes so long at most to leave
+    calm_s: float  # time from which no new fault begins
+    stream_every_s: float  # interval of the workers' streams
+    lost: float  # share of messages that are lost, ...
+    late: float  # ... late ...
+    twice: float  # ... or duplicated
+    spoilt: float  # share of results that are invalid
+    leave_s: float  # longest time that a worker takes to leave
     disk_full_s: float = math.inf
     budget_usd: float | None = None
 
 
 def draw(seed: int) -> tuple[Scenario, Plan]:
-    """The scenario and the plan of a seed."""
+    """Draw the scenario and the plan of a seed."""
     rng = random.Random(f"{seed}/campaign")
     steps = rng.choice((6, 6, 8, 10, 12, 20))
     max_staleness = rng.randint(0, 6)
     mode = rng.choice(("fixed", "kept", "provisioned"))
     t_train_s = rng.choice((4.0, 10.0, 25.0))
     span_s = steps * t_train_s * rng.choice((1.0, 2.0))
-    offers = _offers(rng, mode, rng.choice((2, 2, 3, 4, 6, 8)))
+    instance_types = _instance_types(rng, mode, rng.choice((2, 2, 3, 4, 6, 8)))
     plan = _plan(rng, span_s)
-    # A worker that waits for weights in place would wait for ever for an install that never comes.
+    # A worker that generates nothing while it receives would stall for ever if its install never comes.
     in_place = rng.random() < 0.2 and all(one.kind != "no installs" for one in plan.disturbances)
-    first_usd = sum(offer["count"] * offer["usd_per_hour"] for offer in offers)
+    first_usd = sum(
+        instance_type["count"] * instance_type["usd_per_hour"] for instance_type in instance_types
+    )
     scenario: dict[str, Any] = {
         "name": f"campaign-{seed}",
         "seed": seed,
@@ -100,7 +102,7 @@ def draw(seed: int) -> tuple[Scenario, Plan]:
             "tick_s": 15.0,
             "usd_per_hour": rng.choice((None, max(first_usd, 4.0))) if mode == "provisioned" else None,
         },
-        "offers": offers,
+        "instance_types": instance_types,
         "faults": [_fault(rng, span_s) for _ in range(rng.choice((0, 2, 5)))],
     }
     scenario["sampling"] |= _refill(random.Random(f"{seed}/refill"))
@@ -108,7 +110,7 @@ def draw(seed: int) -> tuple[Scenario, Plan]:
 
 
 def _refill(rng: random.Random) -> dict[str, Any]:
-    """Drawn apart from all else, so that the other draws of a seed are what they were."""
+    """Draw the settings of refill, from their own generator so that a seed's other draws stay the same."""
     return {
         "solved": rng.choice((0.0, 0.5, 0.9, 1.0)),
         "refill": rng.choice(("off", "reward", "correct")),
@@ -116,12 +118,12 @@ def _refill(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def _offers(rng: random.Random, mode: str, workers: int) -> list[dict[str, Any]]:
+def _instance_types(rng: random.Random, mode: str, workers: int) -> list[dict[str, Any]]:
     kinds = rng.randint(1, min(3, workers))
     counts = [workers // kinds + (i < workers % kinds) for i in range(kinds)]
     return [
         {
-            "name": f"offer{i}",
+            "name": f"type{i}",
             "sku": f"gpu{i}",
             "market": rng.choice(("spot", "on_demand")),
             "region": rng.choice(("", "east")),

@@ -1,8 +1,8 @@
-"""A model of an inference engine: throughput grows with the batch, and levels off.
+"""Model of an inference engine: throughput grows with the batch and levels off.
 
-All running samples decode side by side, each at the same rate. So one number, the tokens that a sample would
-have by now that had been there from the start, says how far every sample is, and an event is needed only
-where a group ends: the ends of its samples between two events are gone through one by one.
+All running samples decode side by side at the same rate. So one number, the *mark*, gives the progress of
+every sample: the tokens of an imagined sample that has run since the start. The kernel needs an event only
+where a group ends; `advance` handles the ends of single samples between two events.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_SAME_TOKENS = 1e-6  # rounding of times: samples end at whole tokens
+_SAME_TOKENS = 1e-6  # tolerance for rounding: samples end at whole tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,29 +20,29 @@ class EngineSpec:
     """Throughput of one worker: peak * b / (b + half) tokens/s with b samples running."""
 
     peak_tokens_per_s: float
-    half_batch: float  # samples at which half of the peak is reached; 0: one sample is as good as many
+    half_batch: float  # samples at which half of the peak is reached; 0: a single sample reaches the peak
 
     def tokens_per_s(self, batch: float) -> float:
-        """Of all `batch` running samples together."""
+        """Return the tokens/s of `batch` running samples together."""
         return self.peak_tokens_per_s * batch / (batch + self.half_batch) if batch else 0.0
 
 
 @dataclass(slots=True)
 class _Running:
-    """One group: the marks on the engine's scale where it began and where each of its samples ends."""
+    """Running group: the marks at which it began and at which each of its samples ends."""
 
     begun: float
     ends: list[float]
-    have: tuple[int, ...]  # tokens of each sample that were made elsewhere
+    have: tuple[int, ...]  # tokens of each sample that other workers made
 
 
 class Engine:
-    """One engine with its running groups.
+    """Engine with its running groups.
 
     Args:
         spec: its throughput.
         max_groups: places.
-        now_s: when it starts.
+        now_s: time of its start.
     """
 
     def __init__(self, spec: EngineSpec, max_groups: int, now_s: float) -> None:
@@ -51,19 +51,19 @@ class Engine:
         self._now_s = now_s
         self._peak = spec.peak_tokens_per_s  # at its present speed; each of b samples gets peak / (b + half)
         self._paused = False
-        self.clock_rate = 1.0  # seconds of its machine's clock in a second
-        self._mark = 0.0  # tokens of a sample that had been running from the start
-        self._ends: list[float] = []  # of all running samples, ascending
+        self.clock_rate = 1.0  # seconds that its machine's clock counts in a second
+        self._mark = 0.0  # tokens of an imagined sample that has run since the start
+        self._ends: list[float] = []  # end marks of all running samples, ascending
         self._groups: dict[str, _Running] = {}
-        self._group_ends: list[tuple[float, str]] = []  # ascending
+        self._group_ends: list[tuple[float, str]] = []  # (end mark, group), ascending
         self.tokens = 0.0  # decoded so far
-        self.busy_s = 0.0  # with at least one sample running
-        self.saturated_s = 0.0  # without a free place, by its machine's clock
+        self.busy_s = 0.0  # seconds with at least one sample running
+        self.saturated_s = 0.0  # seconds without a free place, by its machine's clock
         self.saturated_tokens = 0.0
 
     @property
     def room(self) -> int:
-        """Groups that it can take."""
+        """Number of groups that the engine can take."""
         return self._max_groups - len(self._groups)
 
     @property
@@ -72,7 +72,7 @@ class Engine:
 
     @property
     def mark(self) -> float:
-        """Position on the engine's scale, tokens: differences of marks are tokens of each running sample."""
+        """Mark now, tokens: a difference of two marks is the tokens of each sample that ran in between."""
         return self._mark
 
     def add(self, key: str, lengths: Sequence[int], have: Sequence[int] = ()) -> None:
@@ -81,14 +81,14 @@ class Engine:
         Args:
             key: its name.
             lengths: tokens at which its samples end.
-            have: tokens of each that were made elsewhere; empty: none.
+            have: tokens of each sample that other workers made; empty: none.
         """
         had, mark = tuple(have), self._mark
         if any(had):
             left = [length - done for length, done in zip(lengths, had, strict=True)]
             ends = [mark + more if more > 0 else mark for more in left]
             self._ends += [end for end in ends if end > mark]
-        else:  # nearly all
+        else:  # the usual case
             ends = [mark + length for length in lengths]
             self._ends += ends
             had = (0,) * len(ends)
@@ -97,7 +97,7 @@ class Engine:
         insort(self._group_ends, (max(ends), key))
 
     def remove(self, key: str) -> tuple[int, ...]:
-        """Take a group out that has not ended; returns the tokens each sample has, those it came with too."""
+        """Remove a group that has not ended; return each sample's tokens, those it came with included."""
         group = self._groups.pop(key)
         self._group_ends.remove((max(group.ends), key))
         for end in group.ends:
@@ -106,12 +106,13 @@ class Engine:
         return self._tokens_of(group)
 
     def progress(self, key: str) -> tuple[int, ...]:
-        """Tokens that each sample of a running group has by now."""
+        """Return the tokens that each sample of a running group has by now."""
         return self._tokens_of(self._groups[key])
 
     def advance(self, now_s: float) -> None:
-        """Decode up to a moment. Every change of the engine comes after an `advance` to its moment; one that
-        is over changes nothing.
+        """Decode up to a time. Callers advance the engine to the present before they change it.
+
+        A time in the past changes nothing.
         """
         left_s = now_s - self._now_s
         if left_s <= 0:
@@ -140,7 +141,7 @@ class Engine:
             self.saturated_tokens += self.tokens - before
 
     def take_ended(self) -> list[str]:
-        """Take out the groups whose samples have all ended, in the order in which they did."""
+        """Remove and return the groups whose samples have all ended, in the order of their ends."""
         ended = []
         while self._group_ends and self._group_ends[0][0] <= self._mark + _SAME_TOKENS:
             ended.append(self._group_ends.pop(0)[1])
@@ -148,7 +149,7 @@ class Engine:
         return ended
 
     def next_end_s(self) -> float:
-        """Time at which the next group ends if nothing else happens; infinite if none does."""
+        """Return the time at which the next group ends if nothing else happens; infinite if none does."""
         if self._paused or not self._group_ends:
             return math.inf
         target, mark, when_s, batch = self._group_ends[0][0], self._mark, self._now_s, len(self._ends)
@@ -161,11 +162,11 @@ class Engine:
         return when_s
 
     def set_speed(self, factor: float) -> None:
-        """From now on it decodes at so much of its usual rate."""
+        """Set the engine's rate to a multiple of its usual rate from now on."""
         self._peak = factor * self._spec.peak_tokens_per_s
 
     def pause(self, paused: bool) -> None:
-        """Stand still from now on, or go on."""
+        """Stop decoding from now on, or resume."""
         self._paused = paused
 
     def _tokens_of(self, group: _Running) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Faults of a scenario, each at its moment."""
+"""Faults of a scenario, each at its time."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Faults:
     Args:
         faults: of the scenario.
         kernel: the clock.
-        workers: whom they befall.
+        workers: the workers that the faults affect.
         trace: the accounting.
-        rng: draws who it is, where the scenario does not say.
+        rng: draws the affected workers if the scenario names none.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Faults:
         else:
             victims = self._rng.sample(serving, min(fault.count, len(serving)))
         if not victims:
-            self._trace.event(self._kernel.now_s, "fault", f"{fault.kind}: nobody there to befall")
+            self._trace.event(self._kernel.now_s, "fault", f"{fault.kind}: no target is there")
         for member in victims:
             self._trace.fault(self._kernel.now_s, fault.kind, member.name)
             self._befall(fault, member)

@@ -10,47 +10,47 @@ from functools import partial
 
 from echo_planes.sim.data_plane import SimDataPlane
 from echo_planes.sim.kernel import Kernel, Timer
-from echo_planes.sim.scenario import OfferModel, SamplingModel
+from echo_planes.sim.scenario import InstanceTypeModel, SamplingModel
 from echo_planes.sim.trace import Trace
 from echo_planes.sim.worker import SimWorker, Work
 from echo_planes.types import Lease, LeaseTokens, Manifest, WorkerStats
 
-PLATEAU_SHARE = 0.9  # of the throughput with all places taken
-RENEW_SHARE = 0.4  # of a lease's length: how often it is renewed
+PLATEAU_SHARE = 0.9  # the plateau reaches this share of the throughput with all places taken
+RENEW_SHARE = 0.4  # interval of renewals, as a share of a lease's length
 
 
 @dataclass(slots=True, eq=False)
 class SimMember:
-    """One worker, from being asked for until it is forgotten."""
+    """Worker of a simulated run, from the request for it until it is forgotten."""
 
     name: str
-    offer: OfferModel
+    instance_type: InstanceTypeModel
     epoch: int = -1
     starting: bool = False  # the controller waits for its engine
     engine: SimWorker | None = None
     leaving: bool = False
-    parked: bool = False  # a standby: it is leased nothing
+    parked: bool = False  # a standby, which gets no leases
     busy: bool = False
     speed: float = 1.0
     silent_until_s: float = 0.0
-    refuses: bool = False  # the next install
-    wanted: Manifest | None = None  # that is being installed
+    refuses: bool = False  # its next install fails
+    wanted: Manifest | None = None  # publication that is being installed
     cause: str = ""  # of its end
-    ending: Timer | None = None  # the next end of a group
+    ending: Timer | None = None  # next end of a group
     renewal: Timer | None = None
-    renews_s: float = 0.0  # when
+    renews_s: float = 0.0  # time of `renewal`
     install: Timer | None = None
-    queue: deque[tuple[Lease, dict[str, int]]] = field(default_factory=deque)  # leases without a place, paid
-    finished: list[Work] = field(default_factory=list)  # while silent: not handed in
+    queue: deque[tuple[Lease, dict[str, int]]] = field(default_factory=deque)  # (waiting lease, `Work.paid`)
+    finished: list[Work] = field(default_factory=list)  # ended while the worker was silent, not submitted
     accepted: int = 0  # trajectories
     accepted_tokens: int = 0
 
 
 class Flow:
-    """Leases, tokens and groups of all workers.
+    """Flow of leases, tokens and groups of all workers.
 
     Args:
-        sampling: of the scenario.
+        sampling: settings of the scenario.
         kernel: the clock.
         trace: the accounting.
         data: the data plane.
@@ -65,7 +65,7 @@ class Flow:
         self._theta = sampling.theta if sampling.router == "jsq" else 0
 
     def ask(self, member: SimMember) -> None:
-        """Ask for work, if there is room and a version to work with."""
+        """Ask for work if the worker has room and a version."""
         engine = member.engine
         if engine is None or engine.version < 0 or member.leaving or self._is_silent(member):
             return
@@ -74,7 +74,7 @@ class Flow:
             self._data.ask(member.name, member.epoch, room)
 
     def begin(self, member: SimMember, leases: Sequence[Lease]) -> None:
-        """Leases were issued to a worker."""
+        """Take in leases that were issued to a worker."""
         engine = member.engine
         if engine is None:
             return
@@ -92,7 +92,7 @@ class Flow:
         self.ask(member)
 
     def plan(self, member: SimMember) -> None:
-        """Something has changed at an engine that is up to date: set the next end anew."""
+        """Set the timer of the next end of a group after a change of an engine that is up to date."""
         if member.ending is not None:
             member.ending.cancel()
             member.ending = None
@@ -108,7 +108,7 @@ class Flow:
             self._trace.money.mark(member.name, "busy" if busy else "idle", self._kernel.now_s)
 
     def hand_over(self, member: SimMember) -> int:
-        """A worker gives all it has to others, with its last tokens. Returns how many leases."""
+        """Hand over all leases of a worker with their last tokens; return the number handed over."""
         engine = member.engine
         if engine is None:
             return 0
@@ -118,16 +118,16 @@ class Flow:
         return given + sum(self._give_up(member, engine, lease_id) for lease_id in list(engine.work))
 
     def renew_now(self, member: SimMember) -> None:
-        """A worker hears what it is to give up."""
+        """Renew a worker's leases at once, so that it learns which of them to give up."""
         if member.renewal is not None:
             member.renewal.cancel()
         self._renew(member)
 
     def stats(self, member: SimMember, engine: SimWorker) -> WorkerStats:
-        """Make the stats that a worker reports."""
+        """Return the stats that a worker reports."""
         self.advance(member)
-        slots, size = member.offer.max_groups, self._sampling.samples_per_prompt
-        speeds = [member.offer.engine.tokens_per_s(groups * size) for groups in range(1, slots + 1)]
+        slots, size = member.instance_type.max_groups, self._sampling.samples_per_prompt
+        speeds = [member.instance_type.engine.tokens_per_s(groups * size) for groups in range(1, slots + 1)]
         return WorkerStats(
             worker_id=member.name,
             version=engine.version,
@@ -141,7 +141,7 @@ class Flow:
         )
 
     def die(self, member: SimMember, engine: SimWorker) -> None:
-        """A worker's process ends without a word: what it had streamed goes on elsewhere."""
+        """End a worker's process without notice. Other workers go on from its last stream."""
         now_s = self._kernel.now_s
         if not self._is_silent(member):
             engine.engine.advance(now_s - now_s % self._sampling.stream_s)
@@ -162,7 +162,7 @@ class Flow:
         member.busy = False
 
     def stream(self, member: SimMember) -> None:
-        """A worker sends what it has by now."""
+        """Send the tokens that a worker has by now."""
         engine = member.engine
         if engine is not None:
             self.advance(member)
@@ -170,7 +170,7 @@ class Flow:
                 self._stream(member, engine, work)
 
     def silence(self, member: SimMember, until_s: float) -> None:
-        """No message of a worker comes or goes until then."""
+        """Block all messages from and to a worker until `until_s`."""
         engine = member.engine
         if engine is None:
             return
@@ -204,11 +204,11 @@ class Flow:
         if member.engine is engine:
             self._begin_queued(member, engine)
             self.ask(member)
-            if member.ending is None:  # leases that came at once have set it
+            if member.ending is None:  # otherwise leases issued by `ask` have set it
                 self.plan(member)
 
     def _begin_queued(self, member: SimMember, engine: SimWorker) -> None:
-        """The leases that wait take the places that are free. The engine is up to date."""
+        """Begin waiting leases in free places. The engine must be up to date."""
         while member.queue and engine.engine.room > 0:
             engine.begin(*member.queue.popleft())
 
@@ -225,11 +225,11 @@ class Flow:
             member.accepted += len(group.trajectories)
             member.accepted_tokens += sum(work.lengths)
         else:
-            # The tokens it had streamed are with the prompt, which others go on with.
+            # Only the unsent tokens are lost: another worker goes on from the streamed ones.
             self._trace.refused(group.group_id, member.name, unsent)
 
     def _plan_renewal(self, member: SimMember, engine: SimWorker) -> None:
-        """Renew in good time before the leases end that are issued now, as far as its clock is right."""
+        """Plan the next renewal well before the leases end, provided that the worker's clock is right."""
         when_s = self._kernel.now_s + RENEW_SHARE * self._data.lease_s / engine.engine.clock_rate
         if member.renewal is not None:
             if member.renews_s <= when_s:
@@ -239,7 +239,7 @@ class Flow:
         member.renewal = self._kernel.at(when_s, partial(self._renew, member))
 
     def _renew(self, member: SimMember) -> None:
-        """Streaming renews leases; the tokens themselves are sent when they are needed, as of then."""
+        """Renew leases by a stream without tokens; the model sends tokens only when they are needed."""
         member.renewal = None
         engine = member.engine
         if engine is None or not engine.work:
@@ -262,22 +262,22 @@ class Flow:
             self.ask(member)
 
     def _give_up(self, member: SimMember, engine: SimWorker, lease_id: str) -> int:
-        """Hand one lease over; returns 1, or 0 where the worker had it no longer."""
+        """Hand one lease over; return 1, or 0 if the worker no longer held it."""
         message = engine.unsent(engine.work[lease_id])
         work = engine.drop(lease_id)
         self._trace.money.made(member.name, work.made)
         index, before = work.lease.prompt.index, self._partials.get(work.lease.prompt.index)
-        self._partials[index] = dict(work.paid)  # at once: the next worker may get it in this very call
+        self._partials[index] = dict(work.paid)  # set first: `hand_over` may lease the prompt again at once
         held = self._data.hand_over(member.name, member.epoch, [message])
         if not held:
-            self._partials.pop(index, None)  # not there where the prompt was leased again in that very call
+            self._partials.pop(index, None)  # absent if that call leased the prompt again
             if before is not None:
                 self._partials[index] = before
             self._trace.lost(member.name, _num_tokens(message), "refused")
         return held
 
     def _give_up_queued(self, member: SimMember, lease_id: str) -> int:
-        """Hand over a lease that has not begun here; returns 1, or 0 where the worker has it no longer."""
+        """Hand over a lease that still waits; return 1, or 0 if the worker no longer holds it."""
         for place, (lease, paid) in enumerate(member.queue):
             if lease.lease_id == lease_id:
                 del member.queue[place]
@@ -289,7 +289,7 @@ class Flow:
         return 0
 
     def _stream(self, member: SimMember, engine: SimWorker, work: Work) -> None:
-        """Send what a lease has by now."""
+        """Send the tokens that a lease has by now."""
         message = self._so_far(engine, work)
         if not message.pieces:
             return
@@ -299,7 +299,7 @@ class Flow:
             self._partials[work.lease.prompt.index] = dict(work.paid)
 
     def _so_far(self, engine: SimWorker, work: Work) -> LeaseTokens:
-        """Return the tokens of a lease that are to be sent before its answers are finished."""
+        """Return the tokens of an unfinished lease that are not sent yet."""
         return engine.unsent(work)
 
     def _heard_again(self, member: SimMember, engine: SimWorker) -> None:

@@ -1,13 +1,13 @@
-"""The invariants of the data plane, held against a model of it at every call and event.
+"""Invariants of the data plane, checked against a model of it at every call and event.
 
-`WatchedBuffer` is the real replay buffer beside a model that knows only what it was told and what it
-answered: who is there, which leases live and until when, what was streamed of every prompt, and where every
-prompt is. Each answer must be the one that the model expects.
+`WatchedBuffer` is the real replay buffer with a model beside it. The model follows the calls and answers
+alone: which workers are present, which leases live and until when, which tokens were streamed of every
+prompt, and the place of every prompt. Each answer of the buffer must be the one that the model expects.
 
-A result is *honest* if it is whole, everything in it was made under published versions, and its lease lives
-when it arrives: it was issued to this incarnation, which the data plane has not been told to be gone or
-replaced, it was not given up, and its time, as the last renewal that arrived left it, is not over. An honest
-result must be accepted, and no other one.
+A result is *honest* if it is whole, all its tokens were sampled under published versions, and its lease lives
+when it arrives. A lease lives if the data plane issued it to this incarnation and knows of no end or
+successor of that incarnation, if the worker has not given it up, and if its time has not run out since the
+last renewal that arrived. The buffer must accept every honest result and no other.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ Incarnation = tuple[str, int]
 
 
 class WatchedBuffer(ReplayBuffer):
-    """The real buffer, held against the model. Arguments: those of `ReplayBuffer`.
+    """Real buffer, checked against the model. Arguments: those of `ReplayBuffer`.
 
     Raises:
-        InvariantError: from any method: an answer is not the one that the model expects.
+        InvariantError: from any method, if an answer is not the one that the model expects.
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.log = Log(lambda: 0.0)
-        self.leaving: set[Incarnation] = set()  # were told to take nothing more
+        self.leaving: set[Incarnation] = set()  # told to take no more leases
         self.held: dict[str, Held] = {}
         self.tally = Tally()
         self._place: dict[int, Place] = {}  # of every prompt that was ever handed out
-        self._waiting: set[int] = set()  # of them, those that wait
-        self._num_pulled = 0  # of them, those that were handed out without a lease
-        self._digests: dict[int, str] = {}  # published
-        self._epoch: dict[str, int] = {}  # of those that are there
+        self._waiting: set[int] = set()  # prompts in `_place` that wait
+        self._num_pulled = 0  # prompts in `_place` that were handed out without a lease
+        self._digests: dict[int, str] = {}  # of published versions
+        self._epoch: dict[str, int] = {}  # of the workers present
         self._serving: dict[str, int] = {}  # version; -1: none yet
         self._standbys: set[str] = set()
-        self._kept: dict[int, list[Call]] = {}  # of prompts that wait
+        self._kept: dict[int, list[Call]] = {}  # calls of prompts that wait
         self._buffered: dict[str, tuple[int, int]] = {}  # group -> prompt, oldest version
         self._oldest: dict[str, int] = {}  # of every accepted group: version of its oldest token
         self._uses: dict[str, int] = {}
         self._tries: dict[int, int] = {}
         self._names: set[str] = set()
-        self._num_replaced = 0  # groups that were set aside since the last batch
+        self._num_replaced = 0  # groups set aside since the last batch
         self._recent_replaced: deque[int] = deque(maxlen=RECENT_BATCHES * self._groups_per_step)
         self._checked = -1  # checksum of the log at the last check
 
-    # --- every moment ----------------------------------------------------------------------------
+    # --- checks at every event -------------------------------------------------------------------
 
     def check(self) -> None:
-        """The ledger adds up, and no prompt is missing. Costs nothing where nothing happened since."""
+        """Check that the ledger adds up and no prompt is missing; skip the check if the log has not grown."""
         if self._checked == self.log.checksum:
             return
         self._checked = self.log.checksum
@@ -195,7 +195,7 @@ class WatchedBuffer(ReplayBuffer):
         chosen = sorted(wanted.intersection(marked))
         self.log.add("recall", worker_id, chosen)
         require(sorted(found) == chosen, f"{found} of {worker_id} were recalled, not {chosen}")
-        # Those without a token are never too far to be moved.
+        # A lease without a token is never too far advanced for a recall.
         untouched = sum(not any(call.tokens for call in mine[name].calls) for name in wanted)
         fewest, most = min(num_leases, untouched), min(num_leases, len(wanted))
         require(
@@ -276,11 +276,11 @@ class WatchedBuffer(ReplayBuffer):
     # --- the model -------------------------------------------------------------------------------
 
     def is_there(self, worker_id: str, epoch: int) -> bool:
-        """Whether this incarnation is the one that the data plane was told of last."""
+        """Return whether this incarnation is the newest that was registered and is not lost."""
         return self._epoch.get(worker_id) == epoch
 
     def _move(self, index: int, place: Place) -> None:
-        """A prompt is somewhere else from now on."""
+        """Set the place of a prompt from now on."""
         before, self._place[index] = self._place.get(index), place
         if before == "waiting":
             self._waiting.remove(index)
@@ -293,7 +293,7 @@ class WatchedBuffer(ReplayBuffer):
         return mine and self.is_there(worker_id, epoch) and known.ends_s > now_s
 
     def _keep(self, worker_id: str, epoch: int, messages: Sequence[LeaseTokens], now_s: float) -> list[str]:
-        """Enter the tokens of leases that live, as far as none before them is missing; their names."""
+        """Enter the tokens of live leases unless earlier ones are missing; return the leases' names."""
         held = []
         for message in messages:
             known = self.held.get(message.lease_id)
@@ -314,7 +314,7 @@ class WatchedBuffer(ReplayBuffer):
         return len(names)
 
     def _end(self, name: str) -> None:
-        """A lease ended without a result: its prompt waits, with what was streamed of it."""
+        """End a lease without a result: its prompt waits with its streamed tokens."""
         known = self.held.pop(name)
         index = known.lease.prompt.index
         self._move(index, "waiting")
@@ -326,7 +326,7 @@ class WatchedBuffer(ReplayBuffer):
         return all(self._digests.get(version) == digest for _, version, digest in call.tokens)
 
     def _check_partials(self, lease: Lease, kept: list[Call], outstanding: int) -> list[Call]:
-        """Partial rollouts are what was streamed, token for token, unless they are too old to go on from."""
+        """Check that a lease's partial rollouts equal the streamed tokens, or are absent if too old."""
         given = [(partial.context, labels(partial)) for partial in lease.partials]
         oldest = min((label[1] for call in kept for label in call.tokens), default=0)
         expected = kept if kept and outstanding < self._ceiling(oldest) else []
@@ -358,14 +358,14 @@ class WatchedBuffer(ReplayBuffer):
             self._recent_replaced.append(0)
 
     def _says_nothing(self, group: Group) -> bool:
-        """Whether refill sets a group aside: all answers alike, and not too many such ones for this batch."""
+        """Return whether refill sets a group aside: equal rewards, and not too many such groups yet."""
         if self._refill is None or self._num_replaced >= self._refill.max_groups:
             return False
         rewards = [trajectory.reward for trajectory in group.trajectories]
         return all(reward == rewards[0] for reward in rewards)
 
     def _failed(self, group: Group, name: str) -> None:
-        """A result was refused. Where it was not the task that failed, others go on with what there was."""
+        """Enter a refused result. Unless the task failed, other workers go on from the streamed tokens."""
         index = self.held[name].lease.prompt.index
         failed = any(t.status != "ok" for t in group.trajectories)
         self._tries[index] = self._tries.get(index, 0) + 1
@@ -377,7 +377,7 @@ class WatchedBuffer(ReplayBuffer):
         self._move(index, "waiting" if self._tries[index] < MAX_ATTEMPTS else "set aside")
 
     def _too_old(self, name: str, index: int) -> None:
-        """A group is dropped: its prompt goes out again."""
+        """Drop a group as too old: its prompt waits again."""
         self.log.add("dropped", name)
         del self._buffered[name]
         self._move(index, "waiting")
@@ -397,7 +397,7 @@ class WatchedBuffer(ReplayBuffer):
             self.tally.reused += 1
 
     def _check_excuse(self, found: NotReady, step: int) -> None:
-        """Why there is no batch must be true."""
+        """Check that the buffer's reason for giving no batch is true."""
         budget, enough = self._staleness.max_staleness, len(self._buffered) >= self._groups_per_step
         leased = [known for known in self.held.values() if step - known.lease.version <= budget]
         said = f"step {step}: no batch ({found.reason}) with {len(self._buffered)} groups buffered"
@@ -413,9 +413,10 @@ class WatchedBuffer(ReplayBuffer):
         return len(self._buffered) + leased
 
     def _ceiling(self, version: int) -> int:
-        """Groups that may be outstanding for one more of `version` to be begun: (p + S - t + 1) batches.
+        """Return the limit on outstanding groups for one more of `version`: (v + S - t + 1) batches.
 
-        And no more than fill the queue, if refill goes on to replace as many of the leased ones as of late.
+        The queue's length is a second limit, which assumes that refill replaces the recent share of the
+        leased groups.
         """
         batches = version + self._staleness.max_staleness - self._step + 1
         outstanding, replaced = self._num_outstanding(), self._recent_replaced
@@ -425,11 +426,11 @@ class WatchedBuffer(ReplayBuffer):
         return min(max(batches, 0) * self._groups_per_step, outstanding + math.floor(free + 1e-9))
 
     def _leasing(self) -> list[int]:
-        """Versions of those that serve one and are no standbys."""
+        """Return the versions of the serving workers that are not standbys."""
         return [v for name, v in self._serving.items() if v >= 0 and name not in self._standbys]
 
     def _share(self, worker_id: str) -> int:
-        """Permits of one worker."""
+        """Return the permits of one worker."""
         version = self._serving[worker_id]
         if version < 0 or worker_id in self._standbys:
             return 0

@@ -10,7 +10,7 @@ from echo_planes.errors import RunError
 
 
 class Timer:
-    """An event to come, which may be called off. The value that its action returns is dropped."""
+    """Future event, which can be cancelled. The kernel ignores the return value of its action."""
 
     __slots__ = ("action",)
 
@@ -18,12 +18,12 @@ class Timer:
         self.action: Callable[[], object] | None = action
 
     def cancel(self) -> None:
-        """Nothing happens then. Calling off what has happened already does nothing."""
+        """Cancel the event; no effect if it has already happened."""
         self.action = None
 
 
 class Kernel:
-    """The clock of one simulation."""
+    """Clock and event queue of one simulation."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -34,10 +34,10 @@ class Kernel:
         self._stopped = False
 
     def at(self, when_s: float, action: Callable[[], object]) -> Timer:
-        """Call `action` at a moment; what is due at one moment happens in the order it was asked for.
+        """Call `action` at `when_s`; actions at the same time run in the order of their requests.
 
         Raises:
-            RunError: the moment is over, or is no moment.
+            RunError: the time is in the past, infinite or not a number.
         """
         if not self.now_s <= when_s < math.inf:
             raise RunError(
@@ -50,15 +50,15 @@ class Kernel:
         return timer
 
     def after(self, delay_s: float, action: Callable[[], object]) -> Timer:
-        """Call `action` so many seconds from now."""
+        """Call `action` in `delay_s` seconds."""
         return self.at(self.now_s + delay_s, action)
 
     def stop(self) -> None:
-        """End `run` after the event in hand."""
+        """End `run` after the current event."""
         self._stopped = True
 
     def run(self, until_s: float) -> None:
-        """Let events happen until none is left, one calls `stop`, or the next is later than `until_s`."""
+        """Run events until none is left, one calls `stop`, or the next is later than `until_s`."""
         heap = self._heap
         while heap and not self._stopped and heap[0][0] <= until_s:
             when_s, _, timer = heapq.heappop(heap)

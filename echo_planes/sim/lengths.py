@@ -9,20 +9,20 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-BLOCK_PROMPTS = 1024  # drawn together
-MAX_BLOCKS = 64  # kept: 8 samples a prompt come to about 22 MiB
+BLOCK_PROMPTS = 1024  # prompts drawn together
+MAX_BLOCKS = 64  # blocks kept: about 22 MiB with 8 samples a prompt
 _WORDS = npt.NDArray[np.uint64]
 
 
 class LengthModel:
-    """Lognormal numbers of tokens, cut off at a cap.
+    """Lognormal lengths of answers, in tokens, cut off at a cap.
 
     Args:
         seed: of the scenario.
-        num_samples: in a group (n).
-        median_tokens: half of the answers are longer, the cap aside.
-        sigma: standard deviation of the logarithm; 0: all are of the median.
-        max_tokens: where an answer is cut off.
+        num_samples: samples in a group (n).
+        median_tokens: median length before the cap.
+        sigma: standard deviation of the logarithm; 0: all answers have the median length.
+        max_tokens: longest answer.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class LengthModel:
         return below + self._max * (1 - _normal_cdf(z))
 
     def tokens(self, prompt_index: int) -> Sequence[int]:
-        """Lengths of the answers to one prompt, by sample; at least 1."""
+        """Return the lengths of the answers to one prompt, by sample; at least 1."""
         number, row = divmod(prompt_index, BLOCK_PROMPTS)
         block = self._blocks.get(number)
         if block is None:
@@ -58,7 +58,7 @@ class LengthModel:
         prompts = np.arange(number * BLOCK_PROMPTS, (number + 1) * BLOCK_PROMPTS, dtype=np.uint64)
         samples = np.arange(self._num_samples, dtype=np.uint64)
         key = mix(mix(np.array([[self._seed]], np.uint64)) + prompts[:, None]) + samples
-        # Box-Muller: two even numbers in (0, 1] and [0, 1) make one normal one.
+        # Box-Muller: two uniform numbers in (0, 1] and [0, 1) make one normal number.
         radius = np.sqrt(-2 * np.log(1 - uniform(mix(key))))
         normal = radius * np.cos(2 * np.pi * uniform(mix(~key)))
         tokens = self._median * np.exp(self._sigma * normal)
@@ -67,7 +67,7 @@ class LengthModel:
 
 
 def mix(words: _WORDS) -> _WORDS:
-    """A bijection of 64-bit words whose outputs look unrelated (the finalizer of SplitMix64)."""
+    """Mix 64-bit words bijectively, so that outputs look unrelated (finalizer of SplitMix64)."""
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -75,7 +75,7 @@ def mix(words: _WORDS) -> _WORDS:
 
 
 def uniform(words: _WORDS) -> npt.NDArray[np.float64]:
-    """Words as numbers in [0, 1)."""
+    """Convert words to numbers in [0, 1)."""
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

@@ -9,25 +9,25 @@ from typing import Any
 
 from echo_planes.errors import RunError
 
-KEEP_EVENTS = 40  # of the log, for the report of a violation
+KEEP_EVENTS = 40  # last events kept for the report of a violation
 
 
 class InvariantError(RunError):
-    """The code that decides broke one of its invariants."""
+    """Violation of an invariant by the decision code."""
 
 
 def require(holds: bool, broken: str) -> None:
-    """Stop where an invariant does not hold.
+    """Raise an error if an invariant does not hold.
 
     Raises:
-        InvariantError: `broken` says which, and with what values.
+        InvariantError: with the text `broken`, which names the invariant and its values.
     """
     if not holds:
         raise InvariantError(broken)
 
 
 class Log:
-    """Log of events: the last of them to read, and a checksum of all.
+    """Log of events: the last ones as text, and a checksum of all.
 
     Args:
         now_s: the clock.
@@ -39,11 +39,11 @@ class Log:
         self.checksum = 0
 
     def add(self, *what: Any) -> None:
-        """Something happened; what is told must print alike in equal runs."""
+        """Add an event; its parts must print alike in equal runs."""
         line = (round(self._now_s(), 6), *what)
         self.last.append(line)
         self.checksum = zlib.crc32(repr(line).encode(), self.checksum)
 
     def lines(self) -> list[str]:
-        """Lines of the last events."""
+        """Return the last events as lines of text."""
         return [f"{line[0]:12.3f} s  {' '.join(str(word) for word in line[1:])}" for line in self.last]

@@ -1,7 +1,8 @@
-"""Machines in virtual time: asked for, billed from the moment they are there, and taken away again.
+"""Market of machines in virtual time: it grants them, starts their bills, and takes them away.
 
-A recorded spot market says how many machines of an offer there are: whoever asks beyond that waits, and when
-there are fewer than are held, some are taken, drawn at random. Interruptions at random come on top.
+A recorded spot market gives the number of machines of a type. Requests beyond that number wait. When the
+number falls below the held machines, the market takes some, drawn at random. It also interrupts machines at
+random, at the rate in the scenario.
 """
 
 from __future__ import annotations
@@ -15,113 +16,115 @@ from functools import partial
 from typing import Protocol
 
 from echo_planes.sim.kernel import Kernel, Timer
-from echo_planes.sim.scenario import OfferModel
+from echo_planes.sim.scenario import InstanceTypeModel
 from echo_planes.sim.spot import SpotTrace
 
 
 class Tenant(Protocol):
-    """Tenant of the market: it is told what becomes of each machine."""
+    """Tenant of the market, which receives the events of each machine."""
 
     def on_granted(self, worker_id: str) -> None:
-        """It is there, is billed, and boots."""
+        """Handle a machine that has come: it is billed and boots."""
 
     def on_up(self, worker_id: str) -> None:
-        """It can begin to work."""
+        """Handle a machine that has booted."""
 
     def on_notice(self, worker_id: str, limit_s: float) -> None:
-        """It will be taken away in so many seconds."""
+        """Handle the notice of a machine that will be taken in `limit_s` seconds."""
 
     def on_taken(self, worker_id: str) -> None:
-        """It is gone, and billed no longer."""
+        """Handle a machine that was taken and is no longer billed."""
 
 
 @dataclass(slots=True)
 class _Machine:
-    offer: str
+    instance_type: str
     timers: list[Timer] = field(default_factory=list)
     noticed: bool = False
 
 
 class Market:
-    """All offers with the machines that are held of them.
+    """Market of all instance types, with the machines that the tenant holds.
 
     Args:
-        offers: by name.
-        traces: recorded markets of some of them.
+        instance_types: by name.
+        traces: recorded markets of some instance types, by name.
         kernel: the clock.
-        tenant: is told.
-        rng: draws interruptions and victims.
+        tenant: receives the events of machines.
+        rng: draws interruptions and the machines to take.
     """
 
     def __init__(
         self,
-        offers: Mapping[str, OfferModel],
+        instance_types: Mapping[str, InstanceTypeModel],
         traces: Mapping[str, SpotTrace],
         kernel: Kernel,
         tenant: Tenant,
         rng: random.Random,
     ) -> None:
-        self._offers = offers
+        self._instance_types = instance_types
         self._traces = traces
         self._kernel = kernel
         self._tenant = tenant
         self._rng = rng
         self._held: dict[str, _Machine] = {}
-        self._counts = dict.fromkeys(offers, 0)  # held of each
-        self._waiting: dict[str, deque[str]] = {name: deque() for name in offers}
+        self._counts = dict.fromkeys(instance_types, 0)  # held machines of each type
+        self._waiting: dict[str, deque[str]] = {name: deque() for name in instance_types}
         for name in traces:
             kernel.at(kernel.now_s, partial(self._trace_changes, name))
 
     def holds(self, worker_id: str) -> bool:
-        """Whether the machine of that name is there."""
+        """Return whether a worker holds its machine."""
         return worker_id in self._held
 
-    def available(self, offer: str) -> float:
-        """Machines of an offer that there are now, held ones included; infinite without a trace."""
-        trace = self._traces.get(offer)
+    def available(self, instance_type: str) -> float:
+        """Return the machines of a type that exist now, held ones included; infinite without a trace."""
+        trace = self._traces.get(instance_type)
         if trace is None:
             return math.inf
-        return math.floor(trace.count(self._kernel.now_s) * self._offers[offer].trace_share + 1e-9)
+        return math.floor(
+            trace.count(self._kernel.now_s) * self._instance_types[instance_type].trace_share + 1e-9
+        )
 
-    def ask(self, worker_id: str, offer: str) -> None:
-        """Get a machine as soon as there is one."""
-        self._waiting[offer].append(worker_id)
-        self._grant(offer)
+    def ask(self, worker_id: str, instance_type: str) -> None:
+        """Request a machine, which the market grants as soon as one is available."""
+        self._waiting[instance_type].append(worker_id)
+        self._grant(instance_type)
 
     def release(self, worker_id: str) -> None:
-        """Give a machine back, or ask for it no longer."""
+        """Give a machine back, or withdraw the request for it."""
         machine = self._held.get(worker_id)
         if machine is not None:
             self._remove(worker_id, machine)
-            self._grant(machine.offer)
+            self._grant(machine.instance_type)
             return
         for waiting in self._waiting.values():
             if worker_id in waiting:
                 waiting.remove(worker_id)
 
     def take(self, worker_id: str) -> None:
-        """Interrupt a machine, with its offer's notice."""
+        """Interrupt a machine, with its instance type's notice."""
         machine = self._held.get(worker_id)
         if machine is None or machine.noticed:
             return
         machine.noticed = True
-        notice_s = self._offers[machine.offer].notice_s
+        notice_s = self._instance_types[machine.instance_type].notice_s
         machine.timers.append(self._kernel.after(notice_s, partial(self._taken, worker_id)))
         if notice_s:
             self._tenant.on_notice(worker_id, notice_s)
 
-    def waiting(self, offer: str) -> Sequence[str]:
-        """Workers that have asked for a machine of an offer and not got one."""
-        return tuple(self._waiting[offer])
+    def waiting(self, instance_type: str) -> Sequence[str]:
+        """Return the workers that wait for a machine of an instance type."""
+        return tuple(self._waiting[instance_type])
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _grant(self, offer: str) -> None:
-        waiting, settings = self._waiting[offer], self._offers[offer]
-        while waiting and self._counts[offer] < self.available(offer):
+    def _grant(self, instance_type: str) -> None:
+        waiting, settings = self._waiting[instance_type], self._instance_types[instance_type]
+        while waiting and self._counts[instance_type] < self.available(instance_type):
             worker_id = waiting.popleft()
-            machine = self._held[worker_id] = _Machine(offer)
-            self._counts[offer] += 1
+            machine = self._held[worker_id] = _Machine(instance_type)
+            self._counts[instance_type] += 1
             up = partial(self._tenant.on_up, worker_id)
             machine.timers.append(self._kernel.after(settings.boot_s, up))
             if settings.interruptions_per_hour:
@@ -133,17 +136,19 @@ class Market:
         machine = self._held[worker_id]
         self._remove(worker_id, machine)
         self._tenant.on_taken(worker_id)
-        self._grant(machine.offer)
+        self._grant(machine.instance_type)
 
     def _remove(self, worker_id: str, machine: _Machine) -> None:
         del self._held[worker_id]
-        self._counts[machine.offer] -= 1
+        self._counts[machine.instance_type] -= 1
         for timer in machine.timers:
             timer.cancel()
 
     def _trace_changes(self, name: str) -> None:
         trace = self._traces[name]
-        held = [w for w, machine in self._held.items() if machine.offer == name and not machine.noticed]
+        held = [
+            w for w, machine in self._held.items() if machine.instance_type == name and not machine.noticed
+        ]
         excess = len(held) - self.available(name)
         if excess > 0:
             for worker_id in self._rng.sample(held, int(excess)):

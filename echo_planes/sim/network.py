@@ -1,11 +1,11 @@
-"""Broadcast model: times of arrival at each worker, along the planner's chains or from the learner as a star.
+"""Broadcast model: arrival times at each worker, along the planner's chains or from the learner as a star.
 
-The chains are those of `weights.chain.plan_chains`, with the peers' records kept as the tracker keeps them.
-Bytes flow through them cut-through: a worker has M bytes at the H-th hop after M/B + sum over hops of
-(C/B_hop + RTT/2), B the slowest hop up to it (ECHO-2 section 4.2). `weights.chain.simulated`
-simulates the same chunk by chunk; the formula takes microseconds, and a test holds them against each other.
+`weights.chain.plan.plan_chains` makes the chains, from peer records kept as the tracker keeps them. Bytes
+flow cut-through: a worker at the H-th hop has all M bytes after M/B + sum over hops of (C/B_hop + RTT/2),
+where B is the slowest hop up to it (ECHO-2 section 4.2). `weights.chain.simulated` simulates the same chunk
+by chunk; the formula takes microseconds, and a test compares the two.
 
-Not modelled: the signing, hashing and staging that both ends do meanwhile.
+Not modelled: signing, hashing and staging at both ends.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ Dissemination = Literal["chain", "star", "star_unlimited"]
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The network. Rates in bytes/s."""
+    """Rates and times of the network."""
 
     mode: Dissemination
-    uplink_bytes_per_s: float  # B0, of the learner; `star_unlimited` does not mind it
+    uplink_bytes_per_s: float  # B0, of the learner; `star_unlimited` ignores it
     worker_bytes_per_s: float  # Bw, of every worker, up and down
     rtt_s: float
     chunk_bytes: float
-    detection_s: float  # until a dead relay is noticed and its successor has another parent
+    detection_s: float  # until a dead relay is detected and its successor has another parent
 
 
 @dataclass(slots=True)
 class Transfer:
-    """One worker's part in the newest broadcast."""
+    """Transfer of the newest broadcast to one worker."""
 
     version: int
     arrives_s: float
     rate_bytes_per_s: float  # of its own link
-    upstream: tuple[str, ...] = ()  # the workers its bytes come through, the learner's side first
+    upstream: tuple[str, ...] = ()  # workers that relay its bytes, from the learner on
 
 
 @dataclass(slots=True)
 class _Peer:
     stats: PeerStats
-    speed: float = 1.0  # of its link, as share of Bw
+    speed: float = 1.0  # of its link, as a share of Bw
     newest: Transfer | None = None
-    measured: int = -1  # version whose rate is in its record
+    measured: int = -1  # newest version whose rate is in its record
 
 
 @dataclass(slots=True)
@@ -62,17 +62,17 @@ class Network:
     _peers: dict[str, _Peer] = field(default_factory=dict)
 
     def join(self, worker_id: str, region: str) -> None:
-        """A worker is there. What is known of an earlier one of that name stays known."""
+        """Add a worker, with the record and link speed of an earlier one of that name."""
         known = self._peers.get(worker_id)
         stats = known.stats if known else PeerStats(worker_id, region)
         self._peers[worker_id] = _Peer(stats, known.speed if known else 1.0)
 
     def transfer(self, worker_id: str) -> Transfer | None:
-        """A worker's part in the newest broadcast that it takes part in."""
+        """Return a worker's newest transfer; None if it has had none since it joined."""
         return self._peers[worker_id].newest
 
     def leave(self, worker_id: str, now_s: float) -> dict[str, float]:
-        """A worker is gone. Returns new arrival times of those whose bytes came through it."""
+        """End a worker's transfers; return the new arrival times of the workers that it relayed to."""
         gone = self._peers[worker_id]
         if gone.newest and gone.newest.arrives_s > now_s:
             gone.stats = gone.stats.after_failure(now_s)
@@ -80,20 +80,20 @@ class Network:
         return self._delay(worker_id, now_s)
 
     def forget(self, worker_id: str) -> None:
-        """That name does not come again."""
+        """Forget a worker and its record."""
         self._peers.pop(worker_id, None)
 
     def set_speed(self, worker_id: str, factor: float) -> None:
-        """A worker's link carries so much of Bw, from the next broadcast on."""
+        """Set the share of Bw that a worker's link carries from the next broadcast on."""
         self._peers[worker_id].speed = factor
 
     def publish(
         self, version: int, payload_bytes: float, worker_ids: Iterable[str], now_s: float
     ) -> dict[str, float]:
-        """Broadcast a publication to the workers that are there.
+        """Broadcast a publication to these workers.
 
         Returns:
-            When each has it whole. A link that still carries an older publication carries that one first.
+            Time at which each has all of it. A link first finishes an older publication that it carries.
         """
         names = sorted(worker_ids)
         self._measure(names, now_s)
@@ -102,10 +102,10 @@ class Network:
         return {name: found.arrives_s for name in names if (found := self._peers[name].newest)}
 
     def fetch(self, worker_id: str, version: int, payload_bytes: float, now_s: float) -> float:
-        """A worker that missed the broadcast gets a version from the store, on its own link.
+        """Transfer a version from the store to a worker that missed the broadcast, on its own link.
 
         Returns:
-            When it has it whole.
+            Time at which the worker has all of it.
         """
         peer = self._peers[worker_id]
         rate = self.links.worker_bytes_per_s * peer.speed
@@ -121,7 +121,7 @@ class Network:
         return plan_chains([self._peers[name].stats for name in names], count, now_s)
 
     def _first_hop(self, num_workers: int) -> float:
-        """Rate that the learner's uplink gives each worker it feeds, bytes/s."""
+        """Return the rate that the learner's uplink gives each worker it feeds, bytes/s."""
         links = self.links
         if links.mode == "star_unlimited":
             return math.inf
@@ -148,7 +148,7 @@ class Network:
     def _measure(self, names: list[str], now_s: float) -> None:
         """Enter the finished broadcasts in the peers' records, as the tracker does.
 
-        A worker that was held up by those before it is not the slower for it: its own link's rate is entered.
+        The entry is the rate of a worker's own link, so a slow relay does not lower its successors' records.
         """
         for name in names:
             peer = self._peers[name]
@@ -158,7 +158,7 @@ class Network:
                 peer.measured = last.version
 
     def _delay(self, gone: str, now_s: float) -> dict[str, float]:
-        """Delay the workers behind a lost relay: they wait until it is noticed, then go on from there."""
+        """Delay the workers behind a lost relay by its detection and reconnection; return their new times."""
         late: dict[str, float] = {}
         for name, peer in self._peers.items():
             found = peer.newest
@@ -170,12 +170,12 @@ class Network:
 
 
 def t_bcast_s(arrivals_s: Mapping[str, float], published_s: float, gamma: float) -> float:
-    """T_bcast: seconds from a publication until the fraction 1/gamma of the workers had it.
+    """Return T_bcast: seconds from a publication until the fraction 1/gamma of the workers had it.
 
     Args:
-        arrivals_s: when each worker had it, at least one.
-        published_s: when it was published.
-        gamma: redundancy of the fleet.
+        arrivals_s: time at which each worker had it, for at least one worker.
+        published_s: time of the publication.
+        gamma: redundancy of the fleet, at least 1.
     """
     times = sorted(arrivals_s.values())
     return times[math.ceil(len(times) / gamma - 1e-9) - 1] - published_s

@@ -1,16 +1,16 @@
-"""The fleet of a simulated run: the real `Reconciler`, told what happens and asked what should be."""
+"""Fleet of a simulated run: the real `Reconciler`, with the simulator's events and measurements."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
 
-from echo_planes.fleet.capacity import UninformativeShare
+from echo_planes.fleet.capacity import Pace, UninformativeShare
 from echo_planes.fleet.estimates import CapacityModel, ThroughputSample
-from echo_planes.fleet.instance_types import Limits, Offer
+from echo_planes.fleet.instance_types import InstanceType, Limits
 from echo_planes.fleet.provisioner import Provisioner
 from echo_planes.fleet.reconciler import Reconciler
 from echo_planes.fleet.record import FleetRecord
@@ -19,33 +19,34 @@ from echo_planes.reporting.metrics import FLEET_STATE
 from echo_planes.sim.context import Context
 from echo_planes.sim.exact_policy import ExactPolicy
 from echo_planes.sim.lengths import LengthModel
-from echo_planes.sim.scenario import OfferModel
+from echo_planes.sim.scenario import InstanceTypeModel
 
-SAMPLE_PROMPTS = 1024  # for the mean of a group's longest answer
+SAMPLE_PROMPTS = 1024  # prompts for the mean of a group's longest answer
 
 
 class Scaling:
-    """Fleet modes `kept`, `provisioned` and `exact`.
-
-    Its workers do what the actions that it returns say.
-    """
+    """Fleet modes `kept`, `provisioned` and `exact`. `SimWorkers` carries out the returned actions."""
 
     def __init__(self, run: Context) -> None:
         scenario = run.scenario
         self._run = run
         self._kernel = run.kernel
         self._model = CapacityModel()
+        self._pace = Pace(scenario.run.steps)
         self._uninformative = UninformativeShare(scenario.per_step)
-        self._broadcast = 0  # newest version whose T_bcast was observed; the first goes out whole, once
+        self._broadcast = 0  # newest version whose T_bcast was observed; 0, a whole snapshot, does not count
         self._reason = ""
         fleet = scenario.fleet
-        limits = Limits(usd_per_hour=fleet.usd_per_hour, interruptions_per_hour=fleet.interruptions_per_hour)
+        self._limits = Limits(fleet.usd_per_hour, interruptions_per_hour=fleet.interruptions_per_hour)
         shape = GroupShape.of(run.lengths)
         policy = ExactPolicy if fleet.mode == "exact" else Provisioner
         self.fleet = Reconciler(
-            [_offer(offer, expected_mu(offer, shape)) for offer in scenario.offers],
-            {offer.name: offer.count for offer in scenario.offers},
-            provisioner=policy(limits, sustain_s=fleet.sustain_s),
+            [
+                _instance_type(instance_type, expected_mu(instance_type, shape))
+                for instance_type in scenario.instance_types
+            ],
+            {instance_type.name: instance_type.count for instance_type in scenario.instance_types},
+            provisioner=policy(self._limits, sustain_s=fleet.sustain_s),
             model=self._model,
             boot_limit_s=fleet.boot_limit_s,
             standby=fleet.standby,
@@ -53,42 +54,43 @@ class Scaling:
         self._record = FleetRecord(self.fleet)
 
     def begin(self) -> list[FleetAction]:
-        """The first workers."""
+        """Launch the first workers."""
         first = self.fleet.begin(0.0)
         self._record.begun(first)
         return first
 
-    # --- what happens ----------------------------------------------------------------------------
+    # --- events ----------------------------------------------------------------------------------
 
     def came(self, worker_id: str) -> None:
-        """A machine is there."""
+        """Report that a worker's machine has come."""
         self.fleet.came(worker_id, self._kernel.now_s)
 
     def serving(self, worker_id: str) -> None:
-        """A worker generates."""
+        """Report that a worker serves."""
         self.fleet.serving(worker_id, self._kernel.now_s)
 
     def notice(self, worker_id: str, limit_s: float) -> list[FleetAction]:
-        """A machine will go."""
+        """Report that a machine will be taken in `limit_s` seconds; return the actions due."""
         return self.fleet.notice(worker_id, limit_s, self._kernel.now_s)
 
     def gone(self, worker_id: str, cause: str) -> None:
-        """A worker is no more."""
+        """Report that a worker has ended."""
         self.fleet.gone(worker_id, cast(Cause, cause), self._kernel.now_s)
 
-    def on_step(self, t_train_s: float, uninformative: int) -> None:
-        """A learner step has ended; so many trajectories were replaced so far."""
+    def on_step(self, completed: int, t_train_s: float, idle_s: float, uninformative: int) -> None:
+        """Report the end of a learner step; `uninformative` is the total of replaced trajectories so far."""
         self._model.observe_step(t_train_s)
+        self._pace.observe(completed, t_train_s + idle_s, self._kernel.now_s)
         self._uninformative.observe(uninformative)
         newest = self._run.trace.broadcasts.newest()
         if newest and newest["published_version"] > self._broadcast:
             self._broadcast = newest["published_version"]
             self._model.observe_broadcast(newest["t_bcast_s"])
 
-    # --- what should be --------------------------------------------------------------------------
+    # --- decisions -------------------------------------------------------------------------------
 
     def tick(self, samples: Mapping[str, ThroughputSample]) -> list[FleetAction]:
-        """Every `fleet.tick_s`: what each serving worker has made so far."""
+        """Return the actions due; the caller passes each serving worker's counters every `fleet.tick_s`."""
         now_s, scenario = self._kernel.now_s, self._run.scenario
         need = None
         for worker_id, sample in samples.items():
@@ -103,6 +105,7 @@ class Scaling:
                 mu_first=self.fleet.mu_first(now_s),
                 uninformative=self._uninformative.share,
             )
+        self.fleet.limits = replace(self._limits, seconds_left=self._pace.left_s(now_s))
         actions = self.fleet.tick(now_s, need)
         decision = self.fleet.decision
         if decision is not None and actions and decision.reason != self._reason:
@@ -117,7 +120,7 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """Answers of a group, on average over `SAMPLE_PROMPTS` prompts."""
+    """Lengths of a group's answers, averaged over `SAMPLE_PROMPTS` prompts."""
 
     num_samples: int
     mean: float  # tokens of an answer
@@ -131,26 +134,25 @@ class GroupShape:
         return cls(num_samples, mean, float(groups.max(1).sum() / SAMPLE_PROMPTS))
 
 
-def expected_mu(offer: OfferModel, shape: GroupShape) -> float:
-    """Trajectories/s of one worker with all places taken: what a measurement would say.
+def expected_mu(instance_type: InstanceTypeModel, shape: GroupShape) -> float:
+    """Return the trajectories/s of one worker with all places taken, as a measurement would.
 
-    A place is taken until the longest answer of its group ends, so fewer samples run than there are places
-    for.
+    A group keeps its place until its longest answer ends, so fewer samples run than the places could hold.
     """
-    batch = offer.max_groups * shape.num_samples * shape.mean / shape.longest
-    return offer.engine.tokens_per_s(batch) / shape.mean
+    batch = instance_type.max_groups * shape.num_samples * shape.mean / shape.longest
+    return instance_type.engine.tokens_per_s(batch) / shape.mean
 
 
-def _offer(offer: OfferModel, mu: float) -> Offer:
-    return Offer(
-        name=offer.name,
-        sku=offer.sku,
-        usd_per_hour=offer.usd_per_hour,
+def _instance_type(instance_type: InstanceTypeModel, mu: float) -> InstanceType:
+    return InstanceType(
+        name=instance_type.name,
+        sku=instance_type.sku,
+        usd_per_hour=instance_type.usd_per_hour,
         mu=mu,
-        max_count=offer.quota,
-        min_count=offer.min_count,
-        region=offer.region,
-        market=offer.market,
-        interruptions_per_hour=offer.interruptions_per_hour,
-        boot_s=offer.boot_s,
+        max_count=instance_type.quota,
+        min_count=instance_type.min_count,
+        region=instance_type.region,
+        market=instance_type.market,
+        interruptions_per_hour=instance_type.interruptions_per_hour,
+        boot_s=instance_type.boot_s,
     )

@@ -1,7 +1,6 @@
 """Scenario to simulate: typed, from YAML and `key=value` words.
 
-Learner, engines, links, prices, spot markets and faults are described here; how the run is decided is not:
-that is the real code.
+A scenario describes learner, engines, links, prices, spot markets and faults. The real code decides the run.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from echo_planes.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from echo_planes.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Section, unknown_key
 from echo_planes.config.files import user_path
 from echo_planes.config.plain_yaml import dump_yaml, parse_word, read_yaml
 from echo_planes.config.schema import StalenessConfig
@@ -32,7 +31,7 @@ USAGE = "python -m echo_planes.simulate scenario=NAME|FILE.yaml key=value ..."
 
 
 class SamplingModel(Section):
-    """Settings of the sampling for a step."""
+    """Settings of sampling."""
 
     prompts_per_step: PositiveInt = Field(64, description="groups in a learner step")
     samples_per_prompt: int = Field(8, ge=2, description="samples in a group (n)")
@@ -50,7 +49,7 @@ class SamplingModel(Section):
 
 
 class LengthConfig(Section):
-    """Tokens of an answer: lognormal, cut off."""
+    """Lengths of answers: lognormal, cut off."""
 
     median_tokens: PositiveFloat = Field(2000.0, description="half of the answers are longer")
     sigma: NonNegativeFloat = Field(0.6, description="standard deviation of the logarithm; 0: all alike")
@@ -58,7 +57,7 @@ class LengthConfig(Section):
 
 
 class LearnerModel(Section):
-    """The learner's pace and price."""
+    """Times and price of the learner."""
 
     t_train_s: PositiveFloat = Field(60.0, description="T_train, seconds of a step")
     jitter: float = Field(0.0, ge=0, lt=1, description="a step takes (1 +- jitter) T_train, drawn evenly")
@@ -69,7 +68,7 @@ class LearnerModel(Section):
 
 
 class NetworkConfig(Section):
-    """Links between learner and workers, and what travels on them."""
+    """Links between learner and workers, and sizes of publications."""
 
     mode: Dissemination = Field("chain", description="chain, star, or a star of unlimited uplink")
     uplink_mbit: PositiveFloat = Field(800.0, description="B0: what the learner can send, Mbit/s")
@@ -87,15 +86,17 @@ class NetworkConfig(Section):
     )
 
 
-class OfferModel(Section):
-    """One kind of worker, where and at what price it is to be had."""
+class InstanceTypeModel(Section):
+    """Kind of worker with its region, market and price."""
 
     name: str = Field(description="unique")
     sku: str = Field("gpu", description="what the hardware is called")
     region: str = Field("", description="a chain enters each region once")
     market: Market = Field("on_demand", description="spot or on_demand")
     usd_per_hour: NonNegativeFloat = Field(0.0, description="price of one worker")
-    count: int = Field(0, ge=0, description="workers at the start: w0, w1, ... in the order of the offers")
+    count: int = Field(
+        0, ge=0, description="workers at the start: w0, w1, ... in the order of the instance types"
+    )
     min_count: int = Field(0, ge=0, description="fleet.mode=provisioned: always so many")
     max_count: int | None = Field(None, ge=0, description="quota; default: count")
     peak_tokens_per_s: PositiveFloat = Field(2500.0, description="with very many samples running")
@@ -121,7 +122,7 @@ class OfferModel(Section):
         least = max(self.count, self.min_count)
         if self.quota < least:
             raise ValueError(
-                f"offer {self.name}: max_count={self.quota} is less than its count or min_count, {least}"
+                f"type {self.name}: max_count={self.quota} is less than its count or min_count, {least}"
             )
         return self
 
@@ -131,13 +132,14 @@ class FleetModel(Section):
 
     mode: Literal["fixed", "kept", "provisioned", "exact"] = Field(
         "fixed",
-        description="fixed: `count` of each offer, which are started again when they are lost; kept: others "
+        description="fixed: `count` of each type, which are started again when they are lost; kept: others "
         "take the place of the lost; provisioned: as many as pay; exact: the same, by the optimum of every "
         "moment and without hysteresis, to compare with",
     )
     restarts: int = Field(3, ge=0, description="fixed: times in a row that a lost worker is started again")
     boot_limit_s: PositiveFloat = Field(
-        3600.0, description="a worker that does not generate by then is given up, its offer backed off"
+        3600.0,
+        description="a worker that does not generate by then is given up, its instance type backed off",
     )
     sustain_s: NonNegativeFloat = Field(
         30.0, description="a shortage must last so long before any is added (a surplus 300 s)"
@@ -150,12 +152,12 @@ class FleetModel(Section):
 
     @property
     def follows_need(self) -> bool:
-        """Whether there are as many workers as the learner needs, not as many as there were."""
+        """Whether the fleet follows the learner's need instead of keeping its first size."""
         return self.mode in ("provisioned", "exact")
 
 
 class FaultConfig(Section):
-    """Something that goes wrong at a moment."""
+    """Fault at a set time."""
 
     at_s: NonNegativeFloat = Field(description="when")
     kind: Literal["kill", "preempt", "slow", "slow_link", "silence", "refuse_install"] = Field(
@@ -178,7 +180,7 @@ class RunLimits(Section):
 
 
 class Scenario(Section):
-    """A whole simulated run."""
+    """Settings of a whole simulated run."""
 
     name: str = Field("scenario", description="of the page and the files")
     seed: int = Field(0, ge=0, lt=2**63, description="of lengths, faults and interruptions")
@@ -189,7 +191,7 @@ class Scenario(Section):
     learner: LearnerModel = LearnerModel()
     network: NetworkConfig = NetworkConfig()
     fleet: FleetModel = FleetModel()
-    offers: list[OfferModel] = Field([], description="at least one")
+    instance_types: list[InstanceTypeModel] = Field([], description="at least one")
     faults: list[FaultConfig] = Field([], description="what goes wrong, besides interruptions")
 
     @property
@@ -199,12 +201,14 @@ class Scenario(Section):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        names = [offer.name for offer in self.offers]
+        names = [instance_type.name for instance_type in self.instance_types]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"offers {', '.join(twice)} are named twice: give each a name of its own")
-        most = sum(o.quota if self.fleet.follows_need else o.count for o in self.offers)
+            raise ValueError(
+                f"instance types {', '.join(twice)} are named twice: give each a name of its own"
+            )
+        most = sum(o.quota if self.fleet.follows_need else o.count for o in self.instance_types)
         if not most:
-            raise ValueError("offers: there would be no worker: give one a count, or a max_count")
+            raise ValueError("instance_types: there would be no worker: give one a count, or a max_count")
         if self.fleet.standby and self.fleet.mode == "fixed":
             raise ValueError(
                 f"fleet.standby={self.fleet.standby}: a fleet of fixed size has none; set fleet.mode=kept or "
@@ -217,13 +221,13 @@ class Scenario(Section):
 
 
 def load_scenario(words: Sequence[str]) -> Scenario:
-    """The scenario that `words` ask for.
+    """Load the scenario that `words` name, with their overrides.
 
     Args:
-        words: `scenario=NAME|FILE.yaml` and `key=value`, dotted keys, numbers index lists.
+        words: `scenario=NAME|FILE.yaml` and `key=value` with dotted keys, in which numbers index lists.
 
     Raises:
-        ConfigError: names the key, the value and what is wrong with it.
+        ConfigError: names the key, the value and the error.
     """
     name, overrides = "", []
     for word in words:
@@ -244,10 +248,10 @@ def load_scenario(words: Sequence[str]) -> Scenario:
 
 
 def parse_scenario(tree: dict[str, Any]) -> Scenario:
-    """A scenario from plain values.
+    """Build a scenario from plain values.
 
     Raises:
-        ConfigError: names the key, the value and what is wrong with it.
+        ConfigError: names the key, the value and the error.
     """
     try:
         return Scenario.model_validate(tree)
@@ -257,7 +261,7 @@ def parse_scenario(tree: dict[str, Any]) -> Scenario:
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
             raise ConfigError(
-                f"{path}={shown(first['input'])}: unknown key; see --help for all keys"
+                f"{path}={shown(first['input'])}: {unknown_key(path, '; see --help for all keys')}"
             ) from error
         if first["type"] in ("missing", "value_error"):
             raise ConfigError(f"{path}: {message}") from error
@@ -265,39 +269,39 @@ def parse_scenario(tree: dict[str, Any]) -> Scenario:
 
 
 def describe() -> str:
-    """Every key with its default and meaning, for `--help`; `...` stands for what has no default."""
+    """Return every key with its default and meaning, for `--help`; `...` stands for a missing default."""
     rows = describe_section("", Scenario)
     return "\n".join(row.replace("  .", "  ", 1).replace("PydanticUndefined", "...") for row in rows)
 
 
 def scenario_names() -> list[str]:
-    """Scenarios that come with the library."""
+    """Return the names of the scenarios that come with the library."""
     return sorted(path.stem for path in (config_dir() / "scenario").glob("*.yaml"))
 
 
 def dump_scenario(scenario: Scenario) -> str:
-    """The resolved scenario as YAML."""
+    """Return the resolved scenario as YAML."""
     return dump_yaml(scenario.model_dump(mode="json"))
 
 
-def offer_trace(offer: OfferModel) -> SpotTrace | None:
-    """The recorded market of an offer.
+def instance_type_trace(instance_type: InstanceTypeModel) -> SpotTrace | None:
+    """Read the recorded market of an instance type; None if it has none.
 
     Raises:
-        ConfigError: the file is not there.
-        DataError: it is not what it should be.
+        ConfigError: the file does not exist.
+        DataError: the file is damaged or of an unknown format.
     """
-    if offer.trace is None:
+    if instance_type.trace is None:
         return None
     folder = os.environ.get(DATA_VARIABLE)
-    places = [user_path(offer.trace), *([Path(folder) / offer.trace] if folder else [])]
+    places = [user_path(instance_type.trace), *([Path(folder) / instance_type.trace] if folder else [])]
     found = next((path for path in places if path.is_file()), None)
     if found is None:
         raise ConfigError(
-            f"offers: trace={offer.trace} of {offer.name} is not there: give the path of a file, or set "
-            f"{DATA_VARIABLE} to the folder that it is in"
+            f"instance_types: trace={instance_type.trace} of {instance_type.name} is not there: give the "
+            f"path of a file, or set {DATA_VARIABLE} to the folder that it is in"
         )
-    return read_trace(found, offer.trace_at_end)
+    return read_trace(found, instance_type.trace_at_end)
 
 
 def _path(name: str) -> Path:

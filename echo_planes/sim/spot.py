@@ -1,11 +1,11 @@
-"""Recorded spot markets: how many machines could be had at each moment.
+"""Recorded spot markets: the number of machines on offer over time.
 
-Formats, told apart by their first row:
+The first row decides the format:
 
 - `t_ms,add|remove,node`: a machine came or went;
-- `t_s,count`: the corners of a step curve, so that a moment may have two rows; the later one counts;
-- `date, time, count`: what a watcher wrote down. It foresees: a row whose time is not later than that of rows
-  before it replaces them.
+- `t_s,count`: corners of a step curve, so that a time may have two rows, of which the later one counts;
+- `date, time, count`: records of a watcher, some of them forecasts. A row replaces the rows before it whose
+  time is not earlier than its own.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ _Point = tuple[float, int]
 
 @dataclass(frozen=True, slots=True)
 class SpotTrace:
-    """A step function of time: machines available from `times_s[i]` on. It begins at 0."""
+    """Step function of time: `counts[i]` machines are available from `times_s[i]` on. It begins at time 0."""
 
     name: str
     times_s: tuple[float, ...]  # ascending, the first is 0
     counts: tuple[int, ...]
-    end_s: float  # of its last row
-    at_end: AtEnd = "error"  # begin again, keep the last count, or refuse to say
+    end_s: float  # time of its last row
+    at_end: AtEnd = "error"  # after the end: begin again, keep the last count, or raise an error
 
     def count(self, now_s: float) -> int:
-        """Machines available at a moment.
+        """Return the machines available at a time.
 
         Raises:
-            DataError: the trace has ended, and shall not be continued.
+            DataError: the trace has ended and `at_end` is "error".
         """
         return self.counts[bisect_right(self.times_s, self._within(now_s)) - 1]
 
     def next_change_s(self, now_s: float) -> float:
-        """The first moment after this one at which the count may differ; infinite if there is none.
+        """Return the first later time at which the count may differ; infinite if there is none.
 
-        Of a trace that is not to be continued its end is one, so that the end is not passed unseen.
+        The end of a trace counts as such a time unless `at_end` is "hold", so that no caller misses the end.
         """
         within = self._within(now_s)
         place = bisect_right(self.times_s, within)
         later = self.times_s[place] if place < len(self.times_s) else math.inf
         if self.at_end != "hold":
             later = min(later, self.end_s)
-        # The period's end is taken from the moment itself: sums of differences would drift.
+        # The start of the period is computed from the time itself: a sum of differences would drift.
         base = (now_s // self.end_s) * self.end_s if self.at_end == "repeat" else 0.0
         found = base + later
         return found if found > now_s else math.nextafter(now_s, math.inf)
@@ -75,7 +75,7 @@ def read_trace(path: Path, at_end: AtEnd = "error") -> SpotTrace:
     """Read a recorded trace of one of the formats above.
 
     Raises:
-        DataError: it cannot be read, or is not of these formats; names the line.
+        DataError: the file cannot be read or has none of these formats; names the line.
     """
     text = read_text(path, MAX_BYTES, advice="give a CSV file of a spot trace")
     rows = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
@@ -103,7 +103,7 @@ def _format(path: Path, first: str) -> Callable[[Path, Sequence[tuple[int, str]]
 
 
 def _trace(name: str, points: Sequence[_Point], at_end: AtEnd) -> SpotTrace:
-    """Points in order of time, the later of equal times counting; nothing is there before the first."""
+    """Build a trace from points in order of time. Of equal times the later point counts; before all, 0."""
     steps: list[_Point] = [(0.0, 0)]
     for at_s, count in points:
         if steps[-1][0] == at_s:

@@ -1,4 +1,4 @@
-"""The accounting of a simulated run: what happened, in order, and its sums. All of it says "simulated"."""
+"""Accounting of a simulated run: its events in order, and their sums. Every record is marked "simulated"."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class _Fault:
 
 
 class Trace:
-    """Everything a run says about itself.
+    """Records of a simulated run: events, steps, faults, tokens and money.
 
     Args:
-        scenario: what is simulated.
+        scenario: settings of the run.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -46,36 +46,36 @@ class Trace:
         self.events: list[Record] = []
         self.steps: list[Record] = []
         self.learner_s = {"train": 0.0, "idle": 0.0}
-        self._capacity: dict[str, float] = {}  # tokens/s of every worker that serves, at its present speed
-        self._total = 0.0  # of them
-        self._states: dict[str, str] = {}  # of workers that came
+        self._capacity: dict[str, float] = {}  # tokens/s of every serving worker, at its present speed
+        self._total = 0.0  # sum of `_capacity`
+        self._states: dict[str, str] = {}  # of workers whose machine came
         self._faults: list[_Fault] = []
         self._paid: dict[str, Mapping[str, int]] = {}  # of buffered groups: tokens by machine
-        self._fates: Counter[str] = Counter()  # tokens
-        self._stale_sum = 0  # over trained trajectories
+        self._fates: Counter[str] = Counter()  # tokens by fate
+        self._stale_sum = 0  # over trained groups
         self._stale_max = 0
 
-    # --- what happens ----------------------------------------------------------------------------
+    # --- events ----------------------------------------------------------------------------------
 
     def event(self, now_s: float, kind: str, text: str, **more: Any) -> None:
-        """Something worth a line."""
+        """Record an event."""
         self.events.append({"time_s": round(now_s, 3), "kind": kind, "text": text, **more})
 
-    def worker(self, now_s: float, worker_id: str, state: str, offer: str) -> None:
+    def worker(self, now_s: float, worker_id: str, state: str, instance_type: str) -> None:
         """Set a worker's state from now on: `booting`, `serving` or `gone`."""
         if self._states.get(worker_id, "gone") != state:
             self._states[worker_id] = state
-            self.event(now_s, WORKER_STATE, state, worker=worker_id, offer=offer)
+            self.event(now_s, WORKER_STATE, state, worker=worker_id, instance_type=instance_type)
 
     def capacity(self, now_s: float, worker_id: str, tokens_per_s: float) -> None:
-        """Set a worker's throughput from now on, tokens/s; 0: it does not serve."""
+        """Set a worker's throughput from now on, tokens/s; 0 if it does not serve."""
         if self._capacity.get(worker_id, 0.0) == tokens_per_s:
             return
         if tokens_per_s:
             self._capacity[worker_id] = tokens_per_s
         else:
             self._capacity.pop(worker_id, None)
-        # Summed anew: differences would drift, and the order of a sum must not matter for equality.
+        # Sum anew, in ascending order: differences would drift, and the sum must not depend on the order.
         self._total = sum(sorted(self._capacity.values()))
         for fault in self._faults:
             if fault.recovered_s is None:
@@ -84,32 +84,32 @@ class Trace:
                     fault.recovered_s = now_s - fault.at_s
 
     def fault(self, now_s: float, kind: str, worker_id: str) -> None:
-        """Something is about to go wrong."""
+        """Record a fault before it takes effect."""
         self._faults.append(_Fault(now_s, f"{kind} {worker_id}", self._total, self._total))
         self.event(now_s, "fault", kind, worker=worker_id)
 
     def lost(self, machine: str, tokens: int, fate: str) -> None:
-        """Tokens of which nothing will come."""
+        """Settle tokens that will never be trained."""
         if tokens:
             self.money.settle(machine, "lost" if fate == "lost" else "failed", tokens)
             self._fates[fate] += tokens
 
     def accepted(self, group_id: str, paid: Mapping[str, int]) -> None:
-        """A group is in the buffer: its tokens by machine."""
+        """Record the tokens of a group that goes to the buffer, by machine."""
         self._paid[group_id] = paid
 
     def refused(self, group_id: str, machine: str, tokens: int) -> None:
-        """A group was not accepted: so many tokens of it are nowhere else."""
+        """Record that a group was not accepted; `tokens` are those that the data plane does not have."""
         self._paid.pop(group_id, None)
         self.lost(machine, tokens, "refused")
 
     def dropped(self, groups: Sequence[Accepted]) -> None:
-        """Groups that became too old."""
+        """Settle groups that became too old."""
         for group in groups:
             self._settle(group.group_id, "stale")
 
     def uninformative(self, groups: Sequence[Accepted]) -> None:
-        """Groups that others replace."""
+        """Settle groups set aside as uninformative."""
         for group in groups:
             self._settle(group.group_id, "uninformative")
 
@@ -122,7 +122,7 @@ class Trace:
         idle_s: float,
         counts: BufferCounts,
     ) -> None:
-        """A learner step has ended."""
+        """Record the end of a learner step."""
         tokens = sum(self._settle(group.group_id, "trained") for group in groups)
         ages = [step - group.version for group in groups]
         self._stale_sum += sum(ages)
@@ -154,7 +154,7 @@ class Trace:
         self.steps.append(row)
 
     def _settle(self, group_id: str, fate: Fate) -> int:
-        """The tokens of a group have found their end; 0 where they had already."""
+        """Settle the tokens of a group and return their number; 0 if they were settled before."""
         paid = self._paid.pop(group_id, {})
         for machine, tokens in paid.items():
             self.money.settle(machine, fate, tokens)
@@ -176,7 +176,7 @@ class Trace:
     def installed(self, now_s: float, report: InstallReport, num_active: int) -> None:
         self.broadcasts.on_installed(report, num_active, now_s)
 
-    # --- what it came to -------------------------------------------------------------------------
+    # --- results ---------------------------------------------------------------------------------
 
     @property
     def bubble_ratio(self) -> float:
@@ -185,7 +185,7 @@ class Trace:
         return idle_s / (idle_s + train_s) if idle_s + train_s else 0.0
 
     def summary(self, now_s: float, *, status: str, error: str, counts: BufferCounts, more: Record) -> Record:
-        """Contents of summary.json."""
+        """Return the contents of summary.json."""
         money = self.money.summary(now_s)
         num_steps = len(self.steps)
         bcasts = [row["t_bcast_s"] for row in self.broadcasts.rows() if row["t_bcast_s"] is not None]
@@ -254,5 +254,5 @@ class Trace:
 
 
 def dump_lines(records: Sequence[Record]) -> str:
-    """Records as JSON lines, each marked."""
+    """Return records as JSON lines, each marked as simulated."""
     return "".join(json.dumps(MARK | record) + "\n" for record in records)

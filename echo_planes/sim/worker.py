@@ -1,8 +1,8 @@
-"""One incarnation of a rollout worker: a modelled engine, and what the real worker does around it.
+"""Incarnation of a rollout worker: a modelled engine, and the real worker's handling of leases around it.
 
 It takes leases, goes on from other workers' partial rollouts, streams its tokens, finishes groups and hands
-leases over. Tokens are numbers of tokens here: a sample's ids are zeros, and of a finished answer one token
-stands for every version it was made under.
+leases over. Only numbers of tokens matter: all ids are zero, and a finished answer has one token for each
+version that it was sampled under.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from echo_planes.sim.engine_model import Engine
 from echo_planes.sim.lengths import LengthModel, mix, uniform
-from echo_planes.sim.scenario import OfferModel, SamplingModel
+from echo_planes.sim.scenario import InstanceTypeModel, SamplingModel
 from echo_planes.types import (
     Episode,
     Group,
@@ -30,39 +30,39 @@ from echo_planes.types import (
 )
 
 Versions = tuple[int, ...]
-_SAME_TOKENS = 1e-6  # rounding of marks
+_SAME_TOKENS = 1e-6  # tolerance for rounding of marks
 _RIGHT, _WRONG = Reward(1.0, True), Reward(0.0, False)
 
 
 @dataclass(slots=True)
 class Work:
-    """One lease in progress. Tokens of a sample count from its first, by any worker."""
+    """Lease in progress. Counts of a sample's tokens include those of other workers."""
 
     lease: Lease
     lengths: Sequence[int]
-    begun: float  # mark of the engine
+    begun: float  # mark of the engine at the begin
     have: tuple[int, ...]  # tokens of each sample that other workers made
-    versions: tuple[Versions, ...]  # they made them under
+    versions: tuple[Versions, ...]  # versions under which they made them
     calls: dict[int, int]  # sample -> number of its call, as the data plane counts them
     sent: list[int]  # tokens of each sample that the data plane has
     paid: dict[str, int]  # tokens that the data plane has, by the machine that made them
-    made: int = 0  # tokens that this worker made of it, once it is over
+    made: int = 0  # tokens that this worker made, set at the end of the lease
 
     @property
     def num_sent(self) -> int:
-        """Of them, those that the data plane has."""
+        """Tokens of this worker that the data plane has."""
         return sum(self.sent) - sum(self.have)
 
 
 class Answers:
-    """Finished answers as the data plane takes them; equal ones are one object."""
+    """Maker of finished answers for the data plane; equal episodes are one object."""
 
     def __init__(self, lineage: str) -> None:
         self._lineage = lineage
         self._episodes: dict[Versions, Episode] = {}
 
     def digest(self, version: int) -> str:
-        """Stand-in for a version's digest."""
+        """Return a stand-in for a version's digest."""
         return f"sim:{version:08x}"
 
     def span(self, start: int, stop: int, version: int) -> Span:
@@ -89,27 +89,27 @@ class Answers:
 
 
 def is_solved(prompt_index: int, share: float) -> bool:
-    """Whether a prompt is one of those, a share of all, whose every answer is right."""
+    """Return whether a prompt belongs to the share of prompts whose every answer is right."""
     return share > 0 and float(uniform(mix(np.array([prompt_index], np.uint64)))[0]) < share
 
 
 class SimWorker:
-    """One incarnation.
+    """Incarnation of a worker.
 
     Args:
         worker_id: its name.
-        epoch: incarnation.
-        offer: its hardware.
-        lengths: of the answers.
-        answers: makes them.
-        now_s: when its engine is there.
+        epoch: its incarnation.
+        instance_type: its hardware.
+        lengths: lengths of the answers.
+        answers: makes the answers.
+        now_s: time at which its engine is ready.
     """
 
     def __init__(
         self,
         worker_id: str,
         epoch: int,
-        offer: OfferModel,
+        instance_type: InstanceTypeModel,
         *,
         lengths: LengthModel,
         answers: Answers,
@@ -117,18 +117,18 @@ class SimWorker:
     ) -> None:
         self.worker_id = worker_id
         self.epoch = epoch
-        self.engine = Engine(offer.engine, offer.max_groups, now_s)
+        self.engine = Engine(instance_type.engine, instance_type.max_groups, now_s)
         self.version = -1
         self.work: dict[str, Work] = {}  # by lease
         self._lengths = lengths
         self._answers = answers
-        self._since: list[float] = []  # marks from which on ...
-        self._served: list[int] = []  # ... these versions served
+        self._since: list[float] = []  # marks at which ...
+        self._served: list[int] = []  # ... these versions began to serve
 
     # --- leases ----------------------------------------------------------------------------------
 
     def begin(self, lease: Lease, paid: dict[str, int]) -> None:
-        """Take a lease on, from where others left it. The engine is up to date.
+        """Begin a lease where other workers left it. The engine must be up to date.
 
         Args:
             lease: with its partial rollouts.
@@ -147,24 +147,24 @@ class SimWorker:
         self.engine.add(lease.lease_id, lengths, work.have)
 
     def take_ended(self) -> list[Work]:
-        """Leases whose samples have all ended. The engine is up to date."""
+        """Remove and return the leases whose samples have all ended. The engine must be up to date."""
         ended = [self.work.pop(lease_id) for lease_id in self.engine.take_ended()]
         for work in ended:
             work.made = sum(work.lengths) - sum(work.have)
         return ended
 
     def group(self, work: Work, sampling: SamplingModel) -> Group:
-        """The result of a lease that has ended, with that share of right answers.
+        """Return the result of an ended lease, with the share of right answers in `sampling`.
 
-        Samples that are alike but for their number are one object, the first of them.
+        Samples that differ only in their number are one object, the first of them.
         """
         lease, size = work.lease, len(work.lengths)
         shift = lease.prompt.index
         num_right = size if is_solved(shift, sampling.solved) else round(sampling.accuracy * size)
-        # The samples that are right change from prompt to prompt, their number does not.
+        # Which samples are right depends on the prompt; their number does not.
         rights = [(sample + shift) % size < num_right for sample in range(size)]
         if not work.calls and self._since[-1] <= work.begun:
-            # Nearly all groups: begun here, and no version came meanwhile.
+            # The usual case: the group began here, and no version was installed since.
             newest, make = (self.version,), self._answers.trajectory
             made = {right: make(lease, rights.index(right), newest, right) for right in set(rights)}
             return Group(lease.group_id, tuple([made[right] for right in rights]))
@@ -178,13 +178,13 @@ class SimWorker:
         return Group(lease.group_id, tuple(trajectories))
 
     def drop(self, lease_id: str) -> Work:
-        """Let a lease go. The engine is up to date."""
+        """Remove and return a lease that has not ended. The engine must be up to date."""
         work = self.work.pop(lease_id)
         work.made = sum(self.engine.remove(lease_id)) - sum(work.have)
         return work
 
     def unsent(self, work: Work) -> LeaseTokens:
-        """The tokens of a running lease that the data plane lacks; they count as sent from now on."""
+        """Return the tokens of a running lease that the data plane lacks, and count them as sent."""
         pieces = []
         for sample, (length, had) in enumerate(zip(work.lengths, work.have, strict=True)):
             total = had + min(math.floor(self.engine.mark - work.begun + _SAME_TOKENS), length - had)
@@ -203,7 +203,7 @@ class SimWorker:
     # --- versions --------------------------------------------------------------------------------
 
     def serve(self, version: int) -> None:
-        """Make a version serve from now on. The engine is up to date."""
+        """Serve a version from now on. The engine must be up to date."""
         self.version = version
         oldest = min((work.begun for work in self.work.values()), default=self.engine.mark)
         keep = max(bisect_right(self._since, oldest) - 1, 0)
@@ -211,12 +211,12 @@ class SimWorker:
         self._served = [*self._served[keep:], version]
 
     def _versions_of(self, work: Work, sample: int) -> Versions:
-        """Versions under which a sample that has ended was made, here and elsewhere."""
+        """Return the versions under which all workers made an ended sample."""
         versions, made = work.versions[sample], work.lengths[sample] - work.have[sample]
         return versions + self._between(work.begun, work.begun + made) if made > 0 else versions
 
     def _between(self, start: float, stop: float) -> Versions:
-        """Versions under which the tokens between two marks were made, oldest first."""
+        """Return the versions under which the tokens between two marks were made, oldest first."""
         first = max(bisect_right(self._since, start + _SAME_TOKENS) - 1, 0)
         last = first + 1
         while last < len(self._since) and self._since[last] < stop - _SAME_TOKENS:
@@ -224,7 +224,7 @@ class SimWorker:
         return tuple(self._served[first:last])
 
     def _spans(self, start: float, num_tokens: int) -> tuple[Span, ...]:
-        """Spans of so many tokens of a sample, the first of them made at a mark."""
+        """Return the spans of `num_tokens` tokens of a sample, of which the first begins at mark `start`."""
         place = max(bisect_right(self._since, start + _SAME_TOKENS) - 1, 0)
         spans: list[Span] = []
         done = 0

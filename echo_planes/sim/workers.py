@@ -1,7 +1,7 @@
-"""The workers of a simulated run: their machines, engines, installs and ends.
+"""Workers of a simulated run: their machines, engines, installs and ends.
 
-What the controller asks of workers is carried out here; a worker that is lost sends nothing after its last
-stream, and is noticed as late as the network's `detection_s` says.
+`SimWorkers` carries out the controller's actions on workers. A lost worker sends nothing after its last
+stream. The controller learns of the loss after the network's `detection_s`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from echo_planes.sim.flow import Flow, SimMember
 from echo_planes.sim.market import Market
 from echo_planes.sim.network import Links, Network
 from echo_planes.sim.scaling import Scaling
-from echo_planes.sim.scenario import MBIT, OfferModel
+from echo_planes.sim.scenario import MBIT, InstanceTypeModel
 from echo_planes.sim.spot import SpotTrace
 from echo_planes.sim.worker import SimWorker
 from echo_planes.types import InstallReport, Lease, Manifest
@@ -28,12 +28,12 @@ MB = 1_000_000
 
 
 class SimWorkers:
-    """All workers.
+    """All workers of a simulated run.
 
     Args:
-        run: that they belong to.
+        run: shared parts of the run.
         data: its data plane.
-        traces: recorded spot markets, by offer.
+        traces: recorded spot markets, by instance type.
     """
 
     def __init__(self, run: Context, data: SimDataPlane, traces: Mapping[str, SpotTrace]) -> None:
@@ -43,7 +43,9 @@ class SimWorkers:
         self._trace = run.trace
         self._data = data
         self._settings = network = scenario.network
-        self._offers = {offer.name: offer for offer in scenario.offers}
+        self._instance_types = {
+            instance_type.name: instance_type for instance_type in scenario.instance_types
+        }
         self.network = Network(
             Links(
                 network.mode,
@@ -55,27 +57,27 @@ class SimWorkers:
             )
         )
         self.flow = Flow(scenario.sampling, run.kernel, run.trace, data)
-        self.market = Market(self._offers, traces, self._kernel, self, run.rng)
+        self.market = Market(self._instance_types, traces, self._kernel, self, run.rng)
         self.members: dict[str, SimMember] = {}
         self.first_served_s = math.inf
         self._serving: set[str] = set()
-        self._most = 0  # workers that served at once
+        self._most = 0  # most workers that served at once
         self._num_lost = 0
         self._tick_s = scenario.sampling.stream_s
         if scenario.sampling.router != "pull":
             self._kernel.after(self._tick_s, self._tick)
         self.scaling = None if scenario.fleet.mode == "fixed" else Scaling(run)
 
-    def begin(self, offers: Mapping[str, OfferModel]) -> None:
-        """The fleet to begin with: by name those the controller knows, or those the fleet asks for."""
-        for name, offer in offers.items():
-            self.members[name] = SimMember(name, offer)
+    def begin(self, instance_types: Mapping[str, InstanceTypeModel]) -> None:
+        """Begin with the workers that the controller knows by name, or with those that the fleet launches."""
+        for name, instance_type in instance_types.items():
+            self.members[name] = SimMember(name, instance_type)
         if self.scaling is not None:
             self._scale(self.scaling.begin())
             self._kernel.after(self._run.scenario.fleet.tick_s, partial(self._tick_fleet, self.scaling))
 
     def end(self) -> None:
-        """The run is over: count what is being made."""
+        """Account for the unfinished tokens at the end of the run."""
         for member in self.members.values():
             if member.engine is not None:
                 self.flow.advance(member)
@@ -84,18 +86,18 @@ class SimWorkers:
                     self._trace.money.made(member.name, work.made)
 
     def summary(self) -> dict[str, int]:
-        """For summary.json."""
+        """Return the numbers of workers for summary.json."""
         return {"workers_most": self._most, "workers_lost": self._num_lost}
 
     def serving(self) -> list[SimMember]:
-        """Workers that serve a version, in the order in which they were asked for; no standbys."""
+        """Return the workers that serve a version, without standbys, in the order of their requests."""
         served = [member for name, member in self.members.items() if name in self._serving]
         return [member for member in served if not member.parked]
 
-    # --- what the controller asks ----------------------------------------------------------------
+    # --- actions of the controller ---------------------------------------------------------------
 
     def carry_out(self, action: ev.Action) -> None:
-        """An action that concerns a worker."""
+        """Carry out an action that concerns a worker."""
         match action:
             case ev.StartWorker(worker_id, epoch, delay_s):
                 self._end(worker_id)
@@ -111,7 +113,7 @@ class SimWorkers:
             case ev.Install(worker_id, epoch, fresh):
                 self._install(worker_id, epoch, fresh)
 
-    # --- what the fleet asks ---------------------------------------------------------------------
+    # --- actions of the fleet --------------------------------------------------------------------
 
     def _tick_fleet(self, scaling: Scaling) -> None:
         self._scale(scaling.tick({member.name: self._sample(member) for member in self.serving()}))
@@ -130,9 +132,9 @@ class SimWorkers:
     def _scale(self, actions: Sequence[FleetAction]) -> None:
         for action in actions:
             match action:
-                case Launch(worker_id, offer):
-                    self.members[worker_id] = SimMember(worker_id, self._offers[offer])
-                    self.market.ask(worker_id, offer)
+                case Launch(worker_id, instance_type):
+                    self.members[worker_id] = SimMember(worker_id, self._instance_types[instance_type])
+                    self.market.ask(worker_id, instance_type)
                 case Leave(worker_id, reason, limit_s):
                     self.unwant(worker_id, reason, limit_s)
                 case Park(worker_id):
@@ -141,7 +143,7 @@ class SimWorkers:
                     self.park(worker_id, parked=False, reason=reason)
 
     def unwant(self, worker_id: str, reason: str, limit_s: float) -> None:
-        """The fleet no longer wants a worker."""
+        """Have a worker leave that the fleet no longer wants."""
         member = self.members.get(worker_id)
         if member is None:
             return
@@ -154,7 +156,7 @@ class SimWorkers:
             self._forget(worker_id)
 
     def park(self, worker_id: str, *, parked: bool, reason: str) -> None:
-        """The fleet has a worker stand by, or take part."""
+        """Make a worker a standby, or activate it."""
         member = self.members[worker_id]
         member.parked = parked
         self._trace.event(self._kernel.now_s, "standby" if parked else "takes part", reason, worker=worker_id)
@@ -163,11 +165,11 @@ class SimWorkers:
         self.flow.ask(member)
 
     def on_leases(self, worker_id: str, leases: Sequence[Lease]) -> None:
-        """The data plane has work for a worker."""
+        """Pass issued leases on to a worker."""
         self.flow.begin(self.members[worker_id], leases)
 
     def broadcast(self, manifest: Manifest) -> None:
-        """A publication goes out to the workers that are there; made again, to those that never got it."""
+        """Broadcast a publication to the workers with an engine that have not received this version."""
         up = [name for name, member in self.members.items() if member.engine is not None]
         parts = {name: self.network.transfer(name) for name in up}
         there = [name for name in up if (part := parts[name]) is None or part.version < manifest.version]
@@ -177,7 +179,7 @@ class SimWorkers:
                 self._pause(self.members[name], True)
 
     def _tick(self) -> None:
-        """Workers tell how they are; those that something is recalled from hear of it."""
+        """Pass the workers' stats to the data plane, and renew the leases of workers with recalled ones."""
         self._kernel.after(self._tick_s, self._tick)
         told = [
             (member.epoch, self.flow.stats(member, member.engine))
@@ -191,13 +193,13 @@ class SimWorkers:
         member = self.members[worker_id]
         first, member.epoch, member.starting = member.epoch < 0, epoch, True
         if not self.market.holds(worker_id):
-            self.market.ask(worker_id, member.offer.name)
+            self.market.ask(worker_id, member.instance_type.name)
         elif first:
-            self._engine_ready(member)  # its machine has booted before it was wanted
+            self._engine_ready(member)  # its machine booted before the controller started it
         else:
             self._trace.money.mark(worker_id, "booting", self._kernel.now_s)
-            self._trace.worker(self._kernel.now_s, worker_id, "booting", member.offer.name)
-            self._kernel.after(member.offer.boot_s, partial(self._restarted, worker_id, epoch))
+            self._trace.worker(self._kernel.now_s, worker_id, "booting", member.instance_type.name)
+            self._kernel.after(member.instance_type.boot_s, partial(self._restarted, worker_id, epoch))
 
     def _restarted(self, worker_id: str, epoch: int) -> None:
         member = self.members.get(worker_id)
@@ -210,15 +212,15 @@ class SimWorkers:
         member.engine = SimWorker(
             member.name,
             member.epoch,
-            member.offer,
+            member.instance_type,
             lengths=self._run.lengths,
             answers=self._run.answers,
             now_s=now_s,
         )
-        self.network.join(member.name, member.offer.region)
+        self.network.join(member.name, member.instance_type.region)
         self._data.register(member.name, member.epoch)
         self._trace.money.mark(member.name, "idle", now_s)
-        self._trace.event(now_s, "worker ready", member.offer.name, worker=member.name)
+        self._trace.event(now_s, "worker ready", member.instance_type.name, worker=member.name)
         self._run.tell(ev.WorkerReady(member.name, member.epoch))
 
     def _leave(self, worker_id: str, epoch: int) -> None:
@@ -232,30 +234,34 @@ class SimWorkers:
         self._run.tell(ev.WorkerLeft(worker_id, epoch))
 
     def _end(self, worker_id: str) -> None:
-        """End an incarnation, if there is one, and give its prompts back."""
+        """End a worker's incarnation, if it has one, and return its prompts to the data plane."""
         member = self.members[worker_id]
         if member.engine is not None:
             self._stop_engine(member)
         self._data.lose(worker_id)
 
     def _forget(self, worker_id: str) -> None:
-        """The run is done with a worker: its machine goes back."""
+        """Forget a worker and give its machine back."""
         member = self.members.pop(worker_id)
         self.market.release(worker_id)
         self._trace.money.stop(worker_id, self._kernel.now_s)
-        self._trace.worker(self._kernel.now_s, worker_id, "gone", member.offer.name)
+        self._trace.worker(self._kernel.now_s, worker_id, "gone", member.instance_type.name)
         self.network.forget(worker_id)
         if self.scaling is not None:
             self.scaling.gone(worker_id, member.cause or "died")
 
-    # --- what becomes of machines (market.Tenant) --------------------------------------------------
+    # --- events of machines (market.Tenant) --------------------------------------------------------
 
     def on_granted(self, worker_id: str) -> None:
-        offer = self.members[worker_id].offer
+        instance_type = self.members[worker_id].instance_type
         self._trace.money.start(
-            worker_id, offer.usd_per_hour, self._kernel.now_s, sku=offer.sku, market=offer.market
+            worker_id,
+            instance_type.usd_per_hour,
+            self._kernel.now_s,
+            sku=instance_type.sku,
+            market=instance_type.market,
         )
-        self._trace.worker(self._kernel.now_s, worker_id, "booting", offer.name)
+        self._trace.worker(self._kernel.now_s, worker_id, "booting", instance_type.name)
         if self.scaling is not None:
             self.scaling.came(worker_id)
 
@@ -278,15 +284,15 @@ class SimWorkers:
         if member.engine is not None:
             self.lose(member, "its machine was taken")
         elif member.epoch >= 0:
-            self._trace.worker(self._kernel.now_s, worker_id, "gone", member.offer.name)
+            self._trace.worker(self._kernel.now_s, worker_id, "gone", member.instance_type.name)
             self._told_lost(worker_id, member.epoch, "its machine was taken while it booted")
-        else:  # the controller never heard of it
+        else:  # the controller does not know it
             self._forget(worker_id)
 
     def lose(self, member: SimMember, reason: str) -> None:
-        """A worker's process ends without a word."""
+        """End a worker's process without notice; the controller learns of it after `detection_s` seconds."""
         self._num_lost += 1
-        self._trace.worker(self._kernel.now_s, member.name, "gone", member.offer.name)
+        self._trace.worker(self._kernel.now_s, member.name, "gone", member.instance_type.name)
         self._trace.event(self._kernel.now_s, "worker lost", reason, worker=member.name)
         self._stop_engine(member)
         noticed = partial(self._told_lost, member.name, member.epoch, reason)
@@ -328,7 +334,7 @@ class SimWorkers:
         member.wanted = manifest
 
     def arrived(self, member: SimMember, engine: SimWorker) -> None:
-        """A worker has a publication whole: it stands still while the weights change."""
+        """Begin the install of a publication that has arrived; the engine pauses until it is done."""
         if member.engine is not engine:
             return
         if self._kernel.now_s < member.silent_until_s:
@@ -376,7 +382,7 @@ class SimWorkers:
         now_s = self._kernel.now_s
         if member.name not in self._serving:
             self._serving.add(member.name)
-            self._trace.worker(now_s, member.name, "serving", member.offer.name)
+            self._trace.worker(now_s, member.name, "serving", member.instance_type.name)
             self._most = max(self._most, len(self._serving))
             self.first_served_s = min(self.first_served_s, now_s)
             if self.scaling is not None:
@@ -384,11 +390,11 @@ class SimWorkers:
         self.tell_capacity(member)
 
     def tell_capacity(self, member: SimMember) -> None:
-        """Enter what a worker can make now in the accounting."""
+        """Enter a worker's present throughput in the accounting."""
         able = member.name in self._serving and not member.parked
         able = able and self._kernel.now_s >= member.silent_until_s
-        batch = member.offer.max_groups * self._run.scenario.sampling.samples_per_prompt
-        full = member.offer.engine.tokens_per_s(batch) * member.speed
+        batch = member.instance_type.max_groups * self._run.scenario.sampling.samples_per_prompt
+        full = member.instance_type.engine.tokens_per_s(batch) * member.speed
         self._trace.capacity(self._kernel.now_s, member.name, full if able else 0.0)
 
     def _pause(self, member: SimMember, paused: bool) -> None:

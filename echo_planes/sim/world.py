@@ -1,9 +1,9 @@
-"""The shell of a simulated run: what `runner.py` does with real planes, done with modelled ones.
+"""Shell of a simulated run: the counterpart of `loop/runner.py` for modelled planes.
 
-`Controller`, `ReplayBuffer`, `LeaseTable`, chain planner and fleet are the real ones. Here their actions are
-carried out in virtual time, and what comes of them is told to them as events.
+`Controller`, `ReplayBuffer`, `LeaseTable`, chain planner and fleet are the real ones. `World` carries out the
+controller's actions in virtual time and returns their results to the controller as events.
 
-Not modelled: the time that evaluations, rewards and prefills take, and what evaluations find.
+Not modelled: the duration of evaluations, rewards and prefills, and the results of evaluations.
 """
 
 from __future__ import annotations
@@ -15,15 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from echo_planes.config.schema import (
-    CheckpointConfig,
-    Config,
-    EvalConfig,
-    FleetConfig,
-    RunConfig,
-    SamplingConfig,
-    WorkerConfig,
-)
+from echo_planes.config.fleet import FleetConfig, WorkerConfig
+from echo_planes.config.schema import CheckpointConfig, Config, EvalConfig, RunConfig, SamplingConfig
 from echo_planes.data.replay.buffer_state import Accepted, NotReady
 from echo_planes.errors import RunError
 from echo_planes.loop import events as ev
@@ -33,7 +26,7 @@ from echo_planes.sim.data_plane import SimDataPlane
 from echo_planes.sim.faults import Faults
 from echo_planes.sim.kernel import Kernel
 from echo_planes.sim.lengths import LengthModel
-from echo_planes.sim.scenario import Scenario, offer_trace
+from echo_planes.sim.scenario import Scenario, instance_type_trace
 from echo_planes.sim.trace import LEARNER, Record, Trace, dump_lines
 from echo_planes.sim.worker import Answers
 from echo_planes.sim.workers import SimWorkers
@@ -45,22 +38,22 @@ MB = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Result of a simulation. Everything in it is simulated."""
+    """Result of a simulation; all its figures are simulated."""
 
     summary: Record
     steps: Sequence[Record]
     events: Sequence[Record]
 
     def lines(self) -> str:
-        """The whole trace as JSON lines: equal scenarios and seeds give equal bytes."""
+        """Return the whole trace as JSON lines; equal scenarios and seeds give equal bytes."""
         return dump_lines([{"kind": "summary", **self.summary}, *self.events, *self.steps])
 
 
 class World:
-    """One simulated run.
+    """Simulated run.
 
     Args:
-        scenario: what is simulated.
+        scenario: settings of the run.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -81,12 +74,14 @@ class World:
         self.manifest: Manifest | None = None
         self._events: deque[ev.Event] = deque()
         self._handling = False
-        self._free_since_s = 0.0  # the learner, while it does nothing
-        self._idle_s = 0.0  # it waited, since the last step
+        self._free_since_s = 0.0  # time at which the learner's last work ended
+        self._idle_s = 0.0  # seconds that the learner has waited since its last step
         self._finish: ev.Finish | None = None
         self._published = -1
-        self._chosen: Sequence[Accepted] = ()  # of the batch that is trained
-        traces = {o.name: trace for o in scenario.offers if (trace := offer_trace(o)) is not None}
+        self._chosen: Sequence[Accepted] = ()  # groups of the current batch
+        traces = {
+            o.name: trace for o in scenario.instance_types if (trace := instance_type_trace(o)) is not None
+        }
         self.data = self.make_data_plane()
         context = Context(
             scenario,
@@ -100,13 +95,15 @@ class World:
         )
         self.workers = SimWorkers(context, self.data, traces)
         fixed = self.config.fleet.fixed()
-        offers = [offer for offer in scenario.offers for _ in range(offer.count)]
-        self._first = dict(zip(fixed, offers, strict=True)) if fixed else {}
+        instance_types = [
+            instance_type for instance_type in scenario.instance_types for _ in range(instance_type.count)
+        ]
+        self._first = dict(zip(fixed, instance_types, strict=True)) if fixed else {}
         self.controller = Controller(self.config, list(fixed))
         Faults(scenario.faults, self.kernel, self.workers, self.trace, self.rng)
 
     def make_data_plane(self) -> SimDataPlane:
-        """The data plane of this run."""
+        """Make the data plane of this run."""
         return SimDataPlane(
             self.scenario,
             self.kernel,
@@ -123,8 +120,8 @@ class World:
         """Run to the end.
 
         Raises:
-            DataError: a spot trace ended that shall not be continued.
-            RunError: trajectories were lost: there is an error in the code that decides.
+            DataError: a spot trace with at_end "error" has ended.
+            RunError: trajectories were lost, which is an error in the decision code.
         """
         learner = self.scenario.learner
         self.trace.money.start(LEARNER, learner.usd_per_hour, 0.0, sku=LEARNER, role="learner")
@@ -148,7 +145,7 @@ class World:
         return Result(summary, self.trace.steps, self.trace.events)
 
     def tell(self, event: ev.Event) -> None:
-        """Tell the controller, after what it is being told already."""
+        """Pass an event to the controller, after the events that it is still handling."""
         self._events.append(event)
         if self._handling:
             return
@@ -200,13 +197,13 @@ class World:
             counts = self.data.counts
             self.trace.trained(self.kernel.now_s, batch.step, chosen, t_train_s, idle_s, counts)
             if self.workers.scaling is not None:
-                self.workers.scaling.on_step(t_train_s, counts.uninformative)
+                self.workers.scaling.on_step(batch.step + 1, t_train_s, idle_s, counts.uninformative)
             self.tell(ev.StepDone(_stats(batch.step, t_train_s)))
 
         self.kernel.after(t_train_s, done)
 
     def _begin_work(self) -> None:
-        """The learner waited until now. Before the first worker serves it is the run that starts up."""
+        """Add the learner's wait until now. The time before the first worker serves does not count."""
         since_s = max(self._free_since_s, self.workers.first_served_s)
         self._idle_s += max(self.kernel.now_s - since_s, 0.0)
 
@@ -246,11 +243,16 @@ class World:
 
 
 def run_config(scenario: Scenario) -> Config:
-    """The settings of the real code that the scenario asks for."""
+    """Return the settings of the real code for a scenario."""
     sampling, learner, fleet = scenario.sampling, scenario.learner, scenario.fleet
     kinds = [
-        WorkerConfig(sku=offer.sku, usd_per_hour=offer.usd_per_hour, count=offer.count, region=offer.region)
-        for offer in scenario.offers
+        WorkerConfig(
+            sku=instance_type.sku,
+            usd_per_hour=instance_type.usd_per_hour,
+            count=instance_type.count,
+            region=instance_type.region,
+        )
+        for instance_type in scenario.instance_types
     ]
     return Config(
         run=RunConfig(steps=scenario.run.steps, wait_limit_s=scenario.run.wait_limit_s),
@@ -278,7 +280,7 @@ def run_config(scenario: Scenario) -> Config:
 
 
 def _batch(step: int, chosen: Sequence[Accepted]) -> TrainBatch:
-    """Batch that the controller passes on: its rows are not simulated."""
+    """Return a batch for the controller to pass on; it has versions, but no rows."""
     none, empty = np.zeros(0, np.int64), np.zeros(0, np.float32)
     flags = np.zeros(0, np.bool_)
     versions = np.array([group.version for group in chosen], np.int64)

@@ -1,4 +1,4 @@
-"""Public fakes: a task, an engine and a learner whose time is virtual and whose faults are planned."""
+"""Public fakes: a task, an engine, weights and a learner, with virtual time and planned faults."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from echo_planes.types import (
 
 
 class FakeTokenizer:
-    """One token per character."""
+    """Tokenizer with one token per character."""
 
     eos_token_id: int | None = 0
 
@@ -49,7 +49,7 @@ class FakeTokenizer:
 
 
 class FakeTask(TaskAdapter):
-    """Asks for the last digit of the prompt's number."""
+    """Task that asks for the last digit of the prompt's number."""
 
     def prompt(self, index: int) -> Prompt:
         return Prompt(index, tuple(self.tokenizer.encode(f"{index}?")), answer=str(index % 10))
@@ -63,7 +63,7 @@ class FakeTask(TaskAdapter):
 
 
 class InlineScorer:
-    """Rewards computed where they are asked for: for tasks that are trusted not to hang."""
+    """Scorer that computes rewards in the calling process, for tasks that do not hang."""
 
     def __init__(self, task: TaskAdapter) -> None:
         self._task = task
@@ -72,32 +72,32 @@ class InlineScorer:
         return list(outcomes(self._task, prompt, episodes))
 
     async def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing: the scorer has started nothing."""
 
 
 def fake_digest(version: int) -> str:
-    """Stand-in for the digest of version `version` in the fakes."""
+    """Return the fakes' digest of version `version`."""
     return f"fake:{version:08x}"
 
 
 @dataclass
 class Faults:
-    """Faults in a simulation. Times in virtual seconds."""
+    """Planned faults of a simulation. Times are virtual seconds."""
 
     die_at_s: dict[tuple[str, int], float] = field(default_factory=dict)  # (worker, epoch) -> time
-    lose_installs: set[tuple[str, int]] = field(default_factory=set)  # (worker, version): never arrives, once
+    lose_installs: set[tuple[str, int]] = field(default_factory=set)  # (worker, version): lost once
     refuse_installs: set[tuple[str, int]] = field(
         default_factory=set
     )  # (worker, version): wrong digest, once
-    broken_workers: set[str] = field(default_factory=set)  # take no weights at all
+    broken_workers: set[str] = field(default_factory=set)  # refuse all weights
     learner_dies_at_step: int | None = None
-    k3: Callable[[int, Adjustment], float] | None = None  # of a step, as the guard has set the learner
-    forgets_at: int | None = None  # version from which on no answer is right
-    mismatch: float = 0.0  # of learner and sampler on one version, nats
+    k3: Callable[[int, Adjustment], float] | None = None  # k3 of a step under the guard's adjustment, nats
+    forgets_at: int | None = None  # first version whose answers are all wrong
+    mismatch: float = 0.0  # between learner and sampler on the same version, nats
 
 
 class FakeEngine:
-    """Answers right with a probability that grows with the version; takes virtual time per token."""
+    """Engine that answers right with a probability that grows with the version, in virtual time."""
 
     def __init__(
         self, worker_id: str, epoch: int, seconds_per_token: float, faults: Faults, seed: int
@@ -172,7 +172,7 @@ class FakeEngine:
 
 
 class FakeWeights:
-    """A `rollout.worker.WeightSource` that has every version at once, without bytes."""
+    """`rollout.sources.WeightSource` that has every version at once, without bytes."""
 
     async def staged(self, manifest: Manifest, fresh: bool) -> Publication:
         return Publication(manifest, np.zeros(0, np.uint8))
@@ -182,7 +182,7 @@ class FakeWeights:
 
 
 class FakeLearner:
-    """Counts steps; takes virtual time."""
+    """Learner that counts steps and takes virtual time."""
 
     def __init__(self, t_train_s: float, faults: Faults, lineage: str) -> None:
         self._lineage = lineage

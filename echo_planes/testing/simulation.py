@@ -1,8 +1,8 @@
 """The whole loop in one process on a virtual clock.
 
 `Simulation` runs the real `Controller`, `Runner`, `DataService`, `ReplayBuffer` and `RolloutWorker`; only
-the engines, the learner (`fakes.py`) and time are modelled. Two runs with equal arguments give equal
-traces. Figures it prints are simulated, and say nothing about hardware.
+the engines, the weights, the learner (`fakes.py`) and time are modelled. Two runs with equal arguments give
+equal traces. All figures are simulated, and say nothing about hardware.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from echo_planes.cluster.clock import Clock
-from echo_planes.config.schema import Config, WorkerConfig
+from echo_planes.config.fleet import WorkerConfig
+from echo_planes.config.schema import Config
 from echo_planes.data.claims import LARGEST_INT32, Rules
 from echo_planes.data.replay.dispatch import policy_named
 from echo_planes.data.service import DataService
@@ -55,7 +56,7 @@ from echo_planes.types import (
 
 @dataclass
 class Trace:
-    """Trace of a simulation, in order: an `Observer` that remembers."""
+    """Trace of a simulation: an `Observer` that records its calls in order."""
 
     lines: list[str] = field(default_factory=list)
     batches: list[TrainBatch] = field(default_factory=list)
@@ -109,7 +110,7 @@ class Trace:
 
 
 class _LossyWorker(RolloutWorker):
-    """A worker whose control messages may get lost on their way."""
+    """Worker that may lose requests to install."""
 
     def __init__(self, worker_id: str, epoch: int, lineage: str, *, faults: Faults, **parts: Any) -> None:
         super().__init__(worker_id, epoch, lineage, **parts)
@@ -120,7 +121,7 @@ class _LossyWorker(RolloutWorker):
         key = (self._worker_id, manifest.version)
         if key in self._faults.lose_installs:
             self._faults.lose_installs.discard(key)
-            await asyncio.get_running_loop().create_future()  # no answer will ever come
+            await asyncio.get_running_loop().create_future()  # never answers
         return await super().install(manifest, fresh)
 
 
@@ -157,11 +158,11 @@ class LocalPlanes:
         return None
 
     def enlist(self, worker_id: str, kind: WorkerConfig) -> None:
-        """All kinds are alike here: a worker's number says how fast it is."""
+        """Do nothing: all kinds are alike here, and a worker's number determines its speed."""
 
 
 class _Broadcasts(QuietObserver):
-    """Measures T_bcast, as a journal does."""
+    """Observer that measures T_bcast."""
 
     def __init__(self, book: BroadcastLog, clock: Clock) -> None:
         self._book = book
@@ -180,13 +181,15 @@ class Simulation:
 
     Args:
         config: settings; `sampling`, `staleness`, `run`, `eval` and `checkpoint` are honoured.
-        folder: where trajectories and checkpoints go.
-        seconds_per_token: one engine per entry; of a fleet that changes, workers take them in turns.
-        actuator: machines of a fleet that changes; default: its quotas, on machines that are there anyway.
+        folder: folder for trajectories and checkpoints.
+        seconds_per_token: virtual seconds per token, one engine per entry; where the fleet's size changes,
+            workers use the entries in turn.
         t_train_s: virtual seconds per learner step.
-        faults: what goes wrong.
-        stop_at_s: when it is asked to stop, as by Ctrl-C.
-        seed: of the engines' answers and speeds.
+        max_groups: groups that a worker samples at once.
+        faults: planned faults.
+        stop_at_s: virtual time of a request to stop, as by Ctrl-C.
+        actuator: source of machines where the fleet's size changes; default: static ones, up to the quotas.
+        seed: seed of the engines' answers and speeds.
     """
 
     config: Config
@@ -209,7 +212,7 @@ class Simulation:
         trace = Trace()
 
         async def main(loop: VirtualTimeLoop) -> Outcome:
-            rules = Rules(LARGEST_INT32 + 1, self.config.model.max_model_len)  # fake engines have any tokens
+            rules = Rules(LARGEST_INT32 + 1, self.config.model.max_model_len)  # fake tokens have any id
             data = DataService(
                 self.config,
                 lineage,
@@ -233,7 +236,7 @@ class Simulation:
             if self.config.fleet.scale != "fixed":
                 fleet, broadcasts = {}, BroadcastLog()
                 actuator = self.actuator or StaticActuator(
-                    {kind.offer: kind.quota for kind in self.config.fleet.workers}
+                    {kind.instance_type: kind.quota for kind in self.config.fleet.workers}
                 )
                 reconcile = ReconcileLoop(self.config, actuator, planes, broadcasts, loop, trace.on_event)
                 observer = Observers(trace, _Broadcasts(broadcasts, loop), reconcile)
@@ -259,7 +262,7 @@ class Simulation:
 
 
 def tiny_config(*, steps: int = 20, max_staleness: int = 3, **staleness: Any) -> Config:
-    """A small configuration for simulations: 4 groups of 2 samples a step."""
+    """Return a small configuration for simulations: 4 groups of 2 samples a step."""
     base = Config()
     return Config(
         run=replace_section(base.run, steps=steps, wait_limit_s=300.0),
@@ -271,7 +274,7 @@ def tiny_config(*, steps: int = 20, max_staleness: int = 3, **staleness: Any) ->
 
 
 def replace_section(section: Any, **changes: Any) -> Any:
-    """A settings section with some values changed, validated again."""
+    """Return a copy of a settings section with some values changed, validated again."""
     return type(section).model_validate({**section.model_dump(), **changes})
 
 

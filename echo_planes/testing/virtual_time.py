@@ -1,4 +1,4 @@
-"""An event loop whose time passes only when nothing is left to do: hours in milliseconds, reproducibly."""
+"""Event loop whose time passes only while every task waits: simulates hours in milliseconds, reproducibly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class _VirtualSelector(selectors.SelectSelector):
-    """Instead of sleeping, moves its loop's clock forward."""
+    """Selector that moves its loop's clock forward instead of sleeping."""
 
     now_s = 0.0
 
@@ -25,7 +25,7 @@ class _VirtualSelector(selectors.SelectSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time passes only when nothing is left to do; deterministic, never sleeps."""
+    """Event loop whose time passes only while every task waits; deterministic, never sleeps."""
 
     def __init__(self) -> None:
         self._virtual = _VirtualSelector()
@@ -35,17 +35,17 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._virtual.now_s
 
     def now_s(self) -> float:
-        """So that the loop is a `Clock`."""
+        """Return the virtual time, seconds. By this method the loop is a `Clock`."""
         return self._virtual.now_s
 
     def run_in_executor(  # type: ignore[override]
         self, executor: object, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        """Runs inline: threads would bring real time back in."""
+        """Run `func` inline, because threads would depend on real time."""
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))
-        except Exception as why:  # noqa: BLE001  given to the awaiter, as a thread pool does
+        except Exception as why:  # noqa: BLE001  passed to the awaiter, as a thread pool does
             future.set_exception(why)
         return future
 

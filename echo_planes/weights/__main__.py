@@ -1,4 +1,4 @@
-"""`python -m echo_planes.weights`: see `cli.py`."""
+"""Entry point of `python -m echo_planes.weights`; `reporting/weights/cli.py` implements it."""
 
 import sys
 

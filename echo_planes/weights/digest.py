@@ -28,7 +28,7 @@ BIT_DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype("<u2"),
     "float32": np.dtype("<u4"),
 }
-# The prefix each writes before its hex digits, and how a new hash is made.
+# By algorithm: the prefix of its digests, and the constructor of its hash.
 _HASHERS: dict[str, tuple[str, Callable[[], Any]]] = {
     "xxh3": ("xxh3", xxhash.xxh3_128),
     "blake3": ("b3", blake3),
@@ -41,7 +41,7 @@ class BitTensor:
     """A tensor as the bit pattern of its elements.
 
     `bits` has shape (elements,), contiguous, in C order; uint16 for bfloat16 and float16, uint32 for float32.
-    It may be a view of memory that somebody else writes to: copy it to keep it.
+    It may be a view of memory that later changes: copy it to keep it.
 
     Raises:
         WeightsError: unknown dtype, or bits that do not fit dtype and shape.
@@ -71,12 +71,12 @@ class BitTensor:
 
 
 def bit_tensor(tensor: torch.Tensor) -> BitTensor:
-    """The bits of a torch tensor: shared memory where it is contiguous and on the CPU, else a copy.
+    """Return the bits of a torch tensor. They share its memory if it is contiguous and on the CPU.
 
     Raises:
         WeightsError: a dtype other than bfloat16, float16 and float32.
     """
-    import torch  # here, so that weights/ needs torch only where there are torch tensors
+    import torch  # imported here, so that processes without torch tensors do not load torch
 
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in BIT_DTYPES:
@@ -87,10 +87,10 @@ def bit_tensor(tensor: torch.Tensor) -> BitTensor:
 
 
 def state_digest(tensors: Mapping[str, BitTensor], algorithm: str = "xxh3") -> str:
-    """Digest of a whole state: names, dtypes, shapes and bits, in order of names. "<prefix>:" + hex digits.
+    """Digest a whole state: names, dtypes, shapes and bits, in order of names. "<prefix>:" + hex digits.
 
-    xxh3 (128 bits) tells versions apart and finds damage; it does not protect against somebody who forges
-    weights. blake3 ("b3:") and sha256 do, as long as the digest itself is signed.
+    xxh3 (128 bits) tells versions apart and finds damage, but does not detect deliberately forged weights.
+    blake3 (prefix "b3") and sha256 do, provided that the digest itself is signed.
 
     Raises:
         WeightsError: an unknown algorithm.
@@ -104,7 +104,7 @@ def state_digest(tensors: Mapping[str, BitTensor], algorithm: str = "xxh3") -> s
 
 
 class StateHasher:
-    """`state_digest` in pieces: `begin` each tensor in order of names, then `update` with all of its bits.
+    """Incremental `state_digest`: `begin` each tensor in order of names, then `update` with all its bits.
 
     Raises:
         WeightsError: an unknown algorithm, names out of order, or more or fewer bits than a tensor has.
@@ -119,7 +119,7 @@ class StateHasher:
         self._missing = 0  # elements of the current tensor that are still to come
 
     def begin(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
-        """The next tensor. Every one counts, also one without elements."""
+        """Begin the next tensor. A tensor without elements must be begun too."""
         self._check_whole()
         if self._name is not None and name <= self._name:
             raise WeightsError(f"tensor {name!r} cannot be digested after {self._name!r}")
@@ -128,14 +128,14 @@ class StateHasher:
         self._hash.update(json.dumps([name, dtype, list(shape)]).encode() + b"\0")
 
     def update(self, bits: BitArray) -> None:
-        """The next bits of the tensor, shape (elements,)."""
+        """Add the tensor's next bits, shape (elements,)."""
         if bits.size > self._missing:
             raise WeightsError(f"tensor {self._name!r} has {bits.size - self._missing} elements too many")
         self._missing -= bits.size
         self._hash.update(np.ascontiguousarray(bits).view(np.uint8).data)
 
     def digest(self) -> str:
-        """The digest of all that came, the same as `state_digest` of it."""
+        """Return the digest of all tensors so far, equal to their `state_digest`."""
         self._check_whole()
         return f"{self._prefix}:{self._hash.hexdigest()}"
 
@@ -145,5 +145,5 @@ class StateHasher:
 
 
 def bytes_digest(data: ByteArray) -> str:
-    """BLAKE3 of raw bytes: "b3:" + 64 hex digits."""
+    """Return the BLAKE3 digest of raw bytes: "b3:" + 64 hex digits."""
     return f"b3:{blake3(np.ascontiguousarray(data).data).hexdigest()}"

@@ -1,4 +1,4 @@
-"""The lineage of versions that one process follows: versions only rise, and a replaced lineage is void."""
+"""The lineage that one process follows: its version never falls, and a replaced lineage stays void."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ from echo_planes.errors import WeightsError
 
 
 class Followed:
-    """One lineage at a time.
+    """State of the one lineage that is followed, and the lineages that it replaced.
 
-    A signature does not grow old: without this memory an old publication, sent again, would take a worker
-    back.
+    A signature never expires. Without this state, a replayed old publication would set a worker back.
     """
 
     def __init__(self) -> None:
         self.lineage = ""  # "": none yet
-        self.version = -1  # the newest in place; -1: any may come
+        self.version = -1  # the version in place; -1: any version may follow
         self._replaced: set[str] = set()
 
     def check(self, lineage: str, version: int) -> None:
-        """Whether this version may follow. The last one may come again, and so may another lineage.
+        """Check that this version may follow. The present version again, and a new lineage, may.
 
         Raises:
-            WeightsError: a version older than the last one, or of a lineage that was replaced.
+            WeightsError: the version is older than the present one, or its lineage was replaced.
         """
         if lineage in self._replaced:
             raise WeightsError(
@@ -33,7 +32,7 @@ class Followed:
             )
 
     def follow(self, lineage: str) -> bool:
-        """Follow this lineage from now on. Another one voids the one before for good; says whether it is.
+        """Follow this lineage, and void the one before for good. Return whether the lineage is new.
 
         Raises:
             WeightsError: the lineage was replaced before.
@@ -47,11 +46,11 @@ class Followed:
         return is_new
 
     def reopen(self) -> None:
-        """Any version of the present lineage may come again."""
+        """Allow any version of the present lineage again."""
         self.version = -1
 
     def reached(self, lineage: str, version: int) -> None:
-        """This version is in place.
+        """Record that this version is in place.
 
         Raises:
             WeightsError: as `follow`.

@@ -1,4 +1,4 @@
-"""Settings that the learner and workers of a run share to exchange weights, and those of each one's node."""
+"""Settings by which a run's learner and workers exchange weights, and the settings of each one's node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from echo_planes.weights.wire.credentials import credential
 
 
 def reachable(config: WeightsConfig, num_machines: int) -> WeightsConfig:
-    """Nodes on loopback cannot reach one another across machines: there each listens on its own address."""
+    """Return settings by which the nodes reach one another.
+
+    On several machines, unless the user chose a host, each node listens on its machine's address instead of
+    loopback.
+    """
     if "host" not in config.model_fields_set and num_machines > 1:
         return config.model_copy(update={"host": "node"})
     return config
@@ -23,18 +27,18 @@ def reachable(config: WeightsConfig, num_machines: int) -> WeightsConfig:
 
 @dataclass(frozen=True, slots=True)
 class WeightLink:
-    """Made once per run; as it is for the learner, and as `of_worker` gives it for each worker."""
+    """A run's settings for exchanging weights. The learner gets them as made, each worker by `of_worker`."""
 
     lineage: str
-    token: str  # the run's secret, which makes every node's credential; of a worker's copy: that worker's own
-    public_key: str  # hex: whose signatures count
+    token: str  # the run's secret, from which credentials are made; in a worker's copy: its own credential
+    public_key: str  # of the run's signing key, in hex
     store: str  # folder or s3:// address
-    model_bytes: int  # size of the model's files: much larger publications are refused
+    model_bytes: int  # size of the model's files; nodes refuse publications above 6 times this
     config: WeightsConfig
-    sender: str = ""  # address of the learner's node, once it is known
+    sender: str = ""  # address of the learner's node; "": not started yet
 
     def sender_settings(self, host: str, signing_key: bytes) -> NodeSettings:
-        """Of the node beside the learner, which listens on `host` and signs the snapshots it makes."""
+        """Return settings of the learner's node, which listens on `host` and signs the snapshots it makes."""
         config = self.config
         return NodeSettings(
             **self._common(host),
@@ -47,17 +51,17 @@ class WeightLink:
             starved_s=config.starved_s,
             store=self.store,
             signing_key=signing_key.hex(),
-            anchor_every=config.anchor_every,
+            snapshot_every=config.snapshot_every,
             keep_patches=config.keep_patches,
-            keep_anchors=config.keep_anchors,
+            keep_snapshots=config.keep_snapshots,
         )
 
     def of_worker(self, worker_id: str, epoch: int) -> WeightLink:
-        """The copy for one incarnation of a worker: with its own credential in the place of the secret."""
+        """Return the copy for one incarnation of a worker, with its credential instead of the secret."""
         return replace(self, token=credential(self.token, _node_id(worker_id, epoch)))
 
     def worker_settings(self, worker_id: str, epoch: int, host: str, region: str) -> NodeSettings:
-        """Of the node beside one incarnation of a worker, which listens on `host`; of `of_worker`'s copy."""
+        """Return settings of a worker's node, which listens on `host`. Call it on `of_worker`'s copy."""
         return NodeSettings(
             **self._common(host),
             role="worker",
@@ -74,7 +78,8 @@ class WeightLink:
             "lineage": self.lineage,
             "host": host,
             "digest": config.digest,
-            # Positions and values of every weight, the largest patch there is, take five times the weights.
+            "codec": config.codec,
+            # The largest patch, positions (8 bytes) and values of all 16-bit weights, is 5 times the weights.
             "max_payload_bytes": 6 * self.model_bytes,
             "streams_per_link": config.streams_per_link,
             "tls_cert": config.tls_cert or "",
@@ -84,20 +89,20 @@ class WeightLink:
 
 
 def _node_id(worker_id: str, epoch: int) -> str:
-    # Another incarnation is another node: it has nothing, whatever its predecessor had.
+    # Each incarnation of a worker is a new node, since it holds none of its predecessor's publications.
     return f"{worker_id}.{epoch}"
 
 
 class NodeSource:
-    """A worker's node as its `rollout.worker.WeightSource`.
+    """A worker's node as its `rollout.sources.WeightSource`.
 
     Args:
-        lineage: whose versions are wanted.
-        wait_s: how long a version may take to arrive.
+        lineage: lineage of the versions to ask for.
+        wait_s: seconds that a version may take to arrive.
     """
 
     def __init__(self, lineage: str, wait_s: float) -> None:
-        self.node: WorkerNode | None = None  # beside the worker; set once it runs
+        self.node: WorkerNode | None = None  # the worker sets it once its node runs
         self._lineage = lineage
         self._wait_s = wait_s
 

@@ -1,17 +1,17 @@
 """The learner's end of the wire: turns the weights after an update into signed segments and a manifest.
 
-Segments leave for the `Sink` one by one while the rest is still being scanned; the manifest, which commits
-the publication, goes last.
+The publisher hands each segment to the `Sink` before it scans the next one. The manifest, which commits the
+publication, goes last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 from blake3 import blake3
+from msgspec.structs import replace
 
 from echo_planes.errors import WeightsError
 from echo_planes.types import ByteArray, Manifest
@@ -23,7 +23,7 @@ from echo_planes.weights.wire.signing import Signer
 
 
 class Sink(Protocol):
-    """Destination of publications (`node.client.SenderNode`). The same publication again is no error."""
+    """Destination of publications (`node.client.SenderNode`). It accepts a repeated publication."""
 
     def add_segment(self, signed: SignedSegment, payload: ByteArray) -> None: ...
 
@@ -31,15 +31,15 @@ class Sink(Protocol):
 
 
 class Publisher:
-    """Publishes the versions of one lineage, each as the difference from the one before if that is smaller.
+    """Publishes the versions of one lineage, each as a patch of the one before if that is smaller.
 
     Args:
-        lineage: name of the learner incarnation whose versions these are.
+        lineage: name of the learner incarnation that makes the versions.
         signer: signs segments and manifests.
-        sink: where they go.
-        choice: how patches are written down; None: every publication is full.
+        sink: receives them.
+        choice: chooses the codec of each patch; None: every publication is full.
         digest: algorithm of the state digest: xxh3, blake3 or sha256.
-        chunk_bytes: length of the chunks that are hashed, and travel, by themselves.
+        chunk_bytes: size of a chunk, the unit of hashing and transfer.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class Publisher:
         self._manifest: Manifest | None = None
 
     def publish(self, version: int, num_updates: int, tensors: Mapping[str, BitTensor]) -> Manifest:
-        """Send the bytes of version `version` out, and keep a copy; `commit` completes it.
+        """Send the segments of `version`, and keep a copy of its weights. `commit` completes it.
 
-        The first publication is full, and so is the same version published again (for workers that missed
-        it): a receiver in any state can take it.
+        The first publication is full, so that any receiver can take it. So is the last version published
+        again, for workers that missed it.
 
         Args:
             num_updates: optimizer updates made so far.
-            tensors: the whole state by Hugging Face name, tied tensors once. Nothing reads them any more once
-                this has returned or raised.
+            tensors: the whole state by Hugging Face name, tied tensors once. The publisher does not read
+                them after it has returned or raised.
 
         Raises:
             WeightsError: a version below the last one, other weights under the last version, or a state
@@ -94,7 +94,7 @@ class Publisher:
         return manifest
 
     def commit(self) -> None:
-        """Send the manifest of the last publication: from now on it may be installed.
+        """Send the manifest of the last publication, after which workers may install it.
 
         Raises:
             WeightsError: nothing was published yet.
@@ -106,7 +106,7 @@ class Publisher:
     def _send(
         self, key: PublicationKey, base_digest: str, num_updates: int, tensors: Mapping[str, BitTensor]
     ) -> Manifest:
-        """Encode and send the segments; the manifest that commits them."""
+        """Encode and send the segments. Return the manifest that commits them."""
         base = self._last or None
         state, whole = StateHasher(self._digest), blake3()
         offset_bytes = num_segments = changed = 0
@@ -144,7 +144,7 @@ class Publisher:
     def _remember(self, tensors: Mapping[str, BitTensor]) -> None:
         for name, tensor in tensors.items():
             if name in self._last:
-                np.copyto(self._last[name].bits, tensor.bits)  # into memory that is there already
+                np.copyto(self._last[name].bits, tensor.bits)  # reuses the memory of the last version
             else:
                 self._last[name] = BitTensor(tensor.bits.copy(), tensor.dtype, tensor.shape)
 

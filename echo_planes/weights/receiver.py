@@ -1,15 +1,15 @@
 """The engine's end of the wire: installs a publication wholly or not at all, proven by the live digest.
 
-An install goes: check what needs no weights (lineage, version, codec, base) -> decode and check against the
-model -> write, keeping what was there -> digest the live tensors -> probe. From the first write on, whatever
-goes wrong ends with the old bits back in place, or with a `standing` that says they are not.
+An install has five steps: check lineage, version, codec and base; decode, and check against the model;
+write, keeping the old bits; digest the live tensors; probe. An error after the first write ends with the old
+bits back in place, or with a `standing` that says they are not.
 
-Generation stands still meanwhile, so a patch costs one dense digest: what the tensors were before is known
-from the install before. Damage done to them since then shows after the patch, as a digest that neither the
-new version nor, once the old bits are back, the old version has; from then on only a full publication is
-taken. Where the new bits cover all of the damage, the new version is sound: then the bits that were replaced
-tell of it, by their digest behind the patch, and it is only counted. Before a full publication, which covers
-everything, all live tensors are digested too.
+Generation is paused meanwhile, so a patch costs only one dense digest: the install before has proven what the
+tensors were. Damage done to them since then shows after the patch, as a digest that is neither the new
+version's nor, once the old bits are back, the old version's. The receiver then takes full publications only.
+If the new bits cover all of the damage, the new version is sound. The receiver then finds the damage in the
+replaced bits, whose expected digest follows the patch, and only counts it. A full publication covers every
+weight, so the receiver digests all live tensors before it.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from echo_planes.weights.digest import BitArray, BitTensor, bytes_digest, state_
 from echo_planes.weights.lineage import Followed
 
 _ALGORITHMS = {"xxh3": "xxh3", "b3": "blake3", "sha256": "sha256"}  # by the prefix of their digests
-_REPLACED = re.compile(r"xxh3:[0-9a-f]{32}", re.ASCII)  # what `digest_of_replaced` makes
-_REPLACED_BYTES, _TRAILER_BYTES = 37, 104  # of such a digest as text; and with its check
+_REPLACED = re.compile(r"xxh3:[0-9a-f]{32}", re.ASCII)  # form of `digest_of_replaced`
+_REPLACED_BYTES, _TRAILER_BYTES = 37, 104  # length of such a digest as text, and of the whole `trailer`
 INSTALLABLE = ("overwrite", "full")  # idempotent, and cheap to write
-# sound: the live tensors are what the last install proved, as far as anybody looked. damaged: they are
-# something else, and must not compute until a full publication mended them. broken: an install could not be
-# taken back; nothing mends that.
+# sound: the live tensors are those of the last install, as far as the receiver has checked. damaged: they are
+# not, and must not compute before a full publication is installed. broken: a failed install could not be
+# undone; the engine must restart.
 Standing = Literal["sound", "damaged", "broken"]
 
 
 class Target(Protocol):
-    """Tensors that compute, by Hugging Face name."""
+    """The live tensors of an engine, by Hugging Face name."""
 
     def specs(self) -> Mapping[str, TensorSpec]:
-        """Specs of the tensors, by name."""
+        """Return the specs of the tensors, by name."""
         ...
 
     def read(self, name: str) -> BitTensor:
-        """The bits of one tensor now; may be a view of live memory."""
+        """Return the present bits of one tensor, possibly as a view of live memory."""
         ...
 
     def exchange(self, change: Change) -> Applied:
-        """Put the new bits in place, and return what they replaced; if it raises, nothing is changed."""
+        """Write the new bits, and return the bits that they replaced. If it raises, nothing has changed."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """Lineage, version and digest that the live tensors were proven to be of."""
+    """Lineage, version and digest of the weights that an install proved to be live."""
 
     lineage: str
     version: int
@@ -65,10 +65,10 @@ class Installed:
 
 
 class Receiver:
-    """Installs publications into `target`. Not for concurrent use; nothing may compute during an install.
+    """Installs publications into `target`. Not for concurrent use; the engine must pause for an install.
 
     Args:
-        target: the tensors that compute.
+        target: the engine's live tensors.
         probe: raises `WeightsError` if the weights in place cannot serve; called at the end of each install.
     """
 
@@ -78,20 +78,20 @@ class Receiver:
         self._followed = Followed()
         self._installed: Installed | None = None
         self._standing: Standing = "sound"
-        self.digest_mismatches = 0  # times live tensors were not what their digest had to be
+        self.digest_mismatches = 0  # times live tensors, or replaced bits, had another digest than expected
 
     @property
     def installed(self) -> Installed | None:
-        """Version that serves, as proven by the last install that succeeded."""
+        """Version that the last successful install put in place; None before the first."""
         return self._installed
 
     @property
     def standing(self) -> Standing:
-        """Whether the live tensors may compute; to be asked after an install that failed."""
+        """State of the live tensors. After a failed install they may compute only if it is "sound"."""
         return self._standing
 
     def live_digest(self, algorithm: str | None = None) -> str:
-        """Canonical digest of the target's tensors, computed now; by default as the last install's was."""
+        """Digest the target's tensors now; by default as the last install did (xxh3 if none)."""
         if algorithm is None:
             algorithm = algorithm_of(self.installed.digest) if self.installed else "xxh3"
         return state_digest({name: self._target.read(name) for name in self._target.specs()}, algorithm)
@@ -99,16 +99,17 @@ class Receiver:
     def install(self, publication: Publication) -> Installed:
         """Make the target's tensors exactly those of the publication, or leave them as they are.
 
-        The payload itself is not hashed here: `check_payload` does that while generation goes on, and what
-        slips through ends in a live digest other than the manifest's. Damage that the new bits cover wholly
-        is no error: `digest_mismatches` rises, if the publication says what it replaces.
+        `install` does not hash the payload: `check_payload` does that while generation goes on. Damage that
+        it misses gives a live digest other than the manifest's. Damage to live tensors that the new bits
+        cover wholly is no error: it only raises `digest_mismatches`, if the publication has a
+        `replaced_digest`.
 
         Raises:
-            WeightsError: a codec that must be staged first, a malformed `replaced_digest`, older version,
-                replaced lineage, wrong base, tensors that do not fit the model, live tensors that were
-                damaged since the last install, or a live digest other than the manifest's; or the probe's.
+            WeightsError: a codec that must be staged first, a malformed `replaced_digest`, an older version,
+                a replaced lineage, a wrong base, tensors that do not fit the model, live tensors damaged
+                since the last install, a live digest other than the manifest's, or the probe's error.
                 `standing` is then "sound" (the live tensors are as they were before) or "damaged".
-            RunError: the old weights could not be put back, now or before; `standing` is "broken".
+            RunError: this or an earlier install could not be undone; `standing` is "broken".
         """
         manifest = publication.manifest
         if self._standing == "broken":
@@ -150,7 +151,7 @@ class Receiver:
         known = self.installed.digest if self.installed else ""
         if known and algorithm_of(known) == algorithm and manifest.codec != "full":
             return known
-        # The first install, another algorithm than before, or old bits that will be gone afterwards.
+        # No digest of this algorithm is known, or the publication replaces all bits and hides any damage.
         before = self.live_digest(algorithm)
         if known and algorithm_of(known) == algorithm and before != known:
             self.digest_mismatches += 1
@@ -160,7 +161,7 @@ class Receiver:
     def _replace(self, manifest: Manifest, changes: Sequence[Change], before: str) -> list[Applied]:
         done: list[Applied] = []
         standing: Standing = self._standing
-        self._standing = "broken"  # until either the new weights or the old ones are proven to be in place
+        self._standing = "broken"  # until the new or the old weights are proven to be in place
         try:
             for change in changes:
                 done.append(self._target.exchange(change))
@@ -172,7 +173,7 @@ class Receiver:
                     f"came to {digest}"
                 )
             self._probe()
-        except BaseException as error:  # whatever stopped it, half-applied weights must not stay
+        except BaseException as error:  # half-applied weights must not stay, whatever the error
             try:
                 self._restore(done)
                 found = self.live_digest(algorithm_of(before))
@@ -204,10 +205,10 @@ class Receiver:
 
 
 def check_payload(publication: Publication) -> None:
-    """Whether the payload is what its manifest says, before anything stands still for it.
+    """Check that the payload is the manifest's. Call it before generation pauses for the install.
 
     Raises:
-        WeightsError: other bytes, or more or fewer.
+        WeightsError: it has another size or digest.
     """
     manifest, payload = publication.manifest, publication.payload
     if payload.size != manifest.payload_bytes or bytes_digest(payload) != manifest.payload_digest:
@@ -215,11 +216,11 @@ def check_payload(publication: Publication) -> None:
 
 
 def open_staged(manifest: Manifest, path: Path) -> Publication:
-    """A payload that is a file, mapped and not read: pages come as they are needed.
+    """Map a staged file as a publication, without reading it yet.
 
     Raises:
-        WeightsError: no such file, not of the size in the manifest (a patch may have its `trailer` behind
-            it), or a damaged trailer.
+        WeightsError: no such file, a size other than the manifest's (plus the `trailer` that a patch may
+            have), or a damaged trailer.
     """
     try:
         mapped = np.memmap(path, dtype=np.uint8, mode="c")  # torch warns of arrays that cannot be written to
@@ -241,9 +242,9 @@ def open_staged(manifest: Manifest, path: Path) -> Publication:
 
 
 def digest_of_replaced(old: Iterable[BitArray]) -> str:
-    """Digest of the bits that a patch replaces, in the order in which `decode` gives its changes.
+    """Digest the bits that a patch replaces, in the order in which `decode` returns its changes.
 
-    It finds damage, as the xxh3 digest of a state does, whatever algorithm the run's digests have.
+    The algorithm is always xxh3, which finds damage, whatever algorithm the run's state digests have.
     """
     hashed = xxhash.xxh3_128()
     for bits in old:
@@ -252,9 +253,9 @@ def digest_of_replaced(old: Iterable[BitArray]) -> str:
 
 
 def trailer(replaced_digest: str) -> bytes:
-    """Last bytes of a staged file of a patch: `Publication.replaced_digest`, and a check of it.
+    """Return the last bytes of a patch's staged file: its `Publication.replaced_digest` and a checksum.
 
-    The check keeps damage to the file from passing for damage to live weights.
+    The checksum distinguishes damage to the file from damage to live weights.
     """
     text = replaced_digest.encode()
     return text + bytes_digest(np.frombuffer(text, np.uint8)).encode()
@@ -270,10 +271,10 @@ def _check_replaced(publication: Publication) -> None:
 
 
 def algorithm_of(digest: str) -> str:
-    """Algorithm of `weights.digest` that made this digest: "xxh3", "blake3" or "sha256".
+    """Return the algorithm of `weights.digest` that made this digest: "xxh3", "blake3" or "sha256".
 
     Raises:
-        WeightsError: none of them.
+        WeightsError: the prefix is none of theirs.
     """
     algorithm = _ALGORITHMS.get(digest.partition(":")[0])
     if algorithm is None:

@@ -1,9 +1,9 @@
-"""Weights that lie in shards on several ranks of one engine: installed on all of them, or on none.
+"""Install of weights that several ranks of one engine hold in shards: on all of the ranks, or on none.
 
-Every rank runs the same `ShardReceiver` over the same publication, in lockstep. Decisions depend only on what
-all ranks know, so they are the same everywhere: a step that fails on one rank fails on all, and digests are
-taken on the first rank, of whole tensors put together from all shards. Where several ranks hold the same
-elements, each copy counts: copies that differ give a digest that no publication has.
+Every rank runs the same `ShardReceiver` over the same publication, in lockstep. Decisions depend only on data
+that all ranks share, so all ranks decide alike: a step that fails on one rank fails on all. The first rank
+puts whole tensors together from all shards, and digests them. Several ranks may hold copies of the same
+elements: if the copies differ, the digest matches no publication.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from echo_planes.weights.receiver import Receiver, Target, algorithm_of, digest_
 
 T = TypeVar("T")
 
-_COPIES_DIFFER = "copies differ"  # in place of the dtype of a tensor, which no publication has
+_COPIES_DIFFER = "copies differ"  # digested instead of the dtype, so that the digest matches no publication
 
 
 class Ranks(Protocol):
@@ -37,19 +37,22 @@ class Ranks(Protocol):
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """Rank of this process, from 0."""
         ...
 
     def tell(self, message: str) -> list[str]:
-        """Every rank's message, in order of ranks."""
+        """Send this rank's message to all ranks. Return every rank's message, in order of ranks."""
         ...
 
     def collect(self, part: ByteArray, sizes_bytes: Sequence[int]) -> list[ByteArray]:
-        """Every rank's bytes, in order of ranks, on the first rank; nothing on the others.
+        """Send this rank's bytes to the first rank.
 
         Args:
-            part: this rank's, shape (bytes,).
-            sizes_bytes: of every rank's part; only the first rank looks at them.
+            part: this rank's bytes, shape (bytes,).
+            sizes_bytes: size of every rank's part; only the first rank uses it.
+
+        Returns:
+            On the first rank every rank's bytes, in order of ranks; on the others an empty list.
         """
         ...
 
@@ -68,10 +71,10 @@ class Shard:
 
     @classmethod
     def along(cls, shape: Sequence[int], dim: int, start: int, stop: int) -> Shard:
-        """[start, stop) of dimension `dim` of a tensor of this shape.
+        """Return the shard [start, stop) of dimension `dim` of a tensor of this shape.
 
         Raises:
-            WeightsError: outside the tensor.
+            WeightsError: the range lies outside the tensor.
         """
         if not 0 <= start <= stop <= shape[dim]:
             raise WeightsError(f"[{start}, {stop}) lies outside dimension {dim} of shape {tuple(shape)}")
@@ -80,22 +83,22 @@ class Shard:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Shard:
-        """All elements of a tensor of this shape."""
+        """Return the shard of all elements of a tensor of this shape."""
         elements = math.prod(shape)
         return cls(1, elements, 0, elements)
 
     @property
     def size(self) -> int:
-        """Elements held."""
+        """Number of elements in the shard."""
         return self.num_rows * (self.stop - self.start)
 
     @property
     def elements(self) -> int:
-        """Elements of the whole tensor."""
+        """Number of elements in the whole tensor."""
         return self.num_rows * self.row
 
     def cut(self, whole: BitArray) -> BitArray:
-        """The shard's elements of a whole tensor, shape (size,); may be a view."""
+        """Return the shard's elements of a whole tensor, shape (size,), possibly as a view."""
         return whole.reshape(self.num_rows, self.row)[:, self.start : self.stop].reshape(-1)
 
     def paste(self, part: BitArray, whole: BitArray) -> None:
@@ -104,7 +107,10 @@ class Shard:
         rows[:, self.start : self.stop] = part.reshape(self.num_rows, self.stop - self.start)
 
     def select(self, positions: IndexArray) -> slice | npt.NDArray[np.bool_]:
-        """Index of those of these strictly rising positions of the whole tensor that the shard holds."""
+        """Return an index into `positions` that selects the ones in the shard.
+
+        `positions` are flat positions in the whole tensor, strictly rising.
+        """
         if self.num_rows == 1:
             first, last = np.searchsorted(positions, [self.start, self.stop])
             return slice(int(first), int(last))
@@ -113,17 +119,17 @@ class Shard:
         return held
 
     def local(self, positions: IndexArray) -> IndexArray:
-        """Positions in the shard of positions of the whole tensor, all of them held; of the same dtype."""
+        """Convert positions in the whole tensor, all in the shard, to positions in the shard; same dtype."""
         row, column = np.divmod(positions, self.row)
         at: IndexArray = row * (self.stop - self.start) + (column - self.start)
         return at
 
 
 def check_cover(name: str, shards: Sequence[Shard]) -> None:
-    """Whether shards make up their tensor: each element is held, and two shards are equal or disjoint.
+    """Check that shards cover their tensor, and that any two of them are equal or disjoint.
 
     Raises:
-        WeightsError: they do not.
+        WeightsError: they leave gaps or overlap.
     """
     parts = sorted({(shard.start, shard.stop) for shard in shards})
     ends = [0, *(stop for _, stop in parts)]
@@ -133,10 +139,10 @@ def check_cover(name: str, shards: Sequence[Shard]) -> None:
 
 
 def together(ranks: Ranks, step: Callable[[], T]) -> T:
-    """Take a step on every rank; where it fails on any, it fails on all.
+    """Take a step on every rank. If it fails on any rank, it fails on all.
 
     Raises:
-        WeightsError: it failed somewhere; the message names the first such rank.
+        WeightsError: it failed on some rank; the message names the first such rank.
     """
     done: list[T] = []
     failure = ""
@@ -164,8 +170,8 @@ class ShardedTensors:
     `Applied.old` of `exchange` holds only this rank's bits. No rank has a whole tensor to `read`.
 
     Args:
-        local: this rank's tensors: the shards, under the names of the whole tensors.
-        placed: what each of them is a shard of, and where it lies there.
+        local: this rank's shards, under the names of the whole tensors.
+        placed: by name, the spec of the whole tensor, and the part of it that this rank holds.
         ranks: all ranks of the engine.
 
     Raises:
@@ -201,15 +207,15 @@ class ShardedTensors:
 
     @property
     def local(self) -> Target:
-        """This rank's tensors."""
+        """This rank's shards."""
         return self._local
 
     def specs(self) -> Mapping[str, TensorSpec]:
-        """Specs of the whole tensors, by name."""
+        """Return the specs of the whole tensors, by name."""
         return self._specs
 
     def read(self, name: str) -> BitTensor:
-        """Nothing that is installed asks for a base.
+        """Refuse to read: no rank holds whole tensors, and no installable codec needs a base.
 
         Raises:
             WeightsError: always.
@@ -217,7 +223,7 @@ class ShardedTensors:
         raise WeightsError(f"tensor {name!r} was to be read whole, but lies in shards on several ranks")
 
     def exchange(self, change: Change) -> Applied:
-        """See `Target.exchange`; all ranks write their part, or none does.
+        """Exchange as `Target.exchange` does. All ranks write their part, or none does.
 
         Raises:
             WeightsError: a rank could not write.
@@ -243,7 +249,7 @@ class ShardedTensors:
         together(self._ranks, lambda: self._put_back(done))
 
     def digest(self, algorithm: str) -> str:
-        """Canonical digest of the whole tensors, computed now; the same on every rank.
+        """Digest the present whole tensors. The result is the same on every rank.
 
         Raises:
             WeightsError: a rank cannot read its tensors.
@@ -264,13 +270,13 @@ class ShardedTensors:
         return self._ranks.tell(hasher.digest())[0]
 
     def digest_of_replaced(self, done: Sequence[Applied]) -> str:
-        """`receiver.digest_of_replaced` of whole changes, from what each rank kept; the same everywhere."""
+        """Return `receiver.digest_of_replaced` of whole changes, from every rank's old bits; on all ranks."""
         return self._ranks.tell(digest_of_replaced(self._replaced(done)))[0]
 
     # --- the first rank --------------------------------------------------------------------------
 
     def _put_together(self, name: str, parts: Sequence[ByteArray], whole: BitArray) -> bool:
-        """Fill a tensor from its shards; returns whether copies of one shard differ."""
+        """Fill a tensor from its shards. Return whether copies of one shard differ."""
         seen: dict[Shard, BitArray] = {}
         differ = False
         for held, part in zip(self._held, parts, strict=True):
@@ -284,7 +290,10 @@ class ShardedTensors:
         return differ
 
     def _replaced(self, done: Sequence[Applied]) -> Iterator[BitArray]:
-        """The bits that each change replaced, and after them copies that differ. Nothing on other ranks."""
+        """Yield the bits that each change replaced, each followed by copies that differ from them.
+
+        Ranks other than the first send their part, and yield nothing.
+        """
         for applied in done:
             change, positions = applied.change, _positions(applied.change)
             shards = [held.get(change.name) for held in self._held]
@@ -307,7 +316,10 @@ class ShardedTensors:
     # --- one rank --------------------------------------------------------------------------------
 
     def _here(self, change: Change, old: BitArray | None = None) -> Change | None:
-        """This rank's part of a change, at positions in its shard; with `old` as its bits, if given."""
+        """Return this rank's part of a change, at positions in its shard; None if the change misses it.
+
+        `old`, if given, takes the place of the change's new bits.
+        """
         shard = self._mine.get(change.name)
         if shard is None:
             return None
@@ -344,7 +356,7 @@ class ShardedTensors:
             if bits.size == shard.size and bits.dtype == dtype:
                 return bits
             unread.append(f"tensor {name!r} reads as {bits.size} elements of {bits.dtype}")
-        except Exception as error:  # noqa: BLE001  the other ranks wait for this part; they are told afterwards
+        except Exception as error:  # noqa: BLE001  the other ranks wait for this part: fail after it
             unread.append(_text(error))
         return np.zeros(shard.size, dtype)
 
@@ -360,11 +372,11 @@ def _bytes(bits: BitArray) -> ByteArray:
 
 
 class ShardReceiver(Receiver):
-    """`Receiver` on one of several ranks; all of them install the same publications in the same order.
+    """`Receiver` on one of several ranks. All ranks install the same publications in the same order.
 
     Args:
-        tensors: of all ranks.
-        probe: as of `Receiver`; runs on all ranks at once, and what fails on one fails on all.
+        tensors: whole tensors in shards on all ranks.
+        probe: as for `Receiver`. It runs on all ranks at once; if it fails on one, it fails on all.
     """
 
     def __init__(self, tensors: ShardedTensors, probe: Callable[[], None] = lambda: None) -> None:

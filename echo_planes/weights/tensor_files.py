@@ -1,4 +1,4 @@
-"""Safetensors files and model folders as bit tensors: mapped into memory, not read."""
+"""Readers of safetensors files and model folders as bit tensors: files are mapped into memory, not copied."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _METADATA = "__metadata__"
 
 
 def specs_in(head: ByteArray, total_bytes: int) -> dict[str, TensorSpec]:
-    """Specs of the tensors of a safetensors file, in the order of the file.
+    """Return the specs of the tensors of a safetensors file, in the order of the header.
 
     Args:
-        head: its first bytes, the whole header among them, shape (bytes,).
+        head: first bytes of the file with at least the whole header, shape (bytes,).
         total_bytes: size of the whole file.
 
     Raises:
@@ -36,10 +36,10 @@ def specs_in(head: ByteArray, total_bytes: int) -> dict[str, TensorSpec]:
 
 
 def load_tensors(path: Path) -> dict[str, BitTensor]:
-    """The tensors of a safetensors file, or of all such files in a model folder.
+    """Return the tensors of a safetensors file, or of all such files in a model folder.
 
     Raises:
-        DataError: no such file or folder, no such files in it, or one that is not what it should be.
+        DataError: no such file, a folder without safetensors files, or a file that is unreadable or invalid.
     """
     files = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
     if not files:
@@ -58,7 +58,7 @@ def load_tensors(path: Path) -> dict[str, BitTensor]:
 
 
 def tensors_in(data: ByteArray) -> dict[str, BitTensor]:
-    """The tensors of one safetensors byte string: views into it, aligned or not.
+    """Return the tensors of one safetensors byte string, as views into it that may be unaligned.
 
     Raises:
         WeightsError: as `specs_in`.
@@ -72,7 +72,7 @@ def tensors_in(data: ByteArray) -> dict[str, BitTensor]:
 
 
 def _header(head: ByteArray, total_bytes: int) -> dict[str, tuple[TensorSpec, int]]:
-    """Name -> (spec, first byte in the file)."""
+    """Return the spec and the offset in the file of each tensor, by name."""
     length = int.from_bytes(head[:_LENGTH_BYTES].tobytes(), "little")
     first = _LENGTH_BYTES + length
     if head.size < _LENGTH_BYTES or first > head.size:

@@ -1,1 +1,1 @@
-"""Tasks that were written for something else: a reward function with a file, an environment with `step`."""
+"""Tasks written for other libraries: a reward function with a file, an environment with `step`, datasets."""

@@ -1,15 +1,15 @@
-"""An environment class in the style of skyrl-gym: `task=gym task.env=module:Class task.data=FILE`.
+"""Environment class in the style of skyrl-gym: `task=gym task.env=module:Class task.data=FILE`.
 
 ::
 
     class MyEnv:
         def __init__(self, row): ...
-        def init(self, messages): ...  # optional: told the prompt
+        def init(self, messages): ...  # optional: called with the prompt
         def step(self, action): ...    # -> {"observations": [message, ...], "reward": 0.5, "done": False}
         def close(self): ...           # optional
 
-`step` may also return an object with these attributes. It runs in the rollout plane, each turn in a thread;
-the sum of its rewards is the episode's.
+`step` may also return an object with these attributes. It runs in the rollout plane, each turn in a thread.
+The episode's reward is the sum of the turns' rewards.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GymTask(EpisodeTask):
     """Episodes of the environment class that `task.env` names.
 
     Raises:
-        ConfigError: there is no such class.
+        ConfigError: `task.env` names no class that can be imported.
     """
 
     Options: ClassVar[type[TaskOptions]] = GymOptions
@@ -63,11 +63,11 @@ class GymTask(EpisodeTask):
         return _Stepped(env)
 
     def _begin(self, index: int, row: dict[str, Any]) -> Prompt:
-        return self.opening(index, self._rows.text(row), json.dumps(row), self._rows.messages(row))
+        return self.make_prompt(index, self._rows.text(row), json.dumps(row), self._rows.messages(row))
 
 
 class _Stepped:
-    """The environment behind our interface."""
+    """Adapter from the user's environment to `Environment`."""
 
     def __init__(self, env: Any) -> None:
         self._env = env

@@ -1,9 +1,9 @@
-"""A plain function `reward(prompt, response, row) -> float` with a file of prompts: `task=function`.
+"""Plain function `reward(prompt, response, row) -> float` with a file of prompts: `task=function`.
 
     task=function task.reward=my_module:my_reward task.data=prompts.jsonl
 
-The function is called with the prompt as it stands in the file, the answer's text, and the row. It returns a
-number; 1 or more counts as correct.
+The task calls the function with the prompt as it is in the file, the answer's text, and the row. The function
+returns a number; 1 or more counts as correct.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FunctionTask(TaskAdapter):
     """Prompts from a file, rewards from a function.
 
     Raises:
-        ConfigError: there is no such function.
+        ConfigError: `task.reward` names no function that can be imported.
         ModelError: template=chat and the tokenizer has no chat template.
     """
 
@@ -54,7 +54,7 @@ class FunctionTask(TaskAdapter):
     def reward(self, prompt: Prompt, episode: Episode) -> Reward:
         row = json.loads(prompt.answer)
         value = self._function(row[self._options.prompt_field], episode.text, row)
-        # Not checked here: what is no number is told as an invalid reward, not as an error in here.
+        # Not checked here, so that the scorer reports a value that is no number as an invalid reward.
         return Reward(value, isinstance(value, numbers.Real) and float(value) >= 1)
 
     def _prompt(self, index: int, row: dict[str, Any]) -> Prompt:

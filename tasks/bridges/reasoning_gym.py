@@ -1,13 +1,13 @@
-"""The procedural datasets of reasoning-gym: `task=reasoning_gym:NAME` (0.1.25 was tried).
+"""Procedural datasets of reasoning-gym: `task=reasoning_gym:NAME` (tested with 0.1.25).
 
     pip install 'echo_planes[reasoning_gym]'
     task=reasoning_gym:spell_backward task.config.max_word_len=6
 
 An item is a pure function of (seed, index), the dataset's settings and the library's version. A few datasets
-depend on the order of sets too (intermediate_integration, isomorphic_strings, knight_swap, word_ladder): they
-need PYTHONHASHSEED, and `python -m echo_planes.task check` tells. Questions are held out by a hash of their
-text. What `score_answer` says of the text inside the last <answer></answer> is the reward; 1 is correct.
-Where it raises, the answer is a counted failure.
+also depend on the order of sets (intermediate_integration, isomorphic_strings, knight_swap, word_ladder).
+They need PYTHONHASHSEED, and `python -m echo_planes.task check` reports them. Questions are held out by a
+hash of their text. The reward is `score_answer` of the text inside the last <answer></answer>; 1 is correct.
+If `score_answer` raises, the answer is a counted failure.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from echo_planes.data.tasks.chat import Chat
 from echo_planes.errors import ConfigError, DataError, TaskError
 from echo_planes.types import Episode, Prompt, Reward
 
-BLOCK = 256  # indices that share one dataset object: some take most of a second to build
-DRAWS = 16  # items of a block for each of its indices
-MOST_DRAWS = 64  # then a dataset has too few questions to hold some out
-HOLDOUT = 4  # 1 question in so many is held out: few, and each held-out prompt would take many draws
+BLOCK = 256  # indices that share one dataset object, because some take most of a second to build
+DRAWS = 16  # items per index in one dataset object
+MOST_DRAWS = 64  # items tried for an index; without success the dataset has too few questions for a split
+HOLDOUT = 4  # 1 question in 4 is held out; a smaller share would take many draws for each held-out prompt
 INSTRUCTION = "{question}\n\nThink step by step, then give only the final answer inside <answer></answer>."
 
 
@@ -43,7 +43,7 @@ class ReasoningGymOptions(TaskOptions):
 
 
 class ReasoningGymTask(TaskAdapter):
-    """Generated questions, scored by the library that made them.
+    """Task of generated questions, which their library scores.
 
     Raises:
         ConfigError: reasoning-gym is not installed, has no such dataset, or does not take its settings.
@@ -74,10 +74,10 @@ class ReasoningGymTask(TaskAdapter):
         return self._drawn(index, "held out", held_out=True)
 
     def reward(self, prompt: Prompt, episode: Episode) -> Reward:
-        """Score the answer with the library, 0 to 1 as a rule. Raises where its scorer raises."""
+        """Score the answer with the library, usually 0 to 1. Raises if the library's scorer raises."""
         place = json.loads(prompt.answer)
         dataset = self._dataset(place["seed"])
-        if self._entry is None or self._entry[0] != prompt.answer:  # once for a group: some take a second
+        if self._entry is None or self._entry[0] != prompt.answer:  # once per group: some take a second
             self._entry = (prompt.answer, self._same(prompt, dataset[place["item"]]))
         tagged = last_tagged(episode.text, "answer")  # as the library's `extract_answer`, in linear time
         answer = tagged and tagged[0].strip()
@@ -85,7 +85,7 @@ class ReasoningGymTask(TaskAdapter):
         return Reward(score, bool(score >= 1), {"answered": float(answer is not None)})
 
     def _same(self, prompt: Prompt, entry: dict[str, Any]) -> dict[str, Any]:
-        """The entry, made again where rewards are computed: what asks another thing would score another."""
+        """Return `entry`, generated again for scoring, after a check that its question is the prompt's."""
         if str(entry["question"]) != prompt.text:
             raise TaskError(
                 f"task.dataset={self._options.dataset}: prompt {prompt.index} is another one in another "
@@ -94,7 +94,7 @@ class ReasoningGymTask(TaskAdapter):
         return entry
 
     def _drawn(self, index: int, stream: str, *, held_out: bool) -> Prompt:
-        """Item `index` of a stream: the first of its draws that falls on the right side."""
+        """Return the prompt of `index` in a stream: the first of its draws that is held out, or is not."""
         block, position = divmod(index, BLOCK)
         for draw in range(MOST_DRAWS):
             part, row = divmod(draw, DRAWS)

@@ -1,4 +1,4 @@
-"""Prompts from a file of the user's, for both bridges."""
+"""Prompts from a user's file, for the tasks `gym` and `function`."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ class RowOptions(TaskOptions):
 
 
 class Rows:
-    """The rows, split: every training row once per epoch, in a new order each."""
+    """Rows of the file, split in two: every training row comes once per epoch, in a new order each time."""
 
     def __init__(self, options: RowOptions, seed: int) -> None:
         self._options = options
         self._seed = seed
-        self._orders: dict[int, list[int]] = {}  # of the epoch that was asked for last
+        self._orders: dict[int, list[int]] = {}  # of the last requested epoch only
 
     def training(self, index: int) -> dict[str, Any]:
         num = len(self._rows) - len(self._rows[:: self._options.holdout])
         epoch, position = divmod(index, num)
-        if epoch not in self._orders:  # drawn once: prompts come in order
+        if epoch not in self._orders:  # drawn once per epoch, because prompts are requested in order
             numbers = [i for i in range(len(self._rows)) if i % self._options.holdout]
             self._orders = {epoch: random.Random(f"{self._seed}/{epoch}").sample(numbers, num)}
         return self._rows[self._orders[epoch][position]]
 
     def held_out(self, index: int) -> dict[str, Any]:
-        """The same whatever the seed; they repeat after the last."""
+        """Return held-out row `index`, the same for every seed; rows repeat after the last."""
         rows = self._rows[:: self._options.holdout]
         return rows[index % len(rows)]
 
     def messages(self, row: dict[str, Any]) -> list[dict[str, str]]:
-        """The prompt as messages.
+        """Return the prompt as messages.
 
         Raises:
-            DataError: it is none.
+            DataError: the prompt is neither text nor messages with "role" and "content".
         """
         said = row[self._options.prompt_field]
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
@@ -66,7 +66,7 @@ class Rows:
         return messages
 
     def text(self, row: dict[str, Any]) -> str:
-        """The prompt as text: what its messages say."""
+        """Return the prompt as text: the contents of its messages."""
         return "\n\n".join(str(message["content"]) for message in self.messages(row))
 
     @cached_property
@@ -85,8 +85,12 @@ class Rows:
 def named(path: str, key: str) -> Any:
     """Import the callable that `package.module:name` stands for.
 
+    Args:
+        path: module and name.
+        key: setting that holds `path`, for the error.
+
     Raises:
-        ConfigError: there is no such callable; `key` is the setting that names it.
+        ConfigError: there is no such callable.
     """
     module_name, _, name = path.partition(":")
     try:

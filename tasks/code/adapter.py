@@ -21,16 +21,16 @@ from .options import CodeOptions
 from .problems import Problem, load_problems, split
 from .runner import ProgramRunner
 
-MOST_SAMPLES = 16  # of a group, whose programs may all run until their limit
-SHOWN_CHARACTERS = 2000  # of the tests and of the program, which stand beside every answer
-FUNCTION_MAX_NEW_TOKENS = 10  # five signs, the end token, and room to be wrong
+MOST_SAMPLES = 16  # programs of a group for which the deadline is made; all may run until their limit
+SHOWN_CHARACTERS = 2000  # most characters of the tests, and of the program, in an answer's notes
+FUNCTION_MAX_NEW_TOKENS = 10  # five signs and the end token, with room for wrong answers
 INSTRUCTION = (
     "{question}\n\nThink inside <think></think>, then give the whole program in one ```python block."
 )
 
 
 class CodeTask(TaskAdapter):
-    """Write a program; hidden tests judge it in a sandbox.
+    """Task to write a program, which hidden tests judge in a sandbox.
 
     Raises:
         ModelError: template=chat and the tokenizer has no chat template.
@@ -53,14 +53,14 @@ class CodeTask(TaskAdapter):
         self._judged_prompt: Prompt | None = None
 
     def preflight(self) -> str:
-        """Describe the sandbox around the programs. Raises SandboxError where they cannot be run safely."""
+        """Describe the sandbox around the programs. Raises SandboxError if they cannot run safely."""
         try:
             return f"sandbox: {self._runner.protection}"
         finally:
             self._runner.close()
 
     def prompt(self, index: int) -> Prompt:
-        """Functions: an independent draw per index. Files: every row once per epoch, in a new order each."""
+        """Return prompt `index`. Functions: an independent draw. Files: each row once per shuffled epoch."""
         if self._is_generated:
             return self._generated(index, f"{self.seed}/{index}", held_out=False)
         problems = self._splits[0]
@@ -69,19 +69,19 @@ class CodeTask(TaskAdapter):
         return self._from_file(index, 0, order[position])
 
     def eval_prompt(self, index: int) -> Prompt:
-        """Held-out problem `index`, the same whatever the seed; files repeat after the last."""
+        """Return held-out problem `index`, the same for every seed; files repeat after the last."""
         if self._is_generated:
             return self._generated(index, f"held out/{index}", held_out=True)
         return self._from_file(index, 1, index % len(self._splits[1]))
 
     async def rollout(self, prompt: Prompt, policy: Policy) -> Episode:
-        """One answer, with the tests as notes for people; the reward adds the program and how it went."""
+        """Sample one answer and add the tests to its notes; `reward` adds the program and its verdict."""
         episode = await super().rollout(prompt, policy)
         tests = self._problem(prompt).tests[:SHOWN_CHARACTERS]
         return replace(episode, notes=json.dumps({"tests": tests}))
 
     def prepare(self, prompt: Prompt, episodes: Sequence[Episode]) -> None:
-        """Run all programs of a group side by side; equal ones once."""
+        """Run all programs of a group side by side, each distinct program once."""
         problem = self._problem(prompt)
         answers = [self._parse(prompt, episode) for episode in episodes]
         codes = {answer.code for answer in answers if answer.code and answer.is_python}
@@ -89,7 +89,7 @@ class CodeTask(TaskAdapter):
         self._judged_prompt = prompt
 
     def reward(self, prompt: Prompt, episode: Episode) -> Reward:
-        """The share of hidden tests passed, or 1 for all of them; parts say the rest."""
+        """Return the reward: 1 if all hidden tests pass, else 0, or the weighted parts if composite."""
         answer = self._parse(prompt, episode)
         if answer.code is None or not answer.is_python:
             found = Verdict(0, 1, "empty" if answer.code is None else "syntax")
@@ -145,7 +145,7 @@ class CodeTask(TaskAdapter):
         if self._is_generated:
             return Problem(
                 prompt.text, HEAD, prompt.answer, f"{HEAD}0"
-            )  # of a solution only the name is needed
+            )  # only the name that the solution defines is needed
         part, row = map(int, prompt.answer.split("/"))
         return self._splits[part][row]
 

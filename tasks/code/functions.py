@@ -1,7 +1,7 @@
-"""Generated one-line functions: small enough to learn without data, and judged by running them.
+"""Generated one-line functions: small enough to learn without data, and judged by execution.
 
-A problem says a formula of x and y in words, `x plus 3 times y`, and asks for the body of a lambda. As in the
-answer, times comes before plus and minus.
+A problem gives a formula of x and y in words, `x plus 3 times y`, and asks for the body of a lambda. As in
+Python, times has precedence over plus and minus.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HOLDOUT = 20  # 1 in 20 is held out
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """A formula in words and in Python."""
+    """Formula in words and in Python."""
 
     words: str  # "x plus 3 times y"
     code: str  # "x+3*y"
@@ -30,20 +30,20 @@ class Formula:
         return f"# {self.words}\n{HEAD}"
 
     def tests(self) -> str:
-        """Tests that a right function passes, as assertions about `f`."""
-        # The formula is our own: three terms from TERMS and two SIGNS.
+        """Return the tests that a right function passes, as assertions about `f`."""
+        # Safe to evaluate: the code is generated from three TERMS and two SIGNS.
         results = [eval(self.code, {"__builtins__": {}}, {"x": x, "y": y}) for x, y in _INPUTS]
         lines = [f"assert f({x}, {y}) == {result}" for (x, y), result in zip(_INPUTS, results, strict=True)]
         return "\n".join(lines)
 
 
 def is_held_out(formula: Formula) -> bool:
-    """True for 5 % of the formulas, the same on every machine; training never sees them."""
+    """Return whether a formula is one of the 5 % that training never sees, the same on every machine."""
     return hashlib.blake2b(formula.words.encode(), digest_size=1).digest()[0] % _HOLDOUT == 0
 
 
 def formula(seed: str, *, held_out: bool) -> Formula:
-    """The formula of a seed: a pure function of it."""
+    """Return the formula of a seed. It depends only on the arguments."""
     rng = random.Random(seed)
     while True:
         words = [rng.choice(TERMS)]

@@ -1,15 +1,15 @@
-"""Programs in the sandbox when an answer is judged: two, with a pipe each way between them.
+"""The two programs in the sandbox that judge an answer, connected by a pipe each way.
 
-`answer` runs the answer and does as it is asked: call this with that. `judge` runs the authors' tests, with a
-`Remote` wherever they name something that the answer defines, and holds what they expect; it never runs the
-answer's code. What passes between them is plain data, so nothing that an answer returns can say for itself
-what it equals, and no test can be read from where the answer runs.
+`answer` runs the answer and performs the judge's requests, for example a call. `judge` runs the authors'
+tests, with a `Remote` for each name that the answer defines, and holds the expected values. It never runs the
+answer's code. Only plain data passes between them: a value from the answer cannot define its own equality,
+and the answer's process cannot read the tests.
 
 Plain data: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict, and
-builtin types by name. Arguments go as copies. Anything else stays where the answer runs, and the tests get a
-`Remote` of it: they may call it, take and set its attributes and go through it, but not compare it.
+builtin types by name. Arguments are copied. Other values stay in the answer's process, and the tests get a
+`Remote` of them: they may call it, get and set its attributes and iterate over it, but not compare it.
 
-This file is copied into both scratch folders, so it imports the standard library alone.
+The pool copies this file into both scratch folders, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 SOURCE, JUDGE, ANSWER = "inside.py", "import inside; inside.judge()", "import inside; inside.answer()"
-TOLD = "told.json"  # what a program is given
+TOLD = "told.json"  # file with a program's input
 MAX_FRAME_BYTES = 16 << 20
 MAX_REASON = 200  # characters
-JSON_INT = 1 << 63  # larger ones as hexadecimal digits, which are read in linear time
-NONSENSE = (ValueError, TypeError, LookupError, ArithmeticError, RecursionError)  # from what is no reply
+JSON_INT = 1 << 63  # larger integers are sent as hexadecimal digits, which take linear time to read
+NONSENSE = (ValueError, TypeError, LookupError, ArithmeticError, RecursionError)  # from an invalid reply
 SEQUENCES: dict[str, Any] = {"l": list, "t": tuple, "s": set, "z": frozenset}
 TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
 
 
 class Refused(Exception):
-    """Error for what cannot be carried between the two, or be asked of what stays with the answer."""
+    """Error for a value that cannot be sent, or an operation that a `Remote` does not support."""
 
 
 class Gone(Exception):
-    """The other program has ended."""
+    """Error for a peer program that has ended, or sends invalid data."""
 
 
 # --- the wire ------------------------------------------------------------------------------------
 
 
 def encode(value: Any, other: Callable[[Any], int]) -> Any:
-    """Plain data as JSON can carry it; types derived from plain ones become them.
+    """Encode plain data for JSON; an instance of a derived type becomes one of its plain type.
 
     Args:
-        other: of what is no plain data, the number it goes by.
+        other: returns the number that stands for a value that is not plain data.
     """
     if value is None or value is True or value is False:
         return value
@@ -74,13 +74,13 @@ def encode(value: Any, other: Callable[[Any], int]) -> Any:
 
 
 def decode(data: Any, other: Callable[[int, str], Any]) -> Any:
-    """Decode what `encode` wrote, into exactly the builtin types.
+    """Decode a result of `encode`, into exactly the builtin types.
 
     Args:
-        other: what a number stands for, given with the name of its type.
+        other: returns the value for a number and the name of its type.
 
     Raises:
-        ValueError, TypeError, LookupError, ArithmeticError, RecursionError: it wrote no such thing.
+        ValueError, TypeError, LookupError, ArithmeticError, RecursionError: `data` is no result of `encode`.
     """
     if data is None or isinstance(data, (bool, str, int)):
         return data
@@ -105,7 +105,7 @@ def decode(data: Any, other: Callable[[int, str], Any]) -> Any:
 
 
 class Channel:
-    """Frames of JSON over two pipes, each behind its length in four bytes."""
+    """Frames of JSON over two pipes, each preceded by its length in four bytes."""
 
     def __init__(self, source: int, sink: int) -> None:
         self._source = source
@@ -121,10 +121,10 @@ class Channel:
             while view:
                 view = view[os.write(self._sink, view) :]
         except BrokenPipeError as error:
-            raise Gone("nobody reads") from error
+            raise Gone("the reader is gone") from error
 
     def receive(self) -> Any:
-        """Read one frame. Raises Gone at the end, and at whatever is no frame."""
+        """Read one frame. Raises Gone at the end of the pipe, or if the data is no frame."""
         size = int.from_bytes(self._read(4), "little")
         if size > MAX_FRAME_BYTES:
             raise Gone("it sent more than can be carried")
@@ -147,7 +147,7 @@ class Channel:
 
 
 def serve(code: str, channel: Channel) -> None:
-    """Run the answer, then do as the judge asks until it has ended."""
+    """Run the answer, then perform the judge's requests until the judge ends."""
     module = sys.modules["answer"] = ModuleType("answer")
     kept: list[Any] = []
 
@@ -170,7 +170,7 @@ def serve(code: str, channel: Channel) -> None:
 
     try:
         exec(compile(code, "answer", "exec", dont_inherit=True), vars(module))
-    except BaseException as error:  # noqa: BLE001  the answer's own; what it defined before stays
+    except BaseException as error:  # noqa: BLE001  raised by the answer; its earlier definitions stay
         print(reason(error), file=sys.stderr, flush=True)
     while True:
         try:
@@ -181,16 +181,16 @@ def serve(code: str, channel: Channel) -> None:
             channel.send(["ok", encode(done(request), number)])
         except Gone:
             return
-        except BaseException as error:  # noqa: BLE001  the judge is told, whatever it is
+        except BaseException as error:  # noqa: BLE001  any error is reported to the judge
             with suppress(Gone):
                 channel.send(["raised", type(error).__name__, reason(error)])
 
 
 def reason(error: BaseException) -> str:
-    """An exception in a line; its text may be the answer's."""
+    """Describe an exception in one line; its text may come from the answer."""
     try:
         return f"{type(error).__name__}: {error}"[:MAX_REASON]
-    except BaseException:  # noqa: BLE001  __str__ may be the answer's too
+    except BaseException:  # noqa: BLE001  __str__ may come from the answer and raise
         return type(error).__name__[:MAX_REASON]
 
 
@@ -198,7 +198,7 @@ def reason(error: BaseException) -> str:
 
 
 class Remote:
-    """Something of the answer's that is no plain data. It is in the answer's process, and stays there."""
+    """Reference to a value that is no plain data and stays in the answer's process."""
 
     __slots__ = ("_asks", "_kind", "_number")
 
@@ -226,18 +226,18 @@ class Remote:
 
 
 class Asks:
-    """The judge's side of the channel."""
+    """Judge's side of the channel."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self.is_gone = False
 
     def __call__(self, what: str, *given: Any) -> Any:
-        """Return the reply of the answer's process, or raise what it raised, if a builtin exception.
+        """Return the reply of the answer's process, or raise the builtin exception that it raised.
 
         Raises:
-            Refused: something in the request, or in the reply, cannot be carried.
-            Gone: the answer's process has ended, or answers nonsense.
+            Refused: the request or the reply has a value that cannot be sent, or the exception is no builtin.
+            Gone: the answer's process has ended, or its reply is invalid.
         """
         if self.is_gone:
             raise Gone("the answer ended")
@@ -268,15 +268,15 @@ def judged(told: dict[str, Any], channel: Channel) -> dict[str, Any]:
     """Run the tests on the answer behind a channel, and return their result.
 
     Args:
-        told: `names`, which of the answer's the tests use; `authors`, code of theirs that the tests use;
-            `tests`, with `_case(lambda: ...)` in the place of each assertion.
+        told: `names` of the answer that the tests use; `authors`, code of the authors that the tests use;
+            `tests`, with `_case(lambda: ...)` in place of each assertion.
 
     Returns:
-        `passed` and `total` assertions; `cut`, 1 if the tests broke off; `gone`, whether the answer's process
-        ended before them; `why` the last failed.
+        `passed` and `total`, numbers of assertions; `cut`, 1 if an exception ended the tests early; `gone`,
+        whether the answer's process ended before the tests; `why`, the last error, "" without one.
     """
     asks = Asks(channel)
-    passed: list[bool] = []  # of each assertion
+    passed: list[bool] = []  # one entry per assertion
     why = ""
 
     def case(check: Callable[[], object]) -> None:
@@ -294,7 +294,7 @@ def judged(told: dict[str, Any], channel: Channel) -> dict[str, Any]:
         defined = dict(asks("names", told["names"]))
         space |= {name: defined[name] for name in told["names"] if name in defined}
         exec(compile(told["tests"], "tests", "exec", dont_inherit=True), space)
-    except BaseException as error:  # noqa: BLE001  the tests broke off
+    except BaseException as error:  # noqa: BLE001  ended the tests early
         is_cut, why = True, reason(error)
     counts = {"passed": sum(passed), "total": len(passed), "cut": int(is_cut)}
     return {**counts, "gone": asks.is_gone, "why": why}
@@ -304,7 +304,7 @@ def judged(told: dict[str, Any], channel: Channel) -> dict[str, Any]:
 
 
 def start() -> tuple[Any, Channel]:
-    """Return what this program is told, and its channel, moved away from standard input and output."""
+    """Return this program's input and its channel, which leaves standard input and output free."""
     channel = Channel(os.dup(0), os.dup(1))
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
@@ -314,13 +314,13 @@ def start() -> tuple[Any, Channel]:
 
 
 def answer() -> NoReturn:
-    """The answer's program."""
+    """Run the answer's program."""
     serve(*start())
-    os._exit(0)  # what the answer would still do at its end has no effect
+    os._exit(0)  # skips exit handlers that the answer may have registered
 
 
 def judge() -> NoReturn:
-    """The judge's program; its verdict is the last line of its standard error."""
+    """Run the judge's program; its verdict is the last line of its standard error."""
     found = judged(*start())
     os.write(2, b"\n" + json.dumps(found).encode())
     os._exit(0)

@@ -1,6 +1,6 @@
-"""From an answer's text to the two programs that judge it, and from how they ended to a verdict.
+"""Making of the two programs that judge an answer, and of a verdict from their outcomes.
 
-See `inside.py`, which both of them are made of: the answer runs in one, the tests in the other.
+Both programs consist of `inside.py`: the answer runs in one, the tests in the other.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _INSIDE = Path(inside.__file__).read_text()
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer that a response holds."""
+    """Answer in a response."""
 
-    code: str | None  # None: not in the form asked for
+    code: str | None  # None: the response has no program in the requested form
     is_python: bool
     has_thinking: bool
 
@@ -37,8 +37,8 @@ class Verdict:
 
     passed: int
     total: int
-    status: str  # of the sandbox, or "syntax", "empty"
-    detail: str = ""  # the end of what it said on standard error
+    status: str  # status of the sandbox, or "syntax", "empty"
+    detail: str = ""  # end of the standard error, or the last error of the tests
 
     @property
     def share(self) -> float:
@@ -46,11 +46,11 @@ class Verdict:
 
 
 def parse_answer(text: str, head: str, *, fenced: bool) -> Answer:
-    """The program in a response: the last fenced block after the thinking, or all of the text.
+    """Find the program in a response: the last fenced block after the thinking, or all of that text.
 
     Args:
-        head: Python that the answer continues, unless it says it again itself.
-        fenced: whether the answer must stand in a block.
+        head: Python that the answer continues, unless a fenced answer repeats it.
+        fenced: whether the answer must be in a block.
     """
     text = text.replace("\r\n", "\n")
     before, closed, rest = text.rpartition("</think>")
@@ -62,13 +62,13 @@ def parse_answer(text: str, head: str, *, fenced: bool) -> Answer:
         return Answer(None, False, has_thinking)
     start = _start(head)
     name = head[start:].removeprefix("def ").partition("(")[0].strip()
-    # The text before the function, imports and helpers, is part of the question.
+    # The text before the function, imports and helpers, belongs to the question. Answers may rely on it.
     code = (head[:start] if fenced and f"def {name}(" in code else head) + code
     return Answer(code, _is_python(code), has_thinking)
 
 
 def _last_block(text: str) -> str | None:
-    """The last closed block of Python, or of nothing in particular."""
+    """Return the contents of the last closed block of Python, or of no stated language."""
     found: str | None = None
     kind: str | None = None
     block: list[str] = []
@@ -85,13 +85,14 @@ def _last_block(text: str) -> str | None:
 
 
 def programs(code: str, tests: str, head: str, solution: str) -> tuple[Program, Program]:
-    """Make the judge's program and the answer's program, which speak to each other.
+    """Make the judge's program and the answer's program, which exchange messages.
 
     Args:
         code: the answer.
-        tests: see `counted`.
-        head: what the answer continues; what stands before its last function is the authors' to the tests.
-        solution: the authors' own; the tests may use what it defines, of the answer's, and what it imports.
+        tests: tests of the problem's authors, with plain assertions.
+        head: Python that the answer continues; the tests may use the part before its last function.
+        solution: the authors' solution; the tests may use its imports, and the answer's definitions of the
+            names that it defines.
     """
     authors = head[: _start(head)] + _imports(solution)
     names = _bound(solution) - _bound(authors)
@@ -101,10 +102,10 @@ def programs(code: str, tests: str, head: str, solution: str) -> tuple[Program, 
 
 
 def verdict(judge: Outcome, answer: Outcome, tests: str) -> Verdict:
-    """Verdict on the answer, from the ends of both programs."""
+    """Return the verdict on the answer, from the outcomes of both programs."""
     least = max(sum(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(tests))), 1)
     said = answer.stderr.strip()
-    # A program that reached a limit has passed nothing, whatever was asked of it until then.
+    # A program that reached a limit has passed nothing, whatever its earlier results.
     for outcome in (answer, judge):
         if outcome.status not in ("ok", "failed", "cancelled"):
             return Verdict(0, least, outcome.status, said[-_DETAIL:])
@@ -113,7 +114,7 @@ def verdict(judge: Outcome, answer: Outcome, tests: str) -> Verdict:
         return Verdict(0, least, "failed", judge.stderr.strip()[-_DETAIL:])
     told = json.loads(line)
     detail = (said or told["why"])[-_DETAIL:]
-    # Tests that broke off have failed at least one, and all that they did not come to.
+    # Tests that ended early have failed at least one assertion, and all that they did not reach.
     total = max(told["total"] + told["cut"], least if told["cut"] else 1)
     if told["gone"]:
         return Verdict(0, total, "failed", detail)
@@ -125,7 +126,7 @@ def _inside(main: str, told: object) -> Program:
 
 
 def counted(tests: str) -> str:
-    """The tests with every assertion replaced by a counted one, so that one that fails ends nothing."""
+    """Return the tests with counted assertions, whose failure does not end the tests."""
     return ast.unparse(ast.fix_missing_locations(_Counted().visit(ast.parse(tests))))
 
 
@@ -145,17 +146,17 @@ def _is_python(code: str) -> bool:
 
 
 def _start(head: str) -> int:
-    """Position at which the last function of a head begins; 0 if there is none."""
+    """Return the position at which the last function of a head begins; 0 if there is none."""
     return max(head.rfind("\ndef ") + 1, 0)
 
 
 def _imports(solution: str) -> str:
-    """The imports of a program, each for itself: what is not installed is missed only where it is used."""
+    """Return a program's imports, each guarded: a missing package fails only the tests that use it."""
     nodes = [node for node in ast.parse(solution).body if isinstance(node, ast.Import | ast.ImportFrom)]
     return "".join(f"\ntry: {ast.unparse(node)}\nexcept ImportError: pass" for node in nodes)
 
 
 def _bound(code: str) -> set[str]:
-    """The names a program defines, imports left out."""
+    """Return the names that a program defines, without its imports."""
     symbols = symtable.symtable(code, "authors", "exec").get_symbols()
     return {symbol.get_name() for symbol in symbols if symbol.is_assigned() and not symbol.is_imported()}

@@ -12,7 +12,7 @@ from echo_planes.errors import DataError
 
 Dataset = Literal["functions", "humaneval", "mbpp"]
 DATA_VARIABLE = "ECHO_PLANES_DATA"
-_HOLDOUT = 5  # where a file has no splits of its own, 1 row in 5 is held out
+_HOLDOUT = 5  # 1 row in 5 is held out
 _FIELDS: dict[str, dict[str, Any]] = {
     "humaneval": {"prompt": str, "canonical_solution": str, "test": str, "entry_point": str},
     "mbpp": {"text": str, "code": str, "test_list": list, "test_setup_code": str},
@@ -24,19 +24,19 @@ class Problem:
     """Problem: its question, and the tests that judge an answer."""
 
     question: str
-    head: str  # Python that the answer may continue; "" where it must be whole
-    tests: str  # Python with assertions about what the answer defines
-    solution: str  # of the authors, with the head
+    head: str  # Python that the answer may continue; "" if the answer must be a whole program
+    tests: str  # Python with assertions about the answer's definitions
+    solution: str  # the authors' solution, with the head
 
 
 def load_problems(dataset: Dataset, data: str | None) -> tuple[Problem, ...]:
-    """All rows of a dataset, in order.
+    """Load all rows of a dataset, in order.
 
     Args:
         data: file or folder; default `$ECHO_PLANES_DATA/<dataset>`.
 
     Raises:
-        DataError: nothing to read, or a row is not what the dataset should hold.
+        DataError: there is nothing to read, or a row is not one of the dataset.
     """
     if data is None:
         root = os.environ.get(DATA_VARIABLE)
@@ -48,10 +48,10 @@ def load_problems(dataset: Dataset, data: str | None) -> tuple[Problem, ...]:
 
 
 def split(problems: tuple[Problem, ...]) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
-    """Training and held-out problems.
+    """Split problems into training and held-out ones.
 
     Raises:
-        DataError: too few for both.
+        DataError: there are too few for both.
     """
     held_out = problems[_HOLDOUT - 1 :: _HOLDOUT]
     training = tuple(problem for problem in problems if problem not in held_out)
@@ -71,6 +71,6 @@ def _humaneval(row: dict[str, Any]) -> Problem:
 
 def _mbpp(row: dict[str, Any]) -> Problem:
     tests = "\n".join(str(test) for test in row["test_list"])
-    # The first test shows the name and the arguments, which the text alone does not.
+    # The first test shows the function's name and arguments, which the text does not give.
     question = f"{row['text']}\nThe function must pass this test:\n\n{row['test_list'][0]}"
     return Problem(question, "", f"{row['test_setup_code']}\n{tests}\n", row["code"])

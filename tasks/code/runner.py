@@ -1,4 +1,4 @@
-"""The sandbox of a process that is not asynchronous: several programs side by side, from plain calls."""
+"""Sandbox for synchronous code: judges several programs side by side in one blocking call."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 class ProgramRunner:
-    """A pool with an event loop in a thread of its own, started at the first use.
+    """Sandbox pool with an event loop in a separate thread, started at the first use.
 
     Args:
-        num_slots: answers at once; each takes two programs, the judge's and its own.
-        limits: of each program.
+        num_slots: answers judged at once; each takes two programs, the judge's and the answer's.
+        limits: limits of each program.
     """
 
     def __init__(self, num_slots: int, limits: Limits) -> None:
@@ -67,6 +67,6 @@ class ProgramRunner:
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            # The process may end at any time; the wardens see that and clear up.
+            # A daemon thread, because the process may end at any time: the wardens then clean up.
             threading.Thread(target=self._loop.run_forever, name="sandbox", daemon=True).start()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()

@@ -1,1 +1,1 @@
-"""Higher or lower: find a number in as few guesses as possible."""
+"""Guessing game: find a number in as few guesses as possible."""

@@ -1,4 +1,4 @@
-"""The guessing game: `task=guess`. The smallest task of several turns; start from it for one of your own."""
+"""The guessing game: `task=guess`. The smallest task of several turns, a template for your own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GuessOptions(EpisodeOptions):
 
 
 class Game:
-    """One secret."""
+    """Environment with one secret number."""
 
     def __init__(self, secret: int, max_turns: int) -> None:
         self._secret = secret
@@ -29,7 +29,7 @@ class Game:
         self._found = False
 
     async def step(self, action: str) -> Turn:
-        """Takes a guess. What is no number costs a guess too."""
+        """Take a guess. Text that is no number also costs a guess."""
         self._guesses += 1
         text = action.strip()
         guess = int(text) if text.isascii() and text.isdigit() and len(text) < 6 else None
@@ -40,16 +40,16 @@ class Game:
         return Turn(f"{said}:", info={"said": said})
 
     def result(self) -> Reward:
-        """1 for the first guess, falling evenly to 1/max_turns for the last; 0 if it was not found."""
+        """Return 1 for a hit at the first guess, falling evenly to 1/max_turns at the last; 0 for no hit."""
         value = (self._max_turns - self._guesses + 1) / self._max_turns if self._found else 0.0
         return Reward(value, self._found, {"guesses": float(self._guesses)})
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing: the game holds no resources."""
 
 
 class GuessTask(EpisodeTask):
-    """Find a secret number by asking."""
+    """Task to find a secret number by guesses."""
 
     Options: ClassVar[type[TaskOptions]] = GuessOptions
     max_new_tokens = 4  # three digits and the end token
@@ -62,7 +62,7 @@ class GuessTask(EpisodeTask):
         return self._game(index, f"{self.seed}/{index}")
 
     def eval_prompt(self, index: int) -> Prompt:
-        # There are few secrets, so none can be held out: what is held out is the sequence of them.
+        # There are too few secrets to hold some out, so evaluation uses a separate sequence of them.
         return self._game(index, f"held out/{index}")
 
     def environment(self, prompt: Prompt, policy: Policy) -> Environment:
@@ -71,4 +71,4 @@ class GuessTask(EpisodeTask):
     def _game(self, index: int, seed: str) -> Prompt:
         numbers = self._guess_options.numbers
         secret = random.Random(seed).randrange(numbers)
-        return self.opening(index, f"0-{numbers - 1}:", str(secret))
+        return self.make_prompt(index, f"0-{numbers - 1}:", str(secret))

@@ -17,7 +17,7 @@ from .options import MathOptions
 from .stated import values
 from .verifier import Verdict, Verifier
 
-ADDITION_MAX_NEW_TOKENS = 6  # three digits and the end token, with room to be wrong
+ADDITION_MAX_NEW_TOKENS = 6  # more than the longest right answer, so that a wrong one may be longer
 FORMS: dict[AnswerForm, str] = {"boxed": "\\boxed{}", "answer": "<answer></answer>"}
 INSTRUCTION = (
     "{question}\n\nThink step by step inside <think></think>, then give only the final answer inside {form}."
@@ -47,7 +47,7 @@ class MathTask(TaskAdapter):
         self._verifier = Verifier(self._options.verifier_timeout_s, self._options.max_answer_chars)
 
     def prompt(self, index: int) -> Prompt:
-        """Addition: an independent draw per index. Files: every row once per epoch, in a new order each."""
+        """Return prompt `index`. Addition: an independent draw. Files: each row once per shuffled epoch."""
         if self._is_addition:
             return self.prompt_at(index, self.num_levels - 1)
         problems = self._splits[0]
@@ -55,12 +55,12 @@ class MathTask(TaskAdapter):
         return self._problem_prompt(index, problems, _order(self.seed, epoch, len(problems)), position)
 
     def level(self, progress: Progress) -> int:
-        """Addition: the next step of operand size once the last `WINDOW_GROUPS` prompts went well enough."""
+        """Return the level: the next one once the last `WINDOW_GROUPS` prompts reached `next_level_at`."""
         is_known = progress.num_groups >= WINDOW_GROUPS and progress.accuracy >= self._options.next_level_at
         return min(progress.level + is_known, self.num_levels - 1)
 
     def prompt_at(self, index: int, level: int) -> Prompt:
-        """Addition: operands below the level's share of `max_operand`, all of it at the last level."""
+        """Return prompt `index` at a level. Addition: operands below the level's share of `max_operand`."""
         if not self._is_addition:
             return self.prompt(index)
         limit = math.ceil(self._options.max_operand * (level + 1) / self.num_levels)
@@ -68,7 +68,7 @@ class MathTask(TaskAdapter):
         return self._addition_prompt(index, *pair)
 
     def eval_prompt(self, index: int) -> Prompt:
-        """Held-out question `index`, the same whatever the seed; they repeat after the last."""
+        """Return held-out question `index`, the same for every seed; questions repeat after the last."""
         if self._is_addition:
             pairs = held_out_pairs(self._options.max_operand, only_carry=self._only_carry)
             return self._addition_prompt(index, *pairs[index % len(pairs)])
@@ -76,7 +76,7 @@ class MathTask(TaskAdapter):
         return self._problem_prompt(index, problems, range(len(problems)), index % len(problems))
 
     def reward(self, prompt: Prompt, episode: Episode) -> Reward:
-        """Addition: the text is the sum and nothing else, and the answer ended by itself."""
+        """Return the reward. Addition: 1 if the text is only the sum, and ended before the token limit."""
         if self._is_addition:
             correct = episode.finish_reason == "stop" and episode.text.strip() == prompt.answer
             return Reward(float(correct), correct)
@@ -108,7 +108,7 @@ class MathTask(TaskAdapter):
         self, index: int, problems: tuple[Problem, ...], order: range | list[int], position: int
     ) -> Prompt:
         limit = self._options.max_prompt_tokens
-        for step in range(len(order)):  # a prompt that is too long gives its place to the next that fits
+        for step in range(len(order)):  # the next prompt that fits replaces one that is too long
             problem = problems[order[(position + step) % len(order)]]
             form = FORMS[self._options.answer_form]
             token_ids = self._encode(INSTRUCTION.format(question=problem.question, form=form))
@@ -132,7 +132,7 @@ class MathTask(TaskAdapter):
         stated = values(gold, answer)
         if stated is None:
             return "unparsable"
-        # All that it says it is must be the same: `33=34` is no way to say 34.
+        # All values that the answer states must be equal: `33=34` does not count as 34.
         *others, _ = stated or [answer]
         return next((other for value in others if (other := self._compare(stated[-1], value)) != said), said)
 

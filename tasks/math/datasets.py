@@ -17,23 +17,23 @@ DATA_VARIABLE = "ECHO_PLANES_DATA"
 
 
 def stable_hash(*parts: int | str) -> int:
-    """A 64-bit number that depends on nothing but `parts`: the same on every machine and Python version."""
+    """Return a 64-bit hash of `parts`, the same on every machine and Python version."""
     text = "/".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def is_held_out(a: int, b: int) -> bool:
-    """True for the 5 % of operand pairs that training never sees."""
+    """Return whether a pair is one of the 5 % of operand pairs that training never sees."""
     return (a * 100 + b) % HOLDOUT_STRIDE == HOLDOUT_OFFSET
 
 
 def needs_carry(a: int, b: int) -> bool:
-    """True where the ones digits add up to ten or more."""
+    """Return whether the ones digits add up to ten or more."""
     return a % 10 + b % 10 >= 10
 
 
 def training_pair(seed: int, index: int, max_operand: int, *, only_carry: bool = False) -> tuple[int, int]:
-    """Operands of training prompt `index`, each in 0 .. max_operand - 1; what is not asked is drawn again."""
+    """Return the operands of training prompt `index`, each in 0 .. max_operand - 1, never a held-out pair."""
     draw = 0
     while True:
         a, b = divmod(stable_hash("addition", seed, index, draw) % max_operand**2, max_operand)
@@ -44,7 +44,7 @@ def training_pair(seed: int, index: int, max_operand: int, *, only_carry: bool =
 
 @cache
 def held_out_pairs(max_operand: int, *, only_carry: bool = False) -> tuple[tuple[int, int], ...]:
-    """Every held-out pair, in an order that mixes small and large operands and never changes."""
+    """Return every held-out pair, in a fixed order that mixes small and large operands."""
     pairs = [(a, b) for a in range(max_operand) for b in range(max_operand) if is_held_out(a, b)]
     pairs = [pair for pair in pairs if needs_carry(*pair) or not only_carry]
     return tuple(sorted(pairs, key=lambda pair: stable_hash("held out", *pair)))
@@ -52,7 +52,7 @@ def held_out_pairs(max_operand: int, *, only_carry: bool = False) -> tuple[tuple
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A word problem and its gold answer."""
+    """Word problem and its gold answer."""
 
     question: str
     answer: str
@@ -69,7 +69,7 @@ def _math500(row: Row) -> Problem:
     return Problem(row["problem"], str(row["answer"]))
 
 
-# Data set -> the fields of a row, and how it becomes a problem.
+# Data set -> fields of a row, and the function that turns it into a problem.
 PARSERS: dict[str, tuple[dict[str, FieldType], Callable[[Row], Problem]]] = {
     "gsm8k": ({"question": str, "answer": str}, _gsm8k),
     "math500": ({"problem": str, "answer": (str, int, float)}, _math500),
@@ -77,10 +77,10 @@ PARSERS: dict[str, tuple[dict[str, FieldType], Callable[[Row], Problem]]] = {
 
 
 def read_problems(path: Path, dataset: str, split: str | None = None) -> list[Problem]:
-    """All rows of a file, or of one split of a folder, in order; see `echo_planes.data.tasks.datasets`.
+    """Read all rows of a file, or of one split of a folder, in order; see `echo_planes.data.tasks.datasets`.
 
     Raises:
-        DataError: missing, unreadable, empty, or a row is not what `dataset` should hold.
+        DataError: the file is missing, unreadable or empty, or a row is not one of `dataset`.
     """
     advice = f"set task.data=PATH to a {dataset} file or folder, or {DATA_VARIABLE} to the folder above it"
     fields, parse = PARSERS[dataset]
@@ -101,13 +101,13 @@ def read_problems(path: Path, dataset: str, split: str | None = None) -> list[Pr
 def load_splits(
     dataset: str, data: str | None, eval_data: str | None
 ) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
-    """Training and held-out problems of `dataset`, disjoint by question.
+    """Return the training and held-out problems of `dataset`, disjoint by question.
 
-    `data` and `eval_data` name a file, or a folder with train and test files; default
-    `$ECHO_PLANES_DATA/<dataset>`. Where there is only one split, 1 row in 20 of it is held out.
+    `data` and `eval_data` name a file, or a folder with train and test files; `data` is by default
+    `$ECHO_PLANES_DATA/<dataset>`, and `eval_data` is `data`. A single split has 1 row in 20 held out.
 
     Raises:
-        DataError: nothing to read, or what was read is not right.
+        DataError: `data` is neither given nor in the environment, cannot be read, or leaves a part empty.
     """
     if data is None:
         root = os.environ.get(DATA_VARIABLE)
@@ -130,6 +130,6 @@ def load_splits(
 
 
 def _find(source: str, *splits: str) -> tuple[Path, str | None]:
-    """Folder `source` and the first of `splits` that it has; `source` alone where it has none of them."""
+    """Return folder `source` and the first of `splits` that it has; with None if it has none of them."""
     root = Path(source).expanduser()
     return root, next((split for split in splits if has_split(root, split)), None)

@@ -1,4 +1,4 @@
-"""From a response's text to a reward: find the answer, compare it, weigh the parts."""
+"""Grading of a response's text: finds the answer and its form, and compares texts and numbers exactly."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _NUMBER = re.compile(r"[+-]?(\d+(\.\d+)?|\.\d+)")
 _RATIO = re.compile(r"([+-]?\d+)/(\d+)")
 _LATEX_RATIO = re.compile(r"([+-]?)\\[dt]?frac\{(-?\d+)\}\{(\d+)\}")
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}((,\d{3})+|( \d{3})+)(\.\d+)?")
-_DOLLARS = re.compile(r"(?<![\d.])\\\$|\\\$(?![\d.])")  # not what stands between two numbers
+_DOLLARS = re.compile(r"(?<![\d.])\\\$|\\\$(?![\d.])")  # not a dollar between two numbers
 _SPACES = re.compile(r"(?<!\d) | (?!\d)")
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """Parts of a response. `answer` is None where there is none in the form asked for."""
+    """Parts of a response. `answer` is None if the response has none in the requested form."""
 
     answer: str | None
     has_thinking: bool  # a non-empty <think>...</think>
@@ -31,7 +31,7 @@ class Parsed:
 def parse_response(text: str, form: AnswerForm) -> Parsed:
     """Find the last answer after the thinking: `\\boxed{...}` or `<answer>...</answer>`."""
     before, closed, _ = text.partition("</think>")
-    # Some chat templates open <think> themselves, so the response may only close it.
+    # Some chat templates add <think> to the prompt, so the response may only close it.
     thought = before.partition("<think>")[2] if "<think>" in before else before
     start = text.rfind("</think>") + len("</think>") if closed else 0
     found = last_boxed(text, start) if form == "boxed" else last_tagged(text, "answer", start)
@@ -43,7 +43,7 @@ def parse_response(text: str, form: AnswerForm) -> Parsed:
 
 
 def last_boxed(text: str, start: int = 0) -> tuple[str, int] | None:
-    """Contents of the last `\\boxed{}` after `start`, and the position of its end."""
+    """Return the contents of the last `\\boxed{}` after `start`, and the position of its end."""
     opening = text.rfind("\\boxed{", start)
     if opening < 0:
         return None
@@ -56,7 +56,7 @@ def last_boxed(text: str, start: int = 0) -> tuple[str, int] | None:
 
 
 def compare_exactly(gold: str, answer: str) -> bool | None:
-    """True or False where text or number comparison settles it, None where algebra is needed."""
+    """Return whether the answers are equal as texts or numbers; None where only algebra can decide."""
     left, right = _normalise(gold), _normalise(answer)
     if left == right:
         return True
@@ -68,7 +68,7 @@ def compare_exactly(gold: str, answer: str) -> bool | None:
 
 def _normalise(text: str) -> str:
     text = _DOLLARS.sub("", text.strip().strip("$")).replace("\\!", " ").replace("\\,", " ")
-    # White space means nothing, but between two digits.
+    # White space has a meaning only between two digits.
     text = _SPACES.sub("", " ".join(text.split())).removesuffix(".")
     return text.replace(",", "").replace(" ", "") if _THOUSANDS.fullmatch(text) else text
 

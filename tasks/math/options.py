@@ -10,7 +10,7 @@ from echo_planes.data.tasks.adapter import RewardWeights, TaskOptions
 
 from .grade import AnswerForm
 
-SMALLEST_STEP = 8  # of operand size between two levels
+SMALLEST_STEP = 8  # smallest step of operand size between two levels
 Weight = Annotated[float, Field(ge=0, le=1)]
 
 

@@ -1,8 +1,8 @@
-"""Answers that hold more than an answer: two numbers in one box, of which math-verify sees the right one.
+"""Detection of boxes with several numbers, of which math-verify would compare only the right one.
 
-It takes the last side of a chain of equations (`33=34`), what stands inside another box or between dollars,
-and what stands before a unit that ends the text (`34\\text{ cm}, 33\\text{ cm}`); and it joins digits across
-marks that it takes away (`3\\!4`).
+math-verify takes the last side of a chain of equations (`33=34`), the text inside another box or between
+dollars, and the text before a unit at the end (`34\\text{ cm}, 33\\text{ cm}`). It also joins digits across
+marks that it removes (`3\\!4`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 
 from .grade import last_boxed
 
-# Marks that are taken away, so that the digits on both sides become one number.
+# Marks that math-verify removes, so that the digits on both sides become one number.
 _JOINED = re.compile(
     r"[\d.](?:[\"'\s]|\\!|\\displaystyle|\\?\$|\\text\s*\{\s*\}|\\mathrm\{th\})*"
     r"(?:[\"']|\\!|\\displaystyle|\\?\$|\\text\s*\{\s*\}|\\mathrm\{th\})\s*[\d.]"
@@ -24,14 +24,15 @@ _EQUALS = re.compile(r"[{}()\[\]]|(?<![<>!:\\])=|\\equiv(?![a-zA-Z])")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _ANGLE = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _WITH_UNIT = re.compile(r"[+-]?[\d.,]+\s*[a-zA-Z]+[.]?")
-MOST_VALUES = 3  # numbers of a chain; more are not looked at
+MOST_VALUES = 3  # most numbers of a chain; a longer one is unparsable
 
 
 def values(gold: str, answer: str) -> list[str] | None:
-    """The numbers in a chain of equations that is given as an answer, which must all be one; usually none.
+    """Return the numbers in an answer that is a chain of equations; all of them must be equal.
 
     Returns:
-        None where the box holds more than an answer, in a way that math-verify would not see.
+        [] for an answer without equations; None where the box holds more than one answer, in a way that
+        math-verify would overlook.
     """
     text = answer.strip().strip("$")
     if text.startswith("\\boxed{") and (box := last_boxed(text)) and box == (text[7:-1], len(text)):
@@ -48,7 +49,7 @@ def values(gold: str, answer: str) -> list[str] | None:
 
 
 def _goes_on(text: str) -> bool:
-    """Whether something follows a number's unit."""
+    """Return whether more text follows a number's unit."""
     text = _LIST.sub(",", text)
     opening = _ANY_TEXT.search(text)
     if opening is None or not text[: opening.start()].strip():
@@ -62,7 +63,7 @@ def _goes_on(text: str) -> bool:
 
 
 def _parts(text: str) -> list[str]:
-    """The sides of a chain of equations, outside brackets."""
+    """Return the sides of a chain of equations, split only outside brackets."""
     parts, start, depth = [], 0, 0
     for match in _EQUALS.finditer(text):
         mark = match[0]
@@ -77,7 +78,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _is_value(part: str) -> bool:
-    """Whether a side of an equation is a number, with its unit, and not the name of what is asked for."""
+    """Return whether a side of an equation is a number, with or without a unit, and not a variable's name."""
     plain = _COMMAND.sub(" ", _TEXT.sub("", part)).strip()
     if not any(map(str.isdigit, plain)) or _ANGLE.search(part):
         return False

@@ -1,8 +1,7 @@
 """Symbolic comparison of answers by math-verify, in a child process that can be killed.
 
-math-verify guards itself with SIGALRM, which works in no thread but the main one and interrupts no
-big-integer power. So it runs without its own guard in a plain child process, which the kernel ends at the
-deadline.
+math-verify limits its time by SIGALRM, which works only in the main thread and cannot interrupt a power of
+big integers. Here it runs without that limit in a plain child process, which the kernel ends at the deadline.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ Verdict = Literal["correct", "wrong", "timeout", "unparsable"]
 
 CHILD = Path(__file__).with_name("verifier_child.py")
 START_LIMIT_S = 60.0  # importing sympy on a busy machine
-GRACE_S = 1.0  # the child's own timer comes first; then the parent kills
+GRACE_S = 1.0  # from the child's own timer until the parent kills the child
 
 
 class Verifier:
-    """One child process, started at the first use and again after each timeout. Safe to call from threads.
+    """Verifier with one child process, started at the first use and again after each timeout. Thread-safe.
 
     Args:
-        timeout_s: time for one comparison, seconds, child start excluded.
-        max_answer_chars: longer answers are "unparsable" without being looked at.
+        timeout_s: time for one comparison, seconds, without the start of the child.
+        max_answer_chars: longer answers are "unparsable" without a comparison.
     """
 
     def __init__(self, timeout_s: float, max_answer_chars: int) -> None:
@@ -42,7 +41,7 @@ class Verifier:
         self._finalizer: weakref.finalize[..., Verifier] | None = None
 
     def verify(self, gold: str, answer: str) -> Verdict:
-        """Compare two LaTeX expressions. "timeout" also stands for a child that ran out of memory.
+        """Compare two LaTeX expressions. "timeout" also means that the child ran out of memory, or died.
 
         Raises:
             UserError: math-verify is not installed.
@@ -69,7 +68,7 @@ class Verifier:
             self._stop()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # -P keeps this folder, whose modules have everyday names, off the child's import path.
+        # -P keeps this folder off the child's import path, because its modules have common names.
         command = [sys.executable, "-P", str(CHILD)]
         child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -99,7 +98,7 @@ def _ask(child: subprocess.Popen[bytes], request: dict[str, str | float], limit_
 
 
 def _read_line(child: subprocess.Popen[bytes], limit_s: float) -> bytes:
-    """One short line (written whole, so it arrives whole); empty at the limit or when the child is gone."""
+    """Read one short line, which the child writes at once; b"" at the limit or if the child is gone."""
     if child.stdout is None:
         return b""
     poll = select.poll()
@@ -113,6 +112,6 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         if pipe is not None:
             try:
                 pipe.close()
-            except BrokenPipeError:  # an unsent request of a child that is gone
+            except BrokenPipeError:  # the pipe still holds a request that the dead child never read
                 continue
     child.wait()

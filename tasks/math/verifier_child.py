@@ -1,4 +1,4 @@
-"""The verifier's child process: one JSON request a line in, one verdict a line out. Run as a script."""
+"""Child process of the verifier: reads one JSON request per line, writes one verdict per line. A script."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ MEMORY_BYTES = 4 << 30
 
 
 def reply(word: str) -> None:
-    """One write for the whole line, whatever the interpreter's buffering: the parent reads it in one go."""
+    """Write a whole line by one system call, because the parent reads it by one."""
     os.write(1, word.encode() + b"\n")
 
 
 def main() -> None:
-    """Answer until the parent closes our standard input."""
-    sys.stdout = sys.stderr  # what a library prints is no verdict
+    """Answer requests until the parent closes standard input."""
+    sys.stdout = sys.stderr  # so that the output of a library is not taken for a verdict
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
@@ -35,14 +35,13 @@ def main() -> None:
         parsed = [
             parse(f"${text}$", extraction_config=latex, parsing_timeout=None) for text in (gold, answer)
         ]
-        if all(isinstance(item, str) for item in parsed[1]):  # math-verify falls back to the text itself
+        if all(isinstance(item, str) for item in parsed[1]):  # math-verify parsed nothing but plain text
             return "unparsable"
         return "correct" if verify(*parsed, timeout_seconds=None) else "wrong"
 
-    # With the default action the kernel ends this process even in the middle of one long C call, and
-    # even when the parent is gone.
+    # With the default action the kernel ends this process even in a long C call, and even without a parent.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    compare("x", "1+x")  # the first call loads the grammar; that is no part of anybody's deadline
+    compare("x", "1+x")  # the first call loads the grammar, which must not count towards a deadline
     reply("ready")
     for line in sys.stdin:
         request = json.loads(line)

@@ -1,4 +1,4 @@
-"""`python -m tasks.poker records|warmstart|evaluate`: logs, what is learnt from them, and how well it plays.
+"""`python -m tasks.poker records|warmstart|evaluate`: converts logs, trains on them, evaluates a model.
 
 In a wheel: `python -m echo_planes.tasks.poker`.
 """
@@ -30,9 +30,7 @@ from .options import PokerOptions
 from .records import convert, write_records
 from .table import TableRules
 
-TRAINER = (
-    "echo_planes.loop.warm_start"  # a command of its own: tasks know the learning plane only from outside
-)
+TRAINER = "echo_planes.loop.warm_start"  # run as a separate command: tasks do not import the learning plane
 READER = "echo_planes.tasks.poker.offline:read_examples"
 
 USAGE = """usage: python -m tasks.poker COMMAND ...
@@ -46,7 +44,7 @@ COMMAND --help says more. M: a Hugging Face model folder, or builtin:tiny-poker.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status. A person's mistake is one line on stderr."""
+    """Run one command and return the exit status. An error of the library is one line on stderr."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         match words:
@@ -89,7 +87,7 @@ def _records(words: Sequence[str]) -> int:
 
 
 def _warm_start(words: Sequence[str]) -> int:
-    """The trainer's own command line, told how our tables are read."""
+    """Run the trainer's own command line, with the reader for poker tables."""
     sys.argv = [TRAINER, "--reader", READER, *words]
     runpy.run_module(TRAINER, run_name="__main__")  # ends with SystemExit
     return 0
@@ -139,7 +137,7 @@ def _is_setting(word: str) -> bool:
 
 
 def _options(settings: Sequence[str]) -> PokerOptions:
-    """`key=value` words as the task's settings. Raises ConfigError."""
+    """Return `key=value` words as the task's settings. Raises ConfigError if they are invalid."""
     values = {}
     for word in settings:
         key, _, value = word.partition("=")

@@ -1,8 +1,8 @@
-"""The poker task: `task=poker`, one hand of no-limit hold'em an episode.
+"""The poker task: `task=poker`; each episode is one hand of no-limit hold'em.
 
-Prompt `index` fixes the deal, the learner's seat and the opponents' luck, so all samples of a group begin in
-the same state and are normalised together (ECHO-2, appendix F.4). The return is the learner's net chips, in
-big blinds; every turn's reward is the change of its stack.
+Prompt `index` fixes the deal, the learner's seat and the opponents' random draws. All samples of a group
+therefore begin in the same state and are normalised together (ECHO-2, appendix F.4). The return is the
+learner's net chips, in big blinds; the reward of a turn is the change of its stack.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .table import Hand, TableRules, shuffled_deck
 from .text import SYSTEM_PROMPT
 
 COMPACT_MAX_NEW_TOKENS = 6  # "r1000" and the end token
-PLAIN_MAX_NEW_TOKENS = 16  # of a frozen opponent, which knows no sampling settings
+PLAIN_MAX_NEW_TOKENS = 16  # of a frozen opponent, which has no sampling settings
 
 
 class PokerTask(EpisodeTask):
-    """Win chips at a table of rule-based opponents, or of itself."""
+    """Task to win chips from rule-based opponents, a frozen model, or the policy itself."""
 
     Options: ClassVar[type[TaskOptions]] = PokerOptions
 
@@ -54,7 +54,7 @@ class PokerTask(EpisodeTask):
         return self._deal(index, f"{self.seed}/{index}")
 
     def eval_prompt(self, index: int) -> Prompt:
-        """Held-out deals: each is played once from every seat before the next comes (duplicate deals)."""
+        """Return held-out prompt `index`; each deal comes once for every seat before the next deal."""
         return self._deal(index, f"held out/{index // self._options.seats}")
 
     def environment(self, prompt: Prompt, policy: Policy) -> Environment:
@@ -67,8 +67,10 @@ class PokerTask(EpisodeTask):
         return game
 
     def _deal(self, index: int, key: str) -> Prompt:
-        """The first deal of a key in which every seat has a decision, were it the learner's: a hand may be
-        over before, and all seats shall see the same deals."""
+        """Return the prompt for the first deal of a key in which every seat would have a decision as learner.
+
+        A hand may end before the learner's first decision, and all seats must get the same deals.
+        """
         seats, draw = range(self._options.seats), 0
         while None in (openings := [self._game(seat, f"{key}/{draw}").opening for seat in seats]):
             draw += 1
@@ -76,11 +78,13 @@ class PokerTask(EpisodeTask):
         text = openings[seat] or ""
         if self._options.style == "plain":
             text = f"{SYSTEM_PROMPT}\n\n{text}\n"
-        return self.opening(index, text, f"{seat}/{key}/{draw}")
+        return self.make_prompt(index, text, f"{seat}/{key}/{draw}")
 
     def _game(self, seat: int, key: str) -> Game:
-        """The game of a key, up to the learner's first decision. Until then everybody else acts by rules, so
-        that all samples begin in the same state."""
+        """Return the game of a key, played up to the learner's first decision.
+
+        Until then the other seats act by rules, so that all samples begin in the same state.
+        """
         name = self._options.opponent
         names = sorted(self._opponents) if name not in self._opponents else [name]
         drawn = random.Random(f"players/{key}")

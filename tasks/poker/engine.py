@@ -1,4 +1,4 @@
-"""The rules: pokerkit's state, made without its random deck, and read as a `View`."""
+"""Rules of the game: pokerkit's state, made without its random deck, and read as a `View`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _AUTOMATIC = (
 
 
 class _CachedHighHand(StandardHighHand):
-    """pokerkit evaluates the same seven cards about ten times a hand, slowly; this does it once."""
+    """Cached evaluation: pokerkit evaluates the same seven cards about ten times a hand, slowly."""
 
     @classmethod
     def from_game(cls, hole_cards: CardsLike, board_cards: CardsLike = ()) -> _CachedHighHand:
@@ -44,10 +44,10 @@ def _best_hand(cards: tuple[Card, ...]) -> _CachedHighHand:
 
 
 class _DealtState(State):
-    """A state whose cards all come from outside: nothing in it draws from the process's global generator."""
+    """State whose caller deals all cards, so that it never draws from the process's global generator."""
 
     def get_dealable_cards(self, deal_count: int | None = 0, warning_status: bool = True) -> Iterator[Card]:
-        return iter(tuple(self.deck_cards))  # hold'em never runs out, so the muck is not shuffled back
+        return iter(tuple(self.deck_cards))  # hold'em never uses up the deck: no muck returns
 
 
 def new_state(
@@ -59,10 +59,10 @@ def new_state(
     trims_antes: bool = True,
     is_history: bool = False,
 ) -> State:
-    """A pokerkit state that waits for hole cards: seats, blinds and antes in the order of `TableRules`.
+    """Make a pokerkit state that waits for hole cards: seats, blinds and antes in the order of `TableRules`.
 
-    With `is_history` the players show their cards by hand, and a cash game's rules hold: folding is always
-    allowed. Else the best hands are shown by themselves.
+    With `is_history` explicit actions show the cards, and a cash game's rules hold: folding is always
+    allowed. Otherwise pokerkit shows the best hands automatically.
 
     Raises:
         ValueError: pokerkit refuses the numbers.
@@ -84,17 +84,17 @@ def new_state(
         len(stacks),
         mode=Mode.CASH_GAME if is_history else Mode.TOURNAMENT,
     )
-    state.deck_cards.extend(_PACK)  # before the blinds, after which pokerkit looks whether there is enough
+    state.deck_cards.extend(_PACK)  # before the blinds: pokerkit then checks the number of cards
     while state.can_post_blind_or_straddle():
         state.post_blind_or_straddle()
     return state
 
 
 def legal_of(state: State) -> Legal:
-    """Legal actions of the seat to act in `state`. Raises TaskError when no seat is to act."""
+    """Return the legal actions of the seat to act in `state`. Raises TaskError when no seat is to act."""
     call_chips = state.checking_or_calling_amount
     if call_chips is None:
-        raise TaskError("poker: nobody is to act, the hand is over: look at net_chips")
+        raise TaskError("poker: no player is to act, the hand is over: look at net_chips")
     min_raise_to = state.min_completion_betting_or_raising_to_amount
     if min_raise_to is None:
         return Legal(call_chips, 0, 0)
@@ -103,7 +103,7 @@ def legal_of(state: State) -> Legal:
 
 
 def view_of(state: State, small_blind: int, big_blind: int) -> View:
-    """View of the seat to act in `state`. Raises TaskError when no seat is to act."""
+    """Return the view of the seat to act in `state`. Raises TaskError when no seat is to act."""
     legal = legal_of(state)
     seat = state.actor_indices[0]
     board = [_text(cards[0]) for cards in state.board_cards]

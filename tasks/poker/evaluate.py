@@ -1,4 +1,4 @@
-"""Evaluation of a policy's play: net big blinds a hand against each opponent, over duplicate deals."""
+"""Evaluation of a policy: net big blinds per hand against each opponent, over duplicate deals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_HANDS_AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRow:
-    """A policy against one opponent in all other seats. Units: big blinds per hand."""
+    """Result of a policy against one opponent in all other seats. Units: big blinds per hand."""
 
     opponent: str
     deals: int
@@ -45,9 +45,9 @@ def evaluate(
     """Play `policy` against each of `opponents`, which fills all other seats: one row each, in their order.
 
     Every deal is played once from each seat, with the same cards and the same generator for the opponents,
-    so that good cards do not count as good play. A deal's mean over its seats is one observation; the
-    interval is the normal one over deals, so it wants a hundred or more. The same deals serve every opponent
-    and policy.
+    so that good cards do not count as good play. A deal's mean over its seats is one observation. The
+    interval is the normal one over deals, so use a hundred deals or more. All opponents and policies play
+    the same deals.
 
     Raises:
         ConfigError: fewer than two deals.
@@ -64,7 +64,7 @@ def _row(
 
 
 def row_of(opponent: str, deals_bb: Sequence[float], seats: int) -> EvaluationRow:
-    """A row out of each deal's mean over its seats, big blinds.
+    """Return the row for each deal's mean over its seats, big blinds.
 
     Raises:
         ConfigError: fewer than two deals.
@@ -79,22 +79,23 @@ def row_of(opponent: str, deals_bb: Sequence[float], seats: int) -> EvaluationRo
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """A model against one opponent, its hands played as episodes of the task."""
+    """Result of a model against one opponent, with hands played as episodes of the task."""
 
     row: EvaluationRow
-    illegal_share: float  # of its decisions; the table took a check or a fold instead
-    cut_off_share: float  # of its hands: no room for another turn
+    illegal_share: float  # share of its decisions that the table replaced by a check or a fold
+    cut_off_share: float  # share of its hands that had no room for another turn
 
 
 async def evaluate_model(
     model: FrozenModel, task: PokerTask, opponent: str, *, seats: int, deals: int, seed: int
 ) -> ModelRow:
-    """Play `model` through the task's own held-out deals, token for token as a run would.
+    """Play `model` through the task's held-out deals, token for token as in a run.
 
     Args:
-        opponent: the row's name; who plays is the task's affair.
-        seats: of the task's table; each deal is played once from every seat.
-        seed: of the model's sampling, and of which deals: `deals` times `seed` is the first.
+        opponent: name of the row; the task's settings decide which opponent plays.
+        seats: seats of the task's table; each deal is played once from every seat.
+        deals: number of deals.
+        seed: seed of the model's sampling; the first deal is `deals` times `seed`.
 
     Raises:
         ConfigError: fewer than two deals.
@@ -126,7 +127,7 @@ async def evaluate_model(
 
 
 def _deal_bb(policy: Callable[[View], Action], opponent: Opponent, rules: TableRules, key: str) -> float:
-    """The policy's mean result over all seats of one deal, big blinds."""
+    """Return the policy's mean result over all seats of one deal, big blinds."""
     deck = shuffled_deck(random.Random(f"deal/{key}"))
     seats = range(len(rules.stacks))
     net_chips = 0

@@ -1,7 +1,7 @@
-"""A policy from a model folder that never changes: an opponent, or the player that is evaluated.
+"""Policy from a model folder that never changes: an opponent, or the player that is evaluated.
 
-It runs in this process, on the CPU, by plain torch: right for small models; a large one would hold up every
-hand that waits for it. Hands that ask while it computes are answered together afterwards.
+The model runs in this process, on the CPU, by plain torch. Use small models: a large one would delay every
+hand that waits for it. Questions that arrive while it computes form the next batch.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from echo_planes.types import Sample, Span
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PREFIX = "frozen:"  # of `task.opponent`; what follows is a folder or builtin:NAME
-MAX_BATCH = 64  # requests computed at once: bounds the memory
-# Both tokenizers must read these signs alike, of which states and actions of either style consist.
+PREFIX = "frozen:"  # of `task.opponent`, before a folder or builtin:NAME
+MAX_BATCH = 64  # questions computed at once, which bounds the memory
+# Both tokenizers must encode this text alike. It has the signs of states and actions in both styles.
 PROBE = "AhKd QsTh2c p24 c4 r8-94 b1/2 s*94,90+4,x98 r6cf/kr4:\nraise to 12 (33% of the pot after it)."
 
 
 def model_folder(name: str) -> Path:
-    """Find a model's folder: a Hugging Face folder, or `builtin:NAME` of those in this package.
+    """Find a model's folder: a Hugging Face folder, or `builtin:NAME` for one in this package.
 
     Raises:
-        ModelError: there is none.
+        ModelError: there is no model.
     """
     folder = Path(name).expanduser()
     if name.startswith("builtin:"):
@@ -43,8 +43,8 @@ def model_folder(name: str) -> Path:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a model folder. Raises ModelError where it has none that ends its answers."""
-    from transformers import AutoTokenizer  # seconds to import, and only some processes need it
+    """Load the tokenizer of a model folder. Raises ModelError without one that has an end token."""
+    from transformers import AutoTokenizer  # takes seconds to import, and only some processes need it
 
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
@@ -59,10 +59,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    """Whether a model in `folder` reads what `tokenizer` writes.
+    """Check that the model in `folder` uses the same tokens as `tokenizer`.
 
     Raises:
-        ModelError: its own tokenizer cannot be loaded, or is another one.
+        ModelError: the model's tokenizer cannot be loaded, or differs.
     """
     own = load_tokenizer(folder)
     ids = [reader.encode(PROBE, add_special_tokens=False) for reader in (own, tokenizer)]
@@ -72,23 +72,23 @@ def check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Question to a frozen model: tokens and random numbers for one answer."""
+    """Question to a frozen model: tokens, and the random generator for the answer."""
 
     token_ids: tuple[int, ...]
     rng: random.Random
 
 
 class FrozenModel:
-    """A model folder whose answers are sampled. Its weights are read when it is first asked, into float32.
+    """Model in a folder, whose answers are sampled. The first question loads its weights, as float32.
 
     Args:
         folder: see `model_folder`.
-        end_token: the tokenizer's, which ends an answer; None: only its length does.
-        max_new_tokens: of an answer, the end token included.
-        temperature: 0 takes the likeliest token.
+        end_token: the tokenizer's end token, which ends an answer; None: only the length ends it.
+        max_new_tokens: most tokens of an answer, the end token included.
+        temperature: divides the logits; 0 takes the likeliest token.
 
     Raises:
-        ConfigError: a temperature below 0, or no room for an answer.
+        ConfigError: the temperature is below 0 or not finite, or `max_new_tokens` is below 1.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class FrozenModel:
         self._computing = asyncio.Lock()  # one batch at a time
 
     def player(self, key: str) -> FrozenPlayer:
-        """A policy whose luck is fixed by `key`, whatever is answered beside it."""
+        """Return a policy whose random draws depend only on `key`, whatever else is in its batches."""
         return FrozenPlayer(self, random.Random(f"frozen/{key}"))
 
     async def answer(self, question: Question) -> Sample:
-        """One sampled answer, its logprobs after temperature (at 0: the model's own).
+        """Sample one answer; its logprobs are after temperature (at 0: the model's own).
 
         Raises:
             ModelError: the folder cannot be loaded.
@@ -122,12 +122,12 @@ class FrozenModel:
         questions, answers = self._forming
         questions.append(question)
         number = len(questions) - 1
-        # A hand that is given up must not take the others' answers with it.
+        # Shielded: a cancelled hand must not cancel the answers of the other hands in the batch.
         return (await asyncio.shield(answers))[number]
 
     async def _compute(self, questions: list[Question]) -> list[Sample]:
         async with self._computing:
-            self._forming = None  # who asks from here on is in the next batch
+            self._forming = None  # later questions form the next batch
             return await asyncio.to_thread(self._answer_all, questions)
 
     def _answer_all(self, questions: Sequence[Question]) -> list[Sample]:
@@ -142,7 +142,7 @@ class FrozenModel:
 
 
 class FrozenPlayer:
-    """One player's share of a `FrozenModel`: a `Policy`."""
+    """`Policy` of one player on a shared `FrozenModel`."""
 
     def __init__(self, model: FrozenModel, rng: random.Random) -> None:
         self._model = model
@@ -160,18 +160,18 @@ def sample(
     max_new_tokens: int,
     temperature: float,
 ) -> list[Sample]:
-    """An answer to each question, computed together. Each draws once per token from its own generator.
+    """Answer all questions as one batch. Each draws one number per token from its own generator.
 
     Args:
-        end_token, max_new_tokens: whichever comes first ends an answer.
-        temperature: divides the logits; 0 takes the likeliest token.
+        end_token, max_new_tokens: an answer ends at the end token, or at this many tokens.
+        temperature: divides the logits; 0 takes the likeliest token and draws nothing.
     """
     import torch
 
     width = max(len(question.token_ids) for question in questions)
     ids = torch.zeros(len(questions), width, dtype=torch.int64)
     mask = torch.zeros_like(ids)
-    for row, question in enumerate(questions):  # padded on the left, so that all go on in the same column
+    for row, question in enumerate(questions):  # padded on the left, so that all continue in the same column
         ids[row, width - len(question.token_ids) :] = torch.tensor(question.token_ids)
         mask[row, width - len(question.token_ids) :] = 1
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -193,7 +193,7 @@ def sample(
             ids = likeliest[:, None].clone()
             for row in sorted(going):
                 if temperature:
-                    # Below 1 times the whole mass, so the token's own mass is above 0.
+                    # The product is below the total mass, so the search finds a token with mass above 0.
                     drawn = questions[row].rng.random() * mass[row, -1]
                     ids[row, 0] = torch.searchsorted(mass[row], drawn, right=True)
                 token = int(ids[row, 0])

@@ -1,4 +1,4 @@
-"""One hand as an episode: the learner's seat is driven by text, the others act by themselves."""
+"""One hand as an episode: text decides the learner's actions; rules or a policy play the other seats."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .view import View
 
 
 class Game:
-    """A hand from one seat's view.
+    """Environment of one hand for the learner's seat.
 
     Args:
-        hand: dealt, nothing played.
-        seat: of the learner.
-        rules: by seat, who acts there; the learner's is not used.
-        rng: luck of the rule-based players.
-        tokenizer, style: how states become text, and text tokens.
+        hand: hand that is dealt, without any action.
+        seat: seat of the learner.
+        rules: rule-based player of each seat; that of the learner's seat is not used.
+        rng: random generator of the rule-based players.
+        tokenizer, style: turn states into text, and text into tokens.
     """
 
     def __init__(
@@ -44,18 +44,18 @@ class Game:
         self._style = style
         self._stacks: list[int] = []  # of the learner at each of its decisions
         self._illegal = 0
-        self._said: list[str] = []  # what the others did since the learner's last decision
-        self.others: Policy | None = None  # plays the other seats from the first decision on; None: by rules
+        self._said: list[str] = []  # actions of the others since the learner's last decision
+        self.others: Policy | None = None  # plays the other seats from the first decision on; None: rules do
         while self._hand.actor not in (None, seat):
             self._act_by_rules(self._hand.view())
 
     @property
     def opening(self) -> str | None:
-        """The state at the learner's first decision; None if it never has one."""
+        """State at the learner's first decision, as text; None if there is no such decision."""
         return None if self._hand.actor is None else state_text(self._hand.view(), self._style)
 
     async def step(self, action: str) -> Turn:
-        """The learner acts; then everybody else, up to its next decision or the end of the hand."""
+        """Apply the learner's action, then play the others up to its next decision or the end of the hand."""
         view = self._hand.view()
         answer = read_answer(action, view.legal, self._style)
         self._illegal += not answer.is_legal
@@ -70,13 +70,13 @@ class Game:
         return Turn(f"\n{state_text(self._hand.view(), self._style)}", self._reward(), info=info)
 
     def result(self) -> Reward:
-        """Net big blinds; a hand that was cut off is lost as far as its chips are in the pot."""
+        """Return the net big blinds; in a hand that was cut off, the learner loses its chips in the pot."""
         net = self._net_chips() / self._hand.rules.big_blind
         parts = {"net_bb": net, "illegal": self._illegal / max(len(self._stacks), 1)}
         return Reward(net, net > 0, parts)
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing: the game holds no resources."""
 
     def _net_chips(self) -> int:
         if self._hand.actor is None:
@@ -84,7 +84,7 @@ class Game:
         return self._hand.view().stacks[self._seat] - self._hand.rules.stacks[self._seat]
 
     def _reward(self) -> float:
-        """Change of the learner's stack since the decision before this one, in big blinds (eq. 14)."""
+        """Return the change of the learner's stack since its last decision, in big blinds (eq. 14)."""
         start = self._hand.rules.stacks[self._seat]
         now = self._hand.view().stacks[self._seat] if self._hand.actor is not None else None
         net = self._net_chips() if now is None else now - start
@@ -107,7 +107,7 @@ class Game:
         self._hand.apply(answer.action)
 
     def _info(self, view: View, answer: Answer, before: Sequence[str]) -> dict[str, Any]:
-        """For people who read the hand."""
+        """Return a description of the turn for people who read the hand."""
         return {
             "seat": view.seat + 1,
             "hole": list(view.hole),

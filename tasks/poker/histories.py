@@ -1,7 +1,7 @@
 """Poker logs as canonical records, ECHO-2 appendix F.3-F.5: hand histories and rule-based play.
 
-A record is an offline one: the log says what was seen, done and won, but no policy version and no logprobs,
-so it has no such fields and belongs in a table of its own, never among trajectories.
+Records are offline: a log has states, actions and results, but no policy version and no logprobs. Records
+therefore lack those fields, and belong in a separate table, never among trajectories.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Turn:
     state: str  # its view, as text
     action: str
     chips: int  # r_t: change of its stack until its next decision or the end, see `turn_chips`
-    is_legal: bool = True  # False: the table would not take it (a fold where checking is free)
+    is_legal: bool = True  # False: the table would refuse the action (a fold where checking is free)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class OfflineRecord:
     net_chips: int  # R, eq. 20: the sum of the turns' chips
 
     def messages(self) -> list[dict[str, str]]:
-        """The hand as a chat, eq. 15 and 16: the rules, then state and action in turns."""
+        """Return the hand as a chat, eq. 15 and 16: the rules, then states and actions alternately."""
         chat = [{"role": "system", "content": SYSTEM_PROMPT}]
         for turn in self.turns:
             chat.append({"role": "user", "content": f"State: {turn.state}"})
@@ -49,13 +49,13 @@ class OfflineRecord:
 
 
 def starting_hand(hole: Sequence[str]) -> str:
-    """The hand's class before the flop: "AKs", "AKo", "77". `hole` is high to low, as in a view."""
+    """Return the class of hole cards: "AKs", "AKo", "77". `hole` is high to low, as in a view."""
     high, low = hole
     return high[0] + low[0] + ("" if high[0] == low[0] else "s" if high[1] == low[1] else "o")
 
 
 def records_of_replay(replay: Replay, style: Style) -> list[OfflineRecord]:
-    """A record per seat that decided anything and whose cards the log knows."""
+    """Return a record for each seat that made a decision and whose hole cards are in the log."""
     return _records(
         replay.source, replay.decisions, replay.big_blind, replay.start_chips, replay.net_chips, style
     )
@@ -64,7 +64,7 @@ def records_of_replay(replay: Replay, style: Style) -> list[OfflineRecord]:
 def records_of_play(
     players: Sequence[Opponent], rules: TableRules, style: Style, rng: random.Random, *, hands: int
 ) -> Iterator[OfflineRecord]:
-    """Records of every seat over `hands` hands of rule-based play, `players` by seat."""
+    """Yield records over `hands` hands of rule-based play, one per deciding seat, with `players` by seat."""
     source = "/".join(player.name for player in players)
     for number in range(hands):
         hand = Hand(rules, shuffled_deck(rng))

@@ -1,4 +1,4 @@
-"""Offline records as tokens: the very ones that the policy sees and samples when it plays the task."""
+"""Offline records as tokens: the same tokens that the policy sees and samples when it plays the task."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Template = Literal["plain", "chat"]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One hand from one seat, as an episode of the task lays it out."""
+    """One hand from one seat, in the layout of an episode of the task."""
 
     token_ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]  # True on the seat's own actions, end tokens included: ECHO-2 eq. 19
@@ -28,11 +28,11 @@ class Example:
 
 
 def read_examples(path: Path, tokenizer: Tokenizer, template: Template) -> list[Example]:
-    """Every record of a table, in order.
+    """Return every record of a table as an example, in order.
 
     Raises:
-        DataError: the table cannot be read, or is not one.
-        ModelError: the tokenizer has no end token, or no chat template where one is asked for.
+        DataError: the table cannot be read, or is invalid.
+        ModelError: the tokenizer has no end token, or no chat template for `template`="chat".
     """
     table = read_records(path)
     chat = Chat(tokenizer) if template == "chat" else None
@@ -40,7 +40,7 @@ def read_examples(path: Path, tokenizer: Tokenizer, template: Template) -> list[
 
 
 def example_of(record: OfflineRecord, style: Style, tokenizer: Tokenizer, chat: Chat | None) -> Example:
-    """A record as tokens. What the table would not have taken is read, but not trained.
+    """Return a record as tokens. Actions that the table would refuse are included, but not trained.
 
     Args:
         chat: None for the plain template.

@@ -1,4 +1,4 @@
-"""Three rule-based opponents of different styles: a formula before the flop, the made hand after it."""
+"""Three rule-based opponents of different styles, which rate their hand before and after the flop."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from .view import RANKS, Action, View
 
 
 class Opponent(Protocol):
-    """A player by rules: the same view and generator state give the same action."""
+    """Rule-based player: the same view and generator state give the same action."""
 
     @property
     def name(self) -> str: ...
 
     def act(self, view: View, rng: random.Random) -> Action:
-        """A legal action for the seat to act."""
+        """Return a legal action for the seat to act."""
         ...
 
 
 class CallingStation:
-    """Loose-passive: calls with almost anything and hardly ever raises."""
+    """Loose-passive player: calls with almost any hand and rarely raises."""
 
     name = "calling-station"
 
@@ -36,7 +36,7 @@ class CallingStation:
 
 
 class TightAggressive:
-    """Plays few hands, and those by raising; folds what does not pay its price."""
+    """Tight-aggressive player: plays few hands, by raising; folds hands that are not worth the call."""
 
     name = "tight-aggressive"
 
@@ -44,7 +44,7 @@ class TightAggressive:
         strength = hand_strength(view)
         if not view.board:
             opponents = sum(not folded for folded in view.folded) - 1
-            entry = 0.5 + 0.02 * opponents  # more hands behind: a better one is needed
+            entry = 0.5 + 0.02 * opponents  # more opponents require a better hand
             num_raises = sum(action.kind == "raise" for _, action in view.line[0])
             if strength >= entry + 0.12 * num_raises:
                 return _raise_by(view, 1.0)
@@ -57,7 +57,7 @@ class TightAggressive:
 
 
 class Maniac:
-    """Loose-aggressive: raises about every second time, by any size, and seldom folds."""
+    """Loose-aggressive player: raises about every second time, by any size, and seldom folds."""
 
     name = "maniac"
 
@@ -71,17 +71,17 @@ class Maniac:
 
 
 def all_opponents() -> tuple[Opponent, ...]:
-    """One of each style."""
+    """Return one opponent of each style."""
     return (CallingStation(), TightAggressive(), Maniac())
 
 
 def hand_strength(view: View) -> float:
-    """0 (nothing) to 1 (as good as it gets): `preflop_strength`, or `made_strength` once there is a board."""
+    """Rate a hand from 0 to 1 (best): `preflop_strength`, or `made_strength` once there is a board."""
     return made_strength(view.hole, view.board) if view.board else preflop_strength(view.hole)
 
 
 def preflop_strength(hole: Sequence[str]) -> float:
-    """0 to 1 by high cards, pair, one suit, neighbouring ranks: AA 1, AKs 0.75, 22 0.5, 72o 0.18."""
+    """Rate hole cards from 0 to 1 by ranks, pair, suit and distance: AA 1, AKs 0.75, 22 0.5, 72o 0.18."""
     low, high = sorted(RANKS.index(card[0]) for card in hole)
     if low == high:
         return 0.5 + high / 24
@@ -91,7 +91,7 @@ def preflop_strength(hole: Sequence[str]) -> float:
 
 
 def made_strength(hole: Sequence[str], board: Sequence[str]) -> float:
-    """0 to 1 by what the hole cards add to the board: what all of them hold counts as high cards."""
+    """Rate a hand from 0 to 1 by what the hole cards add to the board; a hand on the board adds nothing."""
     made, on_board = _category([*hole, *board]), _category(board)
     if made > on_board:
         if made > 1:
@@ -108,7 +108,7 @@ def _rank_counts(cards: Sequence[str]) -> Counter[int]:
 
 
 def _category(cards: Sequence[str]) -> int:
-    """0 high card, 1 pair, 2 two pair, 3 trips, 4 straight, 5 flush, 6 full, 7 quads, 8 straight flush."""
+    """Return 0 high card, 1 pair, 2 two pair, 3 trips, 4 straight, 5 flush, 6 full, 7 quads, 8 str. flush."""
     counts = _rank_counts(cards)
     repeats = [*sorted(counts.values(), reverse=True), 0][:2]
     suit, length = Counter(card[1] for card in cards).most_common(1)[0]
@@ -130,7 +130,7 @@ def _has_straight(ranks: set[int]) -> bool:
 
 
 def _price(view: View) -> float:
-    """Share of the pot after a call that the call pays: 0 where checking is free, below a half else."""
+    """Return the call's share of the pot after it: 0 where checking is free, below a half otherwise."""
     return view.legal.call_chips / (view.pot_chips + view.legal.call_chips)
 
 

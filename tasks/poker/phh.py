@@ -1,4 +1,4 @@
-"""Hand histories in PHH (arXiv:2312.11753), replayed by the rules: `.phh` holds one hand, `.phhs` many."""
+"""Hand histories in PHH (arXiv:2312.11753), replayed under the rules: `.phh` has one hand, `.phhs` many."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ACTION = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A hand played again to its end. N: seats, in the order of `TableRules`."""
+    """Hand that was replayed to its end. N: seats, in the order of `TableRules`."""
 
     source: str  # file and hand
     big_blind: int  # chips
@@ -41,14 +41,14 @@ class Replay:
 
 
 def read_replays(path: Path) -> Iterator[Replay]:
-    """Every hand of a PHH file, gzipped if it ends in `.gz`, in order.
+    """Yield every hand of a PHH file, gzipped if its name ends in `.gz`, in order.
 
-    Nothing is repaired: what the rules do not allow is refused. Chips must be whole.
+    A hand that breaks the rules is refused, never repaired. Chips must be whole numbers.
 
     Raises:
-        DataError: the file cannot be read, is larger than `MAX_FILE_BYTES` or no PHH; a hand is of another
-            variant, breaks the rules, stops half-way, or does not end with the stacks it states. Names the
-            file, and the line or the hand and action.
+        DataError: the file cannot be read, is larger than `MAX_FILE_BYTES` or not PHH; a hand has another
+            variant, breaks the rules, is incomplete, or ends with other stacks than it states. The message
+            names the file, and the line or the hand and action.
     """
     try:
         content = tomllib.loads(_read(path))
@@ -125,7 +125,7 @@ def _chips(fields: dict[str, Any], name: str, source: str) -> list[int]:
 
 
 def _apply(state: State, action: str, blinds: tuple[int, int], known: set[str]) -> Decision | None:
-    """Carry out one action. Returns the decision if it is one. Raises ValueError where it is not allowed."""
+    """Apply one action; return the decision if it is one. Raises ValueError if it is not allowed."""
     match = _ACTION.fullmatch(action)
     if match is None:
         raise ValueError("no action of no-limit hold'em")
@@ -140,7 +140,7 @@ def _apply(state: State, action: str, blinds: tuple[int, int], known: set[str]) 
         view = view_of(state, *blinds)
         decision = Decision(view, _betting(match, view))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # folding for nothing is foolish, but a log may hold it
+        warnings.simplefilter("ignore", UserWarning)  # a log may have a fold where checking was free
         parse_action(state, action, int)
     return decision
 
@@ -154,7 +154,7 @@ def _betting(match: re.Match[str], view: View) -> Action:
 
 
 def _claim(match: re.Match[str], hole: list[str], known: set[str]) -> None:
-    """Note the cards that an action brings to light. Raises ValueError where one lies elsewhere already."""
+    """Record the cards that an action reveals. Raises ValueError if a card was dealt elsewhere before."""
     text = match["hole"] or match["board"] or match["shown"] or ""
     cards = [card for card in map("".join, zip(text[::2], text[1::2], strict=True)) if card in CARDS]
     if match["shown"] and "??" not in hole and not set(cards) <= set(hole):

@@ -1,8 +1,8 @@
-"""The table of offline records, `offline.arrow`: hands of a log as ECHO-2 appendix F.3-F.5 describes them.
+"""Table of offline records, `offline.arrow`: hands of a log as ECHO-2 appendix F.3-F.5 describes them.
 
-One row is one hand from one seat: the states it saw as text, what it did, what it won. A record has no
+One row is one hand from one seat: the states as text, the seat's actions, and its result. A record has no
 snapshot and no logprobs, so it belongs in no replay buffer. pandas (`read_feather`), DuckDB and polars open
-the file as it is.
+the file directly.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ MAX_FILE_BYTES = 2**30
 
 _TURN = pa.struct(
     [
-        ("state", pa.string()),  # what the seat knew, as `text.state_text` writes it
+        ("state", pa.string()),  # the seat's view, as `text.state_text` writes it
         ("action", pa.string()),
         ("chips", pa.int64()),  # r_t, eq. 14: change of its stack until its next decision or the end
-        ("is_legal", pa.bool_()),  # false: the table would not take it
+        ("is_legal", pa.bool_()),  # false: the table would refuse the action
     ]
 )
 SCHEMA = pa.schema(
@@ -51,7 +51,7 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class OfflineTable:
-    """Records of a file. All its states are written in one style."""
+    """Records of a file, whose states all have the same style."""
 
     style: Style
     records: tuple[OfflineRecord, ...]
@@ -60,12 +60,12 @@ class OfflineTable:
 def convert(
     logs: Sequence[Path], style: Style, *, hands: int, rules: TableRules, rng: random.Random
 ) -> Iterator[OfflineRecord]:
-    """Records of hand histories, in order, then of rule-based play.
+    """Yield the records of hand histories, in order, then those of rule-based play.
 
     Args:
         logs: PHH files.
-        hands: of rule-based play; every hand draws its players anew from `all_opponents`.
-        rules: of the table they sit at.
+        hands: number of hands of rule-based play; each draws new players from `all_opponents`.
+        rules: table of the rule-based play.
 
     Raises:
         DataError: a file cannot be read, or a hand in it breaks the rules.
@@ -81,10 +81,10 @@ def convert(
 
 
 def write_records(path: Path, records: Iterable[OfflineRecord], style: Style) -> int:
-    """Write records to one Arrow IPC file: whole and durable, or not there. Returns how many.
+    """Write records to one Arrow IPC file, which is complete and durable, or absent. Return their number.
 
     Raises:
-        DataError: there are none.
+        DataError: there are no records.
         ClusterError: the disk is full or cannot be written.
     """
     rows = [_row(record, style) for record in records]
@@ -107,11 +107,11 @@ def write_records(path: Path, records: Iterable[OfflineRecord], style: Style) ->
 
 
 def read_records(path: Path) -> OfflineTable:
-    """The records of a file written by `write_records`, in order.
+    """Read the records of a file written by `write_records`, in order.
 
     Raises:
-        DataError: the file cannot be read, is larger than `MAX_FILE_BYTES`, has any other schema than exactly
-            ours, or holds what no log can say.
+        DataError: the file cannot be read, is larger than `MAX_FILE_BYTES`, has another schema than `SCHEMA`,
+            or holds values that no hand can have.
     """
     try:
         size = path.stat().st_size
@@ -119,7 +119,7 @@ def read_records(path: Path) -> OfflineTable:
             raise DataError(f"{path}: {size} bytes, but at most {MAX_FILE_BYTES} are read: split it")
         with pa.OSFile(str(path), "rb") as source:
             reader = pa.ipc.open_file(source)
-            # Compared before any row is read: a schema can carry extension types that run code.
+            # Compared before any row is read, because a schema can have extension types that run code.
             if not reader.schema.equals(SCHEMA, check_metadata=True):
                 raise DataError(
                     f"{path}: another schema than version {SCHEMA_VERSION} of offline poker records; make "

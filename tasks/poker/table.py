@@ -1,4 +1,4 @@
-"""One hand of no-limit Texas hold'em for 2 to 6 seats, its deck dealt beforehand. Rules by pokerkit.
+"""One hand of no-limit Texas hold'em for 2 to 6 seats, with a fixed deck. pokerkit applies the rules.
 
 Seat 0 is the first after the button: it posts the small blind, seat 1 the big blind, the last seat has the
 button. Heads-up seat 0 posts the big blind, seat 1 has the button and the small blind. All chips are whole.
@@ -24,7 +24,7 @@ class TableRules:
     """Stacks by seat, and the blinds, in chips.
 
     Raises:
-        ConfigError: not 2 to 6 seats, a stack without chips, or blinds that are not 0 < small <= big.
+        ConfigError: there are not 2 to 6 seats, a stack has no chips, or the blinds are not 0 < small <= big.
     """
 
     stacks: tuple[int, ...]
@@ -39,16 +39,16 @@ class TableRules:
 
 
 def shuffled_deck(rng: random.Random) -> tuple[str, ...]:
-    """All 52 cards. Which go where is fixed from the start: see `Hand`."""
+    """Return all 52 cards in random order. `Hand` says which card goes where."""
     cards = list(CARDS)
     rng.shuffle(cards)
     return tuple(cards)
 
 
 class Hand:
-    """A hand in play: `actor` is to act on `view()`, `apply` carries on, `net_chips` is the result.
+    """Hand in play: `actor` is the seat to act on `view()`, `apply` plays on, `net_chips` is the result.
 
-    Seat i holds cards 2i and 2i + 1 of `deck`, and the board is its last five, whatever is played.
+    Seat i holds cards 2i and 2i + 1 of `deck`, and the board is its last five, whatever the actions.
 
     Raises:
         TaskError: `deck` is not the 52 cards.
@@ -68,11 +68,11 @@ class Hand:
 
     @property
     def actor(self) -> int | None:
-        """The seat to act; None when the hand is over (blinds alone may put everybody all-in)."""
+        """Seat to act; None when the hand is over (the blinds alone may put all players all-in)."""
         return self._state.actor_index
 
     def view(self) -> View:
-        """View of the seat to act.
+        """Return the view of the seat to act.
 
         Raises:
             TaskError: the hand is over.
@@ -80,7 +80,7 @@ class Hand:
         return view_of(self._state, self.rules.small_blind, self.rules.big_blind)
 
     def apply(self, action: Action) -> None:
-        """Carry out the action of the seat to act, then deal up to the next decision or the end.
+        """Apply the action of the seat to act, then deal up to the next decision or the end.
 
         Raises:
             TaskError: the hand is over, or the action is not legal now.
@@ -98,7 +98,7 @@ class Hand:
 
     @property
     def net_chips(self) -> tuple[int, ...]:
-        """Chips won or lost by seat; they add up to zero.
+        """Chips won or lost, by seat; their sum is zero.
 
         Raises:
             TaskError: the hand is not over.
@@ -129,15 +129,15 @@ def play(hand: Hand, players: Sequence[Callable[[View], Action]]) -> tuple[Decis
 
 
 def turn_chips(stacks_chips: Sequence[int], net_chips: int, start_chips: int) -> tuple[int, ...]:
-    """Change of a seat's stack from each of its decisions to its next one or the end: ECHO-2 eq. 14's r_t.
+    """Return the change of a seat's stack from each decision to its next or the end: r_t of ECHO-2 eq. 14.
 
     Args:
-        stacks_chips: T, the chips behind at each decision.
+        stacks_chips: chips behind at each of the seat's T decisions.
         net_chips: the seat's result.
         start_chips: its stack before blinds and antes, which count with the first decision.
 
     Returns:
-        T changes that add up to `net_chips`, as eq. 20 asks.
+        T changes whose sum is `net_chips`, as eq. 20 requires.
     """
     marks = [start_chips, *stacks_chips[1:], start_chips + net_chips]
     return tuple(after - before for before, after in pairwise(marks))

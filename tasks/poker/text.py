@@ -1,11 +1,10 @@
-"""A table's state as text for a policy, and a policy's text as an action. One text per state and style.
+"""Text of a table's state for a policy, and reading of a policy's text as an action.
 
-`compact` is for tiny character-level models: one line of ASCII. Its fields, in order: hole cards; board or
-`-`; `p` pot; `c` chips to call; `r` least and greatest raise or `r-`; `b` blinds; `s` stacks by seat, each
-`*` for oneself or `x` if folded, chips behind, `+` its bet of this street; the betting, streets parted by
-`/`; `:`. For example `AhKd QsTh2c p24 c4 r8-94 b1/2 s*94,90+4,x98 r6cf/kr4:`.
-
-`plain` says the same in words for a model that knows English.
+There is exactly one text per state and style. `compact` is one line of ASCII, for tiny character-level
+models. Its fields, in order: hole cards; board or `-`; `p` pot; `c` chips to call; `r` least and greatest
+raise or `r-`; `b` blinds; `s` stacks by seat, each with `*` for the acting seat or `x` if folded, chips
+behind, `+` its bet on this street; the betting, with `/` between streets; `:`. For example
+`AhKd QsTh2c p24 c4 r8-94 b1/2 s*94,90+4,x98 r6cf/kr4:`. `plain` is the same in English words.
 """
 
 from __future__ import annotations
@@ -42,24 +41,24 @@ _KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A policy's answer as the table takes it. `action` is always legal."""
+    """Policy's answer as the table applies it. `action` is always legal."""
 
     action: Action
-    fault: Fault = ""  # why the answer was illegal; "": it was not
+    fault: Fault = ""  # why the answer was illegal; "": it was legal
 
     @property
     def is_legal(self) -> bool:
-        """False where `action` stands in for what the policy said."""
+        """False if `action` replaces an illegal answer."""
         return not self.fault
 
 
 def state_text(view: View, style: Style) -> str:
-    """The canonical text of what the seat to act knows."""
+    """Return the canonical text of the view of the seat to act."""
     return _compact(view) if style == "compact" else _plain(view)
 
 
 def action_text(action: Action, style: Style) -> str:
-    """The canonical text of an action, `r12` or `raise to 12`; all-in is the raise or call that it is."""
+    """Return the canonical text of an action, `r12` or `raise to 12`; all-in is written as raise or call."""
     amount = str(action.to_chips) if action.kind == "raise" else ""
     if style == "compact":
         return _LETTERS[action.kind] + amount
@@ -69,12 +68,12 @@ def action_text(action: Action, style: Style) -> str:
 def read_answer(text: str, legal: Legal, style: Style) -> Answer:
     """Read a policy's answer. Never raises.
 
-    The whole text must be one action, but for white space around it: `f`, `k` (check), `c`, `rN`, `a`
-    (all-in) in the compact style; `fold`, `check`, `call`, `raise to N`, `all-in` in the plain one, in any
-    case. All-in is the greatest raise, or a call where no raise is allowed. What cannot be read or is not
-    allowed counts as a check where checking is free, else as a fold, and is flagged. That holds for a fold
-    where checking is free, and for a raise out of range: it is not moved to the nearest legal one, because a
-    model must learn the range.
+    The whole text must be one action, except for surrounding white space: `f`, `k` (check), `c`, `rN`, `a`
+    (all-in) in the compact style; `fold`, `check`, `call`, `raise to N`, `all-in` in the plain one, in upper
+    or lower case. All-in is the greatest raise, or a call where no raise is allowed. An illegal or unreadable
+    answer counts as a check where checking is free, else as a fold, and is flagged. A fold where checking is
+    free is illegal. A raise out of range is not moved to the nearest legal one, because a model must learn
+    the range.
     """
     match = _FORMS[style].fullmatch(text.strip())
     if match is None:

@@ -13,7 +13,7 @@ Kind = Literal["fold", "check", "call", "raise"]
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """A betting decision; a bet is a raise. All-in is a raise or a call of the whole stack."""
+    """Betting decision; a bet is a raise. All-in is a raise or a call of the whole stack."""
 
     kind: Kind
     to_chips: int = 0  # raise: the seat's whole bet on this street afterwards; else 0
@@ -40,12 +40,12 @@ class Legal:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """All that the seat to act may know, and nothing else. N: seats. Cards like "Ah", ordered canonically."""
+    """Everything that the seat to act may know. N: seats. Cards like "Ah", in a canonical order."""
 
     seat: int
     hole: tuple[str, ...]  # 2, high to low
     board: tuple[str, ...]  # 0, 3, 4 or 5; the flop high to low, then turn and river
-    pot_chips: int  # everything in the middle, bets of this street included
+    pot_chips: int  # all chips in the pot, bets of this street included
     stacks: tuple[int, ...]  # N, chips behind
     bets: tuple[int, ...]  # N, chips bet on this street
     folded: tuple[bool, ...]  # N

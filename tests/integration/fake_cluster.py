@@ -77,7 +77,7 @@ HEAD = {
 class Kind:
     """A kind of machine."""
 
-    name: str  # of an offer
+    name: str  # of an instance type
     max_count: int
     labels: dict[str, str] = field(default_factory=dict)
 

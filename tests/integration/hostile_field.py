@@ -21,8 +21,9 @@ from typing import Any, Self
 import aiohttp
 from aiohttp import web
 from blake3 import blake3
+from msgspec import to_builtins
 
-from echo_planes.weights.chain.events import TICK_INTERVAL_S, PeerJoined, event_to_json
+from echo_planes.weights.chain.events import TICK_INTERVAL_S, PeerJoined
 from echo_planes.weights.node.dispatch import Dispatch
 from echo_planes.weights.node.link import Parent, ParentLink
 from echo_planes.weights.node.process import Node
@@ -72,7 +73,7 @@ class Field:
         self.session = await enter(aiohttp.ClientSession(connector=connector, timeout=limit))
         self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="echo-test-")))
         # First, so that the tracker puts it behind the honest ones.
-        joined = event_to_json(PeerJoined(MALLORY, "http://127.0.0.1:9", ""))
+        joined = to_builtins(PeerJoined(MALLORY, "http://127.0.0.1:9", ""))
         await self.says("join", {"events": [joined]})
         for name in ("w0", "w1"):
             self.workers[name] = await enter(

@@ -9,8 +9,9 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from msgspec import to_builtins
 
-from echo_planes.weights.chain.events import Event, PeerJoined, Report, event_to_json
+from echo_planes.weights.chain.events import Event, PeerJoined, Report
 from echo_planes.weights.wire.frames import (
     CancelFrame,
     ChunkFrame,
@@ -62,7 +63,7 @@ class HostileRelay:
 
     async def tell(self, what: str, event: Event) -> dict[str, Any]:
         """Say something to the tracker; what it answers."""
-        message = {"events": [event_to_json(event)]}
+        message = {"events": [to_builtins(event)]}
         async with self.session.post(f"{self._sender}/v1/tracker/{what}", json=message) as response:
             answer: dict[str, Any] = await response.json()
             return answer
@@ -74,7 +75,7 @@ class HostileRelay:
             key = signed.key if signed else None
             whole = signed is not None
             version = signed.key.version if signed else -1
-            report = Report(self.name, "sender", key, size, size, 1e9, 0, 0.0, False, whole, version)
+            report = Report(self.name, "sender", key, size, size, 1e9, 0, 0.0, False, whole, version, -1)
             with contextlib.suppress(aiohttp.ClientError):
                 await self.tell("report", report)
             await asyncio.sleep(0.2)

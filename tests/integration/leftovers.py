@@ -125,7 +125,8 @@ class Room:
         assert self._keeper.stdout is not None
         if self._keeper.stdout.readline() != f"{READY}\n":
             raise RuntimeError("a mount namespace with its own /dev/shm could not be made")
-        self._before = Left(control_groups=self.look().control_groups)
+        # Also those whose maker's id a process has now: it may end before the run does.
+        self._before = Left(control_groups=self._seen(()).control_groups)
         return self
 
     def __exit__(
@@ -167,10 +168,13 @@ class Room:
         """A folder in here as this process sees it."""
         return Path(f"/proc/{self._pid}/root{path}")
 
+    def _seen(self, inside: Sequence[psutil.Process]) -> Left:
+        return look(inside, self.folder(self.TEMPORARY), self.folder("/dev/shm"))
+
     def look(self) -> Left:
         """List what there is now, but for control groups that were there before or are another process's."""
         inside = self.processes()
-        seen = look(inside, self.folder(self.TEMPORARY), self.folder("/dev/shm"))
+        seen = self._seen(inside)
         strangers = set(psutil.pids()) - {process.pid for process in inside}
         theirs = frozenset(name for name in seen.control_groups if maker(name) in strangers)
         return seen - self._before - Left(control_groups=theirs)

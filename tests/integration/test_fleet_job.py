@@ -51,9 +51,9 @@ def fleet_words() -> list[str]:
 
 
 def placed(run_dir: Path) -> list[tuple[str, str, str]]:
-    """Worker, offer and node of every worker that was given a machine, in order."""
+    """Worker, instance type and node of every worker that was given a machine, in order."""
     texts = [event["text"].split() for event in events(run_dir, "machine")]
-    return [(worker, offer, node) for worker, offer, node in texts]
+    return [(worker, instance_type, node) for worker, instance_type, node in texts]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "learner.resources={CPU: 0.5}",
     ]
     with program(base / "work", folder, *words, command=(*CLUSTER, *INSIDE)) as running:
-        running.wait_until(lambda: len({offer for _, offer, _ in placed(folder)}) == 2, "both SKUs")
+        running.wait_until(
+            lambda: len({instance_type for _, instance_type, _ in placed(folder)}) == 2, "both SKUs"
+        )
         running.wait_until(lambda: "worker w1 (cpu-b) ... ready" in running.stdout, "the second worker")
         _, _, node = placed(folder)[0]
         words = [sys.executable, "-m", "tests.integration.fake_cluster", "preempt", node, str(NOTICE_S)]
@@ -87,8 +89,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_cheap_sku_is_taken_first_and_the_next_when_its_quota_is_used_up(run_dir: Path) -> None:
-    offers = [offer for _, offer, _ in placed(run_dir)]
-    assert offers[:2] == [CHEAP, DEAR]
+    instance_types = [instance_type for _, instance_type, _ in placed(run_dir)]
+    assert instance_types[:2] == [CHEAP, DEAR]
     nodes = [node for _, _, node in placed(run_dir)]
     assert len(set(nodes)) == len(nodes)  # a node of its own for each
 

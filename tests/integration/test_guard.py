@@ -11,7 +11,7 @@ from tests.integration.harness import SMALL, events, metrics, program, staleness
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
-STEPS = 300  # two ladders of steps without a signal in between
+STEPS = 600  # two ladders, also where calm steps take a rung back in between
 # Warmed up so slowly that the first checkpoints are good, to a rate that no policy survives.
 DOOMED = (
     *SMALL,
@@ -39,8 +39,10 @@ def test_a_doomed_run_goes_back_once_and_ends_as_collapsed(tmp_path: Path) -> No
     for part in ("guard.", "after 1 rollbacks", "lower learner.lr"):
         assert part in line
     texts = [event["text"] for event in events(run_dir, "guard")]
-    actions = {"mask": 2, "limit": 2, "slow": 2, "rollback": 1, "stop": 1}
-    assert {name: count for name, count in told["guard"]["actions"].items() if name != "relax"} == actions
+    actions = told["guard"]["actions"]
+    assert (actions["rollback"], actions["stop"]) == (1, 1)
+    # Two ladders; a rung that was taken back meanwhile is climbed again.
+    assert all(2 <= actions[rung] <= 2 + actions.get("relax", 0) for rung in ("mask", "limit", "slow"))
     assert all(text in doomed.stdout for text in texts)
 
     rows = metrics(run_dir)

@@ -68,6 +68,17 @@ def test_the_wheel_finds_its_tasks_and_settings(installed: Path, tmp_path: Path)
     assert "cpu-large" in printed.stdout
 
 
+def test_the_wheel_finds_its_templates(installed: Path, tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "echo_planes.reporting.report", str(tmp_path)],
+        cwd=tmp_path,
+        env=environment(installed),
+        check=True,
+        timeout=60,
+    )
+    assert "<style>" in (tmp_path / "report.html").read_text()
+
+
 @contextmanager
 def head(env: dict[str, str], log: Path) -> Iterator[str]:
     """A Ray head with job submission, behind a token; yields its dashboard's address."""

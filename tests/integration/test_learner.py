@@ -393,11 +393,11 @@ def test_a_column_that_is_not_finite_is_saved_and_named(
     values = getattr(batch, column).copy()
     values[np.flatnonzero(batch.loss_mask)[0] if column == "sampler_logprobs" else 0] = np.nan
     with learner_here(tmp_path, model_folder) as learner:
-        with pytest.raises(DivergedError, match=f"step 7 .*{column}.*diverged-step-7"):
+        with pytest.raises(DivergedError, match=f"step 8 .*{column}.*diverged-step-8"):
             learner.train_step(replace(batch, **{column: values}))
         with pytest.raises(DivergedError):
             learner.save(tmp_path)
-    with np.load(tmp_path / "failures" / "diverged-step-7.npz", allow_pickle=False) as saved:
+    with np.load(tmp_path / "failures" / "diverged-step-8.npz", allow_pickle=False) as saved:
         np.testing.assert_array_equal(saved[column], values)
         np.testing.assert_array_equal(saved["token_ids"], batch.token_ids)
 
@@ -408,10 +408,10 @@ def test_updates_that_are_not_finite_are_left_out_then_end_the_run(
     with learner_here(tmp_path, model_folder, learner={"lr": 1e30, "max_skipped_updates": 2}) as learner:
         learner.train_step(make_batch(0))  # finite, and spoils the weights
         told = [learner.train_step(make_batch(step)) for step in (1, 2)]
-        with pytest.raises(DivergedError, match=r"step 3 .*loss.*diverged-step-3"):
+        with pytest.raises(DivergedError, match=r"step 4 .*loss.*diverged-step-4"):
             learner.train_step(make_batch(3))
     assert [(stats.updates_skipped, stats.num_updates, stats.loss) for stats in told] == [(1, 1, None)] * 2
-    assert (tmp_path / "failures" / "diverged-step-3.npz").is_file()
+    assert (tmp_path / "failures" / "diverged-step-4.npz").is_file()
 
 
 @pytest.mark.parametrize(

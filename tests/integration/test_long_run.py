@@ -98,7 +98,7 @@ def crashed(base: Path) -> Iterator[Program]:
         f"run.steps={MANY_STEPS}",
         f"checkpoint.every={EVERY}",
         "eval.every=0",
-        "weights.anchor_every=1000",  # one snapshot and then patches, whenever the worker comes back
+        "weights.snapshot_every=1000",  # one snapshot and then patches, whenever the worker comes back
     )
     with program(base / "crashed", run_dir, *words) as run:
         run.wait_for_step(12)

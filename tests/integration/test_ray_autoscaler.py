@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from echo_planes.cluster.clock import MonotonicClock
-from echo_planes.config.schema import WorkerConfig
+from echo_planes.config.fleet import WorkerConfig
 from echo_planes.errors import ClusterError
 from echo_planes.fleet.actuators.actuator import Actuator, Machine, node_type
 from tests.integration import fake_cluster
@@ -47,7 +47,7 @@ def tell(event: str, **facts: Any) -> None:
 
 
 def shown(nodes: tuple[Machine, ...]) -> list[list[Any]]:
-    return [[node.node_id, node.offer_name, node.state, node.worker_id] for node in nodes]
+    return [[node.node_id, node.instance_type_name, node.state, node.worker_id] for node in nodes]
 
 
 async def old() -> None:
@@ -64,8 +64,8 @@ async def old() -> None:
     await asyncio.get_running_loop().create_future()
 
 
-def up(nodes: tuple[Machine, ...], offer_name: str) -> list[str]:
-    return [n.node_id for n in nodes if n.state == "up" and n.offer_name == offer_name]
+def up(nodes: tuple[Machine, ...], instance_type_name: str) -> list[str]:
+    return [n.node_id for n in nodes if n.state == "up" and n.instance_type_name == instance_type_name]
 
 
 async def until(
@@ -262,7 +262,7 @@ def test_what_is_wanted_comes(told: Told) -> None:
     assert {state for _, _, state, _ in told["coming"]["nodes"]} <= {"pending", "up"}
     assert len(told["coming"]["nodes"]) <= 2
     two = told["two"]
-    assert [(offer, state) for _, offer, state, _ in two["nodes"]] == [(SPOT, "up")] * 2
+    assert [(instance_type, state) for _, instance_type, state, _ in two["nodes"]] == [(SPOT, "up")] * 2
     assert {node_id: worker_id for node_id, _, _, worker_id in two["nodes"]} == {
         two["where"][0]: "w0",
         two["where"][1]: "w1",
@@ -279,7 +279,7 @@ def test_a_preempted_machine_is_seen_with_its_deadline_and_replaced(told: Told) 
     assert list(after.values()) == ["up"]
 
 
-def test_an_offer_is_its_resource_and_its_label(told: Told) -> None:
+def test_an_instance_type_is_its_resource_and_its_label(told: Told) -> None:
     dear = [row for row in told["dear"]["nodes"] if row[1] == SURE]
     assert [row[2] for row in dear] == ["up"]
     assert told["dear"]["market"] == "on_demand"
@@ -310,7 +310,7 @@ def test_an_impossible_wish_is_told(told: Told) -> None:
 
 @pytest.mark.parametrize("name", ["aws_spot", "gcp_spot", "kuberay"])
 def test_ray_reads_the_cluster_files_as_they_are_meant(name: str) -> None:
-    """Ray's own readers find every offer, with its resource, its labels and its most."""
+    """Ray's own readers find every instance type, with its resource, its labels and its most."""
     from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
     from ray.autoscaler._private.util import prepare_config, validate_config
 
@@ -321,9 +321,9 @@ def test_ray_reads_the_cluster_files_as_they_are_meant(name: str) -> None:
     found = {key: kind for key, kind in kinds.items() if key != config["head_node_type"]}
     assert len(found) == 3
     for type_name, kind in found.items():
-        offer = WorkerConfig(**kind["labels"]).offer
-        assert node_type(offer) == type_name
-        assert kind["resources"][offer] == 1
+        instance_type = WorkerConfig(**kind["labels"]).instance_type
+        assert node_type(instance_type) == type_name
+        assert kind["resources"][instance_type] == 1
         assert kind["min_workers"] == 0 < kind["max_workers"]
 
 

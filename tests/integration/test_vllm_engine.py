@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from echo_planes.config.schema import BUILTIN_MODELS, EngineConfig, SamplingConfig
+from echo_planes.config.fleet import EngineConfig
+from echo_planes.config.schema import BUILTIN_MODELS, SamplingConfig
 from echo_planes.errors import RunError, TaskError, WeightsError
 from echo_planes.rollout.vllm.engine import VllmEngine
 from echo_planes.rollout.vllm.plugin import LiveTensors, WorkerExtension

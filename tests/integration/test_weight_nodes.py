@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import aiohttp
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 
 from echo_planes.errors import ClusterError, ConfigError, RunError, WaitTimeoutError, WeightsError
 from echo_planes.types import Codec, Manifest
+from echo_planes.weights.codec.table import CODECS, take_codec
 from echo_planes.weights.digest import BitTensor, state_digest
 from echo_planes.weights.node.client import SenderNode, WorkerNode
 from echo_planes.weights.node.process import Node
@@ -22,6 +24,7 @@ from echo_planes.weights.node.roles import WorkerRole
 from echo_planes.weights.node.shelf import Holding
 from echo_planes.weights.node.transport import happens
 from echo_planes.weights.publisher import Publisher
+from echo_planes.weights.wire import manifest as manifest_module
 from echo_planes.weights.wire.manifest import key_text
 from echo_planes.weights.wire.signing import Signer
 from tests.integration.weight_nodes import (
@@ -376,7 +379,8 @@ def test_a_wait_that_is_cancelled_as_its_event_happens_ends() -> None:
 class Learner:
     """Publishes a small model whose weights change a little with each version."""
 
-    def __init__(self, signer: Signer, sender: SenderNode) -> None:
+    def __init__(self, signer: Signer, sender: SenderNode, codec: Codec = "fast") -> None:
+        self._codec = codec
         self._random = np.random.default_rng(3)
         self._bits = self._random.integers(0, 2**15, 200_000, dtype=np.uint16)
         self._publisher = Publisher("run", signer, sender, choice=self)  # type: ignore[arg-type]
@@ -384,7 +388,7 @@ class Learner:
 
     def codec(self, *states: object) -> Codec:
         """As `CodecChoice`: always the same."""
-        return "fast"
+        return self._codec
 
     def publish(self, version: int) -> None:
         self._bits = self._bits.copy()
@@ -400,7 +404,7 @@ def test_a_late_worker_catches_up_from_the_store_and_then_follows(tmp_path: Path
     async def run() -> None:
         signer = Signer.generate()
         secret = signer.private_bytes().hex()
-        options = settings(signer, "sender", store=str(tmp_path), signing_key=secret, anchor_every=5)
+        options = settings(signer, "sender", store=str(tmp_path), signing_key=secret, snapshot_every=5)
         sender = SenderNode.spawn(options)
         try:
             learner = Learner(signer, sender)
@@ -409,7 +413,7 @@ def test_a_late_worker_catches_up_from_the_store_and_then_follows(tmp_path: Path
 
             def stored() -> bool:
                 state = sender.status()["store"]
-                return state["waiting"] == 0 and not state["anchor_due"]
+                return state["waiting"] == 0 and not state["snapshot_due"]
 
             await until(stored, LIMIT_S, "the store to have everything")
             assert sender.status()["store"]["failed"] == 0
@@ -436,7 +440,7 @@ def test_a_late_worker_catches_up_from_the_store_and_then_follows(tmp_path: Path
 
     asyncio.run(asyncio.wait_for(run(), 90))
     entries = [path.parent.name for path in tmp_path.glob("publications/*/READY")]
-    assert sum(".full." in name for name in entries) >= 2  # the first, and an anchor
+    assert sum(".full." in name for name in entries) >= 2  # the first, and a snapshot
 
 
 def test_a_store_that_cannot_be_used_is_one_clear_error(tmp_path: Path) -> None:
@@ -468,3 +472,69 @@ def test_who_reads_nothing_of_what_it_asked_for_holds_nothing(
 
     on_chain(0, story)
     assert "Traceback" not in capfd.readouterr().err
+
+
+OWN_CODEC = """
+import zlib
+
+import numpy as np
+
+from echo_planes.weights.codec.codec import TensorCodec
+
+
+class Xor(TensorCodec):
+    name = "xor"
+
+    def pack(self, old, new):
+        return zlib.compress((old ^ new).tobytes())
+
+    def unpack(self, data, old):
+        return old ^ np.frombuffer(zlib.decompressobj().decompress(data, old.nbytes), old.dtype)
+
+
+CODEC = Xor()
+"""
+
+
+def test_a_run_s_own_codec_goes_from_the_learner_to_the_engine_s_file_and_into_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nodes' processes import it because their settings say so, by the paths that this process has."""
+    (tmp_path / "nodes_own_codec.py").write_text(OWN_CODEC)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    place = "nodes_own_codec:CODEC"
+
+    async def run() -> None:
+        signer = Signer.generate()
+        secret = signer.private_bytes().hex()
+        with pytest.raises(ConfigError, match="no module named 'nowhere_at_all'"):
+            SenderNode.spawn(settings(signer, "sender", codec="nowhere_at_all:CODEC"))
+        options = settings(signer, "sender", store=str(tmp_path / "store"), signing_key=secret, codec=place)
+        sender = SenderNode.spawn(options)
+        try:
+            learner = Learner(signer, sender, take_codec(place))
+            worker = await WorkerNode.spawn(settings(signer, "w", sender.address, staging=True, codec=place))
+            # One whose own settings say nothing of the codec.
+            stranger = await WorkerNode.spawn(settings(signer, "s", sender.address, staging=True))
+            try:
+                for version in range(3):
+                    await asyncio.to_thread(learner.publish, version)
+                    manifest, _ = await worker.staged("run", version, LIMIT_S)
+                    assert manifest.digest == learner.manifest.digest == state_digest(learner.tensors())
+                    await worker.settled(version, True)
+                assert (learner.manifest.codec, manifest.codec) == ("xor", "overwrite")
+                with pytest.raises(WaitTimeoutError):
+                    await stranger.staged("run", 2, 0.5)
+                assert "unknown codec" in (await stranger.status())["trouble"]
+                await until(lambda: sender.status()["store"]["waiting"] == 0, LIMIT_S, "the store")
+                assert sender.status()["store"]["failed"] == 0
+            finally:
+                await worker.close()
+                await stranger.close()
+        finally:
+            sender.close()
+        names = sorted(path.name.split("-", 1)[1] for path in (tmp_path / "store" / "publications").iterdir())
+        assert names == ["run.0.full.-1", "run.1.xor.0", "run.2.xor.1"]
+
+    with patch.dict(CODECS), patch.dict(manifest_module._CODES), patch.dict(manifest_module._CODECS):
+        asyncio.run(asyncio.wait_for(run(), 90))

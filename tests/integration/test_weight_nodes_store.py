@@ -27,7 +27,7 @@ from echo_planes.weights.node.spool import SpoolFile
 from echo_planes.weights.node.staging import Staging
 from echo_planes.weights.node.store import StoreUploader
 from echo_planes.weights.publisher import Publisher
-from echo_planes.weights.store.archivist import AnchorWork
+from echo_planes.weights.store.archivist import SnapshotWork
 from echo_planes.weights.wire.frames import ChunkFrame
 from echo_planes.weights.wire.limits import relay_limits
 from echo_planes.weights.wire.manifest import SignedManifest, SignedSegment
@@ -160,7 +160,7 @@ def test_what_a_dead_sender_left_is_swept_at_the_start(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_an_older_anchor_is_not_the_one_that_was_asked_for(tmp_path: Path) -> None:
+def test_an_older_snapshot_is_not_the_one_that_was_asked_for(tmp_path: Path) -> None:
     signer = Signer.generate()
     signed = publication(signer, 3, 10_000, lineage="run")
     snapshot = Snapshot(signed.manifest, [part for part, _ in signed.segments], signed.segments[0][1])
@@ -173,9 +173,9 @@ def test_an_older_anchor_is_not_the_one_that_was_asked_for(tmp_path: Path) -> No
     verifier = Verifier(signer.public_bytes())
     shelf = Shelf(verifier, relay_limits(10**6), tmp_path)
     keeper = StoreUploader(sender_settings(signer, store=str(tmp_path)), shelf, verifier, shadow, print)
-    assert "shadow holds version 3 of run" in keeper._put_anchor(shadow, AnchorWork("run", 4))
-    assert "shadow holds version 3 of run" in keeper._put_anchor(shadow, AnchorWork("other", 2))
-    assert keeper._put_anchor(shadow, AnchorWork("run", 2)) == ""
+    assert "shadow holds version 3 of run" in keeper._put_snapshot(shadow, SnapshotWork("run", 4))
+    assert "shadow holds version 3 of run" in keeper._put_snapshot(shadow, SnapshotWork("other", 2))
+    assert keeper._put_snapshot(shadow, SnapshotWork("run", 2)) == ""
 
 
 def test_a_slow_shadow_holds_no_more_than_two_copies_of_the_model(tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from msgspec import to_builtins
 
-from echo_planes.weights.chain.events import PeerJoined, Report, event_to_json
+from echo_planes.weights.chain.events import PeerJoined, Report
 from echo_planes.weights.wire.frames import ChunkFrame, ManifestFrame, PingFrame, SegmentFrame, encode_frame
 from tests.integration.weight_nodes import (
     LIMIT_S,
@@ -138,12 +139,12 @@ class LyingParent:
             key = self._signed.key if self._offered.is_set() else None
             num_chunks = sum(segment.header.num_chunks for segment, _ in self._signed.segments)
             size = self._signed.manifest.manifest.payload_bytes
-            report = Report(self._name, "sender", key, num_chunks, size, 1e9, 0, 0.0, False, True, -1)
+            report = Report(self._name, "sender", key, num_chunks, size, 1e9, 0, 0.0, False, True, -1, -1)
             await self._tell("report", report)
             await asyncio.sleep(0.1)
 
     async def _tell(self, what: str, event: PeerJoined | Report) -> None:
-        message = {"events": [event_to_json(event)]}
+        message = {"events": [to_builtins(event)]}
         async with self._session.post(f"{self._sender}/v1/tracker/{what}", json=message) as response:
             self.orders = (await response.json()).get("orders", [])
 

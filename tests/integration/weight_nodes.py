@@ -10,17 +10,19 @@ import ssl
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import aiohttp
 import numpy as np
 from blake3 import blake3
+from msgspec.structs import replace
 
 from echo_planes.errors import WeightsError
 from echo_planes.types import ByteArray, Codec, Manifest
 from echo_planes.weights.chain.events import TICK_INTERVAL_S
-from echo_planes.weights.node.client import CONTROL_SOCKET, SenderNode, WorkerNode
+from echo_planes.weights.node.client import SenderNode, WorkerNode
+from echo_planes.weights.node.control import CONTROL_SOCKET
 from echo_planes.weights.node.process import Node
 from echo_planes.weights.node.settings import NodeSettings
 from echo_planes.weights.wire.credentials import bearer, credential

@@ -12,8 +12,7 @@ import pytest
 
 from echo_planes.weights.chain.events import SENDER_ID, Assign, CancelBroadcast, Demote, Throttle
 from echo_planes.weights.chain.plan import ideal_broadcast_s
-from echo_planes.weights.chain.simulated import MBIT, BroadcastSim
-from echo_planes.weights.chain.simulated_nodes import SimSettings
+from echo_planes.weights.chain.simulated import MBIT, BroadcastSim, SimSettings
 from echo_planes.weights.chain.tracker import Tracker, TrackerSettings
 from echo_planes.weights.wire.manifest import PublicationKey
 from tests.thorough import examples

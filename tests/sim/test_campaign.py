@@ -64,7 +64,7 @@ def test_what_is_drawn_covers_what_is_promised() -> None:
     assert any(scenario.staleness.reuse > 1 for scenario in scenarios)
     assert {scenario.sampling.refill for scenario in scenarios} == {"off", "reward", "correct"}
     assert {scenario.sampling.solved for scenario in scenarios} == {0.0, 0.5, 0.9, 1.0}
-    assert {sum(o.quota for o in scenario.offers) for scenario in scenarios} <= set(range(2, 9))
+    assert {sum(o.quota for o in scenario.instance_types) for scenario in scenarios} <= set(range(2, 9))
     assert {scenario.run.steps for scenario in scenarios} <= set(range(6, 21))
     assert {one.kind for _, plan in drawn for one in plan.disturbances} == set(KINDS)
 

@@ -34,7 +34,7 @@ from bench.cost_market import (
 )
 from bench.cost_papers import papers_own
 from echo_planes.fleet.capacity import Need
-from echo_planes.fleet.instance_types import Offer
+from echo_planes.fleet.instance_types import InstanceType
 from echo_planes.fleet.prices import COLUMNS, PriceRow, read_prices
 from echo_planes.fleet.sku_facts import SKU_FACTS
 from echo_planes.fleet.throughput import Answers, estimated_tokens_per_s, size_of_params
@@ -60,23 +60,28 @@ R,2xH100 spot (rollout),2,5.32
 """
 
 
-def offer(name: str, usd: float, mu: float, count: int, spot: bool = False) -> Offer:
-    return Offer(name, name, usd, mu, count, market="spot" if spot else "on_demand")
+def instance_type(name: str, usd: float, mu: float, count: int, spot: bool = False) -> InstanceType:
+    return InstanceType(name, name, usd, mu, count, market="spot" if spot else "on_demand")
 
 
 def small_market() -> SpotMarket:
     """Half a trajectory/s a worker; spot at 1 $/h: 2 until 500 s and none after, steady at 4 $/h."""
     spot = SpotTrace("s", (0.0, 500.0), (2, 0), 2000.0, "repeat")
-    return SpotMarket((offer("spot", 1.0, 0.5, 2, spot=True), offer("steady", 4.0, 0.5, 9)), {"spot": spot})
+    return SpotMarket(
+        (instance_type("spot", 1.0, 0.5, 2, spot=True), instance_type("steady", 4.0, 0.5, 9)), {"spot": spot}
+    )
 
 
 def slow_market() -> SpotMarket:
     market = small_market()
-    return replace(market, offers=tuple(replace(offer, boot_s=100.0) for offer in market.offers))
+    return replace(
+        market,
+        instance_types=tuple(replace(instance_type, boot_s=100.0) for instance_type in market.instance_types),
+    )
 
 
 def best_of(market: SpotMarket, install_s: float = 0.0) -> Priced:
-    return optimum(market.offers, cheapest_fleets(market, NEED, STEPS), install_s)
+    return optimum(market.instance_types, cheapest_fleets(market, NEED, STEPS), install_s)
 
 
 @pytest.fixture
@@ -127,19 +132,23 @@ def test_the_optimum_changes_with_the_market() -> None:
 
 def test_the_optimum_never_costs_more_than_a_random_fleet() -> None:
     rng = random.Random(3)
-    offers = [
-        offer(f"o{i}", rng.uniform(0.5, 5), rng.uniform(0.1, 0.6), 4, spot=i % 2 == 0) for i in range(6)
+    instance_types = [
+        instance_type(f"o{i}", rng.uniform(0.5, 5), rng.uniform(0.1, 0.6), 4, spot=i % 2 == 0)
+        for i in range(6)
     ]
-    offers.append(offer("enough", 3.0, 0.5, 9))
-    traces = {o.name: shifted(TRACE, i / 6) for i, o in enumerate(offers) if o.market == "spot"}
-    market = SpotMarket(tuple(offers), traces)
+    instance_types.append(instance_type("enough", 3.0, 0.5, 9))
+    traces = {o.name: shifted(TRACE, i / 6) for i, o in enumerate(instance_types) if o.market == "spot"}
+    market = SpotMarket(tuple(instance_types), traces)
     best = best_of(market)
     draws = [random_fleet(market, NEED, STEPS, random.Random(seed)).usd for seed in range(30)]
     assert best.usd <= min(draws) < max(draws)
 
 
 def test_a_random_fleet_makes_up_for_what_is_taken_away() -> None:
-    few = replace(small_market(), offers=(small_market().offers[0], offer("steady", 4.0, 0.5, 2)))
+    few = replace(
+        small_market(),
+        instance_types=(small_market().instance_types[0], instance_type("steady", 4.0, 0.5, 2)),
+    )
     draws = [random_fleet(few, NEED, STEPS, random.Random(seed)) for seed in range(20)]
     for drawn in draws:
         assert drawn.workers == pytest.approx(2.0)  # always two of half a trajectory/s, whichever they are
@@ -147,14 +156,14 @@ def test_a_random_fleet_makes_up_for_what_is_taken_away() -> None:
     assert min(drawn.usd for drawn in draws) == pytest.approx((2 * 1.0 * 500 + 2 * 4.0 * 500) / 3600)
 
 
-def test_the_cheapest_single_offer_counts_whole_workers_and_only_on_demand() -> None:
-    offers = [
-        offer("large", 5.0, 0.9, 9),  # two of them: 10; its rho is the least
-        offer("small", 3.0, 0.5, 9),  # two of them: 6
-        offer("spot", 0.1, 1.0, 9, spot=True),
+def test_the_cheapest_single_instance_type_counts_whole_workers_and_only_on_demand() -> None:
+    instance_types = [
+        instance_type("large", 5.0, 0.9, 9),  # two of them: 10; its rho is the least
+        instance_type("small", 3.0, 0.5, 9),  # two of them: 6
+        instance_type("spot", 0.1, 1.0, 9, spot=True),
     ]
-    assert cheapest_single(offers, NEED).name == "small"
-    assert homogeneous(offers[1], NEED) == 2
+    assert cheapest_single(instance_types, NEED).name == "small"
+    assert homogeneous(instance_types[1], NEED) == 2
     assert target_of(replace(NEED, gamma=1.1)) == pytest.approx(1.1)
 
 
@@ -171,8 +180,10 @@ def test_an_engine_is_the_roofline_of_the_planner(data: Path, assumptions: Assum
 
 
 def test_only_single_gpus_that_run_the_model_are_offered(data: Path, assumptions: Assumptions) -> None:
-    offers = [one.offer for one in listed(assumptions, rows_of(data), Case("small", spot_price=2.0))]
-    prices = {offer.name: offer.usd_per_hour for offer in offers}
+    instance_types = [
+        one.instance_type for one in listed(assumptions, rows_of(data), Case("small", spot_price=2.0))
+    ]
+    prices = {instance_type.name: instance_type.usd_per_hour for instance_type in instance_types}
     assert prices == {
         "a/H100/on_demand": 2.0,
         "a/H100/spot": 1.0,
@@ -180,7 +191,7 @@ def test_only_single_gpus_that_run_the_model_are_offered(data: Path, assumptions
         "a/A100-80GB/spot": 0.8,
     }
     target = target_of(assumptions.need(2.0))
-    for one in offers:
+    for one in instance_types:
         share = 0.5 if one.market == "spot" else 1.5
         assert (
             one.mu * (one.max_count - 1) < share * target * (1 + 1e-9) <= one.mu * one.max_count * (1 + 1e-6)
@@ -190,12 +201,12 @@ def test_only_single_gpus_that_run_the_model_are_offered(data: Path, assumptions
 def test_the_simulator_has_the_market_that_the_optimum_sees(
     data: Path, assumptions: Assumptions, tmp_path: Path
 ) -> None:
-    offers = listed(assumptions, rows_of(data), Case("small"))
-    market = spot_market(assumptions, [one.offer for one in offers], Case("small"), data)
+    instance_types = listed(assumptions, rows_of(data), Case("small"))
+    market = spot_market(assumptions, [one.instance_type for one in instance_types], Case("small"), data)
     what = scenario(
         assumptions,
-        [one.model for one in offers],
-        {offers[0].offer.name: 1},
+        [one.model for one in instance_types],
+        {instance_types[0].instance_type.name: 1},
         mode="provisioned",
         steps=1,
         market=market,

@@ -19,7 +19,9 @@ from tests.sim.test_migration import Sampled, check_answers, long_engine
 from tests.sim.test_simulator import check
 
 
-def scenario(router: str, offers: list[dict[str, Any]], *, hours: float = 0.3, groups: int = 48) -> World:
+def scenario(
+    router: str, instance_types: list[dict[str, Any]], *, hours: float = 0.3, groups: int = 48
+) -> World:
     """Strictly synchronous: the rollouts of a step are all that its time depends on."""
     same = {"half_batch": 4.0, "max_groups": 4, "boot_s": 30.0, "usd_per_hour": 1.0}
     tree = {
@@ -29,7 +31,7 @@ def scenario(router: str, offers: list[dict[str, Any]], *, hours: float = 0.3, g
         "staleness": {"max_staleness": 0, "queue_batches": 1.0},
         "learner": {"t_train_s": 10.0},
         "network": {"snapshot_mb": 100.0, "patch_mb": 20.0},
-        "offers": [same | offer for offer in offers],
+        "instance_types": [same | instance_type for instance_type in instance_types],
     }
     return World(parse_scenario(tree))
 

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from echo_planes.config.schema import StalenessConfig, WorkerConfig
+from echo_planes.config.fleet import WorkerConfig
+from echo_planes.config.schema import StalenessConfig
 from echo_planes.data.claims import Rules
 from echo_planes.data.service import DataService
 from echo_planes.data.store.files import REPLAY_FOLDER

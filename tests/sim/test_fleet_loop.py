@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from echo_planes.config.schema import Config, FleetConfig, WorkerConfig
+from echo_planes.config.fleet import FleetConfig, WorkerConfig
+from echo_planes.config.schema import Config
 from echo_planes.fleet.actuators.actuator import Machine
 from echo_planes.testing.simulation import Faults, Simulation, Trace, tiny_config
 from tests.sim.test_loop import check
@@ -67,7 +68,7 @@ class Stormy(Machines):
     async def nodes(self) -> tuple[Machine, ...]:
         now_s = self._now_s()
         for node in list(self.there.values()):
-            if node.offer_name != CHEAP:
+            if node.instance_type_name != CHEAP:
                 continue
             end_s = self._ends_s.setdefault(node.node_id, now_s + self._rng.expovariate(1 / self._mean_s))
             if now_s >= end_s + self._notice_s and node.state == "draining":
@@ -118,15 +119,17 @@ def test_machines_that_are_announced_to_go(tmp_path: Path, seed: int, max_stalen
 
 
 @pytest.mark.parametrize("max_staleness", [0, 3])
-def test_an_offer_that_never_comes_is_passed_over_for_the_next(tmp_path: Path, max_staleness: int) -> None:
-    """Nobody ever served, so nothing is known of the need, and the dearer offer is tried all the same."""
+def test_an_instance_type_that_never_comes_is_passed_over_for_the_next(
+    tmp_path: Path, max_staleness: int
+) -> None:
+    """Nobody ever served, so nothing is known of the need, and the dearer type is tried all the same."""
     config = fleet_config(max_staleness=max_staleness, counts=(2, 0), scale="ray", boot_limit_s=20.0)
     machines = Machines({CHEAP: float("inf"), DEAR: 3.0})
     outcome, trace = Simulation(config, tmp_path, actuator=machines).run()
     check(config, outcome, trace)
     check_fleet(trace, machines)
     assert outcome.status == "done", outcome.error
-    assert {node.offer_name for node in machines.there.values()} == {DEAR}
+    assert {node.instance_type_name for node in machines.there.values()} == {DEAR}
 
 
 def test_a_run_whose_machines_never_come_ends_and_asks_for_nothing_more(tmp_path: Path) -> None:
@@ -149,7 +152,7 @@ def test_the_optimum_is_gone_over_to_without_a_moment_of_nobody(tmp_path: Path) 
     check_fleet(trace, machines)
     assert outcome.status == "done", outcome.error
     assert ended(trace)[0] == "w0.0"
-    assert {node.offer_name for node in machines.there.values()} == {CHEAP}
+    assert {node.instance_type_name for node in machines.there.values()} == {CHEAP}
     others = [line for line in trace.lines if line.startswith("installed ") and " w0 " not in line]
     assert trace.lines.index("worker w0.0 alive=False") > trace.lines.index(others[0])
 

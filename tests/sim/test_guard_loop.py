@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from echo_planes.config.schema import Config, GuardConfig, WorkerConfig
+from echo_planes.config.fleet import WorkerConfig
+from echo_planes.config.schema import Config, GuardConfig
 from echo_planes.data.service import DataService
 from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.errors import CollapsedError, RunError
@@ -74,7 +75,7 @@ class Job:
             meta=meta,
             make_planes=self._planes,
             make_actuator=None,  # type: ignore[arg-type]
-            kinds={"w0": WorkerConfig(), "w1": WorkerConfig()},
+            worker_configs={"w0": WorkerConfig(), "w1": WorkerConfig()},
             export=lambda _: None,
         )
 

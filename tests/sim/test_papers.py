@@ -24,10 +24,10 @@ from bench.papers_base import (
     Claim,
     Row,
     Variation,
+    instance_type,
     lengths_of,
     load,
     measured_mu,
-    offer,
     run,
     scenario,
 )
@@ -72,7 +72,7 @@ def test_a_worker_makes_what_was_measured(assumed: dict[str, dict[str, Any]]) ->
         staleness={"max_staleness": 8, "queue_batches": 9.0},
         network={"snapshot_mb": 0.001, "install_s": 0.0},
         run={"steps": 30},
-        offers=[offer(values, "worker", 0.5, count=1)],
+        instance_types=[instance_type(values, "worker", 0.5, count=1)],
     )
     result = run(simulated)
     seconds = result.steps[-1]["time_s"] - result.steps[9]["time_s"]
@@ -159,7 +159,7 @@ def test_without_migration_answers_begin_anew(assumed: dict[str, dict[str, Any]]
     row = papers_spot._migration(assumed["spot"] | {"prompts_per_step": 48}, 100)
     assert row.holds
     values = assumed["spot"] | {"prompts_per_step": 48}
-    machines = papers_spot._offer(values, BASE, "spot", 2, 1.0)
+    machines = papers_spot._instance_type(values, BASE, "spot", 2, 1.0)
     fault = {"at_s": 200.0, "kind": "preempt", "count": 1}
     simulated = papers_spot._scenario(values, 1, [machines], run={"steps": 2}, faults=[fault])
     migrated, again = run(simulated).summary, papers_spot.recompute(simulated).summary

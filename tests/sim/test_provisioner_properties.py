@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from echo_planes.fleet.advice import advise
 from echo_planes.fleet.capacity import Need
 from echo_planes.fleet.exact import exact, plan_of
-from echo_planes.fleet.instance_types import FleetPlan, Limits, Offer, Shortfall
+from echo_planes.fleet.instance_types import FleetPlan, InstanceType, Limits, Shortfall
 from echo_planes.fleet.provisioner import Provisioner, greedy
 from tests.thorough import examples
 
@@ -22,14 +22,14 @@ EPSILON = 1e-9
 
 
 @st.composite
-def markets(draw: st.DrawFn, max_offers: int, max_count: int) -> tuple[list[Offer], float]:
-    """Offers with prices in cents, some alike, and a target up to a little more than they make."""
+def markets(draw: st.DrawFn, max_instance_types: int, max_count: int) -> tuple[list[InstanceType], float]:
+    """Instance types with prices in cents, some alike, and a target up to a little more than they make."""
     mus = draw(st.lists(st.integers(1, 400), min_size=1, max_size=4))
-    offers = []
-    for number in range(draw(st.integers(1, max_offers))):
+    instance_types = []
+    for number in range(draw(st.integers(1, max_instance_types))):
         count = draw(st.integers(0, max_count))
-        offers.append(
-            Offer(
+        instance_types.append(
+            InstanceType(
                 f"o{number:02}",
                 "sku",
                 usd_per_hour=draw(st.integers(0, 300)) / 100,
@@ -39,9 +39,9 @@ def markets(draw: st.DrawFn, max_offers: int, max_count: int) -> tuple[list[Offe
                 interruptions_per_hour=draw(st.sampled_from([0.0, 0.05, 0.1, 0.25])),
             )
         )
-    total = sum(offer.mu * offer.max_count for offer in offers)
+    total = sum(instance_type.mu * instance_type.max_count for instance_type in instance_types)
     target = max(0.01, round(total * draw(st.floats(0.01, 1.1)), 2))
-    return offers, target
+    return instance_types, target
 
 
 @st.composite
@@ -64,15 +64,16 @@ def is_within(plan: FleetPlan, limits: Limits) -> bool:
     )
 
 
-def by_hand(offers: list[Offer], target: float, limits: Limits) -> tuple[float | None, float]:
+def by_hand(instance_types: list[InstanceType], target: float, limits: Limits) -> tuple[float | None, float]:
     """The least $/h that reaches the target, and the most throughput, of all fleets within the limits."""
     cheapest, most = None, 0.0
     nothing = limits.usd_left is not None and limits.usd_left <= 0
     ranges = [
-        range(0, 1) if nothing and o.usd_per_hour > 0 else range(o.min_count, o.max_count + 1) for o in offers
+        range(0, 1) if nothing and o.usd_per_hour > 0 else range(o.min_count, o.max_count + 1)
+        for o in instance_types
     ]
     for counts in itertools.product(*ranges):
-        plan = plan_of({o.name: n for o, n in zip(offers, counts, strict=True)}, offers)
+        plan = plan_of({o.name: n for o, n in zip(instance_types, counts, strict=True)}, instance_types)
         if is_within(plan, limits):
             most = max(most, plan.mu)
             reaches = plan.mu >= target * (1 - EPSILON) and plan.num_workers >= limits.min_workers
@@ -82,16 +83,18 @@ def by_hand(offers: list[Offer], target: float, limits: Limits) -> tuple[float |
 
 
 @settings(max_examples=examples(300), deadline=None)
-@given(market=markets(max_offers=5, max_count=4), limits=some_limits())
-def test_the_optimum_is_the_best_of_all_fleets(market: tuple[list[Offer], float], limits: Limits) -> None:
-    offers, target = market
-    cheapest, most = by_hand(offers, target, limits)
-    found, prefix = exact(offers, target, limits, {}), greedy(offers, target, limits, {})
+@given(market=markets(max_instance_types=5, max_count=4), limits=some_limits())
+def test_the_optimum_is_the_best_of_all_fleets(
+    market: tuple[list[InstanceType], float], limits: Limits
+) -> None:
+    instance_types, target = market
+    cheapest, most = by_hand(instance_types, target, limits)
+    found, prefix = exact(instance_types, target, limits, {}), greedy(instance_types, target, limits, {})
     if isinstance(found, Shortfall):
         assert cheapest is None
         assert isinstance(prefix, Shortfall)
         assert found.binding
-        minimums = sum(o.min_count for o in offers)
+        minimums = sum(o.min_count for o in instance_types)
         if minimums == 0:  # minimums are kept, whatever they break
             assert found.best.mu == pytest.approx(most, abs=1e-9)
             assert is_within(found.best, limits)
@@ -105,25 +108,28 @@ def test_the_optimum_is_the_best_of_all_fleets(market: tuple[list[Offer], float]
             assert is_within(prefix, limits)
 
 
-def relaxed_usd_per_hour(offers: list[Offer], target: float) -> float:
+def relaxed_usd_per_hour(instance_types: list[InstanceType], target: float) -> float:
     """The linear relaxation of the rule without limits: the cheapest rho, the last worker in part."""
     cost, missing = 0.0, target
-    for offer in sorted(offers, key=lambda o: o.rho):
-        share = min(offer.max_count, missing / offer.mu)
-        cost, missing = cost + share * offer.usd_per_hour, missing - share * offer.mu
+    for instance_type in sorted(instance_types, key=lambda o: o.rho):
+        share = min(instance_type.max_count, missing / instance_type.mu)
+        cost, missing = cost + share * instance_type.usd_per_hour, missing - share * instance_type.mu
     return cost
 
 
 @settings(max_examples=examples(200), deadline=None)
-@given(market=markets(max_offers=40, max_count=2000))
-def test_greedy_is_within_one_worker_of_the_relaxed_optimum(market: tuple[list[Offer], float]) -> None:
-    offers, target = [replace(offer, min_count=0) for offer in market[0]], market[1]
-    prefix, found = greedy(offers, target, Limits(), {}), exact(offers, target, Limits(), {})
+@given(market=markets(max_instance_types=40, max_count=2000))
+def test_greedy_is_within_one_worker_of_the_relaxed_optimum(market: tuple[list[InstanceType], float]) -> None:
+    instance_types, target = [replace(instance_type, min_count=0) for instance_type in market[0]], market[1]
+    prefix, found = greedy(instance_types, target, Limits(), {}), exact(instance_types, target, Limits(), {})
     if isinstance(prefix, Shortfall):
         assert isinstance(found, Shortfall)
         return
     assert isinstance(found, FleetPlan)
-    relaxed, worker = relaxed_usd_per_hour(offers, target), max(o.usd_per_hour for o in offers)
+    relaxed, worker = (
+        relaxed_usd_per_hour(instance_types, target),
+        max(o.usd_per_hour for o in instance_types),
+    )
     rounding = 1e-8 * (1 + relaxed)
     assert relaxed - rounding <= found.usd_per_hour <= prefix.usd_per_hour + rounding
     assert prefix.usd_per_hour <= relaxed + worker + rounding
@@ -131,7 +137,7 @@ def test_greedy_is_within_one_worker_of_the_relaxed_optimum(market: tuple[list[O
 
 @settings(max_examples=examples(100), deadline=None)
 @given(
-    market=markets(max_offers=5, max_count=6),
+    market=markets(max_instance_types=5, max_count=6),
     kappa=st.integers(1, 4),
     per_step=st.integers(1, 200),
     t_train_s=st.floats(1, 20),
@@ -139,7 +145,7 @@ def test_greedy_is_within_one_worker_of_the_relaxed_optimum(market: tuple[list[O
     usd_per_hour=st.none() | st.integers(1, 2000).map(lambda cents: cents / 100),
 )
 def test_every_advice_is_enough(
-    market: tuple[list[Offer], float],
+    market: tuple[list[InstanceType], float],
     kappa: int,
     per_step: int,
     t_train_s: float,
@@ -167,27 +173,72 @@ def test_every_advice_is_enough(
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(market=markets(max_offers=4, max_count=8), counts=st.lists(st.integers(0, 8), min_size=4, max_size=4))
+@given(
+    market=markets(max_instance_types=4, max_count=8),
+    counts=st.lists(st.integers(0, 8), min_size=4, max_size=4),
+)
 def test_where_nothing_changes_the_fleet_comes_to_rest(
-    market: tuple[list[Offer], float], counts: list[int]
+    market: tuple[list[InstanceType], float], counts: list[int]
 ) -> None:
     """Any fleet at first comes to rest, not dearer than greedy's by more than the margins say."""
-    offers, target = market
+    instance_types, target = market
     need = Need(3, 2, round(target * 1e5), 1e5, 0.0, gamma=1.0)
-    running = {o.name: min(n, o.max_count) for o, n in zip(offers, counts, strict=False)}
+    running = {o.name: min(n, o.max_count) for o, n in zip(instance_types, counts, strict=False)}
     provisioner = Provisioner(Limits(), sustain_s=10.0, release_sustain_s=20.0)
     changes = []
     for number in range(150):
-        decision = provisioner.decide(need, offers, running, number * 10.0)
+        decision = provisioner.decide(need, instance_types, running, number * 10.0)
         if decision.launch or decision.release:
             changes.append(number)
         running = dict(decision.plan.counts)
     assert not [number for number in changes if number > 100]
-    best = greedy(offers, need.mu_target or 0.0, Limits(), {})
+    best = greedy(instance_types, need.mu_target or 0.0, Limits(), {})
     if isinstance(best, FleetPlan):
-        free = {offer.name for offer in offers if offer.usd_per_hour == 0}
-        usd_per_hour = plan_of({n: c for n, c in running.items() if n not in free}, offers).usd_per_hour
+        free = {instance_type.name for instance_type in instance_types if instance_type.usd_per_hour == 0}
+        usd_per_hour = plan_of(
+            {n: c for n, c in running.items() if n not in free}, instance_types
+        ).usd_per_hour
         assert usd_per_hour <= best.usd_per_hour / 0.95 + EPSILON
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(
+    market=markets(max_instance_types=4, max_count=6),
+    boots=st.lists(st.integers(0, 300), min_size=4, max_size=4),
+    counts=st.lists(st.integers(0, 6), min_size=4, max_size=4),
+    limits=some_limits(),
+    max_staleness=st.sampled_from([0, 3]),
+    steps=st.integers(0, 60),
+    step_s=st.floats(0.5, 20.0),
+)
+def test_nothing_is_bought_that_would_boot_for_longer_than_it_serves(
+    market: tuple[list[InstanceType], float],
+    boots: list[int],
+    counts: list[int],
+    limits: Limits,
+    max_staleness: int,
+    steps: int,
+    step_s: float,
+) -> None:
+    """To the end of a run; and as long as every worker would serve for long, time changes no decision."""
+    instance_types = [
+        replace(instance_type, boot_s=float(boot_s))
+        for instance_type, boot_s in zip(market[0], boots, strict=False)
+    ]
+    need = Need(max_staleness, 2, round(market[1] * 1e5), 1e5, 0.0, gamma=1.0)
+    running = {o.name: min(n, o.max_count) for o, n in zip(instance_types, counts, strict=False)}
+    timed, timeless = (Provisioner(limits, sustain_s=10.0, release_sustain_s=20.0) for _ in range(2))
+    is_same = True
+    for step in range(steps):
+        left_s = (steps - step) * step_s
+        timed.limits = replace(limits, seconds_left=left_s)
+        decision = timed.decide(need, instance_types, running, step * step_s)
+        late = {o.name for o in instance_types if 2 * o.boot_s > left_s and o.usd_per_hour > 0}
+        assert not late & decision.launch.keys()
+        is_same = is_same and not late
+        if is_same:
+            assert decision == timeless.decide(need, instance_types, running, step * step_s)
+        running = dict(decision.plan.counts)
 
 
 @settings(max_examples=examples(40), deadline=None)
@@ -203,23 +254,23 @@ def test_noise_moves_few_machines(seed: int, noise: float, worker_share: float, 
     rng = random.Random(seed)
     need = Need(5, 4, 256, 10.0, 8.0)
     target = need.mu_target or 0.0
-    offers = [
-        Offer("a", "x", 1.0, target * worker_share, max_count=60),
-        Offer("b", "y", 1.5, target * worker_share * 1.3, max_count=60),
+    instance_types = [
+        InstanceType("a", "x", 1.0, target * worker_share, max_count=60),
+        InstanceType("b", "y", 1.5, target * worker_share * 1.3, max_count=60),
     ]
     provisioner = Provisioner(Limits(), sustain_s=30.0, release_sustain_s=300.0)
     running: dict[str, int] = {}
     launches = releases = 0
     ticks = 300
     for number in range(ticks):
-        seen = [replace(o, mu=o.mu * (1 + noise * rng.uniform(-1, 1))) for o in offers]
+        seen = [replace(o, mu=o.mu * (1 + noise * rng.uniform(-1, 1))) for o in instance_types]
         decision = provisioner.decide(need, seen, running, number * tick_s)
-        for offer in offers:
-            name = offer.name
+        for instance_type in instance_types:
+            name = instance_type.name
             running[name] = (
                 running.get(name, 0) + decision.launch.get(name, 0) - decision.release.get(name, 0)
             )
-            assert 0 <= running[name] <= offer.max_count
+            assert 0 <= running[name] <= instance_type.max_count
         assert not (decision.launch and decision.release)
         if decision.release:
             assert plan_of(running, seen).mu >= target * (1 - EPSILON)
@@ -241,8 +292,8 @@ def test_a_market_that_moves_never_breaks_a_limit(seed: int) -> None:
     rng = random.Random(seed)
     limits = Limits(usd_per_hour=rng.choice([None, 8.0, 20.0]), max_workers=rng.choice([None, 6, 15]))
     provisioner = Provisioner(limits, sustain_s=20.0, release_sustain_s=60.0)
-    offers = [
-        Offer(f"o{j}", "x", rng.uniform(0.2, 3), rng.uniform(1, 9), max_count=rng.randint(0, 6))
+    instance_types = [
+        InstanceType(f"o{j}", "x", rng.uniform(0.2, 3), rng.uniform(1, 9), max_count=rng.randint(0, 6))
         for j in range(4)
     ]
     running: dict[str, int] = {}
@@ -250,8 +301,11 @@ def test_a_market_that_moves_never_breaks_a_limit(seed: int) -> None:
     for number in range(80):
         if rng.random() < 0.2:
             j = rng.randrange(4)
-            offers[j] = replace(
-                offers[j], usd_per_hour=rng.uniform(0.2, 3), max_count=rng.randint(0, 6), mu=rng.uniform(1, 9)
+            instance_types[j] = replace(
+                instance_types[j],
+                usd_per_hour=rng.uniform(0.2, 3),
+                max_count=rng.randint(0, 6),
+                mu=rng.uniform(1, 9),
             )
         if running and rng.random() < 0.1:
             name = rng.choice(sorted(running))
@@ -259,11 +313,13 @@ def test_a_market_that_moves_never_breaks_a_limit(seed: int) -> None:
         running = {name: n for name, n in running.items() if n > 0}
         if number % 30 == 0:
             need = replace(need, per_step=rng.randint(50, 300))
-        decision = provisioner.decide(need, offers, running, number * 10.0)
+        decision = provisioner.decide(need, instance_types, running, number * 10.0)
         after = decision.plan
-        for offer in offers:
-            assert after.counts.get(offer.name, 0) <= max(offer.max_count, running.get(offer.name, 0))
-        before = plan_of(running, offers)
+        for instance_type in instance_types:
+            assert after.counts.get(instance_type.name, 0) <= max(
+                instance_type.max_count, running.get(instance_type.name, 0)
+            )
+        before = plan_of(running, instance_types)
         if decision.launch and is_within(before, limits):
             assert is_within(after, limits)
         for name, n in decision.release.items():

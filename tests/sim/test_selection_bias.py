@@ -81,7 +81,7 @@ def simulate(policy: str, setting: str = "calm") -> tuple[WatchedWorld, dict[str
         "learner": {"t_train_s": 8.0, "publish_s": 0.0},
         "network": {"snapshot_mb": 10, "patch_mb": 1, "install_s": 0.1},
         "fleet": {"mode": "fixed", "restarts": 100},
-        "offers": [
+        "instance_types": [
             {"name": "quick", "count": 4, "peak_tokens_per_s": 2000.0, "boot_s": 5.0, "max_groups": 8},
             {"name": "slow", "count": 2, "peak_tokens_per_s": 500.0, "boot_s": 5.0, "max_groups": 8},
         ],

@@ -41,12 +41,14 @@ def test_what_is_written_says_that_it_is_simulated(
 def test_the_page_shows_the_fleet_as_the_trace_has_it(tmp_path: Path) -> None:
     assert main(["scenario=provisioned", "run.hours=2", f"out={tmp_path}"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
-    came = Counter(e["offer"] for e in lines if (e.get("kind"), e.get("text")) == (WORKER_STATE, "booting"))
+    came = Counter(
+        e["instance_type"] for e in lines if (e.get("kind"), e.get("text")) == (WORKER_STATE, "booting")
+    )
     decided = [e for e in lines if e.get("kind") == FLEET_STATE and (e.get("launched") or e.get("released"))]
     assert came["spot"] > 1
     assert decided
     page = (tmp_path / "report.html").read_text()
-    assert {row["Kind"]: int(row["Came"]) for row in table(page, "Hours served")} == came
+    assert {row["Instance type"]: int(row["Came"]) for row in table(page, "Hours served")} == came
     rows = table(page, "Launched")
     assert [row["Why"] for row in rows] == [event["text"] for event in decided]
     assert [float(row["Provided"]) for row in rows] == pytest.approx([e["mu"] for e in decided], rel=0.01)
@@ -83,7 +85,12 @@ def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    for key in ("learner.t_train_s=60.0", "offers.0.usd_per_hour=", "faults", "staleness.max_staleness=3"):
+    for key in (
+        "learner.t_train_s=60.0",
+        "instance_types.0.usd_per_hour=",
+        "faults",
+        "staleness.max_staleness=3",
+    ):
         assert key in shown
 
 
@@ -104,9 +111,9 @@ def test_the_resolved_scenario_can_be_simulated_again(
     [
         (["scenario=stedy"], "did you mean 'steady'"),
         ([*SHORT, "learner.t_train=1"], "learner.t_train=1: unknown key"),
-        ([*SHORT, "offers.0.trace=no.csv"], "no.csv"),
+        ([*SHORT, "instance_types.0.trace=no.csv"], "no.csv"),
         (["scenario=no.yaml"], "no.yaml cannot be read"),
-        ([*SHORT, "offers.3.count=1"], "'3' is not an index"),
+        ([*SHORT, "instance_types.3.count=1"], "'3' is not an index"),
     ],
 )
 def test_a_mistake_is_one_line(

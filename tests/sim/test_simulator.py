@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo_planes.errors import ConfigError, DataError
-from echo_planes.fleet.capacity import needed_capacity
+from echo_planes.fleet.capacity import Pace, needed_capacity
 from echo_planes.fleet.instance_record import MOST_BACK_OFF_S
 from echo_planes.sim.scaling import GroupShape, expected_mu
 from echo_planes.sim.scenario import parse_scenario
+from echo_planes.sim.trace import Record
 from echo_planes.sim.world import Result, World
 from tests.thorough import examples
 
@@ -31,7 +32,13 @@ P3_TRACE = DATA / "spot_traces" / "bamboo" / "p3-trace.csv"
 
 def small(**changes: Any) -> dict[str, Any]:
     """Six workers for a learner of 60 s a step, one virtual hour and a half."""
-    offer = {"name": "gpu", "count": 6, "peak_tokens_per_s": 1000.0, "half_batch": 4.0, "max_groups": 2}
+    instance_type = {
+        "name": "gpu",
+        "count": 6,
+        "peak_tokens_per_s": 1000.0,
+        "half_batch": 4.0,
+        "max_groups": 2,
+    }
     tree: dict[str, Any] = {
         "run": {"hours": 1.5},
         "sampling": {"prompts_per_step": 32, "samples_per_prompt": 4},
@@ -39,7 +46,9 @@ def small(**changes: Any) -> dict[str, Any]:
         "staleness": {"max_staleness": 3, "queue_batches": 3.0},
         "learner": {"t_train_s": 60.0, "usd_per_hour": 10.0, "jitter": 0.2},
         "network": {"snapshot_mb": 500.0, "patch_mb": 20.0},
-        "offers": [offer | {"usd_per_hour": 1.0, "boot_s": 30.0, **changes.pop("offer", {})}],
+        "instance_types": [
+            instance_type | {"usd_per_hour": 1.0, "boot_s": 30.0, **changes.pop("instance_type", {})}
+        ],
     }
     for key, value in changes.items():
         tree[key] = {**tree[key], **value} if isinstance(value, dict) and key in tree else value
@@ -111,14 +120,14 @@ def rule(max_staleness: int, count: int, *, in_place: bool = True, steps: int = 
             "install_s": 0.0,
             "receive_in_place": in_place,
         },
-        "offers": [
+        "instance_types": [
             {"name": "a", "count": count, "peak_tokens_per_s": 200.0, "half_batch": 0.0, "max_groups": 1}
         ],
     }
     world = World(parse_scenario(tree))
     result = world.run()
     check(world, result)
-    assert expected_mu(world.scenario.offers[0], GroupShape.of(world.lengths)) == pytest.approx(MU)
+    assert expected_mu(world.scenario.instance_types[0], GroupShape.of(world.lengths)) == pytest.approx(MU)
     assert result.summary["t_bcast_s_median"] == pytest.approx(T_BCAST_S, rel=1e-3)
     later = result.steps[1:]
     idle_s = sum(row["t_idle_s"] for row in later)
@@ -153,15 +162,16 @@ def test_workers_that_go_on_while_they_receive_need_less_than_the_rule_says() ->
 def test_how_long_the_learner_asks_for_a_batch_changes_nothing() -> None:
     """The simulator looks only where something may have changed: it must not look too late."""
     often, seldom = (
-        simulate(offer={"count": 3}, run={"hours": 3.0, "batch_wait_s": wait_s})[1] for wait_s in (1.0, 600.0)
+        simulate(instance_type={"count": 3}, run={"hours": 3.0, "batch_wait_s": wait_s})[1]
+        for wait_s in (1.0, 600.0)
     )
     assert often.summary["bubble_ratio"] > 0.2
     assert seldom.summary["bubble_ratio"] == pytest.approx(often.summary["bubble_ratio"], rel=0.01)
 
 
 def test_a_saturated_worker_makes_what_is_expected_of_it() -> None:
-    world, result = simulate(offer={"count": 1}, run={"hours": 6.0})
-    expected = expected_mu(world.scenario.offers[0], GroupShape.of(world.lengths))
+    world, result = simulate(instance_type={"count": 1}, run={"hours": 6.0})
+    expected = expected_mu(world.scenario.instance_types[0], GroupShape.of(world.lengths))
     assert result.summary["trajectories_per_s"] == pytest.approx(expected, rel=0.05)
 
 
@@ -170,7 +180,7 @@ def test_a_star_slows_with_the_workers_and_chains_do_not() -> None:
     for mode in ("chain", "star", "star_unlimited"):
         for count in (4, 32):
             network = {"mode": mode, "uplink_mbit": 300.0, "patch_mb": 100.0, "chunk_kib": 64}
-            _, result = simulate(offer={"count": count, "peak_tokens_per_s": 250.0}, network=network)
+            _, result = simulate(instance_type={"count": count, "peak_tokens_per_s": 250.0}, network=network)
             found[mode, count] = result.summary["t_bcast_s_median"]
     assert found["star", 32] > 7 * found["star", 4]
     assert found["chain", 32] < 1.2 * found["chain", 4]
@@ -182,7 +192,7 @@ def test_a_star_slows_with_the_workers_and_chains_do_not() -> None:
 FAULTY: dict[str, Any] = {
     "run": {"hours": 0.75},
     "fleet": {"mode": "kept"},
-    "offer": {"market": "spot", "interruptions_per_hour": 1.0, "max_count": 8},
+    "instance_type": {"market": "spot", "interruptions_per_hour": 1.0, "max_count": 8},
     "faults": [{"at_s": 900.0, "kind": "kill", "count": 2}, {"at_s": 2000.0, "kind": "silence"}],
 }
 
@@ -246,7 +256,7 @@ def test_nothing_is_lost_and_every_dollar_is_found(
         faults=faults,
         fleet={"mode": mode, "restarts": 10},
         staleness={"max_staleness": max_staleness, "policy": policy, "reuse": 1},
-        offer={"interruptions_per_hour": 0.5, "notice_s": notice_s, "max_count": 9, "market": "spot"},
+        instance_type={"interruptions_per_hour": 0.5, "notice_s": notice_s, "max_count": 9, "market": "spot"},
     )
 
 
@@ -257,7 +267,7 @@ def test_what_a_killed_worker_had_streamed_goes_on_elsewhere() -> None:
     assert summary["continued_leases"] > 0
     assert summary["discarded_tokens"] == 0
     # At most what its 8 samples make between two streams is gone.
-    spec = world.scenario.offers[0].engine
+    spec = world.scenario.instance_types[0].engine
     assert 0 < summary["lost_tokens"] <= spec.tokens_per_s(8) * world.scenario.sampling.stream_s + 8
     (fault,) = summary["faults"]
     assert fault["capacity_drop"] == pytest.approx(1 / 6)
@@ -269,7 +279,7 @@ def test_what_a_killed_worker_had_streamed_goes_on_elsewhere() -> None:
 
 def test_a_notice_is_long_enough_to_lose_nothing() -> None:
     faults = [{"at_s": 1500.5, "kind": "preempt", "count": 3}]
-    _, warned = simulate(fleet={"mode": "kept"}, faults=faults, offer={"notice_s": 30.0})
+    _, warned = simulate(fleet={"mode": "kept"}, faults=faults, instance_type={"notice_s": 30.0})
     _, sudden = simulate(fleet={"mode": "kept"}, faults=faults)
     assert warned.summary["lost_tokens"] == 0
     assert warned.summary["continued_tokens"] > 0
@@ -321,12 +331,12 @@ def test_dollars_are_hours_times_prices() -> None:
 # --- spot markets and the fleet ------------------------------------------------------------------------
 
 
-def spot(tmp_path: Path, text: str, **offer: Any) -> dict[str, Any]:
+def spot(tmp_path: Path, text: str, **instance_type: Any) -> dict[str, Any]:
     path = tmp_path / "trace.csv"
     path.write_text(text)
     return {
         "fleet": {"mode": "kept"},
-        "offer": {"market": "spot", "trace": str(path), "trace_at_end": "hold", **offer},
+        "instance_type": {"market": "spot", "trace": str(path), "trace_at_end": "hold", **instance_type},
     }
 
 
@@ -335,7 +345,7 @@ def test_the_fleet_follows_a_recorded_market(tmp_path: Path) -> None:
     workers = {row["time_s"]: row["workers"] for row in result.steps}
     assert max(n for t, n in workers.items() if t < 1800) == 6
     assert {n for t, n in workers.items() if 1900 < t < 3600} == {2}
-    # Two that could not be had were given up, and their offer backed off, for ten minutes at most.
+    # Two that could not be had were given up, and their instance type backed off, for ten minutes at most.
     assert {n for t, n in workers.items() if t > 3600 + MOST_BACK_OFF_S + 100} == {4}
     most_s = 6 * 1800 + 2 * 1800 + 4 * 1800
     paid_s = 3600 * result.summary["usd_by_sku"]["gpu spot"]
@@ -357,7 +367,7 @@ def test_a_trace_that_ends_stops_the_simulation_unless_told_otherwise(tmp_path: 
 
 def test_a_trace_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"trace=no\.csv of gpu is not there"):
-        simulate(offer={"trace": "no.csv"})
+        simulate(instance_type={"trace": "no.csv"})
 
 
 @pytest.mark.skipif(not P3_TRACE.is_file(), reason=f"no recorded spot trace {P3_TRACE}")
@@ -365,13 +375,13 @@ def test_a_recorded_market_of_machines_that_come_and_go() -> None:
     _, result = simulate(
         fleet={"mode": "kept"},
         run={"hours": 3.0},
-        offer={"count": 30, "market": "spot", "trace": str(P3_TRACE), "trace_at_end": "hold"},
+        instance_type={"count": 30, "market": "spot", "trace": str(P3_TRACE), "trace_at_end": "hold"},
     )
     assert result.summary["workers_lost"] > 5
     assert result.summary["lost_trajectories"] == 0
 
 
-def offers(**cheap: Any) -> list[dict[str, Any]]:
+def instance_types(**cheap: Any) -> list[dict[str, Any]]:
     common = {"peak_tokens_per_s": 1000.0, "half_batch": 4.0, "max_groups": 2, "boot_s": 30.0}
     return [
         common | {"name": "dear", "sku": "dear", "usd_per_hour": 2.0, "count": 1, "max_count": 20},
@@ -383,9 +393,13 @@ def test_the_fleet_grows_to_what_the_learner_needs_by_price() -> None:
     network = {"snapshot_mb": 20.0, "patch_mb": 20.0}
     fleet = {"mode": "provisioned"}
     world, result = simulate(
-        offers=offers(max_count=4), fleet=fleet, network=network, run={"hours": 4.0}, learner={"jitter": 0.0}
+        instance_types=instance_types(max_count=4),
+        fleet=fleet,
+        network=network,
+        run={"hours": 4.0},
+        learner={"jitter": 0.0},
     )
-    mu = expected_mu(world.scenario.offers[0], GroupShape.of(world.lengths))
+    mu = expected_mu(world.scenario.instance_types[0], GroupShape.of(world.lengths))
     needed = result.summary["mu_min"] / mu
     assert needed <= result.steps[-1]["workers"] <= math.ceil(1.1 * needed) + 1
     late = [row for row in result.steps if row["time_s"] > 2 * 3600]
@@ -400,7 +414,7 @@ def test_machines_that_never_come_are_replaced_by_dearer_ones(tmp_path: Path) ->
     path = tmp_path / "none.csv"
     path.write_text("0,0\n10,0\n")
     _, result = simulate(
-        offers=offers(trace=str(path), trace_at_end="hold", market="spot"),
+        instance_types=instance_types(trace=str(path), trace_at_end="hold", market="spot"),
         fleet={"mode": "provisioned", "boot_limit_s": 300.0},
         network={"snapshot_mb": 20.0, "patch_mb": 20.0},
         run={"hours": 4.0},
@@ -409,18 +423,43 @@ def test_machines_that_never_come_are_replaced_by_dearer_ones(tmp_path: Path) ->
     assert result.steps[-1]["workers"] >= 3
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_at_the_end_of_a_run_nothing_is_bought_that_would_not_pay(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer dollars than without a look at what is left, in the same time; until then nothing differs."""
+    boot_s, steps = 400.0, 40
+    market = {"boot_s": boot_s, "interruptions_per_hour": 2.0, "market": "spot", "max_count": 12}
+    changes = {"run": {"hours": 12.0, "steps": steps}, "fleet": {"mode": "provisioned"}, "seed": seed}
+    _, with_look = simulate(instance_type=market, **changes)
+    monkeypatch.setattr(Pace, "left_s", lambda *_: None)
+    _, without = simulate(instance_type=market, **changes)
+    ends_s = [result.steps[-1]["time_s"] for result in (with_look, without)]
+    assert len(with_look.steps) == len(without.steps) == steps
+    assert with_look.summary["usd_total"] < without.summary["usd_total"]
+    assert ends_s[0] <= 1.03 * ends_s[1]
+
+    def until(result: Result, end_s: float) -> list[Record]:
+        return [one for one in (*result.events, *result.steps) if one["time_s"] < end_s]
+
+    pays_until_s = ends_s[1] - 3 * boot_s
+    assert until(with_look, pays_until_s) == until(without, pays_until_s)
+
+
 @pytest.mark.parametrize("solved", [0.5, 0.75])
 def test_a_provisioned_fleet_samples_what_refill_replaces_as_well(solved: float) -> None:
     changes: dict[str, Any] = {
         "run": {"hours": 4.0},
         "fleet": {"mode": "provisioned"},
         "staleness": {"max_staleness": 6, "queue_batches": 6.0},
-        "offer": {"count": 2, "max_count": 60},
+        "instance_type": {"count": 2, "max_count": 60},
     }
     fleets = []
     for refill in ("off", "reward"):
         sampling = {"prompts_per_step": 32, "samples_per_prompt": 4, "solved": solved, "refill": refill}
-        world, result = simulate(**{**changes, "sampling": sampling, "offer": dict(changes["offer"])})
+        world, result = simulate(
+            **{**changes, "sampling": sampling, "instance_type": dict(changes["instance_type"])}
+        )
         late = result.steps[len(result.steps) // 2 :]
         assert sum(row["t_idle_s"] for row in late) < 0.03 * sum(row["t_train_s"] for row in late)
         fleets.append(late[-1]["workers"])

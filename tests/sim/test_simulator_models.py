@@ -20,8 +20,7 @@ from echo_planes.sim.network import Links, Network, t_bcast_s
 from echo_planes.sim.scenario import dump_scenario, load_scenario, parse_scenario, scenario_names
 from echo_planes.sim.spot import SpotTrace, read_trace
 from echo_planes.weights.chain.plan import ideal_broadcast_s
-from echo_planes.weights.chain.simulated import MBIT, BroadcastSim
-from echo_planes.weights.chain.simulated_nodes import SimSettings
+from echo_planes.weights.chain.simulated import MBIT, BroadcastSim, SimSettings
 from echo_planes.weights.wire.manifest import PublicationKey
 
 DATA = Path(os.environ.get("ECHO_PLANES_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
@@ -361,8 +360,9 @@ def test_scenarios_that_come_with_the_library_are_whole() -> None:
         (["seed"], "key=value"),
         (["scenario=steady", "learner.t_trian_s=1"], "learner.t_trian_s=1: unknown key"),
         (["scenario=steady", "learner.t_train_s=0"], "learner.t_train_s=0"),
-        (["scenario=steady", "offers.0.max_count=1"], "max_count=1 is less than its count"),
-        (["scenario=steady", "offers.0.count=0", "offers.0.max_count=0"], "no worker"),
+        (["scenario=steady", "offers.0.max_count=1"], "is called instance_types now"),
+        (["scenario=steady", "instance_types.0.max_count=1"], "max_count=1 is less than its count"),
+        (["scenario=steady", "instance_types.0.count=0", "instance_types.0.max_count=0"], "no worker"),
         (["scenario=steady", "staleness.publish_every=9"], "publish_every=9"),
         (["scenario=steady", "faults=[{at_s: 1, kind: kill, worker: x-1}]"], "x-1 is no worker"),
         (["scenario=steady", "faults=[{at_s: 1, kind: sneeze}]"], "sneeze"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from echo_planes.data.replay.partial_rollouts import LeasePartials
 from echo_planes.sim.lengths import LengthModel
-from echo_planes.sim.scenario import OfferModel, SamplingModel
+from echo_planes.sim.scenario import InstanceTypeModel, SamplingModel
 from echo_planes.sim.worker import Answers, SimWorker
 from echo_planes.types import Lease, PartialRollout, Prompt
 
@@ -21,8 +21,10 @@ LENGTHS = LengthModel(0, num_samples=N, median_tokens=100.0, sigma=0.7, max_toke
 
 
 def worker(name: str, now_s: float = 0.0) -> SimWorker:
-    offer = OfferModel(name="gpu", count=1, peak_tokens_per_s=100.0, half_batch=2.0, max_groups=4)
-    return SimWorker(name, 0, offer, lengths=LENGTHS, answers=Answers("sim"), now_s=now_s)
+    instance_type = InstanceTypeModel(
+        name="gpu", count=1, peak_tokens_per_s=100.0, half_batch=2.0, max_groups=4
+    )
+    return SimWorker(name, 0, instance_type, lengths=LENGTHS, answers=Answers("sim"), now_s=now_s)
 
 
 def lease(name: str, index: int = 7, partials: tuple[PartialRollout, ...] = ()) -> Lease:

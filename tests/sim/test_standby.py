@@ -25,7 +25,7 @@ def scenario(fault: dict[str, Any], *, standby: int, count: int = 4, mode: str =
             "learner": {"t_train_s": 30.0},
             "network": {"snapshot_mb": 10, "detection_s": 2.0},
             "fleet": {"mode": mode, "standby": standby, "tick_s": TICK_S},
-            "offers": [
+            "instance_types": [
                 {
                     "name": "gpu",
                     "sku": "gpu",

@@ -36,7 +36,7 @@ def digest_of(version: int, lineage: str = "L0") -> str:
 
 
 def manifest_of(version: int, base: int = -1, payload_bytes: int = 300, **fields: Any) -> Manifest:
-    """A manifest of a patch from `base`, or of an anchor."""
+    """A manifest of a patch from `base`, or of a snapshot."""
     lineage = fields.get("lineage", "L0")
     codec: Codec = "full" if base < 0 else "compact"
     defaults: dict[str, Any] = {

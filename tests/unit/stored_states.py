@@ -106,7 +106,7 @@ def reader_at(place: Path) -> Store:
     return Store(open_objects(str(place)), VERIFIER, LIMITS)
 
 
-def store_chain(place: Path, last: int, *, anchors: tuple[int, ...] = (0,)) -> list[State]:
+def store_chain(place: Path, last: int, *, snapshots: tuple[int, ...] = (0,)) -> list[State]:
     """Versions 0 to `last`: each changes 10 elements of layer 0 and one of the norm. All their states."""
     writer = writer_at(place)
     states = [first_state()]
@@ -117,7 +117,7 @@ def store_chain(place: Path, last: int, *, anchors: tuple[int, ...] = (0,)) -> l
         states.append(stepped(states[-1], changes))
         codec: Codec = ("compact", "fast", "overwrite")[version % 3]
         store_state(writer, version, states[-1], (version - 1, states[-2]), codec)
-        if version in anchors:
+        if version in snapshots:
             store_state(writer, version, states[-1])
     return states
 

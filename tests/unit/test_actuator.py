@@ -19,12 +19,14 @@ from echo_planes.fleet.actuators.actuator import (
     picture,
 )
 
-OFFERS = ("cheap", "dear")
+INSTANCE_TYPES = ("cheap", "dear")
 
 
 def up(actuator: Actuator) -> dict[str, int]:
     nodes = asyncio.run(actuator.nodes())
-    return {name: sum(n.offer_name == name and n.state == "up" for n in nodes) for name in OFFERS}
+    return {
+        name: sum(n.instance_type_name == name and n.state == "up" for n in nodes) for name in INSTANCE_TYPES
+    }
 
 
 def want(actuator: Actuator, **counts: int) -> None:
@@ -125,12 +127,12 @@ def test_a_machine_that_has_come_is_not_pending_too() -> None:
     assert [node.state for node in nodes] == ["up", "draining", "pending"]
 
 
-counts = st.dictionaries(st.sampled_from(OFFERS), st.integers(0, 4))
+counts = st.dictionaries(st.sampled_from(INSTANCE_TYPES), st.integers(0, 4))
 sightings = st.lists(
     st.builds(
         Sighting,
         node_id=st.uuids().map(str),
-        offer_name=st.sampled_from(OFFERS),
+        instance_type_name=st.sampled_from(INSTANCE_TYPES),
         state=st.sampled_from(["up", "draining", "dead"]),
     )
 )
@@ -143,7 +145,7 @@ def test_pending_are_those_that_come_and_are_missing(
     nodes = picture(seen, coming, wanted, {}, 0.0)
     assert len({node.node_id for node in nodes}) == len(nodes)
     assert {n.node_id for n in nodes if n.state != "pending"} == {s.node_id for s in seen}
-    for offer_name in OFFERS:
-        mine = [node.state for node in nodes if node.offer_name == offer_name]
-        missing = max(0, wanted.get(offer_name, 0) - mine.count("up"))
-        assert mine.count("pending") == min(coming.get(offer_name, 0), missing)
+    for instance_type_name in INSTANCE_TYPES:
+        mine = [node.state for node in nodes if node.instance_type_name == instance_type_name]
+        missing = max(0, wanted.get(instance_type_name, 0) - mine.count("up"))
+        assert mine.count("pending") == min(coming.get(instance_type_name, 0), missing)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from echo_planes.errors import WeightsError
 from echo_planes.types import Manifest
@@ -14,7 +15,7 @@ from tests.unit.wire import FULL, manifest_for
 
 
 def full(version: int, lineage: str = "L0") -> Manifest:
-    key = replace(FULL, version=version, lineage=lineage)
+    key = structs.replace(FULL, version=version, lineage=lineage)
     return replace(manifest_for(b"", 0, key), digest=f"xxh3:{lineage}.{version}")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from echo_planes.data.replay.batch import make_batch
+from echo_planes.data.replay.batch import MOST_PARTS, make_batch, part_means
 from echo_planes.data.tasks.adapter import (
     TaskAdapter,
     TaskOptions,
@@ -50,6 +50,25 @@ def test_every_token_has_its_version_and_every_answer_its_end() -> None:
     assert batch.cut_off.tolist() == [False, False, True, False]
     assert batch.scores.tolist() == [0.5, 0.5, 0.0, 0.0]
     assert batch.longest_answer == 0  # nothing was said of it
+
+
+def test_the_parts_of_rewards_have_means_of_the_answers_that_have_them() -> None:
+    first, second = make_group("a"), make_group("b")
+    parts: list[dict[str, float]] = [{"format": 1.0, "turns": 3.0}, {"format": 0.0}, {"format": 0.5}, {}]
+    trajectories = [
+        replace(one, reward=Reward(1.0, True, some))
+        for one, some in zip((*first.trajectories, *second.trajectories), parts, strict=True)
+    ]
+    groups = [
+        replace(first, trajectories=tuple(trajectories[:2])),
+        replace(second, trajectories=tuple(trajectories[2:])),
+    ]
+    batch = make_batch(0, groups, train_everything)
+    assert batch.reward_parts == (("format", 0.5), ("turns", 3.0))
+    assert part_means([]) == ()
+    many = [Reward(0.0, False, {f"{i:03}": 1.0 for i in range(n)}) for n in (900, 10)]
+    assert len(part_means(many)) == MOST_PARTS
+    assert {f"{i:03}" for i in range(10)} <= {name for name, _ in part_means(many)}
 
 
 def test_a_task_may_set_masks_groups_and_advantages() -> None:

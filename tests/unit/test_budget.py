@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from echo_planes.cluster.clock import Clock, ManualClock
-from echo_planes.config.schema import Config, WorkerConfig
+from echo_planes.config.fleet import WorkerConfig
+from echo_planes.config.schema import Config
 from echo_planes.data.service import DataService
 from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.errors import ConfigError, DataError, RunError
@@ -421,7 +422,10 @@ class Job:
             meta=meta,
             make_planes=make_planes,
             make_actuator=no_actuator,
-            kinds={"w0": WorkerConfig(sku="fast", usd_per_hour=1800.0), "w1": WorkerConfig(sku="slow")},
+            worker_configs={
+                "w0": WorkerConfig(sku="fast", usd_per_hour=1800.0),
+                "w1": WorkerConfig(sku="slow"),
+            },
             export=lambda numbers: None,
         )
 

@@ -12,6 +12,7 @@ from echo_planes.errors import ConfigError
 from echo_planes.fleet.capacity import (
     RECENT_STEPS,
     Need,
+    Pace,
     UninformativeShare,
     needed_capacity,
     predicted_bubble,
@@ -25,6 +26,21 @@ def test_a_worked_example() -> None:
     assert needed_capacity(4, 256, 10.0, 8.0) == pytest.approx(32.0)
     assert needed_capacity(1, 256, 10.0, 10.0) is None
     assert needed_capacity(1, 256, 10.0, 12.0) is None
+
+
+def test_what_is_left_of_a_run_is_its_steps_at_the_pace_of_recent_ones() -> None:
+    pace = Pace(100)
+    assert pace.left_s(50.0) is None
+    for step, step_s in enumerate((50.0, 10.0, 12.0), 1):
+        pace.observe(step, step_s, 60.0 + 10.0 * step)
+    assert pace.left_s(90.0) == pytest.approx(97 * 12.0)
+    # A step that does not end: whoever is needed for it may be bought again.
+    assert pace.left_s(90.0 + 500.0) == pytest.approx(97 * 500.0)
+    for step in range(4, 100):
+        pace.observe(step, 2.0, 1000.0)
+    assert pace.left_s(1001.0) == pytest.approx(2.0)
+    pace.observe(100, 2.0, 1002.0)
+    assert pace.left_s(5000.0) == 0.0
 
 
 def test_what_refill_replaces_is_sampled_as_well() -> None:

@@ -16,24 +16,24 @@ from echo_planes.weights.store.catch_up import CatchUp, plan_path
 from echo_planes.weights.store.paths import Entry, Position
 from tests.unit.store_publications import digest_of, entry_of
 
-ANCHOR_BYTES, PATCH_BYTES = 1000, 90
+SNAPSHOT_BYTES, PATCH_BYTES = 1000, 90
 
 
 def at(version: int, lineage: str = "L0") -> Position:
     return Position(lineage, version, digest_of(version, lineage))
 
 
-def store(last: int, *anchors: int) -> list[Entry]:
-    """Patches up to `last`, and these anchors."""
+def store(last: int, *snapshots: int) -> list[Entry]:
+    """Patches up to `last`, and these snapshots."""
     patches = [entry_of(v, v - 1, payload_bytes=PATCH_BYTES) for v in range(1, last + 1)]
-    return [*patches, *(entry_of(v, payload_bytes=ANCHOR_BYTES) for v in anchors)]
+    return [*patches, *(entry_of(v, payload_bytes=SNAPSHOT_BYTES) for v in snapshots)]
 
 
 def steps(path: list[Entry]) -> list[tuple[int, int]]:
     return [(entry.manifest.base_version, entry.manifest.version) for entry in path]
 
 
-def test_from_nothing_the_nearest_anchor_and_the_patches_after_it() -> None:
+def test_from_nothing_the_nearest_snapshot_and_the_patches_after_it() -> None:
     assert steps(plan_path(None, "L0", 7, store(9, 0, 5))) == [(-1, 5), (5, 6), (6, 7)]
 
 
@@ -41,7 +41,7 @@ def test_from_near_by_only_patches() -> None:
     assert steps(plan_path(at(4), "L0", 7, store(9, 0, 5))) == [(4, 5), (5, 6), (6, 7)]
 
 
-def test_from_far_away_an_anchor_costs_less() -> None:
+def test_from_far_away_an_snapshot_costs_less() -> None:
     assert steps(plan_path(at(0), "L0", 30, store(30, 0, 25)))[0] == (-1, 25)
     assert steps(plan_path(at(20), "L0", 30, store(30, 0, 25)))[0] == (20, 21)
 
@@ -80,7 +80,9 @@ def test_only_the_very_state_that_is_wanted_is_the_goal() -> None:
 
 def test_no_way_says_what_there_is() -> None:
     broken = [entry for entry in store(9, 5) if entry.manifest.version != 7]
-    with pytest.raises(WeightsError, match=r"version 9 of lineage L0 from version 2.*anchors at versions 5"):
+    with pytest.raises(
+        WeightsError, match=r"version 9 of lineage L0 from version 2.*snapshots at versions 5"
+    ):
         plan_path(at(2), "L0", 9, broken)
     with pytest.raises(WeightsError, match="nothing of this lineage"):
         plan_path(None, "L1", 9, broken)
@@ -88,16 +90,16 @@ def test_no_way_says_what_there_is() -> None:
 
 @given(st.integers(0, 12), st.sets(st.integers(0, 12), min_size=1), st.data())
 @settings(deadline=None)
-def test_the_path_is_the_cheapest_of_all(want: int, anchors: set[int], data: st.DataObject) -> None:
+def test_the_path_is_the_cheapest_of_all(want: int, snapshots: set[int], data: st.DataObject) -> None:
     sizes = st.integers(1, 50)
-    entries = [entry_of(v, payload_bytes=data.draw(st.integers(50, 300))) for v in sorted(anchors)]
+    entries = [entry_of(v, payload_bytes=data.draw(st.integers(50, 300))) for v in sorted(snapshots)]
     entries += [entry_of(v, v - 1, payload_bytes=data.draw(sizes)) for v in range(1, 13)]
     entries += [entry_of(v, v - 3, payload_bytes=data.draw(sizes), codec="fast") for v in range(3, 13)]
 
     def cheapest(version: int) -> float:
         """By recursion over everything that leads to `version`."""
         costs = [
-            entry.manifest.payload_bytes + (0 if entry.is_anchor else cheapest(entry.manifest.base_version))
+            entry.manifest.payload_bytes + (0 if entry.is_snapshot else cheapest(entry.manifest.base_version))
             for entry in entries
             if entry.manifest.version == version
         ]
@@ -109,7 +111,7 @@ def test_the_path_is_the_cheapest_of_all(want: int, anchors: set[int], data: st.
         return
     path = plan_path(None, "L0", want, entries)
     assert sum(entry.manifest.payload_bytes for entry in path) == cheapest(want)
-    assert path[0].is_anchor
+    assert path[0].is_snapshot
     assert all(a.position == b.base for a, b in itertools.pairwise(path))
     assert path[-1].manifest.version == want
 
@@ -147,7 +149,7 @@ class Worker:
         self.during_apply()
         if entry.name in self.bad_apply:
             raise WeightsError(f"{entry.name} does not fit")
-        assert entry.is_anchor or entry.base == self.state
+        assert entry.is_snapshot or entry.base == self.state
         self.state = entry.position
         self.log.append(f"done {entry.name}")
 
@@ -205,7 +207,7 @@ def test_a_cancelled_catch_up_leaves_no_fetch_behind() -> None:
     ended: list[str] = []
 
     async def slow_fetch(entry: Entry) -> str:
-        if entry.is_anchor:
+        if entry.is_snapshot:
             return entry.name
         started.set()
         try:

@@ -53,7 +53,7 @@ class TalkTask(EpisodeTask):
     lines: Sequence[str] = ()
 
     def prompt(self, index: int) -> Prompt:
-        return self.opening(index, self.lines[0])
+        return self.make_prompt(index, self.lines[0])
 
     eval_prompt = prompt
 

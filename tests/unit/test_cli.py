@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 
+from echo_planes import run
 from echo_planes.config.schema import Config
 from echo_planes.errors import ConfigError
 from echo_planes.loop.loading import dump_config, load_config
@@ -172,6 +175,7 @@ def test_a_wrong_value_is_named_with_what_is_allowed(word: str, parts: list[str]
         ("staleness.selector=fresh", ["staleness.selector", "'uniform'", "did you mean 'freshest'?"]),
         ("objective.name=drgrpo", ["objective.name", "'grpo'", "'gspo'", "did you mean 'dr_grpo'?"]),
         ("objective.name=dr-grpo", ["objective.name", "did you mean 'dr_grpo'?"]),
+        ("weights.anchor_every=3", ["weights.anchor_every", "is called weights.snapshot_every now"]),
         ("objective.anchor=samplr", ["objective.anchor", "'proximal'", "did you mean 'sampler'?"]),
         ("objective.kl_estimator=k4", ["objective.kl_estimator", "'k1'", "did you mean 'k3'?"]),
         ("objective.tis_level=tokens", ["objective.tis_level", "'sequence'", "did you mean 'token'?"]),
@@ -288,3 +292,24 @@ def test_a_group_file_that_is_not_settings(tmp_path: Path, text: str, part: str)
 
 def test_settings_that_contradict_one_another_say_which() -> None:
     names(refusal("task.reward=composite"), "task", "dataset=addition", "reward")
+
+
+def test_an_interruption_says_the_command_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def interrupted(*_: object) -> int:
+        raise asyncio.CancelledError  # what Ctrl-C does to the main task
+
+    monkeypatch.setattr(run, "_run", interrupted)
+    folder = tmp_path / "a run"
+    words = [f"run.dir={folder}"]
+    assert run.main(words) == 130
+    assert "no checkpoint to go on from" in capsys.readouterr().err
+    checkpoint = folder / "checkpoints" / "step-000003"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "meta.json").write_text("{}")
+    assert run.main(words) == 130
+    (line,) = capsys.readouterr().err.splitlines()
+    start, _, command = line.partition("go on with: ")
+    assert start == "error: interrupted; "
+    assert shlex.split(command) == ["python", "-m", "echo_planes.run", f"run.resume={folder}"]

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from bench.chaos.recovery import RECOMMENDED
-from echo_planes.config.schema import WorkerConfig
+from echo_planes.config.fleet import WorkerConfig
 from echo_planes.fleet.actuators.actuator import node_type
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,14 +160,16 @@ def test_kuberays_file_fits_the_part_of_its_definition_that_it_uses() -> None:
 
 
 @pytest.mark.parametrize("name", ALL_FILES)
-def test_every_machine_is_the_offer_that_a_fleet_would_ask_for(name: str) -> None:
+def test_every_machine_is_the_instance_type_that_a_fleet_would_ask_for(name: str) -> None:
     kinds = worker_types(name)
     assert len(kinds) >= 2
     for type_name, kind in kinds.items():
-        (offer,) = set(kind["resources"]) - set(BUILT_IN)
-        assert kind["resources"][offer] == 1, type_name
-        assert node_type(offer) == type_name
-        assert WorkerConfig(**kind["labels"]).offer == offer  # labels: sku, market and, on clouds, region
+        (instance_type,) = set(kind["resources"]) - set(BUILT_IN)
+        assert kind["resources"][instance_type] == 1, type_name
+        assert node_type(instance_type) == type_name
+        assert (
+            WorkerConfig(**kind["labels"]).instance_type == instance_type
+        )  # labels: sku, market and, on clouds, region
         assert kind["resources"]["CPU"] >= 1
         assert kind["resources"]["GPU"] >= 1
     assert {kind["labels"]["market"] for kind in kinds.values()} == {"spot", "on_demand"}

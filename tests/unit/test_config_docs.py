@@ -12,7 +12,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from echo_planes.config.fields import Section
-from echo_planes.config.schema import Config, FleetConfig
+from echo_planes.config.fleet import FleetConfig
+from echo_planes.config.schema import Config
 from echo_planes.loop.loading import GROUPS, config_dir, describe, load_config
 from echo_planes.run import USAGE, main
 from tasks.math.options import MathOptions
@@ -160,6 +161,14 @@ def test_pages_name_only_settings_files_and_pages_that_exist(page: Path) -> None
     files = [one.relative_to(ROOT).as_posix() for one in ROOT.rglob("*.py") if ".venv" not in one.parts]
     for path in re.findall(r"`([a-z_/]+\.py)`", text):
         assert any(f"/{one}".endswith(f"/{path}") for one in files) or path in MADE_UP, f"{page.name}: {path}"
+
+
+def test_jobs_that_pages_submit_keep_their_run() -> None:
+    """Ray removes the folder that a job works in."""
+    text = "\n".join(page.read_text().replace("\\\n", " ") for page in PAGES)
+    jobs = [line for line in text.splitlines() if line.startswith("ray job submit")]
+    assert len(jobs) >= 2
+    assert all(re.search(r"-- +python -m echo_planes\.run .*run\.dir=\$PWD/", job) for job in jobs), jobs
 
 
 def test_the_readme_is_short() -> None:

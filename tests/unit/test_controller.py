@@ -459,7 +459,7 @@ def test_waiting_for_a_batch_has_an_end_that_says_what_was_missing() -> None:
     (end,) = loop.tell(ev.BatchNotReady("filling", "3 of 4 groups buffered"))
     assert isinstance(end, ev.Finish)
     assert end.status == "failed"
-    for part in ("100 s", "step 0", "filling", "3 of 4 groups buffered"):
+    for part in ("100 s", "step 1", "filling", "3 of 4 groups buffered"):
         assert part in end.error
 
 

@@ -52,7 +52,7 @@ def guess(tokenizer: Any = None, **options: Any) -> GuessTask:
 
 def test_a_game_is_played_turn_by_turn() -> None:
     task = guess()
-    prompt = task.opening(0, "0-19:", "12")
+    prompt = task.make_prompt(0, "0-19:", "12")
     policy = Scripted([text("5"), text("15"), text("12")])
     episode, reward = play(task, prompt, policy)
     assert policy.asked[0] == text("0-19:", ended=False)
@@ -67,11 +67,11 @@ def test_a_game_is_played_turn_by_turn() -> None:
 
 def test_an_episode_is_cut_off_when_turns_or_tokens_run_out() -> None:
     task = guess(max_turns=2)
-    episode, reward = play(task, task.opening(0, "0-19:", "12"), Scripted([text("x"), text("3")]))
+    episode, reward = play(task, task.make_prompt(0, "0-19:", "12"), Scripted([text("x"), text("3")]))
     assert reward == Reward(0.0, False, {"guesses": 2.0, "cut_off": 1.0})
     assert episode.response_ids[-1] == END  # nothing of the environment after the last answer
     tight = guess(max_episode_tokens=5 + 2 + 7 + 3)  # a second answer of up to 4 tokens has no room
-    episode, reward = play(tight, tight.opening(0, "0-19:", "12"), Scripted([text("5")]))
+    episode, reward = play(tight, tight.make_prompt(0, "0-19:", "12"), Scripted([text("5")]))
     assert episode.num_turns == 1
     assert reward.parts["cut_off"] == 1.0
 
@@ -81,7 +81,7 @@ def test_the_mask_covers_exactly_what_the_policy_sampled(words: list[str], secre
     task = guess()
     answers = [text(word) for word in words] + [text(str(secret))] * 5
     policy = Scripted(answers)
-    episode, _ = play(task, task.opening(0, "0-19:", str(secret)), policy)
+    episode, _ = play(task, task.make_prompt(0, "0-19:", str(secret)), policy)
     sampled = [i for i, own in zip(episode.response_ids, episode.response_mask, strict=True) if own]
     assert tuple(sampled) == sum(answers[: episode.num_turns], ())
     assert all(p == 0.0 for p, own in zip(episode.logprobs, episode.response_mask, strict=True) if not own)
@@ -171,7 +171,7 @@ def test_a_game_in_a_chat_template() -> None:
     tokenizer = Templated("llama-like")
     task = guess(tokenizer, template="chat")
     policy = Scripted([tuple(tokenizer.encode("5>")), tuple(tokenizer.encode("12>"))], ends=[ord(">")])
-    episode, reward = play(task, task.opening(0, "0-19:", "12"), policy)
+    episode, reward = play(task, task.make_prompt(0, "0-19:", "12"), policy)
     assert tokenizer.decode(policy.asked[1]) == (
         "#user#\n\n0-19:>#assistant#\n\n5>#user#\n\nhigher:>#assistant#\n\n"
     )
@@ -187,7 +187,7 @@ def test_an_answer_that_stopped_at_another_end_token_gets_no_second_one() -> Non
     # and "9" at its limit.
     answers = [tuple(tokenizer.encode(answer)) for answer in ("5>", "7@", "9", "12>")]
     policy = Scripted(answers, ends=[ord(">"), ord("@")])
-    play(task, task.opening(0, "0-19:", "12"), policy)
+    play(task, task.make_prompt(0, "0-19:", "12"), policy)
     turn = "#user#\n\nhigher:>#assistant#\n\n"
     assert tokenizer.decode(policy.asked[3]) == f"#user#\n\n0-19:>#assistant#\n\n5>{turn}7@{turn}9>{turn}"
 

@@ -16,8 +16,10 @@ from echo_planes.fleet.estimates import LIE_FACTOR, CapacityModel, InterruptionR
 class Worker:
     """Counters of a worker that samples `rate` tokens/s in trajectories of `length`, all of them accepted."""
 
-    def __init__(self, model: CapacityModel, name: str, offer: str = "spot", length: int = 100) -> None:
-        self.model, self.name, self.offer, self.length = model, name, offer, length
+    def __init__(
+        self, model: CapacityModel, name: str, instance_type: str = "spot", length: int = 100
+    ) -> None:
+        self.model, self.name, self.instance_type, self.length = model, name, instance_type, length
         self.saturated_tokens, self.saturated_s, self.tokens, self.now_s = 0, 0.0, 0, 0.0
 
     def works(
@@ -31,7 +33,7 @@ class Worker:
         self.now_s += seconds
         done = self.tokens // self.length
         stats = ThroughputSample(self.saturated_tokens, self.saturated_s, done * self.length, done)
-        self.model.observe_worker(self.name, self.offer, stats, self.now_s)
+        self.model.observe_worker(self.name, self.instance_type, stats, self.now_s)
 
 
 def test_a_need_once_both_times_were_seen() -> None:
@@ -103,10 +105,10 @@ def test_the_prior_holds_until_enough_was_measured() -> None:
     worker.works(50.0)
     worker.works(50.0)
     assert model.mu("w0", prior=9.0) == 9.0
-    assert model.mu_of_offer("spot", prior=9.0) == 9.0
+    assert model.mu_of_instance_type("spot", prior=9.0) == 9.0
     worker.works(50.0)
     assert model.mu("w0", prior=9.0) == pytest.approx(0.5)
-    assert model.mu_of_offer("spot", prior=9.0) == pytest.approx(0.5)
+    assert model.mu_of_instance_type("spot", prior=9.0) == pytest.approx(0.5)
     assert model.mu("nobody", prior=9.0) == 9.0
 
 
@@ -156,22 +158,22 @@ def test_a_restarted_worker_begins_anew() -> None:
     assert model.mu("w0", prior=9.0) == pytest.approx(0.8)
 
 
-def test_what_an_offer_was_measured_at_outlives_its_workers() -> None:
+def test_what_an_instance_type_was_measured_at_outlives_its_workers() -> None:
     model = CapacityModel()
     workers = [Worker(model, f"w{n}") for n in range(3)]
     for worker, rate in zip(workers, (40.0, 50.0, 90.0), strict=True):
         for _ in range(3):
             worker.works(rate)
-    assert model.mu_of_offer("spot", prior=9.0) == pytest.approx(0.5)
+    assert model.mu_of_instance_type("spot", prior=9.0) == pytest.approx(0.5)
     for name in ("w0", "w2", "w1", "unknown"):
         model.forget(name)
     assert model.mu("w1", prior=9.0) == 9.0
-    assert model.mu_of_offer("spot", prior=9.0) == pytest.approx(0.5)
-    assert model.mu_of_offer("other", prior=9.0) == 9.0
+    assert model.mu_of_instance_type("spot", prior=9.0) == pytest.approx(0.5)
+    assert model.mu_of_instance_type("other", prior=9.0) == 9.0
 
 
 def test_a_claim_counts_up_to_a_factor_of_what_was_accepted() -> None:
-    """Alone in its offer, a worker that claims 100 times its tokens is believed LIE_FACTOR times."""
+    """Alone in its instance type, a worker that claims 100 times its tokens is believed LIE_FACTOR times."""
     model = CapacityModel()
     liar = Worker(model, "w0")
     for _ in range(5):
@@ -183,7 +185,7 @@ def test_a_worker_is_believed_up_to_a_factor_of_its_peers() -> None:
     """It says that it was saturated for a tenth of the time: the accepted tokens cannot tell."""
     model = CapacityModel()
     honest = [Worker(model, f"w{n}") for n in range(3)]
-    liar, alone = Worker(model, "liar"), Worker(model, "alone", offer="other")
+    liar, alone = Worker(model, "liar"), Worker(model, "alone", instance_type="other")
     for _ in range(5):
         for worker in honest:
             worker.works(50.0)
@@ -192,20 +194,20 @@ def test_a_worker_is_believed_up_to_a_factor_of_its_peers() -> None:
             worker.saturated_s -= 8.0  # of 10
     assert model.mu("w1", prior=9.0) == pytest.approx(0.5)
     assert model.mu("liar", prior=9.0) == pytest.approx(0.5 * LIE_FACTOR)
-    assert model.mu_of_offer("spot", prior=9.0) == pytest.approx(0.5)
+    assert model.mu_of_instance_type("spot", prior=9.0) == pytest.approx(0.5)
     assert model.mu("alone", prior=9.0) > 0.5 * LIE_FACTOR
 
 
 @settings(max_examples=100, deadline=None)
 @given(rates=st.lists(st.integers(1, 9).map(lambda power: 2.0**power), min_size=1, max_size=7))
-def test_an_offer_is_the_median_of_its_workers_each_within_its_bound(rates: list[float]) -> None:
+def test_an_instance_type_is_the_median_of_its_workers_each_within_its_bound(rates: list[float]) -> None:
     model = CapacityModel()
     for number, rate in enumerate(rates):
         worker = Worker(model, f"w{number}", length=1)
         for _ in range(3):
             worker.works(rate)
     each = [model.mu(f"w{number}", prior=math.nan) for number in range(len(rates))]
-    assert model.mu_of_offer("spot", prior=math.nan) == median(each)
+    assert model.mu_of_instance_type("spot", prior=math.nan) == median(each)
 
 
 def test_a_worker_of_which_nothing_was_accepted_has_no_estimate() -> None:

@@ -6,14 +6,16 @@ import pytest
 
 from echo_planes.fleet.reconciler import Leave
 from echo_planes.fleet.record import EVERY_S, FleetRecord
-from tests.unit.test_fleet import BOOT_LIMIT_S, Story, need, offer
+from tests.unit.test_fleet import BOOT_LIMIT_S, Story, instance_type, need
 
 
 class Told:
     """A story whose record is kept."""
 
     def __init__(self) -> None:
-        self.story = Story([offer("a", usd_per_hour=0.5), offer("b", usd_per_hour=3.0)], {"a": 1})
+        self.story = Story(
+            [instance_type("a", usd_per_hour=0.5), instance_type("b", usd_per_hour=3.0)], {"a": 1}
+        )
         self.record = FleetRecord(self.story.fleet)
         first = self.story.fleet.begin(0.0)
         self.record.begun(first)
@@ -59,7 +61,7 @@ def test_a_fleet_that_stays_as_it_is_is_written_down_now_and_then_and_only_where
     assert "launched" not in written[1]
 
 
-def test_a_worker_that_is_given_up_is_a_release_of_its_offer() -> None:
+def test_a_worker_that_is_given_up_is_a_release_of_its_instance_type() -> None:
     told = Told()
     told.tick(10.0, 2.2)
     limit_s = 10.0 + BOOT_LIMIT_S

@@ -21,11 +21,11 @@ from echo_planes.fleet.health import (
     worst,
 )
 from echo_planes.fleet.instance_record import FIRST_BACK_OFF_S
-from echo_planes.fleet.instance_types import Limits, Offer
+from echo_planes.fleet.instance_types import InstanceType, Limits
 from echo_planes.fleet.provisioner import Provisioner
 from echo_planes.fleet.reconciler import Reconciler
 from echo_planes.fleet.workers import Activate, FleetAction, Launch, Leave, Park
-from tests.unit.test_fleet import TICK_S, launches, leaves, need, offer
+from tests.unit.test_fleet import TICK_S, instance_type, launches, leaves, need
 
 TOKENS_PER_S = 100.0
 LENGTH = 100  # tokens of a trajectory
@@ -38,14 +38,14 @@ class Story:
 
     def __init__(
         self,
-        offers: Sequence[Offer],
+        instance_types: Sequence[InstanceType],
         first: Mapping[str, int],
         *,
         standby: int = 0,
         limits: Limits | None = None,
     ) -> None:
         self.fleet = Reconciler(
-            offers,
+            instance_types,
             first,
             provisioner=Provisioner(limits or Limits(), sustain_s=0.0, release_sustain_s=30.0),
             model=CapacityModel(),
@@ -108,7 +108,7 @@ def parked(actions: Sequence[FleetAction]) -> list[str]:
 
 
 def test_a_standby_is_launched_beside_the_fleet_parked_and_no_part_of_its_capacity() -> None:
-    story = Story([offer("dear", 4.0), offer("cheap", 1.0)], {"dear": 2}, standby=1)
+    story = Story([instance_type("dear", 4.0), instance_type("cheap", 1.0)], {"dear": 2}, standby=1)
     actions = story.start()
     assert launches(actions) == ["dear", "dear", "cheap"]
     assert parked(actions) == ["w2"]
@@ -121,7 +121,7 @@ def test_a_standby_is_launched_beside_the_fleet_parked_and_no_part_of_its_capaci
 
 @pytest.mark.parametrize("how", ["died", "preempted", "notice"])
 def test_a_standby_takes_the_place_of_a_lost_worker_and_a_new_one_is_launched(how: str) -> None:
-    story = Story([offer("a", max_count=8)], {"a": 2}, standby=1)
+    story = Story([instance_type("a", max_count=8)], {"a": 2}, standby=1)
     story.start()
     story.wait(300.0)
     actions: list[FleetAction] = []
@@ -140,7 +140,7 @@ def test_a_standby_takes_the_place_of_a_lost_worker_and_a_new_one_is_launched(ho
 
 
 def test_who_leaves_anyway_and_who_never_served_are_no_vacancy() -> None:
-    story = Story([offer("a", max_count=8)], {"a": 1}, standby=1)
+    story = Story([instance_type("a", max_count=8)], {"a": 1}, standby=1)
     story.start()
     story.wait(300.0)
     story.fleet.notice("w1", 30.0, story.now_s)  # the standby itself
@@ -155,13 +155,13 @@ def test_who_leaves_anyway_and_who_never_served_are_no_vacancy() -> None:
 
 @pytest.mark.parametrize("limits", [Limits(usd_per_hour=2.5), Limits(max_workers=2), Limits(usd_left=0.0)])
 def test_no_standby_beyond_the_limits(limits: Limits) -> None:
-    story = Story([offer("a", max_count=8)], {"a": 2}, standby=2, limits=limits)
+    story = Story([instance_type("a", max_count=8)], {"a": 2}, standby=2, limits=limits)
     assert parked(story.start()) == []
     assert parked(story.wait(60.0)) == []
 
 
 def test_a_quota_holds_with_standbys_and_the_rest_of_the_limits_is_the_fleets() -> None:
-    story = Story([offer("a", max_count=3), offer("b", 2.0)], {"a": 1}, standby=1)
+    story = Story([instance_type("a", max_count=3), instance_type("b", 2.0)], {"a": 1}, standby=1)
     story.start()
     actions = story.tick(need(4.0))
     assert story.fleet.machines == {"a": 3, "b": 2}  # a: two and what was the standby or is one
@@ -170,7 +170,7 @@ def test_a_quota_holds_with_standbys_and_the_rest_of_the_limits_is_the_fleets() 
 
 
 def test_where_no_fleet_is_enough_the_standby_takes_part_and_stays() -> None:
-    story = Story([offer("a", max_count=8)], {"a": 2}, standby=1, limits=Limits(max_workers=3))
+    story = Story([instance_type("a", max_count=8)], {"a": 2}, standby=1, limits=Limits(max_workers=3))
     story.start()
     actions = story.tick(need(5.0))
     assert activated(actions) == ["w2"]
@@ -180,7 +180,7 @@ def test_where_no_fleet_is_enough_the_standby_takes_part_and_stays() -> None:
 
 
 def test_one_more_that_is_needed_is_the_standby() -> None:
-    story = Story([offer("a", max_count=8)], {"a": 2}, standby=1)
+    story = Story([instance_type("a", max_count=8)], {"a": 2}, standby=1)
     story.start()
     actions = story.tick(need(3.0))
     assert activated(actions) == ["w2"]
@@ -189,7 +189,7 @@ def test_one_more_that_is_needed_is_the_standby() -> None:
 
 
 def test_at_no_staleness_standbys_are_beside_the_useful_ones() -> None:
-    story = Story([offer("a", max_count=8)], {"a": 1}, standby=1, limits=Limits(max_workers=8))
+    story = Story([instance_type("a", max_count=8)], {"a": 1}, standby=1, limits=Limits(max_workers=8))
     story.start()
     actions = story.fleet.tick(story.now_s, need(5.0, max_staleness=0), useful=3)
     assert story.fleet.counts == {"a": 3}
@@ -197,7 +197,7 @@ def test_at_no_staleness_standbys_are_beside_the_useful_ones() -> None:
 
 
 def test_surplus_lets_no_standby_go() -> None:
-    story = Story([offer("a", max_count=8)], {"a": 3}, standby=1)
+    story = Story([instance_type("a", max_count=8)], {"a": 3}, standby=1)
     story.start()
     gone = [one for _ in range(60) for one in leaves(story.tick(need(1.0)))]
     assert len(gone) == 2
@@ -209,7 +209,7 @@ def test_surplus_lets_no_standby_go() -> None:
 
 
 def test_a_slow_worker_stays_until_the_one_that_is_launched_for_it_serves() -> None:
-    story = Story([offer("a", max_count=8)], {"a": 4})
+    story = Story([instance_type("a", max_count=8)], {"a": 4})
     story.start()
     assert story.wait(WATCHED_S) == []
     story.speeds["w1"] = 0.5
@@ -226,11 +226,11 @@ def test_a_slow_worker_stays_until_the_one_that_is_launched_for_it_serves() -> N
     assert story.fleet.num_serving == 4
     story.gone("w1")
     assert story.wait(2 * SLOW_S) == []
-    assert story.fleet.offers(story.now_s)[0].interruptions_per_hour == 0.0
+    assert story.fleet.instance_types(story.now_s)[0].interruptions_per_hour == 0.0
 
 
-def test_a_standby_takes_a_slow_workers_place_at_once_and_its_offer_is_backed_off() -> None:
-    story = Story([offer("a", max_count=8), offer("b", 5.0)], {"a": 4}, standby=1)
+def test_a_standby_takes_a_slow_workers_place_at_once_and_its_instance_type_is_backed_off() -> None:
+    story = Story([instance_type("a", max_count=8), instance_type("b", 5.0)], {"a": 4}, standby=1)
     story.start()
     story.wait(WATCHED_S)
     story.speeds["w1"] = 0.3
@@ -238,19 +238,19 @@ def test_a_standby_takes_a_slow_workers_place_at_once_and_its_offer_is_backed_of
     assert activated(actions) == ["w4"]
     assert leaves(actions) == ["w1"]
     assert launches(actions) == ["b"]  # the next standby, while a is backed off
-    assert story.fleet.offers(story.now_s)[0].max_count == 4
-    assert story.fleet.offers(story.now_s + FIRST_BACK_OFF_S)[0].max_count == 8
+    assert story.fleet.instance_types(story.now_s)[0].max_count == 4
+    assert story.fleet.instance_types(story.now_s + FIRST_BACK_OFF_S)[0].max_count == 8
     assert story.fleet.num_serving == 4
 
 
 def test_without_room_a_slow_worker_goes_first_unless_it_is_the_only_one() -> None:
-    story = Story([offer("a", max_count=3)], {"a": 3})
+    story = Story([instance_type("a", max_count=3)], {"a": 3})
     story.start()
     story.wait(WATCHED_S)
     story.speeds["w0"] = 0.3
     actions, _ = story.until_any(SLOW_S)
     assert leaves(actions) == ["w0"]
-    alone = Story([offer("a", max_count=1)], {"a": 1})
+    alone = Story([instance_type("a", max_count=1)], {"a": 1})
     alone.start()
     alone.wait(ALONE_S)
     alone.speeds["w0"] = 0.3
@@ -258,7 +258,7 @@ def test_without_room_a_slow_worker_goes_first_unless_it_is_the_only_one() -> No
 
 
 def test_one_that_is_alone_is_held_against_its_own_past() -> None:
-    story = Story([offer("a", mu=1000.0, max_count=2)], {"a": 1})
+    story = Story([instance_type("a", mu=1000.0, max_count=2)], {"a": 1})
     story.start()
     assert story.wait(ALONE_S) == []  # whatever was believed of it
     story.speeds["w0"] = 0.4
@@ -271,7 +271,7 @@ def test_one_that_is_alone_is_held_against_its_own_past() -> None:
 
 
 def test_waiting_for_permits_is_not_slowness() -> None:
-    story = Story([offer("a", max_count=8)], {"a": 3})
+    story = Story([instance_type("a", max_count=8)], {"a": 3})
     story.start()
     story.full = 0.2
     story.speeds["w0"] = 0.8
@@ -282,7 +282,7 @@ def test_waiting_for_permits_is_not_slowness() -> None:
 
 
 def test_one_at_a_time_and_none_where_most_are_slow() -> None:
-    story = Story([offer("a", max_count=8)], {"a": 5})
+    story = Story([instance_type("a", max_count=8)], {"a": 5})
     story.start()
     story.wait(WATCHED_S)
     story.speeds |= {"w0": 0.3, "w1": 0.2}
@@ -292,7 +292,7 @@ def test_one_at_a_time_and_none_where_most_are_slow() -> None:
     story.serve(actions)
     assert leaves(story.tick()) == ["w1"]
     assert worst({}, 5) is None
-    many = Story([offer("a", max_count=8)], {"a": 5})
+    many = Story([instance_type("a", max_count=8)], {"a": 5})
     many.start()
     many.wait(WATCHED_S)
     many.speeds |= {"w0": 0.3, "w1": 0.3, "w2": 0.3}
@@ -300,7 +300,7 @@ def test_one_at_a_time_and_none_where_most_are_slow() -> None:
 
 
 def test_a_successor_that_never_serves_is_asked_for_again() -> None:
-    story = Story([offer("a", max_count=8)], {"a": 4})
+    story = Story([instance_type("a", max_count=8)], {"a": 4})
     story.start()
     story.wait(WATCHED_S)
     story.speeds["w1"] = 0.5
@@ -315,7 +315,7 @@ def test_a_successor_that_never_serves_is_asked_for_again() -> None:
 
 def test_the_noise_is_measured_and_who_is_within_it_is_not_slow() -> None:
     """Few long answers: what a worker makes in one stretch is half as much again as in the next."""
-    story = Story([offer("a", max_count=16)], {"a": 6})
+    story = Story([instance_type("a", max_count=16)], {"a": 6})
     story.start()
     for i in range(round(40 * SLOW_S / TICK_S)):
         stretch = int(i * TICK_S / SLOW_S)
@@ -338,7 +338,7 @@ def test_the_noise_is_measured_and_who_is_within_it_is_not_slow() -> None:
 def test_noise_replaces_nobody(seed: int, num_workers: int, spread: float, full: float) -> None:
     """Noise of so much over a look of 5 s: a minute of it varies less, and that is what is seen of fleets."""
     rng = random.Random(seed)
-    story = Story([offer("a", max_count=16)], {"a": num_workers}, standby=0)
+    story = Story([instance_type("a", max_count=16)], {"a": num_workers}, standby=0)
     story.start()
     story.full = full
     for _ in range(240):

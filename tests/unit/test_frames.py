@@ -27,12 +27,14 @@ from echo_planes.weights.wire.frames import (
     encode_frame,
     manifest_from_json,
     manifest_to_json,
-    segment_from_json,
-    segment_to_json,
+    segments_from_json,
+    segments_to_json,
 )
 from echo_planes.weights.wire.limits import TransferLimits, relay_limits
 from echo_planes.weights.wire.manifest import (
     MAX_KEY_BYTES,
+    SignedManifest,
+    SignedSegment,
     header_bytes,
     key_bytes,
     manifest_bytes,
@@ -40,9 +42,10 @@ from echo_planes.weights.wire.manifest import (
     parse_key,
     parse_manifest,
 )
+from echo_planes.weights.wire.signing import Verifier
 from echo_planes.weights.wire.transfer import ChunkSet
 from tests.thorough import examples
-from tests.unit.wire import FULL, LIMITS, PATCH, frame_head, signed
+from tests.unit.wire import FULL, LIMITS, PATCH, SIGNER, frame_head, signed
 
 PUBLICATION = signed(bytes(range(256)) * 2, [300, 212], key=PATCH)
 FRAMES: list[Frame] = [
@@ -115,7 +118,7 @@ def test_a_chunk_in_pieces_stays_as_it_was() -> None:
         (frame_head(5, 2049), "at most 2048"),
         (frame_head(1, 0), "cut short"),
         (frame_head(2, 0), "cut short"),
-        (frame_head(3, 0), "not JSON"),
+        (frame_head(3, 0), "a manifest is not well formed"),
         (frame_head(4, 0), "cut short"),
     ],
 )
@@ -206,8 +209,35 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
     max_leaves=8,
 )
-SEGMENT_JSON = segment_to_json(PUBLICATION.segments[0])
-MANIFEST_JSON = manifest_to_json(PUBLICATION.manifest)
+# As they were written before messages were typed, by SIGNER.
+STORED_SEGMENTS = (
+    b'[{"key":{"lineage":"L0","version":8,"codec":"compact","base_version":7},'
+    b'"base_digest":"xxh3:00000000000000000000000000000000","index":0,"offset_bytes":0,"size_bytes":64,'
+    b'"chunk_bytes":64,'
+    b'"chunk_hashes":"4d006976636a8696d909a630a4081aad4d7c50f81afdee04020bf05086ab6a55",'
+    b'"signature":"eac665d6242129fdec776371119c4e79ccc417c709442164b717a701cbd908a9'
+    b'94c77865234c3ce5194de55492d271d3edfd7ef9ec53606526221e5ea0a94f07"}]'
+)
+STORED_MANIFEST = (
+    b'{"manifest":{"lineage":"L0","version":8,"num_updates":8,"codec":"compact","base_version":7,'
+    b'"base_digest":"xxh3:00000000000000000000000000000000",'
+    b'"digest":"xxh3:11111111111111111111111111111111",'
+    b'"payload_digest":"b3:4d006976636a8696d909a630a4081aad4d7c50f81afdee04020bf05086ab6a55",'
+    b'"payload_bytes":64,"dense_bytes":1000,"changed_elements":10,"total_elements":500,"num_segments":1},'
+    b'"signature":"7fa69516acb69bf5d27456637fbee4d21cdc0a38877a327faae22cf2b81a1f1c'
+    b'ff6b43557dd4509af813163c82b6058e51b19fbc580a9be1b646c34e4ae38f0f"}'
+)
+SEGMENT_JSON = json.loads(segments_to_json(PUBLICATION.segments))[0]
+MANIFEST_JSON = json.loads(manifest_to_json(PUBLICATION.manifest))
+
+
+def segment_of(fields: object) -> SignedSegment:
+    [segment] = segments_from_json(json.dumps([fields]).encode(), "segments.json")
+    return segment
+
+
+def manifest_of(fields: object) -> SignedManifest:
+    return manifest_from_json(json.dumps(fields).encode(), "manifest.json")
 
 
 @settings(max_examples=examples(300), deadline=None)
@@ -218,12 +248,12 @@ def test_any_json_is_a_segment_or_a_typed_error(name: str, value: Any, other: An
         {**SEGMENT_JSON, "key": {**SEGMENT_JSON["key"], name: value}},
     ):
         try:
-            segment = segment_from_json(fields)
+            segment = segment_of(fields)
         except WeightsError:
             continue
-        assert segment_to_json(segment) == fields
+        assert json.loads(segments_to_json([segment])) == [fields]
     with pytest.raises(WeightsError):
-        segment_from_json(other)
+        segment_of(other)
 
 
 @settings(max_examples=examples(300), deadline=None)
@@ -235,27 +265,59 @@ def test_any_json_is_a_manifest_or_a_typed_error(name: str, value: Any, other: A
         {**MANIFEST_JSON, "manifest": value},
     ):
         try:
-            manifest = manifest_from_json(fields)
+            manifest = manifest_of(fields)
         except WeightsError:
             continue
-        assert manifest_to_json(manifest) == fields
+        assert json.loads(manifest_to_json(manifest)) == fields
     with pytest.raises(WeightsError):
-        manifest_from_json(other)
+        manifest_of(other)
 
 
 def test_json_comes_back_through_text() -> None:
-    for segment in PUBLICATION.segments:
-        assert segment_from_json(json.loads(json.dumps(segment_to_json(segment)))) == segment
-    text = json.dumps(manifest_to_json(PUBLICATION.manifest))
-    assert manifest_from_json(json.loads(text)) == PUBLICATION.manifest
+    text = segments_to_json(PUBLICATION.segments)
+    assert list(segments_from_json(text, "")) == list(PUBLICATION.segments)
+    assert manifest_from_json(manifest_to_json(PUBLICATION.manifest), "") == PUBLICATION.manifest
+
+
+def test_what_stands_in_stores_is_read_and_written_again_byte_for_byte() -> None:
+    """The signatures are over the canonical bytes: they would not fit others."""
+    verifier = Verifier(SIGNER.public_bytes())
+    [segment] = segments_from_json(STORED_SEGMENTS, "segments.json")
+    verifier.check_segment(segment)
+    assert segments_to_json([segment]) == STORED_SEGMENTS
+    manifest = manifest_from_json(STORED_MANIFEST, "manifest.json")
+    verifier.check_manifest(manifest)
+    assert manifest_to_json(manifest) == STORED_MANIFEST
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"index":0', b'"index":0,"more":1'),
+        (b'"version":8', b'"version":8,"more":1'),
+        (b'"index":0', b'"index":0.0'),
+        (b'"index":0', b'"index":false'),
+        (b'"index":0,', b""),
+        (b'"chunk_bytes":64', b'"chunk_bytes":0'),
+        (b'"L0"', b'"L0\\n"'),
+        (b'"compact"', b'"zip"'),
+        (b'"4d00', b'"4D00'),
+        (b'"4d00', b'" 4d00'),
+        (b'"base_version":7', b'"base_version":8'),
+    ],
+)
+def test_a_stored_segment_with_another_field_is_refused_with_a_reason(old: bytes, new: bytes) -> None:
+    assert STORED_SEGMENTS.count(old) == 1
+    with pytest.raises(WeightsError, match=r"^[ -~]{20,400}$"):
+        segments_from_json(STORED_SEGMENTS.replace(old, new), "segments.json")
 
 
 @pytest.mark.parametrize("signature", ["", "00", "0" * 127, "0 " * 64, "A" * 128, "é" * 128, "00" * 65])
 def test_json_signatures_have_one_form(signature: str) -> None:
     with pytest.raises(WeightsError):
-        segment_from_json(SEGMENT_JSON | {"signature": signature})
+        segment_of(SEGMENT_JSON | {"signature": signature})
     with pytest.raises(WeightsError):
-        manifest_from_json(MANIFEST_JSON | {"signature": signature})
+        manifest_of(MANIFEST_JSON | {"signature": signature})
 
 
 # --- memory --------------------------------------------------------------------------------------
@@ -290,9 +352,9 @@ def test_memory_is_bounded_by_what_was_checked() -> None:
                     parser.feed(stream[position : position + 100])
             except WeightsError:
                 pass
-        for ranges in ([[0, 2**62]], [[2**62, 2**62 + 1]], [[0, 1]] * 1000, [[-(2**62), 4]]):
+        for ranges in ([(0, 2**62)], [(2**62, 2**62 + 1)], [(0, 1)] * 1000, [(-(2**62), 4)]):
             with pytest.raises(WeightsError):
-                ChunkSet.from_json(ranges, SMALL.max_chunks)
+                ChunkSet.of(ranges, SMALL.max_chunks)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

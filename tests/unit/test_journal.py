@@ -128,6 +128,11 @@ def test_a_step_line_says_what_the_batch_was(tmp_path: Path) -> None:
     assert row["time_s"] == 10.0
     assert books.exported[0]["reward_mean"] == 0.75
     assert "step 3/4" in books.screen.getvalue()
+    assert "reward_parts" not in row  # no answer has any
+    books.journal.on_step(
+        replace(batch(3, "c"), reward_parts=(("format", 0.5),)), stats(3), 1.0, BufferCounts()
+    )
+    assert read_metrics(tmp_path)[-1]["reward_parts"] == {"format": 0.5}
 
 
 def test_a_step_line_says_what_the_learner_measured(tmp_path: Path) -> None:
@@ -382,7 +387,7 @@ def test_the_summary_holds_the_ledger_and_the_evaluations(tmp_path: Path) -> Non
 
 def test_what_a_worker_is_goes_into_the_file_and_not_to_the_terminal(tmp_path: Path) -> None:
     books = Books(tmp_path)
-    offered = replace(info(epoch=1), offer="L4/eu/spot")
+    offered = replace(info(epoch=1), instance_type="L4/eu/spot")
     refused = InstallReport("w0", 0, "d0", False, 0.5)
     books.journal.on_worker(info(epoch=0), alive=True)
     books.journal.on_worker(info(epoch=0), alive=False)
@@ -395,7 +400,7 @@ def test_what_a_worker_is_goes_into_the_file_and_not_to_the_terminal(tmp_path: P
         books.journal.on_installed(InstallReport("w0", version, f"d{version}", True, 0.5))
     books.journal.on_fleet("too few", {"mu": 1.5, "launched": {"L4/eu/spot": 1}})
     *states, fleet = read_events(tmp_path)
-    assert [(e["time_s"], e["kind"], e["text"], e["epoch"], e["offer"]) for e in states] == [
+    assert [(e["time_s"], e["kind"], e["text"], e["epoch"], e["instance_type"]) for e in states] == [
         (0.0, WORKER_STATE, "booting", 0, "L4"),
         (0.0, WORKER_STATE, "gone", 0, "L4"),
         (0.0, WORKER_STATE, "booting", 1, "L4/eu/spot"),

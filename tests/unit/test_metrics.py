@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from echo_planes.cluster.clock import ManualClock
 from echo_planes.errors import ClusterError, DataError
+from echo_planes.reporting import terminal
 from echo_planes.reporting.metrics import (
     GAUGES,
     Aggregates,
@@ -242,6 +244,36 @@ def test_plain_output_is_whole_lines_without_control_codes() -> None:
         "[   4.1 s] worker w1  [31mlost ",
     ]
     assert view.phase_seconds == {"Ray": pytest.approx(4.1)}
+
+
+def test_a_long_start_up_says_what_it_waits_for_until_there_are_steps() -> None:
+    view, stream, clock = a_view(is_tty=False)
+    view.tick()
+    with view.phase("engines"), view.phase("learner"):
+        clock.advance(10.0)
+        view.tick()
+    with view.phase("first publication"):
+        view.step(a_step(1))
+        view.tick()  # a worker that boots in mid-run is no start-up
+    waits = [line for line in stream.getvalue().splitlines() if "waiting" in line]
+    assert waits == ["[  10.0 s] waiting for: engines, learner"]
+    view, stream, clock = a_view(is_tty=True)
+    with view.phase("learner"):
+        clock.advance(7.0)
+        view.tick()
+        assert stream.getvalue().endswith(f"{ERASE_LINE}[   7.0 s] learner ...")
+        assert "\n" not in stream.getvalue()
+
+
+def test_start_up_is_told_of_while_the_main_thread_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "TICK_S", 0.01)
+    view, _, _ = a_view(is_tty=False)
+    ticked = threading.Event()
+    monkeypatch.setattr(view, "tick", ticked.set)
+    with view.ticking():
+        assert ticked.wait(30.0)
+        (thread,) = [one for one in threading.enumerate() if one.name == "start-up"]
+    assert not thread.is_alive()
 
 
 def test_a_phase_that_fails_says_so_and_lets_the_error_through() -> None:

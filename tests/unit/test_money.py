@@ -247,11 +247,43 @@ def test_a_new_price_is_shared_out_like_the_old_one() -> None:
     assert parts(book, 20.0) == {"open": 25, "idle": 5}
 
 
+def test_another_price_holds_from_now_on_and_its_account_goes_on() -> None:
+    book = serving()
+    book.worked("w0", 5.0, 10.0)
+    book.reprice("w0", 7200.0, 10.0)
+    assert parts(book, 10.0) == {"open": 5, "idle": 5}
+    book.worked("w0", 10.0, 20.0)  # of 20 s so far: 5 s more than before
+    assert parts(book, 20.0) == {"open": 15, "idle": 15}
+    book.stop("w0", 20.0)
+    assert book.total(30.0) == 30
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    prices=st.lists(st.tuples(st.integers(0, 10**6), st.floats(0.0, 1e4)), min_size=1, max_size=30),
+    rest_s=st.integers(0, 10**6),
+)
+def test_what_was_spent_stays_whatever_the_prices_that_come(
+    prices: list[tuple[int, float]], rest_s: int
+) -> None:
+    """To the last unit: a price in billionths of a dollar an hour times whole seconds, and the next one."""
+    book, now_s, expected, billionths = Accounting(), 0, Fraction(0), 0
+    book.start("w0", 0.0, 0.0, state="serving")
+    for passed_s, usd_per_hour in prices:
+        now_s += passed_s
+        expected += Fraction(billionths * passed_s, 3600 * 10**9)
+        assert book.total(now_s) == expected
+        book.reprice("w0", usd_per_hour, now_s)
+        assert book.total(now_s) == expected
+        billionths = round(usd_per_hour * 10**9)
+    assert book.total(now_s + rest_s) == expected + Fraction(billionths * rest_s, 3600 * 10**9)
+
+
 MOVES = st.lists(
     st.tuples(
         st.floats(0.0, 1000.0),  # seconds since the last move
         st.sampled_from(
-            ["start", "stop", "booting", "idle", "busy", "serving", "serving", "worked", "worked"]
+            ["start", "reprice", "stop", "booting", "idle", "busy", "serving", "serving", "worked", "worked"]
         ),
         st.sampled_from(["a", "b"]),
         st.floats(0.0, 3000.0),  # $/h, or busy seconds
@@ -274,6 +306,8 @@ def test_whatever_is_said_of_their_time_the_parts_add_up(moves: list[Any], token
         idle = book.parts(now_s)["idle"]
         if what == "start":
             book.start(machine, value, now_s)
+        elif what == "reprice":
+            book.reprice(machine, value, now_s)
         elif what == "stop":
             book.stop(machine, now_s)
         elif what == "worked":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from echo_planes.errors import ClusterError, WeightsError
 from echo_planes.weights.node.feed import MAX_BEGUN, Feeds, _Child, _Feed
-from echo_planes.weights.node.shelf import KEPT_PATCHES, Shelf, Wants, wants_message
+from echo_planes.weights.node.shelf import KEPT_PATCHES, Shelf, Wanted, Wants, wants_message
 from echo_planes.weights.node.spool import SpoolFile
 from echo_planes.weights.node.transport import _STATUS
 from echo_planes.weights.wire.frames import (
@@ -26,6 +27,7 @@ from echo_planes.weights.wire.frames import (
     SegmentFrame,
 )
 from echo_planes.weights.wire.manifest import PublicationKey, key_text
+from echo_planes.weights.wire.messages import decode
 from echo_planes.weights.wire.signing import Verifier
 from tests.unit.wire import LIMITS, SIGNER, Signed, signed
 
@@ -197,7 +199,7 @@ def test_a_stream_that_a_child_opens_again_holds_nothing_back() -> None:
         put(source, patch(1))
         link = Link(source, target)
         await link.step()
-        again = _Feed(Feeds(source), source, link.wires[0], "child", link.state, 0, 1, Wants({}))  # type: ignore[arg-type]
+        again = _Feed(Feeds(source), source, link.wires[0], "child", link.state, 0, 1, Wants(Wanted()))  # type: ignore[arg-type]
         link.state.enter(again)
         assert link.feeds[0].ended
         link.state.leave(again)
@@ -327,21 +329,21 @@ def test_what_a_parent_has_not_got_yet_is_not_cancelled() -> None:
 
 def test_what_a_child_claims_takes_no_memory_beyond_what_is_here() -> None:
     async def story(source: Shelf, target: Shelf) -> None:
-        have = {key_text(key_of(patch(v))): [[0, 2], [3, 2**40]] for v in range(1, 200)}
-        wants = Wants({"have": have})
+        have = {key_text(key_of(patch(v))): [(0, 2), (3, 2**40)] for v in range(1, 200)}
+        wants = Wants(Wanted(have))
         put(source, patch(1), num_chunks=0)
         chunks = wants.chunks(source.holdings[key_of(patch(1))].transfer)
-        assert chunks.to_json() == [[0, 2], [3, 8]]
+        assert chunks.ranges() == [(0, 2), (3, 8)]
         wrong: list[Any] = [[[2, 1]], [[0, 2], [1, 3]], [[0]], [["a", 1]], {}, [[0, 2], [2, 3]]]
         for ranges in wrong:
             with pytest.raises(WeightsError):
-                Wants({"have": {key_text(key_of(patch(1))): ranges}})
+                Wants(decode(json.dumps({"have": {key_text(key_of(patch(1))): ranges}}), Wanted, "wanted"))
 
     on_shelves(story)
 
 
 def test_a_child_is_not_sent_again_what_it_has_staged() -> None:
-    wants = Wants({"newest": ["L0", 7]})
+    wants = Wants(Wanted(newest=("L0", 7)))
     assert wants.skips(key_of(full(6)))
     assert wants.skips(key_of(patch(7)))
     assert not wants.skips(key_of(full(7)))  # those that it feeds may need it

@@ -11,18 +11,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from echo_planes.errors import ClusterError
 from echo_planes.weights.chain.events import (
     PING_INTERVAL_S,
+    Answer,
     Assign,
     CancelBroadcast,
     PeerJoined,
     Report,
     Tick,
-    action_to_json,
-    event_to_json,
 )
 from echo_planes.weights.chain.tracker import FORGOTTEN_S, Tracker, TrackerSettings
 from echo_planes.weights.node.dispatch import Dispatch
@@ -43,10 +43,10 @@ class Request:
 
     def __init__(self, *events: Any) -> None:
         self.headers = {"X-Node": "w0"}
-        self._body = json.dumps({"events": [event_to_json(event) for event in events]})
+        self._body = msgspec.json.encode({"events": events})
 
     async def read(self) -> bytes:
-        return self._body.encode()
+        return self._body
 
 
 def member(shelf: Shelf, session: Any, sender: str) -> Membership:
@@ -64,11 +64,11 @@ def test_a_peer_that_the_tracker_has_forgotten_is_asked_to_join_again(
         monkeypatch.setattr("echo_planes.weights.node.dispatch.time", clock)
         tracker = Tracker(TrackerSettings())
         dispatch = Dispatch(tracker, Feeds(Shelf(VERIFIER, LIMITS, tmp_path)), lambda line: None, "secret")
-        report = Report("w0", "", None, 0, 0, 0.0, 0, 0.0, False, False, -1)
+        report = Report("w0", "", None, 0, 0, 0.0, 0, 0.0, False, False, -1, -1)
 
         async def answer_to(handler: Any, *events: Any) -> dict[str, Any]:
             response = await handler(Request(*events))
-            parsed: dict[str, Any] = json.loads(response.text)
+            parsed: dict[str, Any] = json.loads(response.body)
             return parsed
 
         assert await answer_to(dispatch.report, report) == {"join": True}
@@ -89,7 +89,7 @@ class Unreachable:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def post(self, url: str, json: object, **shown: object) -> Unreachable:
+    def post(self, url: str, data: object, **shown: object) -> Unreachable:
         self.asked.append(url)
         return self
 
@@ -105,14 +105,14 @@ def test_the_token_does_not_go_out_in_plain_text_where_the_sender_speaks_tls(tmp
     async def story() -> None:
         session = Unreachable()
         one = member(Shelf(VERIFIER, LIMITS, tmp_path), session, "https://sender")
-        plain, safe = (Assign("w0", "w1", f"{kind}://w1") for kind in ("http", "https"))
-        await one._follow({"orders": [action_to_json(plain)]})
+        plain, safe = (Assign("w0", "w1", f"{kind}://w1", "shown") for kind in ("http", "https"))
+        await one._follow(Answer((plain,)))
         assert one.link is None
         assert "TLS" in one.trouble
-        await one._follow({"orders": [action_to_json(safe)]})
+        await one._follow(Answer((safe,)))
         assert one.link is not None
         assert one.trouble == ""
-        await one._follow({"orders": [action_to_json(plain)]})
+        await one._follow(Answer((plain,)))
         assert one.link.parent.address == "https://w1"  # the present one is kept
         await one.leave()
 
@@ -124,9 +124,9 @@ def test_a_cancelled_publication_is_refused_without_waiting_for_the_parent(tmp_p
         session = Unreachable()
         shelf = Shelf(VERIFIER, LIMITS, tmp_path)
         one = member(shelf, session, "http://sender")
-        await one._follow({"orders": [action_to_json(Assign("w0", "w1", "http://w1"))]})
+        await one._follow(Answer((Assign("w0", "w1", "http://w1", "shown"),)))
         shelf.add_segment(signed(bytes(100), key=PATCH).segments[0])
-        order = {"orders": [action_to_json(CancelBroadcast(PATCH, ("w0",)))]}
+        order = Answer((CancelBroadcast(PATCH, ("w0",)),))
         await asyncio.wait_for(one._follow(order), 5.0)
         await asyncio.sleep(0)
         assert session.asked[-1] == "http://w1/v1/unwanted"
@@ -175,7 +175,7 @@ class _Pipe:
         self.closed: list[int] = []
 
     @contextlib.asynccontextmanager
-    async def post(self, url: str, json: object, **shown: object) -> AsyncIterator[Any]:
+    async def post(self, url: str, data: object, **shown: object) -> AsyncIterator[Any]:
         queue: asyncio.Queue[bytes] = asyncio.Queue()
         self.opened.append(queue)
         self.numbers.append(int(url.partition("stream=")[2].partition("&")[0]))

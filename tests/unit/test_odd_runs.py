@@ -58,7 +58,7 @@ def put(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
 def a_full_run(folder: Path) -> Path:
     run = a_run(folder, steps=2)
     writer = MetricsWriter(run)
-    writer.event(4.0, metrics.WORKER_STATE, "serving", worker="w0", offer="L4/spot")
+    writer.event(4.0, metrics.WORKER_STATE, "serving", worker="w0", instance_type="L4/spot")
     writer.event(
         5.0, metrics.FLEET_STATE, "more", mu=1.0, mu_min=1.0, workers={"serving": 1}, launched={"L4": 1}
     )
@@ -100,7 +100,7 @@ def ways(run: Path, name: str) -> Iterator[list[tuple[Any, ...]]]:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rollouts and settings are the same in all of these."""
-    monkeypatch.setattr(report, "_rollouts", lambda *_: "")
+    monkeypatch.setattr(report, "_rollouts", lambda *_: {"rollouts": [], "problem": ""})
     monkeypatch.setattr(report, "parse_config", lambda _: {})
 
 

@@ -20,7 +20,7 @@ EXAMPLE = ROOT / "configs" / "prices" / "example.csv"
 DATA = Path(os.environ.get("ECHO_PLANES_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 REAL = DATA / "gpu_prices" / "gpu_prices.csv"
 LINKS = ("uplink_mbit=800", "worker_mbit=100")
-# One offer of 1 trajectory/s at $2/h, a learner at $6/h: what comes out can be worked out by hand.
+# One instance type of 1 trajectory/s at $2/h, a learner at $6/h: what comes out can be worked out by hand.
 PRICES = "provider,sku,gpus,region,usd_per_hour,spot_usd_per_hour\nc,H100,1,r,2.0,\n"
 BY_HAND = (
     "params_b=8",
@@ -137,7 +137,7 @@ def test_spot_is_left_out_where_it_is_not_wanted(capsys: pytest.CaptureFixture[s
 def test_quotas_and_minimums_hold(capsys: pytest.CaptureFixture[str]) -> None:
     words = (f"prices={EXAMPLE}", "params_b=8", "t_train_s=20", *LINKS, "changed_share=0.01")
     kept = "example-rental/west/RTX-4090/on_demand"
-    found = tree(capsys, *words, "max_per_offer=1", "quota.A100-80GB=0", f"minimum.{kept}=1")
+    found = tree(capsys, *words, "max_per_instance_type=1", "quota.A100-80GB=0", f"minimum.{kept}=1")
     for fleet in found["fleets"]:
         assert fleet["counts"][kept] == 1
         assert not any("A100" in name for name in fleet["counts"])
@@ -151,12 +151,16 @@ def test_a_gpu_without_bf16_or_room_is_left_out_unless_it_was_measured(
     path.write_text(PRICES + "c,V100-32GB,1,r,0.1,\nc,L4,1,r,0.2,\n")
     words = (f"prices={path}", *BY_HAND, "params_b=14")
     found = tree(capsys, *words)
-    assert {offer["sku"] for offer in found["offers"]} == {"H100"}
+    assert {instance_type["sku"] for instance_type in found["instance_types"]} == {"H100"}
     assert len(found["left_out"]) == 2
     assert found["left_out"][0].startswith("V100-32GB: no bf16 arithmetic")
     assert found["left_out"][1] == "L4: 14 B weights do not fit (estimated)"
     measured = tree(capsys, *words, "mu.V100-32GB=0.5", "mu.L4=0.1")
-    assert {offer["sku"] for offer in measured["offers"]} == {"H100", "V100-32GB", "L4"}
+    assert {instance_type["sku"] for instance_type in measured["instance_types"]} == {
+        "H100",
+        "V100-32GB",
+        "L4",
+    }
 
 
 def test_names_may_have_dots(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -180,7 +184,11 @@ def test_a_plan_from_the_real_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["feasible"]
     assert len(found["fleets"]) == 4
     prices = {row.spot_usd_per_hour for row in read_prices(REAL)}
-    assert {offer["usd_per_hour"] for offer in found["offers"] if offer["name"].endswith("/spot")} <= prices
+    assert {
+        instance_type["usd_per_hour"]
+        for instance_type in found["instance_types"]
+        if instance_type["name"].endswith("/spot")
+    } <= prices
     assert found["fleets"][1]["usd_per_hour"] <= found["fleets"][3]["usd_per_hour"]
 
 
@@ -205,8 +213,8 @@ def test_tokens_per_second_that_are_given_count_by_the_answers_length(
 ) -> None:
     words = [word for word in BY_HAND if not word.startswith("mu.")]
     found = tree(capsys, one, *words, "tokens_per_s.H100=3000", "answer_tokens=1000")
-    (offer,) = found["offers"]
-    assert (offer["mu"], offer["mu_source"]) == (3.0, "given")
+    (instance_type,) = found["instance_types"]
+    assert (instance_type["mu"], instance_type["mu_source"]) == (3.0, "given")
 
 
 def test_the_page_is_self_contained_and_shows_the_fleets(
@@ -279,7 +287,7 @@ def test_without_a_fleet_there_is_advice_and_the_best_there_is(
 
 
 def test_a_fleet_too_large_to_broadcast_to_is_no_fleet(capsys: pytest.CaptureFixture[str], one: str) -> None:
-    words = (one, *BY_HAND, "uplink_mbit=100", "mu.H100=0.02", "max_per_offer=100000")
+    words = (one, *BY_HAND, "uplink_mbit=100", "mu.H100=0.02", "max_per_instance_type=100000")
     text = told(capsys, *words, status=1)
     assert "no fleet is enough: T_bcast is not below kappa T_train (estimated)" in text
     assert "What would help:\n  - " in text

@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 
 from echo_planes.cluster import placement
+from echo_planes.config.fleet import WorkerConfig
 from echo_planes.config.schema import Config
 from echo_planes.data.store.store import ReplayStore
 from echo_planes.errors import ClusterError, ConfigError, DataError, ModelError, UserError
 from echo_planes.loop import preflight
+from echo_planes.loop.loading import load_config
 from echo_planes.loop.spending import SPENDING_FILE
+from echo_planes.run import run_folder
 from echo_planes.testing.simulation import replace_section
 
 
@@ -184,6 +187,21 @@ def test_a_folder_that_another_run_has_is_refused_unless_it_is_resumed(tmp_path:
     assert f"run.dir={tmp_path}" in message
     assert f"run.resume={tmp_path}" in message
     preflight.check(config(run={"resume": str(tmp_path)}), tmp_path)
+
+
+def test_a_job_on_a_cluster_keeps_its_run_elsewhere_than_in_rays_copy_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "session_1" / "runtime_resources" / "working_dir_files" / "_ray_pkg_0123"
+    copy.mkdir(parents=True)
+    monkeypatch.chdir(copy)
+    for settings in (Config(), config(run={"dir": "runs/job"})):
+        message = refusal(ConfigError, settings, run_folder(settings))
+        assert all(part in message for part in ("run.dir=", "Ray removes", "a folder that stays"))
+    stays = config(run={"dir": str(tmp_path / "runs" / "job")})
+    preflight.check(stays, run_folder(stays))
+    # What was written there all the same can be gone on with as long as it is there.
+    preflight.check(config(run={"resume": "runs/job"}), copy / "runs" / "job")
 
 
 @pytest.mark.parametrize(("usd", "fits"), [(12.0, False), (12.5, False), (12.6, True), (None, True)])
@@ -364,13 +382,20 @@ def test_standbys_must_have_room_beside_the_workers_to_begin_with(tmp_path: Path
     assert "fleet.standby=2: fleet.max_workers=3" in message
     assert "raise it to 4" in message
     message = refusal(ConfigError, changing(kind, standby=3), tmp_path / "run")
-    assert "max_count (of all kinds)=4" in message
+    assert "max_count (of all instance types)=4" in message
     preflight.check_fleet(changing({"sku": "a", "count": 2}))  # no standby: the quota may be the fleet
+
+
+def test_instance_types_that_are_priced_by_name_have_names_of_their_own() -> None:
+    twins = [WorkerConfig(sku="a", usd_per_hour=usd).model_dump() for usd in (1.0, 2.0)]
+    preflight.check_fleet(config(fleet={"workers": twins}))
+    with pytest.raises(ConfigError, match="two entries are of instance type a/on_demand"):
+        preflight.check_fleet(config(fleet={"workers": twins, "prices": "my_prices:make"}))
 
 
 def test_every_setting_of_a_fleet_is_looked_at_or_refused() -> None:
     """A new setting that a fixed fleet ignores has to be named there."""
-    known = {"workers", "restarts", "scale"}
+    known = {"workers", "restarts", "scale", "prices", "prices_every_s"}
     changed: dict[str, Any] = {
         "gamma": 1.2,
         "tick_s": 1.0,
@@ -403,10 +428,26 @@ def test_a_fleet_that_changes_must_fit_with_all_its_quotas_unless_nodes_come() -
     has = {"CPU": 8.0, "GPU": 3.0}
     nodes = [{"pool": "x"}]
     with pytest.raises(
-        ClusterError, match=r"need 4 GPU, the cluster has 3; lower fleet\.workers\.N\.max_count"
+        ClusterError, match=r"need 4 GPU, the cluster has 3; lower fleet\.workers\.0\.max_count=4, or"
     ):
         placement.check_fit(changing(kind), has, nodes)
     with pytest.raises(ClusterError, match="no node of the cluster carries the labels"):
         placement.check_fit(changing(kind), has | {"GPU": 4.0}, [{"pool": "y"}])
     placement.check_fit(changing(kind), has | {"GPU": 4.0}, nodes)
     placement.check_fit(changing(kind, scale="ray"), {"CPU": 8.0}, [])
+
+
+@pytest.mark.parametrize("scale", ["fixed", "static"])
+def test_the_default_fleet_fits_two_cores_and_a_larger_one_is_told_what_to_lower(scale: str) -> None:
+    cores = {"CPU": 2.0}
+    placement.check_fit(load_config([f"fleet.scale={scale}"]), cores, [{}])
+    larger = load_config(
+        [f"fleet.scale={scale}", f"fleet.workers.1.{'count' if scale == 'fixed' else 'max_count'}=2"]
+    )
+    advice = "choose a smaller fleet"
+    if scale == "static":
+        advice = "lower fleet.workers.0.max_count=1 or fleet.workers.1.max_count=2"
+    with pytest.raises(
+        ClusterError, match=f"need 2.5 CPU, the cluster has 2; {advice}, or their 'resources'"
+    ):
+        placement.check_fit(larger, cores, [{}])

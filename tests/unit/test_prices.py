@@ -1,4 +1,4 @@
-"""Price lists: what is read, what is refused with its line, and what offers become of it."""
+"""Price lists: what is read, what is refused with its line, and what instance types become of it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ import pytest
 
 from echo_planes.errors import ConfigError, DataError
 from echo_planes.fleet import prices
-from echo_planes.fleet.instance_types import Offer
-from echo_planes.fleet.prices import COLUMNS, PriceRow, convert_skypilot, offers_from_prices, read_prices
+from echo_planes.fleet.instance_types import InstanceType
+from echo_planes.fleet.prices import (
+    COLUMNS,
+    PriceRow,
+    convert_skypilot,
+    instance_types_from_prices,
+    read_prices,
+)
 from echo_planes.fleet.sku_facts import SKU_FACTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,13 +40,13 @@ def refusal(path: Path) -> str:
     return str(caught.value)
 
 
-def offers(
+def instance_types(
     rows: tuple[PriceRow, ...],
     *,
     max_counts: Mapping[str, int] | None = None,
     min_counts: Mapping[str, int] | None = None,
-) -> dict[str, Offer]:
-    made = offers_from_prices(
+) -> dict[str, InstanceType]:
+    made = instance_types_from_prices(
         rows,
         lambda row: None if row.sku == "L4" else 2.0,
         max_count=5,
@@ -48,7 +54,7 @@ def offers(
         min_counts=min_counts or {},
         spot_interruptions_per_hour=0.25,
     )
-    return {offer.name: offer for offer in made}
+    return {instance_type.name: instance_type for instance_type in made}
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -136,14 +142,14 @@ def test_a_file_that_is_no_list_is_refused(tmp_path: Path, monkeypatch: pytest.M
     assert "it has more than" in refusal(write(tmp_path))
 
 
-# --- offers --------------------------------------------------------------------------------------
+# --- instance types --------------------------------------------------------------------------------------
 
 
-def test_each_price_is_an_offer_and_a_row_without_one_has_none(tmp_path: Path) -> None:
+def test_each_price_is_an_instance_type_and_a_row_without_one_has_none(tmp_path: Path) -> None:
     rows = read_prices(
         write(tmp_path, "c,H100,1,,,,r,4,1,", "c,A100,2,,,,r,3,,", "d,A100,1,,,,r,,0.5,", "c,L4,1,,,,r,1,,")
     )
-    made = offers(rows)
+    made = instance_types(rows)
     assert set(made) == {"c/r/H100/on_demand", "c/r/H100/spot", "c/r/A100x2/on_demand", "d/r/A100/spot"}
     spot = made["c/r/H100/spot"]
     assert (spot.usd_per_hour, spot.market, spot.interruptions_per_hour, spot.region) == (
@@ -156,9 +162,11 @@ def test_each_price_is_an_offer_and_a_row_without_one_has_none(tmp_path: Path) -
     assert (steady.usd_per_hour, steady.interruptions_per_hour, steady.rho) == (4.0, 0.0, 2.0)
 
 
-def test_quotas_name_an_offer_or_a_sku_and_minimums_an_offer(tmp_path: Path) -> None:
+def test_quotas_name_an_instance_type_or_a_sku_and_minimums_an_instance_type(tmp_path: Path) -> None:
     rows = read_prices(write(tmp_path, "c,H100,1,,,,r,4,1,", "c,A100,1,,,,r,3,,"))
-    made = offers(rows, max_counts={"H100": 2, "c/r/H100/spot": 9}, min_counts={"c/r/A100/on_demand": 3})
+    made = instance_types(
+        rows, max_counts={"H100": 2, "c/r/H100/spot": 9}, min_counts={"c/r/A100/on_demand": 3}
+    )
     assert {name: (o.min_count, o.max_count) for name, o in made.items()} == {
         "c/r/H100/on_demand": (0, 2),
         "c/r/H100/spot": (0, 9),
@@ -169,12 +177,12 @@ def test_quotas_name_an_offer_or_a_sku_and_minimums_an_offer(tmp_path: Path) -> 
 def test_a_quota_below_the_minimum_or_of_nothing_is_refused(tmp_path: Path) -> None:
     rows = read_prices(write(tmp_path, "c,H100,1,,,,r,4,1,"))
     name = "c/r/H100/spot"
-    with pytest.raises(ConfigError, match=r"quota of c/r/H100/spot: 2 workers .* minimum of 3"):
-        offers(rows, max_counts={name: 2}, min_counts={name: 3})
+    with pytest.raises(ConfigError, match=r"quota of c/r/H100/spot: 2 workers are fewer than its minimum 3"):
+        instance_types(rows, max_counts={name: 2}, min_counts={name: 3})
     with pytest.raises(ConfigError, match=r"quota\.H10: .*did you mean 'H100'"):
-        offers(rows, max_counts={"H10": 2})
+        instance_types(rows, max_counts={"H10": 2})
     with pytest.raises(ConfigError, match=r"minimum\.c/r/H100/spt: .*did you mean 'c/r/H100/spot'"):
-        offers(rows, min_counts={"c/r/H100/spt": 2})
+        instance_types(rows, min_counts={"c/r/H100/spt": 2})
 
 
 # --- SkyPilot ------------------------------------------------------------------------------------

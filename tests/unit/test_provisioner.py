@@ -12,14 +12,14 @@ from echo_planes.errors import ConfigError
 from echo_planes.fleet.advice import advise
 from echo_planes.fleet.capacity import Need
 from echo_planes.fleet.exact import exact, solve
-from echo_planes.fleet.instance_types import FleetPlan, Limits, Offer, Shortfall
+from echo_planes.fleet.instance_types import FleetPlan, InstanceType, Limits, Shortfall
 from echo_planes.fleet.provisioner import Provisioner, greedy
 
 FREE = Limits()
 # 4 x 256 trajectories while 4 steps of 10 s last, of which 8 s go to the broadcast: 32 a second.
 NEED = Need(max_staleness=5, kappa=4, per_step=256, t_train_s=10.0, t_bcast_s=8.0, gamma=1.0)
-SMALL = Offer("small", "L40S", usd_per_hour=0.8, mu=4.0, max_count=20)
-LARGE = Offer("large", "H100", usd_per_hour=3.0, mu=12.0, max_count=10)
+SMALL = InstanceType("small", "L40S", usd_per_hour=0.8, mu=4.0, max_count=20)
+LARGE = InstanceType("large", "H100", usd_per_hour=3.0, mu=12.0, max_count=10)
 
 
 def plan(outcome: FleetPlan | Shortfall) -> FleetPlan:
@@ -40,15 +40,15 @@ def test_greedy_takes_the_cheapest_prefix_by_rho() -> None:
 
 
 def test_the_optimum_is_cheaper_where_the_last_worker_of_the_prefix_is_too_large() -> None:
-    big = Offer("big", "8xH100", usd_per_hour=10.0, mu=50.0, max_count=5)
-    little = Offer("little", "L4", usd_per_hour=0.3, mu=1.0, max_count=20)
+    big = InstanceType("big", "8xH100", usd_per_hour=10.0, mu=50.0, max_count=5)
+    little = InstanceType("little", "L4", usd_per_hour=0.3, mu=1.0, max_count=20)
     assert plan(greedy([big, little], 52.0, FREE, {})).counts == {"big": 2}
     assert plan(exact([big, little], 52.0, FREE, {})).counts == {"big": 1, "little": 2}
 
 
 def test_minimums_come_first_and_ties_go_by_name() -> None:
     twin = replace(SMALL, name="another")
-    dear = Offer("dear", "A100", 9.0, 4.0, max_count=3, min_count=1)
+    dear = InstanceType("dear", "A100", 9.0, 4.0, max_count=3, min_count=1)
     assert plan(greedy([SMALL, twin, dear], 8.0, FREE, {})).counts == {"another": 1, "dear": 1}
     assert plan(exact([SMALL, twin, dear], 8.0, FREE, {})).usd_per_hour == pytest.approx(9.8)
 
@@ -67,8 +67,8 @@ def test_minimums_come_first_and_ties_go_by_name() -> None:
 def test_a_shortfall_names_what_is_in_the_way(
     choose: object, limits: Limits, binding: tuple[str, ...]
 ) -> None:
-    offer = replace(SMALL, max_count=8, interruptions_per_hour=0.05)
-    found = shortfall(choose([offer], 40.0, limits, {}))  # type: ignore[operator]
+    instance_type = replace(SMALL, max_count=8, interruptions_per_hour=0.05)
+    found = shortfall(choose([instance_type], 40.0, limits, {}))  # type: ignore[operator]
     assert found.binding == binding
     most = {"usd_per_hour": 5, "interruptions": 4, "max_workers": 3, "usd_left": 0, "quota": 8}[binding[0]]
     assert found.best.num_workers == most
@@ -81,9 +81,27 @@ def test_the_optimum_finds_fleets_that_the_prefix_misses() -> None:
 
 
 def test_without_money_only_what_is_held_and_what_is_free_has_room() -> None:
-    own = Offer("own", "A100", usd_per_hour=0.0, mu=1.0, max_count=2)
+    own = InstanceType("own", "A100", usd_per_hour=0.0, mu=1.0, max_count=2)
     found = shortfall(exact([SMALL, own], 20.0, Limits(usd_left=0.0), {"small": 3}))
     assert found.best.counts == {"small": 3, "own": 2}
+
+
+@pytest.mark.parametrize(("seconds_left", "wanted"), [(200.0, 8), (199.0, 2), (0.0, 2)])
+def test_a_worker_that_would_serve_for_less_than_it_boots_is_not_bought(
+    seconds_left: float, wanted: int
+) -> None:
+    slow, limits = replace(SMALL, boot_s=100.0), Limits(seconds_left=seconds_left)
+    for choose in (greedy, exact):
+        found = choose([slow], 32.0, limits, {"small": 2})
+        counts = found.best.counts if isinstance(found, Shortfall) else found.counts
+        assert counts == {"small": wanted}
+        assert not isinstance(found, Shortfall) or found.binding == ("seconds_left",)
+        # What is free costs nothing by booting, and what boots sooner still pays.
+        own = replace(slow, name="own", usd_per_hour=0.0)
+        quick = replace(SMALL, name="quick", usd_per_hour=2.0, boot_s=seconds_left / 2)
+        assert plan(choose([slow, own], 32.0, limits, {"small": 2})).counts["own"] >= 6
+        assert plan(choose([slow, quick], 32.0, limits, {"small": 2})).mu == 32.0
+    assert advise(NEED, [slow], Limits(seconds_left=0.0)) == ()
 
 
 def test_a_fleet_too_small_in_number_is_filled_up_with_the_cheapest() -> None:
@@ -94,25 +112,27 @@ def test_a_fleet_too_small_in_number_is_filled_up_with_the_cheapest() -> None:
 
 def test_money_is_counted_exactly() -> None:
     # In floats ten times 0.1 is less than 1.0, and three times 0.1 is more than 0.3.
-    offer = Offer("dime", "L4", usd_per_hour=0.1, mu=1.0, max_count=20)
-    assert plan(exact([offer], 3.0, Limits(usd_per_hour=0.3), {})).num_workers == 3
-    assert isinstance(exact([offer], 4.0, Limits(usd_per_hour=0.3), {}), Shortfall)
+    instance_type = InstanceType("dime", "L4", usd_per_hour=0.1, mu=1.0, max_count=20)
+    assert plan(exact([instance_type], 3.0, Limits(usd_per_hour=0.3), {})).num_workers == 3
+    assert isinstance(exact([instance_type], 4.0, Limits(usd_per_hour=0.3), {}), Shortfall)
 
 
 @pytest.mark.parametrize(
-    ("offers", "limits", "said"),
+    ("instance_types", "limits", "said"),
     [
-        ([SMALL, SMALL], FREE, "two offers"),
+        ([SMALL, SMALL], FREE, "two instance types"),
         ([replace(SMALL, mu=0.0)], FREE, "mu=0.0"),
         ([replace(SMALL, usd_per_hour=float("nan"))], FREE, "usd_per_hour=nan"),
         ([replace(SMALL, usd_per_hour=-1.0)], FREE, "usd_per_hour=-1.0"),
         ([SMALL], Limits(max_workers=-1), "max_workers=-1"),
     ],
 )
-def test_impossible_input_is_refused_in_one_line(offers: list[Offer], limits: Limits, said: str) -> None:
+def test_impossible_input_is_refused_in_one_line(
+    instance_types: list[InstanceType], limits: Limits, said: str
+) -> None:
     for choose in (greedy, exact):
         with pytest.raises(ConfigError, match=said) as caught:
-            choose(offers, 1.0, limits, {})
+            choose(instance_types, 1.0, limits, {})
         assert "\n" not in str(caught.value)
 
 
@@ -122,8 +142,8 @@ def test_impossible_input_is_refused_in_one_line(offers: list[Offer], limits: Li
 def test_advice_is_the_smallest_change_and_enough() -> None:
     # 40 s of 4 steps, 30 of them broadcast: 102.4 trajectories/s are needed, 80 can be had.
     need, limits = replace(NEED, t_bcast_s=30.0), Limits(usd_per_hour=16.0)
-    offers = [SMALL]
-    given = {advice.change: advice for advice in advise(need, offers, limits)}
+    instance_types = [SMALL]
+    given = {advice.change: advice for advice in advise(need, instance_types, limits)}
     # 16 $/h buy 20 workers, which is the quota too: money alone does not help.
     assert set(given) == {"kappa", "per_step", "t_bcast_s"}
     # 80 (10 k - 30) >= 256 k from k = 4.41 on; at R = 200 it is 80 x 10 / 4; T_bcast = 40 - 1024 / 80.
@@ -134,8 +154,10 @@ def test_advice_is_the_smallest_change_and_enough() -> None:
     for advice in given.values():
         target = advice.need.mu_target
         assert target is not None
-        assert plan(exact(offers, target, advice.limits, {})) == advice.plan
-    assert isinstance(exact(offers, replace(need, per_step=201).mu_target or 0.0, limits, {}), Shortfall)
+        assert plan(exact(instance_types, target, advice.limits, {})) == advice.plan
+    assert isinstance(
+        exact(instance_types, replace(need, per_step=201).mu_target or 0.0, limits, {}), Shortfall
+    )
 
 
 def test_advice_on_staleness_is_kappa_plus_one_where_broadcasts_are_short() -> None:
@@ -178,8 +200,8 @@ class Fleet:
         self.running = running
         self.changes: list[float] = []
 
-    def tick(self, now_s: float, offers: list[Offer], need: Need = NEED) -> str:
-        decision = self.provisioner.decide(need, offers, self.running, now_s)
+    def tick(self, now_s: float, instance_types: list[InstanceType], need: Need = NEED) -> str:
+        decision = self.provisioner.decide(need, instance_types, self.running, now_s)
         for name, n in decision.launch.items():
             self.running[name] = self.running.get(name, 0) + n
         for name, n in decision.release.items():
@@ -231,11 +253,11 @@ def test_a_loss_below_mu_min_is_replaced_at_once_and_one_above_it_is_not() -> No
 
 def test_a_surplus_beyond_the_margin_goes_dearest_first_and_minimums_stay() -> None:
     fleet = Fleet(small=8, large=3)
-    offers = [SMALL, replace(LARGE, min_count=1)]
-    fleet.tick(0.0, offers)
-    assert "surplus" in fleet.tick(90.0, offers)
+    instance_types = [SMALL, replace(LARGE, min_count=1)]
+    fleet.tick(0.0, instance_types)
+    assert "surplus" in fleet.tick(90.0, instance_types)
     assert fleet.changes == []
-    fleet.tick(100.0, offers)
+    fleet.tick(100.0, instance_types)
     assert fleet.running == {"small": 5, "large": 1}
 
 
@@ -300,23 +322,34 @@ def test_a_surplus_within_the_margin_is_kept_and_so_are_machines_that_cost_nothi
     assert fleet.changes == []
 
 
-def test_an_offer_that_is_gone_keeps_its_workers_and_gets_no_more() -> None:
+def test_an_instance_type_that_is_gone_keeps_its_workers_and_gets_no_more() -> None:
     fleet = Fleet(large=2)
     fleet.tick(0.0, [SMALL, LARGE])
     fleet.running = {"large": 2}
     fleet.tick(10.0, [SMALL])
     fleet.tick(50.0, [SMALL])
     assert fleet.running == {"large": 2, "small": 2}
-    with pytest.raises(ConfigError, match="no such offer is known"):
+    with pytest.raises(ConfigError, match="no such type is known"):
         Provisioner(FREE).decide(NEED, [SMALL], {"unheard-of": 1}, 0.0)
+
+
+def test_a_reason_names_a_price_only_where_there_is_one() -> None:
+    own = replace(SMALL, usd_per_hour=0.0)
+    for instance_type, said in (
+        (own, "+8 small of no price (4 trajectories/s each)"),
+        (SMALL, "$0.80/h (rho 0.2)"),
+    ):
+        reason = Provisioner(FREE).decide(NEED, [instance_type], {}, 0.0).reason
+        assert said in reason
+        assert ("rho" in reason) == (instance_type is SMALL)
 
 
 def test_a_fleet_that_became_dear_is_changed_without_a_gap() -> None:
     fleet = Fleet(large=3)
-    offers = [replace(SMALL, boot_s=400.0), LARGE]
+    instance_types = [replace(SMALL, boot_s=400.0), LARGE]
     lowest = 1e9
     for now_s in range(0, 1500, 20):
-        fleet.tick(float(now_s), offers)
+        fleet.tick(float(now_s), instance_types)
         lowest = min(lowest, sum(n * (4.0 if name == "small" else 12.0) for name, n in fleet.running.items()))
     assert fleet.running == {"small": 8}
     assert lowest >= 32.0
@@ -469,11 +502,11 @@ def test_what_nobody_measured_is_no_ground_for_advice(assumed: bool) -> None:
 def test_a_low_of_long_ago_does_not_keep_a_surplus_for_ever() -> None:
     """The need falls in two moves: what the first permits is forgotten once the second has lasted."""
     provisioner = Provisioner(Limits(), sustain_s=4.0, release_sustain_s=8.0, saving_margin=10.0)
-    offers = [Offer("a", "a", 0.02, 35.0, 1), Offer("b", "b", 0.08, 48.0, 1)]
+    instance_types = [InstanceType("a", "a", 0.02, 35.0, 1), InstanceType("b", "b", 0.08, 48.0, 1)]
     released = {}
     for tick in range(40):
         need = Need(3, 2, 128, 4.6 if tick < 4 else 8.1, 0.1, 1.1)
-        released = dict(provisioner.decide(need, offers, {"a": 1, "b": 1}, float(tick)).release)
+        released = dict(provisioner.decide(need, instance_types, {"a": 1, "b": 1}, float(tick)).release)
         if released:
             break
     assert released == {"b": 1}

@@ -9,10 +9,17 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from echo_planes.config.schema import Config, FleetConfig, WorkerConfig
+from echo_planes.config.fleet import FleetConfig, WorkerConfig
+from echo_planes.config.schema import Config
 from echo_planes.errors import ClusterError, RunError, WaitTimeoutError
 from echo_planes.fleet.actuators.actuator import Machine, MachineState
-from echo_planes.loop.reconcile import MAX_FAILED_LOOKS, NODE_LABEL, ReconcileLoop, limits_of, offers_of
+from echo_planes.loop.reconcile import (
+    MAX_FAILED_LOOKS,
+    NODE_LABEL,
+    ReconcileLoop,
+    instance_types_of,
+    limits_of,
+)
 from echo_planes.reporting.broadcasts import BroadcastLog
 from echo_planes.testing.fakes import FakeLearner, Faults
 from echo_planes.testing.simulation import replace_section, tiny_config
@@ -42,7 +49,7 @@ class Machines:
         self.fail_with: Exception | None = None
         self.when_seen: Callable[[], None] = lambda: None  # what happens while somebody looks
         self._issued = 0
-        self._coming: dict[str, tuple[str, float]] = {}  # node -> offer, when
+        self._coming: dict[str, tuple[str, float]] = {}  # node -> instance type, when
 
     async def want(self, counts: Mapping[str, int]) -> None:
         self._check()
@@ -50,8 +57,8 @@ class Machines:
         self.calls.append(f"want {sum(counts.values())}")
         for name, count in counts.items():
             boot_s = self.boot_s if isinstance(self.boot_s, float) else self.boot_s[name]
-            up = sum(node.state == "up" and node.offer_name == name for node in self.there.values())
-            coming = [node for node, (offer, _) in self._coming.items() if offer == name]
+            up = sum(node.state == "up" and node.instance_type_name == name for node in self.there.values())
+            coming = [node for node, (instance_type, _) in self._coming.items() if instance_type == name]
             for _ in range(count - up - len(coming)):
                 self._coming[f"n{self._issued}"] = (name, self._now_s() + boot_s)
                 self._issued += 1
@@ -60,14 +67,14 @@ class Machines:
 
     async def nodes(self) -> tuple[Machine, ...]:
         self._check()
-        for node, (offer, at_s) in list(self._coming.items()):
+        for node, (instance_type, at_s) in list(self._coming.items()):
             if self._now_s() >= at_s:
                 del self._coming[node]
-                self.there[node] = Machine(node, offer, "up")
+                self.there[node] = Machine(node, instance_type, "up")
         self.when_seen()
         pending = (
-            Machine(f"pending/{offer}/{i}", offer, "pending")
-            for i, (offer, _) in enumerate(self._coming.values())
+            Machine(f"pending/{instance_type}/{i}", instance_type, "pending")
+            for i, (instance_type, _) in enumerate(self._coming.values())
         )
         return (*self.there.values(), *pending)
 
@@ -231,7 +238,7 @@ def test_a_worker_is_started_on_the_machine_that_came_for_it_and_the_machine_goe
         await until(lambda: "w0" in scene.wanted)
         node = scene.machines.of("w0")
         assert scene.kinds["w0"].labels == {"pool": "x", NODE_LABEL: node}
-        assert scene.kinds["w0"].resources == {"GPU": 1.0, scene.kinds["w0"].offer: 1.0}
+        assert scene.kinds["w0"].resources == {"GPU": 1.0, scene.kinds["w0"].instance_type: 1.0}
         assert scene.wanted["w0"].usd_per_hour == 1.0
         await scene.publish_and_serve()
         before = len(scene.machines.calls)
@@ -286,7 +293,7 @@ def test_a_machine_that_dies_with_its_worker_is_not_asked_for_any_more() -> None
     async def act(scene: Scene) -> None:
         await until(lambda: "w0" in scene.wanted)
         scene.machines.change(scene.machines.of("w0"), "dead")
-        scene.gone("w0")  # young: its offer is backed off
+        scene.gone("w0")  # young: its instance type is backed off
         await until(lambda: scene.machines.wanted == {})
 
     scene.play(act)
@@ -323,7 +330,7 @@ def test_what_is_bought_is_written_down_with_what_is_needed_and_paid() -> None:
 
     async def act(scene: Scene) -> None:
         await until(lambda: "w0" in scene.wanted)
-        assert scene.wanted["w0"].offer == "a/on_demand"
+        assert scene.wanted["w0"].instance_type == "a/on_demand"
         await scene.publish_and_serve()
         scene.step(t_train_s=1.0)  # more than one worker can make
         await until(lambda: "w1" in scene.wanted)
@@ -600,6 +607,22 @@ def test_no_worker_is_added_when_the_money_is_spent() -> None:
     scene.play(act)
 
 
+@pytest.mark.parametrize(("steps", "bought"), [(1, False), (100, True)])
+def test_no_worker_is_added_that_the_run_would_end_before(steps: int, bought: bool) -> None:
+    config = settings(kind(mu=0.1))
+    scene = Scene(config.model_copy(update={"run": replace_section(config.run, steps=steps)}))
+
+    async def act(scene: Scene) -> None:
+        await until(lambda: "w0" in scene.wanted)
+        await scene.publish_and_serve()
+        scene.step()  # 8 trajectories in 10 s and more are needed, 0.1/s are there
+        await asyncio.sleep(60.0)
+        assert (len(scene.wanted) > 1) == bought
+        assert any("seconds_left" in text for text in scene.told) != bought
+
+    scene.play(act)
+
+
 def test_it_says_once_that_no_fleet_is_enough_and_what_would_help() -> None:
     scene = Scene(settings(kind(mu=0.2, max_count=1)))
 
@@ -673,7 +696,7 @@ def test_counters_that_cannot_be_are_refused_and_the_run_goes_on() -> None:
     scene.play(act)
 
 
-def test_offers_and_limits_are_those_of_the_settings() -> None:
+def test_instance_types_and_limits_are_those_of_the_settings() -> None:
     config = settings(
         kind("a", mu=2.0, region="r", market="spot", interruptions_per_hour=0.5, min_count=1),
         kind("b", 2, mu=None, max_count=None),
@@ -681,7 +704,7 @@ def test_offers_and_limits_are_those_of_the_settings() -> None:
         interruptions_per_hour=3.0,
         max_workers=5,
     )
-    a, b = offers_of(config)
+    a, b = instance_types_of(config)
     assert (a.name, a.mu, a.max_count, a.min_count, a.market) == ("a/r/spot", 2.0, 4, 1, "spot")
     assert a.interruptions_per_hour == 0.5
     assert (b.name, b.mu, b.max_count) == ("b/on_demand", 2.0, 2)  # as the slowest that is known

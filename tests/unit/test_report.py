@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from echo_planes.errors import DataError
+from echo_planes.reporting.formats import si
+from echo_planes.reporting.html import heat_class
 from echo_planes.reporting.metrics import MetricsWriter, read_summary
 from echo_planes.reporting.report import main, render, write_report
 from echo_planes.reporting.sections.charts import (
@@ -22,12 +24,10 @@ from echo_planes.reporting.sections.charts import (
     Series,
     line_chart,
     moving_average,
-    si,
     ticks,
 )
 from echo_planes.reporting.sections.rollouts import (
     decoded,
-    heat_class,
     read_rollouts,
     rollout_card,
     token_texts,
@@ -262,6 +262,19 @@ def test_one_answer_a_prompt_has_no_curve(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     MetricsWriter(run).write_summary({**read_summary(run), "evals": [an_eval(10, 9, None, {"1": 0.5})]})
     assert "only sharpen" not in render(run)
+
+
+def test_the_parts_of_rewards_have_a_chart_where_there_are_some(tmp_path: Path) -> None:
+    title = "Parts of the reward"
+    assert title not in render(a_run(tmp_path))
+    writer = MetricsWriter(tmp_path)
+    for step in range(21, 24):
+        writer.step({"step": step, "reward_parts": {"format": 0.5, "<b>odd": "?" if step == 22 else 0.25}})
+    page = render(tmp_path)
+    assert title in page
+    assert "&lt;b&gt;odd" in page
+    assert "<b>odd" not in page
+    outline(page)
 
 
 def test_the_money_is_shown_by_part_and_by_machine(tmp_path: Path) -> None:

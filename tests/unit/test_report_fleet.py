@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,14 @@ from tests.unit.test_report import EVIL, a_run, outline
 Event = dict[str, Any]
 
 
-def state(time_s: float, worker: str, text: str, offer: str = "L4/spot") -> Event:
-    return {"time_s": time_s, "kind": WORKER_STATE, "text": text, "worker": worker, "offer": offer}
+def state(time_s: float, worker: str, text: str, instance_type: str = "L4/spot") -> Event:
+    return {
+        "time_s": time_s,
+        "kind": WORKER_STATE,
+        "text": text,
+        "worker": worker,
+        "instance_type": instance_type,
+    }
 
 
 def said(time_s: float, worker: str, kind: str, text: str) -> Event:
@@ -73,7 +80,7 @@ def series(section: str, title: str) -> dict[str, list[str]]:
     """Values that a chart shows when it is pointed at, by series."""
     hover = re.search(rf'aria-label="{title}" data-hover="([^"]*)"', section)
     assert hover is not None, title
-    rows = json.loads(hover[1].replace("&quot;", '"').replace("&#x27;", "'"))["rows"]
+    rows = json.loads(unescape(hover[1]))["rows"]
     return {row["n"]: row["v"] for row in rows}
 
 
@@ -105,7 +112,7 @@ def test_a_life_is_what_the_events_say() -> None:
         ("serving", 60.0, 90.0),
         ("leaving", 90.0, 96.0),
     ]
-    assert (w1.offer, w1.end, w1.served_s) == ("H100/eu/on_demand", "left", 30.0)
+    assert (w1.instance_type, w1.end, w1.served_s) == ("H100/eu/on_demand", "left", 30.0)
     assert w1.reasons == ["more than the margin", "3 prompts go on elsewhere"]
     assert (w2.end, w2.reasons, w2.end_s) == ("lost", ["its process died"], 100.0)
     assert (w0.end, w0.end_s, w0.served_from_s) == ("here", 120.0, 40.0)
@@ -114,7 +121,7 @@ def test_a_life_is_what_the_events_say() -> None:
 def test_the_section_shows_the_numbers_of_the_record() -> None:
     section = fleet(A_LIFE, 120.0)
     outline(section)
-    kinds = {row["Kind"]: row for row in table(section, "Hours served")}
+    kinds = {row["Instance type"]: row for row in table(section, "Hours served")}
     l4 = kinds["L4/spot"]
     assert (l4["Came"], l4["Lost"], l4["Left"], l4["At the end"]) == ("2", "1", "0", "1")
     assert l4["At once, at most"] == "2"
@@ -139,7 +146,7 @@ def test_the_section_shows_the_numbers_of_the_record() -> None:
     assert let_go["Workers then"] == "3 serving"
     needed = series(section, "Needed and provided")
     assert needed == {"provided": ["3.25", "5.5", "3.25"], "target": ["4.4"] * 3, "mu_min": ["4"] * 3}
-    by_kind = series(section, "Workers by kind")
+    by_kind = series(section, "Workers by instance type")
     assert {name: max(float(v) for v in values) for name, values in by_kind.items()} == {
         "L4/spot": 2.0,
         "H100/eu/on_demand": 1.0,
@@ -178,14 +185,19 @@ def test_the_parts_of_a_resumed_run_follow_one_another() -> None:
     events = [*A_LIFE, state(1.0, "w0", "booting", "A10/spot"), state(21.0, "w0", "serving", "A10/spot")]
     history = read_history(events, 50.0)
     first, *_, second = history.lives
-    assert (first.offer, first.end, first.end_s, first.reasons) == ("L4/spot", "gone", 100.0, [RESUMED])
-    assert (second.offer, second.part, second.begin_s, second.end_s) == ("A10/spot", 1, 101.0, 150.0)
+    assert (first.instance_type, first.end, first.end_s, first.reasons) == (
+        "L4/spot",
+        "gone",
+        100.0,
+        [RESUMED],
+    )
+    assert (second.instance_type, second.part, second.begin_s, second.end_s) == ("A10/spot", 1, 101.0, 150.0)
     assert "w0 (part 2) A10/spot" in fleet(events, 50.0)
 
 
-def test_many_offers_share_the_last_color() -> None:
+def test_many_instance_types_share_the_last_color() -> None:
     events = [state(float(i), f"w{i}", "serving", f"kind{i}") for i in range(9)]
-    by_kind = series(fleet(events, 100.0), "Workers by kind")
+    by_kind = series(fleet(events, 100.0), "Workers by instance type")
     assert list(by_kind) == ["kind0", "kind1", "kind2", "kind3", "others"]
     assert [values[-1] for values in by_kind.values()] == ["1", "1", "1", "1", "5"]
 
@@ -217,10 +229,10 @@ def test_a_run_on_fakes_and_its_resumption_show_who_served(tmp_path: Path) -> No
     job.run(12.0)
     job.run(100.0, resume=True)
     lives = read_history(read_events(job.folder), 1.0).lives
-    assert [(life.part, life.worker, life.offer) for life in lives] == [
-        (part, worker, offer)
+    assert [(life.part, life.worker, life.instance_type) for life in lives] == [
+        (part, worker, instance_type)
         for part in (0, 1)
-        for worker, offer in (("w0", "fast/on_demand"), ("w1", "slow/on_demand"))
+        for worker, instance_type in (("w0", "fast/on_demand"), ("w1", "slow/on_demand"))
     ]
     assert all(life.served_s > 0 for life in lives)
     page = render(job.folder)
@@ -252,10 +264,10 @@ def test_a_folder_without_such_events_has_no_fleet_section(tmp_path: Path) -> No
 
 def test_hostile_names_and_reasons_are_text(tmp_path: Path) -> None:
     writer = MetricsWriter(a_run(tmp_path))
-    writer.event(4.0, WORKER_STATE, "booting", worker=EVIL, offer=EVIL)
-    writer.event(5.0, WORKER_STATE, EVIL, worker=EVIL, offer=EVIL)
+    writer.event(4.0, WORKER_STATE, "booting", worker=EVIL, instance_type=EVIL)
+    writer.event(5.0, WORKER_STATE, EVIL, worker=EVIL, instance_type=EVIL)
     writer.event(6.0, "worker lost", EVIL, worker=EVIL)
-    writer.event(6.0, WORKER_STATE, "gone", worker=EVIL, offer=EVIL)
+    writer.event(6.0, WORKER_STATE, "gone", worker=EVIL, instance_type=EVIL)
     writer.event(7.0, FLEET_STATE, EVIL, launched={EVIL: 1}, workers={EVIL: 2}, mu=1.0)
     page = render(tmp_path)
     parsed = outline(page)
@@ -269,7 +281,7 @@ def test_hostile_names_and_reasons_are_text(tmp_path: Path) -> None:
 def test_events_without_their_fields_are_not_an_error() -> None:
     events: list[Event] = [
         {"kind": WORKER_STATE},
-        {"kind": WORKER_STATE, "time_s": "soon", "text": "serving", "worker": 3, "offer": None},
+        {"kind": WORKER_STATE, "time_s": "soon", "text": "serving", "worker": 3, "instance_type": None},
         {"kind": "worker lost", "worker": "nobody"},
         {"kind": FLEET_STATE, "workers": [1], "launched": {"a": "many"}, "mu": None, "time_s": 3.0},
     ]
@@ -280,10 +292,13 @@ def test_thousands_of_workers_make_a_section_of_bounded_size() -> None:
     draw = random.Random(3)
     events = []
     for i in range(4000):
-        begin_s, name, offer = draw.uniform(0, 80_000), f"w{i}", f"kind{i % 7}"
-        events += [state(begin_s, name, "booting", offer), state(begin_s + 200, name, "serving", offer)]
+        begin_s, name, instance_type = draw.uniform(0, 80_000), f"w{i}", f"kind{i % 7}"
         events += [
-            state(begin_s + 4000, name, "gone", offer),
+            state(begin_s, name, "booting", instance_type),
+            state(begin_s + 200, name, "serving", instance_type),
+        ]
+        events += [
+            state(begin_s + 4000, name, "gone", instance_type),
             said(begin_s + 4000, name, "worker lost", "x" * 5000),
         ]
     events += [standing(20.0 * i, "y" * 5000, launched={"kind1": 1}) for i in range(4000)]
@@ -293,7 +308,7 @@ def test_thousands_of_workers_make_a_section_of_bounded_size() -> None:
     assert "Worker by worker" not in section  # a table instead
     assert len(table(section, "How")) == len(table(section, "Launched")) == MAX_ROWS
     assert f"the last {MAX_ROWS} of 4,000" in section
-    assert all(len(values) <= NUM_POINTS for values in series(section, "Workers by kind").values())
+    assert all(len(values) <= NUM_POINTS for values in series(section, "Workers by instance type").values())
     assert sum(int(row["Came"].replace(",", "")) for row in table(section, "Hours served")) == 4000
 
 

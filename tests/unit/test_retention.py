@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo_planes.errors import ConfigError
-from echo_planes.weights.store.archivist import FIRST_RETRY_S, AnchorWork, Archivist
+from echo_planes.weights.store.archivist import FIRST_RETRY_S, Archivist, SnapshotWork
 from echo_planes.weights.store.paths import Entry, Position, cheapest_steps, payload_cost
 from echo_planes.weights.store.retention import kept_entries
 from echo_planes.weights.wire.manifest import PublicationKey
@@ -28,29 +28,29 @@ def versions(kept: set[str]) -> list[str]:
 
 def reached(entries: list[Entry]) -> set[Position]:
     """Brute force: positions that some order of applying leads to."""
-    found = {entry.position for entry in entries if entry.is_anchor}
+    found = {entry.position for entry in entries if entry.is_snapshot}
     while True:
-        more = {e.position for e in entries if not e.is_anchor and e.base in found} - found
+        more = {e.position for e in entries if not e.is_snapshot and e.base in found} - found
         if not more:
             return found
         found |= more
 
 
-def test_a_kept_patch_keeps_its_anchor_and_the_patches_between() -> None:
+def test_a_kept_patch_keeps_its_snapshot_and_the_patches_between() -> None:
     entries = [entry_of(0), *chain(1, 9)]
-    kept = kept_entries(entries, keep_patches=2, keep_anchors=1)
+    kept = kept_entries(entries, keep_patches=2, keep_snapshots=1)
     assert kept == {entry.name for entry in entries}
 
 
 def test_what_no_kept_patch_needs_goes() -> None:
     entries = [entry_of(0), *chain(1, 5), entry_of(5, sequence=6), *chain(6, 9)]
-    kept = kept_entries(entries, keep_patches=3, keep_anchors=1)
+    kept = kept_entries(entries, keep_patches=3, keep_snapshots=1)
     assert kept == {entry_of(5).name, *(entry.name for entry in chain(6, 9))}
 
 
-def test_an_older_anchor_stays_while_a_kept_patch_needs_it() -> None:
+def test_an_older_snapshot_stays_while_a_kept_patch_needs_it() -> None:
     entries = [entry_of(0), *chain(1, 5), entry_of(5, sequence=6), *chain(6, 7)]
-    kept = kept_entries(entries, keep_patches=3, keep_anchors=1)
+    kept = kept_entries(entries, keep_patches=3, keep_snapshots=1)
     # The patch 4 -> 5 is among the newest three, and version 4 has no other way than from version 0.
     assert kept == {entry.name for entry in entries}
 
@@ -63,16 +63,16 @@ def test_defaults_bound_a_long_run() -> None:
         entries.append(entry_of(version, base, sequence=2 * version + 1))
         if version % 50 == 0 and version:
             entries.append(entry_of(version, sequence=2 * version + 2))
-        kept = kept_entries(entries, keep_patches=100, keep_anchors=10)
+        kept = kept_entries(entries, keep_patches=100, keep_snapshots=10)
         entries = [entry for entry in entries if entry.name in kept]
         most = max(most, len(entries))
     assert most <= 100 + 49 + 10
     assert len(reached(entries)) >= 100
 
 
-def test_a_patch_whose_anchor_is_on_its_way_is_kept() -> None:
+def test_a_patch_whose_snapshot_is_on_its_way_is_kept() -> None:
     entries = [entry_of(0), entry_of(2, 1), entry_of(3, 2)]
-    assert kept_entries(entries, keep_patches=5, keep_anchors=1) == {entry.name for entry in entries}
+    assert kept_entries(entries, keep_patches=5, keep_snapshots=1) == {entry.name for entry in entries}
 
 
 def test_lineages_do_not_mix() -> None:
@@ -81,12 +81,12 @@ def test_lineages_do_not_mix() -> None:
         entry_of(0, lineage="L1", sequence=10),
         *(entry_of(v, v - 1, lineage="L1", sequence=10 + v) for v in (1, 2)),
     ]
-    assert kept_entries([*old, *new], keep_patches=2, keep_anchors=1) == {entry.name for entry in new}
+    assert kept_entries([*old, *new], keep_patches=2, keep_snapshots=1) == {entry.name for entry in new}
 
 
 @st.composite
 def stores(draw: st.DrawFn) -> list[Entry]:
-    """Anchors and patches over several versions, some failed to be stored, some twice."""
+    """Snapshots and patches over several versions, some failed to be stored, some twice."""
     rng = draw(st.randoms(use_true_random=False))
     entries, sequence = [], 0
     for version in range(draw(st.integers(1, 25))):
@@ -103,23 +103,23 @@ def stores(draw: st.DrawFn) -> list[Entry]:
 
 @given(stores(), st.integers(1, 6), st.integers(1, 3))
 @settings(deadline=None)
-def test_every_kept_patch_keeps_its_way(entries: list[Entry], keep_patches: int, keep_anchors: int) -> None:
-    kept_names = kept_entries(entries, keep_patches, keep_anchors)
+def test_every_kept_patch_keeps_its_way(entries: list[Entry], keep_patches: int, keep_snapshots: int) -> None:
+    kept_names = kept_entries(entries, keep_patches, keep_snapshots)
     kept = [entry for entry in entries if entry.name in kept_names]
     before, after = reached(entries), reached(kept)
     for entry in kept:
-        if not entry.is_anchor and entry.base in before:
+        if not entry.is_snapshot and entry.base in before:
             assert entry.base in after, f"{entry.name} lost its way"
     if entries:
         newest = max(entries, key=lambda entry: entry.sequence)
         assert newest in kept
         assert newest.position in after or newest.position not in before
     # Pruning again removes nothing more.
-    assert kept_entries(kept, keep_patches, keep_anchors) == kept_names
+    assert kept_entries(kept, keep_patches, keep_snapshots) == kept_names
     newest_first = sorted(entries, key=lambda entry: -entry.sequence)
     for wanted in (
-        [entry for entry in newest_first if not entry.is_anchor][:keep_patches],
-        [entry for entry in newest_first if entry.is_anchor][:keep_anchors],
+        [entry for entry in newest_first if not entry.is_snapshot][:keep_patches],
+        [entry for entry in newest_first if entry.is_snapshot][:keep_snapshots],
     ):
         assert {entry.name for entry in wanted} <= kept_names
 
@@ -147,21 +147,21 @@ def stored(archivist: Archivist, *errors: str) -> list[int]:
     return tried
 
 
-def test_an_anchor_every_so_many_publications_beside_the_patches() -> None:
-    archivist = Archivist(anchor_every=3)
-    anchors = []
+def test_an_snapshot_every_so_many_publications_beside_the_patches() -> None:
+    archivist = Archivist(snapshot_every=3)
+    snapshots = []
     for version in range(10):
         archivist.published(key(version), PAYLOAD_BYTES, DENSE_BYTES)
         assert stored(archivist) == [version]
-        work = archivist.next_anchor(now_s=0.0)
+        work = archivist.next_snapshot(now_s=0.0)
         if work is not None:
-            anchors.append(work.version)
-            archivist.anchor_done("", now_s=0.0)
-    assert anchors == [3, 6, 9]
+            snapshots.append(work.version)
+            archivist.snapshot_done("", now_s=0.0)
+    assert snapshots == [3, 6, 9]
     assert archivist.holds == frozenset()
 
 
-def test_a_patch_that_cannot_be_stored_makes_an_anchor_of_the_newest_version() -> None:
+def test_a_patch_that_cannot_be_stored_makes_an_snapshot_of_the_newest_version() -> None:
     archivist = Archivist()
     archivist.published(key(0), PAYLOAD_BYTES, DENSE_BYTES)
     stored(archivist)
@@ -169,47 +169,47 @@ def test_a_patch_that_cannot_be_stored_makes_an_anchor_of_the_newest_version() -
     assert stored(archivist, "No space left") == [1]
     archivist.published(key(2), PAYLOAD_BYTES, DENSE_BYTES)
     assert stored(archivist) == [2]
-    assert archivist.next_anchor(0.0) == AnchorWork("L0", 2)
-    assert archivist.next_anchor(0.0) is None  # one at a time
+    assert archivist.next_snapshot(0.0) == SnapshotWork("L0", 2)
+    assert archivist.next_snapshot(0.0) is None  # one at a time
     assert archivist.broken
-    archivist.anchor_done("", 0.0)
+    archivist.snapshot_done("", 0.0)
     assert not archivist.broken
     assert (archivist.num_failed, archivist.last_error) == (1, "No space left")
 
 
-def test_an_anchor_that_fails_is_tried_again_later_and_later() -> None:
+def test_an_snapshot_that_fails_is_tried_again_later_and_later() -> None:
     archivist = Archivist()
     archivist.published(key(0), PAYLOAD_BYTES, DENSE_BYTES)
     stored(archivist, "gone")
     now_s, waits = 0.0, []
     for _ in range(10):
-        while archivist.next_anchor(now_s) is None:
+        while archivist.next_snapshot(now_s) is None:
             now_s += 1.0
         waits.append(now_s)
-        archivist.anchor_done("gone", now_s)
+        archivist.snapshot_done("gone", now_s)
     gaps = [b - a for a, b in itertools.pairwise(waits)]
     assert gaps[:3] == [FIRST_RETRY_S, 2 * FIRST_RETRY_S, 4 * FIRST_RETRY_S]
     assert gaps[-1] == gaps[-2] == 300.0
-    while archivist.next_anchor(now_s) is None:
+    while archivist.next_snapshot(now_s) is None:
         now_s += 1.0
-    archivist.anchor_done("", now_s)
-    assert archivist.next_anchor(now_s) is None
+    archivist.snapshot_done("", now_s)
+    assert archivist.next_snapshot(now_s) is None
 
 
-def test_a_patch_that_fails_while_an_anchor_is_on_its_way_asks_for_another() -> None:
-    archivist = Archivist(anchor_every=2)
+def test_a_patch_that_fails_while_an_snapshot_is_on_its_way_asks_for_another() -> None:
+    archivist = Archivist(snapshot_every=2)
     for version in range(3):
         archivist.published(key(version), PAYLOAD_BYTES, DENSE_BYTES)
     stored(archivist)
-    assert archivist.next_anchor(0.0) == AnchorWork("L0", 2)
+    assert archivist.next_snapshot(0.0) == SnapshotWork("L0", 2)
     archivist.published(key(3), PAYLOAD_BYTES, DENSE_BYTES)
     stored(archivist, "refused")
-    archivist.anchor_done("", 0.0)
-    assert archivist.next_anchor(0.0) == AnchorWork("L0", 3)
+    archivist.snapshot_done("", 0.0)
+    assert archivist.next_snapshot(0.0) == SnapshotWork("L0", 3)
 
 
-def test_a_store_slower_than_the_learner_holds_few_and_ends_with_an_anchor() -> None:
-    archivist = Archivist(anchor_every=1000, max_waiting=4)
+def test_a_store_slower_than_the_learner_holds_few_and_ends_with_an_snapshot() -> None:
+    archivist = Archivist(snapshot_every=1000, max_waiting=4)
     archivist.published(key(0), PAYLOAD_BYTES, DENSE_BYTES)
     first = archivist.next_publication()
     for version in range(1, 50):
@@ -219,10 +219,10 @@ def test_a_store_slower_than_the_learner_holds_few_and_ends_with_an_anchor() -> 
     assert archivist.num_skipped == 45
     archivist.publication_done(key(0), "")
     assert stored(archivist) == [46, 47, 48, 49]
-    assert archivist.next_anchor(0.0) == AnchorWork("L0", 49)
+    assert archivist.next_snapshot(0.0) == SnapshotWork("L0", 49)
 
 
-def test_a_full_publication_is_the_anchor_that_was_due() -> None:
+def test_a_full_publication_is_the_snapshot_that_was_due() -> None:
     archivist = Archivist()
     for version in range(3):
         archivist.published(key(version), PAYLOAD_BYTES, DENSE_BYTES)
@@ -233,17 +233,17 @@ def test_a_full_publication_is_the_anchor_that_was_due() -> None:
     assert not archivist.broken
 
 
-def test_a_new_lineage_begins_with_an_anchor_and_forgets_the_old_one_s_troubles() -> None:
+def test_a_new_lineage_begins_with_an_snapshot_and_forgets_the_old_one_s_troubles() -> None:
     archivist = Archivist()
     archivist.published(key(0), PAYLOAD_BYTES, DENSE_BYTES)
     archivist.published(key(1), PAYLOAD_BYTES, DENSE_BYTES)
     archivist.published(key(1, base=-1, lineage="L1"), PAYLOAD_BYTES, DENSE_BYTES)
     stored(archivist, "", "refused", "")
-    assert archivist.next_anchor(0.0) is None
+    assert archivist.next_snapshot(0.0) is None
     archivist.published(key(2, lineage="L2"), PAYLOAD_BYTES, DENSE_BYTES)
-    assert archivist.next_anchor(0.0) == AnchorWork("L2", 2)
+    assert archivist.next_snapshot(0.0) == SnapshotWork("L2", 2)
 
 
 def test_intervals_below_one_are_refused() -> None:
-    with pytest.raises(ConfigError, match="anchor_every=0"):
-        Archivist(anchor_every=0)
+    with pytest.raises(ConfigError, match="snapshot_every=0"):
+        Archivist(snapshot_every=0)

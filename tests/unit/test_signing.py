@@ -11,6 +11,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization as ser
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from msgspec import structs
 
 from echo_planes.errors import ConfigError, WeightsError
 from echo_planes.weights.wire.manifest import SignedManifest, SignedSegment, header_bytes, manifest_bytes
@@ -50,16 +51,16 @@ def test_what_was_signed_is_believed() -> None:
         {"chunk_bytes": 65},
         {"chunk_hashes": b"\1" * 64},
         {"base_digest": "xxh3:" + "f" * 32},
-        {"key": replace(PATCH, version=9)},
-        {"key": replace(PATCH, base_version=6)},
-        {"key": replace(PATCH, codec="fast")},
-        {"key": replace(PATCH, lineage="L1")},
+        {"key": structs.replace(PATCH, version=9)},
+        {"key": structs.replace(PATCH, base_version=6)},
+        {"key": structs.replace(PATCH, codec="fast")},
+        {"key": structs.replace(PATCH, lineage="L1")},
     ],
 )
 def test_every_field_of_a_header_is_signed(fields: dict[str, Any]) -> None:
     signature = SIGNER.segment(HEADER).signature
     with pytest.raises(WeightsError, match="forged"):
-        VERIFIER.check_segment(SignedSegment(replace(HEADER, **fields), signature))
+        VERIFIER.check_segment(SignedSegment(structs.replace(HEADER, **fields), signature))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_what_is_signed_begins_with_its_kind_and_format() -> None:
 
 
 def test_what_is_not_well_formed_is_neither_signed_nor_believed() -> None:
-    wrong = replace(HEADER, key=replace(FULL, lineage="a b"))
+    wrong = structs.replace(HEADER, key=structs.replace(FULL, lineage="a b"))
     with pytest.raises(WeightsError):
         SIGNER.segment(wrong)
     with pytest.raises(WeightsError):

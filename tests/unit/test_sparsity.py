@@ -126,7 +126,7 @@ def test_layers() -> None:
 
 
 def test_the_table_of_a_stored_run(tmp_path: Path) -> None:
-    states = store_chain(tmp_path, 9, anchors=(0, 4))
+    states = store_chain(tmp_path, 9, snapshots=(0, 4))
     table = sparsity_table(reader_at(tmp_path), learning_rate=1e-5)
     assert [row.layer for row in table] == [
         "all", "model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.nothing",
@@ -174,14 +174,14 @@ def test_the_ulp_step_counts_values_between(pairs: list[tuple[int, int]]) -> Non
 
 
 def test_every_version_is_rebuilt_bit_for_bit(tmp_path: Path) -> None:
-    states = store_chain(tmp_path, 7, anchors=(0, 5))
+    states = store_chain(tmp_path, 7, snapshots=(0, 5))
     store = reader_at(tmp_path)
     for version, state in enumerate(states):
         assert same(rebuild(store, "L0", version), state)
 
 
 def test_replay_goes_through_every_entry_also_where_two_share_a_base(tmp_path: Path) -> None:
-    states = store_chain(tmp_path, 4, anchors=(0, 3))
+    states = store_chain(tmp_path, 4, snapshots=(0, 3))
     writer = writer_at(tmp_path)
     store_state(writer, 3, states[3], (1, states[1]), "fast")  # for laggards
     store_state(writer, 2, states[2], (1, states[1]), "fast")
@@ -209,7 +209,7 @@ def test_a_state_that_is_not_the_signed_one_is_told(tmp_path: Path) -> None:
 
 
 def test_a_damaged_patch_leads_to_another_way_or_is_told(tmp_path: Path) -> None:
-    states = store_chain(tmp_path, 5, anchors=(0, 4))
+    states = store_chain(tmp_path, 5, snapshots=(0, 4))
     store = reader_at(tmp_path)
     patch = next(e for e in store.index() if e.manifest.version == 3)
     blob = tmp_path / "objects" / patch.manifest.payload_digest.removeprefix("b3:")

@@ -512,7 +512,7 @@ def test_a_damaged_full_file_is_not_handed_out_again(worker: Worker, learner: Le
 
 def test_a_damaged_shadow_starts_again_from_an_earlier_full_version(worker: Worker, learner: Learner) -> None:
     v0 = copied(learner.state)
-    anchor = Learner(v0).publish("full")
+    snapshot = Learner(v0).publish("full")
     v1 = learner.publish("compact", bumped(v0, {"a": 5}))
     v2 = learner.publish("fast", bumped(learner.state, {"b": 5}))
     worker.stager.stage(*v1)
@@ -527,7 +527,7 @@ def test_a_damaged_shadow_starts_again_from_an_earlier_full_version(worker: Work
         worker.stager.stage(*v2)
     with pytest.raises(WeightsError, match="'a'"):  # the model is still known
         worker.stager.stage(*Learner(other_model()).publish("full"))
-    for publication in (anchor, v1, v2):
+    for publication in (snapshot, v1, v2):
         staged = worker.stager.stage(*publication)
     assert staged.manifest.codec == "full"
     worker.install(staged)

@@ -83,7 +83,7 @@ def test_what_is_put_in_comes_out(place: str) -> None:
 
 
 def test_an_index_sees_what_comes_and_goes(place: str) -> None:
-    writer, store = writer_at(place, keep_patches=2, keep_anchors=1), reader_at(place)
+    writer, store = writer_at(place, keep_patches=2, keep_snapshots=1), reader_at(place)
     assert store.index() == []
     put(writer, publication(0))
     assert versions(store) == [(-1, 0)]
@@ -112,7 +112,7 @@ def test_the_same_publication_twice_is_stored_once(place: str) -> None:
 
 
 def test_publications_with_equal_bytes_share_an_object_until_the_last_is_gone(tmp_path: Path) -> None:
-    writer = writer_at(str(tmp_path), keep_patches=1, keep_anchors=1)
+    writer = writer_at(str(tmp_path), keep_patches=1, keep_snapshots=1)
     same = [sign(manifest_of(version, version - 1), b"no change") for version in (1, 2)]
     put(writer, publication(0))
     put(writer, same[0])
@@ -315,7 +315,7 @@ def test_a_store_of_another_key_is_not_mixed_up(place: str) -> None:
 
 
 def test_pruning_a_store_that_refuses_says_so(s3: S3Stub) -> None:
-    writer = writer_at(s3.url(), keep_patches=1, keep_anchors=1)
+    writer = writer_at(s3.url(), keep_patches=1, keep_snapshots=1)
     for version in range(3):
         put(writer, publication(version))
     s3.mode = "readonly"
@@ -331,7 +331,7 @@ def test_what_a_dead_writer_left_is_swept(place: str) -> None:
     put(writer, kept)
     objects = open_objects(place)
     before = sorted(objects.list("objects") + objects.list("publications"))
-    objects.write("objects/" + "ab" * 32, [b"half an anchor"])
+    objects.write("objects/" + "ab" * 32, [b"half a snapshot"])
     objects.write("objects/" + "cd" * 32 + ".partial", [b"a quarter"])
     objects.write("publications/00000007-L0.9.full.-1/segments.json", [b"[]"])
     again = writer_at(place)
@@ -368,7 +368,7 @@ def test_what_waits_for_a_slow_store_is_bounded_by_bytes() -> None:
     assert archivist.next_publication()  # and now the store is slow
     assert publish(1, "compact", 400) == {0, 1}
     assert publish(2, "full", 1010) == {0, 2}
-    assert not archivist.broken  # the full one that waits is the anchor
+    assert not archivist.broken  # the full one that waits is the snapshot
     assert publish(3, "compact", 400) == {0, 3}
     assert archivist.broken
     assert archivist.num_skipped == 2

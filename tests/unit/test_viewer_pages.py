@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from markupsafe import Markup
 
 from echo_planes.data.store.snapshot import StoreSnapshot
-from echo_planes.reporting.sections.html import safe
+from echo_planes.reporting.formats import visible
+from echo_planes.reporting.html import address, page
 from echo_planes.reporting.sections.notes import draw_all, draw_notes, read_notes, turn_notes
-from echo_planes.reporting.viewer.html import address, layout
 from echo_planes.reporting.viewer.listing import list_body
 from echo_planes.reporting.viewer.queries import find, parse_query
 from echo_planes.reporting.viewer.reading import COLOURS, group_body, sample_body
@@ -57,7 +58,7 @@ class Outline(HTMLParser):
 
 def outline(body: str) -> Outline:
     parser = Outline()
-    parser.feed(layout("t", body, run="r"))
+    parser.feed(page("viewer", title="t", body=Markup(body), run="r", crumbs=[], refresh_s=0))
     parser.close()
     assert parser.open == []
     return parser
@@ -275,8 +276,8 @@ def test_links_keep_what_was_asked_for() -> None:
 
 
 def test_what_cannot_be_seen_is_named() -> None:
-    assert safe("a\u202eb\x00\u2066\ufeff\ud800\r") == "a⟨202E⟩b⟨0⟩⟨2066⟩⟨FEFF⟩⟨D800⟩⟨D⟩"
-    assert safe("tab\tline\nÄ € 漢 \U0001f600") == "tab\tline\nÄ € 漢 \U0001f600"
+    assert visible("a\u202eb\x00\u2066\ufeff\ud800\r") == "a⟨202E⟩b⟨0⟩⟨2066⟩⟨FEFF⟩⟨D800⟩⟨D⟩"
+    assert visible("tab\tline\nÄ € 漢 \U0001f600") == "tab\tline\nÄ € 漢 \U0001f600"
 
 
 def test_the_report_draws_the_notes_of_all_turns_in_order() -> None:

@@ -23,7 +23,7 @@ LAYER_0 = "model.layers.0.mlp.weight"
 @pytest.fixture
 def states(tmp_path: Path) -> list[State]:
     """A run's folder at tmp_path / "run" with versions 0 to 5 in its store."""
-    return store_chain(tmp_path / "run" / "weights", 5, anchors=(0, 3))
+    return store_chain(tmp_path / "run" / "weights", 5, snapshots=(0, 3))
 
 
 def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -58,7 +58,7 @@ def test_inspect_shows_every_publication(
         f"{manifest.dense_bytes / manifest.payload_bytes:.1f}",
     ]
     assert " ".join(rows[1][8:]) == f"{100 * 11 / manifest.total_elements:.2f} %"
-    assert lines[-1].startswith("2 anchors, 5 patches")
+    assert lines[-1].startswith("2 snapshots, 5 patches")
 
 
 def test_inspect_of_one_publication_and_of_files(

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from echo_planes.config.schema import SamplingConfig, WorkerConfig
+from echo_planes.config.fleet import WorkerConfig
+from echo_planes.config.schema import SamplingConfig
 from echo_planes.data.tasks.adapter import EpisodeBuilder, Policy, TaskAdapter, TaskOptions
 from echo_planes.errors import ClusterError, WeightsError
 from echo_planes.rollout.worker import RolloutWorker

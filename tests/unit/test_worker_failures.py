@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from echo_planes.config.schema import SamplingConfig, WorkerConfig
+from echo_planes.config.fleet import WorkerConfig
+from echo_planes.config.schema import SamplingConfig
 from echo_planes.data.service import DataService
 from echo_planes.data.tasks.adapter import EpisodeBuilder, Policy, TaskOptions
 from echo_planes.errors import LeaseError, RunError, TaskError, WorkerGoneError

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from echo_planes.config.schema import SamplingConfig, WorkerConfig
+from echo_planes.config.fleet import WorkerConfig
+from echo_planes.config.schema import SamplingConfig
 from echo_planes.data.replay.partial_rollouts import LeasePartials
 from echo_planes.rollout.worker import RolloutWorker
 from echo_planes.testing.fakes import FakeWeights, InlineScorer

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from echo_planes.config.schema import EngineConfig, SamplingConfig, WorkerConfig
+from echo_planes.config.fleet import EngineConfig, WorkerConfig
+from echo_planes.config.schema import SamplingConfig
 from echo_planes.rollout.work import places
 from echo_planes.rollout.worker import RolloutWorker
 from echo_planes.testing.fakes import FakeWeights, InlineScorer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from echo_planes.weights.chain.events import (
     Action,
@@ -85,6 +85,7 @@ class Fleet:
                 parent_closed=False,
                 complete=whole,
                 installed_version=one.version if one and whole else -1,
+                staged_version=-1,
             )
             self.send(replace(report, **self.extra.get(name, {})))  # type: ignore[arg-type]
         self.parent[name] = getattr(self.tracker.assignment(name), "parent_id", "")

@@ -1,15 +1,18 @@
-"""From whole groups to the flat columns that the learner takes."""
+"""Conversion of whole groups into the flat columns that the learner takes."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from echo_planes.data.replay.overlong import KEPT, Overlong, is_cut_off
 from echo_planes.errors import TaskError
-from echo_planes.types import Group, Omega, TrainBatch, Trajectory
+from echo_planes.types import Group, Omega, Reward, TrainBatch, Trajectory
+
+MOST_PARTS = 32  # reward parts whose means a step's row holds; workers' messages must not make the row large
 
 Materialize = Callable[[Sequence[Trajectory]], list[Omega]]
 
@@ -23,10 +26,10 @@ def make_batch(
 ) -> TrainBatch:
     """Materialise Omega (ECHO-2 appendix F.5) and lay the groups out as one `TrainBatch`.
 
-    `overlong` masks long answers, or takes something off their rewards.
+    `overlong` masks answers that were cut off, or lowers the rewards of long ones.
 
     Raises:
-        TaskError: the task's masks do not fit the responses, or train tokens it did not sample.
+        TaskError: the task's masks do not fit the responses, or train tokens that the policy did not sample.
     """
     ids: list[str] = []
     tokens: list[int] = []
@@ -84,4 +87,15 @@ def make_batch(
         cut_off=np.asarray(cut_off, np.bool_),
         scores=np.asarray(scores, np.float32),
         longest_answer=longest_answer,
+        reward_parts=part_means([t.reward for group in groups for t in group.trajectories]),
     )
+
+
+def part_means(rewards: Sequence[Reward]) -> tuple[tuple[str, float], ...]:
+    """Return the mean of each part over the rewards that have it, by name; only `MOST_PARTS` commonest."""
+    counts = Counter(name for reward in rewards for name in reward.parts)
+    sums = dict.fromkeys(sorted(name for name, _ in counts.most_common(MOST_PARTS)), 0.0)
+    for reward in rewards:
+        for name in sums.keys() & reward.parts.keys():
+            sums[name] += reward.parts[name] / counts[name]
+    return tuple(sums.items())

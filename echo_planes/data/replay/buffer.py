@@ -1,17 +1,17 @@
 """The replay buffer's core: versioned groups, strict admission, permits, and a ledger that adds up.
 
 No clock, no I/O, no Ray: `service.py` is its shell, and the replay store holds the rows. The buffer decides
-over the store's index; what it decides, the shell makes durable before anybody hears of it.
+over the store's index. The shell makes accepted groups and their fates durable before it reports them.
 
 Invariants (kept by property tests):
 
 - a group is in the batch formed at t only if every span of every sample is of version >= t - S;
 - accepted = trained + dropped + removed + uninformative + buffered, in trajectories, at every moment;
-- a group is trained at most `reuse` times, and more than once only where too few new ones are there;
+- a group is trained at most `reuse` times, and more than once only if too few new groups are buffered;
 - a lease ends exactly once;
-- the learner is never left waiting while an admissible worker is alive: permits come in whole groups when
-  a lease is issued, are returned when it ends or its group is set aside, and at least one batch is always
-  allowed; no more groups are set aside for a batch than `refill` says.
+- the learner never waits for permits while an admissible worker is alive: a lease takes the permit of a whole
+  group, which returns when the lease ends or its group is set aside, and one batch is always allowed;
+- at most `refill.max_groups` groups are set aside for a batch.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from echo_planes.types import (
     sampled_tokens,
 )
 
-RECENT_BATCHES = 4  # so many tell how many groups will be set aside
-MAX_ATTEMPTS = 3  # a prompt that fails this often is set aside, and counted
-MAX_MALFORMED = 4  # messages in a row, then a worker is fenced: more than a single bad prompt makes
+RECENT_BATCHES = 4  # batches over which the share of set-aside groups is estimated
+MAX_ATTEMPTS = 3  # refused groups of a prompt, after which it is not issued again
+MAX_MALFORMED = 4  # malformed messages since its last accepted group that fence a worker; > MAX_ATTEMPTS
 
 
 class ReplayBuffer:
@@ -63,16 +63,16 @@ class ReplayBuffer:
         groups_per_step: groups in a batch.
         samples_per_prompt: samples in a group.
         lease_s: longest lease, seconds.
-        shortest_lease_s: the shortest that `LeaseTable` may come to.
+        shortest_lease_s: shortest lease, seconds.
         lineage: name of this run's line of versions.
-        seed: of the selectors that draw.
-        index: of the store that holds the rows. Accepted groups must be entered there before the next batch
-            is formed, and chosen, dropped or set aside ones settled.
-        state: of the checkpoint to continue from.
-        refill: which groups are set aside as uninformative; None: none is.
-        rules: that every message must keep to; None: of a simulation, without real tokens or misconduct.
-        dispatch: decides which worker gets what; None: each that asks gets its even share of the permits.
-        tick_s: it may move leases this often, seconds.
+        seed: seed of the selectors that draw.
+        index: index of the store that holds the rows. Before the next batch is formed, the caller enters
+            accepted groups there, and settles groups that were chosen, dropped or set aside.
+        state: state of the checkpoint to continue from.
+        refill: rule by which groups are set aside as uninformative; None: none is.
+        rules: bounds on every message; None: a simulation, whose messages carry no real tokens.
+        dispatch: decides which worker gets which prompts; None: even shares of the permits.
+        tick_s: shortest time between two moves of leases, seconds.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ReplayBuffer:
         tick_s: float = 0.0,
     ) -> None:
         self._rules = rules
-        self._malformed: Counter[str] = Counter()  # messages in a row, of each worker
+        self._malformed: Counter[str] = Counter()  # messages of each worker since its last accepted group
         self._complaints: dict[tuple[str, int], Complaint] = {}
         self._settings = self._staleness = staleness  # as configured, and in force
         self._refill = refill
@@ -108,9 +108,10 @@ class ReplayBuffer:
         self._attempts: dict[int, int] = {}
         self._dropped: list[Accepted] = []
         self._uninformative: list[Accepted] = []
-        self._replaced = state.replaced if state else 0  # groups set aside for the batch to come
-        self._recent: deque[bool] = deque(maxlen=RECENT_BATCHES * groups_per_step)  # of groups: set aside?
-        self._again: dict[Accepted, int] = {}  # trained, and how often; may be once more
+        self._replaced = state.replaced if state else 0  # groups set aside for the next batch
+        # Of recently accepted groups: whether each was set aside.
+        self._recent: deque[bool] = deque(maxlen=RECENT_BATCHES * groups_per_step)
+        self._again: dict[Accepted, int] = {}  # trained groups that may be trained again -> times trained
         self.last_failure = ""
         self._step = state.step if state else 0
         self._issued = state.issued if state else 0
@@ -133,7 +134,7 @@ class ReplayBuffer:
         )
         self.dispatcher = Dispatcher(ground, dispatch, tick_s) if dispatch else EvenShares(ground)
 
-    # --- what others may look at -----------------------------------------------------------------
+    # --- state -----------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
@@ -142,7 +143,7 @@ class ReplayBuffer:
 
     @property
     def lease_s(self) -> float:
-        """Present duration of a lease, from its last tokens on, seconds."""
+        """Present duration of a lease, counted from its last tokens, seconds."""
         return self._leases.lease_s
 
     @property
@@ -151,7 +152,7 @@ class ReplayBuffer:
         return BufferCounts(**{**self._tally, **now})
 
     def state(self) -> BufferState:
-        """The state to save. Leased prompts count as returned, with the tokens that were streamed of them."""
+        """Return the state to save. Leased prompts count as returned, with their streamed tokens."""
         live = self._leases.live
         leased = tuple(lease.prompt.index for lease in live)
         oldest = oldest_admissible(self._step, self._staleness.max_staleness)
@@ -170,20 +171,20 @@ class ReplayBuffer:
         )
 
     def limit_staleness(self, max_staleness: int) -> None:
-        """Keep to another S, at most the configured one. What is too old for it is dropped, and counted, when
-        the next batch is formed; work on live leases too, if it comes too late.
+        """Apply another S, at most the configured one. Groups that are too old for it are dropped, and
+        counted: buffered groups when the next batch is formed, groups of live leases when they are accepted.
         """
         self._staleness = self._settings.limited(min(max_staleness, self._settings.max_staleness))
 
     # --- versions and workers --------------------------------------------------------------------
 
     def publish(self, version: int, digest: str) -> None:
-        """A version exists from now on: work sampled under it can be accepted."""
+        """Record a published version, so that work sampled under it can be accepted."""
         self._versions.publish(version, digest)
         self.dispatcher.published(version)
 
     def register(self, worker_id: str, epoch: int) -> None:
-        """A new incarnation of a worker, serving nothing yet."""
+        """Register a new incarnation of a worker, which serves no version yet."""
         self._give_back(self._leases.forget(worker_id))
         self._leases.register(worker_id, epoch)
         self._workers.serves(worker_id, -1)
@@ -191,7 +192,7 @@ class ReplayBuffer:
         self.dispatcher.registered(worker_id, epoch)
 
     def lose(self, worker_id: str) -> int:
-        """A worker is gone: its leases end, its prompts go to others. Returns how many."""
+        """End the leases of a worker that is gone, and return how many. Its prompts go to others."""
         self.dispatcher.lost(worker_id)
         self._workers.remove(worker_id)
         ended = self._leases.forget(worker_id)
@@ -199,13 +200,15 @@ class ReplayBuffer:
         return len(ended)
 
     def installed(self, worker_id: str, version: int) -> None:
-        """A worker serves `version` from now on."""
+        """Record that a worker serves `version`."""
         if worker_id in self._workers:
             self.dispatcher.serves(worker_id, version)
             self._workers.serves(worker_id, version)
 
     def believes(self, epoch: int, stats: WorkerStats) -> bool:
-        """Whether counters are of a current incarnation and can be true; if not, they are complained of."""
+        """Return whether counters come from the current incarnation and can be true; record a complaint if
+        the current incarnation sent impossible ones.
+        """
         if not self._leases.is_current(stats.worker_id, epoch):
             return False
         fault = stats_fault(stats, stats.worker_id) if self._rules else None
@@ -214,36 +217,36 @@ class ReplayBuffer:
         return fault is None
 
     def park(self, worker_id: str, parked: bool) -> None:
-        """A parked worker is leased nothing; what it was leased before goes on. It need not be there yet."""
+        """Park or unpark a worker, known or not. A parked one gets no new leases and keeps those it has."""
         self._workers.park(worker_id, parked)
         self.dispatcher.parked(worker_id)
 
     def tell(self, epoch: int, stats: WorkerStats) -> None:
-        """Pass a worker's counters on to dispatch, unless of an old incarnation or impossible."""
+        """Pass a worker's counters to dispatch, unless they are impossible or of an old incarnation."""
         if self.believes(epoch, stats):
             self.dispatcher.tell(stats)
 
     # --- leases ----------------------------------------------------------------------------------
 
     def ask(self, rooms: Mapping[str, int], now_s: float) -> None:
-        """All who wait, by worker, the longest first, each with its room; `pull` hands out what they get."""
+        """Tell dispatch the waiting workers, longest wait first, with their rooms; `pull` takes prompts."""
         if self.dispatcher.plans:
             self.expire(now_s)
             self.dispatcher.ask(rooms, now_s)
 
     def tick(self, now_s: float) -> list[str]:
-        """Recall what shall move to another worker. Returns the workers that are to give something up."""
+        """Recall leases that are to move to another worker. Return the workers that must give some up."""
         return self.dispatcher.tick(now_s)
 
     def pull(self, worker_id: str, epoch: int, room: int, now_s: float) -> list[int]:
-        """Prompt indices that may be leased now; `lease` must follow for each."""
+        """Take the prompt indices that a worker may lease now. The caller must call `lease` for each."""
         if not self._leases.is_current(worker_id, epoch):
             raise LeaseError(f"worker {worker_id} epoch {epoch} is fenced")
         self.expire(now_s)
         return self.dispatcher.grant(worker_id, room)
 
     def lease(self, worker_id: str, epoch: int, prompt: Prompt, now_s: float) -> Lease:
-        """Issue the lease of one pulled prompt, with what other workers had made of it."""
+        """Issue the lease of one pulled prompt, with the partial rollouts that wait for it."""
         name = f"{self._lineage}.{self._issued}"
         self._issued += 1
         partials = self._take_partials(prompt.index)
@@ -267,8 +270,8 @@ class ReplayBuffer:
     def stream(
         self, worker_id: str, epoch: int, messages: Sequence[LeaseTokens], now_s: float
     ) -> tuple[str, ...]:
-        """Tokens arrived: they are kept, and their leases go on. Returns the leases that the worker must give
-        up: it has them no longer, or they are to go on elsewhere.
+        """Keep streamed tokens and renew their leases. Return the leases that the worker must give up: those
+        it no longer holds, and those recalled for another worker.
         """
         self.tick(now_s)
         held = self._keep_tokens(worker_id, epoch, messages, now_s)
@@ -277,12 +280,15 @@ class ReplayBuffer:
         return (*lost, *self._leases.recalled_from(worker_id, epoch))
 
     def recall(self, worker_id: str, num_leases: int, spare: Container[str] = ()) -> list[str]:
-        """Have a worker give up so many leases when it streams next, or fewer, and none to `spare`: which."""
+        """Recall up to `num_leases` leases of a worker, none of `spare`. Return their ids.
+
+        The worker learns of it when it streams next.
+        """
         shelf = self._partials
         return self._leases.recall(worker_id, num_leases, shelf.prefill_tokens, shelf.is_far, spare)
 
     def hand_over(self, worker_id: str, epoch: int, messages: Sequence[LeaseTokens], now_s: float) -> int:
-        """A worker gives up leases, with their last tokens; they go on elsewhere. Returns how many."""
+        """End leases that a worker gives up, keeping their last tokens for other workers. Return how many."""
         prompts = {lease.lease_id: lease.prompt.index for lease in self._leases.of_worker(worker_id)}
         held = self._keep_tokens(worker_id, epoch, messages, now_s)
         self._give_back([self._leases.give_up(lease_id) for lease_id in held])
@@ -294,8 +300,9 @@ class ReplayBuffer:
     def _keep_tokens(
         self, worker_id: str, epoch: int, messages: Sequence[LeaseTokens], now_s: float
     ) -> list[str]:
-        """Enter the tokens of leases that this incarnation still has; their ids. A malformed message changes
-        no partial rollout: its lease ends, and others go on from what there was before.
+        """Enter the tokens of leases that this incarnation still holds; return the ids of these leases.
+
+        A malformed message ends its lease without a change to the partial rollouts.
         """
         kept = {}
         for message in messages:
@@ -308,15 +315,15 @@ class ReplayBuffer:
             except LeaseError as why:
                 fault = Fault("unspanned", f"lease {message.lease_id}: {why}")
             if fault is None:
-                kept[message.lease_id] = message  # once, however often it is named
+                kept[message.lease_id] = message  # a lease may have several messages, and counts once
             else:
                 self._give_back([self._leases.give_up(message.lease_id)])
                 self._complain(worker_id, epoch, fault)
-        # None of them is left where the worker was fenced meanwhile.
+        # A malformed message may have fenced the worker, which ended all its leases.
         return [lease_id for lease_id in kept if self._leases.holds(lease_id, worker_id, epoch, now_s)]
 
     def submit(self, worker_id: str, epoch: int, lease_id: str, group: Group, now_s: float) -> Receipt:
-        """Take a finished group, or say why not. Its lease ends either way."""
+        """Accept or refuse a finished group. A lease that this incarnation holds ends either way."""
         try:
             lease = self._leases.close(lease_id, worker_id, epoch, now_s)
         except LeaseError as why:
@@ -349,7 +356,7 @@ class ReplayBuffer:
         return Receipt(lease_id, accepted=True)
 
     def expire(self, now_s: float) -> int:
-        """End the leases whose time is up; their prompts go to others. Returns how many."""
+        """End the leases whose time is up, so that their prompts go to others. Return how many ended."""
         ended = self._leases.expire(now_s)
         if ended:
             self._count(expired=len(ended))
@@ -359,11 +366,11 @@ class ReplayBuffer:
     # --- batches ---------------------------------------------------------------------------------
 
     def next_batch(self, step: int, now_s: float) -> list[Accepted] | NotReady:
-        """Form the batch of update `step` (t), in whole groups, or say what is missing.
+        """Form the batch of update `step` (t) from whole groups, or return why it cannot be formed.
 
-        Where `reuse` allows it, groups that were trained already fill up a batch for which too few new ones
-        are there: those used least go first, then the newest. At least 1 in `reuse` groups is new, so that
-        on average none is trained more often.
+        If too few new groups are buffered and `reuse` allows it, trained groups fill up the batch: those
+        trained least often first, then the newest. At least 1 in `reuse` groups is new, so that the mean
+        number of times a group is trained stays within `reuse`.
 
         Raises:
             LeaseError: `step` is not the number of batches formed so far.
@@ -408,21 +415,21 @@ class ReplayBuffer:
         self._step += 1
         self._replaced = 0
         self.dispatcher.batch_formed()
-        # In the order of their prompts: what an update comes to must not hang on who answered first.
+        # In the order of their prompts, so that the update does not depend on which worker finished first.
         return sorted(new + used, key=lambda group: group.prompt_index)
 
     def take_dropped(self) -> list[Accepted]:
-        """Groups dropped as stale since the last call, for the store."""
+        """Return and clear the groups dropped as stale since the last call, for the store."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
     def take_uninformative(self) -> list[Accepted]:
-        """Groups set aside since the last call, for the store. Their prompts are done."""
+        """Return and clear the groups set aside since the last call. Their prompts do not go out again."""
         uninformative, self._uninformative = self._uninformative, []
         return uninformative
 
     def forget_removed(self) -> None:
-        """The store let go of rows, or lost them: prompts of groups still to be trained go out again."""
+        """Forget the groups whose rows the store removed or lost; prompts of untrained ones go out again."""
         groups = self._index.groups
         gone = groups["erased"] | (groups["fate"] == Fate.LOST)
         for group in [g for g in self._groups.values() if gone[self._index.ids.sequence(g.group_id)]]:
@@ -431,7 +438,7 @@ class ReplayBuffer:
         self._again = {g: n for g, n in self._again.items() if not gone[self._index.ids.sequence(g.group_id)]}
 
     def take_complaints(self) -> list[Complaint]:
-        """Of every incarnation what was refused of it since the last call, because it was malformed."""
+        """Return and clear the complaints since the last call, one per incarnation."""
         complaints, self._complaints = list(self._complaints.values()), {}
         return complaints
 
@@ -442,13 +449,13 @@ class ReplayBuffer:
         return refill is not None and self._replaced < refill.max_groups and not refill.carries_signal(group)
 
     def _outstanding(self) -> int:
-        """Groups that may still be trained: buffered ones, and leases that are not too old already."""
+        """Return how many groups may still be trained: buffered ones, and those of admissible leases."""
         oldest = oldest_admissible(self._step, self._staleness.max_staleness)
         leased = sum(count for version, count in self._leases.versions.items() if version >= oldest)
         return len(self._groups) + leased
 
     def _permits(self, version: int, ended: int = 0) -> int:
-        """Number of further groups, oldest token of `version`, that may be leased, `ended` leases later."""
+        """Return how many groups of oldest version `version` may be leased after `ended` leases end."""
         outstanding = self._outstanding() - ended
         return num_permits(
             worker_version=version,
@@ -462,7 +469,7 @@ class ReplayBuffer:
         )
 
     def _take_partials(self, prompt_index: int) -> tuple[PartialRollout, ...]:
-        """Take the waiting partial rollouts of a prompt, if a group of that age may still be begun."""
+        """Take the waiting partial rollouts of a prompt; discard them if their version has no permit left."""
         if not (waiting := self._partials.take(prompt_index)):
             return ()
         partials = made_under(waiting, self._versions.digests)
@@ -486,7 +493,10 @@ class ReplayBuffer:
         return NotReady("filling", f"{have}; {len(self._leases)} leased to {len(self._workers)} workers")
 
     def _attempt_failed(self, lease: Lease, group: Group, fault: Fault) -> None:
-        """A prompt goes out again; what was streamed of it is gone on with, unless the task itself failed."""
+        """Count a refused group, and return its prompt unless this was the last attempt.
+
+        Partial rollouts go back with the prompt if the group was malformed; otherwise they are discarded.
+        """
         self.last_failure = fault.detail
         self._count(refused=self._samples)
         attempts = self._attempts.get(lease.prompt.index, 0) + 1
@@ -505,7 +515,7 @@ class ReplayBuffer:
                     self._count(**{trajectory.status: 1})
 
     def _complain(self, worker_id: str, epoch: int, fault: Fault) -> None:
-        """A worker sent what no such worker sends; it is fenced where that was one too many in a row."""
+        """Record a malformed message; fence the worker at `MAX_MALFORMED` since its last accepted group."""
         self._count(malformed=1)
         if self._rules is None:
             return
@@ -525,7 +535,7 @@ class ReplayBuffer:
             self._cursor.give_back(lease.prompt.index)
 
     def _drop(self, group: Accepted) -> None:
-        """Too old to train. The prompt goes out again, so that slow prompts are not starved."""
+        """Drop a group that is too old to train. Its prompt goes out again, so slow prompts are not lost."""
         share = group.share_correct
         kind = "dropped_hard" if share == 0 else "dropped_easy" if share == 1 else "dropped_middling"
         self._count(dropped_stale=self._samples, **{kind: self._samples})

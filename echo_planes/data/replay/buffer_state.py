@@ -11,11 +11,11 @@ from echo_planes.types import BufferCounts, Group, PartialRollout
 
 @dataclass(frozen=True, slots=True)
 class NotReady:
-    """Why no batch can be formed now.
+    """Reason for which no batch can be formed now.
 
-    `starved`: nothing admissible is coming, because no worker serves a snapshot that is new enough.
+    `starved`: buffered and leased groups are too few, and no worker serves a new enough version.
     `holding`: forming the batch would make a live lease's work too old (policy `wait`).
-    `filling`: work is on its way.
+    `filling`: too few groups are buffered, and workers can still deliver more.
     """
 
     reason: Literal["starved", "holding", "filling"]
@@ -28,8 +28,8 @@ class Accepted:
 
     group_id: str
     prompt_index: int
-    version: int  # oldest of any token
-    share_correct: float  # of its samples: how difficult its prompt is for this policy
+    version: int  # oldest version of any token
+    share_correct: float  # share of correct samples, 0 to 1: the prompt's difficulty for this policy
 
     @classmethod
     def of(cls, group: Group) -> Accepted:
@@ -42,7 +42,7 @@ class Accepted:
 class BufferState:
     """Consistent state between two batches: enough to continue without skipping or repeating a prompt.
 
-    The rows of `groups` are in the store; `checkpoint_state.py` brings the two together again.
+    The rows of `groups` are in the store; `checkpoint_state.rejoin` combines the two on a resume.
     """
 
     step: int
@@ -52,6 +52,6 @@ class BufferState:
     groups: tuple[Accepted, ...]  # buffered
     counts: BufferCounts
     published: tuple[tuple[str, int, str], ...]  # lineage, version, digest
-    # By index of a returned prompt.
+    # Partial rollouts by index of a returned prompt.
     partials: Mapping[int, tuple[PartialRollout, ...]] = field(default_factory=dict)
-    replaced: int = 0  # groups that were set aside as uninformative for the batch to come
+    replaced: int = 0  # groups set aside as uninformative for the next batch

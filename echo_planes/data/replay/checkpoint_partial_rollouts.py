@@ -1,9 +1,9 @@
 """Partial rollouts of a checkpoint as an Arrow file: millions of tokens, exact to the last bit of a logprob.
 
-The file is an Arrow IPC stream of `SCHEMA`, one row a partial rollout. A prompt's rows stand together, in the
-order of their calls. Its own size and xxh3-128 stand in the checkpoint state beside it (`PartialsRecord`), so
-that nothing of a file that is not the one that was written is given to Arrow. As in the replay store, the
-hash finds damage; it is no defence against somebody who forges a checkpoint on purpose.
+The file is an Arrow IPC stream of `SCHEMA`, one row per partial rollout. A prompt's rows stand together, in
+the order of their calls. The checkpoint state holds the file's size and xxh3-128 (`PartialsRecord`), which
+are checked before Arrow reads any byte. As in the replay store, the hash detects damage but is no defence
+against a deliberately forged checkpoint.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from echo_planes.data.store.files import map_file
 from echo_planes.errors import DataError
 from echo_planes.types import PartialRollout, Sample, Span, is_whole
 
-FORMAT = 1  # of the file; another one is not read
+FORMAT = 1  # format of the file; no other is read
 SCHEMA = pa.schema(
     [
         ("prompt_index", pa.int64()),
-        ("context", pa.list_(pa.int32())),  # null: that of the row before, which is of the same prompt
+        ("context", pa.list_(pa.int32())),  # null: equal to that of the row before, which has the same prompt
         ("token_ids", pa.list_(pa.int32())),
         ("logprobs", pa.list_(pa.float64())),  # of each token, after temperature and top-p
         ("span_stops", pa.list_(pa.int32())),
@@ -40,10 +40,10 @@ SCHEMA = pa.schema(
     ],
     metadata={"echo_planes.drafts_format": str(FORMAT)},
 )
-BATCH_TOKENS = 2**20  # tokens in an Arrow batch, about: what is built at once while a file is written
+BATCH_TOKENS = 2**20  # approximate tokens in an Arrow batch; bounds the memory that writing takes
 
 PartialsByPrompt = Mapping[int, tuple[PartialRollout, ...]]  # by prompt index
-# Prompt index, partial rollout, whether its context is that of the row before.
+# Prompt index, partial rollout, whether its context equals that of the row before.
 _Row = tuple[int, PartialRollout, bool]
 
 
@@ -58,7 +58,7 @@ class PartialsRecord:
 
 
 def write_partials(path: Path, partials: PartialsByPrompt) -> PartialsRecord:
-    """Write a new file; returns what the checkpoint state must say of it.
+    """Write a new file; return the record that the checkpoint state must hold.
 
     Raises:
         OSError: the disk is full or cannot be written.
@@ -72,10 +72,10 @@ def write_partials(path: Path, partials: PartialsByPrompt) -> PartialsRecord:
 
 
 def read_partials(path: Path, record: PartialsRecord) -> dict[int, tuple[PartialRollout, ...]]:
-    """The partial rollouts of a file; the exact inverse of `write_partials`.
+    """Read the partial rollouts of a file; the exact inverse of `write_partials`.
 
     Raises:
-        DataError: the file is missing, of another format, or not what was written.
+        DataError: the file is missing, of another format, or differs from the one that was written.
     """
     if record.format != FORMAT:
         raise DataError(
@@ -103,7 +103,7 @@ def read_partials(path: Path, record: PartialsRecord) -> dict[int, tuple[Partial
 
 
 def _batches(partials: PartialsByPrompt) -> Iterator[list[_Row]]:
-    """Rows in pieces of about `BATCH_TOKENS` tokens, none of them across two prompts' partial rollouts."""
+    """Yield rows in pieces of about `BATCH_TOKENS` tokens; the rows of a prompt stay in one piece."""
     rows: list[_Row] = []
     size = 0
     for index, mine in partials.items():
@@ -146,7 +146,7 @@ def _to_batch(rows: Sequence[_Row]) -> pa.RecordBatch:
 
 
 def _column(lists: Sequence[Sequence[Any]], dtype: npt.DTypeLike) -> pa.ListArray:
-    """Lists of numbers as a column; several times quicker than through `pa.array`."""
+    """Turn lists of numbers into a column; several times faster than `pa.array`."""
     offsets = np.zeros(len(lists) + 1, np.int32)
     np.cumsum([len(one) for one in lists], out=offsets[1:])
     values = np.fromiter(chain.from_iterable(lists), dtype, count=int(offsets[-1]))
@@ -154,7 +154,11 @@ def _column(lists: Sequence[Sequence[Any]], dtype: npt.DTypeLike) -> pa.ListArra
 
 
 def _enter(batch: pa.RecordBatch, partials: dict[int, list[PartialRollout]]) -> None:
-    """Enter the rows of a batch. Raises ValueError where one is no partial rollout."""
+    """Enter the rows of a batch.
+
+    Raises:
+        ValueError: a row is not a whole partial rollout.
+    """
     column = batch.column
     ids, logprobs = _tuples(column("token_ids")), _tuples(column("logprobs"))
     is_same_context = column("context").is_null().to_pylist()
@@ -185,7 +189,7 @@ def _enter(batch: pa.RecordBatch, partials: dict[int, list[PartialRollout]]) -> 
 
 
 def _tuples(column: pa.ListArray) -> list[tuple[Any, ...]]:
-    """The inverse of `_column`; () for a null."""
+    """Return a column's lists as tuples, () for a null; the inverse of `_column`."""
     values = column.flatten().to_numpy(zero_copy_only=False).tolist()
     stops = np.cumsum(column.value_lengths().fill_null(0).to_numpy()).tolist()
     return [tuple(values[start:stop]) for start, stop in zip([0, *stops], stops, strict=False)]

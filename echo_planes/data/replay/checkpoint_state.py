@@ -1,17 +1,17 @@
-"""The replay buffer's part of a checkpoint, and how it meets the store again on a resume.
+"""The replay buffer's part of a checkpoint, and how a resume combines it with the store.
 
-The store is the truth about groups: it has every accepted one, also those of the time between checkpoint and
-crash. The checkpoint is the truth about training and prompts. Put together, no prompt is skipped, none whose
-work is there is done again, and the ledger adds up.
+The store has every accepted group, also those accepted between checkpoint and crash. The checkpoint has the
+state of training and prompts. Combined, they skip no prompt, repeat no work that was kept, and their ledger
+adds up.
 
 In a checkpoint's data folder::
 
-    state.json      everything but the partial rollouts, and what the file beside it must be (null: none)
+    state.json      everything but the partial rollouts; size and hash of their file (null: there is none)
     drafts.arrows   tokens of unfinished prompts (`checkpoint_partial_rollouts` numbers its format)
 
-A state that was written before there were partial rollouts names none, and is read. They only spare work:
-where their file is missing, damaged or of another format, the run goes on without them, and the ledger counts
-the tokens (`unreadable_tokens`). The rest must be whole.
+A `state.json` without the key `drafts`, as earlier versions wrote it, is read too. Partial rollouts only save
+work: if their file is missing, damaged or of another format, the run continues without them, and the ledger
+counts their tokens (`unreadable_tokens`). `state.json` itself must be whole.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ def write_checkpoint_state(folder: Path, state: BufferState, *, num_groups: int)
 
     Args:
         folder: a checkpoint's data folder, empty.
-        state: to write.
-        num_groups: how many groups the store had accepted.
+        state: state to write.
+        num_groups: number of groups that the store had accepted.
 
     Raises:
         OSError: the disk is full or cannot be written.
     """
     partials = asdict(write_partials(folder / PARTIALS_NAME, state.partials)) if state.partials else None
     record = asdict(replace(state, partials={})) | {"drafts": partials, "num_groups": num_groups}
-    del record["partials"]  # they are in the file beside it
+    del record["partials"]  # they are in `drafts.arrows`
     (folder / STATE_NAME).write_text(json.dumps(record))
 
 
 def load_checkpoint_state(path: Path) -> tuple[BufferState, int]:
-    """Read what `write_checkpoint_state` wrote to `path`: the state, and the number of groups in the store.
+    """Read the file `path` of `write_checkpoint_state`; return the state and the store's number of groups.
 
     Partial rollouts that cannot be read are left out, and their tokens counted.
 
@@ -81,7 +81,7 @@ def load_checkpoint_state(path: Path) -> tuple[BufferState, int]:
 def _with_partials(state: BufferState, path: Path, record: PartialsRecord) -> BufferState:
     try:
         return replace(state, partials=read_partials(path, record))
-    except DataError:  # their work is done again; the ledger says how much that is
+    except DataError:  # workers sample these tokens again; the ledger counts them
         counts = state.counts
         lost = replace(
             counts,
@@ -98,20 +98,20 @@ def rejoin(
     counts: StoreCounts,
     done: Sequence[Accepted] = (),
 ) -> BufferState:
-    """The state to go on from.
+    """Return the state to continue from.
 
     Args:
-        state: of the checkpoint.
-        later: of `kept`, the groups that were accepted after the checkpoint.
-        kept: every group that the rolled back store holds as buffered, in order of arrival.
-        counts: its ledger, in trajectories.
-        done: groups that were set aside as uninformative after the checkpoint, and stay so.
+        state: state of the checkpoint.
+        later: those groups of `kept` that were accepted after the checkpoint.
+        kept: every group that the rolled-back store holds as buffered, in order of arrival.
+        counts: ledger of the rolled-back store, in trajectories.
+        done: groups set aside as uninformative after the checkpoint that keep this fate.
     """
     there = {group.prompt_index for group in (*kept, *done)}
     beyond = max((group.prompt_index + 1 for group in (*later, *done)), default=0)
     next_index = max(state.next_index, beyond)
     open_ = {*state.returned, *range(state.next_index, next_index)}
-    # Of its groups, those that have left since: dropped, or let go, or damaged on disk.
+    # Prompts of the checkpoint's groups go out again if the group was since dropped, removed or damaged.
     open_ |= {group.prompt_index for group in state.groups}
     ledger = replace(
         state.counts,

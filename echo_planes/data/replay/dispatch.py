@@ -1,6 +1,6 @@
-"""Dispatch policies: which worker gets the next prompts, and which leases move to another worker. Pure.
+"""Dispatch policies: they decide which worker gets the next prompts, and which leases move. Pure.
 
-`sampling.router` names one; `pull` needs none (`dispatcher.EvenShares`).
+`sampling.router` names the policy; `pull` needs none (`dispatcher.EvenShares`).
 
 - `jsq`: join the shortest queue with delayed dispatch and continuous rebalancing (RLBoost, Algorithm 2).
 - `proportional`: a batch is split by measured speed (SparrowRL, Algorithm 1).
@@ -28,23 +28,23 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 PolicyName = Literal["pull", "jsq", "proportional"]
 
-MAX_REQUESTS = 2**31  # in one batch: below it a split in floating point is exact to a request
-MAX_THETA = 2**16  # a queue as long as this is no limit
-LEAST_WEIGHT = 1e-12  # of the greatest: smaller ones get nothing either way, and could overflow
+MAX_REQUESTS = 2**31  # in one batch; up to it a split in floating point is exact to a request
+MAX_THETA = 2**16  # a longer queue limit has no effect in practice
+LEAST_WEIGHT = 1e-12  # share of the greatest weight; smaller ones get no request, and could overflow
 
 
 @dataclass(slots=True)
 class Workers:
-    """State of all workers: one entry each, all in one order. The caller writes the arrays in place.
+    """State of all workers: one entry each, all arrays in the order of `ids`. The caller writes in place.
 
-    A worker whose `version` is -1 serves nothing: it gets no requests and its estimate stays as it is.
-    One that drains has no `room`: it gets none either, but its requests may move away.
+    A worker whose `version` is -1 serves nothing: it gets no requests, and its speed estimate stays as it is.
+    A worker without `room` gets no requests either, but its own may move away.
     """
 
     ids: tuple[str, ...]
     newest: int  # v, the newest publication
     version: Ints  # (n,) version it serves; -1: none yet
-    pending: Ints  # (n,) requests sent to it that do not execute yet
+    pending: Ints  # (n,) requests sent to it that wait for a slot
     running: Ints  # (n,) requests it executes
     slots: Ints  # (n,) requests it can execute at once, at least 1
     room: Ints  # (n,) further requests it may be sent
@@ -53,7 +53,7 @@ class Workers:
 
     @classmethod
     def named(cls, *ids: str) -> Workers:
-        """Workers that serve nothing yet, of which nothing is known."""
+        """Make the state of workers that serve no version yet and have no measurements."""
         n = len(ids)
         return cls(
             ids=ids,
@@ -75,15 +75,15 @@ class Workers:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Requests for each worker. What is not in `counts` waits with the caller."""
+    """Requests for each worker. The caller keeps those that are not in `counts`."""
 
     counts: Ints  # (n,)
-    commit: Bools  # (n,) installs the newest publication before it starts on these
+    commit: Bools  # (n,) whether the worker must serve the newest publication before it starts on them
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Requests that go from one worker to another. `kind` says which of them: queued or executing ones."""
+    """Requests that go from one worker to another, all queued ("pending") or all executing ("running")."""
 
     source: str
     target: str
@@ -92,15 +92,15 @@ class Move:
 
 
 class DispatchPolicy(Protocol):
-    """Decides from the state alone."""
+    """Policy that decides from the workers' state alone."""
 
     @property
     def splits(self) -> bool:
-        """Whether permits are split among all workers once a batch, not among those that wait."""
+        """Whether permits are split once per batch among all workers, instead of among waiting ones."""
         ...
 
     def assign(self, num_requests: int, workers: Workers) -> Assignment:
-        """Hand out up to `num_requests`; nobody gets more than its room.
+        """Hand out up to `num_requests`; no worker gets more than its room.
 
         Raises:
             ConfigError: more requests than a batch may have.
@@ -108,16 +108,16 @@ class DispatchPolicy(Protocol):
         ...
 
     def rebalance(self, workers: Workers) -> tuple[Move, ...]:
-        """Moves to make now."""
+        """Return the moves to make now."""
         ...
 
     def settle(self, workers: Workers, row: int, tokens: int, elapsed_s: float) -> None:
-        """A worker made so many tokens in a time in which it had work."""
+        """Record that the worker of `row` made `tokens` in `elapsed_s` seconds in which it had work."""
         ...
 
 
 class ShortestQueue:
-    """RLBoost's balance (section 4.2.1, Algorithm 2).
+    """Policy `jsq`: RLBoost's load balancing (section 4.2.1, Algorithm 2).
 
     Args:
         theta: Theta, the most requests that may be pending at a worker.
@@ -136,15 +136,15 @@ class ShortestQueue:
         self._theta = theta
 
     def assign(self, num_requests: int, workers: Workers) -> Assignment:
-        """Each request to the shortest queue below Theta, as if one after another, but all at once.
+        """Give each request to the shortest queue below Theta; the result equals handing them out in turn.
 
-        The queues are filled like connected vessels: to the highest level for which the requests are
-        enough; those left over go to the first of the workers that stand at it.
+        All queues are filled to the highest common length for which there are enough requests. The rest go,
+        one each, to the first workers whose queues have that length.
         """
         _check_requests(num_requests)
         pending = np.minimum(workers.pending, self._theta)
         most = np.minimum(self._theta - pending, workers.room) * workers.able
-        # How many workers take one more when their queue is q long, for every q below Theta.
+        # The inner sum below is the number of workers that take one more at queue length q, for q < Theta.
         starts = np.bincount(pending, minlength=self._theta + 1)
         ends = np.bincount(pending + most, minlength=self._theta + 1)
         filled = np.cumsum(np.cumsum(starts - ends))  # requests that bring all queues to q + 1
@@ -157,19 +157,19 @@ class ShortestQueue:
         return _nothing_to_commit(counts)
 
     def rebalance(self, workers: Workers) -> tuple[Move, ...]:
-        """Queued requests first; executing ones only when nothing is queued anywhere and somebody is idle."""
+        """Move queued requests; move executing ones only if no request is queued and a worker is idle."""
         if workers.pending.any():
             return self._level_queues(workers)
         return self._relieve(workers)
 
     def settle(self, workers: Workers, row: int, tokens: int, elapsed_s: float) -> None:
-        """Nothing: queues say it all."""
+        """Do nothing: the decisions use queue lengths, not speeds."""
 
     def _level_queues(self, workers: Workers) -> tuple[Move, ...]:
-        """Every worker with an empty queue gets one request, each from what is then the longest queue.
+        """Give every worker with an empty queue one request, each from the queue that is then the longest.
 
-        The last request of a queue moves only to a worker that is less full: else two workers that are
-        both full would send it to and fro for ever.
+        The last request of a queue moves only to a worker that is less full; otherwise two full workers
+        would pass it back and forth forever.
         """
         full = workers.running / np.maximum(workers.slots, 1)
         targets = np.flatnonzero(workers.able & (workers.pending == 0))
@@ -182,7 +182,7 @@ class ShortestQueue:
                 break
             queued, fullness, source = longest[0]
             if queued == -1 and full[target] >= -fullness:
-                break  # the emptiest target, and the fullest of the shortest queues
+                break  # all queues have length 1, and no target left is less full than the fullest source
             moves.append(Move(workers.ids[source], workers.ids[target], 1, "pending"))
             if queued == -1:
                 heapq.heappop(longest)
@@ -191,10 +191,10 @@ class ShortestQueue:
         return tuple(moves)
 
     def _relieve(self, workers: Workers) -> tuple[Move, ...]:
-        """Idle workers get what the most loaded ones execute beyond their plateau.
+        """Give idle workers the requests that the most loaded ones execute beyond their plateau.
 
-        One idle worker takes all of it, as in the paper. Several share it: else the same requests would
-        move on from one of them to the next.
+        A single idle worker takes the whole excess, as in the paper. Several share it; otherwise the same
+        requests would move on from one idle worker to the next.
         """
         idle = np.flatnonzero(workers.able & (workers.running == 0))
         excess = np.where(workers.plateau > 0, workers.running - workers.plateau, 0)
@@ -213,11 +213,11 @@ class ShortestQueue:
 
 
 class Proportional:
-    """SparrowRL's split (section 5.3, Algorithm 1). `assign` is to be called once a batch.
+    """Policy `proportional`: SparrowRL's split (section 5.3, Algorithm 1). Call `assign` once per batch.
 
     Args:
-        exclusion_decay: alpha: what is left of a worker's estimate when it is too far behind to take part.
-        ema: beta: weight of the estimate so far when a new measurement comes in.
+        exclusion_decay: alpha, (0, 1]: factor on a worker's estimate when it is too far behind to take part.
+        ema: beta, [0, 1): weight of the previous estimate when a new measurement is added.
 
     Raises:
         ConfigError: a value outside its range.
@@ -236,10 +236,10 @@ class Proportional:
         self._beta = ema
 
     def assign(self, num_requests: int, workers: Workers) -> Assignment:
-        """B_a = floor(B tau_a / T), the rest by largest fraction; what exceeds a room goes to the others.
+        """Assign B_a = floor(B tau_a / T), the rest by largest fraction; excess over a room goes to others.
 
         Only workers at the newest publication, or the one before it, take part. The estimates of the
-        others decay. A worker without an estimate counts as the median of those that have one.
+        others decay. A worker without an estimate gets the median of the known ones.
         """
         _check_requests(num_requests)
         serving = workers.version >= 0
@@ -256,23 +256,23 @@ class Proportional:
         return Assignment(counts, behind)
 
     def rebalance(self, workers: Workers) -> tuple[Move, ...]:
-        """Nothing: the next split makes up for it."""
+        """Return no moves: the next split corrects an imbalance."""
         return ()
 
     def settle(self, workers: Workers, row: int, tokens: int, elapsed_s: float) -> None:
-        """A worker finished its share: tau <- beta tau + (1 - beta) tokens / elapsed."""
+        """Update a worker's estimate: tau <- beta tau + (1 - beta) tokens / elapsed."""
         if elapsed_s <= 0 or tokens < 0:
-            return  # it says nothing about a speed
+            return  # not a measurement of speed
         known = float(workers.tokens_per_s[row])
         rate = tokens / elapsed_s
         workers.tokens_per_s[row] = self._beta * known + (1 - self._beta) * rate if known else rate
 
 
 def _split(num_requests: int, weights: Floats, room: Ints) -> Ints:
-    """Shares in proportion to `weights` (> 0), none above its `room` (> 0); as many as fit, exactly.
+    """Split requests in proportion to `weights` (> 0), none above its `room` (> 0); return the shares, (n,).
 
-    Those whose room is small for their weight are full first. Sorted by that, the others' level, requests
-    per weight, follows from what is left.
+    The shares sum to `num_requests`, or to all rooms if those are fewer. Workers with the least room per
+    weight fill first. Sorted by that, the others' level (requests per weight) follows from the requests left.
     """
     weights = np.maximum(weights, weights.max() * LEAST_WEIGHT)
     brim = room / weights  # the level at which a worker is full
@@ -280,7 +280,7 @@ def _split(num_requests: int, weights: Floats, room: Ints) -> Ints:
     before = np.cumsum(room[order]) - room[order]
     weight_left = np.cumsum(weights[order][::-1])[::-1]
     levels = (num_requests - before) / weight_left
-    # Where all are full, no level lies below its brim: then there is no first.
+    # If the requests exceed all rooms, no level is within its brim, and all workers are full.
     first = int(np.argmax(np.append(levels <= brim[order], True)))
     level = levels[min(first, len(levels) - 1)]
     quotas = np.minimum(level * weights, room)
@@ -299,13 +299,13 @@ POLICIES: dict[str, Callable[[int], DispatchPolicy]] = {
 
 
 def policy_named(name: str, theta: int) -> DispatchPolicy | None:
-    """The policy of that name; None for `pull`, which needs none.
+    """Return the policy called `name`; None for `pull`, which needs none.
 
     Args:
         theta: `sampling.theta`.
 
     Raises:
-        ConfigError: no such policy, or a value outside its range.
+        ConfigError: there is no such policy, or `theta` is outside its range.
     """
     if name == "pull":
         return None
@@ -313,10 +313,10 @@ def policy_named(name: str, theta: int) -> DispatchPolicy | None:
 
 
 def free_slots_first(policy: DispatchPolicy, num_requests: int, workers: Workers) -> Ints:
-    """Number of requests for each worker, shape (n,), if free slots are filled before queues.
+    """Return the number of requests for each worker, shape (n,), filling free slots before queues.
 
-    A request that meets a free slot is pending for no time, so a queue's limit says nothing about it; and no
-    queue shall grow while another worker has a slot for what would wait there. Changes `workers`.
+    A request that gets a free slot is never pending, so Theta does not count it. No queue grows while another
+    worker has a free slot. Changes `workers`.
     """
     room = workers.room
     counts: Ints = np.zeros(len(room), np.int64)

@@ -1,13 +1,13 @@
-"""Dispatch over the replay buffer: what each worker that waits gets, and which leases are recalled to move.
+"""Dispatch over the replay buffer: prompts for each waiting worker, and recalls of leases that are to move.
 
-A request of a policy is a group here, all samples of a prompt, as it is of leases and permits: a worker's
-slots are the groups it samples at once. Of a worker's leases those being scored take no slot; of the rest as
-many execute as it has slots, the others are pending.
+A request of a policy is a group here, all samples of one prompt, as it is for leases and permits. A worker's
+slots are the groups it samples at once. Leases whose answers are being scored take no slot. Of the others, as
+many execute as the worker has slots; the rest are pending.
 
-A move is a recall: its source hands the prompt over with its tokens when it streams next, and the prompt is
-set aside for its target for a moment. Until then it counts at its target, so that no second move makes up
-for what one is doing already. Whoever a prompt was moved to keeps it: each move costs a prefill, and what is
-newest at its worker would be the first to move on, to and fro between workers that fill up and run dry.
+A move is a recall: the source hands the prompt over with its tokens when it streams next, and the prompt is
+kept for its target for `KEEP_TICKS`. Meanwhile it counts as the target's, so that no second move covers the
+same imbalance. A lease that resulted from a move does not move again: each move costs a prefill, and without
+this rule a worker's newest prompts would move back and forth as workers fill up and run empty.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ from echo_planes.data.replay.prompts import PromptCursor
 from echo_planes.data.replay.worker_registry import WorkerRegistry
 from echo_planes.types import Lease, WorkerStats
 
-KEEP_TICKS = 2  # a moved prompt is kept so long for its target; then anybody may have it
-LAPSE_TICKS = 10  # a share that an idle worker does not take goes to others then
+KEEP_TICKS = 2  # ticks for which a moved prompt is kept for its target; then any worker may get it
+LAPSE_TICKS = 10  # ticks after which an idle worker loses its share to the others
 
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """The replay buffer, as far as a dispatcher sees it."""
+    """The parts of the replay buffer that a dispatcher uses."""
 
     workers: WorkerRegistry
     leases: LeaseTable
     cursor: PromptCursor
-    # (v, n): groups that may be leased under version v once n leases more have ended.
+    # (v, n): number of groups that may be leased under version v once n more leases have ended.
     permits: Callable[[int, int], int]
-    admits: Callable[[int], bool]  # whether what is made under a version now can still be trained
-    # (worker, how many, but none of these): has it give up leases when it streams next; which.
+    admits: Callable[[int], bool]  # whether tokens sampled under a version now can still be trained
+    # (worker, number of leases, leases to spare): recalls leases of the worker; returns their ids.
     recall: Callable[[str, int, Collection[str]], list[str]]
 
 
 class EvenShares:
-    """`pull`. A worker comes back for more as it finishes; taking all at once, a slow one would hoard.
+    """Policy `pull`: each waiting worker gets at most an even share of the permits.
 
-    The replay buffer tells it what happens, and asks it what a worker that waits gets.
+    Workers pull again as they finish. Without the limit, a slow worker could take all prompts at once. The
+    replay buffer reports events to this class, and calls `grant` for each waiting worker.
     """
 
-    plans = False  # whether it decides for all who wait at once, in `ask`
+    plans = False  # whether `ask` decides for all waiting workers at once
 
     def __init__(self, ground: Ground) -> None:
         self._workers = ground.workers
@@ -55,49 +56,50 @@ class EvenShares:
         self._ground = ground
 
     def published(self, version: int) -> None:
-        """A version exists from now on."""
+        """Note that a version was published."""
 
     def registered(self, worker_id: str, epoch: int) -> None:
-        """A new incarnation of a worker."""
+        """Note a new incarnation of a worker."""
 
     def lost(self, worker_id: str) -> None:
-        """A worker is gone."""
+        """Note that a worker is gone."""
 
     def serves(self, worker_id: str, version: int) -> None:
-        """A worker is about to serve a version."""
+        """Note that a worker serves a version, before the registry is updated."""
 
     def parked(self, worker_id: str) -> None:
-        """A worker was parked, or is no longer."""
+        """Note that a worker was parked or unparked."""
 
     def tell(self, stats: WorkerStats) -> None:
         """Take a worker's counters."""
 
     def ask(self, rooms: Mapping[str, int], now_s: float) -> None:
-        """Decide what those get who wait; `grant` hands it out.
+        """Decide how many prompts each waiting worker gets; `grant` hands them out.
 
         Args:
-            rooms: of all who wait, by worker, the longest first.
+            rooms: room of each waiting worker, the longest waiting first.
+            now_s: present time, seconds.
         """
 
     def grant(self, worker_id: str, room: int) -> list[int]:
-        """Prompts for one that waits."""
+        """Take the prompts for one waiting worker: at most `room`."""
         if not self._workers.may_lease(worker_id):
             return []
         share = -(-self._ground.permits(self._workers.version(worker_id), 0) // self._workers.num_leasing)
         return [self._cursor.take() for _ in range(min(room, share))]
 
     def leased(self, lease: Lease) -> None:
-        """A lease was issued for what was granted."""
+        """Note that a lease was issued for a granted prompt."""
 
     def tick(self, now_s: float) -> list[str]:
-        """Recall what shall move. Returns the workers that are to give something up."""
+        """Recall the leases that are to move. Return the workers that must give some up."""
         return []
 
     def handed_over(self, leases: Mapping[str, int], now_s: float) -> None:
-        """A worker gave these leases up; of each its prompt."""
+        """Note the leases that a worker gave up, with the prompt index of each."""
 
     def batch_formed(self) -> None:
-        """Permits are free again."""
+        """Note that a batch was formed, which frees permits."""
 
 
 @dataclass(slots=True)
@@ -105,16 +107,17 @@ class _Share:
     """Part of a split that a worker may still take."""
 
     count: int
-    version: int  # it must serve this one before it begins
+    version: int  # version that the worker must serve before it takes any
     idle_since_s: float
 
 
 class Dispatcher(EvenShares):
-    """Workers still pull; how many of the waiting prompts each of them gets is the policy's decision.
+    """Dispatch by a policy: workers still pull, and the policy decides how many prompts each of them gets.
 
     Args:
-        policy: decides who gets what.
-        tick_s: it may move something this often, seconds.
+        ground: parts of the replay buffer.
+        policy: the dispatch policy.
+        tick_s: shortest time between two rounds of moves, seconds.
     """
 
     plans = True
@@ -124,23 +127,23 @@ class Dispatcher(EvenShares):
         self.policy = policy
         self._tick_s = tick_s
         self._next_tick_s = 0.0
-        self._publications: dict[int, int] = {}  # number of each version, in order
+        self._publications: dict[int, int] = {}  # version -> its number in order of publication, from 0
         self._epochs: dict[str, int] = {}
         self._stats: dict[str, WorkerStats] = {}
         self._speeds: dict[str, float] = {}  # tokens/s
-        self._settled: dict[str, tuple[int, float]] = {}  # tokens and busy seconds by then
-        self._rooms: dict[str, int] = {}  # of those that wait
-        self._granted: dict[str, int] = {}  # groups, to those that wait
+        self._settled: dict[str, tuple[int, float]] = {}  # tokens and busy seconds at the last measurement
+        self._rooms: dict[str, int] = {}  # rooms of waiting workers
+        self._granted: dict[str, int] = {}  # groups granted to waiting workers
         self._shares: dict[str, _Share] = {}  # of the batch
         self._split_due = True
-        self._going: dict[str, str] = {}  # recalled lease -> who goes on with it
-        self._kept: dict[int, tuple[str, float]] = {}  # prompt -> for whom, and until when
-        self._arriving: set[int] = set()  # prompts that are leased next to whom they were kept for
-        self._moved: set[str] = set()  # leases that came of a move
+        self._going: dict[str, str] = {}  # recalled lease -> worker that continues it
+        self._kept: dict[int, tuple[str, float]] = {}  # prompt -> worker it is kept for, and until when
+        self._arriving: set[int] = set()  # prompts granted to the worker they were kept for, not leased yet
+        self._moved: set[str] = set()  # leases that resulted from a move
 
     @property
     def kept(self) -> dict[int, str]:
-        """Prompts on their way, and for whom."""
+        """Prompts kept for a worker, with that worker."""
         return {index: target for index, (target, _) in self._kept.items()}
 
     # --- versions and workers --------------------------------------------------------------------
@@ -159,7 +162,7 @@ class Dispatcher(EvenShares):
 
     def serves(self, worker_id: str, version: int) -> None:
         if self._workers.version(worker_id) < 0 <= version:
-            self._split_due = True  # it takes part from now on
+            self._split_due = True  # the worker serves its first version and takes part from now on
 
     def parked(self, worker_id: str) -> None:
         self._shares.pop(worker_id, None)
@@ -170,12 +173,12 @@ class Dispatcher(EvenShares):
         self._settled.setdefault(stats.worker_id, (stats.tokens, stats.busy_s))
 
     def _expect_nothing_of(self, worker_id: str) -> None:
-        """Release prompts and moves meant for a worker to others, and make the next split anew."""
+        """Release the prompts and moves meant for a worker, and have the next `ask` split anew."""
         self._split_due = True
         self._going = {name: target for name, target in self._going.items() if target != worker_id}
         self._release([index for index, (target, _) in self._kept.items() if target == worker_id])
 
-    # --- who gets how many -----------------------------------------------------------------------
+    # --- shares of workers -----------------------------------------------------------------------
 
     def ask(self, rooms: Mapping[str, int], now_s: float) -> None:
         self._release([index for index, (_, until_s) in self._kept.items() if until_s <= now_s])
@@ -190,7 +193,7 @@ class Dispatcher(EvenShares):
         self._granted = dict(zip(workers.ids, counts.tolist(), strict=True))
 
     def grant(self, worker_id: str, room: int) -> list[int]:
-        """Take the prompts of a worker: those moved to it first, then those that were decided for it."""
+        """Take the prompts of a worker: first those moved to it, then those that `ask` granted it."""
         most = min(room, self._most(worker_id))
         mine = [index for index, (target, _) in self._kept.items() if target == worker_id][:most]
         for index in mine:
@@ -213,8 +216,11 @@ class Dispatcher(EvenShares):
         self._split_due = True
 
     def _of_split(self, now_s: float) -> dict[str, int]:
-        """Of those that wait, what is left of their shares. What is nobody's goes to those without one."""
-        if self._split_due and self._free():  # at S = 0 there are no permits until somebody serves t
+        """Return what each waiting worker may take of its share.
+
+        Workers without a share get even parts of the permits that belong to no share.
+        """
+        if self._split_due and self._free():  # at S = 0 there are no permits until a worker serves version t
             self._split(now_s)
         for worker in list(self._shares):
             if self._leases.of_worker(worker):
@@ -240,7 +246,7 @@ class Dispatcher(EvenShares):
         self._split_due = False
         for worker, stats in self._stats.items():
             tokens, busy_s = self._settled[worker]
-            if stats.tokens > tokens:  # else it had no share, or nothing of it is finished
+            if stats.tokens > tokens:  # otherwise it had no share, or has finished nothing of it
                 self._settled[worker] = (stats.tokens, stats.busy_s)
                 one = Workers.named(worker)
                 one.tokens_per_s[0] = self._speeds.get(worker, 0.0)
@@ -257,18 +263,18 @@ class Dispatcher(EvenShares):
         }
 
     def _free(self) -> int:
-        """Groups that may be leased to whoever serves the newest version, and are kept for nobody."""
+        """Return how many groups may be leased under the newest version served, without kept prompts."""
         newest = max(self._workers.versions, default=-1)
         return max(0, self._ground.permits(newest, 0) - len(self._kept)) if newest >= 0 else 0
 
     def _most(self, worker_id: str) -> int:
-        """Groups that may be leased to a worker, but for those kept for others."""
+        """Return how many groups may be leased to a worker, without prompts kept for others."""
         if not self._workers.may_lease(worker_id):
             return 0
         others = sum(target != worker_id for target, _ in self._kept.values())
         return max(0, self._ground.permits(self._workers.version(worker_id), 0) - others)
 
-    # --- what moves ------------------------------------------------------------------------------
+    # --- moves -----------------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> list[str]:
         if now_s < self._next_tick_s:
@@ -292,22 +298,22 @@ class Dispatcher(EvenShares):
                 self._kept[index] = (target, now_s + KEEP_TICKS * self._tick_s)
 
     def _recall(self, source: str, count: int) -> list[str]:
-        """Recall so many leases, but none that moved already or whose tokens nobody could go on from."""
+        """Recall up to `count` leases, none that moved already or whose tokens would be discarded."""
         mine = self._leases.of_worker(source)
         stuck = {one.lease_id for one in mine if self._ground.permits(one.version, 1) < 1}
         spare = stuck | (self._moved & {one.lease_id for one in mine})
         return self._ground.recall(source, count, spare)
 
     def _release(self, indices: Sequence[int]) -> None:
-        """Prompts that are kept for nobody any more."""
+        """Return kept prompts to the cursor, so that any worker may get them."""
         for index in indices:
             del self._kept[index]
             self._cursor.give_back(self._cursor.take_aside(index))
 
-    # --- what the policy is told -----------------------------------------------------------------
+    # --- input of the policy ---------------------------------------------------------------------
 
     def _state(self, among: Collection[str] | None = None) -> Workers:
-        """Of all workers that may be given prompts, or of some; each with the room that it asks for."""
+        """Return the state of all workers that may be given prompts, or of those `among`."""
         leasing = [
             (worker, version)
             for worker, version in self._workers.leasing()

@@ -11,23 +11,23 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from echo_planes.errors import LeaseError
 from echo_planes.types import Lease
 
-TIMES_MEDIAN = 2.5  # a lease is so many times the median completion: the paper takes 2 to 3
-RECENT_COMPLETIONS = 64
-ENOUGH_COMPLETIONS = 16  # from so many on the median is believed
-_MOST_DOUBLINGS = 30  # any lease is at its longest by then
+TIMES_MEDIAN = 2.5  # lease duration over median completion time; the paper takes 2 to 3
+RECENT_COMPLETIONS = 64  # completions that the median is taken over
+ENOUGH_COMPLETIONS = 16  # fewest completions for which the median is used
+_MOST_DOUBLINGS = 30  # after so many doublings every lease has reached its longest duration
 
 
 class LeaseTable:
     """Table of live leases. Pure state: every call that depends on time takes `now_s`.
 
-    A lease lasts 2.5 times the median time that recent ones took, and starts again whenever tokens arrive for
-    it: so a silent worker's prompts come back soon, and a long answer is not punished. A prompt whose lease
-    expired has twice as long from its issue next time: a worker that needs longer to begin than a lease lasts
-    would else be given the same prompt for ever.
+    A lease lasts 2.5 times the median completion time of recent leases, and is renewed whenever tokens arrive
+    for it. So a silent worker's prompts come back soon, and long answers keep their leases. After each expiry
+    the next lease of the same prompt begins with twice the duration: otherwise a prompt whose first tokens
+    take longer than a lease would expire forever.
 
     Args:
-        longest_s: of a lease, and what it is until enough have been completed.
-        shortest_s: below this a lease would end between two messages of a healthy worker.
+        longest_s: longest duration of a lease, seconds; used until enough leases are completed.
+        shortest_s: shortest duration, seconds; a shorter lease would end between a healthy worker's messages.
     """
 
     def __init__(self, longest_s: float, shortest_s: float) -> None:
@@ -37,13 +37,13 @@ class LeaseTable:
         self._issued_s: dict[str, float] = {}
         self._by_worker: dict[str, set[str]] = {}
         self._expires_s: dict[str, float] = {}  # as last renewed
-        self._ends: list[tuple[float, str]] = []  # a heap; renewed ones are put right when they come up
+        self._ends: list[tuple[float, str]] = []  # a heap; `expire` corrects entries of renewed leases
         self._versions: Counter[int] = Counter()
         self._recalled: set[str] = set()
         self._took_s: deque[float] = deque()  # recent completions, the oldest first, ...
         self._sorted_s: list[float] = []  # ... and the shortest first
         self._lease_s = longest_s
-        self._expiries: Counter[int] = Counter()  # of each prompt, since it was last handed in
+        self._expiries: Counter[int] = Counter()  # of each prompt, since a lease of it ended with a result
         self._epochs: dict[str, int] = {}  # newest incarnation of each worker
         self._gone: set[str] = set()
 
@@ -53,26 +53,30 @@ class LeaseTable:
 
     @property
     def versions(self) -> Mapping[int, int]:
-        """Live leases of each version."""
+        """Number of live leases by version."""
         return self._versions
 
     @property
     def lease_s(self) -> float:
-        """Present duration of a lease, from its last tokens on, seconds."""
+        """Present duration of a lease, counted from its last tokens, seconds."""
         return self._lease_s
 
     def __len__(self) -> int:
         return len(self._live)
 
     def of_worker(self, worker_id: str) -> list[Lease]:
-        """Its live leases, oldest first."""
+        """Return a worker's live leases, oldest first."""
         return sorted(
             (self._live[lease_id] for lease_id in self._by_worker.get(worker_id, ())),
             key=lambda lease: (self._issued_s[lease.lease_id], lease.lease_id),
         )
 
     def register(self, worker_id: str, epoch: int) -> None:
-        """A new incarnation of a worker; results of older ones are refused from now on."""
+        """Register a new incarnation of a worker; results of older ones are refused from now on.
+
+        Raises:
+            LeaseError: a newer incarnation has registered already.
+        """
         if epoch < self._epochs.get(worker_id, -1):
             raise LeaseError(f"worker {worker_id} registered epoch {epoch} after {self._epochs[worker_id]}")
         self._epochs[worker_id] = epoch
@@ -82,17 +86,21 @@ class LeaseTable:
         return worker_id not in self._gone and self._epochs.get(worker_id) == epoch
 
     def forget(self, worker_id: str) -> list[Lease]:
-        """A worker is gone: fence it and end its leases, which are returned."""
+        """Fence a worker that is gone; end and return its leases."""
         self._gone.add(worker_id)
         return [self._remove(lease.lease_id) for lease in self.of_worker(worker_id)]
 
     def lasts_s(self, prompt_index: int) -> float:
-        """Seconds that a lease of a prompt lasts if issued now; its tokens may make it longer."""
+        """Return the seconds that a lease of a prompt lasts if issued now and never renewed."""
         patience: int = 2 ** min(self._expiries.get(prompt_index, 0), _MOST_DOUBLINGS)
         return min(self._lease_s * patience, self._longest_s)
 
     def issue(self, lease: Lease, now_s: float) -> Lease:
-        """Enter a lease that begins now, and return it."""
+        """Enter a lease that begins now, and return it.
+
+        Raises:
+            LeaseError: a live lease has this id.
+        """
         if lease.lease_id in self._live:
             raise LeaseError(f"lease {lease.lease_id} was issued twice")
         self._live[lease.lease_id] = lease
@@ -104,7 +112,7 @@ class LeaseTable:
         return lease
 
     def holds(self, lease_id: str, worker_id: str, epoch: int, now_s: float) -> bool:
-        """Whether this incarnation still has that lease."""
+        """Return whether this incarnation still holds the lease."""
         lease = self._live.get(lease_id)
         return (
             lease is not None
@@ -115,16 +123,16 @@ class LeaseTable:
         )
 
     def renew(self, worker_id: str, epoch: int, lease_ids: Iterable[str], now_s: float) -> None:
-        """Streamed tokens renew a lease; unknown or fenced ones are left alone."""
+        """Renew the leases whose tokens arrived; ignore those that this incarnation does not hold."""
         for lease_id in lease_ids:
             if self.holds(lease_id, worker_id, epoch, now_s):
                 self._expires_s[lease_id] = max(self._expires_s[lease_id], now_s + self._lease_s)
 
     def close(self, lease_id: str, worker_id: str, epoch: int, now_s: float) -> Lease:
-        """End a lease with a result.
+        """End a lease with a result, and return it.
 
         Raises:
-            LeaseError: "unknown", "fenced" or "expired"; the message is that one word.
+            LeaseError: the lease is not valid; the message is "unknown", "fenced" or "expired".
         """
         lease = self._live.get(lease_id)
         if lease is None:
@@ -138,7 +146,7 @@ class LeaseTable:
         return self._remove(lease_id)
 
     def _observe(self, took_s: float) -> None:
-        """A lease was completed: how long the next ones are."""
+        """Adapt the duration of leases to another completion time."""
         if len(self._took_s) == RECENT_COMPLETIONS:
             del self._sorted_s[bisect_left(self._sorted_s, self._took_s.popleft())]
         self._took_s.append(took_s)
@@ -148,7 +156,7 @@ class LeaseTable:
             self._lease_s = min(max(wanted_s, self._shortest_s), self._longest_s)
 
     def recalled_from(self, worker_id: str, epoch: int) -> list[str]:
-        """Live leases that this incarnation is to give up."""
+        """Return the recalled live leases of this incarnation."""
         if not self._recalled or not self.is_current(worker_id, epoch):
             return []
         return sorted(self._recalled & self._by_worker.get(worker_id, set()))
@@ -161,19 +169,19 @@ class LeaseTable:
         is_far: Callable[[Lease], bool],
         spare: Container[str] = (),
     ) -> list[str]:
-        """Mark so many leases of a worker to be given up, or fewer. Returns which.
+        """Mark up to `num_leases` leases of a worker to be given up. Return their ids.
 
-        An episode of several turns is one lease. So it stays with its worker, and with what that worker has
-        cached of its context, until the worker goes or the lease is recalled here. What is recalled must be
-        computed again elsewhere: the leases that are cheapest to go on with go first, among equals the newest
-        (the least of its time is spent). One that is far stays where it is, unless all of them are far.
+        An episode of several turns is one lease, so it stays with its worker and that worker's cached context
+        until the worker goes or the lease is recalled here. Another worker must compute the context of a
+        recalled lease again. So the leases with the fewest prefill tokens go first, among equals the newest.
+        Leases that are far stay, unless all of the worker's leases are far.
 
         Args:
             worker_id: the worker.
-            num_leases: how many at most.
-            prefill_tokens: that another worker would compute before it goes on with a lease.
-            is_far: whether a lease is so far that moving it costs more than it brings.
-            spare: leases that stay, whatever they cost.
+            num_leases: most leases to recall.
+            prefill_tokens: tokens that another worker would compute before it continues a lease.
+            is_far: whether a lease has come so far that moving it costs more than it saves.
+            spare: leases that are never recalled.
         """
         mine = [lease for lease in self.of_worker(worker_id)[::-1] if lease.lease_id not in spare]
         movable = [lease for lease in mine if not is_far(lease)] or mine

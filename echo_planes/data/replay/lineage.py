@@ -1,4 +1,4 @@
-"""Versions that work may be made of: those of this lineage, and those it descends from. Pure."""
+"""Published versions of this lineage, and of the lineages it descends from. Pure."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from collections.abc import Iterable, Mapping
 from echo_planes.errors import LeaseError
 from echo_planes.types import Trajectory
 
-KEPT_VERSIONS = 4096  # beyond those that may still be trained; a checkpoint has all that are kept
+KEPT_VERSIONS = 4096  # publications remembered beyond the S newest; a checkpoint holds all remembered ones
 
 
 class Lineage:
-    """A line of published versions, each under one digest.
+    """Line of published versions, each under one digest.
 
-    A resume opens a new lineage that parts from the checkpoint's at the checkpoint's step. Versions up to
-    there are versions of the new one too, so what was sampled under them can be gone on with; a later version
-    of the old lineage comes from weights that are no more, and is forgotten. The new lineage publishes the
-    step's version again. Should its digest differ, the new one counts. Versions that are older than any that
-    is asked for are forgotten.
+    A resume opens a new lineage that branches off at the checkpoint's step. Versions up to that step belong
+    to the new lineage too, so work sampled under them can be continued. Later versions of the old lineage
+    come from weights that no longer exist, and are forgotten. The new lineage publishes the step's version
+    again; if its digest differs, the new digest counts. Only the `kept` newest publications are remembered.
 
     Args:
         lineage: name of this run's line.
-        published: of the checkpoint to continue from: lineage, version, digest, in the order of publication.
-        step: of that checkpoint.
-        kept: publications that are remembered, the newest.
+        published: the checkpoint's publications (lineage, version, digest), in order of publication.
+        step: step of the checkpoint.
+        kept: number of publications to remember.
     """
 
     def __init__(
@@ -40,19 +39,19 @@ class Lineage:
 
     @property
     def digests(self) -> Mapping[int, str]:
-        """Digest of every version of the line that is remembered."""
+        """Digest of every remembered version, by version."""
         return self._digests
 
     @property
     def published(self) -> tuple[tuple[str, int, str], ...]:
-        """For a checkpoint: lineage, version and digest of every publication that is remembered."""
+        """Lineage, version and digest of every remembered publication, for a checkpoint."""
         return tuple((line, version, digest) for (line, version), digest in self._published.items())
 
     def publish(self, version: int, digest: str) -> None:
-        """A version exists from now on.
+        """Record a published version.
 
         Raises:
-            LeaseError: this lineage published it under another digest.
+            LeaseError: this lineage has published the version under another digest.
         """
         known = self._published.setdefault((self._lineage, version), digest)
         if known != digest:
@@ -65,7 +64,7 @@ class Lineage:
                 self._digests.pop(oldest, None)
 
     def has_made(self, trajectory: Trajectory) -> bool:
-        """Whether it is of this lineage, and every token of a version of the line."""
+        """Return whether a trajectory names this lineage, and every token a remembered version and digest."""
         return trajectory.lineage == self._lineage and all(
             self._digests.get(span.version) == span.digest for span in trajectory.episode.spans
         )

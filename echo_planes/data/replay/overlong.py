@@ -1,6 +1,6 @@
-"""Answers that reach their token limit: trained as they are, not trained, or punished more and more.
+"""Treatment of answers that reach their token limit: trained as they are, masked, or penalised by length.
 
-Of an answer of several turns each call of the policy has the limit, so the longest call counts.
+In an answer of several turns the limit applies to each call of the policy, so the longest call counts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from echo_planes.config.schema import Config
 from echo_planes.errors import ConfigError
 from echo_planes.types import Episode, FloatArray, Trajectory
 
-DEFAULT_SHARE = 5  # the punished stretch is this part of the limit: 4,096 of 20,480 tokens in DAPO
+DEFAULT_SHARE = 5  # limit over default margin: DAPO has 20,480 tokens over 4,096
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,21 +25,21 @@ class Overlong:
 
     treatment: Literal["keep", "mask", "penalty"] = "keep"
     limit: int = 1  # L_max, tokens of one call of the policy
-    margin: int = 1  # L_cache, tokens before the limit
+    margin: int = 1  # L_cache: the penalty begins this many tokens before the limit
 
     def is_masked(self, episode: Episode) -> bool:
-        """Whether none of its tokens is trained; its reward counts in its group's mean all the same."""
+        """Return whether no token of an episode is trained. Its reward still counts in its group's mean."""
         return self.treatment == "mask" and is_cut_off(episode)
 
     def penalty(self, episode: Episode) -> float:
-        """Soft overlong punishment, -1 to 0 (DAPO, 2503.14476, section 3.4, eq. 13)."""
+        """Return the soft overlong punishment, -1 to 0 (DAPO, 2503.14476, section 3.4, eq. 13)."""
         if self.treatment != "penalty":
             return 0.0
         length = max((sum(1 for _ in run) for own, run in groupby(episode.response_mask) if own), default=0)
         return max(-1.0, min(0.0, (self.limit - self.margin - length) / self.margin))
 
     def trained_rewards(self, trajectories: Sequence[Trajectory]) -> FloatArray:
-        """The rewards that are trained on: the task's own and the penalty, shape (n,)."""
+        """Return the rewards that are trained on: the task's reward plus the penalty, shape (n,)."""
         return np.array([t.reward.value + self.penalty(t.episode) for t in trajectories], np.float32)
 
 
@@ -47,19 +47,19 @@ KEPT = Overlong()
 
 
 def is_cut_off(episode: Episode) -> bool:
-    """Whether an answer ended at its token limit."""
+    """Return whether an answer ended at its token limit."""
     return episode.finish_reason == "length"
 
 
 def overlong_of(config: Config, task_limit: int | None) -> Overlong:
-    """The treatment that a run asks for.
+    """Return the treatment that a run's settings ask for.
 
     Args:
         config: the run's settings.
-        task_limit: the task's own `max_new_tokens`.
+        task_limit: the task's own `max_new_tokens`; None: `sampling.max_new_tokens` applies.
 
     Raises:
-        ConfigError: the punished stretch is longer than an answer can be.
+        ConfigError: the margin is larger than the limit.
     """
     limit = task_limit or config.sampling.max_new_tokens
     margin = config.sampling.overlong_tokens or max(1, limit // DEFAULT_SHARE)

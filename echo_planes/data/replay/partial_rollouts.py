@@ -1,8 +1,8 @@
 """Partial rollouts: the tokens sampled so far for prompts that are not finished (RLBoost, section 4.2).
 
-Tokens are kept as they arrive, so that a prompt whose worker is lost, leaves or has too much to do goes on
-elsewhere from its last token. The sampler's logprobs and the version of every token are kept with it: to the
-learner it makes no difference how many workers an answer has seen.
+Tokens are kept as they arrive. When a worker is lost, leaves or is overloaded, another worker continues its
+prompts from their last token. Each token keeps its sampler's logprob and version, so training does not depend
+on how many workers an answer came from.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class LeasePartials:
     """The partial rollouts of one lease, as its worker streams them.
 
     Args:
-        partials: what the lease began with.
+        partials: partial rollouts that the lease was issued with.
     """
 
     def __init__(self, partials: tuple[PartialRollout, ...] = ()) -> None:
@@ -29,12 +29,12 @@ class LeasePartials:
         self._lengths = [len(partial.sample.token_ids) for partial in partials]
 
     def add(self, tokens: LeaseTokens) -> None:
-        """Enter a message. What does not begin where its call ends here is left out: it came twice, or
-        something before it did not come. What is kept is always the beginning of what was sampled.
+        """Enter a message. A piece that does not begin at the present end of its call is left out: it came
+        twice, or an earlier piece is missing. So the kept tokens are always a prefix of the sampled ones.
 
         Raises:
-            LeaseError: a piece is not whole, or goes on after its call's end ("malformed"). Then nothing of
-                the message is entered.
+            LeaseError: a piece is not whole, or continues a finished call ("malformed"). Then nothing of the
+                message is entered.
         """
         lengths, ended = list(self._lengths), [bool(pieces[-1].finish_reason) for pieces in self._pieces]
         kept: list[tuple[int, PartialRollout]] = []
@@ -59,10 +59,10 @@ class LeasePartials:
         self._lengths = lengths
 
     def partials(self, published: Mapping[int, str]) -> tuple[PartialRollout, ...]:
-        """Partial rollouts that another worker can go on from.
+        """Return the partial rollouts that another worker can continue.
 
         Args:
-            published: digest of every version of this lineage. What was made under anything else is left out.
+            published: digest of every version of this lineage; calls with other tokens are left out.
         """
         partials = [PartialRollout(c, joined(p)) for c, p in zip(self._contexts, self._pieces, strict=True)]
         return made_under([partial for partial in partials if partial.sample.token_ids], published)
@@ -73,9 +73,9 @@ class LeasePartials:
 
     @property
     def prefill_tokens(self) -> int:
-        """Tokens another worker computes before it samples on: context and answer of every unfinished call.
+        """Tokens another worker must prefill: context and answer of every unfinished call.
 
-        Where all are finished (an episode is between two turns), those of the longest.
+        If all calls are finished (the episode is between two turns), those of the longest call.
         """
         lengths = [len(c) + n for c, n in zip(self._contexts, self._lengths, strict=True)]
         unfinished = [n for n, p in zip(lengths, self._pieces, strict=True) if not p[-1].finish_reason]
@@ -86,47 +86,47 @@ class Partials:
     """The partial rollouts of live leases, and those that wait for another worker.
 
     Args:
-        waiting: of a checkpoint, by prompt index.
+        waiting: waiting partial rollouts of a checkpoint, by prompt index.
     """
 
     def __init__(self, waiting: Mapping[int, tuple[PartialRollout, ...]]) -> None:
         self._books: dict[str, LeasePartials] = {}  # by lease
         self._waiting = dict(waiting)  # by prompt index
-        self._finished: deque[int] = deque(maxlen=RECENT_COMPLETIONS)  # tokens of accepted groups
+        self._finished: deque[int] = deque(maxlen=RECENT_COMPLETIONS)  # sampled tokens of accepted groups
 
     def open(self, lease: Lease) -> None:
-        """A lease begins, with its partial rollouts."""
+        """Begin a lease with its partial rollouts."""
         self._books[lease.lease_id] = LeasePartials(lease.partials)
 
     def add(self, tokens: LeaseTokens) -> None:
-        """Tokens of a live lease. Raises what `LeasePartials.add` does."""
+        """Enter tokens of a live lease. Raises what `LeasePartials.add` does."""
         self._books[tokens.lease_id].add(tokens)
 
     def close(self, lease_id: str) -> int:
-        """A lease ended with a result. Returns how many tokens were streamed for it."""
+        """Forget a lease that ended with a result. Return how many tokens it began with or streamed."""
         return self._books.pop(lease_id).num_tokens
 
     def finished(self, group_tokens: int) -> None:
-        """A group was accepted: so many tokens were sampled for it."""
+        """Record the number of tokens sampled for an accepted group."""
         self._finished.append(group_tokens)
 
     def prefill_tokens(self, lease: Lease) -> int:
-        """Tokens that another worker would compute before it goes on with a live lease."""
+        """Return the tokens that another worker would compute before it continues a live lease."""
         return self._books[lease.lease_id].prefill_tokens or len(lease.prompt.token_ids)
 
     def is_far(self, lease: Lease) -> bool:
-        """Whether more was streamed of a live lease than half of what recent groups came to (their median).
+        """Return whether a live lease has more tokens than half the median of recently accepted groups.
 
-        Such a one is sooner finished where it is. While few groups are finished, none is said to be far.
+        Its own worker finishes such a lease sooner. False while too few groups are finished.
         """
         if len(self._finished) < ENOUGH_COMPLETIONS:
             return False
         return self._books[lease.lease_id].num_tokens > statistics.median(self._finished) / 2
 
     def shelve(self, lease: Lease, published: Mapping[int, str]) -> int:
-        """A lease ended without a result: keep its partial rollouts for whoever is next.
+        """Keep the partial rollouts of a lease that ended without a result, for the prompt's next worker.
 
-        Returns how many of its tokens nobody can go on from.
+        Return how many of its tokens cannot be continued.
         """
         book = self._books.pop(lease.lease_id)
         partials = book.partials(published)
@@ -141,12 +141,12 @@ class Partials:
     def state(
         self, live: Iterable[Lease], published: Mapping[int, str], oldest: int
     ) -> tuple[dict[int, tuple[PartialRollout, ...]], int]:
-        """Partial rollouts that a resume can go on from: waiting ones, those of live leases as if ended.
+        """Return the partial rollouts that a resume can continue: waiting ones, and those of live leases.
 
         Args:
             live: the live leases.
             published: as for `LeasePartials.partials`.
-            oldest: version below which nothing is trained any more.
+            oldest: oldest version that is still trained.
 
         Returns:
             Partial rollouts by prompt index, and how many tokens were left out.
@@ -164,7 +164,7 @@ class Partials:
 def made_under(
     partials: Iterable[PartialRollout], published: Mapping[int, str]
 ) -> tuple[PartialRollout, ...]:
-    """Those of which every token was made under a published version."""
+    """Return the partial rollouts whose tokens were all sampled under a published version and digest."""
     return tuple(
         partial
         for partial in partials
@@ -173,10 +173,10 @@ def made_under(
 
 
 def oldest_version(partials: tuple[PartialRollout, ...]) -> int:
-    """The oldest version any of their tokens was made under."""
+    """Return the oldest version that any of their tokens was sampled under."""
     return min(span.version for partial in partials for span in partial.sample.spans)
 
 
 def num_tokens(partials: tuple[PartialRollout, ...]) -> int:
-    """Tokens in all of them."""
+    """Return the number of sampled tokens in all of them."""
     return sum(len(partial.sample.token_ids) for partial in partials)

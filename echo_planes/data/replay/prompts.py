@@ -1,4 +1,4 @@
-"""The prompt stream: which index comes next, the ones that came back, and which prompt an index is."""
+"""The prompt stream: the next index, returned indices, and the prompt of each index."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK_PROMPTS = 32  # consecutive indices that have one level
 
 
 class PromptCursor:
-    """Hands out prompt indices 0, 1, 2, ... and takes back those whose work was lost.
+    """Cursor that hands out prompt indices 0, 1, 2, ... and takes back those whose work was lost.
 
     Returned indices go out again first, smallest first, so that no prompt is skipped.
     """
@@ -24,7 +24,7 @@ class PromptCursor:
     def __init__(self, next_index: int = 0, returned: Iterable[int] = ()) -> None:
         self._next_index = next_index
         self._returned = list(returned)
-        self._aside: set[int] = set()  # of those that came back: `take` passes them over
+        self._aside: set[int] = set()  # returned indices that only `take_aside` hands out
         heapq.heapify(self._returned)
 
     @property
@@ -38,24 +38,24 @@ class PromptCursor:
         return tuple(sorted([*self._returned, *self._aside]))
 
     def take(self) -> int:
-        """The next index to work on."""
+        """Hand out the next index."""
         if self._returned:
             return heapq.heappop(self._returned)
         self._next_index += 1
         return self._next_index - 1
 
     def give_back(self, index: int) -> None:
-        """An index whose work ended without an accepted result."""
+        """Take back an index, so that it goes out again."""
         heapq.heappush(self._returned, index)
 
     def set_aside(self, index: int) -> None:
-        """An index that came back waits for somebody: only `take_aside` hands it out."""
+        """Reserve a returned index: from now on only `take_aside` hands it out."""
         self._returned.remove(index)
         heapq.heapify(self._returned)
         self._aside.add(index)
 
     def take_aside(self, index: int) -> int:
-        """Hand out an index that was set aside."""
+        """Hand out a reserved index."""
         self._aside.remove(index)
         return index
 
@@ -63,26 +63,26 @@ class PromptCursor:
 class Curriculum:
     """Training prompt of each index, for tasks whose prompts get harder as the policy learns.
 
-    The level of a block of indices is decided when the first of them goes out, and is durable before it does.
-    So an index that was ever issued is the same prompt for good: when its work was lost and it goes out
-    again, and after a crash and a resume, whatever checkpoint that starts from. What was observed is not
-    kept: a resumed run goes on at the last level, and measures anew before it leaves it.
+    The task decides the level of a block of indices when the first of them goes out. The level is durable
+    before that. So an index that was ever issued stays the same prompt: when it goes out again, and after a
+    resume from any checkpoint. Observed accuracies are not saved: a resumed run continues at the last level,
+    and measures anew before the level changes.
 
     Args:
-        task: asked for its level where it has several; of a task with one, every index is `prompt(index)`.
-        path: a file of this run, the level of a block in each line. Not made for a task with one level.
+        task: asked for its level if it has several; with one level, every index is `prompt(index)`.
+        path: file of this run with the level of a block in each line; not made for a task with one level.
 
     Raises:
         ClusterError: the file cannot be written.
-        DataError: it cannot be read, or holds something else.
+        DataError: the file cannot be read, or does not hold levels of this task.
     """
 
     def __init__(self, task: TaskAdapter, path: Path) -> None:
         self._task = task
-        self._levels: list[int] = []  # of each block
+        self._levels: list[int] = []  # level of each block
         self._path = path
         self._size_bytes = 0
-        self._recent: deque[float] = deque(maxlen=WINDOW_GROUPS)  # share of right samples, of each group
+        self._recent: deque[float] = deque(maxlen=WINDOW_GROUPS)  # share of correct samples in each group
         self._num_groups = 0
         if task.num_levels > 1:
             if not path.exists():
@@ -93,16 +93,16 @@ class Curriculum:
 
     @property
     def progress(self) -> Progress:
-        """Progress by which the task decides its level now."""
+        """Progress at the present level, from which the task decides the next level."""
         accuracy = sum(self._recent) / max(len(self._recent), 1)
         return Progress(self._levels[-1] if self._levels else 0, self._num_groups, accuracy)
 
     def prompt(self, index: int) -> Prompt:
-        """Training prompt number `index`, for the first time or again.
+        """Return training prompt number `index`, for the first time or again.
 
         Raises:
-            ClusterError: its level cannot be written down.
-            TaskError: the task named none.
+            ClusterError: its level cannot be written.
+            TaskError: the task returned no valid level.
         """
         if self._task.num_levels == 1:
             return self._task.prompt(index)
@@ -112,7 +112,7 @@ class Curriculum:
         return self._task.prompt_at(index, self._levels[index // BLOCK_PROMPTS])
 
     def observe(self, group: Group) -> None:
-        """A group that was accepted. Those of other levels than the present one are passed over."""
+        """Count an accepted group towards the progress, if it is of the present level."""
         samples = group.trajectories
         block = samples[0].prompt.index // BLOCK_PROMPTS
         if block < len(self._levels) and self._levels[block] == self._levels[-1]:
@@ -143,7 +143,7 @@ class Curriculum:
 
 
 def _whole_lines(path: Path) -> bytes:
-    """The file but for a last line that a crash has cut short: no prompt of that block went out."""
+    """Return a file without a last line that a crash cut short; no prompt of that line's block went out."""
     try:
         data = path.read_bytes()
     except OSError as error:

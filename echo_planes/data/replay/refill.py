@@ -1,7 +1,7 @@
-"""Groups without a signal do not count towards a batch: others take their place (`sampling.refill`).
+"""Refill: groups without a signal do not count towards a batch, and others replace them (`sampling.refill`).
 
 Dynamic sampling of DAPO (2503.14476, section 3.2, eq. 11), inside the staleness bound: a group that is set
-aside gives its permit back, so that another prompt of the same version can be begun for it.
+aside returns its permit, so that another prompt of the same version can be leased in its place.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from echo_planes.types import Group
 class Refill:
     """Rule by which groups are set aside, and their largest number."""
 
-    by: Literal["reward", "correct"]
-    max_groups: int  # that are set aside for one batch; what comes beyond counts like any other
+    by: Literal["reward", "correct"]  # the answers of a group must differ in this one
+    max_groups: int  # most groups set aside for one batch; further ones count towards it
     overlong: Overlong = KEPT
 
     def carries_signal(self, group: Group) -> bool:
-        """Whether something can be learnt from a group: its answers differ, and one at least is trained."""
+        """Return whether a group has a gradient: its answers differ, and at least one of them is trained."""
         answers = group.trajectories
         if all(self.overlong.is_masked(answer.episode) for answer in answers):
             return False
@@ -35,7 +35,7 @@ class Refill:
 
 
 def refill_of(config: Config, overlong: Overlong) -> Refill | None:
-    """Refill rule that a run asks for; None: every group counts."""
+    """Return the refill rule that a run's settings ask for; None: every group counts."""
     by = config.refill
     if by == "off":
         return None
@@ -43,7 +43,7 @@ def refill_of(config: Config, overlong: Overlong) -> Refill | None:
 
 
 def check_refill(config: Config, task: type[TaskAdapter]) -> None:
-    """Refuse to judge groups by themselves where their advantages come from other companions too.
+    """Refuse refill for a task whose advantages also come from companions outside the group.
 
     Raises:
         ConfigError: the task's `materialize` is `by_batch` or `by_initial_state`.

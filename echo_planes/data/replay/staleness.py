@@ -1,4 +1,4 @@
-"""Bounded staleness as arithmetic: who may be trained, and how much work may be handed out.
+"""Arithmetic of bounded staleness: which groups may be trained, and how many may be leased.
 
 t counts the updates completed when a batch is formed, v the snapshot a trajectory was sampled under,
 S the staleness budget, p the snapshot a worker serves (ECHO-2 section 4.1).
@@ -14,12 +14,12 @@ _ROUNDING = 1e-9  # a quotient this close below a whole number is that number
 
 
 def oldest_admissible(step: int, max_staleness: int) -> int:
-    """The oldest version that may be in the batch formed at `step`: t - v <= S."""
+    """Return the oldest version that may be in the batch formed at `step`: t - v <= S."""
     return step - max_staleness
 
 
 def is_admissible(version: int, step: int, max_staleness: int) -> bool:
-    """Whether a trajectory of `version` may be in the batch formed at `step`."""
+    """Return whether a trajectory of `version` may be in the batch formed at `step`."""
     return version >= oldest_admissible(step, max_staleness)
 
 
@@ -34,24 +34,23 @@ def num_permits(
     leased_groups: int = 0,
     uninformative: float = 0.0,
 ) -> int:
-    """Number of further groups that may be leased to a worker that serves `worker_version`.
+    """Return how many further groups may be leased to a worker that serves `worker_version`.
 
     Work of version p can still be trained in the batches formed at t, t + 1, ..., p + S: that is
-    (p + S - t + 1) batches, less what is already leased or buffered. `queue_batches` >= 1 lowers the
-    ceiling further: beyond one batch, more work in the queue only makes it older. Of what is leased a share
-    `uninformative` is expected to be replaced, which fills no queue; but all of it may count, and is within
-    the bound then. At least one whole batch is always allowed to an admissible worker, so the learner can
-    never be left waiting for permits.
+    (p + S - t + 1) batches, less the groups already leased or buffered. `queue_batches` lowers this limit:
+    beyond one batch, a longer queue only makes its groups older. A share `uninformative` of the leased groups
+    is expected to be set aside, and does not count as queued. The first limit still counts all of them. The
+    total allowed for an admissible version is never below one batch, so the learner never waits for permits.
 
     Args:
         worker_version: p.
         step: t.
         max_staleness: S.
         groups_per_step: groups in a batch.
-        outstanding_groups: leased and buffered.
-        queue_batches: of groups that are expected to count.
-        leased_groups: of the outstanding ones.
-        uninformative: below 1.
+        outstanding_groups: groups leased or buffered.
+        queue_batches: longest queue of groups expected to count, in batches; below 1 counts as 1.
+        leased_groups: leased ones of the outstanding groups.
+        uninformative: expected share of leased groups that are set aside, [0, 1).
     """
     batches_left = worker_version + max_staleness - step + 1
     if batches_left <= 0:
@@ -69,13 +68,14 @@ def num_urgent(
     max_staleness: int,
     groups_per_step: int,
 ) -> int | None:
-    """Number of the oldest buffered groups that the batch formed at `step` must have; None: hold the learner.
+    """Return how many of the oldest groups the batch formed at `step` must contain; None: hold the learner.
 
-    Work of version v has its last chance at step v + S. After this batch, (v + S - t) batches are left for
-    it, so whatever exceeds them must go now (earliest deadline first). Where some of that is still with a
-    worker, forming the batch would condemn it: hold until the lease ends. `num_permits` keeps the excess
-    of every version within one batch, so under `wait` nothing whose lease lives is ever too old. Under
-    `drop` pass no leased versions: then only what is buffered is protected, and the result is never None.
+    Step v + S is the last one that can train version v. After this batch, (v + S - t) batches are left for
+    it, so groups in excess of these must be trained now (earliest deadline first). If part of the excess is
+    still leased, forming the batch would make it too old, so the learner is held until the lease ends.
+    `num_permits` keeps the excess of every version within one batch, so under `wait` and a constant S the
+    work of a live lease never becomes too old. Under `drop` the caller passes no leased versions, and the
+    result is never None.
     """
     buffered = Counter(buffered_versions)
     leased = Counter(leased_versions)

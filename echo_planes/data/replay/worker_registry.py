@@ -1,4 +1,4 @@
-"""Registry of the workers that are there, the version each serves, and those that are parked."""
+"""Registry of the workers: the version that each one serves, and whether it is parked."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping
 class WorkerRegistry:
     """The workers that the data plane knows.
 
-    A parked one is kept ready: it takes every version as the others do, is leased nothing, and does not
-    count where work is shared out.
+    A parked worker is kept ready: it installs every version, is leased nothing, and does not count when
+    permits are shared out.
     """
 
     def __init__(self) -> None:
-        self._versions: dict[str, int] = {}  # that workers serve; -1: none yet
+        self._versions: dict[str, int] = {}  # version that each worker serves; -1: none yet
         self._parked: set[str] = set()
-        self._leasing: Counter[int] = Counter()  # those that may be given prompts, by version
+        self._leasing: Counter[int] = Counter()  # number of workers that may be given prompts, by version
         self.num_leasing = 0
 
     def __len__(self) -> int:
@@ -26,15 +26,15 @@ class WorkerRegistry:
         return worker_id in self._versions
 
     def version(self, worker_id: str) -> int:
-        """Version that a worker that is there serves; -1: none yet."""
+        """Return the version that a known worker serves; -1: none yet."""
         return self._versions[worker_id]
 
     def may_lease(self, worker_id: str) -> bool:
-        """Whether it may be given prompts."""
+        """Return whether a worker may be given prompts: it serves a version and is not parked."""
         return self._versions.get(worker_id, -1) >= 0 and worker_id not in self._parked
 
     def leasing(self) -> Iterator[tuple[str, int]]:
-        """Every worker that may be given prompts, and the version that it serves."""
+        """Yield every worker that may be given prompts, and the version that it serves."""
         return ((name, version) for name, version in self._versions.items() if self.may_lease(name))
 
     @property
@@ -43,19 +43,19 @@ class WorkerRegistry:
         return self._leasing
 
     def serves(self, worker_id: str, version: int) -> None:
-        """A worker is there and serves `version`; -1: nothing yet."""
+        """Enter a worker with the version that it serves; -1: none yet."""
         self._count(worker_id, -1)
         self._versions[worker_id] = version
         self._count(worker_id, 1)
 
     def remove(self, worker_id: str) -> None:
-        """A worker is gone. One that was never there may still come, and stays parked if it was."""
+        """Remove a worker and unpark it. An unknown worker may still register, and stays parked if it is."""
         self._count(worker_id, -1)
         if self._versions.pop(worker_id, None) is not None:
             self._parked.discard(worker_id)
 
     def park(self, worker_id: str, parked: bool) -> None:
-        """From now on a worker is parked, or no longer. It need not be there yet."""
+        """Park or unpark a worker. It need not be registered yet."""
         self._count(worker_id, -1)
         if parked:
             self._parked.add(worker_id)
@@ -64,7 +64,7 @@ class WorkerRegistry:
         self._count(worker_id, 1)
 
     def _count(self, worker_id: str, more: int) -> None:
-        """Count a worker as it is, if it may be given prompts: -1 before it changes, 1 after."""
+        """Add `more` to the counts of a worker that may be given prompts: -1 before a change, 1 after."""
         if not self.may_lease(worker_id):
             return
         version = self._versions[worker_id]

@@ -1,8 +1,8 @@
 """Sizes that the messages of an Arrow stream declare, read without unpacking anything.
 
-pyarrow makes room for a compressed buffer by the size that stands before it. Whoever wrote the file chose
-that number, so it is looked at first. The header of a message is a flatbuffer; only the few fields on the way
-to the buffers of a record batch are read here (format: Message.fbs and Schema.fbs of Apache Arrow).
+pyarrow allocates memory for a compressed buffer by the size that the file declares before it. A hostile file
+can declare any size, so callers check it first. The header of a message is a flatbuffer; this module reads
+only the fields that lead to the buffers of a record batch (Message.fbs and Schema.fbs of Apache Arrow).
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from echo_planes.errors import DataError
 
 _HEADER_TYPE, _HEADER = 1, 2  # fields of Message, by their numbers
 _DICTIONARY, _RECORDS = 2, 3  # header types
-_DATA = 1  # of DictionaryBatch: its record batch
-_BUFFERS, _COMPRESSION = 2, 3  # of RecordBatch
+_DATA = 1  # field of DictionaryBatch: its record batch
+_BUFFERS, _COMPRESSION = 2, 3  # fields of RecordBatch
 _BUFFER_BYTES = 16  # offset and length, int64 each
-_PREFIX_BYTES = 8  # before a compressed buffer: its size, or -1 where it was left as it is
+_PREFIX_BYTES = 8  # size before a compressed buffer; -1: the buffer is not compressed
 
 
 def unpacked_bytes(message: Any) -> int:
-    """Bytes that the buffers of a message take in memory.
+    """Return the bytes that the buffers of a message take in memory.
 
     Args:
         message: a `pyarrow.ipc.Message`.
 
     Raises:
-        DataError: its header is damaged.
+        DataError: the message's header is damaged.
     """
     body = message.body
     try:
@@ -61,12 +61,12 @@ def _sizes(head: memoryview, body: memoryview) -> int:
 
 
 def _at(head: memoryview, place: int) -> int:
-    """Position to which the offset at `place` leads."""
+    """Return the position that the offset at `place` points to."""
     return place + int(struct.unpack_from("<I", head, place)[0])
 
 
 def _field(head: memoryview, table: int, number: int) -> int:
-    """Position of field `number` of a table; 0: it has none."""
+    """Return the position of field `number` of a table; 0: the table lacks it."""
     entries = table - int(struct.unpack_from("<i", head, table)[0])
     if 4 + 2 * number >= struct.unpack_from("<H", head, entries)[0]:
         return 0

@@ -1,4 +1,4 @@
-"""Buffered groups by version, so that choosing never looks at all of them."""
+"""Buffered groups by version, so that choosing groups needs no pass over all of them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from echo_planes.types import BoolArray, IntArray
 
 
 class Bucket:
-    """Sequence numbers of one version's groups in order of arrival, some of which may have left.
+    """Sequence numbers of one version's groups in order of arrival; some may not be buffered any more.
 
-    `item(place)` is one of them, as an int.
+    `item(place)` returns one of them as an int.
     """
 
     __slots__ = ("_sequences", "item", "size")
@@ -39,14 +39,14 @@ class Bucket:
         self.size = end
 
     def keep(self, buffered: BoolArray) -> None:
-        """Forget groups that left. `buffered`: shape (size,)."""
+        """Keep only the groups where `buffered`, shape (size,), is true."""
         kept = self.sequences[buffered]
         self._sequences[: len(kept)] = kept
         self.size = len(kept)
 
 
 class Buckets:
-    """One bucket for each version that has buffered groups; at least half of every bucket is buffered.
+    """Buckets, one for each version that has buffered groups; at least half of every bucket is buffered.
 
     Row i of `versions`, `firsts`, `sizes`, `live` (shape (V,)) and `members` is one version; the versions are
     sorted.
@@ -54,17 +54,17 @@ class Buckets:
 
     def __init__(self) -> None:
         self.versions: IntArray = np.empty(0, np.int64)
-        self.firsts: IntArray = np.empty(0, np.int64)  # sequence number that starts each bucket
+        self.firsts: IntArray = np.empty(0, np.int64)  # first sequence number of each bucket
         self.sizes: IntArray = np.empty(0, np.int64)
-        self.live: IntArray = np.empty(0, np.int64)  # of them, how many are buffered
+        self.live: IntArray = np.empty(0, np.int64)  # number of buffered groups in each bucket
         self.members: list[Bucket] = []
 
     def first_of(self, min_version: int) -> int:
-        """The first row of at least this version."""
+        """Return the first row whose version is at least `min_version`."""
         return int(self.versions.searchsorted(min_version))
 
     def add(self, version: int, sequences: IntArray) -> None:
-        """Groups that became buffered, in order of arrival."""
+        """Enter groups that became buffered, in order of arrival."""
         row = self.first_of(version)
         if row == len(self.members) or self.versions.item(row) != version:
             self.versions = np.insert(self.versions, row, version)
@@ -77,7 +77,7 @@ class Buckets:
         self.live[row] += len(sequences)
 
     def leave(self, version: int, count: int, is_buffered: npt.NDArray[np.bool_]) -> None:
-        """`count` groups of a version are buffered no longer. `is_buffered`: by sequence number."""
+        """Note that `count` groups of a version left the buffer. `is_buffered`: mask by sequence number."""
         row = self.first_of(version)
         self.live[row] -= count
         if self.live[row] == 0:

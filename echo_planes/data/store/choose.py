@@ -17,7 +17,7 @@ Weights = npt.NDArray[np.float64]
 
 STALENESS_DECAY = 0.5  # a group one version older is half as likely
 REWARD_FLOOR = 0.1  # weight of the lowest reward; the highest has 1
-_ROUNDS = 5  # of drawing, before every candidate is weighed
+_ROUNDS = 5  # rounds of rejection sampling before the exact draw
 
 
 def choose(
@@ -29,12 +29,12 @@ def choose(
     rng: np.random.Generator,
     urgent: int = 0,
 ) -> IntArray:
-    """Choose `count` buffered groups of at least `min_version`; returns sequence numbers, shape (count,).
+    """Choose `count` buffered groups of at least `min_version`; return sequence numbers, shape (count,).
 
-    The `urgent` oldest versions always go first (see `limiter.num_urgent`). Among the others: `fifo` takes
-    the oldest arrivals, `freshest` the newest versions (ties: newest arrivals), and these draw without
-    replacement from `rng`: `uniform`; `staleness`, each version half as likely as the next; `reward`, in
-    proportion to the group's mean reward, scaled to [0.1, 1] over the rewards the store has seen.
+    First come `urgent` groups of the oldest versions (see `staleness.num_urgent`). Among the others, `fifo`
+    takes the oldest arrivals, `freshest` the newest versions (ties: newest arrivals). The other selectors
+    draw from `rng` without replacement: `uniform`; `staleness`, each version half as likely as the next;
+    `reward`, in proportion to the group's mean reward, scaled to [0.1, 1] over the store's rewards.
 
     Raises:
         ValueError: fewer than `count` groups, more urgent ones than `count`, or an unknown selector.
@@ -54,7 +54,7 @@ def choose(
     return np.fromiter(chosen, np.int64, count)
 
 
-# Sets of sequence numbers are dicts here: they keep the order in which groups were chosen.
+# Set of sequence numbers; a dict, because it keeps the order in which groups were chosen.
 Chosen = dict[int, None]
 
 
@@ -80,7 +80,7 @@ def _newest_versions(index: GroupIndex, min_version: int) -> Iterator[IntArray]:
 def _extend(chosen: Chosen, count: int, pieces: Iterable[IntArray]) -> None:
     """Add groups in the order of `pieces` until there are `count`."""
     for piece in pieces:
-        # At most `count` of a piece are new and wanted, and at most len(chosen) of it are there already.
+        # A piece gives at most `count` new groups, and holds at most len(chosen) that are chosen already.
         for sequence in piece[: count + len(chosen)].tolist():
             if len(chosen) == count:
                 return
@@ -99,9 +99,9 @@ def _draw(
 ) -> None:
     """Draw one group after another, each in proportion to its weight among those left.
 
-    By rejection: a place in a bucket is drawn and thrown away where its group has left or was chosen, or,
-    in proportion, where its reward is low. That needs no pass over the candidates. Where it is unlucky, the
-    rest is drawn exactly from all of them.
+    Rejection sampling: draw a place in a bucket, and reject it if its group has left or is chosen already,
+    or, with a probability, if its reward is low. That needs no pass over the candidates. If `_ROUNDS` rounds
+    do not suffice, the rest is drawn exactly from all candidates.
     """
     buckets = index.buckets
     first = buckets.first_of(min_version)
@@ -109,9 +109,9 @@ def _draw(
     weights = np.ones(len(sizes))
     if selector == "staleness" and len(sizes):
         ages = buckets.versions[-1] - buckets.versions[first:]
-        weights = np.maximum(STALENESS_DECAY**ages, 1e-300)  # never 0, as those of very old versions would be
+        weights = np.maximum(STALENESS_DECAY**ages, 1e-300)  # weights of very old versions must not reach 0
     ends = np.cumsum(weights * sizes)
-    draws_each = 3 if selector == "reward" else 2  # more than one of as many is kept, as a rule
+    draws_each = 3 if selector == "reward" else 2  # draws per missing group, of which usually one is kept
     fates, rewards, members = index.groups["fate"], index.groups["reward_mean"], buckets.members
     for _ in range(_ROUNDS):
         draws = draws_each * (count - len(chosen))
@@ -141,13 +141,13 @@ def _draw_exactly(
     per_version: Weights,
     rng: np.random.Generator,
 ) -> None:
-    """The same by weighing every candidate: the smallest of exponential variables with these rates."""
+    """Draw from all candidates: those with the smallest exponential variables; the weights are the rates."""
     members = [_live(index, bucket) for bucket in index.buckets.members[first:]]
     candidates = np.concatenate(members)
     weights = np.repeat(per_version, [len(m) for m in members])
     if selector == "reward":
         weights = weights * _reward_weights(index, index.groups["reward_mean"][candidates])
-    # In logarithms, because a quotient by the smallest weights would overflow.
+    # Logarithms, because division by the smallest weights would overflow.
     keys = np.log(np.maximum(rng.standard_exponential(len(candidates)), 1e-300)) - np.log(weights)
     keys[np.isin(candidates, list(chosen))] = np.inf
     missing = count - len(chosen)
@@ -156,12 +156,12 @@ def _draw_exactly(
 
 
 def _reward_weights(index: GroupIndex, rewards: Weights) -> Weights:
-    """Weights in [REWARD_FLOOR, 1]; a reward that is not a number has the lowest."""
+    """Return weights in [REWARD_FLOOR, 1]; a NaN reward gets the lowest."""
     low, high = index.reward_range
     span = high - low
     if span <= 0:
         return np.ones_like(rewards)
-    # fmax makes the lowest of what is not a number.
+    # fmax turns NaN into the lowest weight.
     weights: Weights = (rewards - low) / (span / (1.0 - REWARD_FLOOR)) + REWARD_FLOOR
     bounded: Weights = np.fmin(np.fmax(weights, REWARD_FLOOR), 1.0)
     return bounded

@@ -1,8 +1,8 @@
-"""Rewriting a sealed segment without the rows that were let go.
+"""Rewriting of a sealed segment without the rows that retention removed.
 
-The new file takes the old one's name in one step, with the next generation number in its header, so that an
-old sidecar beside it is known to be outdated. The groups whose rows went keep their entries: their ids stay
-taken, and the ledger still adds up.
+The new file replaces the old one in one step. Its header has the next generation number, which shows that an
+old sidecar beside it is outdated. Groups without rows keep their entries: their ids stay taken, and the
+ledger still adds up.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from echo_planes.data.store.schema import SCHEMA
 from echo_planes.data.store.segment import encode_header, segment_path
 from echo_planes.data.store.sidecar import MESSAGE_ENTRY, encode_sidecar
 
-MERGED_BYTES, MERGED_GROUPS = 1 << 20, 4096  # of rows and groups that neighbours are merged up to
+MERGED_BYTES, MERGED_GROUPS = 1 << 20, 4096  # limits of a merged message: bytes, groups
 _EMPTY = pa.RecordBatch.from_pylist([], schema=SCHEMA)
 
 
 class Compactor:
-    """Rewrites segments of one store.
+    """Compaction of the segments of one store.
 
     Args:
-        folder: of the segments.
+        folder: folder of the segments.
         files: the disk.
-        store_id: of the store.
-        index: of the store; changed as soon as a new file is in place.
-        reader: of the store.
+        store_id: id of the store.
+        index: index of the store; changed as soon as a new file is in place.
+        reader: row reader of the store.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Compactor:
         self._places: list[tuple[int, int, int, int]] = []  # `sidecar.MESSAGE_ENTRY` of each message
 
     def rewrite(self, segment: Segment) -> int:
-        """Rewrite a sealed segment; returns how many bytes that freed.
+        """Rewrite a sealed segment; return the bytes freed.
 
         Raises:
             DataError: a message that is still needed is damaged; the segment stays as it is.
@@ -61,7 +61,7 @@ class Compactor:
         partial = stage(path, self._files, self._messages(segment, rows.tolist()))
         with on_disk(path):
             self._files.replace(partial, path)
-        # From here on the new file is what readers find, whatever happens below.
+        # From here on readers find the new file, even if a step below fails.
         offset, size_bytes, _, _ = self._places[-1]
         freed = segment.size_bytes - offset - size_bytes
         segment.generation += 1
@@ -84,7 +84,7 @@ class Compactor:
         return freed
 
     def _messages(self, segment: Segment, rows: list[int]) -> Iterator[list[Piece]]:
-        """The new file's messages, one at a time: a segment need not fit into memory."""
+        """Yield the new file's messages one at a time, so that a segment need not fit into memory."""
         generation = segment.generation + 1
         first = int(self._index.messages["sequence"][rows[0]])
         header = encode_header(
@@ -107,10 +107,10 @@ class Compactor:
             offset += size_of(pieces)
 
     def _merged(self, rows: list[int]) -> Iterator[tuple[int, pa.RecordBatch, Entries]]:
-        """Contents of the new messages: first sequence number, rows, entries.
+        """Yield the contents of the new messages: first sequence number, rows, entries.
 
-        Neighbours go together: an Arrow message without rows weighs a kilobyte, and a store that keeps few
-        versions would come to consist of them.
+        Neighbours are merged: an Arrow message without rows takes a kilobyte, and a store that keeps few
+        versions would consist mostly of such messages.
         """
         first, batches, parts = 0, list[pa.RecordBatch](), list[Entries]()
         size_bytes = num_rows = num_groups = 0
@@ -133,7 +133,7 @@ class Compactor:
             yield first, pa.concat_batches(batches), np.concatenate(parts)
 
     def _kept(self, message: int, groups: slice) -> tuple[pa.RecordBatch, Entries]:
-        """Rows of a message that are left, and the entries that say so."""
+        """Return the remaining rows of a message, and its updated entries."""
         entries = self._index.groups["entry"][groups].copy()
         erased = self._index.groups["erased"][groups]
         parts = []

@@ -1,6 +1,6 @@
-"""Log of the groups' fates: append-only, in a file of its own, `fates.arrows`, in the style of the segments.
+"""Log of the groups' fates: an append-only file `fates.arrows`, written in the format of the segments.
 
-Opened with any Arrow reader it is a table of group, fate and step that joins the rows on `group_id`.
+Any Arrow reader opens it as a table of group, fate and step, which joins the rows on `group_id`.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ FATES_SCHEMA = pa.schema(
     [
         ("sequence", pa.int64()),  # of the group in the store
         ("group_id", pa.string()),
-        ("fate", pa.string()),  # the last one of a group counts, "erased" aside
+        ("fate", pa.string()),  # the last one of a group counts, except "erased"
         ("step", pa.int64()),  # t of the batch it was trained in, or set aside for; -1: neither
     ],
     metadata={"echo_planes.fates_version": "1"},
 )
 FATE_ENTRY = np.dtype([("sequence", "<i8"), ("step", "<i8"), ("fate", "<i8")])
-_ROWS_PER_MESSAGE = 65536  # of a log that is written anew
+_ROWS_PER_MESSAGE = 65536  # in a rewritten log
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedFates:
-    """The log as it was found."""
+    """Contents of the log when it was opened."""
 
     entries: Entries  # FATE_ENTRY, in order
     damage: tuple[Damage, ...]
-    lost: int  # entries that were in damaged messages: their groups count as buffered again
+    lost: int  # entries in damaged messages; their groups count as buffered again
 
 
 class FateLog:
-    """The log of one store.
+    """Fate log of one store.
 
     Args:
-        folder: of the store.
+        folder: folder of the store.
         files: the disk.
-        store_id: of the store.
+        store_id: id of the store.
 
     Raises:
-        DataError: the log is of a newer format, or not one of ours.
+        DataError: the log is of a newer format, or does not belong to this store.
         ClusterError: the disk is full or cannot be written.
     """
 
@@ -74,7 +74,7 @@ class FateLog:
         self._log = LogFile(self._path, files, found.size_bytes)
 
     def append(self, sequences: IntArray, group_ids: Sequence[str], fate: Fate, step: int) -> None:
-        """Enter one fate of several groups; durable when this returns.
+        """Enter one fate for several groups; the entries are durable when this returns.
 
         Raises:
             ClusterError: the disk is full or cannot be written; nothing was entered.
@@ -86,10 +86,10 @@ class FateLog:
         self.num_entries += len(entries)
 
     def rewrite(self, entries: Entries, group_ids: Sequence[str]) -> int:
-        """Put a shorter log in the place of this one, at once or not at all; returns the bytes freed.
+        """Replace the log by a shorter one, atomically; return the bytes freed.
 
         Args:
-            entries: FATE_ENTRY; must say the same as the whole log does.
+            entries: FATE_ENTRY; must give every group the same fate as the present log.
             group_ids: one per entry.
 
         Raises:
@@ -106,7 +106,7 @@ class FateLog:
         freed = self._log.size_bytes - size_bytes
         with on_disk(self._path):
             self._files.replace(partial, self._path)
-        # From here on the new file is the log, whatever happens below.
+        # From here on the new file is the log, even if a step below fails.
         self._log.close()
         self._log = LogFile(self._path, self._files, size_bytes)
         self.num_entries = len(entries)
@@ -118,7 +118,7 @@ class FateLog:
         self._log.close()
 
     def _make_name_durable(self) -> None:
-        """A rewritten log takes nothing before its name is durable: else the old one could come back."""
+        """Make the rename of a rewritten log durable before an append; otherwise the old log could return."""
         if not self._name_is_durable:
             with on_disk(self._path):
                 self._files.sync_folder(self._path.parent)

@@ -1,7 +1,7 @@
 """Disk operations of the store, in one small class, and an append-only file on top of it.
 
-Everything that makes bytes durable goes through `Files`, so that a test can put a disk in its place that
-is full, or that loses what was not synced.
+Everything that makes bytes durable goes through `Files`, so that a test can replace it by a disk that is
+full, or that loses bytes that were not synced.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from pathlib import Path
 
 from echo_planes.errors import ClusterError, DataError
 
-REPLAY_FOLDER = "replay"  # of a run's store, in the run folder
+REPLAY_FOLDER = "replay"  # folder of the run's store, in the run folder
 LOCK_NAME = "LOCK"
 
 Piece = bytes | memoryview
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _FALLOC_FL_KEEP_SIZE = 1
-_RESERVED_MIN_BYTES = 64 * 2**10  # small files are left alone
+_RESERVED_MIN_BYTES = 64 * 2**10  # smaller files reserve nothing
 _RESERVED_MAX_BYTES = 8 * 2**20
 
 
 class Files:
-    """The disk. Every method raises OSError as the system does."""
+    """The disk. Every method raises the system's OSError."""
 
     def open(self, path: Path, *, create: bool) -> int:
-        """A file descriptor for reading and writing. `create`: the file must be new."""
+        """Return a file descriptor for reading and writing. `create`: the file must be new."""
         return os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0), 0o644)
 
     def write(self, fd: int, pieces: Sequence[Piece], offset: int) -> int:
-        """Write at `offset`; returns how many bytes were taken, perhaps not all."""
+        """Write at `offset`; return how many bytes were written, which may be fewer than given."""
         return os.pwritev(fd, pieces, offset)
 
     def reserve(self, fd: int, start: int, size_bytes: int) -> None:
-        """Set blocks aside for what will be written from `start` on; the file's own size stays."""
+        """Reserve `size_bytes` of disk blocks from `start` on; the file's size does not change."""
         sizes = ctypes.c_int64(start), ctypes.c_int64(size_bytes)
         if _LIBC.fallocate(fd, _FALLOC_FL_KEEP_SIZE, *sizes):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def sync(self, fd: int) -> None:
-        """Returns when all that was written is durable, the file's size included."""
+        """Wait until all written bytes are durable, and the file's size too."""
         os.fdatasync(fd)
 
     def truncate(self, fd: int, size_bytes: int) -> None:
@@ -66,15 +66,15 @@ class Files:
 
 
 class LogFile:
-    """A file that only grows, and of which `size_bytes` are durable.
+    """Append-only file whose first `size_bytes` are durable.
 
-    Blocks are set aside before they are written, as many as the file has already and at most 8 MiB: the
-    system then takes a third less time to accept the bytes. What is spare is given back by `close`.
+    Disk blocks are reserved ahead of the writes, as many as the file has and at most 8 MiB; the system then
+    takes a third less time for a write. `close` frees the unused blocks.
 
     Args:
         path: the file.
         files: the disk.
-        size_bytes: what is durable already; whatever lies behind is cut off before the first append.
+        size_bytes: bytes that are durable already; bytes behind them are cut off before the first append.
         create: the file must be new. It is durable, and empty, once this returns.
 
     Raises:
@@ -96,10 +96,10 @@ class LogFile:
             raise cannot_write(path, error) from error
 
     def append(self, messages: Iterable[Sequence[Piece]]) -> None:
-        """Write messages behind one another; all of them are durable when this returns.
+        """Append messages; all of them are durable when this returns.
 
-        After a failure the file is as it was before (or is made so before the next append, while the disk
-        does not let it), and what was durable stays so.
+        After a failure the new bytes are cut off, at once or, if the disk refuses that, before the next
+        append. Bytes that were durable stay durable.
 
         Raises:
             ClusterError: the disk is full or cannot be written; nothing was appended.
@@ -114,8 +114,8 @@ class LogFile:
                 end = self._write(pieces, end)
             self._files.sync(self._fd)
         except OSError as error:
-            # Also after a failed sync: the kernel then forgets which pages it owes the disk, so that a
-            # second sync would prove nothing. The bytes are cut off and written again.
+            # Also after a failed sync: the kernel then marks the pages as clean, so a second sync would
+            # prove nothing. The bytes must be cut off and written again.
             self._cut_if_possible()
             raise cannot_write(self.path, error) from error
         self._dirty = False
@@ -127,7 +127,7 @@ class LogFile:
         os.close(self._fd)
 
     def _reserve(self, offset: int, size_bytes: int) -> None:
-        """Before `size_bytes` are written at `offset`."""
+        """Reserve blocks before `size_bytes` are written at `offset`."""
         end = offset + size_bytes
         if end <= self._reserved_bytes or end < _RESERVED_MIN_BYTES or not self._can_reserve:
             return
@@ -135,7 +135,7 @@ class LogFile:
         try:
             self._files.reserve(self._fd, offset, size_bytes + ahead)
         except OSError:
-            # The file system cannot, or has not so much room. The write itself says whether there is enough.
+            # The file system cannot reserve, or lacks the space. If space is too small, the write will fail.
             self._can_reserve = False
         else:
             self._reserved_bytes = end + ahead
@@ -157,11 +157,11 @@ class LogFile:
         try:
             self._cut()
         except OSError:
-            self._dirty = True  # tried again before the next append; recovery would do it too
+            self._dirty = True  # the next append tries again; after a crash recovery does it
 
 
 def _after(pieces: Sequence[Piece], count: int) -> list[Piece]:
-    """Rest of `pieces` behind their first `count` bytes."""
+    """Return `pieces` without their first `count` bytes."""
     left: list[Piece] = []
     for piece in pieces:
         if count < len(piece):
@@ -174,7 +174,7 @@ def _after(pieces: Sequence[Piece], count: int) -> list[Piece]:
 
 @contextmanager
 def on_disk(path: Path) -> Iterator[None]:
-    """Turns what the system says about a path into our error.
+    """Turn an OSError about a path into a ClusterError.
 
     Raises:
         ClusterError: an OSError came out of the block.
@@ -186,7 +186,7 @@ def on_disk(path: Path) -> Iterator[None]:
 
 
 def stage(path: Path, files: Files, messages: Iterable[Sequence[Piece]]) -> Path:
-    """Write what shall become `path` to a durable file beside it; returns that file.
+    """Write the future contents of `path` to a durable file beside it; return that file.
 
     Raises:
         ClusterError: the disk is full or cannot be written.
@@ -203,7 +203,7 @@ def stage(path: Path, files: Files, messages: Iterable[Sequence[Piece]]) -> Path
 
 
 def write_whole(path: Path, files: Files, messages: Iterable[Sequence[Piece]]) -> None:
-    """Write a file, whole and durable, in the place of what was there, or leave that as it is.
+    """Write a file atomically and durably; after a failure the old file, if any, is unchanged.
 
     Raises:
         ClusterError: the disk is full or cannot be written.
@@ -215,11 +215,11 @@ def write_whole(path: Path, files: Files, messages: Iterable[Sequence[Piece]]) -
 
 
 def map_file(path: Path) -> memoryview:
-    """A file as it is now, mapped for reading; released with its last reference.
+    """Map a file at its present size for reading; the map is released with its last reference.
 
     Raises:
         FileNotFoundError: there is no such file.
-        DataError: it cannot be read.
+        DataError: the file cannot be read.
     """
     try:
         with path.open("rb") as source:
@@ -234,11 +234,11 @@ def map_file(path: Path) -> memoryview:
 
 
 def read_part(path: Path, offset: int, size_bytes: int) -> memoryview:
-    """A copy of a part of a file, shorter where the file ends before. Unlike a map, it outlives a cut.
+    """Copy a part of a file, shorter if the file ends early. Unlike a map, the copy survives a truncation.
 
     Raises:
         FileNotFoundError: there is no such file.
-        DataError: it cannot be read.
+        DataError: the file cannot be read.
     """
     try:
         with path.open("rb") as source:
@@ -251,10 +251,10 @@ def read_part(path: Path, offset: int, size_bytes: int) -> memoryview:
 
 
 class Lock:
-    """One writer per store: an flock, which the system releases when its holder dies.
+    """Lock for a single writer per store: an flock, which the system releases when its holder dies.
 
     Raises:
-        ClusterError: somebody else holds it, and who; or the file cannot be written.
+        ClusterError: another process holds it (the message names it), or the file cannot be written.
     """
 
     _MAX_BYTES = 1024
@@ -285,12 +285,12 @@ class Lock:
 
 
 def cannot_read(path: Path, error: OSError) -> DataError:
-    """The error of a file that is there and cannot be read."""
+    """Return the error for a file that exists but cannot be read."""
     return DataError(f"cannot read {path}: {error.strerror or error}; see to its permissions")
 
 
 def cannot_write(path: Path, error: OSError) -> ClusterError:
-    """The error of a disk that is full, or cannot be written for another reason."""
+    """Return the error for a disk that is full, or cannot be written for another reason."""
     return ClusterError(
         f"cannot write {path}: {error.strerror or error}; free some space, then the store goes on"
     )

@@ -1,7 +1,7 @@
-"""Ids of all groups of a store, by sequence number and back, in 36 bytes a group beside the text of the id.
+"""Ids of all groups of a store, by sequence number and back, in 36 bytes per group plus the id's text.
 
-A list and a dict of strings take some 170. The ids of groups whose rows have gone stay taken, so a run that
-keeps few rows has many of them.
+A list and a dict of strings take about 170 bytes. Ids of groups whose rows were removed stay taken, so even a
+run that keeps few rows has many ids.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _RECENT_SHARE = 8  # at most 1 / 8 of all ids are in the dict
 
 
 class GroupIds:
-    """Ids in order of acceptance. Where two groups have one id, because the first was lost, the later counts.
+    """Ids in order of acceptance. If two groups have one id, because the first was lost, the later counts.
 
-    The newest are found through a dict. The others are found through their hashes, which are sorted, and by
-    their text: Python's hash is another in each process, so nobody can send ids that collide.
+    A dict finds the newest ids. A sorted array of hashes finds the others, and their texts confirm them.
+    Python salts its hash in each process, so a worker cannot send ids chosen to collide.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class GroupIds:
         self._starts, self._sizes = array("Q"), array("I")
         self._recent: dict[str, int] = {}
         self._hashes = np.empty(0, np.int64)  # sorted
-        self._sequences = np.empty(0, np.int64)  # of the hashes
+        self._sequences = np.empty(0, np.int64)  # sequence number of each hash
 
     def __len__(self) -> int:
         """Sequence number of the next group."""
@@ -52,7 +52,7 @@ class GroupIds:
     def extend(self, ids: Iterable[str]) -> None:
         """Enter the ids of the next groups."""
         for group_id in ids:
-            text = group_id.encode()  # first: a text that cannot be encoded leaves all as it is
+            text = group_id.encode()  # before any change: a text that cannot be encoded raises here
             self._recent[group_id] = len(self._starts)
             self._starts.append(len(self._texts))
             self._sizes.append(len(text))
@@ -61,7 +61,7 @@ class GroupIds:
             self._sort_recent()
 
     def put(self, sequence: int, group_id: str) -> None:
-        """Enter the id of a group anywhere; those before it that are not known are empty."""
+        """Enter the id of the group `sequence`; unknown ids before it are empty."""
         if sequence == len(self):
             self.extend([group_id])
             return
@@ -72,13 +72,13 @@ class GroupIds:
         self._recent[group_id] = sequence
 
     def grow_to(self, length: int) -> None:
-        """Make room for groups up to `length`, with ids that are not known."""
+        """Make room for groups up to `length`, with empty ids."""
         missing = max(0, length - len(self))
         self._starts.extend(array("Q", [len(self._texts)]) * missing)
         self._sizes.extend(array("I", [0]) * missing)
 
     def find(self, group_id: str) -> int | None:
-        """Sequence number of the group with that id, None if there is none."""
+        """Return the sequence number of the group with that id; None if there is none."""
         if (recent := self._recent.get(group_id)) is not None:
             return recent
         value = hash(group_id)
@@ -90,10 +90,10 @@ class GroupIds:
         return next((sequence for sequence in same if self[sequence] == group_id), None)
 
     def sequence(self, group_id: str) -> int:
-        """Sequence number of a group that is there.
+        """Return the sequence number of the group with that id.
 
         Raises:
-            KeyError: it is not.
+            KeyError: there is none.
         """
         found = self.find(group_id)
         if found is None:
@@ -104,6 +104,6 @@ class GroupIds:
         count = len(self._recent)
         hashes = np.concatenate([self._hashes, np.fromiter(map(hash, self._recent), np.int64, count)])
         sequences = np.concatenate([self._sequences, np.fromiter(self._recent.values(), np.int64, count)])
-        order = np.argsort(hashes, kind="stable")  # equal ones stay in order of entry
+        order = np.argsort(hashes, kind="stable")  # equal hashes stay in order of entry
         self._hashes, self._sequences = hashes[order], sequences[order]
         self._recent = {}

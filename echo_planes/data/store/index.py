@@ -1,7 +1,7 @@
 """Index of every group without its rows: numpy columns by sequence number, and buckets by version.
 
-About 60 bytes per group and 37 per message in columns, 8 in a bucket while it is buffered, and 36 for a
-group's id beside its text (`ids.py`). Rows are never held here.
+A group takes about 60 bytes in columns, 36 for its id plus the id's text (`ids.py`), and 8 in a bucket while
+it is buffered; a message takes 37. The index holds no rows.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _Appended = tuple[int, Sequence[MessagePlace], Entries]
 class Fate(IntEnum):
     """Fate of a group. The numbers are on disk."""
 
-    BUFFERED = 0  # still trainable; in the log: again, because a resume went back behind its training
+    BUFFERED = 0  # still trainable; in the log: again, because a resume undid its training
     TRAINED = 1
     DROPPED = 2
-    QUARANTINED = 3  # set aside by a resume
-    REMOVED = 4  # by retention, before it was trained
+    QUARANTINED = 3  # a resume, or a new run in the folder, excluded it from training
+    REMOVED = 4  # retention removed it before it was trained
     LOST = 5  # damaged on disk before it had another fate; never written to the log
-    ERASED = 6  # in the log only: the rows of a group that has a fate already may go
-    UNINFORMATIVE = 7  # another group took its place in the batch
+    ERASED = 6  # in the log only: retention removed the rows of a group that had a fate already
+    UNINFORMATIVE = 7  # set aside without a gradient; another group takes its place in the batch
 
 
 class MessageState(IntEnum):
@@ -59,18 +59,18 @@ class StoreCounts:
     uninformative: int
     quarantined: int
     removed: int
-    lost: int  # acknowledged, then damaged by others; 0 unless the disk or a person changed the files
+    lost: int  # acknowledged, later damaged; 0 unless the disk or another program changed the files
     buffered: int
 
     @property
     def missing(self) -> int:
-        """Accepted but nowhere. Always 0."""
+        """Accepted groups without a fate. Always 0."""
         rest = self.trained + self.dropped + self.uninformative + self.quarantined + self.removed
         return self.accepted - rest - self.lost - self.buffered
 
 
 class _Table:
-    """Columns of equal length that grow together. The fields of a structured one are columns, too."""
+    """Columns of equal length that grow together. Each field of a structured column is a column too."""
 
     def __init__(self, spec: dict[str, tuple[npt.DTypeLike, Any]]) -> None:
         self._spec = {name: (np.dtype(dtype), fill) for name, (dtype, fill) in spec.items()}
@@ -84,7 +84,7 @@ class _Table:
         return self._views[name][: self.length]
 
     def grow_to(self, length: int) -> None:
-        """Add rows that say nothing yet."""
+        """Add rows with fill values up to `length`."""
         if length > self._capacity:
             self._capacity = max(length, 2 * self._capacity)
             for name, column in self._columns.items():
@@ -105,10 +105,10 @@ class _Table:
 
 
 class GroupIndex:
-    """All groups of a store, buffered or not. Group `s` is the one with sequence number s.
+    """Index of all groups of a store, buffered or not. Row s describes the group with sequence number s.
 
-    What is appended is known by its id at once, and is entered in the columns when somebody looks at them:
-    for many appends together that takes hardly longer than for one.
+    The id of an appended group is known at once. Its columns are filled at the next access to the columns:
+    filling them for many appends takes hardly longer than for one.
     """
 
     def __init__(self) -> None:
@@ -117,9 +117,9 @@ class GroupIndex:
                 "entry": (GROUP_ENTRY, (-1, np.nan, np.nan, 0, -1, 0, 0)),
                 "message": ("i4", -1),  # row of `messages`; -1: unknown, its message is damaged
                 "fate": ("u1", Fate.LOST),
-                "step": ("i8", -1),  # of the batch it was trained in, or set aside for
-                "erased": ("?", False),
-                "reuse_count": ("u4", 0),  # times gathered by this process
+                "step": ("i8", -1),  # t of the batch it was trained in or set aside for; -1: none
+                "erased": ("?", False),  # whether its rows were removed
+                "reuse_count": ("u4", 0),  # times that this process has gathered it
             }
         )
         self._messages = _Table(
@@ -159,23 +159,23 @@ class GroupIndex:
 
     @property
     def reward_range(self) -> tuple[float, float]:
-        """The lowest and the highest of all finite mean rewards; (inf, -inf) if there is none."""
+        """Lowest and highest finite mean reward of all groups; (inf, -inf) if there is none."""
         if self._appended:
             self._enter_appended()
         return self._rewards
 
     @property
     def num_groups(self) -> int:
-        """Sequence number of the next group."""
+        """Number of groups, which is the sequence number of the next one."""
         return len(self.ids)
 
     # --- filling ---------------------------------------------------------------------------------
 
     def add(self, segment: int, messages: Entries, groups: Entries, ids: Sequence[str]) -> None:
-        """Enter messages with their groups, which are not choosable before `open_buckets`.
+        """Enter messages with their groups, which can be chosen only after `open_buckets`.
 
         Args:
-            segment: number of the file they lie in.
+            segment: number of the messages' file.
             messages: (M,) `sidecar.MESSAGE_ENTRY`.
             groups: (G,) `segment.GROUP_ENTRY`, in the order of the messages.
             ids: G group ids.
@@ -188,16 +188,16 @@ class GroupIndex:
     def add_new(
         self, segment: int, messages: Sequence[MessagePlace], groups: Entries, ids: Sequence[str]
     ) -> IntArray:
-        """Enter messages that were just appended; their groups are choosable at once.
+        """Enter messages that were just appended; their groups can be chosen at once.
 
         Args:
-            segment: number of the file they lie in.
-            messages: what `sidecar.MESSAGE_ENTRY` says of each.
+            segment: number of the messages' file.
+            messages: the fields of `sidecar.MESSAGE_ENTRY` for each message.
             groups: (G,) `segment.GROUP_ENTRY`, in the order of the messages.
             ids: G group ids.
 
         Returns:
-            Their sequence numbers, the next ones, shape (G,).
+            The groups' sequence numbers, shape (G,): those that follow the last group's.
         """
         first = self.num_groups
         self.ids.extend(ids)
@@ -210,12 +210,12 @@ class GroupIndex:
         appended, self._appended = self._appended, []
         segments = np.array([segment for segment, messages, _ in appended for _ in messages])
         table = np.array([message for _, messages, _ in appended for message in messages], MESSAGE_ENTRY)
-        # With its type said, numpy does not work out a common one of all these.
+        # The explicit dtype saves numpy from computing a common type of all parts.
         groups = np.concatenate([entries for _, _, entries in appended], dtype=GROUP_ENTRY)
         self._open(self._enter(segments, table, groups))
 
     def _enter(self, segments: IntArray, messages: Entries, groups: Entries) -> IntArray:
-        """Fill the columns; returns the sequence numbers of `groups`."""
+        """Fill the columns; return the sequence numbers of `groups`."""
         first_message = self._messages.length
         self._messages.grow_to(first_message + len(messages))
         self._messages["entry"][first_message:] = messages
@@ -236,12 +236,12 @@ class GroupIndex:
         return sequences
 
     def grow_to(self, length: int) -> None:
-        """Make room for groups up to `length`; those nobody enters are lost."""
+        """Make room for groups up to `length`; groups that are not entered later count as lost."""
         self.ids.grow_to(length)
         self._groups.grow_to(length)
 
     def load_fates(self, sequences: IntArray, fates: IntArray, steps: IntArray) -> None:
-        """Enter a part of the log, before the buckets are opened: the last fate of a group counts."""
+        """Enter a part of the fate log, before the buckets are opened. The last fate of a group counts."""
         self.grow_to(int(sequences.max(initial=-1)) + 1)
         erased = fates == Fate.ERASED
         self.groups["erased"][sequences[erased | (fates == Fate.REMOVED)]] = True
@@ -249,7 +249,7 @@ class GroupIndex:
         self.groups["step"][sequences[~erased]] = steps[~erased]
 
     def open_buckets(self) -> None:
-        """Make all buffered groups choosable, once everything was loaded."""
+        """Put all buffered groups into buckets, so that they can be chosen. Call it once all is loaded."""
         self._open(np.flatnonzero(self.groups["fate"] == Fate.BUFFERED))
 
     def _open(self, sequences: IntArray) -> None:
@@ -263,7 +263,7 @@ class GroupIndex:
     # --- changes ---------------------------------------------------------------------------------
 
     def settle(self, sequences: IntArray, fate: Fate, step: int) -> None:
-        """Give groups a fate; those that were buffered are no longer choosable."""
+        """Give groups a fate; those that were buffered cannot be chosen any more."""
         fates = self.groups["fate"]
         leaving = sequences[fates[sequences] == Fate.BUFFERED]
         fates[sequences] = fate
@@ -277,37 +277,37 @@ class GroupIndex:
             self.buckets.leave(version, count, is_buffered)
 
     def return_to_buffer(self, sequences: IntArray) -> None:
-        """Make groups that had a fate choosable again."""
+        """Put groups that had a fate back into the buffer, so that they can be chosen again."""
         self.groups["fate"][sequences] = Fate.BUFFERED
         self.groups["step"][sequences] = -1
-        self._buckets = Buckets()  # made anew: a bucket takes groups in order of arrival only
+        self._buckets = Buckets()  # rebuilt, because a bucket takes groups in order of arrival only
         self.open_buckets()
 
     def mark_damaged(self, message: int) -> None:
-        """A message is not what was written: its buffered groups are lost."""
+        """Mark a message as damaged; its buffered groups are lost."""
         self.messages["state"][message] = MessageState.DAMAGED
         first = int(self.messages["sequence"][message])
         members = np.arange(first, first + int(self.messages["num_groups"][message]))
         buffered = members[self.groups["fate"][members] == Fate.BUFFERED]
         self.settle(buffered, Fate.LOST, -1)
 
-    # --- looking ---------------------------------------------------------------------------------
+    # --- queries ---------------------------------------------------------------------------------
 
     def num_buffered(self, min_version: int) -> int:
-        """Number of groups of at least this version that may be chosen."""
+        """Return the number of buffered groups of at least `min_version`."""
         return int(self.buckets.live[self.buckets.first_of(min_version) :].sum())
 
     def arrivals(self, min_version: int) -> Iterator[IntArray]:
-        """Buffered groups of at least `min_version` in order of arrival, in pieces."""
+        """Yield the buffered groups of at least `min_version` in order of arrival, in pieces."""
         fates, versions = self.groups["fate"], self.groups["version"]
-        # No bucket holds anything before the first of its list, which may have left.
+        # No buffered group comes before the first entry of its bucket, which may itself have left.
         start = self.buckets.firsts[self.buckets.first_of(min_version) :].min(initial=self.groups.length)
         for at in range(int(start), self.groups.length, _PIECE):
             end = at + _PIECE
             yield at + np.flatnonzero((fates[at:end] == Fate.BUFFERED) & (versions[at:end] >= min_version))
 
     def counts(self, weights: Column | None = None) -> StoreCounts:
-        """The ledger in groups, or in `weights` (shape (groups.length,)) of them."""
+        """Return the ledger in groups, or in their `weights`, shape (groups.length,)."""
         totals = np.bincount(self.groups["fate"], weights, minlength=len(Fate)).astype(int).tolist()
         return StoreCounts(
             accepted=sum(totals),
@@ -322,4 +322,4 @@ class GroupIndex:
 
 
 _PIECE = 1024
-_MAX_APPENDED = 64  # appends that may wait for being entered
+_MAX_APPENDED = 64  # most appends whose columns are not filled yet

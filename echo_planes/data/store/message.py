@@ -1,8 +1,8 @@
-"""One message of a store file: a stock Arrow IPC message that proves itself.
+"""One message of a store file: a standard Arrow IPC message with its own index entries and hash.
 
 A file is a pure Arrow IPC *stream*, so pyarrow, pandas, polars and DuckDB (through pyarrow) read it while it
-grows; in the middle of an append they find the last message incomplete, and can take the batches before it.
-Arrow lets a message's metadata be longer than its flatbuffer; there our entries and the foot lie::
+grows. During an append they find the last message incomplete, and can read the batches before it. Arrow lets
+a message's metadata be longer than its flatbuffer; the extra space holds our entries and the foot::
 
     continuation, metadata length     8 bytes, as Arrow wants them
     flatbuffer                        as Arrow made it            |
@@ -11,9 +11,9 @@ Arrow lets a message's metadata be longer than its flatbuffer; there our entries
     foot                              96 bytes, below             |
     body                              the columns, as Arrow laid them out
 
-The foot says which store, file and offset the message belongs to, so that bytes inside a row never pass for
-a message, and ends with xxh3-128 over everything else. It finds damage; it is no defence against somebody
-who forges a store on purpose, so read only stores that you trust.
+The foot names the store, file and offset that the message belongs to, so that bytes inside a row never pass
+for a message. It ends with xxh3-128 over everything else. The hash detects damage but is no defence against a
+deliberately forged store, so read only stores that you trust.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import xxhash
 
 from echo_planes.data.store.files import Piece
 
-FORMAT = 1  # of segments, sidecars and the fate log; a higher one is refused
+FORMAT = 1  # format of segments, sidecars and the fate log; a higher one is refused
 MAGIC = b"EPstore\n"
 STORE_ID_BYTES = 16
 HASH_BYTES = 16
@@ -39,7 +39,7 @@ _CONTINUATION = 0xFFFFFFFF
 _HEAD = struct.Struct("<II")
 _FOOT = struct.Struct("<8s16sHHIIIIIIQQQ")  # `_Foot`; the hash follows
 FOOT_BYTES = _FOOT.size + HASH_BYTES
-_START = struct.Struct("<8s16sH")  # the fields of a foot that no format may move
+_START = struct.Struct("<8s16sH")  # first fields of a foot, at the same place in every format
 _OFFSET_AT = struct.calcsize("<8s16sHHIIIIII")
 _ALIGNMENT = 8
 
@@ -72,7 +72,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Place that a message belongs to. `generation` counts how often the file was rewritten."""
+    """Place that a message belongs to. `generation`: how many times its file was rewritten."""
 
     store_id: bytes
     kind: Kind
@@ -83,11 +83,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message that was found whole."""
+    """Message that was found whole."""
 
     offset: int
     size_bytes: int
-    sequence: int  # of its first entry; entries are numbered one after another
+    sequence: int  # number of its first entry; the others follow without gaps
     generation: int
     entries: bytes
     texts: bytes
@@ -96,14 +96,14 @@ class Message:
 
 
 def encode(arrow: pa.Buffer, place: Place, *, sequence: int, entries: Entries, texts: bytes) -> list[Piece]:
-    """The pieces of one message, to be written one after another at `place.offset`.
+    """Encode one message; return its pieces, to be written one after another at `place.offset`.
 
     Args:
         arrow: an encapsulated Arrow message (`RecordBatch.serialize()`, `Schema.serialize()`).
-        place: where it will lie.
+        place: place of the message.
         sequence: number of its first entry.
         entries: structured array, shape (n,), item size a multiple of 8.
-        texts: whatever belongs to the entries.
+        texts: texts that belong to the entries, concatenated.
     """
     whole = memoryview(arrow)
     _, flatbuffer_bytes = _HEAD.unpack_from(whole)
@@ -144,20 +144,20 @@ def encode(arrow: pa.Buffer, place: Place, *, sequence: int, entries: Entries, t
 
 
 def size_of(pieces: list[Piece]) -> int:
-    """Bytes of an encoded message."""
+    """Return the size of an encoded message in bytes."""
     return sum(map(len, pieces))
 
 
 def decode(data: memoryview, place: Place, entry_bytes: int, base: int = 0) -> Message | None:
-    """The message at `place.offset`, or None where there is no whole message that belongs there.
+    """Return the message at `place.offset`, or None if no whole message with this place is there.
 
-    Nothing of it is given to Arrow, and every length is checked against the file's before it is used.
+    Arrow reads none of these bytes, and every length is checked against the file's before it is used.
 
     Args:
         data: the file, or a part of it.
-        place: of the message; its generation is not compared.
+        place: place of the message; the generation is not compared.
         entry_bytes: item size of its entries.
-        base: where in the file `data` begins.
+        base: offset in the file at which `data` begins.
     """
     start = place.offset - base
     if start < 0 or start + _HEAD.size > len(data):
@@ -198,7 +198,7 @@ def decode(data: memoryview, place: Place, entry_bytes: int, base: int = 0) -> M
 
 
 def written_format(data: memoryview) -> int | None:
-    """The format number that the first message of a file names, if it looks like one of ours at all."""
+    """Return the format number in the foot of a file's first message; None if there is no such foot."""
     if len(data) < _HEAD.size:
         return None
     continuation, metadata_bytes = _HEAD.unpack(data[: _HEAD.size])
@@ -210,9 +210,9 @@ def written_format(data: memoryview) -> int | None:
 
 
 def candidates(data: memoryview, start: int, store_id: bytes, base: int = 0) -> Iterator[int]:
-    """Offsets behind `start` where messages of this store may begin, by the feet found there, in order.
+    """Yield the offsets behind `start` that feet of this store name, in the order of the feet.
 
-    `base`: where in the file `data` begins.
+    `base`: offset in the file at which `data` begins.
     """
     searchable: Any = data.obj  # an mmap or bytes
     mark = MAGIC + store_id

@@ -1,4 +1,4 @@
-"""Reading rows. A message's bytes are proved before Arrow sees them; those of a map once per process."""
+"""Reading of rows. A message's hash is checked before Arrow reads it; for mapped files once per process."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from echo_planes.errors import DataError
 
 
 class RowReader:
-    """Record batches of a store's messages, without copying them.
+    """Reader of the record batches of a store's messages; it does not copy mapped bytes.
 
     Args:
-        folder: of the segments.
-        store_id: of the store.
-        index: where the messages lie; messages found damaged are marked there.
-        max_maps: segments kept mapped; a batch that is still in use keeps its own. 0: bytes are copied, and
-            proved each time, because another process owns the files and may cut or replace them.
-        older: the segments that are not of SCHEMA; their rows are brought to it as they are read.
+        folder: folder of the segments.
+        store_id: id of the store.
+        index: index with the messages' places; the reader marks damaged messages there.
+        max_maps: segments kept mapped; a batch in use keeps its own map alive. 0: bytes are copied and
+            checked at each read, because another process owns the files and may cut or replace them.
+        older: segments written in an older schema; their rows are upgraded to SCHEMA when read.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class RowReader:
         self._maps: OrderedDict[int, memoryview] = OrderedDict()
 
     def batch(self, message: int) -> pa.RecordBatch:
-        """The rows of one message of the index.
+        """Return the rows of one message of the index.
 
         Raises:
-            DataError: its bytes are not what was written, or are gone; names file and offset.
+            DataError: the message is damaged or gone; the error names file and offset.
         """
         index = self._index
         segment = int(index.messages["segment"][message])
@@ -67,7 +67,7 @@ class RowReader:
         raise self._damaged(message)
 
     def forget(self, segment: int) -> None:
-        """A segment was rewritten, in SCHEMA: map it anew."""
+        """Forget the map of a segment that was rewritten in SCHEMA; the next read maps it again."""
         self._maps.pop(segment, None)
         self._older.pop(segment, None)
 
@@ -82,7 +82,10 @@ class RowReader:
         return older.upgrade(batch) if older else batch
 
     def _first_read(self, message: int, segment: int, data: memoryview) -> pa.RecordBatch:
-        """Our hash is no signature: let Arrow check its own structure too, which could crash the process."""
+        """Read a message for the first time, with Arrow's full validation.
+
+        The hash is no signature, and an invalid Arrow structure could crash the process.
+        """
         try:
             batch = self._rows(segment, data, first=True)
         except (OSError, pa.ArrowException) as error:
@@ -103,7 +106,7 @@ class RowReader:
         )
 
     def _bytes(self, segment: int, offset: int, size_bytes: int) -> memoryview:
-        """A part of a segment, shorter where the file ends before."""
+        """Return a part of a segment, shorter if the file ends early."""
         if self._max_maps:
             return self._map(segment, offset + size_bytes)[offset : offset + size_bytes]
         try:
@@ -112,7 +115,7 @@ class RowReader:
             return memoryview(b"")
 
     def _map(self, segment: int, need_bytes: int) -> memoryview:
-        """A map of a segment that reaches to `need_bytes`, or as far as the file does."""
+        """Return a map of a segment that covers `need_bytes`, or the whole file if it is shorter."""
         data = self._maps.pop(segment, None)
         if data is None or len(data) < need_bytes:
             try:

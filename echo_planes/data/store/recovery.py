@@ -1,4 +1,4 @@
-"""Opening a store: what the files say, put together into an index, and what a crash left behind."""
+"""Opening of a store: it builds the index from the files, and cuts off what a crash left incomplete."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ OLDER = tuple(older.schema for older in OLDER_SCHEMAS)
 
 @dataclass(slots=True)
 class Segment:
-    """A segment as the open store knows it."""
+    """State of a segment in an open store."""
 
     number: int
     generation: int
     size_bytes: int
     sealed: bool
-    damaged: bool = False  # left alone by compaction, so that what can be saved by hand stays
-    older: OlderSchema | None = None  # what its rows are written in, where that is not SCHEMA
+    damaged: bool = False  # compaction skips it, so that a person can still save data from it
+    older: OlderSchema | None = None  # schema of its rows, if it is not SCHEMA
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +50,15 @@ class Recovery:
     """Findings from opening a store. Damage is reported, never repaired: only torn ends are cut off."""
 
     damage: tuple[Damage, ...] = ()
-    lost_fates: int = 0  # entries of the fate log that were damaged: their groups count as buffered again
+    lost_fates: int = 0  # damaged entries of the fate log; their groups count as buffered again
     rebuilt_sidecars: int = 0
 
 
 def open_store_id(folder: Path, files: Files) -> bytes:
-    """The store's id; makes a new store where there is none.
+    """Return the store's id; make a new store if there is none.
 
     Raises:
-        DataError: `store.json` is not ours, or of a newer format.
+        DataError: `store.json` is missing beside segments, is invalid, or is of a newer format.
         ClusterError: the disk is full or cannot be written.
     """
     path = folder / STORE_NAME
@@ -67,7 +67,7 @@ def open_store_id(folder: Path, files: Files) -> bytes:
         if not path.exists() and any(folder.glob(f"{SEGMENTS_NAME}/*.arrows")):
             raise DataError(f"{path} is missing but there are segments; restore it or move the folder away")
         if not path.exists():
-            # Segments are made only after this file is durable: without it there is nothing to lose.
+            # Segments are made only after this file is durable, so without the file no group can exist.
             store_id = secrets.token_bytes(STORE_ID_BYTES)
             text = json.dumps({"format": FORMAT, "store_id": store_id.hex()})
             write_whole(path, files, [[text.encode()]])
@@ -77,10 +77,10 @@ def open_store_id(folder: Path, files: Files) -> bytes:
 
 
 def read_store_id(path: Path) -> bytes:
-    """The store's id, from its `store.json`.
+    """Return the store's id, read from its `store.json`.
 
     Raises:
-        DataError: it is not there, not ours, or of a newer format.
+        DataError: the file is missing, invalid, or of a newer format.
     """
     try:
         if path.stat().st_size > _MAX_STORE_JSON_BYTES:
@@ -99,13 +99,13 @@ def read_store_id(path: Path) -> bytes:
 
 
 class Loader:
-    """Fills an index from the segments of a store.
+    """Loader that fills an index from the segments of a store.
 
     Args:
-        folder: of the segments.
+        folder: folder of the segments.
         files: the disk.
-        store_id: of the store.
-        index: to fill; its buckets are not opened.
+        store_id: id of the store.
+        index: index to fill; the loader does not open its buckets.
     """
 
     def __init__(self, folder: Path, files: Files, store_id: bytes, index: GroupIndex) -> None:
@@ -118,10 +118,10 @@ class Loader:
         self.rebuilt_sidecars = 0
 
     def load(self) -> None:
-        """Read all sidecars, walk what has none, and cut a torn end off the last segment.
+        """Read all sidecars, walk segments without a valid one, and cut a torn end off the last segment.
 
         Raises:
-            DataError: a segment is not one of ours, or of a newer format.
+            DataError: a segment is of a newer format, of an unknown schema, or not of this store.
             ClusterError: the disk is full or cannot be written.
         """
         numbers = list(segment_numbers(self._folder))
@@ -152,7 +152,7 @@ class Loader:
         self.damage.extend(found.damage)
         torn = bool(found.damage) and found.damage[-1].torn
         if is_last and torn:
-            del data  # no map may reach behind the end of its file
+            del data  # reading a map behind the end of its file would crash the process
             self._cut(path, found.size_bytes)
         sealed = not is_last or header is None
         if sealed:
@@ -174,7 +174,7 @@ class Loader:
         return Segment(number, sidecar.generation, sidecar.size_bytes, True, headless or missing > 0)
 
     def _mark_beyond(self, number: int, size_bytes: int) -> None:
-        """The end of a sealed segment was cut off: what lay there is lost, though its ids are known."""
+        """Mark the messages damaged that lay in the missing end of a sealed segment; their ids stay known."""
         table = self._index.messages
         ends = table["offset"] + table["size_bytes"]
         for message in np.flatnonzero((table["segment"] == number) & (ends > size_bytes)).tolist():
@@ -193,7 +193,7 @@ class Loader:
 
 
 def read_sidecar(path: Path, store_id: bytes, number: int) -> SegmentIndex | None:
-    """The sidecar of the segment at `path`, or None where there is no whole one."""
+    """Return the sidecar of the segment at `path`, or None if it is missing or not whole."""
     try:
         return decode_sidecar(map_file(sidecar_path(path)), store_id, number)
     except FileNotFoundError:
@@ -201,13 +201,13 @@ def read_sidecar(path: Path, store_id: bytes, number: int) -> SegmentIndex | Non
 
 
 def older_schema(header: Message | None) -> OlderSchema | None:
-    """The older schema a file has, if it has one. Of a damaged header nobody knows: taken for the newest."""
+    """Return the older schema of a file, if it has one. A damaged header (None) is taken for SCHEMA."""
     found = (older for older in OLDER_SCHEMAS if header is not None and has_schema(header, older.schema))
     return next(found, None)
 
 
 def enter(index: GroupIndex, number: int, segment: SegmentIndex) -> None:
-    """Enter what a sidecar or a walk says of segment `number`."""
+    """Enter the messages and groups of segment `number`, from its sidecar or a walk, into the index."""
     stops = np.cumsum(segment.groups["id_bytes"]).tolist()
     starts = [0, *stops]
     ids = [segment.ids[start:stop].decode() for start, stop in zip(starts, stops, strict=False)]
@@ -215,7 +215,7 @@ def enter(index: GroupIndex, number: int, segment: SegmentIndex) -> None:
 
 
 def segment_index(index: GroupIndex, segment: Segment) -> SegmentIndex:
-    """The opposite of `enter`: what the sidecar of a segment must say."""
+    """Return the contents of a segment's sidecar from the index; the inverse of `enter`."""
     rows = np.flatnonzero(index.messages["segment"] == segment.number)
     messages = index.messages["entry"][rows]
     counts = messages["num_groups"]
@@ -227,10 +227,10 @@ def segment_index(index: GroupIndex, segment: Segment) -> SegmentIndex:
 
 
 def sidecar_path(path: Path) -> Path:
-    """Of a segment's path."""
+    """Return the path of the sidecar of the segment at `path`."""
     return path.with_suffix(".index")
 
 
 def header_size_bytes(store_id: bytes) -> int:
-    """Offset of the first message of a segment: the size of its header."""
+    """Return the size of a segment's header, which is the offset of its first message."""
     return size_of(encode_header(SCHEMA, Place(store_id, Kind.HEADER, 0, 0, 0), 0))

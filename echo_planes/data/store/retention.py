@@ -1,4 +1,4 @@
-"""Rule by which a store may let rows go: by age, version and size. Pure."""
+"""Rules by which a store removes rows: by age, version and size. Pure."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from echo_planes.types import IntArray
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Limits on the rows that are kept. Those beyond any one limit go."""
+    """Limits on the rows that are kept. Rows beyond any one limit are removed."""
 
     max_age_s: float = math.inf  # since acceptance
     min_version: int = -1
-    max_bytes: float = math.inf  # of all rows; the oldest go first, those that can still be trained last
+    max_bytes: float = math.inf  # of all rows; the oldest are removed first, buffered groups last
 
 
 def outdated(index: GroupIndex, retention: Retention, now_s: float) -> IntArray:
-    """Groups whose rows shall go, in order of arrival.
+    """Return the groups whose rows are beyond a limit, in order of arrival.
 
     Args:
-        index: of the store.
+        index: index of the store.
         retention: the limits.
-        now_s: on the clock of the groups' `created_s`.
+        now_s: present time on the clock of the groups' `created_s`, seconds.
     """
     groups = index.groups
     present = ~groups["erased"] & (groups["message"] >= 0)
@@ -43,7 +43,7 @@ def outdated(index: GroupIndex, retention: Retention, now_s: float) -> IntArray:
 
 
 def live_share(index: GroupIndex, segment: int) -> float:
-    """The part of a segment's rows, in bytes, that has not been let go; 1 where nothing was."""
+    """Return the share of a segment's row bytes that was not removed, 0 to 1; 1 for an empty segment."""
     messages = np.flatnonzero(index.messages["segment"] == segment)
     groups = index.groups
     if not len(messages):

@@ -1,7 +1,7 @@
 """Rollback of a store at a resume from a checkpoint. Pure.
 
-The learner continues from the weights of step s, so whatever it trained since is not trained, and whatever
-was sampled under a later version comes from weights that no longer exist. Everything else stays accepted.
+The learner continues from the weights of step s. So groups trained since count as not trained, and tokens
+sampled under a later version come from weights that no longer exist. All other groups keep their fates.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ class Undo:
     """Groups whose fate changes, each in order of arrival."""
 
     quarantined: IntArray  # a token was sampled under a version beyond the checkpoint, or the rows are gone
-    returned: IntArray  # trained beyond the checkpoint, and good to be trained again
+    returned: IntArray  # trained after the checkpoint, and may be trained again
 
 
 def plan(index: GroupIndex, step: int, newest_version: Callable[[int], int | None]) -> Undo:
-    """Changes of fate that make the store as it was when `step` updates were completed.
+    """Return the changes of fate that take the store back to when `step` updates were completed.
 
-    Groups that were accepted later stay, where every token was sampled under a version up to `step`: their
-    work need not be done again. Groups that were dropped stay dropped, those that were set aside as
-    uninformative stay that.
+    Groups accepted later stay if every token was sampled under a version up to `step`, so their work is not
+    done again. Dropped groups stay dropped. Groups set aside as uninformative since then stay set aside,
+    unless a token was sampled under a later version.
 
     Args:
-        index: of the store.
+        index: index of the store.
         step: t of the checkpoint.
-        newest_version: of a group's tokens, None where its rows are damaged.
+        newest_version: returns the newest version of a group's tokens, None if its rows are damaged.
     """
     groups = index.groups
     undone = (groups["fate"] == Fate.TRAINED) & (groups["step"] >= step)
@@ -44,5 +44,5 @@ def plan(index: GroupIndex, step: int, newest_version: Callable[[int], int | Non
     for sequence in np.flatnonzero(open_ & ~later & ~gone).tolist():
         newest = newest_version(sequence)
         later[sequence] = newest is None or newest > step
-    open_ &= groups["fate"] != Fate.LOST  # some were found damaged just now
+    open_ &= groups["fate"] != Fate.LOST  # `newest_version` may just have found damaged groups
     return Undo(np.flatnonzero(open_ & later), np.flatnonzero(undone & ~later))

@@ -1,7 +1,7 @@
-"""The trajectory record as Arrow columns, its versions, and how rows become groups again.
+"""The trajectory record as Arrow columns: its schema versions, and the conversion to rows and back.
 
-One row is one trajectory. In the replay store `fate` and `step` say what held when the group was accepted;
-what became of it stands in the store's fate log (see `store/store.py`).
+One row is one trajectory. In the replay store `fate` and `step` hold the state at acceptance; the store's
+fate log holds the later fate (see `store/store.py`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ SCHEMA_VERSION = 2
 _FIELDS_1 = [
     ("trajectory_id", pa.string()),
     ("group_id", pa.string()),
-    ("step", pa.int64()),  # t of the batch it was trained in; -1: not trained
-    ("fate", pa.string()),  # "buffered", "trained", "dropped", "quarantined", "removed", "lost"
+    ("step", pa.int64()),  # t of the batch it was trained in or set aside for; -1: none
+    ("fate", pa.string()),  # name of an `index.Fate` in lower case
     ("prompt_index", pa.int64()),
     ("prompt_ids", pa.list_(pa.int32())),
     ("prompt_text", pa.string()),
@@ -48,9 +48,9 @@ _FIELDS_1 = [
 _FIELDS_2 = [
     *_FIELDS_1,
     ("status", pa.string()),
-    ("turn_rewards", pa.list_(pa.float64())),  # of each turn, where the task tells them apart
-    ("notes", pa.string()),  # what an environment found (JSON)
-    ("created_s", pa.float64()),  # of acceptance, seconds since 1970; NaN: not known
+    ("turn_rewards", pa.list_(pa.float64())),  # of each turn, if the task gives them
+    ("notes", pa.string()),  # notes of the environment (JSON)
+    ("created_s", pa.float64()),  # time of acceptance, seconds since 1970; NaN: not known
 ]
 
 
@@ -63,11 +63,11 @@ SCHEMA = _schema(_FIELDS_2, SCHEMA_VERSION)
 
 @dataclass(frozen=True, slots=True)
 class OlderSchema:
-    """A schema that was written once, and how its rows are read today."""
+    """Schema of an earlier version, and the conversion of its rows to SCHEMA."""
 
     version: int
     schema: pa.Schema
-    upgrade: Callable[[pa.RecordBatch], pa.RecordBatch]  # to SCHEMA; shares the columns that stay
+    upgrade: Callable[[pa.RecordBatch], pa.RecordBatch]  # to SCHEMA; shares the unchanged columns
 
 
 def _upgrade_1(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -76,7 +76,7 @@ def _upgrade_1(batch: pa.RecordBatch) -> pa.RecordBatch:
         pa.array([0] * (rows + 1), pa.int32()), pa.array([], pa.float64())
     )
     added = [
-        pa.array(["ok"] * rows, pa.string()),  # nothing else was accepted
+        pa.array(["ok"] * rows, pa.string()),  # only such trajectories were accepted
         turn_rewards,
         pa.array([""] * rows, pa.string()),
         pa.array([float("nan")] * rows, pa.float64()),
@@ -88,7 +88,7 @@ OLDER_SCHEMAS: tuple[OlderSchema, ...] = (OlderSchema(1, _schema(_FIELDS_1, 1), 
 
 
 def to_row(trajectory: Trajectory, *, created_s: float) -> dict[str, Any]:
-    """An accepted trajectory as a row of `SCHEMA`."""
+    """Convert an accepted trajectory to a row of `SCHEMA`."""
     prompt, episode, reward = trajectory.prompt, trajectory.episode, trajectory.reward
     return {
         "trajectory_id": trajectory.trajectory_id,
@@ -124,7 +124,7 @@ def to_row(trajectory: Trajectory, *, created_s: float) -> dict[str, Any]:
 
 
 def from_row(row: Mapping[str, Any]) -> Trajectory:
-    """The trajectory a row holds; the exact inverse of `to_row`."""
+    """Convert a row to its trajectory; the exact inverse of `to_row`."""
     stops = row["span_stops"]
     spans = tuple(
         Span(start, stop, version, digest)
@@ -160,16 +160,16 @@ def from_row(row: Mapping[str, Any]) -> Trajectory:
 
 
 def to_batch(groups: Iterable[Group], *, created_s: float) -> pa.RecordBatch:
-    """Accepted groups as rows of `SCHEMA`, each group's together."""
+    """Convert accepted groups to rows of `SCHEMA`, each group's together."""
     rows = [to_row(t, created_s=created_s) for group in groups for t in group.trajectories]
     return pa.RecordBatch.from_pylist(rows, schema=SCHEMA)
 
 
 def to_groups(table: pa.Table) -> list[Group]:
-    """The groups whose rows a table of `SCHEMA` holds, in order.
+    """Convert a table of `SCHEMA` to its groups, in order.
 
     Raises:
-        DataError: a row is not what `to_row` writes.
+        DataError: a row is none that `to_row` writes.
     """
     groups: dict[str, list[Trajectory]] = {}
     for row in table.to_pylist():

@@ -1,8 +1,8 @@
-"""Segments: the files that hold the rows, and how they are walked after a crash.
+"""Segments: the files that hold the rows, and the search for their whole messages after a crash.
 
-`<number>.arrows` begins with the schema message, compared byte for byte with ours before Arrow sees anything
-else, and goes on with one message per batch. Groups are numbered without gaps over the whole store, so a gap
-tells how many groups a damaged message held.
+`<number>.arrows` begins with the schema message, which is compared byte for byte with ours before Arrow reads
+anything else. One message per batch follows. Groups are numbered without gaps over the whole store, so a gap
+in the numbers shows how many groups a damaged message held.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GROUP_ENTRY = np.dtype(
         ("num_rows", "<u4"),  # as accepted
         ("row_start", "<i4"),  # its first row within the batch; -1: the rows were removed
         ("id_bytes", "<u4"),  # length of its group id among the texts
-        ("num_bytes", "<u4"),  # its share of the message
+        ("num_bytes", "<u4"),  # its share of the message's size
     ]
 )
 NO_ENTRIES: Entries = np.empty(0, GROUP_ENTRY)
@@ -46,12 +46,12 @@ NO_ENTRIES: Entries = np.empty(0, GROUP_ENTRY)
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Bytes that are not what was written, or are gone."""
+    """Bytes of a file that belong to no whole message, or are missing."""
 
     path: Path
     offset: int
     size_bytes: int
-    torn: bool = False  # at the end of the last file: never acknowledged, or cut off or altered since
+    torn: bool = False  # no whole message follows: never acknowledged, or cut off or altered since
 
     def __str__(self) -> str:
         what = "a torn end" if self.torn else "damage"
@@ -69,12 +69,12 @@ class Walk:
 
     @property
     def is_unused(self) -> bool:
-        """Whether the file was being created when the machine stopped: nothing was ever appended to it."""
+        """Whether a crash interrupted the file's creation, so that nothing was ever appended to it."""
         return self.header is None and not self.messages
 
 
 def encode_header(schema: pa.Schema, place: Place, sequence: int) -> list[Piece]:
-    """The schema message a file begins with. `sequence`: of the first entry that will follow."""
+    """Encode the schema message that a file begins with. `sequence`: number of the file's first entry."""
     return encode(schema.serialize(), place, sequence=sequence, entries=NO_ENTRIES, texts=b"")
 
 
@@ -86,14 +86,14 @@ def walk(
     entry_bytes: int,
     older: Sequence[pa.Schema] = (),
 ) -> Walk:
-    """Find every whole message of a file; `place` is its first message behind the header.
+    """Find every whole message of a file; `place` gives the store, kind and file of its messages.
 
-    Where a message is not whole, the next one that is is looked for by its foot. If there is none, the rest
-    is the file's torn end.
+    After a damaged message, the walk searches the next whole one by its foot. If there is none, the rest of
+    the file is its torn end.
 
     Raises:
-        DataError: the file is of a newer format, its schema is neither ours nor one of `older`, or nothing
-            of it is ours.
+        DataError: the file is of a newer format, its schema is neither `schema` nor one of `older`, or it
+            holds no whole message of this store.
     """
     header = check_header(data, path, place, schema, entry_bytes, older)
     messages, damage = scan(data, path, place, entry_bytes, header.size_bytes if header else 0)
@@ -106,9 +106,9 @@ def walk(
 def scan(
     data: memoryview, path: Path, place: Place, entry_bytes: int, start: int, base: int = 0
 ) -> tuple[list[Message], list[Damage]]:
-    """The whole messages from `start` on, and what lies between and behind them; see `walk`.
+    """Return the whole messages from `start` on, and the damage between and behind them; see `walk`.
 
-    `base`: where in the file `data` begins.
+    `base`: offset in the file at which `data` begins.
     """
     messages: list[Message] = []
     damage: list[Damage] = []
@@ -134,14 +134,15 @@ def check_header(
     entry_bytes: int,
     older: Sequence[pa.Schema] = (),
 ) -> Message | None:
-    """The header of a file, or None where it is damaged.
+    """Return the header of a file, or None if it is damaged.
 
     Raises:
-        DataError: the file is of a newer format, or its schema is neither ours nor one of `older`.
+        DataError: the file is of a newer format, or its schema is neither `schema` nor one of `older`.
     """
     version = written_format(data)
     header = decode(data, Place(place.store_id, Kind.HEADER, place.file, 0, 0), GROUP_ENTRY.itemsize)
-    # Believed without the hash, which a newer format may make otherwise, unless messages of ours follow.
+    # The number counts without a valid hash, which a newer format may compute differently, unless whole
+    # messages of this format follow.
     newer = header is None and version is not None and version > FORMAT
     if newer and _next_whole(data, 0, place, entry_bytes) is None:
         raise DataError(
@@ -153,7 +154,7 @@ def check_header(
 
 
 def has_schema(header: Message, schema: pa.Schema) -> bool:
-    """Whether a header is the one that a file of this schema begins with, byte for byte."""
+    """Return whether a header holds exactly the bytes of `schema`."""
     return bool(header.flatbuffer == schema.serialize().to_pybytes()[8:])
 
 
@@ -172,7 +173,7 @@ def _at(place: Place, offset: int) -> Place:
 
 
 def segment_numbers(folder: Path) -> Iterator[int]:
-    """Numbers of the segments in a folder, in order."""
+    """Return the numbers of the segments in a folder, ascending."""
     return iter(sorted(int(path.stem) for path in folder.glob("*.arrows") if path.stem.isdecimal()))
 
 

@@ -1,7 +1,7 @@
-"""The index of a sealed segment, beside it: opening a store reads these instead of the rows.
+"""Sidecar: the index file beside a sealed segment, which opening a store reads instead of the rows.
 
 `<number>.index` is a head of fixed size, a table of messages, the entries of all groups, their ids, and
-xxh3-128 over all of it. A missing, damaged or outdated one is made again from its segment.
+xxh3-128 over all of it. A missing, damaged or outdated sidecar is rebuilt from its segment.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SegmentIndex:
 
     @staticmethod
     def of(messages: Sequence[Message], generation: int, size_bytes: int) -> SegmentIndex:
-        """The index of a segment that was walked."""
+        """Make the index of a walked segment."""
         table = np.array(
             [(m.offset, m.size_bytes, m.sequence, m.num_entries) for m in messages], MESSAGE_ENTRY
         )
@@ -45,7 +45,7 @@ class SegmentIndex:
 
 
 def encode_sidecar(index: SegmentIndex, store_id: bytes, number: int) -> list[Piece]:
-    """The bytes of the sidecar of segment `number`."""
+    """Encode the sidecar of segment `number`."""
     head = _HEAD.pack(
         _MAGIC,
         store_id,
@@ -62,7 +62,7 @@ def encode_sidecar(index: SegmentIndex, store_id: bytes, number: int) -> list[Pi
 
 
 def decode_sidecar(data: memoryview, store_id: bytes, number: int) -> SegmentIndex | None:
-    """The index, or None where it is not whole, or not of this segment of this store."""
+    """Decode a sidecar; return None if it is not whole, or not of this segment of this store."""
     if len(data) < _HEAD.size + HASH_BYTES:
         return None
     head = _HEAD.unpack(data[: _HEAD.size])

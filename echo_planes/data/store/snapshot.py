@@ -1,8 +1,8 @@
-"""A store as its files say it is: read without changing anything, while its owner may be writing.
+"""Read-only view of a store, also while its owner writes to it.
 
-No lock is taken, and nothing is mapped that the owner may cut off. A torn end is not read, it may be a
-message that is being written; damage is left out and counted. Every group is known by its index entry, about
-300 bytes of memory; rows are read when they are asked for.
+The view takes no lock, and does not map segments or the fate log, which the owner may cut. It ignores a torn
+end, which may be a message that is being written, and leaves out and counts damage. It holds the index entry
+of every group in memory, and reads rows on demand.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from echo_planes.errors import DataError
 from echo_planes.types import IntArray
 
 _HEADER_BYTES = 64 * 2**10  # more than any header needs
-_ATTEMPTS = 5  # at reading a store whose files are replaced meanwhile
+_ATTEMPTS = 5  # to read a store whose files are replaced meanwhile
 
 
 def is_store(folder: Path) -> bool:
-    """Whether there is a store already."""
+    """Return whether `folder` holds a store."""
     return (folder / STORE_NAME).exists()
 
 
@@ -55,7 +55,7 @@ class StoreSnapshot:
     """Contents of a store as of the last `refresh`.
 
     Args:
-        folder: of the store.
+        folder: folder of the store.
 
     Raises:
         DataError: there is no store, or it is of a newer format, or of another schema.
@@ -69,7 +69,7 @@ class StoreSnapshot:
         self.refresh()
 
     def refresh(self) -> bool:
-        """Read what is new; returns whether anything is. Sequence numbers stay valid, `index` may be another.
+        """Read new messages; return whether there are any. Sequence numbers stay valid; `index` may change.
 
         Raises:
             DataError: a file cannot be read, or is of a newer format or another schema.
@@ -77,17 +77,17 @@ class StoreSnapshot:
         for attempt in range(_ATTEMPTS):
             try:
                 return self._read_new() or attempt > 0
-            except _ReplacedError:  # offsets mean something else now
+            except _ReplacedError:  # the offsets in the index are of the old files
                 self._start_over()
             except DataError:
-                self._start_over()  # what was read of it is not in the index
+                self._start_over()  # messages already read may be missing in the index
                 raise
         raise DataError(f"the files of {self._folder} were replaced {_ATTEMPTS} times meanwhile; try again")
 
     def gather(self, sequences: IntArray) -> pa.Table:
-        """The rows of groups, in order, with the fate and step that they have now.
+        """Return the rows of groups, in order, with the groups' present fate and step.
 
-        Groups whose rows were let go or are damaged are left out.
+        Groups whose rows were removed or are damaged are left out.
 
         Args:
             sequences: shape (n,).
@@ -100,12 +100,12 @@ class StoreSnapshot:
         raise DataError(f"the files of {self._folder} were replaced {_ATTEMPTS} times meanwhile; try again")
 
     def table(self) -> pa.Table:
-        """All rows that are there, in order of acceptance; see `gather`."""
+        """Return all rows that are neither removed nor damaged, in order of acceptance; see `gather`."""
         return self.gather(np.arange(self.index.groups.length))
 
     @property
     def num_damaged(self) -> int:
-        """Places where the files are not what was written, as far as is known: rows are proved when read."""
+        """Number of damaged places found so far; a message of rows is checked when its rows are read."""
         torn = sum(file.torn for file in list(self._files.values())[:-1])
         between = sum(file.num_damaged for file in (self._fates, *self._files.values()))
         return torn + between + int((self.index.messages["state"] == MessageState.DAMAGED).sum())
@@ -122,11 +122,11 @@ class StoreSnapshot:
         return _Followed(path, Place(self._store_id, kind, number, 0, 0))
 
     def _read_new(self) -> bool:
-        # Fates first: whatever they speak of is then found among the rows.
+        # Fates first: the rows of every group that they name are then on disk already.
         try:
             fates = self._fates.read_new()
         except FileNotFoundError:
-            fates = []  # the store is being made
+            fates = []  # the owner is still making the store
         is_new = bool(fates)
         for number in segment_numbers(self._segments):
             is_new |= self._read_segment(number)
@@ -184,7 +184,7 @@ class StoreSnapshot:
         return table
 
     def _batch(self, reader: RowReader, message: int) -> pa.RecordBatch | None:
-        """A message's rows; None where they are damaged, which the reader has entered into the index."""
+        """Return a message's rows; None if they are damaged, which the reader has marked in the index."""
         try:
             return reader.batch(message)
         except DataError:
@@ -193,15 +193,15 @@ class StoreSnapshot:
 
 
 class _ReplacedError(Exception):
-    """A file is another one than before, or what was read of it is there no more."""
+    """A file was replaced, or bytes already read were cut off."""
 
 
 class _Followed:
-    """One file of messages that another process appends to, and how far it was read.
+    """Reader of one file of messages that another process appends to.
 
     Args:
         path: the file.
-        place: of its messages; says whether they are rows or fates.
+        place: place of its messages; its kind is rows or fates.
     """
 
     def __init__(self, path: Path, place: Place) -> None:
@@ -214,17 +214,17 @@ class _Followed:
         self.header: Message | None = None
         self.size_bytes = 0  # up to the end of the last whole message
         self.num_damaged = 0  # damaged places between whole messages
-        self.torn = False  # there was something behind the last whole message
+        self.torn = False  # whether there were bytes behind the last whole message
 
     def check(self) -> None:
-        """Raises _ReplacedError if the file is another one than the one that was read."""
+        """Raise _ReplacedError if the file was replaced since it was read."""
         try:
             self._look(self._path.stat())
         except OSError as error:
             raise _ReplacedError from error
 
     def take_sealed(self, sidecar: SegmentIndex) -> bool:
-        """Go by the sidecar of a sealed segment, if it is this file's.
+        """Follow a sealed segment from its sidecar on; return False if the sidecar is of another generation.
 
         Raises:
             FileNotFoundError: the file is gone.
@@ -243,14 +243,14 @@ class _Followed:
         return True
 
     def read_new(self) -> list[Message]:
-        """The whole messages that were appended since.
+        """Return the whole messages that were appended since the last call.
 
         Raises:
-            _ReplacedError: what was read before is there no more.
+            _ReplacedError: the file was replaced, or bytes already read were cut off.
             FileNotFoundError: the file is gone.
             DataError: it cannot be read, or is of a newer format or another schema.
         """
-        # From the last message on: if it is another one now, it was cut off and something else came.
+        # Read from the last message on: if that one differs now, it was cut off and others were appended.
         base = self._last.offset if self._last else self.size_bytes
         with self._open() as source:
             state = self._look(os.fstat(source.fileno()))
@@ -291,7 +291,11 @@ class _Followed:
             raise cannot_read(self._path, error) from error
 
     def _look(self, found: os.stat_result) -> tuple[int, ...]:
-        """The file's state, if what was read of it can still be there."""
+        """Return the file's state.
+
+        Raises:
+            _ReplacedError: it is another file, or is shorter than the part already read.
+        """
         state = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
         if self._state and (
             state[:2] != self._state[:2] or found.st_size < min(self.size_bytes, self._state[2])

@@ -1,16 +1,16 @@
-"""The durable replay store: trajectory groups on disk, acknowledged when they are safe there.
+"""The durable replay store: trajectory groups on disk, acknowledged once they are durable.
 
 ::
 
     store.json               format and id of the store
-    LOCK                     who writes
+    LOCK                     the writing process
     segments/00000000.arrows Arrow IPC streams of `schema.SCHEMA`, one message per batch of whole groups
-    segments/00000000.index  what is known of a sealed segment without its rows
-    fates.arrows             what became of the groups: trained, dropped, uninformative, quarantined, removed
+    segments/00000000.index  sidecar: index of a sealed segment
+    fates.arrows             fates of the groups: trained, dropped, uninformative, quarantined, removed
 
-A group has a sequence number in order of acceptance. Rows on disk say "buffered" for ever; their fate is in
-the fate log, so accepted = trained + dropped + uninformative + quarantined + removed + lost + buffered can be
-counted from the files at any time. Not safe for use by several threads at once; `service.py` is its owner.
+Groups have sequence numbers in order of acceptance. Rows on disk keep the fate "buffered"; the fate log has
+the later ones. So accepted = trained + dropped + uninformative + quarantined + removed + lost + buffered can
+be counted from the files at any time. Not safe for use by several threads at once; `service.py` owns it.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ from echo_planes.types import Group, IntArray
 
 SEGMENT_BYTES = 128 * 2**20
 MAX_MAPS = 16
-_NOT_GIVEN = (Fate.BUFFERED, Fate.LOST, Fate.ERASED)
+_NOT_GIVEN = (Fate.BUFFERED, Fate.LOST, Fate.ERASED)  # fates that `settle` refuses
 
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """The store's receipt: the accepted groups are durable."""
+    """Receipt of the store for accepted groups, which are durable."""
 
     sequences: IntArray  # of the accepted groups, in order
-    duplicates: tuple[str, ...]  # ids that were there already; nothing was written for them
+    duplicates: tuple[str, ...]  # ids that the store had already; nothing was written for them
 
 
 class ReplayStore:
     """One store, open for writing.
 
     Args:
-        folder: of the store; made if it is not there.
-        holder: name of the run, for whoever finds the store locked.
+        folder: folder of the store; made if it does not exist.
+        holder: name of the run, for the error message of a process that finds the store locked.
         segment_bytes: a segment is sealed once it is at least this long.
         max_maps: segments kept mapped for reading.
         files: the disk.
@@ -116,7 +116,7 @@ class ReplayStore:
     # --- writing ---------------------------------------------------------------------------------
 
     def append(self, *batches: pa.RecordBatch, created_s: float) -> Appended:
-        """Accept whole groups, except those that are there already; they are durable when this returns.
+        """Accept whole groups, except those already in the store; they are durable when this returns.
 
         Args:
             batches: rows of `schema.SCHEMA`, each group's rows together; one sync for all of them.
@@ -124,7 +124,7 @@ class ReplayStore:
 
         Raises:
             DataError: a batch has another schema, a null where there must be none, or a group in two places.
-            ClusterError: the disk is full or cannot be written; nothing was accepted, and the store goes on.
+            ClusterError: the disk is full or cannot be written; nothing was accepted; the store stays usable.
         """
         duplicates: list[str] = []
         taken: set[str] = set()
@@ -163,17 +163,17 @@ class ReplayStore:
         return Appended(added, tuple(duplicates))
 
     def append_groups(self, groups: Iterable[Group], *, created_s: float) -> Appended:
-        """The same for groups; see `append`."""
+        """Accept groups; see `append`."""
         return self.append(to_batch(groups, created_s=created_s), created_s=created_s)
 
     def settle(self, sequences: IntArray, fate: Fate, *, step: int = -1) -> None:
-        """Give groups their fate; durable when this returns. Saying the same again changes nothing.
+        """Give groups their fate, durable when this returns. The same call again changes nothing.
 
         Args:
             sequences: shape (n,), each once.
             fate: `TRAINED`, `DROPPED`, `UNINFORMATIVE` or `REMOVED` for buffered groups, `QUARANTINED` for
                 those and for trained, dropped or uninformative ones.
-            step: t of the batch they were trained in, or set aside for.
+            step: t of the batch they were trained in or set aside for; at a resume, t of the checkpoint.
 
         Raises:
             RefusedError: a group is unknown, or has another fate already.
@@ -200,12 +200,12 @@ class ReplayStore:
             self.index.settle(changing, fate, step)
 
     def roll_back(self, step: int) -> IntArray:
-        """After a crash: take the store back to before batch `step` was formed; see `rollback.plan`.
+        """Take the store back to before batch `step` was formed; see `rollback.plan`.
 
-        Saying the same again changes nothing. Returns the groups that are buffered now.
+        The same call again changes nothing. Return the groups that are buffered now.
 
         Raises:
-            ClusterError: the disk is full or cannot be written; nothing, or a part, was changed.
+            ClusterError: the disk is full or cannot be written; none or part of the changes were made.
         """
         undo = plan(self.index, step, self._newest_version)
         self.settle(undo.quarantined, Fate.QUARANTINED, step=step)
@@ -215,17 +215,17 @@ class ReplayStore:
         return np.flatnonzero(self.index.groups["fate"] == Fate.BUFFERED)
 
     def expect(self, num_groups: int) -> None:
-        """So many groups were accepted once, somebody knows; those that are not there are lost."""
+        """Count as lost those of the first `num_groups` accepted groups that the store does not have."""
         self.index.grow_to(num_groups)
 
     def retain(self, retention: Retention, *, now_s: float) -> int:
-        """Let go of the rows that `retention` does not keep; returns how many groups.
+        """Remove the rows that `retention` does not keep; return the number of groups.
 
-        A group that could still be trained becomes `REMOVED` by that, and is counted so; the others keep
-        their fate. The rows are refused from now on; `compact` gives their space back.
+        Buffered groups get the fate `REMOVED`; the others keep theirs. The store serves the rows no longer;
+        `compact` frees their space.
 
         Raises:
-            ClusterError: the disk is full or cannot be written; what was not let go is still there.
+            ClusterError: the disk is full or cannot be written; some of the rows may be removed already.
         """
         going = outdated(self.index, retention, now_s)
         buffered = self.index.groups["fate"][going] == Fate.BUFFERED
@@ -237,9 +237,9 @@ class ReplayStore:
         return len(going)
 
     def compact(self, max_live_share: float = 0.5) -> int:
-        """Rewrite sealed segments of which at most this share is left, and the fate log; returns bytes freed.
+        """Rewrite sealed segments with at most this share of live rows, and the fate log; return bytes freed.
 
-        Segments with damage are left alone, so that somebody can still look at them.
+        Damaged segments are not rewritten, so that a person can still examine them.
 
         Raises:
             ClusterError: the disk is full or cannot be written; nothing was lost.
@@ -256,19 +256,19 @@ class ReplayStore:
             try:
                 freed += compactor.rewrite(segment)
             except DataError:
-                segment.damaged = True  # counted by the reader
+                segment.damaged = True  # the reader has counted the damage
         return freed + self._shorten_fates()
 
     def _shorten_fates(self) -> int:
         groups = self.index.groups
         known = np.flatnonzero(~np.isin(groups["fate"], (Fate.BUFFERED, Fate.LOST)))
-        # Where the rows have gone for good, the group's entry says so.
+        # Groups whose rows compaction has dropped need no log entry: their index entry has row_start = -1.
         erased = np.flatnonzero(
             groups["erased"] & (groups["row_start"] >= 0) & (groups["fate"] != Fate.REMOVED)
         )
-        # Where rows go soon after their training, the log has two entries a group, of which one is needed.
+        # If rows are removed soon after training, the log has two entries per group but needs only one.
         if 3 * (len(known) + len(erased)) > 2 * self._fates.num_entries:
-            return 0  # not worth writing all of it anew
+            return 0  # a rewrite would save less than a third
         entries = np.empty(len(known) + len(erased), FATE_ENTRY)
         entries["sequence"] = np.concatenate([known, erased])
         entries["step"] = groups["step"][entries["sequence"]]
@@ -291,11 +291,11 @@ class ReplayStore:
         return choose(self.index, count, selector=selector, min_version=min_version, rng=rng, urgent=urgent)
 
     def gather(self, sequences: IntArray) -> pa.Table:
-        """The rows of groups, in order, without copying: the table refers to the mapped files.
+        """Return the rows of groups, in order, without copying: the table refers to the mapped files.
 
         Raises:
-            DataError: a group's rows were removed, or are damaged (names file and offset; its message's
-                groups are then lost, and no longer chosen).
+            DataError: a group's rows were removed, or are damaged. Damage makes the buffered groups of the
+                message lost, so that they are not chosen again; the error names file and offset.
         """
         groups = self.index.groups
         messages = groups["message"][sequences].tolist()
@@ -313,11 +313,11 @@ class ReplayStore:
         return pa.Table.from_batches(slices, SCHEMA)
 
     def gather_groups(self, sequences: IntArray) -> list[Group]:
-        """The same as groups, in order; see `gather`."""
+        """Return groups with their trajectories, in order; see `gather`."""
         return to_groups(self.gather(sequences))
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """All rows that are there, in order of acceptance; damaged messages are left out."""
+        """Yield the rows of all messages that are not damaged, in order of acceptance."""
         for message in range(self.index.messages.length):
             try:
                 yield self._reader.batch(message)
@@ -326,24 +326,24 @@ class ReplayStore:
                     raise
 
     def ids(self, sequences: IntArray) -> list[str]:
-        """Group ids."""
+        """Return the ids of groups."""
         return [self.index.ids[sequence] for sequence in sequences.tolist()]
 
     def counts(self) -> StoreCounts:
-        """The ledger, in groups."""
+        """Return the ledger, in groups."""
         return self.index.counts()
 
     def trajectory_counts(self) -> StoreCounts:
-        """The ledger, in trajectories; of a lost group whose entry is damaged too they are not known."""
+        """Return the ledger, in trajectories; a lost group whose entry is damaged too counts as 0."""
         return self.index.counts(self.index.groups["num_rows"])
 
     @property
     def num_damaged(self) -> int:
-        """Messages found damaged by reading them."""
+        """Number of messages that were found damaged when read."""
         return int((self.index.messages["state"] == MessageState.DAMAGED).sum())
 
     def close(self) -> None:
-        """Release the files and the lock. Everything acknowledged is on disk already."""
+        """Close the files and release the lock. Everything acknowledged is durable already."""
         if self._closed:
             return
         self._closed = True
@@ -356,21 +356,21 @@ class ReplayStore:
     # --- inside ----------------------------------------------------------------------------------
 
     def _newest_version(self, sequence: int) -> int | None:
-        """The newest version that any token of a group was sampled under; None: its rows are damaged."""
+        """Return the newest version that any token of a group was sampled under; None: damaged rows."""
         try:
             rows = self._reader.batch(int(self.index.groups["message"][sequence]))
-        except DataError:  # counted by the reader
+        except DataError:  # the reader has counted the damage
             return None
         first, count = (int(self.index.groups[name][sequence]) for name in ("row_start", "num_rows"))
         return int(pc.max(pc.list_flatten(rows.column("span_versions").slice(first, count))).as_py())
 
     def _is_known(self, group_id: str) -> bool:
-        """Whether a group is there already; what was lost may come again."""
+        """Return whether the store has a group; a lost one may be appended again."""
         known = self.index.ids.find(group_id)
         return known is not None and self.index.groups["fate"][known] != Fate.LOST
 
     def _writable(self) -> tuple[Segment, LogFile]:
-        """The segment that takes the next message; seals one that is full."""
+        """Return the segment that takes the next message, and its file. Seal a full segment first."""
         number = max(self._segments, default=-1)
         segment = self._segments.get(number)
         is_open = segment is not None and not segment.sealed

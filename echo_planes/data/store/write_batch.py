@@ -1,4 +1,4 @@
-"""From a batch of rows to what the store keeps of it: whole groups that are new, and their entries. Pure."""
+"""Reduction of a batch of rows to the groups that are new to the store, with their index entries. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLUMNS = tuple(SCHEMA.get_field_index(name) for name in ("group_id", "version"
 
 @dataclass(frozen=True, slots=True)
 class WriteBatch:
-    """A batch about to be written: whole groups that are not in the store."""
+    """Batch to be written: whole groups that are not in the store."""
 
     arrow: pa.Buffer  # as an encapsulated Arrow message
     entries: Entries  # (G,) GROUP_ENTRY
@@ -32,14 +32,14 @@ def make_write_batch(
     taken: set[str],
     duplicates: list[str],
 ) -> WriteBatch | None:
-    """Make the write batch of a batch's new groups; None if none is new.
+    """Make the write batch of a batch's new groups; return None if none is new.
 
     Args:
         batch: rows of `schema.SCHEMA`, each group's rows together.
         created_s: time of acceptance, seconds.
         is_known: whether a group id is in the store.
-        taken: ids of this append so far; added to.
-        duplicates: those of them that are known; added to.
+        taken: ids of this append so far; this batch's ids are added.
+        duplicates: ids of `taken` that are in the store; this batch's are added.
 
     Raises:
         DataError: the batch has another schema, is not whole, has a null where there must be none, or a
@@ -81,14 +81,14 @@ def make_write_batch(
 
 
 def _columns_of(batch: pa.RecordBatch) -> tuple[list[str], list[int], list[float]]:
-    """Group ids, versions and rewards of a batch that was checked, in lists: quicker for the few rows."""
+    """Check a batch; return its group ids, versions and rewards as lists, which are faster for few rows."""
     if not batch.schema.equals(SCHEMA, check_metadata=True):
         raise DataError("the batch has another schema than schema.SCHEMA; nothing was written")
     try:
         batch.validate()
     except pa.ArrowInvalid as error:
         raise DataError(f"the batch is not whole ({error}); nothing was written") from error
-    # Each is asked for once: that costs more than reading the few values in it.
+    # Fetch each column only once: that costs more than reading its few values.
     group_ids, versions, rewards = columns = [batch.column(place) for place in _COLUMNS]
     for place, column in zip(_COLUMNS, columns, strict=True):
         if column.null_count:
@@ -97,6 +97,6 @@ def _columns_of(batch: pa.RecordBatch) -> tuple[list[str], list[int], list[float
 
 
 def _groups_of(rows: list[str]) -> tuple[list[str], list[int]]:
-    """Ids of a batch's groups and their first rows."""
+    """Return the ids of a batch's groups, and the first row of each."""
     starts = [row for row, group_id in enumerate(rows) if row == 0 or group_id != rows[row - 1]]
     return [rows[row] for row in starts], starts

@@ -1,5 +1,5 @@
-"""Tasks: the interface to write (`adapter`, `environment`), how one is found by name, and how it is checked.
+"""Tasks: the interface to implement (`adapter`, `environment`), the registry of names, and the checks.
 
-In: a name of the settings. Out: prompts, episodes, rewards. Rewards are computed in `reward_child`'s
-process.
+In: a task's name from the settings. Out: prompts, episodes, rewards. Rewards are computed in the process of
+`reward_child`.
 """

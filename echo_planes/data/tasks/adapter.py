@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from echo_planes.types import Episode, Omega, Prompt, Reward, Sample, Trajectory
 
-WINDOW_GROUPS = 64  # that `Progress` looks back
+WINDOW_GROUPS = 64  # groups that `Progress.accuracy` covers
 
 
 class Tokenizer(Protocol):
@@ -39,7 +39,7 @@ class Policy(Protocol):
 
 
 class TaskOptions(BaseModel):
-    """Base of an adapter's own settings: subclass it; unknown keys are refused."""
+    """Base class of an adapter's own settings; unknown keys are refused."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False
@@ -47,7 +47,7 @@ class TaskOptions(BaseModel):
 
 
 class RewardWeights(TaskOptions):
-    """Base of a composite reward's weights: one field for each part, each from 0 to 1, 1 together."""
+    """Base class of a composite reward's weights: one field per part, 0 to 1 each, with the sum 1."""
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -61,22 +61,22 @@ class RewardWeights(TaskOptions):
         return self
 
     def total(self, parts: Mapping[str, float]) -> float:
-        """The reward of an answer whose part `name` is `parts[name]`, from 0 to 1, for every field's name."""
+        """Return the weighted sum of an answer's parts. `parts`: 0 to 1 each, one for every field."""
         weights: dict[str, float] = self.model_dump()
         return sum(weight * parts[name] for name, weight in weights.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of the policy at the present level: what `TaskAdapter.level` decides by."""
+    """Progress of the policy at the present level, the input of `TaskAdapter.level`."""
 
-    level: int  # that prompts are issued at
-    num_groups: int  # of this level, accepted since it began or the run was resumed
-    accuracy: float  # share exactly right of the samples of the last WINDOW_GROUPS of these; 0 before any
+    level: int  # present level of new prompts
+    num_groups: int  # groups of this level accepted since the level began or the run was resumed
+    accuracy: float  # share of correct samples in the last WINDOW_GROUPS of these groups; 0 before the first
 
 
 class TaskAdapter(ABC):
-    """One task. Built once in every process that needs it, so keep `__init__` light and deterministic.
+    """One task. Every process that needs it builds its own, so keep `__init__` light and deterministic.
 
     Args:
         options: an instance of `Options`, from the `task.*` settings.
@@ -85,9 +85,9 @@ class TaskAdapter(ABC):
     """
 
     Options: ClassVar[type[TaskOptions]] = TaskOptions
-    num_levels: int = 1  # of a curriculum; 1: none
+    num_levels: int = 1  # levels of a curriculum; 1: no curriculum
     named_by: ClassVar[str] = ""  # for a library's tasks: the option that `task=LIBRARY:NAME` sets to NAME
-    max_new_tokens: int | None = None  # a task that knows its answers' length says so; else sampling's
+    max_new_tokens: int | None = None  # longest answer, tokens; None: `sampling.max_new_tokens`
     reward_limit_s: float = 10.0  # deadline of the reward of one answer, seconds
 
     def __init__(self, options: TaskOptions, tokenizer: Tokenizer, seed: int) -> None:
@@ -96,52 +96,55 @@ class TaskAdapter(ABC):
         self.seed = seed
 
     def preflight(self) -> str:
-        """Called once, before anything heavy starts: raise `ClusterError` if this machine lacks something.
+        """Check that this machine has what the task needs. Called once, before anything heavy starts.
 
         Returns:
-            A line for the user, if there is anything to say.
+            A line for the user, or "".
+
+        Raises:
+            ClusterError: the machine lacks something.
         """
         return ""
 
     @abstractmethod
     def prompt(self, index: int) -> Prompt:
-        """Training prompt number `index` (0, 1, 2, ...): a pure function of (seed, options, index)."""
+        """Return training prompt number `index` (0, 1, 2, ...): a pure function of (seed, options, index)."""
 
     @abstractmethod
     def eval_prompt(self, index: int) -> Prompt:
-        """Held-out prompt number `index`: never among the training prompts, the same in every run."""
+        """Return held-out prompt number `index`: never a training prompt, and the same in every run."""
 
     def level(self, progress: Progress) -> int:
-        """A curriculum: the level, 0 to `num_levels` - 1, of the prompts that are issued from now on.
+        """Return the level, 0 to `num_levels` - 1, of the next prompts of a curriculum.
 
-        Asked for every few prompts, where `num_levels` is above 1. What it says is recorded before the first
-        of them goes out, so that each is the same when it goes out again, after a resume too.
+        Called when a new block of prompts begins, if `num_levels` is above 1. The level is recorded before
+        the first prompt of the block goes out. So each prompt stays the same, also after a resume.
 
         Args:
-            progress: of the groups of the present level; starts anew with each level.
+            progress: progress at the present level; starts anew with each level.
         """
         return progress.level
 
     def prompt_at(self, index: int, level: int) -> Prompt:
-        """Training prompt number `index`, issued at `level`: a pure function of (seed, options) and these.
+        """Return training prompt `index` at `level`: a pure function of (seed, options, index, level).
 
-        A task with a curriculum overrides this and `level`. Its `prompt(index)` is then for those that look
-        at a task without training on it: best the prompts of the last level.
+        A task with a curriculum overrides `prompt_at` and `level`. Then only code that inspects a task, but
+        does not train on it, calls `prompt(index)`, which best returns prompts of the last level.
         """
         return self.prompt(index)
 
     def prepare(self, prompt: Prompt, episodes: Sequence[Episode]) -> None:  # noqa: B027  optional
-        """Called before the rewards of a group: what is better done for all its answers at once.
+        """Do work that is better done for all answers of a group at once; called before their rewards.
 
-        Its time counts towards the first answer's deadline. One that raises fails every answer of the group.
+        Its time counts towards the first answer's deadline. If it raises, every answer of the group fails.
         """
 
     @abstractmethod
     def reward(self, prompt: Prompt, episode: Episode) -> Reward:
-        """Score a finished answer. Runs beside a worker in a process of its own, one answer at a time.
+        """Score a finished answer. Runs beside a worker in a separate process, one answer at a time.
 
-        One that raises, takes longer than `reward_limit_s`, or returns anything but a `Reward` of finite
-        numbers, makes its trajectory a counted failure: its group is not trained, the run goes on.
+        If it raises, takes longer than `reward_limit_s`, or does not return a `Reward` of finite numbers, its
+        trajectory is a counted failure: the group is not trained, and the run continues.
         """
 
     async def rollout(self, prompt: Prompt, policy: Policy) -> Episode:
@@ -151,61 +154,65 @@ class TaskAdapter(ABC):
         return builder.build(self.tokenizer)
 
     def materialize(self, trajectories: Sequence[Trajectory]) -> list[Omega]:
-        """Training metadata for one group's trajectories, in order.
+        """Return the training metadata of one group's trajectories, in order.
 
-        By default all sampled tokens are trained and the samples of one prompt are normalised together
-        by the objective. `materialize = by_batch` or `by_initial_state` in a class chooses other companions.
+        By default all sampled tokens are trained, and the objective normalises the samples of one prompt
+        together. `materialize = by_batch` or `by_initial_state` in a class chooses other companions.
         """
         return train_everything(trajectories)
 
     def longest_answer(self, max_new_tokens: int) -> int:
-        """Most tokens that an answer may have, `sampling.max_new_tokens` given: L of Dr. GRPO."""
+        """Return the most tokens that an answer may have: L of Dr. GRPO.
+
+        Args:
+            max_new_tokens: `sampling.max_new_tokens`.
+        """
         return self.max_new_tokens or max_new_tokens
 
     def initial_state(self, prompt: Prompt) -> str:
-        """For `by_initial_state`: a name for where an episode begins. By default the prompt's tokens.
+        """Return a name of the state in which an episode begins, for `by_initial_state`.
 
-        Coarser names (a poker hand's class) give more trajectories to compare with.
+        By default the prompt's tokens. Coarser names (a poker hand's class) give more companions.
         """
         return ",".join(map(str, prompt.token_ids))
 
 
 def train_everything(trajectories: Sequence[Trajectory]) -> list[Omega]:
-    """All sampled tokens, normalised by group: `TaskAdapter.materialize` unless a task overrides it."""
+    """Return metadata that trains all sampled tokens, normalised by group: the default `materialize`."""
     return normalised_by(lambda trajectory: trajectory.group_id, trajectories)
 
 
 def normalised_by(tag: Callable[[Trajectory], str], trajectories: Sequence[Trajectory]) -> list[Omega]:
-    """All sampled tokens, normalised among the trajectories of a step that have equal tags."""
+    """Return metadata that trains all sampled tokens, normalised among trajectories with equal tags."""
     return [Omega(loss_mask=t.episode.response_mask, advantage_group=tag(t)) for t in trajectories]
 
 
 def by_group(task: TaskAdapter, trajectories: Sequence[Trajectory]) -> list[Omega]:
-    """`materialize = by_group`: the samples of one lease of a prompt are normalised together. The default."""
+    """Put the samples of one lease into one advantage group: `materialize = by_group`, the default."""
     return train_everything(trajectories)
 
 
 def by_batch(task: TaskAdapter, trajectories: Sequence[Trajectory]) -> list[Omega]:
-    """`materialize = by_batch`: all trajectories of a step are normalised together.
+    """Put all trajectories of a step into one advantage group: `materialize = by_batch`.
 
-    For prompts of equal difficulty, and groups of one. Mini-batches are made of what is normalised together,
-    so a step then makes one optimizer update, whatever `learner.updates_per_step` says.
+    For prompts of equal difficulty, and for groups of one. A mini-batch contains whole advantage groups, so a
+    step then makes one optimizer update, whatever `learner.updates_per_step` says.
     """
     return normalised_by(lambda trajectory: "batch", trajectories)
 
 
 def by_initial_state(task: TaskAdapter, trajectories: Sequence[Trajectory]) -> list[Omega]:
-    """`materialize = by_initial_state`: those of a step that began alike, as `task.initial_state` says.
+    """Put trajectories of equal `task.initial_state` together: `materialize = by_initial_state`.
 
-    ECHO-2 appendix F.5.2. One that began like no other has advantage 0.
+    ECHO-2 appendix F.5.2. A trajectory whose initial state no other has gets advantage 0.
     """
     return normalised_by(lambda trajectory: task.initial_state(trajectory.prompt), trajectories)
 
 
 def last_tagged(text: str, tag: str, start: int = 0) -> tuple[str, int] | None:
-    """Text inside the last `<tag></tag>` after `start`, and the index behind that tag; in linear time.
+    """Return the text in the last `<tag></tag>` after `start`, and the index behind it, in linear time.
 
-    A tag ends at the first closing one after it, whatever opens in between.
+    A tag ends at the first closing tag after it, even if another tag opens in between.
     """
     opening, closing = f"<{tag}>", f"</{tag}>"
     found = None
@@ -220,9 +227,9 @@ def last_tagged(text: str, tag: str, start: int = 0) -> tuple[str, int] | None:
 
 
 class EpisodeBuilder:
-    """Joins policy samples and environment text into one `Episode`, token for token.
+    """Builder that joins policy samples and environment tokens into one `Episode`.
 
-    Text is never tokenised twice: what the policy sampled keeps the very ids it sampled.
+    Text is never tokenised twice: sampled text keeps the token ids that the policy sampled.
     """
 
     def __init__(self) -> None:
@@ -230,11 +237,11 @@ class EpisodeBuilder:
 
     @property
     def response_ids(self) -> tuple[int, ...]:
-        """Everything so far after the prompt: append it to the prompt for the next turn."""
+        """All tokens after the prompt so far; prompt plus these is the context of the next turn."""
         return self._episode.response_ids
 
     def add_sample(self, sample: Sample) -> None:
-        """Append what the policy answered. Environment tokens before it join its first span."""
+        """Append an answer of the policy. Environment tokens before it join its first span."""
         old = self._episode
         covered = old.spans[-1].stop if old.spans else 0
         base = len(old.response_ids)
@@ -264,7 +271,7 @@ class EpisodeBuilder:
         )
 
     def build(self, tokenizer: Tokenizer) -> Episode:
-        """The finished episode. Environment tokens after the last sample are left out."""
+        """Return the finished episode, without the environment tokens after the last sample."""
         old = self._episode
         end = old.spans[-1].stop if old.spans else 0
         ids = old.response_ids[:end]

@@ -1,8 +1,8 @@
-"""Conversations as tokens: what a chat template puts around messages, found once and never sampled again.
+"""Conversations as tokens: the tokens that a chat template puts between the policy's answers.
 
-Rendering a whole conversation anew after each turn would tokenise the policy's own answers a second time,
-and templates leave parts of old answers out (their thinking). So only what stands between two answers is
-taken from the template: everything after the end token of one answer, up to where the next one begins.
+Rendering a whole conversation again after each turn would tokenise the policy's own answers a second time,
+and templates leave out parts of old answers (their thinking). So only the tokens between two answers come
+from the template: all after the end token of one answer, up to the beginning of the next.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, Protocol
 from echo_planes.cluster.process import within
 from echo_planes.errors import ModelError
 
-TEMPLATE_LIMIT_S = 10.0  # to write two questions
+TEMPLATE_LIMIT_S = 10.0  # limit for rendering two questions
 
 _QUESTION, _ANSWER = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
 
 
 class ChatTokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that is used here."""
+    """The part of a Hugging Face tokenizer that `Chat` uses."""
 
     eos_token_id: int | None
 
@@ -27,14 +27,14 @@ class ChatTokenizer(Protocol):
 
 
 class Chat:
-    """Turns messages into tokens by the tokenizer's chat template.
+    """Conversion of messages into tokens by the tokenizer's chat template.
 
     Args:
-        tokenizer: with a chat template whose answers end with its end token.
-        options: for the template (`enable_thinking=False`, say).
+        tokenizer: has a chat template that ends answers with the tokenizer's end token.
+        options: options of the template, for example `enable_thinking=False`.
 
     Raises:
-        ModelError: it has no template, or one that cannot write a question, or not within TEMPLATE_LIMIT_S.
+        ModelError: there is no template, or it cannot render a question within TEMPLATE_LIMIT_S.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, **options: Any) -> None:
@@ -52,7 +52,7 @@ class Chat:
                 another = self._render([{**_QUESTION, "content": "3"}])
         except ModelError:
             raise
-        except Exception as error:  # templates are programs, which can go wrong in any way
+        except Exception as error:  # templates are programs, which can raise anything
             raise ModelError(
                 f"the chat template cannot write a question ({type(error).__name__}: {error!s:.300}): use "
                 "task.template=plain"
@@ -64,20 +64,21 @@ class Chat:
             )
 
     def prompt(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
-        """Tokens of messages ({"role":, "content":} each), up to where the policy's answer begins."""
+        """Return the tokens of messages ({"role":, "content":} each), up to the policy's answer."""
         return tuple(self._render(list(messages)))
 
     def reply(self, message: dict[str, str], *, ended: bool) -> tuple[int, ...]:
-        """Tokens between the policy's last answer and its next one: the end of the one, `message`, the
-        beginning of the other.
+        """Return the tokens between two answers of the policy: the end of the last one, `message`, and the
+        beginning of the next.
 
         Args:
-            ended: the answer ended with an end token, the tokenizer's or another of the model's; otherwise
-                the tokenizer's comes first here.
+            message: the message between the answers.
+            ended: whether the answer ended with an end token, the tokenizer's or another one of the model;
+                if not, the tokenizer's comes first here.
 
         Raises:
-            ModelError: the template ends no answer with the end token, or writes a question differently once
-                it was answered.
+            ModelError: the template ends no answer with the end token, or renders a question differently
+                once it has an answer.
         """
         end = self._tokenizer.eos_token_id
         whole = self._render([_QUESTION, _ANSWER, message])
@@ -91,10 +92,10 @@ class Chat:
         return tuple(after) if ended else (end, *after)
 
     def _answer_begins(self, whole: list[int]) -> int:
-        """Index at which the question has ended, and the answer's end token is not passed yet."""
+        """Return an index between the end of the question and the answer's end token."""
         if whole[: len(self._begun)] == self._begun:
             return len(self._begun)
-        # Some templates open an answer with what they leave out of old ones (an empty thinking block).
+        # Some templates begin a new answer with tokens that old ones do not have (an empty thinking block).
         question = self._render([_QUESTION], add_generation_prompt=False)
         if whole[: len(question)] != question:
             raise ModelError(

@@ -1,6 +1,6 @@
-"""Does an adapter keep the contract of `TaskAdapter`? Probes call every method and look at what comes back.
+"""Checks that an adapter keeps the contract of `TaskAdapter`: probes call its methods and check the results.
 
-A probe ends in findings, whatever the adapter does; one that may not come back must run in a process that
+A probe ends in findings, whatever the adapter raises. A probe may also hang, so it must run in a process that
 can be killed, as `python -m echo_planes.task check` does.
 """
 
@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
+import json
 import math
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, product
@@ -32,16 +34,16 @@ from echo_planes.types import Episode, Omega, Prompt, Reward, Sample, Span, Traj
 
 Level = Literal["ok", "warning", "error"]
 Said = Iterator[tuple[Level, str]]
-# Told of a call before it is made: its name, how bad it is if it does not come back, its limit in seconds.
+# Called before each probe and each reward: its name, the finding's level if it hangs, its limit in seconds.
 Arm = Callable[[str, Level, float], None]
 
-NUM_PROMPTS = 64  # looked at closely, of each stream
-NUM_TRAINING = 512  # searched for held-out prompts
-FAR_INDEX = 1_000_003  # a long run gets there
+NUM_PROMPTS = 64  # prompts checked in each stream
+NUM_TRAINING = 512  # training prompts that are searched for held-out ones
+FAR_INDEX = 1_000_003  # an index that long runs reach
 MAX_TURNS = 256
 PROBE_LIMIT_S = 60.0  # for everything but rewards, which have a limit of their own
 SLOW_BUILD_S = 5.0
-RIGHT = "\0right"  # stands for the prompt's own `answer`
+RIGHT = "\0right"  # placeholder of the right answer: `Prompt.answer`, or the field "answer" of its JSON row
 
 # Kinds of answers that a policy gives sooner or later.
 ANSWERS: dict[str, tuple[str, ...]] = {
@@ -57,13 +59,13 @@ ANSWERS: dict[str, tuple[str, ...]] = {
     "non-ASCII": ("²", "٣", "½ 数学 😀 e\u0301 \u202e", "\x01\x1b[31m\r\ud7ff\ufeff"),
     "cut off": (RIGHT, "I was about to"),
 }
-_key = attrgetter("token_ids", "answer")  # what makes two prompts the same question
+_key = attrgetter("token_ids", "answer")  # two prompts with an equal key are the same question
 _PLAIN = (RIGHT, "", "0", "7", "42", "no", "I do not know")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Finding of one probe. `text` says what was found, which value, why it matters and what to do."""
+    """Finding of one probe. `text` gives the finding, the value, why it matters and what to do."""
 
     level: Level
     probe: str
@@ -83,12 +85,13 @@ class Setting:
 
 
 class ScriptedPolicy:
-    """Stands in for the model: gives the answers it was told to give, in order, over and over.
+    """Policy that gives fixed answers in order, again from the start after the last one.
 
     Args:
+        tokenizer: encodes the answers.
         answers: texts; each is followed by an end token unless it is cut off.
-        max_tokens: of one answer; longer ones are cut off there.
-        is_cut: they all are, wherever they end.
+        max_tokens: most tokens of one answer; longer ones are cut off there.
+        is_cut: whether every answer counts as cut off.
     """
 
     def __init__(
@@ -100,13 +103,13 @@ class ScriptedPolicy:
     ) -> None:
         self._tokenizer, self._max_tokens, self._is_cut = tokenizer, max_tokens, is_cut
         self._answers = cycle(answers)
-        self.samples: list[Sample] = []  # what it has answered so far
+        self.samples: list[Sample] = []  # answers given so far
 
     async def generate(self, token_ids: Sequence[int]) -> Sample:
-        """The next answer, as if version 0 of the weights had given it.
+        """Return the next answer, with version 0 of the weights.
 
         Raises:
-            TaskError: it was asked more than `MAX_TURNS` times.
+            TaskError: this is call number `MAX_TURNS` + 1.
         """
         if len(self.samples) == MAX_TURNS:
             raise TaskError(f"an episode asked the policy more than {MAX_TURNS} times; end it earlier")
@@ -121,7 +124,7 @@ class ScriptedPolicy:
 
 
 class _Wrong(Exception):
-    """Ends a probe: a broken promise, in words."""
+    """Exception that ends a probe; its text describes the breach of the contract."""
 
     def __init__(self, text: str, level: Level = "error") -> None:
         super().__init__(text)
@@ -129,7 +132,7 @@ class _Wrong(Exception):
 
 
 class TaskCheck:
-    """The probes of one adapter; a process may run any part of them, "build" first. `arm` hears of each."""
+    """Probes of one adapter; a process may run any of them, "build" first. `arm`: see `Arm`."""
 
     def __init__(self, setting: Setting, arm: Arm = lambda doing, level, limit_s: None) -> None:
         self.setting = setting
@@ -148,21 +151,21 @@ class TaskCheck:
         }
 
     def run(self, probe: str) -> list[Finding]:
-        """The findings of one probe; what the adapter raised is one of them."""
+        """Run one probe; return its findings. An exception of the adapter is one of them."""
         found: list[Finding] = []
         self._arm(probe, "error", PROBE_LIMIT_S)
         try:
             found.extend(Finding(level, probe, text) for level, text in self.probes[probe]())
         except _Wrong as wrong:
             found.append(Finding(wrong.level, probe, str(wrong)))
-        except UserError as error:  # says itself what to do
+        except UserError as error:  # its text already says what to do
             found.append(Finding("error", probe, str(error)))
-        except Exception as error:  # noqa: BLE001  a user's adapter may raise anything; here it is told
+        except Exception as error:  # noqa: BLE001  a user's adapter may raise anything; it becomes a finding
             found.append(Finding("error", probe, self._told(error)))
         return found
 
     def fingerprints(self) -> list[str]:
-        """A hash of each prompt, training ones first: to compare with those of another process."""
+        """Return a hash of each prompt, training ones first, for comparison with another process."""
         task = self._built()
         prompts = [ask(i) for ask in (task.prompt, task.eval_prompt) for i in range(NUM_PROMPTS)]
         return [hashlib.blake2b(repr(prompt).encode(), digest_size=8).hexdigest() for prompt in prompts]
@@ -193,7 +196,7 @@ class TaskCheck:
         yield "ok", f"{self.cls.__name__} of {self.cls.__module__}"
 
     def _stream(self, method: str) -> Said:
-        """One stream of prompts: types, lengths, and the same from two instances in any order."""
+        """Check the types and lengths of a prompt stream, and that two instances agree in any order."""
         indices = [*range(NUM_PROMPTS), FAR_INDEX]
         prompts = {i: getattr(self.task, method)(i) for i in indices}
         twins = {i: getattr(self.twin, method)(i) for i in reversed(indices)}
@@ -265,7 +268,7 @@ class TaskCheck:
 
     @property
     def _plays(self) -> bool:
-        """The task has a rollout of its own, and rewards the episodes that this one makes."""
+        """Whether the task overrides `rollout`; its rewards then get only episodes of this rollout."""
         return self.cls.rollout is not TaskAdapter.rollout
 
     def _played(self, prompt: Prompt, answer: str, is_cut_off: bool = False) -> tuple[Any, ScriptedPolicy]:
@@ -298,13 +301,13 @@ class TaskCheck:
         yield "ok", f"{len(ANSWERS[kind])} on three prompts"
 
     def _answered(self, prompt: Prompt, answer: str, is_cut_off: bool = False) -> Episode:
-        """An episode; where the tokenizer would lose some of a single turn's text, that is put back."""
+        """Return an episode; a single-turn one with the exact text, of which the tokenizer may lose parts."""
         episode: Episode = self._played(prompt, answer, is_cut_off)[0]
         return episode if self._plays else replace(episode, text=_text(prompt, answer))
 
     def _scored(self, task: TaskAdapter, prompt: Prompt, episode: Episode) -> Reward:
         about, limit = f"prompt {prompt.index}, answer {_quoted(episode.text)}", task.max_new_tokens
-        # Longer than the task lets an answer be: only another limit would bring it.
+        # The answer is longer than the task allows, so it could occur only under another limit.
         is_too_long = not self._plays and limit is not None and len(episode.response_ids) > limit
         level: Level = "warning" if is_too_long else "error"
         about += f" (too long for max_new_tokens={limit})" if is_too_long else ""
@@ -312,7 +315,7 @@ class TaskCheck:
         try:
             task.prepare(prompt, [episode])
             returned = task.reward(prompt, episode)
-        except Exception as error:  # a user's reward may raise anything; here it is told
+        except Exception as error:  # a user's reward may raise anything; it becomes a finding
             raise _Wrong(f"{about}: {self._told(error)}, so that it earns a number", level) from error
         try:
             reward = checked(returned)
@@ -337,7 +340,7 @@ class TaskCheck:
             yield "ok", f"rewards from {min(values):g} to {max(values):g}"
 
 
-# --- what is wrong with it -----------------------------------------------------------------------
+# --- checks of results ---------------------------------------------------------------------------
 
 
 def _wrong_episode(episode: Any, samples: Sequence[Sample]) -> str:
@@ -383,7 +386,12 @@ def _wrong_omegas(omegas: Any, group: Sequence[Trajectory]) -> str:
 
 
 def _text(prompt: Prompt, answer: str) -> str:
-    return prompt.answer if answer == RIGHT else answer
+    if answer != RIGHT:
+        return answer
+    row: Any = None  # for tasks over a user's file, Prompt.answer holds the whole row as JSON
+    with suppress(ValueError, RecursionError):
+        row = json.loads(prompt.answer)
+    return str(row["answer"]) if isinstance(row, dict) and "answer" in row else prompt.answer
 
 
 def _shown(value: object) -> str:

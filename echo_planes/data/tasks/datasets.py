@@ -1,7 +1,7 @@
 """Rows of plain data from files: JSON lines, Parquet, Arrow, and folders of them.
 
-Read with pyarrow and the standard library alone. A folder may be what Hugging Face's `save_to_disk` wrote
-(Arrow streams, listed in `state.json`), or hold one file, or numbered pieces, for each split:
+Reading takes only pyarrow and the standard library. A folder may come from Hugging Face's `save_to_disk`
+(Arrow streams, listed in `state.json`). Or it holds one file, or numbered pieces, for each split:
 `train.jsonl`, `train-00000-of-00002.parquet`, `train/`, or any of these below `data/`.
 """
 
@@ -31,10 +31,10 @@ Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".arrow")
 MAX_LINE_BYTES = 64 * MIB
 MAX_FILE_BYTES = 1 << 40
-# Of a file, unpacked: beyond these it holds nothing but repetition, and would fill the memory.
-FREE_BYTES, FREE_ROWS = 16 * MIB, 1_000_000
-MOST_RATIO = 200  # unpacked bytes per byte beyond FREE_BYTES
-MOST_DECODED = 16 * MOST_RATIO  # the same, of columns whose equal values were written once
+# Limits on unpacked files. A file beyond them would be little but repetition, and could fill the memory.
+FREE_BYTES, FREE_ROWS = 16 * MIB, 1_000_000  # allowed for a file of any size
+MOST_RATIO = 200  # further unpacked bytes, and rows, per byte of the file
+MOST_DECODED = 16 * MOST_RATIO  # bytes per byte after decoding; columns may store equal values once
 _BATCH_ROWS = 1024
 _CHECK_BYTES = 1 << 16
 _PIECE = re.compile(r"(?P<split>.+?)-\d+(-of-(?P<total>\d+))?")
@@ -42,7 +42,7 @@ _SAVED = "state.json"
 _INDEXED, _INDEXED_BYTES = (
     b"ARROW1",
     8,
-)  # how a file with an index begins; the stream in it is after these bytes
+)  # magic of an Arrow file with an index, and the offset of the stream in it
 _EXTENSION = b"ARROW:extension:name"
 
 
@@ -54,18 +54,19 @@ def load_rows(
     max_rows: int | None = None,
     what: str = "usable",
 ) -> tuple[Row, ...]:
-    """The rows of a file or folder, in order; each holds exactly the keys of `fields`.
+    """Read the rows of a file or folder, in order; each holds exactly the keys of `fields`.
 
     Args:
         path: a file with one of `SUFFIXES`, or a folder of them (see the module's text).
-        fields: required field -> its Python type, or several that are allowed. A whole number stands for a
-            float too, and becomes one; True is no int.
-        split: which part of a folder is meant, as "train"; needed only where it holds several.
-        max_rows: read no further than so many rows.
-        what: what kind of rows these should be, for messages.
+        fields: required field -> its Python type, or several that are allowed. Where float is allowed, an
+            int becomes a float; True is no int.
+        split: part of a folder to read, for example "train"; needed only if the folder holds several.
+        max_rows: most rows to read; None: all.
+        what: kind of rows expected, for messages.
 
     Raises:
-        DataError: missing, unreadable, empty, or a row without a field of its type; names file, row, field.
+        DataError: the data is missing, unreadable or empty, or a row lacks a field of its type; the message
+            names file, row and field.
     """
     found = iter_rows(path, fields, split=split, what=what)
     rows = tuple(row for _place, row in islice(found, max_rows))
@@ -77,9 +78,9 @@ def load_rows(
 def iter_rows(
     path: Path, fields: Mapping[str, FieldType], *, split: str | None = None, what: str = "usable"
 ) -> Iterator[tuple[str, Row]]:
-    """As `load_rows`, one at a time, each with its place in words ("train.jsonl: row 7").
+    """Yield rows one at a time, each with its place in words ("train.jsonl: row 7"); see `load_rows`.
 
-    Rows count from 1; in JSON lines they are lines, blank ones counted too.
+    Rows count from 1; in JSON lines a row's number is its line number, so blank lines count too.
     """
     for file in data_files(path, split):
         check_regular(file, MAX_FILE_BYTES, advice=f"give one that ends in {', '.join(SUFFIXES)}")
@@ -99,10 +100,10 @@ def iter_rows(
 
 
 def data_files(path: Path, split: str | None = None) -> list[Path]:
-    """The files that `path` stands for, in the order of their rows.
+    """Return the data files at `path`, in the order of their rows.
 
     Raises:
-        DataError: there are none, or they belong to several splits and `split` does not say which.
+        DataError: there are none, or they belong to several splits and `split` names none of them.
     """
     if not path.exists():
         raise DataError(f"{path}: No such file or folder; check the spelling")
@@ -125,7 +126,7 @@ def data_files(path: Path, split: str | None = None) -> list[Path]:
 
 
 def has_split(path: Path, split: str) -> bool:
-    """Whether `path` is a folder with a part of that name."""
+    """Return whether `path` is a folder with a part of that name."""
     return path.is_dir() and split in _splits(path)
 
 
@@ -133,7 +134,11 @@ def has_split(path: Path, split: str) -> bool:
 
 
 def _splits(folder: Path) -> dict[str, list[Path]]:
-    """Split -> its files or its one folder, from names alone; of several forms, the first of `SUFFIXES`."""
+    """Return the files, or the one folder, of each split, by names alone.
+
+    Of several forms of a split, one counts: files before a folder, suffixes in the order of `SUFFIXES`, a
+    single file before numbered pieces.
+    """
     forms: dict[str, dict[tuple[int, bool], list[Path]]] = {}
     found: dict[str, list[Path]] = {}
     for entry in sorted(folder.iterdir()):
@@ -161,7 +166,7 @@ def _ending(file: Path) -> int | None:
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    """The Arrow files that `save_to_disk` listed."""
+    """Return the Arrow files that `save_to_disk` listed."""
     path = folder / _SAVED
     try:
         state = read_json(path, MODEL_JSON_BYTES, advice="save the data set again")
@@ -180,7 +185,7 @@ def _saved_files(folder: Path) -> list[Path]:
 
 
 def _json_rows(path: Path, names: Sequence[str]) -> Iterator[tuple[int, object]]:
-    """A line that is no JSON comes as the error that says so."""
+    """Yield line numbers and parsed lines; a line that is not valid JSON yields its exception instead."""
     with ExitStack() as stack:
         packed = stack.enter_context(open_regular(path, MAX_FILE_BYTES))
         file = stack.enter_context(gzip.open(packed, "rb")) if path.suffix == ".gz" else packed
@@ -202,7 +207,7 @@ def _json_rows(path: Path, names: Sequence[str]) -> Iterator[tuple[int, object]]
 
 
 def _check_unpacked(path: Path, num_bytes: int, packed_bytes: int, ratio: int = MOST_RATIO) -> None:
-    """Refuse what a few bytes unpack to, before it fills the memory."""
+    """Refuse data that unpacks to far more bytes than the file has, before it fills the memory."""
     if num_bytes > FREE_BYTES + ratio * packed_bytes:
         raise DataError(
             f"{path}: unpacks to {num_bytes >> 20:,} MiB from {packed_bytes:,} bytes, more than data do; "
@@ -230,12 +235,12 @@ def _parquet_batches(path: Path, names: Sequence[str]) -> Iterator[Any]:
         _check_schema(path, file.schema_arrow, names)
         _check_footer(path, file.metadata, names)
         for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=names):
-            batch.validate(full=True)  # as below; and text that is none
+            batch.validate(full=True)  # finds damaged offsets and invalid UTF-8
             yield batch
 
 
 def _check_footer(path: Path, footer: Any, names: Sequence[str]) -> None:
-    """The sizes that a Parquet file declares, before anything of these sizes is made."""
+    """Check the sizes that a Parquet file declares, before memory of these sizes is allocated."""
     size_bytes, unpacked = os.stat(path).st_size, 0
     for i in range(footer.num_row_groups):
         group = footer.row_group(i)
@@ -252,7 +257,10 @@ def _check_footer(path: Path, footer: Any, names: Sequence[str]) -> None:
 
 
 def _arrow_batches(path: Path, names: Sequence[str]) -> Iterator[Any]:
-    """Of a stream, as `save_to_disk` writes it, or of a file, which is one with an index at its end."""
+    """Yield the batches of an Arrow stream, as `save_to_disk` writes it, or of an Arrow file.
+
+    An Arrow file is a stream with an index at its end.
+    """
     with pa.memory_map(str(path)) as source:
         begin = _INDEXED_BYTES if source.read(len(_INDEXED)) == _INDEXED else 0
         source.seek(begin)
@@ -264,12 +272,12 @@ def _arrow_batches(path: Path, names: Sequence[str]) -> Iterator[Any]:
         reader = pa.ipc.open_stream(source)
         _check_schema(path, reader.schema, names)
         for batch in reader:
-            batch.validate(full=True)  # damaged offsets would be followed wherever they point
+            batch.validate(full=True)  # damaged offsets could point outside the buffers
             yield batch.select(names)
 
 
 def _check_schema(path: Path, schema: Any, names: Sequence[str]) -> None:
-    """Before any row is read: what is asked for is there once, and no column is more than plain data."""
+    """Check that every requested column exists exactly once, and that all columns are of plain types."""
     for field in schema:
         _check_plain(path, field.name, field)
     for name in names:
@@ -300,7 +308,7 @@ def _check_plain(path: Path, name: str, field: Any) -> None:
 
 
 def _typed(row: object, name: str, kind: FieldType) -> Any:
-    """A field's value.
+    """Return a field's value.
 
     Raises:
         ValueError: there is none, or it is not of the type asked for.
@@ -323,10 +331,10 @@ def _typed(row: object, name: str, kind: FieldType) -> Any:
 
 
 def _check_text(name: str, value: object) -> None:
-    """Refuse text that no file, table or tokenizer takes: half of a surrogate pair, however deep inside.
+    """Refuse text that cannot be encoded, because it holds half of a surrogate pair, at any depth.
 
     Raises:
-        ValueError: there is one.
+        ValueError: there is such text.
     """
     texts = value if isinstance(value, str) else ""
     if isinstance(value, list | dict):

@@ -1,9 +1,8 @@
-"""Tasks of several turns: an environment that is driven by `step`, and the adapter that drives it.
+"""Tasks of several turns: the interface of an environment, and the adapter that calls its `step`.
 
     observation -> policy.generate -> action -> Environment.step -> observation, reward ... until done
 
-The policy's tokens keep the very ids it sampled; what the environment says stands between them, and is never
-trained.
+The policy's tokens keep their sampled ids. The environment's text stands between them, and is never trained.
 """
 
 from __future__ import annotations
@@ -27,30 +26,30 @@ from echo_planes.types import Episode, Prompt, Reward
 class Turn:
     """Answer of an environment to an action."""
 
-    observation: str  # what the policy reads next; of no use after the last turn
+    observation: str  # text that the policy reads next; not used after the last turn
     reward: float = 0.0  # for this action
     done: bool = False
-    info: Mapping[str, Any] = field(default_factory=dict)  # for people, as JSON takes it
+    info: Mapping[str, Any] = field(default_factory=dict)  # for people; must be serialisable as JSON
 
 
 class Environment(Protocol):
-    """One episode. Made anew for each sample; the same prompt makes the same environment."""
+    """One episode. Each sample gets a new environment; equal prompts give equal environments."""
 
     async def step(self, action: str) -> Turn:
-        """The policy's answer to the last observation, special tokens left out. Any text must be answered."""
+        """Take the policy's answer, without special tokens, and return the turn. It must accept any text."""
         ...
 
     def result(self) -> Reward:
-        """Reward of the whole episode; asked once it is over, or was cut off."""
+        """Return the reward of the whole episode; called when it is over or was cut off."""
         ...
 
     def close(self) -> None:
-        """Let go of what it holds; called however the episode ended."""
+        """Release all resources; called however the episode ended."""
         ...
 
 
 class EpisodeOptions(TaskOptions):
-    """Settings that every task of several turns has."""
+    """Settings of every task of several turns."""
 
     template: Literal["plain", "chat"] = Field(
         default="plain", description="how observations become tokens: as they are, or as chat messages"
@@ -62,14 +61,14 @@ class EpisodeOptions(TaskOptions):
 
 
 class EpisodeTask(TaskAdapter):
-    """Base of tasks whose environment answers the policy: subclasses say how an episode begins.
+    """Base class of tasks of several turns: a subclass makes the environment of a prompt.
 
-    `Episode.turn_rewards` holds the reward of every turn, `Episode.notes` the result and what the environment
-    told of its turns.
+    `Episode.turn_rewards` holds the reward of every turn, `Episode.notes` the result and every turn's action
+    and `info`.
     """
 
     Options: ClassVar[type[TaskOptions]] = EpisodeOptions
-    turn_limit_s: float = 120.0  # for the environment's answer to one action, other players' included
+    turn_limit_s: float = 120.0  # limit of one `step`, seconds; includes the moves of other players
 
     def __init__(self, options: TaskOptions, tokenizer: Tokenizer, seed: int) -> None:
         super().__init__(options, tokenizer, seed)
@@ -80,17 +79,20 @@ class EpisodeTask(TaskAdapter):
 
     @abstractmethod
     def environment(self, prompt: Prompt, policy: Policy) -> Environment:
-        """The episode that belongs to a prompt, at its beginning; `prompt.text` is its first observation.
+        """Make the environment of a prompt, at its beginning; `prompt.text` is its first observation.
 
         Args:
-            policy: for environments in which the policy also plays another part (self-play). What it answers
-                there is not trained.
+            prompt: the prompt.
+            policy: for environments in which the policy also plays another part (self-play). Its answers
+                there are not trained.
         """
 
-    def opening(
+    def make_prompt(
         self, index: int, text: str, answer: str = "", messages: Sequence[dict[str, str]] = ()
     ) -> Prompt:
-        """A prompt out of the first observation; as a chat, `messages` stand for it where it was several."""
+        """Make a prompt from the first observation. With a chat template, `messages` replace the one message
+        of `text` if the observation consists of several.
+        """
         if self._chat:
             ids = self._chat.prompt(messages or [{"role": "user", "content": text}])
         else:
@@ -98,7 +100,7 @@ class EpisodeTask(TaskAdapter):
         return Prompt(index, ids, answer, text)
 
     async def rollout(self, prompt: Prompt, policy: Policy) -> Episode:
-        """Play one episode. It ends when the environment says so, or turns or tokens run out.
+        """Play one episode. It ends when the environment is done, or turns or tokens run out.
 
         Raises:
             TaskError: there is no room for a single answer, or the environment took too long.
@@ -131,7 +133,7 @@ class EpisodeTask(TaskAdapter):
             if turn.done:
                 cut_off = False
                 break
-            # It stops at any end token of the model's, of which the tokenizer knows one.
+            # "stop" means any of the model's end tokens, of which the tokenizer knows only one.
             builder.add_environment(self._reply(turn.observation, ended=sample.finish_reason == "stop"))
         result = environment.result()
         notes = {
@@ -146,7 +148,7 @@ class EpisodeTask(TaskAdapter):
     async def _step(self, environment: Environment, action: str, prompt: Prompt) -> Turn:
         stepping = asyncio.ensure_future(environment.step(action))
         try:
-            # Not wait_for: its TimeoutError could not be told from one that the environment raised.
+            # Not wait_for: its TimeoutError would look like one that the environment raised.
             await asyncio.wait([stepping], timeout=self.turn_limit_s)
             if not stepping.done():
                 raise TaskError(
@@ -157,12 +159,12 @@ class EpisodeTask(TaskAdapter):
             stepping.cancel()
 
     def reward(self, prompt: Prompt, episode: Episode) -> Reward:
-        """Reward that the environment gave at the end."""
+        """Return the reward that the environment gave at the end."""
         notes = json.loads(episode.notes)
         return Reward(notes["value"], notes["correct"], notes["parts"])
 
     def longest_answer(self, max_new_tokens: int) -> int:
-        """Of all its turns together."""
+        """Return the most tokens of all turns together, `max_episode_tokens` at most."""
         turns = self._settings.max_turns * super().longest_answer(max_new_tokens)
         return min(turns, self._settings.max_episode_tokens)
 

@@ -1,9 +1,9 @@
-"""Finding a task adapter by name and building it.
+"""Registry of tasks: it finds a task adapter by name and builds it.
 
 `task=WORD` is, in this order: the file `configs/task/WORD.yaml`; a path to a YAML file of your own, with an
-`adapter:` key; `package.module:Class`; `LIBRARY:NAME`, a task of a library that a module of that name in
-`tasks/bridges/` brings; or an installed package's entry point WORD in the group `echo_planes.tasks`, whose
-value is `package.module:Class`. So a package can add names, but take none over.
+`adapter:` key; `package.module:Class`; `LIBRARY:NAME`, a task of a library with a module of that name in
+`tasks/bridges/`; or an installed package's entry point WORD in the group `echo_planes.tasks`, whose value is
+`package.module:Class`. So a package can add names, but cannot replace existing ones.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from echo_planes.errors import ConfigError, EchoPlanesError, ModelError, TaskErr
 
 ENTRY_POINTS = "echo_planes.tasks"
 TOKENIZER_SETTINGS = "tokenizer_config.json"
-_TEXTS = (".json", ".jinja", ".txt", ".model", ".py", "")  # of a model folder's files, by their endings
+_TEXTS = (".json", ".jinja", ".txt", ".model", ".py", "")  # suffixes of files whose size is limited
 BRIDGES = "echo_planes.tasks.bridges"
-# Of folders that name one of these, `AutoTokenizer` makes a `PreTrainedTokenizerFast`, after importing torch.
+# For these classes `AutoTokenizer` makes a `PreTrainedTokenizerFast` too, but imports torch first.
 _PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
-LIBRARY_TASK = "LIBRARY_TASK"  # what a bridge calls the adapter of a library's tasks
+LIBRARY_TASK = "LIBRARY_TASK"  # name in a bridge module of the adapter of the library's tasks
 
 
 def installed_tasks() -> list[str]:
-    """Names of the tasks that installed packages offer, sorted. Imports none of them."""
+    """Return the names of the tasks that installed packages offer, sorted, without importing any."""
     return sorted({entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)})
 
 
 def installed_adapter(name: str) -> str | None:
-    """`package.module:Class` of the task that an installed package offers as `name`; None: nobody does.
+    """Return the `package.module:Class` that an installed package offers as `name`; None: no package does.
 
     Raises:
-        ConfigError: two packages offer one of this name.
+        ConfigError: several packages offer a task of this name.
     """
     entries = importlib.metadata.entry_points(group=ENTRY_POINTS, name=name)
     offers = sorted({(entry.dist.name if entry.dist else "?", entry.value) for entry in entries})
@@ -57,7 +57,7 @@ def installed_adapter(name: str) -> str | None:
 
 
 def adapter_class(path: str) -> type[TaskAdapter]:
-    """The class named by `package.module:Class`, or the one that brings the tasks of `LIBRARY:NAME`.
+    """Return the class named by `package.module:Class`, or the bridge's adapter for `LIBRARY:NAME`.
 
     Raises:
         ConfigError: no such module or class, a module that cannot be imported, or not a TaskAdapter.
@@ -73,7 +73,7 @@ def adapter_class(path: str) -> type[TaskAdapter]:
 
 
 def _library_task(path: str) -> type[TaskAdapter] | None:
-    """The adapter of a library's tasks, if `path` is `LIBRARY:NAME` and there is a bridge to the library."""
+    """Return the adapter of a library's tasks; None unless `path` is `LIBRARY:NAME` of a bridge."""
     library = path.partition(":")[0]
     module = f"{BRIDGES}.{library}"
     if "." in library or importlib.util.find_spec(module) is None:
@@ -83,12 +83,12 @@ def _library_task(path: str) -> type[TaskAdapter] | None:
 
 
 def adapter_options(task: TaskConfig) -> tuple[type[TaskAdapter], TaskOptions]:
-    """The adapter's class and its validated options.
+    """Return the adapter's class and its validated options.
 
     Raises:
         pydantic.ValidationError: an option is unknown or of the wrong type.
-        ConfigError: no such adapter, `LIBRARY:NAME` and an option name two tasks, or the adapter's own
-            check of an option raised.
+        ConfigError: there is no such adapter, `LIBRARY:NAME` and an option name two tasks, or the adapter's
+            own check of an option raised.
     """
     cls, options = adapter_class(task.adapter), task.options
     if _library_task(task.adapter):
@@ -110,10 +110,10 @@ def adapter_options(task: TaskConfig) -> tuple[type[TaskAdapter], TaskOptions]:
 
 
 def build_adapter(task: TaskConfig, tokenizer: Tokenizer, seed: int) -> TaskAdapter:
-    """The run's adapter.
+    """Build the run's adapter.
 
     Raises:
-        UserError: it cannot be found, or its options are wrong.
+        UserError: the adapter cannot be found, or its options are wrong.
         TaskError: its constructor raised.
     """
     try:
@@ -126,27 +126,30 @@ def build_adapter(task: TaskConfig, tokenizer: Tokenizer, seed: int) -> TaskAdap
 
 @contextmanager
 def told(cls: type[TaskAdapter], doing: str) -> Iterator[None]:
-    """Around a call of a user's adapter: whatever it raises is a TaskError that says so, and where."""
+    """Turn an exception of a user's adapter in the block into a TaskError that names it and its place.
+
+    Errors of this package and KeyboardInterrupt pass unchanged.
+    """
     try:
         yield
     except (EchoPlanesError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # SystemExit would end the process without a word
+    except BaseException as error:  # SystemExit would end the process without a message
         place = raised_at(error, folder_of(cls))
         raise TaskError(one_line(f"{doing}: {in_words(error)} ({place})")) from error
 
 
 def folder_of(cls: type[TaskAdapter]) -> Path | None:
-    """Folder of an adapter's source; None for a class without a file."""
+    """Return the folder of an adapter's source; None for a class without a file."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     return Path(file).parent if file else None
 
 
 def check_model_files(folder: Path) -> None:
-    """Check the files that libraries open by name in a model folder: regular, those with settings bounded.
+    """Check that the files in a model folder are regular, and that settings and texts are of limited size.
 
     Raises:
-        ModelError: something else is there; names it.
+        ModelError: a file is not, or the folder cannot be read; the message names it.
     """
     try:
         entries = sorted(folder.iterdir())
@@ -161,7 +164,7 @@ def check_model_files(folder: Path) -> None:
 
 
 def _tokenizer_class(folder: Path) -> Any:
-    """The class that loads a folder's tokenizer; importing it takes seconds, and only some processes need it.
+    """Return the class that loads a folder's tokenizer. The import is here because it takes seconds.
 
     Raises:
         ModelError: the tokenizer's settings are no JSON object.
@@ -182,10 +185,10 @@ def _tokenizer_class(folder: Path) -> Any:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a local Hugging Face model folder; never runs code from it.
+    """Load the tokenizer of a local Hugging Face model folder; never run code from it.
 
     Raises:
-        ModelError: it cannot be loaded, or has no end token.
+        ModelError: the tokenizer cannot be loaded, or has no end token.
     """
     check_model_files(folder)
     kind = _tokenizer_class(folder)
@@ -195,7 +198,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         )
     except (KeyboardInterrupt, ImportError):
         raise
-    except BaseException as error:  # the libraries raise what they meet; those in Rust a BaseException, too
+    except BaseException as error:  # the libraries raise many types; those in Rust a BaseException too
         raise ModelError(
             f"model.path={folder}: its tokenizer cannot be loaded ({in_words(error):.300}); save the "
             "tokenizer again"

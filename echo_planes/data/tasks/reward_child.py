@@ -1,8 +1,8 @@
-"""The process that rewards are computed in: a worker starts `python -m echo_planes.data.tasks.reward_child`.
+"""The process that computes rewards: a worker starts `python -m echo_planes.data.tasks.reward_child`.
 
-Messages are JSON after their length in four bytes, both ways, on what were standard input and output: first
-the task's settings, answered by {} once the adapter is built; then a prompt and its episodes at a time,
-answered by one outcome for each episode as soon as it is there.
+Messages in both directions are JSON after their length in four bytes, on the original standard input and
+output. First comes the task's setup, answered by {} once the adapter is built. Then each request holds a
+prompt and its episodes; each episode is answered by one outcome as soon as it is scored.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from echo_planes.data.tasks.adapter import Tokenizer
 from echo_planes.data.tasks.registry import build_adapter, load_tokenizer
 from echo_planes.types import Episode, Prompt, Reward, RewardFailure, Span
 
-MOST_NOTES = 20_000  # characters of Reward.notes that are kept
+MOST_NOTES = 20_000  # most characters kept of Reward.notes
 
 
 class Rewarding(Protocol):
-    """The part of a task adapter that is used here."""
+    """The part of a task adapter that computes rewards."""
 
     def prepare(self, prompt: Prompt, episodes: Sequence[Episode]) -> None: ...
 
@@ -39,10 +39,10 @@ class Rewarding(Protocol):
 def outcomes(
     task: Rewarding, prompt: Prompt, episodes: Sequence[Episode]
 ) -> Iterator[Reward | RewardFailure]:
-    """The rewards of one group's answers, checked; whatever goes wrong is a failure with a reason."""
+    """Yield the checked rewards of one group's answers; any exception becomes a failure with a reason."""
     try:
         task.prepare(prompt, episodes)
-    except Exception as why:  # noqa: BLE001  as below
+    except Exception as why:  # noqa: BLE001  a user's code may raise anything; it fails every answer
         for _ in episodes:
             yield _raised(why)
         return
@@ -65,10 +65,11 @@ def _raised(why: Exception) -> RewardFailure:
 
 
 def checked(reward: object) -> Reward:
-    """Check what an adapter's `reward` returned, and return it as a plain `Reward`.
+    """Check the result of an adapter's `reward`, and return it as a plain `Reward`.
 
     Raises:
-        TypeError, ValueError: it is of another type, or a number in it is not finite.
+        TypeError: the result, or a field of it, is of another type.
+        ValueError: a number in it is not finite.
     """
     if not isinstance(reward, Reward):
         raise TypeError(f"reward returned {_shown(reward)}; it must return a Reward")
@@ -97,7 +98,7 @@ def _shown(value: object) -> str:
 
 
 class _LazyTokenizer:
-    """The model's tokenizer once somebody asks for anything of it: importing it takes seconds."""
+    """The model's tokenizer, loaded at its first use because its import takes seconds."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -109,7 +110,7 @@ class _LazyTokenizer:
 
 
 def _receive(stream: BinaryIO) -> Any:
-    """The next message; None when the worker is gone."""
+    """Receive the next message; return None when the worker is gone."""
     head = stream.read(4)
     if len(head) < 4:
         return None
@@ -142,19 +143,19 @@ def _answer(outcome: Reward | RewardFailure) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer until the worker closes the pipe."""
+    """Answer requests until the worker closes the pipe."""
     die_with_parent()
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    # Processes that a reward forks must not keep the pipes open: the worker would wait for them.
+    # Processes that a reward forks must not keep the pipes open, or the worker would wait for them.
     os.register_at_fork(after_in_child=lambda: os.closerange(requests.fileno(), replies.fileno() + 1))
-    # What a reward prints is no answer, and it has nothing to read.
+    # Output that a reward prints must not mix with the replies, and a reward has no input to read.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     setup = _receive(requests)
     try:
         tokenizer = cast(Tokenizer, _LazyTokenizer(Path(setup["model_folder"])))
         task = build_adapter(TaskConfig.model_validate(setup["task"]), tokenizer, setup["seed"])
-    except Exception as why:  # noqa: BLE001  a user's constructor may raise anything; the worker tells it
+    except Exception as why:  # noqa: BLE001  a user's constructor may raise anything; the worker reports it
         _send(replies, {"error": f"{type(why).__name__}: {why}"})
         return
     _send(replies, {})

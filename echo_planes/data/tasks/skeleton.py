@@ -1,4 +1,4 @@
-"""A new task to start from: a small working adapter with comments, and its test."""
+"""Skeleton of a new task: a small working adapter with comments, and its test."""
 
 from __future__ import annotations
 
@@ -141,11 +141,11 @@ class Skeleton:
 
 
 def write_skeleton(name: str, folder: Path) -> Skeleton:
-    """Write `NAME.py` and `test_NAME.py`, which work as they are. Makes the folder; replaces no file.
+    """Write `NAME.py` and `test_NAME.py`, which work as they are. Make the folder; replace no file.
 
     Raises:
         ConfigError: `name` cannot be the name of a new module.
-        DataError: one of the files is there, or cannot be written.
+        DataError: one of the files exists already, or cannot be written.
     """
     _check_name(name, folder)
     class_name = "".join(part.capitalize() for part in name.removesuffix("_task").split("_")) + "Task"

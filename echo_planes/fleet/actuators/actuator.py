@@ -1,4 +1,4 @@
-"""Machines for rollout workers: asked for, seen, let go. Who asks does not know where they come from."""
+"""Machines for rollout workers: interface of their sources (`Actuator`), and a fixed set of machines."""
 
 from __future__ import annotations
 
@@ -14,59 +14,59 @@ MachineState = Literal["pending", "up", "draining", "dead"]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One machine, or the place of one that was asked for."""
+    """Machine, or the place of a machine that was asked for."""
 
-    node_id: str  # "pending/OFFER/i" while it is only asked for
-    offer_name: str
+    node_id: str  # "pending/INSTANCE_TYPE/i" until the machine comes
+    instance_type_name: str
     state: MachineState
-    notice_deadline_s: float | None = None  # run's clock: when it will be taken; None: no time was given
+    notice_deadline_s: float | None = None  # time on the run's clock at which it will be taken, if announced
     worker_id: str | None = None  # the worker that `assign` put there
 
 
 class Actuator(Protocol):
-    """Machines: asked for, seen, let go. All is called from one event loop; each call has a limit of its own.
+    """Source of machines. All calls come from one event loop; each call has its own time limit.
 
-    `release` may run beside the other calls, once for each of several machines.
+    Calls of `release` for several machines may run concurrently with each other and with the other calls.
 
     Raises (all methods but `assign`):
-        ClusterError: the cluster can never give what is asked for; says what to change.
+        ClusterError: the cluster can never provide the machines; says what to change.
         WaitTimeoutError: no answer within the limit.
         RunError: the cluster refused or cannot be reached now.
     """
 
     async def want(self, counts: Mapping[str, int]) -> None:
-        """Nodes of each offer wanted from now on: a floor. Whatever is more may go when idle."""
+        """Set the number of nodes wanted of each instance type: a floor. Idle nodes beyond it may go."""
         ...
 
     async def nodes(self) -> tuple[Machine, ...]:
-        """List the machines. The pending ones are those still on their way: none if nothing is coming."""
+        """Return the machines; pending ones are still on their way."""
         ...
 
     def assign(self, node_id: str, worker_id: str) -> None:
-        """Remember which worker runs on a node; `nodes` says it from then on."""
+        """Remember which worker runs on a node; `nodes` reports it from then on."""
         ...
 
     async def notice(self, node_id: str, deadline_s: float) -> None:
-        """The machine will be taken at `deadline_s` (run's clock), its cloud said: nothing new goes there."""
+        """Mark a machine that its cloud takes at `deadline_s` (run's clock): nothing new is placed there."""
         ...
 
     async def release(self, node_id: str) -> None:
-        """Its worker is gone: the machine may go. Lower `want` first, or another one comes in its place."""
+        """Let a machine go whose worker is gone. Lower `want` first, otherwise a new machine replaces it."""
         ...
 
     async def close(self) -> None:
-        """Ask for nothing any more."""
+        """Stop asking for machines."""
         ...
 
 
-# --- machines that are there anyway --------------------------------------------------------------
+# --- a fixed set of machines ---------------------------------------------------------------------
 
 
 class StaticActuator:
-    """A fixed set of machines: the fleet chooses how many of them it uses. Nothing is started or stopped.
+    """Fixed set of machines, of which the fleet uses as many as it wants. Nothing is started or stopped.
 
     Args:
-        machines: how many there are of each offer.
+        machines: number of machines of each instance type.
     """
 
     def __init__(self, machines: Mapping[str, int]) -> None:
@@ -74,17 +74,19 @@ class StaticActuator:
         self._active: dict[str, Machine] = {}
 
     async def want(self, counts: Mapping[str, int]) -> None:
-        """Take parked machines into use, as far as there are any."""
+        """Take unused machines into use until `counts` are up or none is left."""
         check_known(counts, self._machines)
-        for offer_name, count in counts.items():
-            places = [f"{offer_name}/{i}" for i in range(self._machines[offer_name])]
+        for instance_type_name, count in counts.items():
+            places = [f"{instance_type_name}/{i}" for i in range(self._machines[instance_type_name])]
             parked = [node_id for node_id in places if node_id not in self._active]
-            num_up = sum(n.state == "up" for n in self._active.values() if n.offer_name == offer_name)
+            num_up = sum(
+                n.state == "up" for n in self._active.values() if n.instance_type_name == instance_type_name
+            )
             for node_id in parked[: max(0, count - num_up)]:
-                self._active[node_id] = Machine(node_id, offer_name, "up")
+                self._active[node_id] = Machine(node_id, instance_type_name, "up")
 
     async def nodes(self) -> tuple[Machine, ...]:
-        """The machines in use."""
+        """Return the machines in use."""
         return tuple(self._active.values())
 
     def assign(self, node_id: str, worker_id: str) -> None:
@@ -95,7 +97,7 @@ class StaticActuator:
         self._active[node_id] = replace(node, state="draining", notice_deadline_s=deadline_s)
 
     async def release(self, node_id: str) -> None:
-        """Park it: the next `want` may take it again."""
+        """Take a machine out of use; the next `want` may use it again."""
         self._active.pop(node_id, None)
 
     async def close(self) -> None:
@@ -107,39 +109,41 @@ class StaticActuator:
         return self._active[node_id]
 
 
-def check_known(counts: Mapping[str, int], offers: Collection[str]) -> None:
-    """Refuse to want what is not offered.
+def check_known(counts: Mapping[str, int], instance_types: Collection[str]) -> None:
+    """Check that every wanted instance type is on offer and no count is negative.
 
     Raises:
-        ClusterError: names the offer and those that there are.
+        ClusterError: names the wrong instance type and the known ones, or the negative count.
     """
-    for offer_name, count in counts.items():
-        if offer_name not in offers:
+    for instance_type_name, count in counts.items():
+        if instance_type_name not in instance_types:
             raise ClusterError(
-                f"fleet: {count} of offer '{offer_name}' are wanted, which is not among {sorted(offers)}; "
-                "correct its name, or add the offer"
+                f"fleet: {count} of instance type '{instance_type_name}' are wanted, which is not among "
+                f"{sorted(instance_types)}; correct its name, or add the instance type"
             )
         if count < 0:
-            raise ClusterError(f"fleet: {count} of offer '{offer_name}' are wanted; ask for 0 or more")
+            raise ClusterError(
+                f"fleet: {count} of instance type '{instance_type_name}' are wanted; ask for 0 or more"
+            )
 
 
 # --- machines that an autoscaler brings ----------------------------------------------------------
 
 
-def node_type(offer_name: str) -> str:
-    """Name of an offer's node type in the cluster: H100/us-east-1/spot -> h100-us-east-1-spot.
+def node_type(instance_type_name: str) -> str:
+    """Return the name of an instance type's node type: H100/us-east-1/spot -> h100-us-east-1-spot.
 
-    Clouds and Kubernetes allow only such names: lower-case letters, digits and hyphens.
+    Clouds and Kubernetes allow only lower-case letters, digits and hyphens in such names.
     """
-    return re.sub(r"[^a-z0-9]+", "-", offer_name.lower()).strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", instance_type_name.lower()).strip("-")
 
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """One machine as a cluster reports it."""
+    """Machine as the cluster reports it."""
 
     node_id: str
-    offer_name: str
+    instance_type_name: str
     state: MachineState
     deadline_unix_s: float | None = None  # of its notice
 
@@ -151,34 +155,34 @@ def picture(
     workers: Mapping[str, str],
     clock_offset_s: float,
 ) -> tuple[Machine, ...]:
-    """List the machines, sorted by offer and then by id, from the reports of a cluster and its autoscaler.
+    """Return the machines, sorted by type and then by id, from the reports of a cluster and its autoscaler.
 
-    An autoscaler's count of machines on their way is a round old: it still holds some that have come. So no
-    more are pending than are missing.
+    The autoscaler's count of machines on their way is one round old and may include some that have come. So
+    the pending machines are at most those missing to the floor.
 
     Args:
         seen: machines that are, or were, in the cluster.
-        coming: machines of each offer that the autoscaler says are on their way.
-        wanted: the floor.
+        coming: machines of each instance type that the autoscaler reports as on their way.
+        wanted: floor that was set last, by instance type.
         workers: node id -> worker id.
-        clock_offset_s: run's clock minus Unix time.
+        clock_offset_s: run's clock minus Unix time, seconds.
     """
     nodes = [
         Machine(
             node_id=sighting.node_id,
-            offer_name=sighting.offer_name,
+            instance_type_name=sighting.instance_type_name,
             state=sighting.state,
             notice_deadline_s=_moved(sighting.deadline_unix_s, clock_offset_s),
             worker_id=workers.get(sighting.node_id),
         )
         for sighting in seen
     ]
-    for offer_name, count in coming.items():
-        num_up = sum(node.state == "up" for node in nodes if node.offer_name == offer_name)
-        num_missing = max(0, wanted.get(offer_name, 0) - num_up)
+    for instance_type_name, count in coming.items():
+        num_up = sum(node.state == "up" for node in nodes if node.instance_type_name == instance_type_name)
+        num_missing = max(0, wanted.get(instance_type_name, 0) - num_up)
         places = range(min(count, num_missing))
-        nodes += [Machine(f"pending/{offer_name}/{i}", offer_name, "pending") for i in places]
-    return tuple(sorted(nodes, key=lambda node: (node.offer_name, node.node_id)))
+        nodes += [Machine(f"pending/{instance_type_name}/{i}", instance_type_name, "pending") for i in places]
+    return tuple(sorted(nodes, key=lambda node: (node.instance_type_name, node.node_id)))
 
 
 def _moved(unix_s: float | None, clock_offset_s: float) -> float | None:

@@ -1,12 +1,12 @@
 """Machines that Ray's autoscaler (v2) brings, on a cloud (`ray up`) or on Kubernetes (KubeRay).
 
-An offer is a node type of the cluster (KubeRay: a worker group), called `node_type(offer)`, each of whose
-nodes has one unit of a custom resource that is called as the offer, and the offer's labels (see
-configs/cluster). One bundle asked for is then one node, and never one of another kind. One job at a time may
-ask: a second one's floor would replace the first one's.
+An instance type is a node type of the cluster (KubeRay: a worker group) with the name
+`node_type(instance_type)`. Each of its nodes has the type's labels and one unit of a custom resource with the
+name of the instance type (see configs/cluster). So one requested bundle is one node of that type. Only one
+job at a time may use this actuator: the floor of a second job would replace that of the first.
 
-Besides Ray's developer API this uses its GCS client and the messages of its autoscaler. Both are internal,
-which is one reason why the project pins the version of Ray (2.60).
+Besides Ray's developer API, this module uses Ray's GCS client and the messages of its autoscaler. Both are
+internal, which is one reason why the project pins the version of Ray (2.60).
 """
 
 from __future__ import annotations
@@ -39,37 +39,41 @@ from echo_planes.fleet.actuators.actuator import (
     picture,
 )
 
-RPC_S = 10.0  # one question to the cluster's head
-REPORT_S = 60.0  # until a new cluster's autoscaler reports for the first time
-AGAIN_S = 0.5  # between two tries
-DRAIN_S = 10.0  # until a node counts as idle after its worker has ended
+RPC_S = 10.0  # limit of one request to the cluster's head
+REPORT_S = 60.0  # limit until a new cluster's autoscaler reports for the first time
+AGAIN_S = 0.5  # between two attempts
+DRAIN_S = 10.0  # limit until a node counts as idle after its worker has ended
 
 T = TypeVar("T")
 
 
 class RayNodes:
-    """The `ray` actuator. Ray must be connected to the cluster.
+    """`ray` actuator. Ray must be connected to the cluster.
 
     Args:
-        labels: what the nodes of each offer must carry, besides their resource.
-        clock: the run's clock, that deadlines are given in.
+        labels: instance type name -> labels that its nodes carry, besides their resource.
+        clock: the run's clock, on which deadlines are.
     """
 
     def __init__(self, labels: Mapping[str, Mapping[str, str]], clock: Clock) -> None:
-        self._labels = {offer_name: dict(wanted) for offer_name, wanted in labels.items()}
+        self._labels = {instance_type_name: dict(wanted) for instance_type_name, wanted in labels.items()}
         self._clock = clock
-        self._offers = {node_type(offer_name): offer_name for offer_name in labels}
+        self._instance_types = {
+            node_type(instance_type_name): instance_type_name for instance_type_name in labels
+        }
         self._wanted: dict[str, int] = {}
-        self._asked_version = 0  # of the cluster's state, when the floor was set
+        self._asked_version = 0  # version of the cluster's state after the floor was set
         self._workers: dict[str, str] = {}
-        self._offer_of: dict[str, str] = {}  # nodes once seen: a dead one has no resources to tell it by
+        self._instance_type_of: dict[
+            str, str
+        ] = {}  # node id -> type of every node seen; a dead node has no resources that show it
         self._client: Any = GcsClient(address=ray.get_runtime_context().gcs_address)
 
     async def check(self) -> None:
-        """Wait until the autoscaler is there.
+        """Wait until the autoscaler reports.
 
         Raises:
-            ClusterError: it is not, or it is the old one, which ignores labels.
+            ClusterError: no autoscaler reports in time, or it is v1, which ignores labels.
         """
         if not await self._ask("autoscaler version", lambda: is_autoscaler_v2(fetch_from_server=True)):
             raise ClusterError(
@@ -87,7 +91,7 @@ class RayNodes:
 
     async def want(self, counts: Mapping[str, int]) -> None:
         check_known(counts, self._labels)
-        wanted = {offer_name: count for offer_name, count in counts.items() if count}
+        wanted = {instance_type_name: count for instance_type_name, count in counts.items() if count}
         names = list(Counter(wanted).elements())
         bundles = [{name: 1.0} for name in names]
         selectors = [self._labels[name] for name in names]
@@ -96,7 +100,8 @@ class RayNodes:
             lambda: request_resources(bundles=bundles, bundle_label_selectors=selectors),
         )
         if wanted != self._wanted:
-            # Every question makes a new version of the cluster's state; the autoscaler tells its last one.
+            # Every status request makes a new version of the cluster's state. The autoscaler reports the last
+            # version it saw, so `_check_possible` can tell whether it has seen this floor.
             self._asked_version = (await self._status()).cluster_resource_state.cluster_resource_state_version
             self._wanted = wanted
 
@@ -106,8 +111,8 @@ class RayNodes:
         seen = []
         for node in status.cluster_resource_state.node_states:
             node_id = node.node_id.hex()
-            offer_name = self._offer(node_id, node)
-            if offer_name is None:
+            instance_type_name = self._instance_type(node_id, node)
+            if instance_type_name is None:
                 continue
             deadline_ms = deadlines_ms.get(node_id, 0)  # 0: none
             state: MachineState = "up"
@@ -115,7 +120,9 @@ class RayNodes:
                 state, deadline_ms = "dead", 0
             elif node.status == NodeStatus.DRAINING or node_id in deadlines_ms:
                 state = "draining"
-            seen.append(Sighting(node_id, offer_name, state, deadline_ms / 1e3 if deadline_ms else None))
+            seen.append(
+                Sighting(node_id, instance_type_name, state, deadline_ms / 1e3 if deadline_ms else None)
+            )
         clock_offset_s = self._clock.now_s() - time.time()
         return picture(seen, self._coming(status), self._wanted, self._workers, clock_offset_s)
 
@@ -127,10 +134,10 @@ class RayNodes:
         await self._drain(node_id, "DRAIN_NODE_REASON_PREEMPTION", "spot notice", int(deadline_unix_s * 1e3))
 
     async def release(self, node_id: str) -> None:
-        """Drain it, so that Ray puts nothing on it and the autoscaler ends it.
+        """Drain a node, so that Ray places nothing on it and the autoscaler ends it.
 
-        Ray refuses while anything runs there: that may be the worker's end, so it is asked again for a while.
-        After that the machine is left to the autoscaler's idle timeout.
+        Ray refuses while anything runs there, for example the ending worker. So this method tries again for
+        `DRAIN_S` seconds. After that the autoscaler's idle timeout ends the machine.
         """
         deadline_s = self._clock.now_s() + DRAIN_S
         reason = "DRAIN_NODE_REASON_IDLE_TERMINATION"
@@ -141,15 +148,15 @@ class RayNodes:
         self._workers.pop(node_id, None)
 
     async def close(self) -> None:
-        """Ask for nothing: what was asked for outlives the job otherwise."""
+        """Set the floor to zero, which would otherwise outlive the job."""
         await self.want({})
 
-    def _offer(self, node_id: str, node: Any) -> str | None:
+    def _instance_type(self, node_id: str, node: Any) -> str | None:
         names = (name for name in self._labels if node.total_resources.get(name, 0.0) > 0)
-        offer_name = next(names, self._offer_of.get(node_id))
-        if offer_name is not None:
-            self._offer_of[node_id] = offer_name
-        return offer_name
+        instance_type_name = next(names, self._instance_type_of.get(node_id))
+        if instance_type_name is not None:
+            self._instance_type_of[node_id] = instance_type_name
+        return instance_type_name
 
     def _coming(self, status: Any) -> dict[str, int]:
         autoscaler = status.autoscaling_state
@@ -157,16 +164,24 @@ class RayNodes:
         for request in autoscaler.pending_instance_requests:
             by_type[request.ray_node_type_name] += request.count
         by_type.update(instance.ray_node_type_name for instance in autoscaler.pending_instances)
-        return {self._offers[name]: count for name, count in by_type.items() if name in self._offers}
+        return {
+            self._instance_types[name]: count
+            for name, count in by_type.items()
+            if name in self._instance_types
+        }
 
     def _check_possible(self, status: Any) -> None:
-        """Ray launches nothing at all, for any offer, while the floor as a whole cannot be had."""
+        """Check that the cluster can meet the whole floor: otherwise Ray launches no node of any type.
+
+        Raises:
+            ClusterError: names the floor and how to correct it.
+        """
         autoscaler = status.autoscaling_state
         is_of_this_floor = autoscaler.last_seen_cluster_resource_state_version > self._asked_version
         if autoscaler.infeasible_cluster_resource_constraints and is_of_this_floor:
             asked = ", ".join(f"{count} {name}" for name, count in sorted(self._wanted.items()))
             raise ClusterError(
-                f"fleet: the cluster can never have {asked}, so it starts nothing; give each offer a node "
+                f"fleet: the cluster can never have {asked}, so it starts nothing; give each type a node "
                 "type with its resource and labels and enough max_workers, or lower its count"
             )
 
@@ -191,7 +206,12 @@ class RayNodes:
         return GetClusterStatusReply.FromString(serialized)
 
     async def _ask(self, what: str, question: Callable[[], T]) -> T:
-        """Ray's calls block: each in a thread, with a limit of ours beyond Ray's own."""
+        """Run a blocking call to Ray in a thread, with a limit beyond Ray's own.
+
+        Raises:
+            WaitTimeoutError: no answer within twice `RPC_S`.
+            RunError: the call failed.
+        """
         try:
             async with asyncio.timeout(2 * RPC_S):
                 return await asyncio.to_thread(question)

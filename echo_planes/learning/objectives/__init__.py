@@ -1,7 +1,7 @@
-"""Objectives by name: one short file each, with source, formula and defaults; `base.py` has what they share.
+"""Objectives by name: one short file each, with source, formula and defaults; `base.py` has the shared parts.
 
-The way tokens are averaged is part of an objective. N: trajectories with at least one trained token; |o_i|:
-trained tokens of trajectory i; T: trained tokens of the update; L: the most tokens an answer may have.
+An objective also fixes how tokens are averaged. N: trajectories with at least one trained token; |o_i|:
+trained tokens of trajectory i; T: trained tokens of the update; L: the most tokens that an answer may have.
 
 ==========  ===================  ==================
 average     weight of a token    objectives
@@ -11,7 +11,7 @@ tokens      1 / T                dapo, rloo, cispo
 constant    1 / (N L)            dr_grpo
 ==========  ===================  ==================
 
-A new one is a file here, an entry in `OBJECTIVES` and its name in `ObjectiveConfig.name`.
+A new objective needs a file here, an entry in `OBJECTIVES` and its name in `ObjectiveConfig.name`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ __all__ = ["OBJECTIVES", "Loss", "Objective", "Tokens", "outlier_masks", "policy
 
 
 def token_weights(objective: Objective, num_tokens: IntArray, max_tokens: int) -> FloatArray:
-    """Weight (N,) of each trained token of trajectory i, by the table above.
+    """Return the weight (N,) of each trained token of trajectory i, by the table above.
 
     Args:
-        num_tokens: trained tokens per trajectory (N,), of everything one optimizer update is made of.
+        num_tokens: trained tokens per trajectory (N,), for all trajectories of one optimizer update.
         max_tokens: L, tokens.
     """
     counted = max(int((num_tokens > 0).sum()), 1)

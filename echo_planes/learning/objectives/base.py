@@ -1,4 +1,4 @@
-"""Parts that objectives are made of: tokens in, one partial loss out. Pure functions of tensors.
+"""Parts shared by the objectives, from tokens to a partial loss. Pure functions of tensors.
 
 For every trained token, with A its advantage, w_s = pi / pi_sampler and r the ratio that is clipped:
 
@@ -11,10 +11,10 @@ sampler    pi / pi_sampler     min(w_s, C), detached        1: the ratio correct
 proximal   pi / pi_old         min(pi_old / pi_sampler, C)  the same: ECHO-2 eq. 24 weights both
 =========  ==================  ===========================  ==========================================
 
-pi_old is the policy at the start of the step. With one update a step pi / pi_old is 1 and its clip never
-bites: then only `anchor=sampler` bounds how far stale tokens can push. m is 0 where a mask leaves a token
-out. Weights come from the whole update, so a micro-batch's loss is a plain partial sum: how a batch is split
-into micro-batches and ranks never changes the gradient.
+pi_old is the policy at the start of the step. With one update a step pi / pi_old is 1 and its clip has no
+effect: then only `anchor=sampler` bounds the effect of stale tokens. m is 0 where a mask leaves a token out.
+Weights come from the whole update, so a micro-batch's loss is a plain partial sum. The split of a batch into
+micro-batches and ranks therefore never changes the gradient.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from echo_planes.config.fields import Interval
 from echo_planes.config.schema import ObjectiveConfig
 from echo_planes.learning.advantages import Advantage
 
-OUTLIER_TOKENS = (0.5, 2.0)  # ends of the ratio
-OUTLIER_ANSWERS = (0.8, 1.25)  # of its geometric mean
+OUTLIER_TOKENS = (0.5, 2.0)  # smallest and largest ratio of a token
+OUTLIER_ANSWERS = (0.8, 1.25)  # smallest and largest geometric mean of an answer's ratios
 
 Level = Literal["token", "sequence", "geometric", "none"]
-# Ratio (M,), advantages (M,), logprobs (M,), clip: surrogate (M,) with its gradient, and where it has none.
+# From ratio (M,), advantages (M,), logprobs (M,) and clip to the surrogate (M,), which carries the gradient,
+# and a mask (M,) that is True where the surrogate has no gradient.
 Surrogate = Callable[[Tensor, Tensor, Tensor, "Clip"], tuple[Tensor, Tensor]]
 
 
@@ -49,20 +50,20 @@ class Clip:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Objective: the parts that its name stands for."""
+    """Parts that the name of an objective stands for."""
 
     name: str
     advantage: Advantage
     average: Literal["trajectory", "tokens", "constant"]  # see `token_weights`
-    level: Level  # of its ratio, and of the importance weight beside it: token or geometric
+    level: Level  # of its ratio and, by default, of the importance weight: token or geometric
     clip: Clip
-    stale_clip: Clip  # with anchor=sampler: the ratio also holds what changed since the token was sampled
+    stale_clip: Clip  # with anchor=sampler, where the ratio includes all drift since the token was sampled
     surrogate: Surrogate
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """M trained tokens of whole trajectories. All tensors are (M,) float32 unless said."""
+    """M trained tokens of whole trajectories. All tensors are (M,) float32 unless noted."""
 
     logprobs: Tensor  # of the policy being trained; carries the gradient
     old_logprobs: Tensor  # of the policy at the start of the step; detached
@@ -76,7 +77,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A partial loss and what it was made of, token by token."""
+    """Partial loss and its parts, token by token."""
 
     loss: Tensor  # scalar, carries the gradient
     clipped: Tensor  # (M,) bool: the surrogate has no gradient here
@@ -89,7 +90,7 @@ class Loss:
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, logprobs: Tensor, clip: Clip
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clip (1707.06347 eq. 7), and the dual clip (1912.09729): never below delta A where A < 0."""
+    """Compute PPO's clip (1707.06347 eq. 7) with the dual clip (1912.09729): at least delta A where A < 0."""
     plain = ratio * advantages
     bounded = ratio.clamp(1.0 - clip.low, 1.0 + clip.high) * advantages
     surrogate = torch.minimum(plain, bounded)
@@ -103,7 +104,7 @@ def clipped_surrogate(
 
 
 def policy_loss(tokens: Tokens, config: ObjectiveConfig, objective: Objective) -> Loss:
-    """The loss above, summed over these tokens."""
+    """Return the loss above, summed over these tokens."""
     sampled = tokens.sampler_logprobs
     stale = config.ratio_anchor == "sampler"
     log_ratio = tokens.logprobs - (sampled if stale else tokens.old_logprobs)
@@ -131,7 +132,7 @@ def policy_loss(tokens: Tokens, config: ObjectiveConfig, objective: Objective) -
 
 
 def clip_of(config: ObjectiveConfig, objective: Objective) -> Clip:
-    """The objective's own ends, where the settings name no others."""
+    """Return the clip of the settings; ends that they leave out are the objective's own."""
     own = objective.stale_clip if config.ratio_anchor == "sampler" else objective.clip
     return Clip(
         own.low if config.clip_low is None else config.clip_low,
@@ -141,14 +142,14 @@ def clip_of(config: ObjectiveConfig, objective: Objective) -> Clip:
 
 
 def outlier_masks(config: ObjectiveConfig) -> dict[str, Interval]:
-    """The masks to switch on where stale tokens do harm; those that are set already stay."""
+    """Return the mask setting with which the guard excludes outliers; a mask that is set already stays."""
     if config.name == "gspo":
         return {"sequence_mask": config.sequence_mask or OUTLIER_ANSWERS}
     return {"token_mask": config.token_mask or OUTLIER_TOKENS}
 
 
 def kl_estimate(log_ratio: Tensor, config: ObjectiveConfig) -> Tensor:
-    """KL of the policy to the reference from log(pi / pi_reference) (M,), clamped so that no token explodes.
+    """Estimate the KL of policy to reference (M,) from log(pi / pi_reference) (M,), clamped at `kl_clamp`.
 
     With d the log ratio: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman, "Approximating KL
     divergence"; k3 is DeepSeekMath 2402.03300 eq. 4). k1 is unbiased but its gradient is that of the
@@ -163,7 +164,7 @@ def kl_estimate(log_ratio: Tensor, config: ObjectiveConfig) -> Tensor:
 
 
 def _masked(drift: Tensor, tokens: Tokens, config: ObjectiveConfig) -> Tensor:
-    """True (M,) where the token's ratio, or the geometric mean of its answer's, is outside its mask."""
+    """Return True (M,) where a token's ratio, or its answer's geometric mean ratio, is outside its mask."""
     masked = torch.zeros_like(drift, dtype=torch.bool)
     for ends, level in ((config.token_mask, "token"), (config.sequence_mask, "geometric")):
         if ends is not None:
@@ -173,7 +174,7 @@ def _masked(drift: Tensor, tokens: Tokens, config: ObjectiveConfig) -> Tensor:
 
 
 def _at_level(log_ratio: Tensor, level: str, tokens: Tokens) -> Tensor:
-    """Log ratio (M,) as it is, as its answer's sum or mean, given back to each token, or 0."""
+    """Return, for each token (M,), its log ratio, the sum or the mean over its answer, or 0, by `level`."""
     if level == "token":
         return log_ratio
     if level == "none":

@@ -3,8 +3,8 @@
     J = 1/T sum over all tokens of the batch of sg(min(r, 1 + high)) A log pi
     A = (R - mean) / (std + eps) within the group
 
-The weight is cut and carries no gradient, so no token loses its gradient: what PPO's clip would leave out
-(rare tokens that turn an answer) goes on being learnt, with a bounded weight. There is no lower end.
+The weight is cut and carries no gradient, so no token loses its gradient. Tokens that PPO's clip would leave
+out (rare tokens that change an answer) are still learnt, with a bounded weight. There is no lower end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echo_planes.learning.objectives.base import Clip, Objective
 def weighted_logprob(
     ratio: Tensor, advantages: Tensor, logprobs: Tensor, clip: Clip
 ) -> tuple[Tensor, Tensor]:
-    """sg(min(r, 1 + high)) A log pi (M,); no token is without a gradient."""
+    """Return sg(min(r, 1 + high)) A log pi (M,), and a mask that is False for every token."""
     weight = ratio.detach().clamp(max=1.0 + clip.high)
     return weight * advantages * logprobs, torch.zeros_like(weight, dtype=torch.bool)
 

@@ -3,9 +3,9 @@
     J = 1/T sum over all tokens of the batch of min(r A, clip(r, 1 - 0.2, 1 + 0.28) A)
     A = (R - mean) / (std + eps) within the group
 
-Token mean and the higher upper end (sections 3.3, 3.1) stand here; groups without signal are filled up
-(3.2) and answers near the limit lose reward (3.4) by `sampling.refill` and `sampling.overlong`, which this
-objective switches on. Second-side clip at 4.
+The token mean and the higher upper end (sections 3.3, 3.1) are set here. The objective also switches on
+`sampling.refill`, which replaces groups without signal (3.2), and `sampling.overlong`, by which answers near
+the limit lose reward (3.4). Dual clip at 4.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     J = mean over answers of 1/L sum over tokens of min(r A, clip(r, 1 - 0.2, 1 + 0.2) A)
     A = R - mean within the group
 
-L is the most tokens that an answer may have, a constant: neither an answer's length nor how much its
-group's rewards vary changes what a token weighs. Second-side clip at 4.
+L, the most tokens that an answer may have, is a constant. A token's weight therefore depends neither on its
+answer's length nor on the spread of its group's rewards. Dual clip at 4.
 """
 
 from __future__ import annotations

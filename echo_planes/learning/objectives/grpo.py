@@ -3,7 +3,7 @@
     J = mean over answers of 1/|o_i| sum over tokens of min(r A, clip(r, 1 - 0.2, 1 + 0.2) A)
     A = (R - mean) / (std + eps) within the group
 
-Every answer weighs alike, so a token of a long answer weighs less. Second-side clip at 4.
+All answers have equal weight, so a token of a long answer has less. Dual clip at 4.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     J = 1/T sum over all tokens of the batch of min(r A, clip(r, 1 - 0.2, 1 + 0.2) A)
     A = R - mean of the other n - 1 rewards of the group
 
-The mean leaves the answer itself out, so the gradient is unbiased. Second-side clip at 4.
+The mean leaves the answer itself out, so the gradient is unbiased. Dual clip at 4.
 """
 
 from __future__ import annotations

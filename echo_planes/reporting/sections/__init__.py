@@ -1,1 +1,1 @@
-"""The parts of report.html, and the charts and styles that all pages share."""
+"""Values that report.html shows, and charts that all pages share."""

@@ -1,4 +1,4 @@
-"""The workers of a run and why they came and went: a section of report.html, also of a simulated run's."""
+"""Section on the workers of a run and why they came and went, for reports of real and simulated runs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from statistics import median
 
+from markupsafe import Markup
+
+from echo_planes.reporting.formats import cut, known, show_usd, si
 from echo_planes.reporting.metrics import Record
+from echo_planes.reporting.sections.cards import section, table
 from echo_planes.reporting.sections.charts import (
+    WIDE,
     Chart,
     Lane,
     Series,
     lanes_chart,
     line_chart,
-    show_usd,
-    si,
     stacked_chart,
 )
 from echo_planes.reporting.sections.fleet_history import (
@@ -26,10 +29,9 @@ from echo_planes.reporting.sections.fleet_history import (
     over_time,
     read_history,
 )
-from echo_planes.reporting.sections.html import cut, safe
 
 MAX_LANES = 40  # workers; more are a table
-MAX_BARS = 1000  # in all lanes: many restarts are a table, too
+MAX_BARS = 1000  # in all lanes; more are a table, too
 MAX_ROWS = 300  # newest, in a table
 MAX_OPEN = 8  # longer tables are folded
 MAX_WHY = 600  # characters of a reason
@@ -41,25 +43,28 @@ OTHER_COLOR = 3
 ENDS = {"here": "was there at the end", "left": "left", "lost": "lost", "gone": "ended"}
 _UNITS = ((300.0, 1.0, "seconds"), (5 * 3600.0, 60.0, "minutes"))
 
-Head = Sequence[tuple[str, str]]  # title, class
+INSTANCE_TYPES = (
+    "Instance type|>Came|>At once, at most|>Hours served|>Served after, median|>Lost|>Left|>At the end"
+)
+WORKERS = "Worker|Instance type|>Came|>Served from|>Went|How"
+DECISIONS = ">When|Launched|Released|Why|>Target, trajectories/s|>Provided|>$/hour|Workers then"
 
 
-def fleet(events: Sequence[Record], seconds: float) -> str:
-    """The section; nothing where the run's events do not say what its workers did.
+def fleet(events: Sequence[Record], seconds: float) -> Markup:
+    """Return the section; nothing if the run's events do not mention its workers.
 
     Args:
         events: of the run.
-        seconds: how long it took.
+        seconds: duration of its last part.
     """
-    cards = fleet_cards(read_history(events, seconds))
-    return f'<section><h2>Fleet</h2><div class="grid">{"".join(cards)}</div></section>' if cards else ""
+    return section("Fleet", fleet_cards(read_history(events, seconds)))
 
 
-def fleet_cards(history: History) -> list[str]:
-    """Charts and tables of a fleet, of a bounded size however many workers there were."""
+def fleet_cards(history: History) -> list[Markup]:
+    """Return charts and tables of a fleet, of bounded size for any number of workers."""
     cards = []
     if history.lives:
-        cards += [_by_offer(history), _by_state(history)]
+        cards += [_by_instance_type(history), _by_state(history)]
     if history.standings:
         cards.append(_capacity(history))
     if history.lives:
@@ -67,7 +72,7 @@ def fleet_cards(history: History) -> list[str]:
         num_bars = sum(len(life.stretches) for life in history.lives)
         if len(lanes) <= MAX_LANES and num_bars <= MAX_BARS:
             cards.append(_lanes(history))
-        cards += [_offers(history), _workers(history)]
+        cards += [_instance_types(history), _workers(history)]
     if history.decisions:
         cards.append(_decisions(history))
     return cards
@@ -77,7 +82,7 @@ def fleet_cards(history: History) -> list[str]:
 
 
 def _unit(end_s: float) -> tuple[float, str]:
-    """Seconds per unit of a time axis, and its name."""
+    """Return the seconds per unit of a time axis, and the unit's name."""
     return next(((size, name) for least, size, name in _UNITS if end_s < least), (3600.0, "hours"))
 
 
@@ -88,34 +93,35 @@ def _chart(history: History, title: str, note: str, x: Sequence[float], unit: st
 
 
 def _whole(value: float) -> str:
-    """Workers; there is no half of one, also not on an axis."""
+    """Return a number of workers as text; "" for the fractions on an axis."""
     return f"{value:,.0f}" if value.is_integer() else ""
 
 
-def _by_offer(history: History) -> str:
-    """Stacked: those that serve, the offers that served longest first."""
+def _by_instance_type(history: History) -> Markup:
+    """Draw serving workers as stacked areas, the instance types that served longest first."""
     served: dict[str, float] = {}
     for life in history.lives:
-        served[life.offer] = served.get(life.offer, 0.0) + life.served_s
-    shown = sorted(served, key=lambda offer: -served[offer])
+        served[life.instance_type] = served.get(life.instance_type, 0.0) + life.served_s
+    shown = sorted(served, key=lambda instance_type: -served[instance_type])
     if len(shown) > NUM_COLORS:
         shown = [*shown[: NUM_COLORS - 1], OTHERS]
     spans = [
-        (s.begin_s, s.end_s, life.offer if life.offer in shown else OTHERS)
+        (s.begin_s, s.end_s, life.instance_type if life.instance_type in shown else OTHERS)
         for life in history.lives
         for s in life.stretches
         if s.state == SERVING
     ]
     x, counts = over_time(spans, history.end_s, NUM_POINTS)
-    chart = _chart(history, "Workers by kind", "That serve", x, "workers")
+    chart = _chart(history, "Workers by instance type", "That serve", x, "workers")
     zeros = [0.0] * len(x)
     series = [
-        Series(offer, counts.get(offer, zeros), color, pool="last") for color, offer in enumerate(shown, 1)
+        Series(instance_type, counts.get(instance_type, zeros), color, pool="last")
+        for color, instance_type in enumerate(shown, 1)
     ]
     return stacked_chart(chart, series)
 
 
-def _by_state(history: History) -> str:
+def _by_state(history: History) -> Markup:
     spans = [(s.begin_s, s.end_s, s.state) for life in history.lives for s in life.stretches]
     x, counts = over_time(spans, history.end_s, NUM_POINTS)
     chart = _chart(history, "Workers by state", "Machines that are there", x, "workers")
@@ -131,7 +137,7 @@ def _place(state: str) -> int:
     return known.index(state) if state in known else len(known)
 
 
-def _capacity(history: History) -> str:
+def _capacity(history: History) -> Markup:
     rows = history.standings
     chart = _chart(
         history,
@@ -139,7 +145,7 @@ def _capacity(history: History) -> str:
         "What keeps the learner busy (mu_min), the target, and what the workers that serve provide",
         [one.time_s for one in rows],
         "trajectories/s",
-        1140,
+        WIDE,
     )
     lines = [
         Series("provided", [one.mu for one in rows], 1),
@@ -149,7 +155,7 @@ def _capacity(history: History) -> str:
     return line_chart(chart, [line for line in lines if any(v is not None for v in line.values)])
 
 
-def _lanes(history: History) -> str:
+def _lanes(history: History) -> Markup:
     size, name = _unit(history.end_s)
     lanes: dict[tuple[int, str], tuple[str, list[Life]]] = {}
     for life in history.lives:
@@ -161,17 +167,19 @@ def _lanes(history: History) -> str:
         bars, marks = [], []
         for life in lives:
             for s in life.stretches:
-                text = f"{_name(life)} {life.offer}: {s.state} {_time(s.begin_s)} to {_time(s.end_s)}"
+                text = f"{_name(life)} {life.instance_type}: {s.state} {_time(s.begin_s)} to {_time(s.end_s)}"
                 last = s is life.stretches[-1]
                 text += f"; {ENDS[life.end]}{_why(life)}" if last and life.end != "here" else ""
                 color = STATE_COLORS.get(s.state, OTHER_COLOR)
                 bars.append((s.begin_s / size, s.end_s / size, color, text))
             if life.end == "lost":
                 marks.append((life.end_s / size, f"{_name(life)} lost at {_time(life.end_s)}{_why(life)}"))
-        rows.append(Lane(f"{title} {lives[-1].offer}", bars, marks))
-    chart = Chart("Worker by worker", "Point at a bar to read it", (), "", si, 1140, x_unit=name)
-    keys = [(STATE_COLORS.get(state, OTHER_COLOR), state) for state in states]
-    return lanes_chart(chart, rows, history.end_s / size, keys, "lost")
+        rows.append(Lane(f"{title} {lives[-1].instance_type}", bars, marks))
+    chart = Chart("Worker by worker", "Point at a bar to read it", width=WIDE, x_unit=name)
+    keys = [(f"k{STATE_COLORS.get(state, OTHER_COLOR)} box", state) for state in states]
+    if any(row.marks for row in rows):
+        keys.append(("kbad", "lost"))
+    return lanes_chart(chart, rows, history.end_s / size, keys)
 
 
 def _name(life: Life) -> str:
@@ -184,7 +192,7 @@ def _why(life: Life) -> str:
 
 
 def _time(seconds: float) -> str:
-    """1:02:03, or 12.3 s within a run's first minutes."""
+    """Return a time as 1:02:03, or as 12.3 s within a run's first minutes."""
     if seconds < _UNITS[0][0]:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -195,33 +203,24 @@ def _time(seconds: float) -> str:
 # --- tables --------------------------------------------------------------------------------------
 
 
-def _offers(history: History) -> str:
-    by_offer: dict[str, list[Life]] = {}
+def _instance_types(history: History) -> Markup:
+    by_instance_type: dict[str, list[Life]] = {}
     for life in history.lives:
-        by_offer.setdefault(life.offer, []).append(life)
+        by_instance_type.setdefault(life.instance_type, []).append(life)
     rows = []
-    for offer, lives in by_offer.items():
+    for instance_type, lives in by_instance_type.items():
         boots = [life.served_from_s - life.begin_s for life in lives if life.served_from_s is not None]
         ends = Counter(life.end for life in lives)
         hours = sum(life.served_s for life in lives) / 3600.0
         cells = [f"{len(lives):,}", f"{_most(lives):,}", f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"]
         cells += [_time(median(boots)) if boots else "-", f"{ends['lost']:,}"]
         cells += [f"{ends['left'] + ends['gone']:,}", f"{ends['here']:,}"]
-        rows.append([offer, *cells])
-    numbers = (
-        "Came",
-        "At once, at most",
-        "Hours served",
-        "Served after, median",
-        "Lost",
-        "Left",
-        "At the end",
-    )
-    return _table("Kinds of workers", [("Kind", ""), *((name, "num") for name in numbers)], rows)
+        rows.append([instance_type, *cells])
+    return table("Instance types", INSTANCE_TYPES, rows)
 
 
 def _most(lives: Sequence[Life]) -> int:
-    """Largest number that served at once; one that ends when another begins is not counted with it."""
+    """Return the largest number that served at once; one that ends when another begins does not overlap."""
     changes = Counter[float]()
     for life in lives:
         for s in life.stretches:
@@ -232,82 +231,43 @@ def _most(lives: Sequence[Life]) -> int:
     return max(counts, default=0)
 
 
-def _workers(history: History) -> str:
+def _workers(history: History) -> Markup:
     rows = []
     for life in history.lives[-MAX_ROWS:]:
         served = life.served_from_s
         rows.append(
             [
                 _name(life),
-                life.offer,
+                life.instance_type,
                 _time(life.begin_s),
                 "never" if served is None else _time(served),
                 "-" if life.end == "here" else _time(life.end_s),
                 ENDS[life.end] + _why(life),
             ]
         )
-    head = (
-        ("Worker", ""),
-        ("Kind", ""),
-        ("Came", "num"),
-        ("Served from", "num"),
-        ("Went", "num"),
-        ("How", ""),
-    )
-    return _table(_last("Every worker", len(history.lives)), head, rows, folded=True)
+    return table(_last("Every worker", len(history.lives)), WORKERS, rows, folded=True)
 
 
-def _decisions(history: History) -> str:
-    rows = []
-    for one in history.decisions[-MAX_ROWS:]:
-        usd = one.usd_per_hour
-        rows.append(
-            [
-                _time(one.time_s),
-                _counted("+", one.launched),
-                _counted("-", one.released),
-                cut(one.reason, MAX_WHY),
-                _rate(one.mu_target),
-                _rate(one.mu),
-                "-" if usd is None else show_usd(usd),
-                ", ".join(f"{n:,} {state}" for state, n in one.workers.items()) or "-",
-            ]
-        )
-    head = (
-        ("When", "num"),
-        ("Launched", ""),
-        ("Released", ""),
-        ("Why", ""),
-        ("Target, trajectories/s", "num"),
-        ("Provided", "num"),
-        ("$/hour", "num"),
-        ("Workers then", ""),
-    )
-    title = _last("Decisions", len(history.decisions))
-    return _table(title, head, rows, folded=len(rows) > MAX_OPEN)
+def _decisions(history: History) -> Markup:
+    rows = [
+        [
+            _time(one.time_s),
+            _counted("+", one.launched),
+            _counted("-", one.released),
+            cut(one.reason, MAX_WHY),
+            known(one.mu_target, si),
+            known(one.mu, si),
+            known(one.usd_per_hour, show_usd),
+            ", ".join(f"{n:,} {state}" for state, n in one.workers.items()) or "-",
+        ]
+        for one in history.decisions[-MAX_ROWS:]
+    ]
+    return table(_last("Decisions", len(history.decisions)), DECISIONS, rows, folded=len(rows) > MAX_OPEN)
 
 
 def _counted(sign: str, counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{sign}{count:,} {offer}" for offer, count in counts.items()) or "-"
-
-
-def _rate(value: float | None) -> str:
-    return "-" if value is None else si(value)
+    return ", ".join(f"{sign}{count:,} {instance_type}" for instance_type, count in counts.items()) or "-"
 
 
 def _last(title: str, total: int) -> str:
     return f"{title}, the last {MAX_ROWS:,} of {total:,}" if total > MAX_ROWS else f"{title} ({total:,})"
-
-
-def _table(title: str, head: Head, rows: Sequence[Sequence[str]], *, folded: bool = False) -> str:
-    names = "".join(f'<th class="{kind}">{safe(name)}</th>' for name, kind in head)
-    body = "".join(
-        "<tr>"
-        + "".join(f'<td class="{kind}">{safe(cell)}</td>' for cell, (_, kind) in zip(row, head, strict=True))
-        + "</tr>"
-        for row in rows
-    )
-    table = f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>'
-    if folded:
-        return f'<details class="card wide"><summary>{safe(title)}</summary>{table}</details>'
-    return f'<div class="card wide"><h3>{safe(title)}</h3>{table}</div>'

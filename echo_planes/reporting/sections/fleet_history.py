@@ -1,7 +1,7 @@
-"""The history of a run's workers, read from its events: who came, served and went, and what was decided.
+"""History of a run's workers, read from its events: when each came, served and went, and the decisions.
 
-Times are seconds since the start. Where a run was resumed, its clock began anew: its parts are put one after
-another, and a worker of a later part is another one, whatever its name.
+Times are seconds since the start of the run. Each part of a run restarts the clock, so `read_history` puts
+the parts one after another. A worker of a later part counts as another one, even under the same id.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _REASONS = ("worker leaves", "worker left", "worker lost")
 
 @dataclass(slots=True)
 class Stretch:
-    """A state that lasted."""
+    """Period that a worker spent in one state."""
 
     state: str
     begin_s: float
@@ -34,11 +34,11 @@ class Life:
     """One incarnation of a worker, from when its machine came."""
 
     worker: str
-    part: int  # of a run that was resumed, from 0
-    offer: str
+    part: int  # number of the run's part, from 0
+    instance_type: str
     stretches: list[Stretch]
     end: Literal["here", "left", "lost", "gone"] = "here"
-    reasons: list[str] = field(default_factory=list)  # why it went
+    reasons: list[str] = field(default_factory=list)  # why the worker went
 
     @property
     def begin_s(self) -> float:
@@ -50,12 +50,12 @@ class Life:
 
     @property
     def served_from_s(self) -> float | None:
-        """Time at which it first served; None: never."""
+        """Time at which the worker first served; None: never."""
         return next((s.begin_s for s in self.stretches if s.state == SERVING), None)
 
     @property
     def served_s(self) -> float:
-        """Seconds that it served in all, not counting the time in which it left."""
+        """Seconds that the worker served in all, without the time in which it was leaving."""
         return sum(s.end_s - s.begin_s for s in self.stretches if s.state == SERVING)
 
 
@@ -76,7 +76,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """All of it."""
+    """Workers of a run, and the records of its fleet."""
 
     lives: Sequence[Life]  # in the order in which they came
     standings: Sequence[Standing]
@@ -84,20 +84,20 @@ class History:
 
     @property
     def decisions(self) -> list[Standing]:
-        """Those in which something was done."""
+        """Records in which workers were launched or released."""
         return [one for one in self.standings if one.launched or one.released]
 
 
 def read_history(events: Sequence[Record], seconds: float) -> History:
-    """The history in a run's events; of a run that said nothing of its workers it is empty.
+    """Return the history in a run's events; an empty one if they do not mention workers.
 
     Args:
         events: in the order in which they were written.
-        seconds: how long the run, or the last part of it, took.
+        seconds: duration of the last part of the run.
     """
     lives: list[Life] = []
     living: dict[str, Life] = {}
-    newest: dict[str, Life] = {}  # of each worker of this part, living or not
+    newest: dict[str, Life] = {}  # newest life of each worker of this part, ended or not
     standings = []
     part, begun_s, now_s = 0, 0.0, 0.0
     for event in events:
@@ -121,7 +121,9 @@ def read_history(events: Sequence[Record], seconds: float) -> History:
         elif kind == WORKER_STATE and worker in living:
             _enter(living[worker], text, now_s)
         elif kind == WORKER_STATE:
-            life = Life(worker, part, str(event.get("offer", "?")), [Stretch(text, now_s, now_s)])
+            # "offer": the name of the key in folders of older runs.
+            instance_type = str(event.get("instance_type", event.get("offer", "?")))
+            life = Life(worker, part, instance_type, [Stretch(text, now_s, now_s)])
             living[worker] = newest[worker] = life
             lives.append(life)
         elif kind in _REASONS and worker in newest:
@@ -133,7 +135,7 @@ def read_history(events: Sequence[Record], seconds: float) -> History:
 
 
 def _explain(life: Life, kind: str, text: str, now_s: float, *, living: bool) -> None:
-    """Enter the reason for which a worker goes; a loss is told just before its end or just after."""
+    """Enter the reason why a worker goes. The event of a loss comes just before the end, or just after."""
     life.reasons.append(text)
     if kind == "worker leaves" and living:
         _enter(life, LEAVING, now_s)
@@ -146,7 +148,7 @@ def _close(life: Life, now_s: float) -> None:
 
 
 def _enter(life: Life, state: str, now_s: float) -> None:
-    if life.stretches[-1].state not in (state, LEAVING):  # what leaves does not come back
+    if life.stretches[-1].state not in (state, LEAVING):  # a leaving worker changes to no other state
         _close(life, now_s)
         life.stretches.append(Stretch(state, now_s, now_s))
 
@@ -177,21 +179,21 @@ def _counts(found: object) -> dict[str, int]:
 def over_time(
     spans: Sequence[tuple[float, float, str]], end_s: float, most_points: int
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """Count the spans of each name that there are at once, over time.
+    """Count over time how many spans of each name are open.
 
     Args:
-        spans: from, to (seconds), name.
-        end_s: of the time.
-        most_points: of the answer. Within it every change is a step, told by two points at its time; beyond,
-            the times are evenly spread and each says what is so then.
+        spans: begin, end (seconds), name.
+        end_s: end of the time range, seconds.
+        most_points: largest number of points. If that suffices, two points at the time of every change make
+            it a step; otherwise the times are evenly spaced.
 
     Returns:
-        Times, ascending, and by name the number at each; names in the order of `spans`.
+        Times, ascending, and for each name the counts at these times; names in the order of `spans`.
     """
     changes = Counter[tuple[float, str]]()
     for begin_s, stop_s, name in spans:
         changes[begin_s, name] += 1
-        if stop_s < end_s:  # what lasts until the end does not fall to nothing there
+        if stop_s < end_s:  # a span that lasts until the end does not drop to 0 there
             changes[stop_s, name] -= 1
     moments = sorted({at_s for at_s, _ in changes})
     is_exact = 2 * len(moments) + 2 <= most_points

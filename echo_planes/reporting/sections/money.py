@@ -1,13 +1,13 @@
-"""Cost of a run, and what the dollars went into: a section of report.html."""
+"""Dollars of a run by part, SKU and step, and the work and cost of each worker."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from echo_planes.fleet.money import WASTED
+from echo_planes.reporting.formats import known, show_percent, show_usd
 from echo_planes.reporting.metrics import Record, number
-from echo_planes.reporting.sections.charts import Chart, Series, line_chart, show_percent, show_usd
-from echo_planes.reporting.sections.html import safe
 
 PARTS = {
     "learner": "the learner trains",
@@ -20,65 +20,41 @@ PARTS = {
     "stale": "tokens dropped as too old",
     "uninformative": "tokens of groups without a signal, which others replaced",
     "failed": "tokens of answers that could not be used",
-    "lost": "tokens that nobody could go on from",
+    "lost": "tokens that no worker could continue from",
 }
 
 
-def money(steps: Sequence[Record], summary: Record) -> str:
-    """Dollars of each step and in all, by what they went into, and by kind of machine."""
-    cards = []
-    if steps:
-        x = [number(step.get("step")) or 0.0 for step in steps]
-        usd = [number(step.get("usd")) for step in steps]
-        spent, total = [], 0.0
-        for value in usd:
-            total += value or 0.0
-            spent.append(total)
-        # The first one pays for the start as well, and would hide all others.
-        note = "All machines; without the first, which pays for the start"
-        chart = Chart("Cost of a step", note, x, "US dollars", show_usd)
-        cards = [
-            line_chart(chart, [Series("$ per step", [None, *usd[1:]] if len(usd) > 1 else usd, 1)]),
-            line_chart(
-                Chart("Cumulative cost", "Learner and workers, at their prices", x, "US dollars", show_usd),
-                [Series("spent", spent, 1, pool="last")],
-            ),
-        ]
-    parts, skus = _dollars(summary, "usd_by_part"), _dollars(summary, "usd_by_sku")
-    if parts:
-        rows = [
-            (name.replace("_", " "), PARTS.get(name, ""), "wasted" if name in WASTED else "", usd)
-            for name, usd in _dearest(parts)
-        ]
-        cards.append(_table("Where the dollars went", ("Part", "What it is", ""), rows))
-    if skus:
-        cards.append(_table("By machine", ("SKU and market",), _dearest(skus)))
-    return f'<section><h2>Money</h2><div class="grid">{"".join(cards)}</div></section>' if cards else ""
+def dollars_by_part(summary: Record) -> list[tuple[str, ...]]:
+    """Return rows of a table: part, its description, whether it is wasted, dollars, share of all."""
+    return [
+        (name.replace("_", " "), PARTS.get(name, ""), "wasted" if name in WASTED else "", *shown)
+        for name, *shown in dollars_by_name(summary, "usd_by_part")
+    ]
 
 
-def _dollars(summary: Record, key: str) -> dict[str, float]:
+def dollars_by_name(summary: Record, key: str) -> list[tuple[str, ...]]:
+    """Return rows of a table, the largest first: name, dollars, share of all."""
     found = summary.get(key)
     values = found if isinstance(found, Mapping) else {}
-    return {str(name): usd for name, value in values.items() if (usd := number(value))}
+    dollars = {str(name): usd for name, value in values.items() if (usd := number(value))}
+    total = sum(dollars.values())
+    ordered = sorted(dollars.items(), key=lambda item: -item[1])
+    return [(name, show_usd(usd), show_percent(usd / total)) for name, usd in ordered]
 
 
-def _dearest(dollars: Mapping[str, float]) -> list[tuple[str, float]]:
-    return sorted(dollars.items(), key=lambda item: -item[1])
+def spent_so_far(usd: Sequence[float | None]) -> list[float]:
+    """Return the dollars spent up to and including each step."""
+    return list(accumulate(value or 0.0 for value in usd))
 
 
-def _table(title: str, names: Sequence[str], rows: Sequence[tuple[*tuple[str, ...], float]]) -> str:
-    """Words, and in the last column dollars, with their share of all."""
-    total = sum(row[-1] for row in rows)
-    body = "".join(
-        "<tr>"
-        + "".join(f"<td>{safe(word)}</td>" for word in row[:-1])
-        + f'<td class="num">{show_usd(row[-1])}</td>'
-        + f'<td class="num">{show_percent(row[-1] / total)}</td></tr>'
-        for row in rows
-    )
-    head = "".join(f"<th>{name}</th>" for name in names)
-    head += '<th class="num">Cost</th><th class="num">Share</th>'
-    return (
-        f'<div class="card"><h3>{title}</h3><div class="scroll"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div></div>"
-    )
+def worker_rows(workers: Sequence[Record]) -> list[list[str]]:
+    """Return rows of a table: id, SKU, trajectories, tokens, restarts, $/hour, cost, $ per million tokens."""
+    rows = []
+    for worker in workers:
+        usd, tokens = number(worker.get("usd")), number(worker.get("tokens"))
+        counts = (known(number(worker.get(key))) for key in ("trajectories", "tokens", "restarts"))
+        hourly = known(number(worker.get("usd_per_hour")), lambda v: f"${v:.3f}")
+        price = show_usd(usd / tokens * 1e6) if usd is not None and tokens else "-"
+        name, sku = str(worker.get("id", "?")), str(worker.get("sku", "-"))
+        rows.append([name, sku, *counts, hourly, known(usd, show_usd), price])
+    return rows

@@ -1,4 +1,4 @@
-"""The list of groups: a form that filters, a table that sorts, and what each group's rows say of it."""
+"""List of groups: a form that filters, a table that sorts, and a summary of each group's rows."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any, get_args
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from markupsafe import Markup
 
 from echo_planes.data.store.index import Fate
 from echo_planes.data.store.snapshot import StoreSnapshot
+from echo_planes.reporting.html import address, page
 from echo_planes.reporting.metrics import number
-from echo_planes.reporting.sections.html import pill, safe
-from echo_planes.reporting.viewer.html import address
 from echo_planes.reporting.viewer.queries import FATES, PAGE_GROUPS, SORTS, Page, Query
 from echo_planes.types import Status
 
 _PREVIEW = 120  # characters of a prompt
-_COLUMNS = (  # what it sorts by, title, kind
+_COLUMNS = (  # sort key, title, class
     ("sequence", "Group", ""),
     ("step", "Step", "num"),
     ("version", "Version", "num"),
@@ -45,7 +45,7 @@ class Summary:
 
 
 def summaries(table: pa.Table) -> dict[str, Summary]:
-    """By group id, from rows of `schema.SCHEMA`."""
+    """Return a summary of each group by its id, from rows of `schema.SCHEMA`."""
     lengths = pc.fill_null(pc.list_value_length(table["response_ids"]), 0)
     columns = ["group_id", "reward", "correct", "worker_id", "status", "prompt_text"]
     rows: dict[str, list[dict[str, Any]]] = {}
@@ -64,142 +64,81 @@ def summaries(table: pa.Table) -> dict[str, Summary]:
     }
 
 
-def list_body(snapshot: StoreSnapshot, query: Query, page: Page, fields: Mapping[str, str]) -> str:
-    """The list as HTML.
+def list_body(snapshot: StoreSnapshot, query: Query, found: Page, fields: Mapping[str, str]) -> Markup:
+    """Render the list.
 
     Args:
         snapshot: of the run's store.
-        query: what was asked for.
-        page: what it found.
-        fields: the query as it came, for links.
+        query: the filter and the order.
+        found: the groups that match.
+        fields: the query as form fields, for links.
     """
-    told = summaries(snapshot.gather(page.sequences)) if len(page.sequences) else {}
+    told = summaries(snapshot.gather(found.sequences)) if len(found.sequences) else {}
     kept = {name: value for name, value in fields.items() if name != "start"}
-    rows = [_row(snapshot, sequence, told) for sequence in page.sequences.tolist()]
-    workers = sorted({worker for summary in told.values() for worker in summary.workers})
-    table = (
-        f'<div class="card list"><table><thead><tr>{_heads(query, kept)}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
-        if rows
-        else '<p class="empty">No group fits.</p>'
-    )
-    return f"{_counts(snapshot)}{_form(fields, workers)}{_pages(query, page, kept)}{table}"
-
-
-def _counts(snapshot: StoreSnapshot) -> str:
     counts = snapshot.index.counts()
-    parts = [f"<span><b>{counts.accepted:,}</b> groups</span>"]
-    for name in ("trained", "buffered", "dropped", "uninformative", "quarantined", "removed", "lost"):
-        if number := getattr(counts, name):
-            parts.append(f"<span><i>{name}</i> {number:,}</span>")
-    damaged = snapshot.num_damaged
-    note = f'<p class="note">{damaged} damaged places of the store are left out.</p>' if damaged else ""
-    return f'<p class="facts">{"".join(parts)}</p>{note}'
-
-
-def _form(fields: Mapping[str, str], workers: list[str]) -> str:
-    def value(name: str) -> str:
-        return safe(fields.get(name, ""))
-
-    def pair(name: str, label: str) -> str:
-        ends = "".join(
-            f'<input name="{name}_{end}" value="{value(f"{name}_{end}")}" placeholder="{hint}" '
-            f'aria-label="{label} {hint}">'
-            for end, hint in (("min", "from"), ("max", "to"))
-        )
-        return f'<label>{label}<span class="pair">{ends}</span></label>'
-
-    def choice(name: str, label: str, options: tuple[str, ...]) -> str:
-        chosen = fields.get(name, "")
-        shown = "".join(
-            f'<option value="{option}"{" selected" if option == chosen else ""}>{option or "any"}</option>'
-            for option in ("", *options)
-        )
-        return f'<label>{label}<select name="{name}">{shown}</select></label>'
-
-    known = "".join(f'<option value="{safe(worker)}"></option>' for worker in workers)
-    hidden = "".join(
-        f'<input type="hidden" name="{name}" value="{value(name)}">'
-        for name in ("sort", "order")
-        if value(name)
-    )
-    return (
-        f'<form class="card" method="get" action="./">{pair("step", "Step")}{pair("version", "Version")}'
-        f"{pair('reward', 'Mean reward')}{choice('fate', 'Fate', FATES)}"
-        f"{choice('status', 'Status', get_args(Status))}"
-        f'<label>Worker<input name="worker" value="{value("worker")}" list="workers"></label>'
-        f'<datalist id="workers">{known}</datalist>'
-        f'<label class="wide">Text<input name="text" value="{value("text")}" '
-        'placeholder="in prompt, response, notes, id"></label>'
-        f'{hidden}<button>Filter</button><a href="./">Clear</a></form>'
+    shown = ("trained", "buffered", "dropped", "uninformative", "quarantined", "removed", "lost")
+    said, neighbours = _pages(query, found, kept)
+    return page(
+        "listing",
+        fields=fields,
+        accepted=counts.accepted,
+        counts=[(name, getattr(counts, name)) for name in shown],
+        damaged=snapshot.num_damaged,
+        fates=FATES,
+        statuses=get_args(Status),
+        workers=sorted({worker for summary in told.values() for worker in summary.workers}),
+        said=said,
+        neighbours=neighbours,
+        heads=_heads(query, kept),
+        rows=[_row(snapshot, sequence, told) for sequence in found.sequences.tolist()],
     )
 
 
-def _heads(query: Query, kept: Mapping[str, str]) -> str:
+def _heads(query: Query, kept: Mapping[str, str]) -> list[tuple[str, str, str, str]]:
+    """Return for each column its title, class, sort key as text and sort link; "" if it cannot sort."""
     heads = []
     for sort, title, kind in _COLUMNS:
-        if not sort:
-            heads.append(f'<th class="{kind}">{title}</th>')
-            continue
-        is_now = sort == query.sort
+        is_now = bool(sort) and sort == query.sort
         order = "up" if is_now and query.descending else "down"
         arrow = (" ↓" if query.descending else " ↑") if is_now else ""
-        link = address("./", {**kept, "sort": sort, "order": order})
-        heads.append(
-            f'<th class="{kind}"><a href="{link}" title="sort by {SORTS[sort]}">{title}{arrow}</a></th>'
-        )
-    return "".join(heads)
+        link = address("./", {**kept, "sort": sort, "order": order}) if sort else ""
+        heads.append((title + arrow, kind, SORTS.get(sort, ""), link))
+    return heads
 
 
-def _row(snapshot: StoreSnapshot, sequence: int, told: Mapping[str, Summary]) -> str:
+def _row(snapshot: StoreSnapshot, sequence: int, told: Mapping[str, Summary]) -> dict[str, object]:
     groups = snapshot.index.groups
     group_id = snapshot.index.ids[sequence]
     fate = Fate(int(groups["fate"][sequence])).name.lower()
-    step = int(groups["step"][sequence])
-    version = int(groups["version"][sequence])
-    reward = number(float(groups["reward_mean"][sequence]))
-    count = int(groups["num_rows"][sequence])
+    step, version = int(groups["step"][sequence]), int(groups["version"][sequence])
     summary = told.get(group_id)
-    cells = [
-        f'<td class="id"><a href="group/{sequence}">{safe(group_id) or f"#{sequence}"}</a></td>',
-        f'<td class="num">{step + 1 if step >= 0 else "-"}</td>',
-        f'<td class="num">{version if version >= 0 else "-"}</td>',
-        f"<td>{pill(fate, FATE_KINDS.get(fate, 'quiet'))}</td>",
-        f'<td class="num">{"-" if reward is None else f"{reward:.3g}"}',
-    ]
-    if summary is None:
-        cells.append(
-            f'</td><td class="num">- of {count}</td><td></td><td></td><td class="text">rows are gone</td>'
-        )
-        return f"<tr>{''.join(cells)}</tr>"
-    low, high = min(summary.rewards), max(summary.rewards)
-    spread = f' <span class="spread">{low:.3g} to {high:.3g}</span>' if low < high else ""
-    statuses = "".join(pill(status, "failed") for status in summary.statuses)
-    cells += [
-        f"{spread}</td>",
-        f'<td class="num">{summary.num_correct} of {count} {statuses}</td>',
-        f'<td class="num">{summary.tokens_mean:,.0f}</td>',
-        f'<td class="id">{safe(", ".join(summary.workers))}</td>',
-        f'<td class="text">{safe(" ".join(summary.prompt[: 4 * _PREVIEW].split())[:_PREVIEW])}</td>',
-    ]
-    return f"<tr>{''.join(cells)}</tr>"
+    low, high = (min(summary.rewards), max(summary.rewards)) if summary else (0.0, 0.0)
+    return {
+        "sequence": sequence,
+        "id": group_id or f"#{sequence}",
+        "step": step + 1 if step >= 0 else "-",
+        "version": version if version >= 0 else "-",
+        "fate": fate,
+        "kind": FATE_KINDS.get(fate, "quiet"),
+        "reward": number(float(groups["reward_mean"][sequence])),
+        "spread": f"{low:.3g} to {high:.3g}" if low < high else "",
+        "num_rows": int(groups["num_rows"][sequence]),
+        "told": summary,
+        "preview": " ".join(summary.prompt[: 4 * _PREVIEW].split())[:_PREVIEW] if summary else "",
+    }
 
 
-def _pages(query: Query, page: Page, kept: Mapping[str, str]) -> str:
+def _pages(query: Query, found: Page, kept: Mapping[str, str]) -> tuple[str, list[tuple[Markup, str]]]:
+    """Return this page's range of groups as text, and links to other pages: (address, name)."""
     links = []
-    if page.start and not query.needs_rows:
-        links.append(
-            f'<a href="{address("./", {**kept, "start": max(0, page.start - PAGE_GROUPS)})}">previous</a>'
-        )
-    elif page.start:
-        links.append(f'<a href="{address("./", kept)}">from the beginning</a>')
-    if page.next_start is not None:
-        name = "next" if len(page.sequences) == PAGE_GROUPS else "look further"
-        links.append(f'<a href="{address("./", {**kept, "start": page.next_start})}">{name}</a>')
-    end = page.start + page.looked
+    if found.start and not query.needs_rows:
+        links.append((address("./", {**kept, "start": max(0, found.start - PAGE_GROUPS)}), "previous"))
+    elif found.start:
+        links.append((address("./", kept), "from the beginning"))
+    if found.next_start is not None:
+        name = "next" if len(found.sequences) == PAGE_GROUPS else "look further"
+        links.append((address("./", {**kept, "start": found.next_start}), name))
+    said = f"{found.start + 1 if found.looked else 0:,} to {found.start + found.looked:,}"
     if query.needs_rows:
-        said = f"{len(page.sequences)} found in {page.start + 1 if page.looked else 0:,} to {end:,}"
-        said += f" of {page.candidates:,} groups"
-    else:
-        said = f"{page.start + 1 if page.looked else 0:,} to {end:,} of {page.candidates:,} groups"
-    return f'<div class="pages"><span>{said}</span>{"".join(links)}</div>'
+        said = f"{len(found.sequences)} found in {said}"
+    return f"{said} of {found.candidates:,} groups", links

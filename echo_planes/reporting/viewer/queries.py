@@ -1,7 +1,7 @@
-"""Filter and order of the groups in a list. Pure but for the rows that the snapshot reads.
+"""Filter and order of the groups in a list. Pure except for the rows that the snapshot reads.
 
-What the index knows (step, version, fate, mean reward) is decided for all groups at once. Workers, statuses
-and texts stand in the rows only: groups are looked into, in order, until a page is full or enough was read.
+Conditions on the index (step, version, fate, mean reward) apply to all groups at once. Workers, statuses and
+texts are only in the rows: `find` reads groups in order until a page is full or a limit is reached.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from echo_planes.errors import DataError
 from echo_planes.types import IntArray
 
 PAGE_GROUPS = 50
-LOOK_GROUPS = 4096  # looked into for one page at most, where rows decide
+LOOK_GROUPS = 4096  # read for one page at most, if the query has conditions on rows
 LOOK_BYTES = 64 * 2**20
-MAX_TEXT = 200  # characters of what is searched for
+MAX_TEXT = 200  # characters of a search text
 _CHUNK_GROUPS = 64
 SORTS = {
     "sequence": "arrival",
@@ -48,18 +48,18 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Filter and order that a list was asked for."""
+    """Filter and order of a list."""
 
-    step: Bounds = field(default_factory=Bounds)  # completed steps with that batch, as the report counts
+    step: Bounds = field(default_factory=Bounds)  # that trained the group, from 1 as in the report
     version: Bounds = field(default_factory=Bounds)  # oldest of any token
     reward: Bounds = field(default_factory=Bounds)  # mean of the group
     fate: str = ""  # of FATES; "": any
     worker: str = ""  # a part of its id
     status: str = ""
-    text: str = ""  # in prompt, response, notes or group id, in any case
+    text: str = ""  # in prompt, response, notes or group id; upper and lower case are equal
     sort: str = "sequence"
     descending: bool = True
-    start: int = 0  # place in the order to go on from
+    start: int = 0  # position in the order at which the page starts
 
     @property
     def needs_rows(self) -> bool:
@@ -68,12 +68,12 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Groups to show."""
+    """One page of groups."""
 
     sequences: IntArray
     start: int
-    looked: int  # candidates gone through for this page
-    candidates: int  # groups that fit as far as the index knows
+    looked: int  # candidates examined for this page
+    candidates: int  # groups that match by the index
 
     @property
     def next_start(self) -> int | None:
@@ -83,7 +83,7 @@ class Page:
 
 
 def parse_query(fields: Mapping[str, str]) -> Query:
-    """A query as the page's form sends it; empty fields ask for nothing.
+    """Parse the fields of the page's form; an empty field sets no condition.
 
     Raises:
         DataError: a field is no number, not one of its choices, or longer than MAX_TEXT.
@@ -109,7 +109,7 @@ def parse_query(fields: Mapping[str, str]) -> Query:
 
 
 def find(snapshot: StoreSnapshot, query: Query) -> Page:
-    """The next groups that a query asks for.
+    """Return the next page of groups that match a query.
 
     Raises:
         DataError: the store cannot be read.
@@ -135,7 +135,7 @@ def find(snapshot: StoreSnapshot, query: Query) -> Page:
 
 
 def candidates(index: GroupIndex, query: Query) -> IntArray:
-    """Sequence numbers of the groups that fit as far as the index knows, in order."""
+    """Return the sequence numbers of the groups that match by the index, in order."""
     groups = index.groups
     keep = np.ones(groups.length, bool)
     if query.fate:
@@ -157,14 +157,14 @@ def candidates(index: GroupIndex, query: Query) -> IntArray:
 
 
 def matching(table: pa.Table, query: Query) -> set[str]:
-    """Ids of the groups of which one row fits everything that only rows know."""
+    """Return the ids of groups that have a row which meets all conditions on rows."""
     mask = pa.chunked_array([pa.repeat(pa.scalar(True), table.num_rows)])
     if query.worker:
         mask = pc.and_(mask, pc.match_substring(table["worker_id"], query.worker))
     if query.status:
         mask = pc.and_(mask, pc.equal(table["status"], query.status))
     if query.text:
-        # Not by `ignore_case`, which makes a regular expression: its time grows with both lengths.
+        # Not `ignore_case`, which makes a regular expression: its time grows with both lengths.
         wanted = pc.utf8_lower(pa.scalar(query.text)).as_py()
         hit = pc.match_substring(pc.utf8_lower(table["group_id"]), wanted)
         for name in ("prompt_text", "response_text", "notes"):
@@ -181,7 +181,7 @@ def _text(fields: Mapping[str, str], name: str) -> str:
     text = fields.get(name, "").strip()
     if len(text) > MAX_TEXT:
         raise DataError(f"{name} has {len(text):,} characters; search for {MAX_TEXT} at most")
-    return text.encode(errors="replace").decode()  # without halves of characters, which Arrow refuses
+    return text.encode(errors="replace").decode()  # without lone surrogates, which Arrow refuses
 
 
 def _number(fields: Mapping[str, str], name: str, default: float) -> float:

@@ -1,4 +1,4 @@
-"""A run's folder as the pages read it: its store, once there is one, and its model's tokenizer."""
+"""Run folder as the pages read it: its store, once it exists, and its model's tokenizer."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class RunFolder:
     """One run, finished, running or about to start.
 
     Args:
-        folder: of the run.
+        folder: the run folder.
 
     Raises:
-        DataError: there is no run in it.
+        DataError: it holds no run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,10 +42,10 @@ class RunFolder:
         return self._folder.resolve().name
 
     def snapshot(self) -> StoreSnapshot | None:
-        """The store as it is now; None: the run has not made it yet.
+        """Return the store as it is now; None: the run has not made it yet.
 
         Raises:
-            DataError: it cannot be read, or is of a newer format.
+            DataError: the store cannot be read, or is of a newer format.
         """
         if self._snapshot is not None:
             self._snapshot.refresh()
@@ -55,10 +55,10 @@ class RunFolder:
 
     @cached_property
     def tokenizer(self) -> Any | None:
-        """Of the run's model; None where there is none.
+        """Tokenizer of the run's model; None if it has none.
 
         Raises:
-            DataError: config.yaml is not YAML.
+            DataError: config.yaml or the tokenizer cannot be read.
         """
         path = self._folder / CONFIG_FILE
         return run_tokenizer(parse_config(read_text(path, SETTINGS_BYTES) if path.exists() else ""))

@@ -1,12 +1,12 @@
-"""Serves the pages to one person on this machine only.
+"""Server of the pages, for one user on this machine only.
 
-Loopback is shared by all users of a machine, and by every web page they open: so each address begins with a
-token that only the person who started this knows, the Host header must name this machine (a page elsewhere
-could have its own name resolve here), nothing but GET is answered, and a content policy lets no page load or
-send anything.
+All users of a machine share its loopback interface, and so do the web pages that they open. Each address
+therefore begins with a token that only the user who started the server knows. The Host header must name this
+machine, because a foreign page could let its own name resolve to it. The server answers only GET, and a
+content policy prevents the pages from loading or sending anything.
 
-Whoever on this machine has no token can still connect: connections are few, each must have asked within
-seconds, and the oldest makes room for the newest. Pages are made in a thread of their own, one at a time.
+Processes without the token can still connect. The server therefore limits the number of connections, closes
+idle ones after `HEADER_LIMIT_S`, and closes the oldest for a new one. One thread makes all pages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -23,11 +23,11 @@ from socket import socket
 import numpy as np
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+from markupsafe import Markup
 
 from echo_planes.errors import DataError
-from echo_planes.reporting.sections.html import facts, safe
+from echo_planes.reporting.html import address, page, part, policy
 from echo_planes.reporting.sections.rollouts import Row
-from echo_planes.reporting.viewer.html import POLICY, address, layout
 from echo_planes.reporting.viewer.listing import list_body
 from echo_planes.reporting.viewer.queries import find, parse_query
 from echo_planes.reporting.viewer.reading import COLOURS, group_body, sample_body
@@ -37,11 +37,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 HOST = "127.0.0.1"
 WAIT_REFRESH_S = 3
-HEADER_LIMIT_S = 10.0  # for a connection's next request to be whole
+HEADER_LIMIT_S = 10.0  # longest wait for the whole of a connection's next request
 MAX_CONNECTIONS = 64
 BACKLOG = 16
 _HEADERS = {
-    "Content-Security-Policy": POLICY,
+    "Content-Security-Policy": f"{policy('viewer.js')}; form-action 'self'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",  # the address holds the token
@@ -52,7 +52,7 @@ _HEADERS = {
 
 
 def make_app(run: RunFolder, token: str) -> web.Application:
-    """The pages of a run, below `/<token>/`. Listen on HOST only."""
+    """Make the application with a run's pages, below `/<token>/`. The caller must listen on HOST only."""
     pages = _Pages(run)
 
     @web.middleware
@@ -78,7 +78,7 @@ def make_app(run: RunFolder, token: str) -> web.Application:
 
 @asynccontextmanager
 async def serving(run: RunFolder, token: str, listening: socket) -> AsyncIterator[None]:
-    """Serve the pages on a bound socket, within the limits of connections above."""
+    """Serve the pages on a bound socket, within the limits on connections above."""
     runner = web.AppRunner(
         make_app(run, token),
         access_log=None,
@@ -106,7 +106,7 @@ async def serving(run: RunFolder, token: str, listening: socket) -> AsyncIterato
 
 
 def _logger() -> logging.Logger:
-    """Tells of our own errors, not of what others send, which would show the token to who reads along."""
+    """Return a logger of the server's own errors. It omits malformed requests, which could hold the token."""
     logger = logging.getLogger(__name__)
     logger.addFilter(_is_ours)
     return logger
@@ -117,7 +117,7 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 
 def _refusal(request: web.Request, token: str) -> web.Response | None:
-    """Why a request is not answered; None: it is."""
+    """Return the refusal of a request; None if the request is admitted."""
     own = request.transport.get_extra_info("sockname") if request.transport else None
     if own is None or request.headers.get("Host") not in (f"{HOST}:{own[1]}", f"localhost:{own[1]}"):
         return _plain(HTTPStatus.FORBIDDEN, "the Host header does not name this server")
@@ -132,7 +132,7 @@ def _plain(status: HTTPStatus, text: str) -> web.Response:
 
 
 class _Pages:
-    """Everything that reads the run does so in one thread, so that a long search holds up no connection."""
+    """Handlers of the pages. One thread reads the run, so that a long search delays no connection."""
 
     def __init__(self, run: RunFolder) -> None:
         self._run = run
@@ -156,11 +156,12 @@ class _Pages:
     def _groups(self, request: web.Request) -> web.Response:
         snapshot = self._run.snapshot()
         if snapshot is None:
-            body = '<p class="empty">No rollouts yet: the run has not started. This page looks again.</p>'
+            said = "No rollouts yet: the run has not started. This page looks again."
+            body = part("note", text=said, kind="empty")
             return self._page("Rollouts", body, refresh_s=WAIT_REFRESH_S)
         query = parse_query(request.query)
-        page = find(snapshot, query)
-        return self._page("Rollouts", list_body(snapshot, query, page, request.query))
+        body = list_body(snapshot, query, find(snapshot, query), request.query)
+        return self._page("Rollouts", body)
 
     def _group(self, request: web.Request) -> web.Response:
         sequence, rows, about = self._rows(request)
@@ -176,25 +177,21 @@ class _Pages:
                 f"group {sequence} has {len(rows)} samples, there is no sample {sample}; go back to it"
             )
         row = rows[sample]
-        neighbours = [(sample - 1, "previous sample"), (sample + 1, "next sample")]
         colour = _colour(request)
-        links = "".join(
-            f'<a href="{address(str(place), {"colour": colour})}">{name}</a>'
-            for place, name in neighbours
-            if 0 <= place < len(rows)
+        body = _neighbours("sample", sample, len(rows), colour) + sample_body(
+            row, self._run.tokenizer, colour
         )
-        body = f'<div class="pages">{links}</div>{sample_body(row, self._run.tokenizer, colour)}'
         crumbs = [("../../", "all groups"), (f"../{sequence}", f"group {row['group_id']}")]
         return self._page(f"Sample {sample}", body, crumbs=crumbs)
 
     def problem(self, request: web.Request, error: DataError) -> web.Response:
-        """A page for a mistake."""
+        """Return a page that shows an error."""
         top = "../" * (request.path.count("/") - 2) or "./"
-        body = f'<p class="error">{safe(error)}</p>'
+        body = part("note", text=error, kind="error")
         return self._page("Not shown", body, crumbs=[(top, "all groups")], status=HTTPStatus.BAD_REQUEST)
 
-    def _rows(self, request: web.Request) -> tuple[int, list[Row], str]:
-        """A group's sequence number, its rows, and what the index knows of it, as HTML."""
+    def _rows(self, request: web.Request) -> tuple[int, list[Row], Markup]:
+        """Return a group's sequence number, its rows, and its facts with links to its neighbours."""
         sequence = int(request.match_info["sequence"])
         snapshot = self._run.snapshot()
         if snapshot is None or sequence >= snapshot.index.groups.length:
@@ -206,37 +203,37 @@ class _Pages:
                 "retention, or damaged; go back to the list"
             )
         step = rows[0]["step"]
-        about = facts(
-            [
-                ("fate", rows[0]["fate"]),
-                *([("step", step + 1)] if step >= 0 else []),
-                ("version", int(snapshot.index.groups["version"][sequence])),
-                ("mean reward", f"{float(snapshot.index.groups['reward_mean'][sequence]):.4g}"),
-                ("samples", len(rows)),
-                ("prompt number", rows[0]["prompt_index"]),
-            ]
-        )
-        colour = _colour(request)
-        links = "".join(
-            f'<a href="{address(str(place), {"colour": colour})}">{name}</a>'
-            for place, name in ((sequence - 1, "previous group"), (sequence + 1, "next group"))
-            if 0 <= place < snapshot.index.groups.length
-        )
-        return sequence, rows, f'{about}<div class="pages">{links}</div>'
+        pairs = [
+            ("fate", rows[0]["fate"]),
+            *([("step", step + 1)] if step >= 0 else []),
+            ("version", int(snapshot.index.groups["version"][sequence])),
+            ("mean reward", f"{float(snapshot.index.groups['reward_mean'][sequence]):.4g}"),
+            ("samples", len(rows)),
+            ("prompt number", rows[0]["prompt_index"]),
+        ]
+        links = _neighbours("group", sequence, snapshot.index.groups.length, _colour(request))
+        return sequence, rows, part("facts", pairs=pairs) + links
 
     def _page(
         self,
         title: str,
-        body: str,
+        body: Markup,
         *,
-        crumbs: list[tuple[str, str]] | None = None,
+        crumbs: Sequence[tuple[str, str]] = (),
         refresh_s: int = 0,
         status: HTTPStatus = HTTPStatus.OK,
     ) -> web.Response:
-        text = layout(title, body, run=self._run.name, crumbs=crumbs or (), refresh_s=refresh_s)
+        text = page("viewer", title=title, body=body, run=self._run.name, crumbs=crumbs, refresh_s=refresh_s)
         return web.Response(status=status, text=text, content_type="text/html")
 
 
 def _colour(request: web.Request) -> str:
     asked = request.query.get("colour", "")
     return asked if asked in COLOURS else COLOURS[0]
+
+
+def _neighbours(noun: str, place: int, total: int, colour: str) -> Markup:
+    """Return links to the previous and the next page, if they exist."""
+    places = ((place - 1, f"previous {noun}"), (place + 1, f"next {noun}"))
+    links = [(address(str(i), {"colour": colour}), name) for i, name in places if 0 <= i < total]
+    return part("links", links=links)

@@ -1,7 +1,8 @@
-"""A stored trajectory as tokens and turns: what each says, how sure the policy was, which version said it."""
+"""Tokens and turns of a stored trajectory: the text, logprob and version of each token."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -22,6 +23,11 @@ class Token:
     is_sampled: bool  # by the policy; else the environment wrote it
     others: tuple[tuple[str, float], ...] = ()  # alternatives that were stored: text or id, logprob
 
+    @property
+    def others_json(self) -> str:
+        """Alternatives as JSON for viewer.js, logprobs as text."""
+        return json.dumps([[text, f"{logprob:.4f}"] for text, logprob in self.others])
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -33,14 +39,14 @@ class Turn:
 
 
 def texts(ids: Sequence[int], text: str, tokenizer: Any | None) -> list[str] | None:
-    """The text of each token, special ones included; None where it is not known."""
+    """Return the text of each token, special ones included; None if it is not known."""
     if tokenizer is None:
         return token_texts(ids, text, None)
     return decoded(ids, tokenizer, skip_special_tokens=False)
 
 
 def response_tokens(row: Row, tokenizer: Any | None) -> list[Token]:
-    """The tokens of a stored row's response, in order."""
+    """Return the tokens of a stored row's response, in order."""
     ids: list[int] = list(row["response_ids"] or [])
     pieces = texts(ids, row["response_text"] or "", tokenizer)
     mask, logprobs = row["response_mask"] or [], row["logprobs"] or []
@@ -57,7 +63,7 @@ def response_tokens(row: Row, tokenizer: Any | None) -> list[Token]:
 
 
 def is_text_shown(row: Row, tokens: Sequence[Token], tokenizer: Any | None) -> bool:
-    """Whether the tokens' texts say what the response's text does; not if the tokenizer is another one."""
+    """Return whether the tokens' texts make up the response's text; with a wrong tokenizer they do not."""
     text = row["response_text"] or ""
     if tokenizer is None:
         return not text or any(token.text is not None for token in tokens)
@@ -65,7 +71,7 @@ def is_text_shown(row: Row, tokens: Sequence[Token], tokenizer: Any | None) -> b
 
 
 def turns_of(row: Row, tokens: Sequence[Token]) -> list[Turn]:
-    """The turns of a response; those that nothing stands between cannot be told apart, and are one."""
+    """Return the turns of a response; turns without environment tokens in between count as one."""
     runs = [(sampled, tuple(run)) for sampled, run in groupby(tokens, lambda token: token.is_sampled)]
     if runs and not runs[0][0]:
         runs.insert(0, (True, ()))
@@ -79,7 +85,7 @@ def turns_of(row: Row, tokens: Sequence[Token]) -> list[Turn]:
 
 
 def versions_of(tokens: Sequence[Token]) -> list[int]:
-    """All versions that sampled a token, in order."""
+    """Return all versions that sampled a token, in order."""
     return sorted({token.version for token in tokens if token.is_sampled and token.version is not None})
 
 

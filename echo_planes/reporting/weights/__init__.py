@@ -1,1 +1,1 @@
-"""`python -m echo_planes.weights`: tables of stored weights, and of how few of them an update changes."""
+"""`python -m echo_planes.weights`: tables of stored weights, and of the share that an update changes."""

@@ -1,4 +1,4 @@
-"""`python -m echo_planes.weights inspect|verify|diff|sparsity`: a person's look into stored weights."""
+"""`python -m echo_planes.weights inspect|verify|diff|sparsity`: commands that examine stored weights."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from echo_planes.reporting.weights import tables
 from echo_planes.reporting.weights.differences import tensor_differences
 from echo_planes.reporting.weights.run_sparsity import learning_rate_of
 from echo_planes.reporting.weights.sparsity import sparsity_table
+from echo_planes.weights.codec.table import take_codec
 from echo_planes.weights.digest import state_digest
 from echo_planes.weights.store.objects import Objects, check_store, open_objects
 from echo_planes.weights.store.paths import Entry
@@ -25,7 +26,7 @@ from echo_planes.weights.wire.manifest import SignedManifest, SignedSegment
 from echo_planes.weights.wire.signing import KEY_BYTES, Verifier
 from echo_planes.weights.wire.transfer import Verifies
 
-DIFFERENT = PROBLEM = 1  # exit statuses, beside 0 for all well and 2 for a person's mistake
+DIFFERENT = PROBLEM = 1  # exit statuses, besides 0 for success and 2 for a user's mistake
 _LIMITS = relay_limits(2**42)
 _PLACES = "a store (folder, s3://bucket/prefix, or a run's folder) or a safetensors file or model folder"
 _EPILOG = """STORE is a store's folder, s3://bucket/prefix or a run's folder; FILE a safetensors file or a
@@ -34,7 +35,7 @@ problem or a difference was found, 2 it could not be tried."""
 
 
 class _Unchecked:
-    """Believes every signature: for looking, not for trusting."""
+    """Verifier that accepts every signature, to show a store that has no public key."""
 
     def check_segment(self, signed: SignedSegment) -> None:
         pass
@@ -44,7 +45,7 @@ class _Unchecked:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status. A mistake is one line on stderr, never a traceback."""
+    """Run one command and return the exit status. A mistake is one line on stderr, never a traceback."""
     parser = argparse.ArgumentParser(prog="python -m echo_planes.weights", epilog=_EPILOG)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, what in (
@@ -61,8 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("diff", help="compare two states", description="compare two states")
     command.add_argument("a", metavar="A", help="FILE, or STORE@VERSION")
     command.add_argument("b", metavar="B", help="FILE, or STORE@VERSION")
+    for command in commands.choices.values():
+        command.add_argument("--codec", default="auto", help="weights.codec of the run, where it is its own")
     options = parser.parse_args(arguments)
     try:
+        take_codec(options.codec)
         status = _run(options)
         sys.stdout.flush()
         return status
@@ -72,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EchoPlanesError as error:
         print(f"error: {error}", file=sys.stderr)
         return PROBLEM
-    except BrokenPipeError:  # `... | head`: the reader has seen enough
+    except BrokenPipeError:  # `... | head` closes the pipe early
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -152,11 +156,11 @@ def _sparsity(path: str, learning_rate: float | None) -> int:
     return 0
 
 
-# --- what the arguments mean ---------------------------------------------------------------------
+# --- arguments -----------------------------------------------------------------------------------
 
 
 def _find_store(path: str) -> tuple[str, str | None] | None:
-    """(place of the store, the one publication meant or None), or None where `path` is no store."""
+    """Return the store's place and the one publication that `path` names, if any; None: it is no store."""
     if "://" in path:
         check_store(path, writes=False)
         return path, None
@@ -186,7 +190,7 @@ def _chosen(store: Store, only: str | None) -> list[Entry]:
 
 
 def _state(text: str) -> State:
-    """The state that FILE or STORE@VERSION names."""
+    """Return the state that FILE or STORE@VERSION names."""
     place, mark, version = text.rpartition("@")
     if not mark or user_path(text).exists():
         if _find_store(text):
@@ -206,12 +210,12 @@ def _state(text: str) -> State:
 
 
 def _own_verifier(objects: Objects) -> Verifies:
-    """By the key that the store itself names; a store without one is shown as it is."""
+    """Return a verifier with the store's own public key; without a key, one that accepts everything."""
     return Verifier(read_public_key(objects)) if objects.exists(PUBLIC_KEY) else _Unchecked()
 
 
 def _read_key(text: str) -> bytes:
-    """A public key given as hex digits, or as a file with them."""
+    """Read a public key given as hex digits, or as a file with them."""
     file = user_path(text)
     try:
         digits = read_text(file, KIB).strip() if os.path.exists(file) else text

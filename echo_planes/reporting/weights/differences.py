@@ -13,7 +13,7 @@ from echo_planes.weights.digest import BitArray, BitTensor
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """One tensor in two states."""
+    """Difference of one tensor between two states."""
 
     name: str
     num_elements: int
@@ -22,10 +22,10 @@ class TensorDifference:
 
 
 def tensor_differences(old: Mapping[str, BitTensor], new: Mapping[str, BitTensor]) -> list[TensorDifference]:
-    """One row per tensor, in order of names.
+    """Return one row per tensor, in order of names.
 
     Raises:
-        WeightsError: other names, dtypes or shapes.
+        WeightsError: names, dtypes or shapes differ.
     """
     return [
         TensorDifference(name, old[name].bits.size, count, max_ulp_step(old[name].bits, new[name].bits))
@@ -34,9 +34,9 @@ def tensor_differences(old: Mapping[str, BitTensor], new: Mapping[str, BitTensor
 
 
 def max_ulp_step(old: BitArray, new: BitArray) -> int:
-    """Largest number of representable values between an element's old and new value; shapes (elements,).
+    """Return the largest distance of an element's old and new value, in representable values.
 
-    Values are counted through zero: from -0.0 to 0.0 is one. NaNs lie beyond the infinities.
+    Both arrays have shape (elements,). From -0.0 to 0.0 the distance is one; NaNs lie beyond the infinities.
     """
     where = np.flatnonzero(old != new)
     if not where.size:
@@ -45,7 +45,7 @@ def max_ulp_step(old: BitArray, new: BitArray) -> int:
 
 
 def _places(bits: BitArray) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """Rank of each bit pattern among all values of the dtype, from the lowest."""
+    """Return the rank of each bit pattern among all values of the dtype, from the lowest."""
     top = 1 << (8 * bits.itemsize - 1)
     wide = bits.astype(np.int64)
     return np.where(wide >= top, top - 1 - (wide - top), wide + top)

@@ -14,12 +14,12 @@ from echo_planes.weights.store.reading import Store, read_public_key
 from echo_planes.weights.wire.limits import relay_limits
 from echo_planes.weights.wire.signing import Verifier
 
-# Rebuilding larger states would hold up the end of a run: there the command does it, on request.
+# Larger states would delay the end of a run; `python -m echo_planes.weights sparsity` handles them.
 MAX_DENSE_BYTES = 512 * 1024**2
 
 
 def write_sparsity(run_dir: Path, store_url: str | None) -> bool:
-    """Write `run_dir`/sparsity.json from the run's store; says whether there was something to write.
+    """Write `run_dir`/sparsity.json from the run's store; return whether there was something to write.
 
     Args:
         store_url: as `weights.store`; None: the folder weights/ in `run_dir`.
@@ -36,13 +36,13 @@ def write_sparsity(run_dir: Path, store_url: str | None) -> bool:
         if not entries or max(entry.manifest.dense_bytes for entry in entries) > MAX_DENSE_BYTES:
             return False
         rows = sparsity_table(store, learning_rate_of(run_dir))
-    except WeightsError:  # a store that failed was told of while the run went on
+    except WeightsError:  # the run has reported a failing store already
         return False
     write_atomic(run_dir / SPARSITY_FILE, json.dumps([asdict(row) for row in rows]))
     return True
 
 
 def learning_rate_of(run_dir: Path) -> float | None:
-    """The highest learning rate in a run's metrics, which most steps had; None where there are none."""
+    """Return the highest learning rate in a run's metrics, that of most steps; None if there is none."""
     rates = [number(step.get("learning_rate")) for step in read_metrics(run_dir)]
     return max((rate for rate in rates if rate is not None), default=None)

@@ -23,7 +23,7 @@ from echo_planes.weights.store.replay import State, apply_stored, copied
 STEPS = (1, 2, 4, 8)  # k: versions between the two states compared
 ALL = "all"  # the row over all layers
 _SIGNIFICAND_BITS = {"bfloat16": 8, "float16": 11, "float32": 24}  # the leading one included
-_SLICE = 1 << 22  # elements looked at together
+_SLICE = 1 << 22  # elements processed at once
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
 
@@ -33,24 +33,24 @@ class SparsityRow:
 
     layer: str
     num_elements: int
-    predicted_share: float | None  # |w| < 2^(significand bits) lr, so 256 lr in bf16; None: lr is not known
+    predicted_share: float | None  # |w| < 2^(significand bits) lr, so 256 lr in bf16; None: lr is unknown
     changed_shares: tuple[float | None, ...]  # after k = 1, 2, 4, 8 versions; None: no such pair of versions
 
 
 def changed_share(base: Mapping[str, BitTensor], new: Mapping[str, BitTensor]) -> dict[str, float]:
-    """Fraction of each tensor's elements whose bits differ; 0 for an empty tensor.
+    """Return the fraction of each tensor's elements whose bits differ; 0 for an empty tensor.
 
     Raises:
-        WeightsError: other names, dtypes or shapes.
+        WeightsError: names, dtypes or shapes differ.
     """
     return {name: count / max(1, base[name].bits.size) for name, count in changed_elements(base, new).items()}
 
 
 def changed_elements(base: Mapping[str, BitTensor], new: Mapping[str, BitTensor]) -> dict[str, int]:
-    """Number of each tensor's elements whose bits differ: -0.0 and 0.0 do, equal NaNs do not.
+    """Return the number of each tensor's elements whose bits differ: -0.0 and 0.0 do, equal NaNs do not.
 
     Raises:
-        WeightsError: other names, dtypes or shapes.
+        WeightsError: names, dtypes or shapes differ.
     """
     odd = {name for name in base.keys() | new.keys() if _spec(base, name) != _spec(new, name)}
     if odd:
@@ -59,9 +59,9 @@ def changed_elements(base: Mapping[str, BitTensor], new: Mapping[str, BitTensor]
 
 
 def predicted_share(tensors: Mapping[str, BitTensor], learning_rate: float) -> dict[str, float]:
-    """Fraction of each tensor's elements that a step is expected to change: |w| < 256 lr in bf16.
+    """Return the fraction of each tensor's elements that a step is expected to change: |w| < 256 lr in bf16.
 
-    PULSE section A.2, equation 5. With p significand bits the bound is 2^p lr: 256 is that of bf16.
+    PULSE section A.2, equation 5. With p significand bits the bound is 2^p lr; bf16 has p = 8.
     """
     return {
         name: _count_below(tensor, learning_rate * 2.0 ** _SIGNIFICAND_BITS[tensor.dtype])
@@ -71,7 +71,7 @@ def predicted_share(tensors: Mapping[str, BitTensor], learning_rate: float) -> d
 
 
 class KStepSparsity:
-    """Mean changed elements over k versions, for each k of `STEPS`, of states that come in order.
+    """Mean number of elements that change over k versions, for each k of `STEPS`, from states in order.
 
     Windows of one k do not overlap. Memory: one copy of the state per k.
     """
@@ -82,7 +82,7 @@ class KStepSparsity:
         self.num_windows = dict.fromkeys(STEPS, 0)
 
     def add(self, version: int, state: State) -> None:
-        """The next published state; it may be changed afterwards."""
+        """Add the next published state, which the caller may change afterwards."""
         snapshot: State | None = None
         for k in STEPS:
             start = self._from.get(k)
@@ -97,7 +97,7 @@ class KStepSparsity:
             self._from[k] = (version, snapshot)
 
     def mean_changed(self, k: int) -> dict[str, float] | None:
-        """Changed elements of each tensor, mean over windows; None where there was no window."""
+        """Return the changed elements of each tensor, mean over windows; None if there was no window."""
         num = self.num_windows[k]
         return {name: count / num for name, count in self._changed[k].items()} if num else None
 
@@ -105,15 +105,15 @@ class KStepSparsity:
 def sparsity_table(
     store: Store, learning_rate: float | None, lineage: str | None = None
 ) -> list[SparsityRow]:
-    """The table of a run, rebuilt from its store: a row over all layers, then one per layer in model order.
+    """Return the table of a run: a row over all layers, then one per layer in model order.
 
     Args:
-        store: the run's store.
-        learning_rate: of its steps; None where it is not known.
-        lineage: which incarnation of the run; the newest one by default.
+        store: the run's store, from which every version is rebuilt.
+        learning_rate: of its steps; None if it is not known.
+        lineage: of the versions to compare; the newest one by default.
 
     Raises:
-        WeightsError: no version can be rebuilt, or what is stored is damaged.
+        WeightsError: no version can be rebuilt, or the store is damaged.
     """
     way = _longest_way(store.index(), lineage)
     k_steps = KStepSparsity()
@@ -135,7 +135,7 @@ def sparsity_table(
 
 
 def layer_of(name: str) -> str:
-    """ "model.layers.3.mlp.up_proj.weight" -> "model.layers.3"; a tensor outside the layers is its own."""
+    """Return a tensor's layer: "model.layers.3"; outside the layers, the tensor's name without ".weight"."""
     found = _LAYER.match(name)
     return found[1] if found else name.removesuffix(".weight")
 
@@ -160,15 +160,15 @@ def _row(
 
 
 def _longest_way(entries: Iterable[Entry], lineage: str | None) -> list[Entry]:
-    """From an anchor through as many consecutive versions as the store has, ending at the newest it can."""
+    """Return the entries from the earliest snapshot, through the most patches, to the newest version."""
     entries = list(entries)
     if lineage is None and entries:
         lineage = max(entries, key=lambda entry: entry.sequence).manifest.lineage
     ours = [entry for entry in entries if entry.manifest.lineage == lineage]
 
     def early_and_slow(entry: Entry) -> float:
-        # The earliest anchor, and from there the most patches: so it passes through most versions.
-        return float(entry.manifest.version) if entry.is_anchor else -(2.0**-20)
+        # The earliest snapshot and then the most patches lead through the most versions.
+        return float(entry.manifest.version) if entry.is_snapshot else -(2.0**-20)
 
     steps = cheapest_steps(ours, early_and_slow)
     goal = max(steps, key=lambda position: position.version, default=None)
@@ -193,7 +193,7 @@ def _count_below(tensor: BitTensor, bound: float) -> int:
 
 
 def _values(tensor: BitTensor, start: int, stop: int) -> npt.NDArray[np.float32]:
-    """Elements [start, stop) as float32, shape (elements,)."""
+    """Return elements [start, stop) as float32, shape (elements,)."""
     bits = tensor.bits[start:stop]
     if tensor.dtype == "bfloat16":
         return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -201,5 +201,5 @@ def _values(tensor: BitTensor, start: int, stop: int) -> npt.NDArray[np.float32]
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts "layers.10" after "layers.9"."""
+    """Return a sort key that puts "layers.10" after "layers.9"."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

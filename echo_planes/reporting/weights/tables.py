@@ -11,7 +11,7 @@ from echo_planes.weights.store.paths import Entry
 
 
 def of_publications(entries: Sequence[Entry]) -> str:
-    """One line per publication, and what they are together."""
+    """Return one line per publication, and their totals."""
     rows = [["stored", "lineage", "version", "codec", "base", "bytes", "B/changed", "dense/bytes", "changed"]]
     for entry in entries:
         manifest = entry.manifest
@@ -21,23 +21,23 @@ def of_publications(entries: Sequence[Entry]) -> str:
                 manifest.lineage,
                 str(manifest.version),
                 manifest.codec,
-                "-" if entry.is_anchor else str(manifest.base_version),
+                "-" if entry.is_snapshot else str(manifest.base_version),
                 f"{manifest.payload_bytes:,}",
                 _ratio(manifest.payload_bytes, manifest.changed_elements),
                 _ratio(manifest.dense_bytes, manifest.payload_bytes, 1),
                 _percent(manifest.changed_elements / max(1, manifest.total_elements)),
             ]
         )
-    anchors = sum(entry.is_anchor for entry in entries)
+    snapshots = sum(entry.is_snapshot for entry in entries)
     total = sum(entry.manifest.payload_bytes for entry in entries)
     return (
         columns(rows)
-        + f"\n{anchors} anchors, {len(entries) - anchors} patches, {total / 1e6:,.1f} MB of payload"
+        + f"\n{snapshots} snapshots, {len(entries) - snapshots} patches, {total / 1e6:,.1f} MB of payload"
     )
 
 
 def of_tensors(tensors: Mapping[str, BitTensor]) -> str:
-    """One line per tensor, and their sum."""
+    """Return one line per tensor, and their sum."""
     rows = [["tensor", "dtype", "shape", "elements", "bytes"]]
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -49,7 +49,7 @@ def of_tensors(tensors: Mapping[str, BitTensor]) -> str:
 
 
 def of_differences(differences: Sequence[TensorDifference]) -> str:
-    """One line per tensor that differs, and their sum."""
+    """Return one line per tensor that differs, and their sum."""
     rows = [["tensor", "elements", "changed", "share", "max ulp step"]]
     for row in differences:
         if row.num_changed:
@@ -70,7 +70,7 @@ def of_differences(differences: Sequence[TensorDifference]) -> str:
 
 
 def of_sparsity(table: Sequence[SparsityRow], learning_rate: float | None) -> str:
-    """One line per layer: the share to be expected, and the shares that changed."""
+    """Return one line per layer: the expected share, and the shares that changed."""
     rows = [["layer", "elements", "expected", *(f"k={k}" for k in STEPS)]]
     for row in table:
         shares = [_percent(share) for share in (row.predicted_share, *row.changed_shares)]
@@ -83,7 +83,7 @@ def of_sparsity(table: Sequence[SparsityRow], learning_rate: float | None) -> st
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Text in columns: the first one left, the others right."""
+    """Align rows of text in columns: the first one left, the others right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = (
         "  ".join(

@@ -1,4 +1,4 @@
-"""vLLM behind the interface of `rollout.engine`; the only files that import it.
+"""vLLM behind the interface of `rollout.engine`. Only the files of this folder import vLLM.
 
-In: requests and staged weights. Out: samples with logprobs, each token under one proven (version, digest).
+Input: requests, staged weights. Output: samples with logprobs, each token under one proven (version, digest).
 """

@@ -1,4 +1,4 @@
-"""Pieces of one sample as they arrive from vLLM, and the weights that made their tokens."""
+"""Pieces of one sample as they arrive from vLLM, and the weights that sampled their tokens."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class Answer:
     """One sample as its pieces arrive.
 
     Args:
-        top_logprobs: how many are kept per token.
+        top_logprobs: number of top log-probabilities to keep per token.
     """
 
     top_logprobs: int
     num_tokens: int = 0
 
     def piece(self, completion: CompletionOutput, starts: Sequence[tuple[str, int]]) -> Sample:
-        """The tokens that came with one output.
+        """Return the tokens that came with one output.
 
         Args:
-            completion: of this sample.
-            starts: label of the weights, and the first token of the sample made with them, in order.
+            completion: vLLM's output for this sample.
+            starts: for each set of weights, in order, its label and the first token that it sampled.
 
         Raises:
-            RunError: vLLM ended the request with an error, or said too little about its tokens.
+            RunError: vLLM ended the request with an error, or left out log-probabilities or versions.
         """
         tokens, positions = completion.token_ids, completion.logprobs or ()
         reason = completion.finish_reason
@@ -62,14 +62,14 @@ class Answer:
 
 
 class Origins:
-    """Origins of the tokens of one request: the weights that made them.
+    """Origins of the tokens of one request: the weights that sampled them.
 
-    vLLM 0.32 says it with a sample's last output only. Until then it stands in the state that its output
-    processor keeps of the sample, which is read here: half an answer must know its versions too.
+    vLLM 0.32 reports them only with a sample's last output. A partial rollout needs them earlier, so this
+    class reads them from the state that vLLM's output processor keeps of the sample.
 
     Args:
-        processor: of the engine.
-        request_id: as it was given to `generate`.
+        processor: output processor of the engine.
+        request_id: id that was passed to `generate`.
     """
 
     def __init__(self, processor: OutputProcessor, request_id: str) -> None:
@@ -78,7 +78,7 @@ class Origins:
         self._states: dict[int, RequestState] = {}  # by sample
 
     def starts(self, completion: CompletionOutput) -> Sequence[tuple[str, int]]:
-        """Label of the weights and the first token of the sample made with them, in order."""
+        """Return, for each set of weights in order, its label and the first token that it sampled."""
         if completion.weight_versions is not None:
             return [(run.version, run.start) for run in completion.weight_versions]
         if completion.index not in self._states:
@@ -90,10 +90,10 @@ class Origins:
 
 
 def _spans(starts: Sequence[tuple[str, int]], first: int, stop: int) -> tuple[Span, ...]:
-    """Spans of tokens [first, stop) of a sample, by the weights that made them; positions from `first`.
+    """Return the spans of tokens [first, stop) of a sample by their weights; positions count from `first`.
 
     Raises:
-        RunError: not all of them are accounted for.
+        RunError: the weights of some of these tokens are unknown.
     """
     ends = [start for _, start in starts[1:]] + [stop]
     spans = []
@@ -107,11 +107,11 @@ def _spans(starts: Sequence[tuple[str, int]], first: int, stop: int) -> tuple[Sp
 
 
 def _top(position: dict[int, Logprob], count: int) -> tuple[tuple[int, float], ...]:
-    # The sampled token comes along even where it is not among the top ones; its rank tells.
+    # vLLM adds the sampled token even where it is not among the top ones; its rank shows that.
     ranked = sorted((entry.rank or math.inf, token) for token, entry in position.items())
     return tuple((token, position[token].logprob) for rank, token in ranked[:count])
 
 
 def label(version: int, digest: str) -> str:
-    """Label of the weights in vLLM: it stamps every token with it."""
+    """Return the label of a version in vLLM, which marks every token with the label of its weights."""
     return f"{version} {digest}"

@@ -1,6 +1,6 @@
-"""One vLLM engine behind the `Engine` protocol: `AsyncLLM` here, the model in a process of its own.
+"""One vLLM engine behind the `Engine` protocol: `AsyncLLM` in this process, the model in another.
 
-vLLM is imported in `start`, after the environment variables that it reads at import.
+`start` imports vLLM, after it has set the environment variables that vLLM reads at import.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from echo_planes.config.schema import EngineConfig, SamplingConfig
+from echo_planes.config.fleet import EngineConfig
+from echo_planes.config.schema import SamplingConfig
 from echo_planes.errors import ModelError, RunError, TaskError, WeightsError
 from echo_planes.rollout.vllm.answers import Answer, Origins, label
 from echo_planes.rollout.vllm.environment import ENVIRONMENT, engine_environment, staging_parent
@@ -32,11 +33,11 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _PLUGIN = "echo_planes.rollout.vllm.plugin"
-BACKEND = "echo_planes"  # what the plugin registers itself as
+BACKEND = "echo_planes"  # name under which the plugin registers itself
 _GIB = 1 << 30
 # Tokens per streamed chunk: enough to renew leases, and a fraction of the work of one chunk per token.
 _STREAM_INTERVAL_TOKENS = 16
-# An answer of several ranks, at most: the install of a model that fills eight GPUs takes a few minutes.
+# Longest wait for several ranks: the install of a model that fills eight GPUs takes a few minutes.
 _RANKS_LIMIT_S = 600.0
 
 
@@ -45,10 +46,10 @@ class VllmEngine:
 
     Args:
         config: options of the engine.
-        sampling: temperature, top-p and how many top log-probabilities to keep.
+        sampling: temperature, top-p and the number of top log-probabilities to keep.
         model_folder: Hugging Face folder; its weights serve as version -1 until the first install.
-        max_model_len: prompt + response, tokens.
-        seed: seeds the engine's sampling. What is sampled still depends on which requests run together.
+        max_model_len: most tokens of prompt and response together.
+        seed: seed of the engine's sampling. The samples still depend on which requests run together.
     """
 
     worker_extension = f"{_PLUGIN}.WorkerExtension"
@@ -72,7 +73,7 @@ class VllmEngine:
         self._digest = ""
         self._digest_mismatches = 0
         self._last_pause_s = 0.0
-        self._still_since_s: float | None = None  # since when generation stands still; None: it goes on
+        self._still_since_s: float | None = None  # since when generation is paused; None: it runs
         self._request_ids = itertools.count()
         self._params: dict[tuple[int, int, Draw], SamplingParams] = {}
         self._install_lock = asyncio.Lock()
@@ -96,10 +97,10 @@ class VllmEngine:
 
     @property
     def vllm(self) -> AsyncLLM:
-        """The engine underneath, for benchmarks and tests.
+        """vLLM's own engine, for benchmarks and tests.
 
         Raises:
-            RunError: before `start` or after `close`.
+            RunError: the engine is not started, or closed.
         """
         if self._vllm is None:
             raise RunError("the vLLM engine is not running")
@@ -112,7 +113,7 @@ class VllmEngine:
 
         Raises:
             ModelError: the model folder cannot be served.
-            RunError: the engine process did not come up.
+            RunError: the engine process did not start, or would not compute with installed weights.
         """
         if not (self._model_folder / "config.json").is_file():
             raise ModelError(f"{self._model_folder} holds no config.json: not a Hugging Face model folder")
@@ -124,13 +125,13 @@ class VllmEngine:
         await self._vllm.update_weight_version(label(self._version, self._digest))
         await self.generate([0], num_samples=1, max_new_tokens=1, on_tokens=lambda *_: None)
         await self._check_live()
-        # What was imported lives as long as the process: scanning it in every full collection cost three
-        # times the CPU of a request.
+        # The imported objects live as long as the process. Scanning them in every full collection cost three
+        # times the CPU time of a request.
         gc.collect()
         gc.freeze()
 
     async def _check_live(self) -> None:
-        # After a request: by then whatever copies of the weights this vLLM makes are made.
+        # Called after a request, when vLLM has made any copies of the weights that it makes.
         found = await self._ask("echo_planes_check_live")
         if found:
             raise RunError(f"published weights would not reach what this vLLM computes with: {found}")
@@ -141,8 +142,8 @@ class VllmEngine:
         if vllm is not None:
             from vllm.v1.engine.exceptions import EngineDeadError
 
-            vllm.output_processor.propagate_error(EngineDeadError())  # else callers would wait for ever
-            # There is nothing to drain or to save, so the process need not be waited for.
+            vllm.output_processor.propagate_error(EngineDeadError())  # otherwise callers would wait for ever
+            # There is nothing to drain or to save, so `close` does not wait for the process.
             vllm.shutdown(timeout=0)
             gc.unfreeze()
         if self._staging is not None:
@@ -151,7 +152,7 @@ class VllmEngine:
 
     def _build(self) -> AsyncLLM:
         os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
-        # It would override the configured KV cache, and vLLM reads it as a whole number only.
+        # The variable would override the configured KV cache, and vLLM reads it as a whole number only.
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
@@ -195,8 +196,8 @@ class VllmEngine:
         return {
             "enforce_eager": True,
             "kv_cache_memory_bytes": int(self._config.kv_cache_gib * _GIB),
-            # As a class: the name "uni" is replaced by an executor with one more process, which only
-            # engines of several ranks or OpenMP threads need.
+            # Passed as a class, because vLLM replaces the name "uni" by an executor with one more process,
+            # which only engines of several ranks or OpenMP threads need.
             "distributed_executor_backend": UniProcExecutor if self._config.num_ranks == 1 else "mp",
         }
 
@@ -204,7 +205,8 @@ class VllmEngine:
         return {
             "enforce_eager": self._config.enforce_eager,
             "gpu_memory_utilization": self._config.gpu_memory_utilization,
-            # All ranks on this node, in processes of this engine: vLLM would choose Ray inside an actor.
+            # "mp" keeps all ranks on this machine, as processes of this engine. In an actor vLLM would choose
+            # Ray.
             "distributed_executor_backend": None if self._config.num_ranks == 1 else "mp",
         }
 
@@ -219,9 +221,9 @@ class VllmEngine:
         on_tokens: Callable[[int, Sample], None],
         draw: Draw | None = None,
     ) -> list[Sample]:
-        """See `Engine.generate`. Tokens arrive in chunks: the first at once, then every 16.
+        """See `Engine.generate`. Tokens arrive in chunks: the first token at once, then 16 at a time.
 
-        Answers of at most 16 tokens arrive whole, all samples of the prompt together.
+        With `max_new_tokens` of at most 16, all samples of the prompt arrive whole and together.
 
         Raises:
             TaskError: the prompt leaves no room for an answer.
@@ -239,7 +241,7 @@ class VllmEngine:
         params = self._sampling_params(num_samples, min(max_new_tokens, room), draw or self._draw)
         answers = [Answer(self._sampling.top_logprobs) for _ in range(num_samples)]
         pieces: list[list[Sample]] = [[] for _ in range(num_samples)]
-        # As an already rendered input: a bare prompt would take a detour through a thread.
+        # An already rendered input: vLLM would pass a bare prompt through a thread first.
         prompt = tokens_input(list(prompt_ids))
         request_id = str(next(self._request_ids))
         origins = Origins(self.vllm.output_processor, request_id)
@@ -279,10 +281,10 @@ class VllmEngine:
     async def install(self, publication: Publication) -> None:
         """See `Engine.install`.
 
-        Requests in flight go on where they were. Without prefix caching their older tokens keep the keys
-        and values of the old weights; with it they are recomputed, because the cache must be emptied.
+        Requests in flight continue where they were. Without prefix caching their older tokens keep the keys
+        and values of the old weights. With it vLLM recomputes them, because the cache must be emptied.
         """
-        # Shielded: a caller that gives up must not leave new weights under the old version's name.
+        # Shielded: a caller that is cancelled must not leave new weights under the old version's label.
         await asyncio.shield(asyncio.ensure_future(self._install(publication)))
 
     async def _install(self, publication: Publication) -> None:
@@ -304,7 +306,7 @@ class VllmEngine:
             self._version, self._digest = manifest.version, manifest.digest
 
     def _staged(self, publication: Publication) -> Path:
-        """The payload as a file. Whatever can be checked before generation stands still is checked here."""
+        """Return the payload as a file, after every check that is possible before generation is paused."""
         check_payload(publication)
         payload = publication.payload
         if isinstance(payload, np.memmap) and payload.filename is not None:
@@ -325,8 +327,8 @@ class VllmEngine:
             await vllm.start_weight_update()
             if self._still_since_s is None:
                 self._still_since_s = time.perf_counter()
-                # Not `pause_generation`: it sleeps 20 ms so that what was sampled before is handed out
-                # before it returns, an order that nothing here relies on.
+                # Not `pause_generation`, which sleeps 20 ms so that it returns after the outputs of earlier
+                # samples. Nothing here relies on that order.
                 await vllm.engine_core.pause_scheduler_async(
                     mode="keep", clear_cache=self._config.enable_prefix_caching
                 )
@@ -357,7 +359,7 @@ class VllmEngine:
             raise WeightsError(f"version {manifest.version} was not installed: {refusal}") from refusal
 
     async def _refusal(self, request: WeightTransferUpdateRequest) -> Exception | None:
-        """Have the engine process install; what it raised, which does not say whether it may go on."""
+        """Let the engine process install, and return its error, which does not say if it may continue."""
         try:
             async with self._limit():
                 await self.vllm.update_weights(request)
@@ -365,19 +367,19 @@ class VllmEngine:
             raise RunError(
                 f"the ranks of the vLLM engine installed nothing in {_RANKS_LIMIT_S:g} s"
             ) from error
-        except Exception as error:  # noqa: BLE001  bare Exceptions are what vLLM hands over
+        except Exception as error:  # noqa: BLE001  vLLM passes errors on as bare Exceptions
             return error
         if self._config.num_ranks == 1:
             return None
         refusal = await self._ask("echo_planes_refusal")
         if refusal:
-            await self.vllm.finish_weight_update()  # of vLLM's session: it heard of no error
+            await self.vllm.finish_weight_update()  # ends vLLM's session, which got no error
         return WeightsError(refusal) if refusal else None
 
     async def _resume(self) -> None:
         await self.vllm.resume_generation()
         if self._still_since_s is not None:
-            # From asking to stand still to going on: a step that was under way is in it.
+            # From the request to pause until generation runs again, including the step in progress.
             self._last_pause_s = time.perf_counter() - self._still_since_s
         self._still_since_s = None
 
@@ -386,7 +388,7 @@ class VllmEngine:
         return str(await self._ask("echo_planes_live_digest"))
 
     async def _ask(self, method: str) -> Any:
-        """Call a method of the ranks' weight-transfer part, and return the answer in which all agree."""
+        """Call a method of the plugin on all ranks, and return the answer, which must be equal on all."""
         try:
             async with self._limit():
                 answers = await self.vllm.collective_rpc(method)
@@ -399,5 +401,5 @@ class VllmEngine:
         return answers[0]
 
     def _limit(self) -> asyncio.Timeout:
-        # Of several ranks one may wait for another: the caller must not wait for ever.
+        # One of several ranks may wait for another, and the caller must not wait for ever.
         return asyncio.timeout(None if self._config.num_ranks == 1 else _RANKS_LIMIT_S)

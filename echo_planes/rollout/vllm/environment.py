@@ -1,4 +1,4 @@
-"""Environment that an engine's process inherits."""
+"""Environment variables that an engine's process inherits."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from echo_planes.cluster.scratch import shared_folder
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # models are local folders
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings at every start concern settings made here on purpose
-    "OMP_NUM_THREADS": "1",  # an engine on CPUs is given one
+    "VLLM_LOGGING_LEVEL": "ERROR",  # the warnings at every start concern settings chosen here on purpose
+    "OMP_NUM_THREADS": "1",  # an engine on CPUs computes on one
     "TOKENIZERS_PARALLELISM": "false",
 }
 
 
 def staging_parent() -> str | None:
-    """Memory-backed where there is such a folder; None: the folder for temporary files."""
+    """Return the memory-backed folder for staged payloads; None: use the folder for temporary files."""
     folder = shared_folder()
     return str(folder) if os.access(folder, os.W_OK) else None
 
 
 @contextmanager
 def engine_environment(on_cpu: bool, num_ranks: int = 1) -> Iterator[None]:
-    """Set the environment that the engine's processes inherit and this one must not keep.
+    """Set the variables that the engine's processes inherit, and restore the environment afterwards.
 
     Args:
         on_cpu: whether the engine computes on the CPU.
@@ -34,7 +34,8 @@ def engine_environment(on_cpu: bool, num_ranks: int = 1) -> Iterator[None]:
     variables = {
         "PYTHONWARNINGS": "ignore",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        # All ranks are on this machine. Without this they listen on its address for others, one alone too.
+        # All ranks are on this machine. Without these settings even a single rank would listen on the
+        # machine's external address.
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
@@ -44,7 +45,7 @@ def engine_environment(on_cpu: bool, num_ranks: int = 1) -> Iterator[None]:
         # for a gain too small to measure.
         variables["TORCHDYNAMO_DISABLE"] = "1"
     if num_ranks > 1:
-        # vLLM would bind each rank to a NUMA node of its own, and refuse to start where there are fewer.
+        # vLLM would bind each rank to its own NUMA node, and would not start with fewer nodes than ranks.
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

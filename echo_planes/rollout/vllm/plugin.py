@@ -1,9 +1,9 @@
-"""Our part of vLLM's engine process: writes published weights into the live tensors, proven by their digest.
+"""Plugin in vLLM's engine process: writes published weights into the live tensors and proves their digest.
 
 vLLM imports this module inside the engine process by the dotted name that `VllmEngine` passes as
-`worker_extension_cls`. That works from a checkout, from a Ray `working_dir` and from a wheel alike; the
+`worker_extension_cls`. That works from a checkout, from a Ray `working_dir` and from a wheel alike. The
 `vllm.general_plugins` entry point, which exists only where the package is installed, does the same for
-people who start vLLM themselves.
+users who start vLLM themselves.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _PROBE_TOKENS = 8
 
 @dataclass
 class NoInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """This backend needs nothing at the start."""
+    """Initial information for the backend, which needs none."""
 
 
 @dataclass
@@ -68,14 +68,14 @@ class InstallInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class LiveTensors:
-    """The tensors a vLLM model computes with, as `weights.receiver.Target`: views, by Hugging Face name.
+    """Tensors that a vLLM model computes with, as `weights.receiver.Target`: views, by Hugging Face name.
 
     A float32 tensor stands for the bfloat16 tensor that was published (every bfloat16 is a float32 whose
-    low half is zero), so that an engine may compute in float32. If its low half is not zero it is read as
-    float32, and then no published digest matches.
+    low half is zero), so that an engine may compute in float32. A tensor whose low half is not zero is read
+    as float32, and then no published digest matches.
 
     Raises:
-        WeightsError: a parameter that cannot be mapped; the message names it.
+        WeightsError: a parameter cannot be mapped; the message names it.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -100,7 +100,7 @@ class LiveTensors:
         bits = values.astype(np.uint32) << 16 if widened else values
         new = torch.from_numpy(bits).view(integer).to(view.device)
         flat = view.view(-1).view(integer)
-        # The old bits are here before the first new one is written: a copy may be what fails.
+        # Copy the old bits before writing any new one, because a copy may fail.
         if change.indices is None:
             run = flat[change.start : change.start + new.numel()]
             replaced = bit_tensor(run.clone().view(view.dtype)).bits
@@ -118,12 +118,12 @@ def _published_spec(name: str, view: torch.Tensor) -> TensorSpec:
 
 
 class Probe:
-    """One real forward pass of a fixed prompt, beside the scheduler and its caches, while generation stands.
+    """Real forward pass of a fixed prompt, without scheduler and caches, while generation is paused.
 
     Args:
-        model: what computes.
+        model: the model that serves.
         vllm_config: vLLM's own settings.
-        device: where the model lives.
+        device: device of the model.
     """
 
     def __init__(self, model: torch.nn.Module, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -135,10 +135,10 @@ class Probe:
         self._attentions = [module for module in model.modules() if isinstance(module, Attention)]
 
     def __call__(self) -> None:
-        """Answer the prompt.
+        """Compute the answer to the prompt.
 
         Raises:
-            WeightsError: the answer is not finite.
+            WeightsError: the logits are not finite.
         """
         hidden = self._forward()
         logits = None if hidden is None else self._model.compute_logits(hidden)
@@ -146,10 +146,10 @@ class Probe:
             raise WeightsError("these weights do not serve: their answer to a probe is not finite")
 
     def check_computes_with_parameters(self) -> str:
-        """Whether every matrix computes with the very memory that installs write to, and no copy of it.
+        """Find a layer whose matrix computes with a copy of the memory that installs write to.
 
-        Each is set to zero for a moment, and what it makes of the probe must be zero then. What ranks compute
-        together is zeroed on all of them at once, so no rank stops before the last layer.
+        Each layer's parameters are set to zero for a moment; its output for the probe must then be zero. All
+        ranks zero the same layer at once and go through all layers, because they compute some together.
 
         Returns:
             The first layer that computes with a copy, in words; "": there is none.
@@ -172,14 +172,14 @@ class Probe:
                 answers = [module(*inputs[module])] if module in inputs else []
                 if hidden is not None and module is getattr(self._model, "lm_head", None):
                     answers.append(self._model.compute_logits(hidden))
-            # Of logits that were gathered, all but one rank have none.
+            # After a gather of logits only one rank has them; the others have None.
             parts = [answer[0] if isinstance(answer, tuple) else answer for answer in answers]
             if any(bool(part.any()) for part in parts if part is not None):
                 copies.append(f"layer {name} computes with a copy of its weights")
         return next(iter(copies), "")
 
     def _forward(self) -> torch.Tensor | None:
-        """Hidden states, shape (tokens, hidden size). None on ranks that hold no last layer."""
+        """Return the hidden states, shape (tokens, hidden size); None on ranks without the last layer."""
         stages = get_pp_group()
         hooks = (module.register_forward_hook(_attend) for module in self._attentions)
         with torch.inference_mode(), self._context(), _hooked(hooks):
@@ -224,7 +224,7 @@ def _zeroed(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _attend(layer: Attention, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-    # Without a scheduler's metadata vLLM's own attention leaves its output as it is.
+    # Without a scheduler's metadata vLLM's attention does not write its output, so this hook computes it.
     query, key, value = (
         x.reshape(_PROBE_TOKENS, count, -1).transpose(0, 1)
         for x, count in zip(args, (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads), strict=True)
@@ -252,7 +252,7 @@ class LiveWeightTransferEngine(WeightTransferEngine[NoInfo, InstallInfo]):  # ty
         super().__init__(config, vllm_config, device, model)
         warm_up_install()
         self.probe = Probe(model, vllm_config, device)
-        self.refusal = ""  # of several ranks: why the last update was not installed; "": it was
+        self.refusal = ""  # with several ranks: why the last update was not installed; "": it was
         if self.parallel_config.world_size == 1:
             self.receiver = Receiver(LiveTensors(model), self.probe)
             return
@@ -263,23 +263,23 @@ class LiveWeightTransferEngine(WeightTransferEngine[NoInfo, InstallInfo]):  # ty
         self.receiver = ShardReceiver(ShardedTensors(LiveTensors(model), where, ranks), self.probe)
 
     def init_transfer_engine(self, init_info: NoInfo) -> None:
-        """Nothing to connect to: payloads come as files."""
+        """Do nothing: payloads come as files, so there is nothing to connect to."""
 
     def start_weight_update(self) -> None:
-        """Nothing to prepare: `receive_weights` is the whole transaction."""
+        """Do nothing: `receive_weights` is the whole transaction."""
 
     def finish_weight_update(self) -> None:
-        """Nothing to finish: `receive_weights` has verified the live tensors."""
+        """Do nothing: `receive_weights` has verified the live tensors."""
 
     def receive_weights(self, update_info: InstallInfo) -> None:
         """Install one publication from its staged file.
 
-        Of several ranks none raises: `refusal` says what was wrong. vLLM hears the first rank's error only,
-        and takes the others' for answers to what is asked next.
+        With several ranks no rank raises; `refusal` has the reason. vLLM would read only the first rank's
+        error, and take those of the other ranks for answers to its next call.
 
         Raises:
-            WeightsError, RunError: see `Receiver.install`. Whoever asked hears only their text, and asks
-                for `echo_planes_standing` before anything computes again.
+            WeightsError, RunError: see `Receiver.install`. The caller gets only their text, and calls
+                `echo_planes_standing` before anything computes again.
         """
         manifest, path = Manifest(**update_info.manifest), Path(update_info.payload_path)
         if not isinstance(self.receiver, ShardReceiver):
@@ -289,21 +289,21 @@ class LiveWeightTransferEngine(WeightTransferEngine[NoInfo, InstallInfo]):  # ty
         try:
             ranks = self.receiver.tensors.ranks
             self.receiver.install(together(ranks, lambda: open_staged(manifest, path)))
-        except Exception as error:  # noqa: BLE001  vLLM would hand it on as text as well
+        except Exception as error:  # noqa: BLE001  vLLM would pass on nothing but the text either
             self.refusal = str(error) or repr(error)
 
     def shutdown(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
 
 def enter_process() -> None:
-    """First act in a process of vLLM's own: it ends with its parent, and names what it shares."""
+    """Set up a process that vLLM started: it dies with its parent, and names its shared memory."""
     die_with_parent()
     name_shared_memory()
 
 
 class OneRank(UniProcExecutor):  # type: ignore[misc]
-    """vLLM's own, in whose process the model is."""
+    """vLLM's executor for one rank, whose process holds the model."""
 
     def _init_executor(self) -> None:
         enter_process()
@@ -311,7 +311,7 @@ class OneRank(UniProcExecutor):  # type: ignore[misc]
 
 
 class SeveralRanks(MultiprocExecutor):  # type: ignore[misc]
-    """vLLM's own, in a process without weights: the ranks are its children."""
+    """vLLM's executor for several ranks. Its process holds no weights; the ranks are its children."""
 
     def _init_executor(self) -> None:
         enter_process()
@@ -319,16 +319,16 @@ class SeveralRanks(MultiprocExecutor):  # type: ignore[misc]
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class; its methods can be called with `collective_rpc`."""
+    """Mixin for vLLM's worker class, whose methods `collective_rpc` can call."""
 
     weight_transfer_engine: LiveWeightTransferEngine
     vllm_config: VllmConfig
     model_runner: Any
 
     def echo_planes_make_room(self) -> None:
-        """Make the buffers for what a stage of a pipeline is sent; before the first request.
+        """Make the buffers for the input of a pipeline stage. Call before the first request.
 
-        vLLM makes them in a warm-up, which eager engines on CPUs skip.
+        vLLM makes them in a warm-up that eager engines on CPUs skip.
         """
         runner = self.model_runner
         if current_platform.is_cpu() and not get_pp_group().is_first_rank:
@@ -337,11 +337,14 @@ class WorkerExtension:
             )
 
     def echo_planes_live_digest(self) -> str:
-        """Canonical digest of the live tensors, computed now."""
+        """Return the canonical digest of the live tensors, computed now."""
         return self.weight_transfer_engine.receiver.live_digest()
 
     def echo_planes_check_live(self) -> str:
-        """Fault found by `Probe.check_computes_with_parameters` on any rank, or ""; between requests."""
+        """Return a fault that `Probe.check_computes_with_parameters` found on any rank, or "".
+
+        Call between requests.
+        """
         engine = self.weight_transfer_engine
         with set_current_vllm_config(self.vllm_config):
             found = engine.probe.check_computes_with_parameters()
@@ -350,21 +353,21 @@ class WorkerExtension:
         return found
 
     def echo_planes_refusal(self) -> str:
-        """`LiveWeightTransferEngine.refusal` of the last update, of any rank."""
+        """Return `LiveWeightTransferEngine.refusal` of the last update."""
         return self.weight_transfer_engine.refusal
 
     def echo_planes_standing(self) -> Standing:
-        """`Receiver.standing` now."""
+        """Return `Receiver.standing`, as it is now."""
         return self.weight_transfer_engine.receiver.standing
 
     def echo_planes_digest_mismatches(self) -> int:
-        """`Receiver.digest_mismatches` so far."""
+        """Return `Receiver.digest_mismatches` so far."""
         return self.weight_transfer_engine.receiver.digest_mismatches
 
 
 @functools.cache
 def register() -> None:
-    """Make the weight-transfer backend known to vLLM in this process; further calls do nothing."""
+    """Register the weight-transfer backend with vLLM in this process. Further calls do nothing."""
     WeightTransferEngineFactory.register_engine(BACKEND, LiveWeightTransferEngine)
     if current_platform.is_cpu():
         _keep_linear_weights_live()
@@ -372,8 +375,8 @@ def register() -> None:
 
 
 def _keep_linear_weights_live() -> None:
-    # vLLM's CPU build packs linear weights when it loads a model and computes with the packed copies: the
-    # parameters are emptied, or go stale. Without packing, what is installed is what computes.
+    # vLLM's CPU build packs linear weights when it loads a model and computes with the packed copies. The
+    # parameters are then empty or stale. Without packing, the installed weights are those that compute.
     from vllm.model_executor.layers import utils
 
     def compute_with_live_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
@@ -383,8 +386,8 @@ def _keep_linear_weights_live() -> None:
 
 
 def _let_modules_be_scanned() -> None:
-    # At its start vLLM's CPU build reads the instance dictionary of every object in every loaded module.
-    # llvmlite's library object, there since numba was imported, answers any name with a C function.
+    # At its start vLLM's CPU build reads `__dict__` of every object in every loaded module. llvmlite's
+    # library object, which numba loads, answers any name with a C function, even this one.
     from llvmlite.binding.ffi import _lib_wrapper
 
     look_up = _lib_wrapper.__getattr__
@@ -397,6 +400,6 @@ def _let_modules_be_scanned() -> None:
     _lib_wrapper.__getattr__ = look_up_function
 
 
-if multiprocessing.parent_process() is not None:  # a process of vLLM's own, not whoever started vLLM
+if multiprocessing.parent_process() is not None:  # a process that vLLM started, not its parent
     enter_process()
 register()

@@ -1,8 +1,8 @@
 """Location of the weights in a vLLM engine over several devices, and the messages between its ranks.
 
 Tensor parallelism cuts matrices by columns or rows and vocabulary tables by tokens; pipeline parallelism
-gives each rank some of the layers. What this says about a model is checked against the files that vLLM loaded
-it from, element by element, before anything is installed.
+gives each rank some of the layers. Before any install, `check_loaded` compares the locations with the files
+from which vLLM loaded the model, element by element.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from echo_planes.types import ByteArray, TensorSpec
 from echo_planes.weights.digest import BIT_DTYPES, bit_tensor
 from echo_planes.weights.shards import Shard
 
-WAIT_S = 120.0  # of one rank for another: a step of an install, at most the digest of one tensor
+WAIT_S = 120.0  # longest wait of one rank for another, whose longest step is the digest of one tensor
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One published tensor, or the shard of it that this rank holds."""
+    """Published tensor, or the shard of it that this rank holds."""
 
-    name: str  # of the checkpoint
-    view: torch.Tensor  # shares the memory that computes
+    name: str  # in the checkpoint
+    view: torch.Tensor  # shares the memory of the live parameter
     module: torch.nn.Module
     leaf: str  # "weight" or "bias"
-    part: int  # which of the tensors that are fused into the module's parameter
+    part: int  # index among the tensors that are fused into the module's parameter
 
 
 def hugging_face_pieces(model: torch.nn.Module) -> Iterator[Piece]:
-    """Every parameter of a vLLM model under its checkpoint name, as views that share its memory.
+    """Yield every parameter of a vLLM model under its checkpoint name, as views that share its memory.
 
     Fused layers are cut by the model's `packed_modules_mapping`, the padding of vocabulary tables is left
-    out, and a tied tensor appears once, under its first name. Of an engine over several devices these are the
-    shards of this rank.
+    out, and a tied tensor appears once, under its first name. In an engine over several devices the pieces
+    are the shards of this rank.
 
     Raises:
-        WeightsError: a parameter that cannot be mapped; the message names it.
+        WeightsError: a parameter cannot be mapped; the message names it.
     """
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
     for full_name, parameter in model.named_parameters():
@@ -83,7 +83,7 @@ def _check_mappable(full_name: str, leaf: str, module: torch.nn.Module, tensor: 
 
 
 def placed(pieces: Iterable[Piece]) -> dict[str, tuple[TensorSpec, Shard]]:
-    """The whole tensor that each piece is a shard of, and where the shard lies there."""
+    """Return, by name, the whole tensor of each piece and the location of the piece's shard in it."""
     found = {}
     for piece in pieces:
         shape, dim, start = _whole(piece)
@@ -94,10 +94,10 @@ def placed(pieces: Iterable[Piece]) -> dict[str, tuple[TensorSpec, Shard]]:
 
 
 def _whole(piece: Piece) -> tuple[tuple[int, ...], int, int]:
-    """Shape of the whole tensor, along which dimension it is cut, and where this rank's shard starts."""
+    """Return the whole tensor's shape, the dimension of the cut, and the start of this rank's shard."""
     module: Any = piece.module
     dim, num_shards, index = 0, 1, 0
-    if isinstance(module, VocabParallelEmbedding):  # its shards are as long as they are: the last is shorter
+    if isinstance(module, VocabParallelEmbedding):  # its shards differ in length: the last is shorter
         shape = (module.org_vocab_size, *piece.view.shape[1:])
         return shape, 0, module.shard_indices.org_vocab_start_index
     if isinstance(module, QKVParallelLinear) and piece.part > 0:
@@ -116,12 +116,12 @@ def _whole(piece: Piece) -> tuple[tuple[int, ...], int, int]:
 def check_loaded(
     folder: Path, pieces: Iterable[Piece], where: Mapping[str, tuple[TensorSpec, Shard]]
 ) -> None:
-    """Whether each shard is what the model folder holds at its place: then the places are right.
+    """Check that each shard equals the model folder's values at its location, which proves the location.
 
-    A wrong place would not show later: an install writes there, and the digest is read from there.
+    No later check finds a wrong location: an install writes there, and the digest reads from there.
 
     Raises:
-        WeightsError: a shard that is something else, or that the folder does not have; the message names it.
+        WeightsError: a shard differs, or the folder does not have its tensor; the message names it.
     """
     views = {piece.name: piece.view for piece in pieces}
     for file in sorted(folder.glob("*.safetensors")):
@@ -145,7 +145,7 @@ def check_loaded(
 
 
 class GlooRanks:
-    """All ranks of an engine, as `weights.shards.Ranks`, over a group of their own on the CPU."""
+    """All ranks of an engine, as `weights.shards.Ranks`, over a separate gloo group on the CPU."""
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_S))

@@ -1,5 +1,5 @@
-"""The topology of a broadcast: peer-forwarding chains, their repair, and progress of every node. Pure.
+"""Topology of a broadcast: peer-forwarding chains, their repair, and the progress of every node. Pure.
 
-In: reports of nodes, and time. Out: orders, which parent each node pulls from. `tracker` is its core;
-`simulated` runs it over links in virtual time.
+In: reports of nodes, and time. Out: orders that name the parent each node pulls from. `tracker` is the core;
+`simulated` runs the tracker over simulated links in virtual time.
 """

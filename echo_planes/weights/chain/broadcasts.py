@@ -1,5 +1,5 @@
-"""The publications on their way, for the tracker: who has how much of each, when one is through, and which
-older one is given up for a newer."""
+"""Open broadcasts, for the tracker: each peer's progress, the end of a broadcast, and the cancelling of an
+older publication in favour of a newer one."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from echo_planes.weights.chain.hops import Broadcast, Peer
 from echo_planes.weights.chain.plan import Topology, cancels
 from echo_planes.weights.wire.manifest import PublicationKey
 
-MAX_OPEN = 16  # broadcasts followed at a time: beyond, the oldest is no longer
-MAX_CLOSED = 256  # finished broadcasts whose figures are kept
+MAX_OPEN = 16  # open broadcasts; opening one more closes the oldest
+MAX_CLOSED = 256  # closed broadcasts whose figures are kept
 
 
 class Broadcasts:
     """Open and recently closed broadcasts.
 
     Args:
-        peers: every known peer by id; owned, and changed, by the tracker.
-        topology: the same.
+        peers: every known peer by id; the tracker owns and changes it.
+        topology: the current chains; the tracker owns and changes them.
         gamma: T_bcast ends when the fraction 1/gamma of the peers has everything.
     """
 
@@ -31,17 +31,17 @@ class Broadcasts:
         self._gamma = gamma
         self._open: dict[PublicationKey, Broadcast] = {}
         self._closed: dict[PublicationKey, BroadcastStats] = {}
-        self._given_up: dict[PublicationKey, set[str]] = {}  # of the newest, open or closed: by whom
+        self._given_up: dict[PublicationKey, set[str]] = {}  # newest given up: by these peers
 
     def __iter__(self) -> Iterator[Broadcast]:
-        """The open ones, oldest first."""
+        """Iterate over the open broadcasts, oldest first; closing one meanwhile is safe."""
         return iter(list(self._open.values()))
 
     def __bool__(self) -> bool:
         return bool(self._open)
 
     def open(self, event: PublicationOpened, now_s: float) -> list[CancelBroadcast]:
-        """A publication begins; one that is open already goes on."""
+        """Open a broadcast, unless it is open; return the older ones to cancel, with their peers."""
         if event.key in self._open:
             return []
         while len(self._open) >= MAX_OPEN:
@@ -53,12 +53,12 @@ class Broadcasts:
         return self._cancel_older(self._open[event.key])
 
     def grow(self, key: PublicationKey, num_bytes: int, now_s: float) -> None:
-        """The sender has `num_bytes` of it to serve."""
+        """Record that the sender can serve `num_bytes` of the publication so far."""
         if broadcast := self._open.get(key):
             broadcast.source.add(now_s, num_bytes)
 
     def commit(self, key: PublicationKey, payload_bytes: int, now_s: float) -> list[CancelBroadcast]:
-        """The sender has it in whole."""
+        """Record that the sender has the whole publication; return the older ones to cancel."""
         broadcast = self._open.get(key)
         if broadcast is None:
             return []
@@ -67,7 +67,7 @@ class Broadcasts:
         return self._cancel_older(broadcast)
 
     def take(self, event: Report, now_s: float) -> tuple[int, int]:
-        """Enter a peer's report. Returns its damaged and its sound chunks since it reported last."""
+        """Record a peer's report; return the peer's damaged and sound chunks since its last report."""
         damaged = sound = 0
         received = self._peers[event.peer_id].received
         total = received.have
@@ -75,14 +75,14 @@ class Broadcasts:
             progress = broadcast.of(event.peer_id)
             total -= progress.have
             if broadcast.key == event.key:
-                # No one can have more than there is, whatever it says.
+                # A peer cannot have more than the sender has, so a larger claim is cut.
                 progress.add(now_s, min(event.bytes_received, broadcast.source.have))
                 damaged = max(0, event.damaged_chunks - progress.damaged)
                 sound = max(0, event.chunks_have - progress.chunks)
                 progress.damaged, progress.chunks = event.damaged_chunks, event.chunks_have
             if broadcast.committed:
                 whole = event.complete and broadcast.key == event.key
-                # The installed version is of the lineage that the report is about.
+                # The report's installed version belongs to the lineage of its key.
                 same_lineage = event.key is None or event.key.lineage == broadcast.key.lineage
                 installed = same_lineage and event.installed_version >= broadcast.key.version
                 progress.complete |= whole or installed
@@ -93,13 +93,13 @@ class Broadcasts:
         return damaged, sound
 
     def forget(self, peer_id: str) -> None:
-        """The peer is gone, or begins anew with nothing."""
+        """Remove the progress of a peer that left or restarted."""
         for broadcast in self._open.values():
             broadcast.peers.pop(peer_id, None)
             broadcast.cancelled.discard(peer_id)
 
     def finish(self, now_s: float, book: Callable[[Broadcast], None]) -> None:
-        """Close what every peer has; `book` is called with each, before."""
+        """Close the broadcasts that every participating peer has whole; call `book` with each one before."""
         for broadcast in self:
             complete = [broadcast.of(peer).complete for peer in self.taking_part(broadcast)]
             needed = math.ceil(len(complete) / self._gamma)
@@ -110,29 +110,29 @@ class Broadcasts:
                 self._close(broadcast)
 
     def may_blame_seed(self) -> bool:
-        """Once per broadcast: if the next seed is slow too, the source is."""
+        """Return whether a slow seed may be replaced: once per broadcast, since then the source is slow."""
         first = not any(broadcast.seed_blamed for broadcast in self._open.values())
         for broadcast in self._open.values():
             broadcast.seed_blamed = True
         return first
 
     def cancelled(self, peer_id: str) -> list[PublicationKey]:
-        """The newest ones that the peer no longer asks for."""
+        """Return the publications, among the newest `MAX_OPEN` cancelled, that the peer gave up."""
         return [key for key, peers in self._given_up.items() if peer_id in peers]
 
     def taking_part(self, broadcast: Broadcast) -> list[str]:
-        """The live peers that want it."""
+        """Return the live peers that have not given the publication up."""
         live = (peer_id for peer_id, peer in self._peers.items() if not peer.lost)
         return [peer_id for peer_id in live if peer_id not in broadcast.cancelled]
 
     def stats(self, key: PublicationKey) -> BroadcastStats | None:
-        """Its figures; None for one that was never opened, or long ago."""
+        """Return the figures of a broadcast; None if it was never opened, or is no longer kept."""
         if broadcast := self._open.get(key):
             return self._figures(broadcast)
         return self._closed.get(key)
 
     def all_stats(self) -> list[BroadcastStats]:
-        """Of all that are still known, in the order in which they closed, then opened."""
+        """Return all figures kept: closed broadcasts in the order of closing, then open ones by age."""
         return [*self._closed.values(), *map(self._figures, self._open.values())]
 
     def _cancel_older(self, newer: Broadcast) -> list[CancelBroadcast]:
@@ -141,9 +141,8 @@ class Broadcasts:
             if older.key.version >= newer.key.version or self._is_needed(older):
                 continue
             giving_up: list[str] = []
-            for (
-                chain
-            ) in self._topology.chains:  # from the tail: whoever goes on must be fed by one who has it
+            # From the tail upwards: a peer that continues needs a parent that continues, too.
+            for chain in self._topology.chains:
                 while chain and self._gives_up(chain[-1], older, newer):
                     giving_up.append(chain.pop())
             leaves = [peer for peer in self._peers if self._topology.is_leaf(peer)]
@@ -157,7 +156,7 @@ class Broadcasts:
         return actions
 
     def _is_needed(self, older: Broadcast) -> bool:
-        """Whether a newer patch builds on it."""
+        """Return whether a newer open patch builds on it, or on a version after it."""
         patches = [key for key in self._open if key.version > older.key.version and key.codec != "full"]
         return any(key.base_version >= older.key.version for key in patches)
 

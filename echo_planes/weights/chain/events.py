@@ -1,119 +1,114 @@
-"""Events that the tracker hears and actions that it orders: frozen dataclasses, as JSON on the wire.
+"""Events that the tracker takes, actions that it orders, and the messages that carry both.
 
 Events come from the sender's own node (publications, ticks) and from the peers (joining, reports,
-accusations). Actions say which peer pulls from which. On the wire an event or action is its fields plus
-`"kind"`, the name of its class; all else, or a value out of range, is refused before the tracker sees it.
+accusations). Actions say which peer pulls from which. In JSON an event or action is its fields plus
+`"kind"`, the name of its class. Decoding refuses other fields and values out of range.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import types
-import typing
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Annotated, TypeAlias
 
-from echo_planes.errors import WeightsError
-from echo_planes.types import BroadcastStats, Codec
+from msgspec import Meta
+
 from echo_planes.weights.wire.manifest import PublicationKey
+from echo_planes.weights.wire.messages import Message
 
-SENDER_ID = "sender"  # the parent of every seed; no peer may call itself so
+SENDER_ID = "sender"  # the parent of every seed; no peer may use this id
 REPORT_INTERVAL_S = 0.25  # while any publication is incomplete at the peer
 IDLE_REPORT_INTERVAL_S = 1.0  # otherwise; such reports have no key
 TICK_INTERVAL_S = 0.25  # how often the sender's node hands the tracker a Tick
-PING_INTERVAL_S = 0.5  # a parent with nothing to send pings so often: silence is then a fault
+PING_INTERVAL_S = 0.5  # between pings of a parent with nothing to send, so that silence means a fault
 
+MAX_EVENTS = 64  # in one message of a peer
 MAX_TEXT = 256  # characters in any string
-MAX_NUMBER = 2**62  # of any integer
+MAX_NUMBER = 2**62
+
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Count = Annotated[int, Meta(ge=-1, le=MAX_NUMBER)]
+Amount = Annotated[float, Meta(ge=0, le=MAX_NUMBER)]
+
+
+class _Message(Message, frozen=True, tag_field="kind", tag=True):
+    pass
 
 
 # --- events --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PeerJoined:
-    """A worker's node is up. Again from the same peer: it has restarted and has nothing."""
+class PeerJoined(_Message, frozen=True):
+    """Start of a worker's node. A repeated one means that the node has restarted and holds no data."""
 
-    peer_id: str
-    address: str  # base URL that its children pull from
-    region: str
-
-
-@dataclass(frozen=True, slots=True)
-class PeerLeft:
-    """A worker's node says goodbye."""
-
-    peer_id: str
+    peer_id: Text
+    address: Text  # base URL that its children pull from
+    region: Text
 
 
-@dataclass(frozen=True, slots=True)
-class PublicationOpened:
-    """The sender starts to encode a publication; its first segment will follow."""
+class PeerLeft(_Message, frozen=True):
+    """Orderly end of a worker's node."""
+
+    peer_id: Text
+
+
+class PublicationOpened(_Message, frozen=True):
+    """Start of a publication: the sender encodes it, and its first segment will follow."""
 
     key: PublicationKey
-    est_bytes: int  # expected payload
+    est_bytes: Count  # expected payload
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentAdded:
-    """The sender's node has one more segment to serve. Totals so far, so that a slow source is not blamed
-    on whoever waits for it."""
-
-    key: PublicationKey
-    num_chunks: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class PublicationCommitted:
-    """The sender has signed the manifest: the payload is whole."""
+class SegmentAdded(_Message, frozen=True):
+    """One more segment at the sender's node, as totals so far. With them the tracker does not blame a peer
+    for a slow source."""
 
     key: PublicationKey
-    payload_bytes: int
-    num_chunks: int
+    num_chunks: Count
+    num_bytes: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """A peer's heartbeat: one per publication it is still receiving, or one without key when it is idle.
+class PublicationCommitted(_Message, frozen=True):
+    """Commit of a publication: the sender has signed the manifest, and the payload is whole."""
 
-    `complete` is sent in at least one report for each publication that it has in whole, verified with its
-    manifest, and `installed_version` is repeated in every report.
+    key: PublicationKey
+    payload_bytes: Count
+    num_chunks: Count
+
+
+class Report(_Message, frozen=True):
+    """Heartbeat of a peer: one per publication it is still receiving, or one without key when it is idle.
+
+    The peer sends at least one report with `complete` for each publication that it has whole, verified with
+    its manifest. Every report repeats `installed_version`.
     """
 
-    peer_id: str
-    parent_id: str  # whom it pulls from now; "" before its first assignment
+    peer_id: Text
+    parent_id: Text  # present parent; "" before its first assignment
     key: PublicationKey | None
-    chunks_have: int  # accepted chunks of this publication
-    bytes_received: int  # payload bytes in those chunks
-    rate_bytes_per_s: float  # payload accepted over the last second or so
-    damaged_chunks: int  # chunks of this publication that failed their hash, since it opened
-    parent_silent_s: float  # since the last byte from this parent, pings included, or since told to use it
-    parent_closed: bool  # no connection to the parent stands at present
+    chunks_have: Count  # accepted chunks of this publication
+    bytes_received: Count  # payload bytes in those chunks
+    rate_bytes_per_s: Amount  # payload accepted over the last second
+    damaged_chunks: Count  # chunks of this publication that failed their hash, since it opened
+    parent_silent_s: Amount  # since the last byte from this parent, pings included, or since turning to it
+    parent_closed: bool  # no connection to the parent is open now
     complete: bool
-    installed_version: int  # of the sender's present lineage; -1: none
-    staged_version: int = -1  # the same for what is staged here, whichever way it came
+    installed_version: Count  # of the key's lineage; without key, of the newest publication's; -1: none
+    staged_version: Count  # the same for the version staged, from the chain or the store; -1: none
 
 
-@dataclass(frozen=True, slots=True)
-class Accusation:
-    """`by` says that `peer_id`, its parent, alters bytes: they came over a connection that nobody else can
-    write to, and fail their signed hash, repeatedly.
+class Accusation(_Message, frozen=True):
+    """Claim of the peer `by` that its parent `peer_id` alters bytes: chunks that came over TLS fail their
+    signed hash repeatedly.
 
-    It is a claim, not a proof, and no bytes beside it would make it one: parents do not sign what they pass
-    on, so whoever shows altered bytes may have altered them itself. What the tracker makes of it is in
-    `Tracker`.
+    It is a claim, not a proof, and the altered bytes would not prove it either: parents do not sign the
+    chunks they forward, so the accuser may have altered them. `tracker` documents the consequences.
     """
 
-    peer_id: str
-    by: str
+    peer_id: Text
+    by: Text
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed; from the sender's node, every TICK_INTERVAL_S."""
+class Tick(_Message, frozen=True):
+    """Passage of time, from the sender's node every TICK_INTERVAL_S."""
 
 
 Event: TypeAlias = (
@@ -131,154 +126,70 @@ Event: TypeAlias = (
 # --- actions -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Assign:
-    """`peer_id` shall pull from `parent_id` from now on, and ask only for what it lacks."""
+class Assign(_Message, frozen=True):
+    """Order to `peer_id` to pull from `parent_id` from now on, and to request only missing chunks."""
 
-    peer_id: str
-    parent_id: str  # SENDER_ID: the sender's node
-    parent_address: str  # "" for the sender: every peer knows it
-    shown: str = ""  # the peer's credential with that parent: the sender's node, which can make it, adds it
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """`peer_id` is out for a while: refuse its requests and reports."""
-
-    peer_id: str
-    reason: str
+    peer_id: Text
+    parent_id: Text  # SENDER_ID: the sender's node
+    parent_address: Text  # "" for the sender: every peer knows it
+    shown: Text  # the peer's credential with that parent; the tracker leaves it "", the sender's node adds it
 
 
-@dataclass(frozen=True, slots=True)
-class Readmit:
-    """`peer_id` was out for long enough: it may join again."""
+class Drop(_Message, frozen=True):
+    """Exclusion of `peer_id` for a while: the sender's node serves it nothing and ignores its reports."""
 
-    peer_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Demote:
-    """`peer_id` is rollout-only from now on: it receives, as a leaf, but is nobody's parent."""
-
-    peer_id: str
-    reason: str
+    peer_id: Text
+    reason: Text
 
 
-@dataclass(frozen=True, slots=True)
-class Throttle:
-    """The link from `parent_id` to `child_id` damages bytes: send no faster; 0: as fast as it can."""
+class Readmit(_Message, frozen=True):
+    """End of an exclusion: `peer_id` may join again."""
 
-    child_id: str
-    parent_id: str
-    bytes_per_s: float
+    peer_id: Text
 
 
-@dataclass(frozen=True, slots=True)
-class CancelBroadcast:
-    """These peers stop asking for `key`: a newer publication reaches them sooner."""
+class Demote(_Message, frozen=True):
+    """Demotion of `peer_id` to rollout-only: it receives as a leaf, and forwards to no peer."""
+
+    peer_id: Text
+    reason: Text
+
+
+class Throttle(_Message, frozen=True):
+    """Limit on the rate of a link that damages bytes; `bytes_per_s` 0 lifts it."""
+
+    child_id: Text
+    parent_id: Text
+    bytes_per_s: Amount
+
+
+class CancelBroadcast(_Message, frozen=True):
+    """Order to these peers to stop requesting `key`: a newer publication reaches them sooner."""
 
     key: PublicationKey
-    peer_ids: tuple[str, ...]
+    peer_ids: tuple[Text, ...]
 
 
 Action: TypeAlias = Assign | Drop | Readmit | Demote | Throttle | CancelBroadcast
 
 
-# --- JSON ----------------------------------------------------------------------------------------
-
-_EVENTS: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(Event)}
-_ACTIONS: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(Action)}
-_CODECS: tuple[str, ...] = typing.get_args(Codec)
+# --- messages between a peer and the sender's node -----------------------------------------------
 
 
-def event_to_json(event: Event) -> dict[str, Any]:
-    """The event as a JSON object."""
-    return _to_json(event)
+class Greeting(Message, frozen=True):
+    """Joining or leaving of a peer: `POST /v1/tracker/join`."""
+
+    events: Annotated[tuple[PeerJoined | PeerLeft, ...], Meta(max_length=MAX_EVENTS)]
 
 
-def event_from_json(data: object) -> Event:
-    """The event that `event_to_json` wrote.
+class Heard(Message, frozen=True):
+    """Observations of a peer: `POST /v1/tracker/report`."""
 
-    Raises:
-        WeightsError: not such an object, an unknown field, or a value out of range.
-    """
-    return typing.cast(Event, _from_json(data, _EVENTS, "event"))
+    events: Annotated[tuple[Report | Accusation, ...], Meta(max_length=MAX_EVENTS)]
 
 
-def action_to_json(action: Action) -> dict[str, Any]:
-    """The action as a JSON object."""
-    return _to_json(action)
+class Answer(Message, frozen=True, omit_defaults=True):
+    """The sender's answer to `Greeting` and `Heard`: all orders that hold for the peer now."""
 
-
-def action_from_json(data: object) -> Action:
-    """The action that `action_to_json` wrote.
-
-    Raises:
-        WeightsError: not such an object, an unknown field, or a value out of range.
-    """
-    return typing.cast(Action, _from_json(data, _ACTIONS, "action"))
-
-
-def stats_to_json(stats: BroadcastStats) -> dict[str, Any]:
-    """Figures that a tracker has of one broadcast, as a JSON object."""
-    return dataclasses.asdict(stats)
-
-
-def stats_from_json(data: object) -> BroadcastStats:
-    """Parse what `stats_to_json` wrote.
-
-    Raises:
-        WeightsError: not such an object, an unknown field, or a value out of range.
-    """
-    if not isinstance(data, Mapping):
-        raise WeightsError(f"the figures of a broadcast are a JSON object, not a {type(data).__name__}")
-    return typing.cast(BroadcastStats, _message(BroadcastStats, data, "BroadcastStats"))
-
-
-def _to_json(message: Event | Action) -> dict[str, Any]:
-    return {"kind": type(message).__name__, **dataclasses.asdict(message)}
-
-
-def _from_json(data: object, kinds: Mapping[str, type], what: str) -> object:
-    if not isinstance(data, Mapping):
-        raise WeightsError(f"a tracker {what} is a JSON object, not a {type(data).__name__}")
-    kind = data.get("kind")
-    if not isinstance(kind, str) or kind not in kinds:
-        raise WeightsError(f"unknown tracker {what} {_shown(kind)}")
-    return _message(kinds[kind], {name: value for name, value in data.items() if name != "kind"}, kind)
-
-
-def _message(kind: type, data: Mapping[Any, Any], where: str) -> object:
-    expected = typing.get_type_hints(kind)
-    if data.keys() != expected.keys():
-        raise WeightsError(
-            f"{where}: expected the fields {sorted(expected)}, got {_shown(sorted(map(str, data)))}"
-        )
-    return kind(**{name: _value(data[name], form, f"{where}.{name}") for name, form in expected.items()})
-
-
-def _value(value: object, form: Any, where: str) -> object:
-    """`value` as the annotation `form` says, checked."""
-    if isinstance(form, types.UnionType):  # only `X | None` occurs
-        return None if value is None else _value(value, typing.get_args(form)[0], where)
-    if form is PublicationKey and isinstance(value, Mapping):
-        return _message(PublicationKey, value, where)
-    if form is bool and isinstance(value, bool):
-        return value
-    if form is int and type(value) is int and -1 <= value <= MAX_NUMBER:
-        return value
-    if form is float and type(value) in (int, float):
-        number = float(typing.cast(float, value)) if abs(typing.cast(float, value)) <= MAX_NUMBER else -1.0
-        if math.isfinite(number) and number >= 0:
-            return number
-    if form is str and isinstance(value, str) and len(value) <= MAX_TEXT:
-        return value
-    if form == Codec and value in _CODECS:
-        return value
-    if typing.get_origin(form) is tuple and isinstance(value, list | tuple):  # only tuple[X, ...] occurs
-        return tuple(_value(item, typing.get_args(form)[0], where) for item in value)
-    raise WeightsError(f"{where}: {_shown(value)} is out of range or of the wrong type")
-
-
-def _shown(value: object) -> str:
-    return repr(value)[:80]
+    orders: tuple[Action, ...] | None = None  # None: the peer must join first
+    join: bool = False  # the sender does not know the peer, which must join again

@@ -1,8 +1,8 @@
 """Plan of the chains: peer scores, the number of chains, their first plan, and their repair. Pure.
 
 ECHO-2, section 4.2 and appendix C.3. A chain is an ordered list of peers: the first, its seed, pulls from the
-sender, every other one from the peer before it. Peers that shall not forward hang on the tails, as leaves. So
-no peer has two parents, there is no cycle, and only a tail has more than one child, whatever is cut or moved.
+sender, every other one from the peer before it. A peer that must not forward is a leaf: it pulls from a tail.
+So no peer has two parents, and there is no cycle, after any cut or move.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from echo_planes.weights.chain.events import SENDER_ID
 
-MAX_CONSECUTIVE_FAILURES = 3  # more of them: no stability, and no forwarding any more
-FULL_STABILITY = 10  # successes for full marks
+MAX_CONSECUTIVE_FAILURES = 3  # with more, the stability score is 0 and the peer forwards no longer
+FULL_STABILITY = 10  # successes for the full stability score
 DECAY_WINDOW_S = 600.0
 MAX_DECAY = 0.3
 RATE_MEMORY = 0.7  # weight of the old mean when a new rate is measured
@@ -31,10 +31,10 @@ class PeerStats:
     num_successes: int = 0
     num_failures: int = 0
     consecutive_failures: int = 0
-    measured_s: float = 0.0  # when one of these last changed
+    measured_s: float = 0.0  # time of the last change of this record
 
     def after_success(self, rate_bytes_per_s: float, now_s: float) -> PeerStats:
-        """A broadcast went through; 0 as rate: it was too small to measure."""
+        """Return the record after a successful broadcast; rate 0: not measured, the mean stays."""
         old, new = self.rate_bytes_per_s, rate_bytes_per_s
         mean = RATE_MEMORY * old + (1 - RATE_MEMORY) * new if old and new else new or old
         return replace(
@@ -46,7 +46,7 @@ class PeerStats:
         )
 
     def after_failure(self, now_s: float) -> PeerStats:
-        """It died, fell silent, slowed or damaged bytes in the middle of a broadcast."""
+        """Return the record after a fault: silence, a slow hop, damaged bytes, or a starving child."""
         return replace(
             self,
             num_failures=self.num_failures + 1,
@@ -56,7 +56,7 @@ class PeerStats:
 
 
 def peer_score(peer: PeerStats, now_s: float) -> float:
-    """Decay (0.5 Speed + 0.35 Success + 0.15 Stability), 0 to 100 (ECHO-2, appendix C.3).
+    """Return Decay (0.5 Speed + 0.35 Success + 0.15 Stability), 0 to 100 (ECHO-2, appendix C.3).
 
     Speed is logarithmic from 1 kbit/s (0) to 100 Mbit/s (100). A peer without history counts as successful,
     of unknown speed.
@@ -72,23 +72,23 @@ def peer_score(peer: PeerStats, now_s: float) -> float:
 
 
 def num_chains(uplink_bytes_per_s: float, worker_bytes_per_s: float) -> int:
-    """N_ch = floor(B0 / Bw), at least 1 (ECHO-2, section 4.2). Both above 0."""
-    # An uplink of 300 Mbit/s holds three workers of 100, whatever the units' rounding did to the quotient.
+    """Return N_ch = floor(B0 / Bw), at least 1 (ECHO-2, section 4.2). Both rates are above 0."""
+    # The summand covers rounding: an uplink of 300 Mbit/s feeds three workers of 100.
     return max(1, math.floor(uplink_bytes_per_s / worker_bytes_per_s + 1e-9))
 
 
 def ideal_broadcast_s(
     payload_bytes: float, num_hops: int, chunk_bytes: float, rate_bytes_per_s: float, rtt_s: float
 ) -> float:
-    """M/B + H (C/B + RTT/2): seconds until the last of `num_hops` peers of a chain has it all."""
+    """Return M/B + H (C/B + RTT/2): seconds until the last of `num_hops` peers of a chain is complete."""
     return payload_bytes / rate_bytes_per_s + num_hops * (chunk_bytes / rate_bytes_per_s + rtt_s / 2)
 
 
 def plan_chains(peers: Iterable[PeerStats], count: int, now_s: float) -> list[list[str]]:
-    """At most `count` chains over all `peers`, best first.
+    """Return at most `count` chains over all `peers`.
 
-    The best `count` are seeds, the rest go round-robin in rank order; then each chain is grouped by region,
-    its seed's region first, so that it enters every region once.
+    The best `count` peers are seeds, and the rest follow round-robin by score. Each chain is then grouped by
+    region, its seed's region first, so that it enters every region once.
     """
     ranked = sorted(peers, key=lambda peer: (-peer_score(peer, now_s), peer.peer_id))
     chains = [ranked[start::count] for start in range(min(count, len(ranked)))]
@@ -96,12 +96,12 @@ def plan_chains(peers: Iterable[PeerStats], count: int, now_s: float) -> list[li
 
 
 def is_misplaced(chains: list[list[str]], scores: Mapping[str, float], margin: float) -> bool:
-    """Whether a peer's score beats by more than `margin` that of one nearer to the sender.
+    """Return whether a peer's score exceeds that of a peer nearer to the sender by more than `margin`.
 
-    A new place costs a cold connection: that all have become better alike is no reason for one. Peers without
-    a score, which do not forward, have no say.
+    Moving a peer costs a cold connection, so a rise that all scores share must not move any. Peers without a
+    score, which do not forward, do not count.
     """
-    worst = math.inf  # of those nearer to the sender
+    worst = math.inf  # score of the peers nearer to the sender
     for row in itertools.zip_longest(*chains):
         here = [scores[peer_id] for peer_id in row if peer_id in scores]
         if max(here, default=-math.inf) > worst + margin:
@@ -116,19 +116,19 @@ def _by_region(chain: list[PeerStats]) -> list[PeerStats]:
 
 
 def cancels(older_remaining_bytes: int, newer_bytes: int, *, newer_needs_older: bool) -> bool:
-    """Whether a peer shall give an older publication up for a newer one on the same link.
+    """Return whether a peer should give an older publication up for a newer one on the same link.
 
-    Only if the newer would be whole before the older: then whatever the learner's pace, the time until the
-    peer's next version only shrinks, and no tail starves. A patch's own base is never given up.
+    It should if the newer one would be whole first. Then the time until the peer's next version only shrinks
+    at any pace of the learner, and no tail starves. A peer never gives up the base of a newer patch.
     """
     return not newer_needs_older and newer_bytes < older_remaining_bytes
 
 
 class Topology:
-    """The chains as they are now, and the leaves on their tails.
+    """The present chains and leaves.
 
     Args:
-        regions: region of every peer that may ever be asked about; shared with the owner, who keeps it.
+        regions: region of each peer; the owner keeps it up to date.
     """
 
     def __init__(self, regions: Mapping[str, str]) -> None:
@@ -138,36 +138,37 @@ class Topology:
 
     @property
     def chains(self) -> list[list[str]]:
-        """A copy, seeds first."""
+        """Copy of the chains; each begins with its seed."""
         return [list(chain) for chain in self._chains]
 
     def __contains__(self, peer_id: str) -> bool:
         return peer_id in self._leaves or any(peer_id in chain for chain in self._chains)
 
     def parents(self) -> dict[str, str]:
-        """The parent of every peer, along the chains, then the leaves."""
+        """Return the parent of every peer: first those in chains, from seed to tail, then the leaves."""
         found = {peer: before for chain in self._chains for before, peer in _links(chain)}
         return found | self._leaves
 
     def is_leaf(self, peer_id: str) -> bool:
-        """Whether the peer hangs on a tail and forwards to nobody."""
+        """Return whether the peer is a leaf, which forwards to no peer."""
         return peer_id in self._leaves
 
     def set_plan(self, chains: list[list[str]], leaves: Iterable[str], refuges: Iterable[str] = ()) -> None:
-        """Replace everything. `refuges` are leaves of the sender itself."""
+        """Replace chains and leaves. `refuges` become leaves of the sender itself."""
         self._chains = [list(chain) for chain in chains if chain]
         self._leaves = dict.fromkeys(refuges, SENDER_ID)
         for leaf in leaves:
             self.hang(leaf)
 
     def take_in(self, peer_id: str) -> None:
-        """Make a peer a leaf of the sender itself, wherever it was."""
+        """Remove a peer from its place and make it a leaf of the sender itself."""
         self.remove(peer_id)
         self._leaves[peer_id] = SENDER_ID
 
     def append(self, peer_id: str, count: int) -> None:
-        """Add a peer behind a tail: of its own chain if there are fewer than `count`, else of a chain that
-        is among the shortest, preferably one that ends in the peer's region, or else was never there."""
+        """Add a peer that has no place as a tail: of a new chain if there are fewer than `count`, else of a
+        chain at most one peer longer than the shortest. The best such chain ends in the peer's region, the
+        next best never enters it."""
         if len(self._chains) < count:
             self._chains.append([peer_id])
             return
@@ -183,8 +184,8 @@ class Topology:
         min(self._chains, key=cost).append(peer_id)
 
     def hang(self, peer_id: str, avoid: str = "") -> None:
-        """Make a peer that has no place a leaf: on a tail other than `avoid`, else on the nearest peer
-        before it, else on the sender."""
+        """Make a peer that has no place a leaf: of a tail other than `avoid`; if there is none, of the peer
+        before `avoid`; without any chain, of the sender."""
         region = self._regions.get(peer_id, "")
         tails = [chain[-1] for chain in self._chains if chain[-1] != avoid]
         tails = tails or [before for chain in self._chains for before, peer in _links(chain) if peer == avoid]
@@ -195,7 +196,7 @@ class Topology:
         )
 
     def remove(self, peer_id: str) -> None:
-        """Cut a peer out: the next in its chain goes to the one before it, its leaves to other tails."""
+        """Cut a peer out: its successor in the chain follows its predecessor, its leaves move to tails."""
         self._leaves.pop(peer_id, None)
         for chain in self._chains:
             if peer_id in chain:

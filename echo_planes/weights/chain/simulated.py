@@ -1,12 +1,12 @@
-"""Broadcasts over simulated links, in virtual time: the real `Tracker`, and the rules that nodes follow.
+"""Simulation of broadcasts over links, in virtual time: the real `Tracker`, and the rules that nodes follow.
 
-The rules are those of the transport: a child pulls from the parent it was given; it gets every chunk that
-the parent has verified and it lacks, as soon as the parent has it, in that order; only sound chunks count and
-go on; a damaged one is asked for again; with a new parent, only what is missing is sent.
+The rules are those of the transport. A child pulls from its assigned parent. It receives every chunk that it
+lacks as soon as the parent has verified it, in that order. Nodes keep and forward only sound chunks, and
+request damaged ones again. A new parent sends only missing chunks.
 
-What is modelled: a rate up and a rate down per node (full duplex), the uplink shared fairly, chunk by chunk,
-by the connections that have something to send, half a round trip per hop, connecting in one and a half,
-back-pressure. Not modelled: TCP's slow start and losses, and the time that hashing takes.
+The model has, per node, an upload and a download rate (full duplex). Connections with pending chunks share
+the uplink fairly, chunk by chunk. A hop takes half a round trip, a new connection one and a half, and
+back-pressure applies. TCP's slow start and losses, and the time for hashing, are not modelled.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 from echo_planes.errors import RunError
@@ -38,7 +39,6 @@ from echo_planes.weights.chain.events import (
     Throttle,
     Tick,
 )
-from echo_planes.weights.chain.simulated_nodes import Link, Published, SimNode, SimSettings
 from echo_planes.weights.chain.tracker import Tracker, TrackerSettings
 from echo_planes.weights.wire.manifest import PublicationKey
 
@@ -46,8 +46,84 @@ MBIT = 1e6 / 8  # bytes/s
 RATE_WINDOW_S = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class SimSettings:
+    """Settings of the simulated network. Rates in bytes/s."""
+
+    uplink_bytes_per_s: float  # B0, of the sender
+    worker_bytes_per_s: float  # Bw, of every worker, up and down
+    rtt_s: float = 0.08
+    chunk_bytes: int = 256 * 1024
+    direct: bool = False
+    reports: bool = True  # False: no heartbeats, for faultless runs of hours
+    seed: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Published:
+    """One publication: chunks [start, stop) of the numbering over all publications."""
+
+    key: PublicationKey
+    number: int
+    start: int
+    stop: int
+    opened_s: float
+    complete_s: dict[str, float] = field(default_factory=dict)  # when each worker had it whole
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """One connection, with the chunks that the parent still has to send on it."""
+
+    parent: SimNode
+    child: SimNode
+    pending: deque[int] = field(default_factory=deque)
+    in_flight: int = 0
+    spacing_s: float = 0.0  # between chunks, when throttled
+    ready_s: float = 0.0  # earliest start of the next chunk
+    closed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class SimNode:
+    """The sender or one worker."""
+
+    name: str
+    region: str
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    have: set[int] = field(default_factory=set)  # chunks, numbered over all publications
+    counts: dict[int, int] = field(default_factory=dict)  # number of these chunks, by publication
+    links: list[Link] = field(default_factory=list)  # to its children
+    parent: Link | None = None
+    parent_id: str = ""
+    sending: bool = False
+    next_link: int = 0
+    down_free_s: float = 0.0
+    heard_s: float = 0.0  # last byte from the parent
+    dead: bool = False
+    cut_off: bool = False
+    damage_share: float = 0.0  # of the chunks it sends
+    damaged: dict[int, int] = field(default_factory=dict)  # by publication
+    arrivals: deque[float] = field(default_factory=deque)
+    cancelled: set[int] = field(default_factory=set)  # publications
+
+    @property
+    def reachable(self) -> bool:
+        """Whether bytes reach and leave the node."""
+        return not self.dead and not self.cut_off
+
+    def has(self, one: Published) -> bool:
+        """Return whether the node has the publication whole."""
+        return self.counts.get(one.number, 0) == one.stop - one.start
+
+    def is_done_with(self, one: Published) -> bool:
+        """Return whether the node has the publication whole, or has given it up."""
+        return one.number in self.cancelled or self.has(one)
+
+
 class BroadcastSim:
-    """One sender, some workers, a schedule of publications and faults.
+    """Simulation of one sender, workers, publications and faults.
 
     Args:
         settings: the network.
@@ -64,7 +140,7 @@ class BroadcastSim:
         }
         self.published: list[Published] = []
         self.actions: list[tuple[float, Action]] = []
-        self.num_sent = 0  # chunks, whatever became of them
+        self.num_sent = 0  # chunks, damaged and lost ones included
         self.num_damaged = 0
         self.num_duplicates = 0
         self._rng = random.Random(settings.seed)
@@ -81,7 +157,7 @@ class BroadcastSim:
         heapq.heappush(self._queue, (when_s, next(self._order), action))
 
     def join(self, name: str, region: str = "") -> None:
-        """A worker starts now."""
+        """Start a worker now."""
         rate = self.settings.worker_bytes_per_s
         self.nodes[name] = SimNode(name, region, rate, rate, heard_s=self.now_s)
         self._tell(PeerJoined(name, f"http://{name}", region))
@@ -89,20 +165,20 @@ class BroadcastSim:
             self.at(self.now_s + self._rng.uniform(0, REPORT_INTERVAL_S), partial(self._report, name))
 
     def publish(self, key: PublicationKey, num_chunks: int, source_bytes_per_s: float = math.inf) -> None:
-        """A publication starts now; its chunks become ready at the source's rate."""
+        """Start a publication now; its chunks become ready at the source's rate."""
         start = self.published[-1].stop if self.published else 0
         new = Published(key, len(self.published), start, start + num_chunks, self.now_s)
         self.published.append(new)
         size = self.settings.chunk_bytes
         self._tell(PublicationOpened(key, num_chunks * size))
-        if not self.settings.reports:  # a faultless run: the plan alone counts
+        if not self.settings.reports:  # without reports no node hears its assignment, so take the plan
             self._attach_all()
         step = 1 if source_bytes_per_s < math.inf else num_chunks
         for done in range(step, num_chunks + 1, step):
             self.at(self.now_s + done * size / source_bytes_per_s, partial(self._add, new, done, step))
 
     def kill(self, name: str) -> None:
-        """The process is gone; its connections break at once."""
+        """End a worker's process; its connections break at once."""
         node = self.nodes[name]
         node.dead = True
         self._detach(node)
@@ -110,46 +186,46 @@ class BroadcastSim:
             link.closed = True
 
     def cut_off(self, name: str) -> None:
-        """No byte reaches or leaves it; its connections stay open."""
+        """Cut a worker off: no byte reaches or leaves it, but its connections stay open."""
         self.nodes[name].cut_off = True
 
     def heal(self, name: str) -> None:
-        """It is reachable again; connections that stalled are made anew."""
+        """Make a worker reachable again; its stalled connections are replaced."""
         self.nodes[name].cut_off = False
         for node in self.nodes.values():
             if node.parent_id and name in (node.name, node.parent_id):
                 self._attach(node, node.parent_id)
 
     def slow(self, name: str, factor: float) -> None:
-        """Its uplink carries `factor` of what it did."""
+        """Multiply the rate of a worker's uplink by `factor`."""
         self.nodes[name].up_bytes_per_s *= factor
 
     def run(self, limit_s: float) -> None:
-        """Until every live worker has every publication that it has not given up.
+        """Run until every live worker has every publication that it has not given up.
 
         Raises:
-            RunError: not by `limit_s` of virtual time.
+            RunError: that is not the case by `limit_s` of virtual time.
         """
-        while not self.is_over():  # a few dozen comparisons, mostly one
+        while not self.is_over():
             if not self._queue or self._queue[0][0] > limit_s:
                 raise RunError(f"the broadcast is not over after {limit_s:.1f} s: {self._missing()}")
             self.step()
 
     def step(self) -> None:
-        """The next event."""
+        """Run the next event."""
         self.now_s, _, action = heapq.heappop(self._queue)
         action()
 
     def is_over(self) -> bool:
-        """Whether nobody misses anything."""
+        """Return whether every live worker has every publication that it has not given up."""
         return all(node.is_done_with(one) for one in self.published for node in self.workers())
 
     def workers(self) -> list[SimNode]:
-        """The workers that are up and connected."""
+        """Return the workers that are alive and not cut off."""
         return [node for node in self.nodes.values() if node.name != SENDER_ID and node.reachable]
 
     def seconds(self, number: int = 0, share: float = 1.0) -> float:
-        """From the opening of a publication until `share` of the live workers had it."""
+        """Return the seconds from the opening of a publication until `share` of the live workers had it."""
         one = self.published[number]
         times = sorted(one.complete_s[node.name] for node in self.workers())
         return times[math.ceil(len(times) * share) - 1] - one.opened_s
@@ -176,7 +252,7 @@ class BroadcastSim:
         self._send(node)
 
     def _send(self, node: SimNode) -> None:
-        """Start the next chunk on the uplink, if it is free and some child wants one."""
+        """Start the next chunk, if the uplink is free and a child lacks one."""
         if node.sending or not node.reachable:
             return
         for turn in range(len(node.links)):
@@ -212,7 +288,7 @@ class BroadcastSim:
     def _arrive(self, link: Link, chunk: int) -> None:
         parent, child = link.parent, link.child
         if link.closed or not child.reachable or not parent.reachable:
-            return  # nothing is acknowledged: an open connection stalls once its window is full
+            return  # without acknowledgements, an open connection stalls once its window is full
         link.in_flight -= 1
         child.heard_s = self.now_s
         if chunk in child.have:
@@ -233,7 +309,7 @@ class BroadcastSim:
             self._send(link.parent)
 
     def _attach(self, child: SimNode, parent_id: str) -> None:
-        """The child turns to another parent; sending begins when it has connected."""
+        """Move a child to another parent, which begins to send when the child has connected."""
         self._detach(child)
         child.parent_id, child.heard_s = parent_id, self.now_s
         self.at(self.now_s + 1.5 * self.settings.rtt_s, partial(self._connected, child, parent_id))
@@ -253,7 +329,7 @@ class BroadcastSim:
         self._fill(child.parent)
 
     def _fill(self, link: Link) -> None:
-        """Everything that the child lacks and the parent has, older publications first."""
+        """Queue every chunk that the child lacks and the parent has, older publications first."""
         link.pending = deque(
             chunk
             for chunk in sorted(link.parent.have - link.child.have)
@@ -294,7 +370,7 @@ class BroadcastSim:
         self.at(self.now_s + TICK_INTERVAL_S, self._tick)
 
     def accuse(self, name: str, by: str) -> None:
-        """The transport of `by` got altered bytes from its parent, again and again."""
+        """Report that `by` has received altered bytes from its parent `name` repeatedly."""
         self._tell(Accusation(name, by))
 
     def _report(self, name: str) -> None:
@@ -315,7 +391,7 @@ class BroadcastSim:
     def _report_of(self, node: SimNode, one: Published | None) -> Report:
         healthy = node.parent is not None and node.parent.parent.reachable and node.reachable
         if healthy:
-            node.heard_s = self.now_s  # its pings
+            node.heard_s = self.now_s  # the parent's pings
         while node.arrivals and node.arrivals[0] < self.now_s - RATE_WINDOW_S:
             node.arrivals.popleft()
         have = node.counts.get(one.number, 0) if one else 0
@@ -332,10 +408,11 @@ class BroadcastSim:
             parent_closed=parent is not None and parent.dead,
             complete=one is not None and node.has(one),
             installed_version=max((p.key.version for p in self.published if node.has(p)), default=-1),
+            staged_version=-1,
         )
 
     def _hear(self, report: Report) -> None:
-        """The sender's node hears a report and answers with the assignment."""
+        """Process a report at the sender's node, which answers with the assignment."""
         self._tell(report)
         assigned = self.tracker.assignment(report.peer_id)
         if assigned is not None:
@@ -347,7 +424,7 @@ class BroadcastSim:
         if node.reachable and node.parent_id != parent_id:
             self._attach(node, parent_id)
 
-    # --- small things -----------------------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------------
 
     def _publication(self, chunk: int) -> Published:
         return next(one for one in reversed(self.published) if one.start <= chunk)

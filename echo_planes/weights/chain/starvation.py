@@ -1,18 +1,17 @@
-"""Starvation of nodes: which lack what the learner has committed, and since when they get too little. Pure.
+"""Starvation of nodes: which lack a committed version, and since when they receive too little of it. Pure.
 
-A parent that wants to keep its child from the newest version need not be silent: it can ping, send old
-versions, open publications and cancel them, send byte after byte, or headers without their chunks, and report
-that it has everything. None of that counts here. What counts is the child's own word on verified bytes of
-publications that the sender's node itself knows and the child has not come to yet, each byte once.
+A parent that withholds the newest version need not be silent. It can ping, send old versions, open and cancel
+publications, send single bytes, or headers without their chunks, and report that it has everything. None of
+that counts here. Only verified bytes count that the child itself reports, each once, of publications that the
+sender's node knows and that are newer than the child's newest whole version.
 
-Those bytes buy time: one second for what a link must at least carry in a second, `FED_SHARE` of what links
-are known to carry. Who has used up its time, `limit_s` and what a few chunks take on the slowest link,
-starves. So a slow and honest parent is left alone down to that rate, which is documented rather than guessed
-where nothing is known of the links.
+A peer that lacks the newest version needs a least rate (`needed_bytes_per_s`). Each such byte advances the
+peer's clock by the time the byte takes at this rate. The peer starves when its clock is behind by more than
+`limit_s` plus the time of a few chunks at this rate. So an honest parent may be slow down to this rate.
 
-The fault lies at the hop where plenty ends. A parent that goes hungry itself, by its own word, is excused:
-its own parent is looked at first. It cannot hide so for long: its child's patience is twice as long then, and
-whoever goes on being hungry is moved itself.
+The tracker blames the hop at which the shortage begins. A parent that reports a shortage itself is excused
+first, so that its own parent is judged before it. That excuse is limited: its child then waits
+`EXCUSED_FOR` times as long, and a parent that remains starved is moved itself.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ from echo_planes.weights.chain.events import Report
 from echo_planes.weights.chain.hops import Peer
 from echo_planes.weights.wire.manifest import PublicationKey
 
-FED_SHARE = 0.1  # of the known rate of the links: whoever gets so much of what it lacks does not starve
-MAX_NEED_BYTES_PER_S = 10e6 / 8  # links that are shared or busy may be far below what they can carry
-MAX_KNOWN = 16  # newest publications that count: nodes keep fewer
-EXCUSED_SHARE = 0.5  # of its patience that a parent must have gone hungry to be excused
-EXCUSED_FOR = 2.0  # times as long its child waits then
+FED_SHARE = 0.1  # of the known rate of the links: a peer that receives this share does not starve
+MAX_NEED_BYTES_PER_S = 10e6 / 8  # a shared or busy link may carry far less than it can
+MAX_KNOWN = 16  # newest publications that count; nodes keep fewer
+EXCUSED_SHARE = 0.5  # of the patience: a parent that lacked bytes for longer is excused
+EXCUSED_FOR = 2.0  # factor on the child's patience while its parent is excused
 
 
 class Hunger:
-    """Follows the publications and the peers' own reports.
+    """Starvation clocks of the peers, from the publications and the peers' own reports.
 
     Args:
         peers: every known peer by id; owned by the tracker.
-        limit_s: without enough of what it lacks for so long, a peer starves.
+        limit_s: seconds with too few bytes until a peer starves.
         streams: connections per link, each of which carries a chunk of its own.
-        need_bytes_per_s: of what it lacks: less is too little.
+        need_bytes_per_s: least rate that a peer needs of the versions it lacks.
         cancelled: whether a peer was told to give a publication up.
     """
 
@@ -55,17 +54,17 @@ class Hunger:
         self._need_bytes_per_s = need_bytes_per_s
         self._cancelled = cancelled
         self._sizes: dict[PublicationKey, int] = {}  # payload bytes at the sender so far, oldest first
-        self._newest: PublicationKey | None = None  # committed
-        self._chunk_bytes = 0.0  # of the newest, on average
+        self._newest: PublicationKey | None = None  # newest committed publication
+        self._chunk_bytes = 0.0  # mean chunk size of the newest
 
     def grow(self, key: PublicationKey, num_bytes: int) -> None:
-        """The sender's node has so much of a publication."""
+        """Record that the sender's node has `num_bytes` of a publication."""
         self._sizes[key] = max(num_bytes, self._sizes.get(key, 0))
         while len(self._sizes) > MAX_KNOWN:
             del self._sizes[next(iter(self._sizes))]
 
     def commit(self, key: PublicationKey, payload_bytes: int, num_chunks: int, now_s: float) -> None:
-        """The learner has committed it: whoever has everything before begins to lack it now."""
+        """Record a commit; the clock of each peer that lacked nothing before starts now."""
         self.begin_anew((peer_id for peer_id in self._peers if not self.lacks(peer_id)), now_s)
         self.grow(key, payload_bytes)
         before = self._newest
@@ -74,18 +73,18 @@ class Hunger:
             self._chunk_bytes = payload_bytes / max(1, num_chunks)
 
     def lacks(self, peer_id: str) -> bool:
-        """Whether the peer lacks the newest committed version, and was not told to do without."""
+        """Return whether the peer lacks the newest committed version, and was not told to give it up."""
         newest = self._newest
         if newest is None or self._cancelled(peer_id, newest):
             return False
         return self._peers[peer_id].whole_version(newest.lineage) < newest.version
 
     def hear(self, event: Report, now_s: float) -> None:
-        """Enter a peer's report."""
+        """Record a peer's report."""
         peer, newest = self._peers[event.peer_id], self._newest
         if newest is None:
             return
-        # Without a key the installed version is of the newest lineage that the peer knows.
+        # Without a key, the installed version belongs to the newest lineage that the peer knows.
         if event.key is None or event.key.lineage == newest.lineage:
             complete = event.key.version if event.key is not None and event.complete else -1
             peer.came_to(newest.lineage, max(complete, event.installed_version, event.staged_version))
@@ -96,7 +95,7 @@ class Hunger:
             peer.fed_s = now_s
 
     def starves(self, peer_id: str, now_s: float) -> bool:
-        """Whether the peer is to get another parent."""
+        """Return whether the peer starves, so that it needs another parent."""
         patience_s, peer = self._patience_s(), self._peers[peer_id]
         hungry_s = self._hungry_s(peer_id, now_s)
         parent_hungry_s = self._hungry_s(peer.parent_id, now_s) if peer.parent_id in self._peers else 0.0
@@ -105,7 +104,7 @@ class Hunger:
         return hungry_s > patience_s
 
     def begin_anew(self, peer_ids: Iterable[str], now_s: float) -> None:
-        """Start these peers' starvation clocks anew: what they receive comes another way from now on."""
+        """Restart these peers' starvation clocks: they receive over another path from now on."""
         for peer_id in peer_ids:
             self._peers[peer_id].fed_s = now_s
 
@@ -128,7 +127,8 @@ class Hunger:
 
 
 def needed_bytes_per_s(known_bytes_per_s: float | None, least_bytes_per_s: float) -> float:
-    """Least rate that must reach a peer that lacks something; `least_bytes_per_s` where nothing is known."""
+    """Return the least rate at which a peer must receive what it lacks; `least_bytes_per_s` if no link's rate
+    is known."""
     if not known_bytes_per_s:
         return least_bytes_per_s
     return min(FED_SHARE * known_bytes_per_s, MAX_NEED_BYTES_PER_S)

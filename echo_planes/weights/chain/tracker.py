@@ -1,23 +1,25 @@
 """Tracker of the chains while publications travel: the sans-I/O core in the sender's node.
 
-Events come in, actions go out (`events`); the topology itself is `plan.Topology`. What repairs a
-chain, and when (ECHO-2, section 4.2 and appendix D):
+It takes events and returns actions (`events`); `plan.Topology` holds the chains. The tracker repairs a chain
+in these cases (ECHO-2, section 4.2 and appendix D):
 
-- a peer that was not heard of for `SILENCE_S` is lost: cut out, and back at a tail when it speaks again;
-- a hop that is silent or closed although both ends report, that is slow, or that keeps damaging bytes, is
-  dissolved: its parent becomes a leaf at a tail and its child goes to the peer before. If the child's next
-  hop is no better, then the child was at fault: it becomes the leaf and its former parent's record is clean;
-- the sender is never cut out: a slow seed is replaced once per broadcast, then the source itself is slow;
-- a peer that starves (`starvation`), whatever its parent says, goes to the peer before its parent, which
-  becomes a leaf; if it starves again, to the sender itself, whom all must trust, until it has everything. If
-  it starves even there, the fault is its own and its former parents' records are clean.
+- A peer without a report for `patience_s` is lost. The tracker cuts it out, and places it at a tail again
+  when it reports again.
+- A hop that is silent or closed although both ends report, that is slow, or that keeps damaging bytes, is
+  dissolved: the parent becomes a leaf, and the child moves to the peer before it. If the child's next hop is
+  no better, the child was at fault: it becomes a leaf, and its former parent's record is restored.
+- The sender is never cut out. A slow seed is replaced once per broadcast; after that the source itself is
+  slow.
+- When a peer starves (`starvation`), its parent becomes a leaf, whatever the parent reports, and the peer
+  moves to the one before. If it starves again, the sender feeds it until it lacks nothing. If it starves even
+  there, it is at fault itself, and the records of its former parents are restored.
 
-A child that accuses its parent of altering bytes can prove nothing: bytes carry the learner's signature, not
-the parent's, and the child could have altered them. So a word costs no more than any other bad hop: it is
-dissolved. `EXPELLING_CHILDREN` different children, whom the tracker itself had put there, are believed: the
-parent is out for `EXPELLED_S`. A child that accuses one parent after another is not believed at all.
+A child that accuses its parent of altering bytes cannot prove it: chunks carry the learner's signature, not
+the parent's, and the child could have altered them. So one accusation only dissolves the hop. Accusations by
+`EXPELLING_CHILDREN` different children, which the tracker chose, exclude the parent for `EXPELLED_S`. The
+tracker demotes a child that accuses a second parent.
 
-The order of the chains is renewed between publications only.
+The tracker reorders the chains between publications only.
 """
 
 from __future__ import annotations
@@ -71,43 +73,43 @@ from echo_planes.weights.chain.rates import ChainRates
 from echo_planes.weights.chain.starvation import Hunger, needed_bytes_per_s
 from echo_planes.weights.wire.manifest import PublicationKey
 
-CLOSED_S = 1.0  # a child has failed to connect to its parent for so long
-SLOW_REPORTS = 2  # in a row
-STALLED_S = 2 * TICK_INTERVAL_S  # between two events: this process itself stood still
-RERANK_MARGIN = 10.0  # points by which a peer must beat one nearer to the sender to renew the order
-FORGOTTEN_S = 600.0  # a lost peer
-STARVED_S = 4.0  # without enough of what it lacks, beyond what a few chunks take
+CLOSED_S = 1.0  # since the last byte of a parent without a connection, until the hop is repaired
+SLOW_REPORTS = 2  # in a row, until a slow hop is dissolved
+STALLED_S = 2 * TICK_INTERVAL_S  # a longer gap between two events means that this process did not run
+RERANK_MARGIN = 10.0  # points by which a peer must beat one nearer to the sender for a new order
+FORGOTTEN_S = 600.0  # without a report, until a lost peer's record is removed
+STARVED_S = 4.0  # without enough bytes, beyond the time of a few chunks
 LEAST_BYTES_PER_S = 1e6 / 8
-EXPELLING_CHILDREN = 3  # a few workers that conspire must not rule the fleet
+EXPELLING_CHILDREN = 3  # one or two colluding workers must not be able to exclude others
 EXPELLED_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class TrackerSettings:
-    """Rates in bytes/s; None: learnt from finished broadcasts (`chain_rates`)."""
+    """Settings of a tracker. Rates in bytes/s; None: learnt from finished broadcasts (`rates`)."""
 
     uplink_bytes_per_s: float | None = None  # B0, of the sender
     worker_bytes_per_s: float | None = None  # Bw, of one worker
     direct: bool = False  # every peer pulls from the sender
     gamma: float = 1.1  # T_bcast ends when the fraction 1/gamma of the peers has everything
     starved_s: float = STARVED_S
-    least_bytes_per_s: float = LEAST_BYTES_PER_S  # that counts as being fed, while no rate is known
+    least_bytes_per_s: float = LEAST_BYTES_PER_S  # a peer that receives less starves, while no rate is known
     streams_per_link: int = 2
 
 
 class Tracker:
-    """Owns the topology. Not for several threads.
+    """Owner of the topology and of the peers' records. Not thread-safe.
 
     Args:
-        settings: what is known of the links.
+        settings: known rates of the links, and limits.
     """
 
     def __init__(self, settings: TrackerSettings) -> None:
         self._settings = settings
         self._peers: dict[str, Peer] = {}
         self._regions: dict[str, str] = {}
-        self._dropped: dict[str, float] = {}  # until when
-        self._accused: dict[str, set[str]] = {}  # by whom
+        self._dropped: dict[str, float] = {}  # excluded peers: until when
+        self._accused: dict[str, set[str]] = {}  # accused peers: by which children
         self._topology = Topology(self._regions)
         self._broadcasts = Broadcasts(self._peers, self._topology, settings.gamma)
         self._rates = ChainRates(settings.uplink_bytes_per_s, settings.worker_bytes_per_s)
@@ -125,38 +127,38 @@ class Tracker:
     # --- asked by the sender's node ---------------------------------------------------------------
 
     def assignment(self, peer_id: str) -> Assign | None:
-        """Whom the peer shall pull from now; None: it is not known and must join (or was dropped)."""
+        """Return the peer's present parent; None: the peer is unknown and must join, or it was dropped."""
         peer = self._peers.get(peer_id)
         return self._assign(peer_id, peer.parent_id) if peer and peer.parent_id else None
 
     def cancelled(self, peer_id: str) -> list[PublicationKey]:
-        """The newest publications that the peer shall no longer ask for, also when nobody else does."""
+        """Return the newest publications that the peer must no longer request, closed ones included."""
         return self._broadcasts.cancelled(peer_id)
 
     def is_dropped(self, peer_id: str) -> bool:
-        """Whether the peer is out at present: nothing of it is listened to."""
+        """Return whether the peer is excluded at present: its messages have no effect."""
         return peer_id in self._dropped
 
     def parents(self) -> dict[str, str]:
-        """The parent of every live peer."""
+        """Return the parent of every live peer."""
         return self._topology.parents()
 
     def chains(self) -> list[list[str]]:
-        """The chains, seeds first, without the leaves."""
+        """Return the chains, each from seed to tail, without the leaves."""
         return self._topology.chains
 
     def stats(self, key: PublicationKey) -> BroadcastStats | None:
-        """Figures of a publication's broadcast; None for one that was never opened, or long ago."""
+        """Return the figures of a publication's broadcast; None if never opened, or no longer kept."""
         return self._broadcasts.stats(key)
 
     def all_stats(self) -> list[BroadcastStats]:
-        """Of all publications still known, oldest first."""
+        """Return the figures of all publications still known: closed ones first, then open ones."""
         return self._broadcasts.all_stats()
 
     # --- events -----------------------------------------------------------------------------------
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
-        """Take in one event; returns what is to be done about it, in order."""
+        """Process one event; return the actions to take, in order."""
         self._forgive_standstill(now_s)
         self._actions = []
         match event:
@@ -185,7 +187,7 @@ class Tracker:
         return self._actions
 
     def _forgive_standstill(self, now_s: float) -> None:
-        """Hold no peer silent for a time in which this process itself stood still."""
+        """Shift all peers' clocks by a gap in which this process did not run, so that none seems silent."""
         gap = now_s - self._now_s if self._now_s is not None else 0.0
         self._now_s = now_s
         if gap > STALLED_S:
@@ -204,7 +206,7 @@ class Tracker:
         self._place(event.peer_id)
 
     def _place(self, peer_id: str) -> None:
-        """Give a peer that has none a place at a tail."""
+        """Give a peer without a place one: as the sender's leaf, as another leaf, or behind a tail."""
         if self._peers[peer_id].refuge:
             self._topology.take_in(peer_id)
         elif self._peers[peer_id].rollout_only:
@@ -226,10 +228,10 @@ class Tracker:
     def _accuse(self, event: Accusation, now_s: float) -> None:
         child = self._peers.get(event.by)
         if child is None or event.peer_id not in self._peers or child.parent_id != event.peer_id:
-            return  # of its present parent alone it can know anything
+            return  # a child knows the bytes of its present parent alone
         accusers = self._accused.setdefault(event.peer_id, set())
         if any(event.by in others for accused, others in self._accused.items() if accused != event.peer_id):
-            # Whoever accuses one parent after another alters the bytes itself, or its memory does.
+            # A child that finds altered bytes at every parent alters them itself, or has faulty memory.
             for others in self._accused.values():
                 others.discard(event.by)
             self._demote(event.by, "accuses one parent after another of forgery")
@@ -299,7 +301,7 @@ class Tracker:
             child.slow_reports = 0
 
     def _is_slow_hop(self, child_id: str, child: Peer, now_s: float) -> bool:
-        # A leaf holds up nobody, and what feeds it has other children to feed first.
+        # A leaf delays no other peer, and it shares its parent's uplink with other children.
         exempt = self._settings.direct or self._topology.is_leaf(child_id) or child.throttled
         if exempt or child.settled(now_s) < WINDOW_S:
             return False
@@ -311,11 +313,11 @@ class Tracker:
         return is_slow(child.received, pairs, due, now_s)
 
     def _check_damage(self, child_id: str, child: Peer, damaged: int, sound: int, now_s: float) -> bool:
-        """Returns whether the hop was dissolved for it."""
+        """Throttle, release or dissolve a hop by its damaged chunks; return whether it was dissolved."""
         hop = child.on_chunks(now_s, damaged, sound)
         if hop == "hopeless":
             damaging = sum(peer.damaging_s is not None for peer in self._peers.values())
-            if 2 * damaging <= len(self._peers):  # else the network is bad, not a hop
+            if 2 * damaging <= len(self._peers):  # otherwise the network as a whole damages chunks
                 self._dissolve(child_id, "damages bytes", now_s)
                 return True
         if hop == "clean" and child.throttled:
@@ -335,14 +337,14 @@ class Tracker:
     # --- repair -----------------------------------------------------------------------------------
 
     def _lose(self, peer_id: str, now_s: float) -> None:
-        """Cut out a peer that nobody hears."""
+        """Cut out a peer that neither the tracker nor its children hear."""
         self._peers[peer_id].lost = True
         self._strike(peer_id, "falls silent in mid-broadcast", now_s)
         self._topology.remove(peer_id)
         self._reorder = True
 
     def _dissolve(self, child_id: str, fault: str, now_s: float) -> None:
-        """The hop to `child_id` is no good: one of its ends becomes a leaf at a tail."""
+        """Dissolve the hop to `child_id`: one of its ends becomes a leaf."""
         if self._settings.direct:
             return
         child = self._peers[child_id]
@@ -367,7 +369,7 @@ class Tracker:
             self._to_tail(child.parent_id, fault, now_s)
 
     def _feed_elsewhere(self, child_id: str, child: Peer, now_s: float) -> None:
-        """It starves where it is: to the peer before its parent, the second time to the sender."""
+        """Move a starving peer: to the peer before its parent, the second time to the sender."""
         parent_id = child.parent_id
         parent = self._peers.get(parent_id)
         child.fed_s = now_s
@@ -396,7 +398,7 @@ class Tracker:
         self._reorder = True
 
     def _strike(self, peer_id: str, why: str, now_s: float) -> None:
-        if self._broadcasts:  # else it disturbed nothing
+        if self._broadcasts:  # otherwise the fault disturbed no broadcast
             self._punish(peer_id, why, now_s)
 
     def _punish(self, peer_id: str, why: str, now_s: float) -> None:
@@ -410,7 +412,7 @@ class Tracker:
         if peer is None or peer.rollout_only or self._settings.direct:
             return
         demoted = sum(other.rollout_only for other in self._peers.values()) + 1
-        if 2 * demoted > len(self._peers):  # somebody has to forward
+        if 2 * demoted > len(self._peers):  # at least half of the peers must forward
             return
         peer.rollout_only = True
         if not peer.lost:
@@ -421,7 +423,8 @@ class Tracker:
     # --- order ------------------------------------------------------------------------------------
 
     def _book(self, broadcast: Broadcast, now_s: float) -> None:
-        """Remember how the peers did: at which rate each was received from, or received where it is last."""
+        """Record a success of each peer without a fault: at the rate of its child, or its own if it has none
+        that kept its parent."""
         fed = {parent: child for child, parent in self.parents().items()}
         for peer_id in self._broadcasts.taking_part(broadcast):
             peer, child = self._peers[peer_id], fed.get(peer_id, peer_id)
@@ -434,7 +437,7 @@ class Tracker:
         self._learn(broadcast)
 
     def _learn(self, broadcast: Broadcast) -> None:
-        """Learn the number of chains of the next plan; nothing where the fleet changed on the way."""
+        """Learn the number of chains of the next plan, unless the fleet changed meanwhile."""
         if self._settings.direct or self._reorder or any(peer.throttled for peer in self._peers.values()):
             return
         seeds = [peer_id for peer_id, parent_id in self.parents().items() if parent_id == SENDER_ID]
@@ -445,11 +448,11 @@ class Tracker:
             self._reorder = self._count() != before
 
     def _replan(self, now_s: float) -> None:
-        """Order the chains anew, where the fleet or its records have changed; never in mid-broadcast."""
+        """Reorder the chains if the fleet changed or a peer is misplaced; not called in mid-broadcast."""
         live = {peer_id: peer for peer_id, peer in self._peers.items() if not peer.lost}
         refuges = [peer_id for peer_id, peer in live.items() if peer.refuge]
         forwarding = [peer.stats for peer in live.values() if not (peer.rollout_only or peer.refuge)]
-        # As of when they were measured: that all records age is no reason to move anybody.
+        # Scores as of their measurement: ageing records alone must not move a peer.
         scores = {stats.peer_id: peer_score(stats, stats.measured_s) for stats in forwarding}
         if not self._reorder and not is_misplaced(self._topology.chains, scores, RERANK_MARGIN):
             return
@@ -459,10 +462,10 @@ class Tracker:
         self._reassign(now_s)
 
     def _reassign(self, now_s: float) -> None:
-        """Tell every peer whose parent is another one than it was told."""
+        """Assign every peer to its parent in the topology, where that has changed."""
         parents = self.parents()
         moved = {one for one, parent_id in parents.items() if self._peers[one].parent_id != parent_id}
-        if moved:  # whatever comes to a peer below comes another way as well
+        if moved:  # the peers below a moved one receive over another path, too
             below = (peer_id for peer_id in parents if moved & _line(peer_id, parents))
             self._hunger.begin_anew(below, now_s)
         for peer_id, parent_id in parents.items():
@@ -479,11 +482,11 @@ class Tracker:
 
     def _assign(self, peer_id: str, parent_id: str) -> Assign:
         address = "" if parent_id == SENDER_ID else self._peers[parent_id].address
-        return Assign(peer_id, parent_id, address)
+        return Assign(peer_id, parent_id, address, shown="")
 
 
 def _line(peer_id: str, parents: Mapping[str, str]) -> set[str]:
-    """A peer and all from whom it receives, directly or not."""
+    """Return a peer and its parents, up to but without the sender."""
     line: set[str] = set()
     while peer_id in parents and peer_id not in line:
         line.add(peer_id)

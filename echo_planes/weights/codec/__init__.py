@@ -1,4 +1,4 @@
-"""Codecs: what turns a state, or its difference from another, into bytes and back. `entry` is the way in.
+"""Codecs: encoders of a state, or of its difference from another, as bytes, and their decoders.
 
-In: tensors by name, as bits. Out: segments of encoded bytes, at most as many as declared, and the reverse.
+In: tensors by name, as bits. Out: segments of encoded bytes; and the reverse. Callers use `entry`.
 """

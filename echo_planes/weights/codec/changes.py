@@ -1,4 +1,4 @@
-"""Forms that codecs turn weights into and back: changes of tensors, and segments of encoded bytes."""
+"""Messages between codecs and their callers: changes of tensors, and segments of encoded bytes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Change:
     """New bits of part of one tensor."""
 
     name: str
-    start: int  # the first flat element concerned
+    start: int  # the first flat element, if `indices` is None; otherwise unused
     indices: IndexArray | None  # None: [start, start + len(values)); else flat positions, strictly rising
     values: BitArray  # new bits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Applied:
-    """A change that was written, and the bits it replaced, at the same positions."""
+    """A written change, and the bits that it replaced, in the same order as its values."""
 
     change: Change
     old: BitArray
@@ -39,12 +39,12 @@ class Applied:
 class EncodedSegment:
     """The next bytes of a payload."""
 
-    payload: ByteArray  # by itself decodable; of `full`, the next bytes of one safetensors file
-    changed: Mapping[str, int]  # changed elements by tensor, of this segment
+    payload: ByteArray  # decodable by itself; for `full`, the next bytes of one safetensors file
+    changed: Mapping[str, int]  # number of changed elements in this segment, by tensor
 
 
 def index_dtype(elements: int) -> str:
-    """The integer type that indexes a tensor of so many elements."""
+    """Return the integer type of positions in a tensor with this number of elements."""
     return "int32" if elements < 2**31 else "int64"
 
 
@@ -52,7 +52,7 @@ def apply(change: Change, bits: BitArray) -> None:
     """Write a change into the flat bits of its tensor.
 
     Raises:
-        WeightsError: it does not fit them; nothing was written.
+        WeightsError: the change does not fit the tensor; nothing was written.
     """
     _check_fit(change, bits)
     if change.indices is None:
@@ -62,7 +62,7 @@ def apply(change: Change, bits: BitArray) -> None:
 
 
 def exchange(change: Change, bits: BitArray) -> Applied:
-    """Write a change, and keep what it replaced (`undo`), in one pass over memory.
+    """Write a change, and return it with the bits that it replaced, in one pass over memory.
 
     Raises:
         WeightsError: as `apply`.
@@ -90,5 +90,5 @@ def _check_fit(change: Change, bits: BitArray) -> None:
 
 
 def undo(applied: Applied, bits: BitArray) -> None:
-    """Put back what a change replaced. Changes are undone in the opposite order of their writing."""
+    """Put back the bits that a change replaced. Undo changes in the reverse order of their writing."""
     apply(Change(applied.change.name, applied.change.start, applied.change.indices, applied.old), bits)

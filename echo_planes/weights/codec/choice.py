@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from echo_planes.cluster.clock import Clock
 from echo_planes.types import Codec
 from echo_planes.weights.codec.entry import Patcher, encode
+from echo_planes.weights.codec.table import BUNDLED
 from echo_planes.weights.digest import BitTensor
 
-PATCH_CODECS: tuple[Codec, ...] = ("compact", "fast", "overwrite")
 SAMPLE_BYTES = 4 * 1024**2
 MEASURE_EVERY = 50  # publications
-DEFAULT_RATE_BYTES_PER_S = 100e6 / 8  # a worker's wide-area link, until one was measured
-ROUNDS = 2  # the first compiles or loads what the second measures
+DEFAULT_RATE_BYTES_PER_S = 100e6 / 8  # assumed for a worker's wide-area link before the first measurement
+ROUNDS = 2  # the first round also compiles or loads the kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +26,13 @@ class CodecCost:
     payload_bytes: float
 
     def seconds(self, dense_bytes: int, rate_bytes_per_s: float) -> float:
-        """Encode, send over the slowest link, decode."""
+        """Return the seconds to encode, send at this rate and decode `dense_bytes` of weights."""
         per_byte_s = self.encode_s + self.payload_bytes / rate_bytes_per_s + self.decode_s
         return dense_bytes * per_byte_s
 
 
 def quickest(costs: Mapping[Codec, CodecCost], dense_bytes: int, rate_bytes_per_s: float) -> Codec:
-    """The codec with the least total time; `full` where no patch would be smaller than the weights."""
+    """Return the codec with the least total time; `full` if no patch would be smaller than the weights."""
     worth = {codec: cost for codec, cost in costs.items() if cost.payload_bytes < 1.0}
     if not worth:
         return "full"
@@ -43,7 +42,7 @@ def quickest(costs: Mapping[Codec, CodecCost], dense_bytes: int, rate_bytes_per_
 def measure(
     codec: Codec, base: Mapping[str, BitTensor], tensors: Mapping[str, BitTensor], clock: Clock
 ) -> CodecCost:
-    """Encode and decode a sample with one codec; the quicker of two rounds."""
+    """Return the cost of encoding and decoding a sample with one codec: the least of `ROUNDS` rounds."""
     old, new = _sample(base), _sample(tensors)
     dense_bytes = max(1, sum(tensor.nbytes for tensor in new.values()))
     rounds = []
@@ -62,23 +61,23 @@ def measure(
 
 
 class CodecChoice:
-    """Decides, for one publisher.
+    """Chooses the codec of each patch of one publisher.
 
     Args:
-        wanted: a codec by name, or auto.
-        clock: seconds.
+        wanted: name of a codec in the table, or "auto" for the quickest of the bundled ones.
+        clock: measures the costs.
     """
 
-    def __init__(self, wanted: Literal["auto", "compact", "fast", "overwrite"], clock: Clock) -> None:
+    def __init__(self, wanted: str, clock: Clock) -> None:
         self._wanted = wanted
         self._clock = clock
         self._costs: dict[Codec, CodecCost] = {}
         self._asked = 0
-        self.rate_bytes_per_s = DEFAULT_RATE_BYTES_PER_S  # of the slowest link; whoever measures it sets it
+        self.rate_bytes_per_s = DEFAULT_RATE_BYTES_PER_S  # of the slowest link; the learner sets it
 
     def codec(self, base: Mapping[str, BitTensor], tensors: Mapping[str, BitTensor]) -> Codec:
-        """For the patch from `base` to `tensors`. Samples the codecs anew every `MEASURE_EVERY` patches."""
-        candidates = PATCH_CODECS if self._wanted == "auto" else (self._wanted,)
+        """Return the codec for the patch from `base` to `tensors`; measure every `MEASURE_EVERY` patches."""
+        candidates = BUNDLED if self._wanted == "auto" else (self._wanted,)
         if self._asked % MEASURE_EVERY == 0:
             self._costs = {codec: measure(codec, base, tensors, self._clock) for codec in candidates}
         self._asked += 1
@@ -87,7 +86,7 @@ class CodecChoice:
 
 
 def _sample(tensors: Mapping[str, BitTensor]) -> dict[str, BitTensor]:
-    """The head of every tensor, `SAMPLE_BYTES` in all, or a few elements of each where they are many."""
+    """Return the first elements of every tensor, at least 16 of each: about `SAMPLE_BYTES` in all."""
     share = min(1.0, SAMPLE_BYTES / max(1, sum(tensor.nbytes for tensor in tensors.values())))
     sample = {}
     for name, tensor in tensors.items():

@@ -1,16 +1,16 @@
-"""Codec `compact`: changes counted within classes of magnitude, gaps and steps entropy coded by class.
+"""Codec `compact`: gaps within classes of old magnitude, and steps, entropy coded by class.
 
-Whether a weight changes depends on how large it is: in 16 bits an update below half a unit in the last place
-is absorbed (PULSE, section 3). The receiver holds the old weights, so both sides split them into up to six
-classes of old magnitude and count the unchanged weights between two changes within a class. A step is the
-difference of bit patterns modulo 2^16, mostly +-1; both are coded by `rans`, with tables for each class.
+Whether a weight changes depends on its magnitude: in 16 bits, rounding absorbs an update below half a unit in
+the last place (PULSE, section 3). Both sides have the old weights, so both split them into up to six classes
+of old magnitude. A gap is the number of unchanged weights of a class between two changes in that class. A
+step is the difference of bit patterns modulo 2^16, mostly +-1. `rans` codes both, with tables for each class.
 
-Exact for all 65,536 x 65,536 pairs by construction: the classes depend on old bits alone, which both sides
-have, and new = old + (new - old) modulo 2^16, whatever the bits mean as a number (zeros, infinities, NaNs).
+All 65,536 x 65,536 pairs of values are exact, whatever numbers the bits encode (zeros, infinities, NaNs): the
+classes depend only on old bits, and new = old + (new - old) modulo 2^16.
 
 Layout of the changes of a run's 16-bit elements: num_classes, the thresholds between them, the number of
-changes of each class (LEB128); then, for each class with changes, two streams of `rans`: gaps, and steps as
-zigzag numbers minus one.
+changes of each class (LEB128). Then, for each class with changes, two streams of `rans` follow: gaps, and
+steps as zigzag numbers minus one.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from echo_planes.weights.codec.layout import Reader, Section, put_number
 from echo_planes.weights.codec.rans import decode_numbers, encode_numbers
 from echo_planes.weights.digest import BitArray, BitTensor
 
-_SAMPLED = 1 << 17  # elements per segment that the classes are fitted on; of a full segment every 128th
-_SAMPLES_AHEAD = 8  # blocks fetched ahead: they lie far apart
-_MAX_GROUPS = 96  # of neighbouring keys: the fit takes the square of it
-_CLASS_BITS = 800.0  # about what a class's two tables and states cost
+_SAMPLED = 1 << 17  # elements per segment that the classes are fitted on; of a full segment every 128th block
+_SAMPLES_AHEAD = 8  # sampled blocks prefetched: they lie too far apart for the hardware prefetcher
+_MAX_GROUPS = 96  # groups of neighbouring keys; the fit's time grows with their square
+_CLASS_BITS = 800.0  # approximate size of a class's two tables and coder states, bits
 
 
 class ClassScan:
@@ -53,21 +53,21 @@ class ClassScan:
         self._thresholds, room = _fitted(base, tensors, run)
         self._gaps = np.empty((NUM_CLASSES, room), np.uint32)
         self._steps = np.empty((NUM_CLASSES, room), np.uint16)
-        self._free = room  # places left even if all elements scanned so far had changed in one class
+        self._free = room  # places left even if all elements since the last recount changed in one class
         self._counts = np.zeros(NUM_CLASSES, np.int64)
         self._passed = np.zeros(NUM_CLASSES + 1, np.uint64)
         self._following = np.zeros(NUM_CLASSES + 1, np.uint64)
 
     @property
     def count(self) -> int:
-        """Changes so far."""
+        """Number of changes so far."""
         return int(self._counts.sum())
 
     def scan(self, old: BitArray, new: BitArray, start: int, stop: int) -> None:
-        """Add the changes of [start, stop), which follows what was scanned before."""
+        """Add the changes of [start, stop), which follows the elements scanned before."""
         self._free -= stop - start
         if self._free < 0:
-            # So far every element was taken to have changed; now what really did is counted.
+            # `_free` assumes that every element changed: correct it by the actual counts.
             need = int(self._counts.max()) + stop - start
             if need > self._gaps.shape[1]:
                 self._gaps, self._steps = (_wider(part, 2 * need) for part in (self._gaps, self._steps))
@@ -86,7 +86,7 @@ class ClassScan:
         )
 
     def write(self, out: bytearray) -> None:
-        """Append all of it."""
+        """Append the thresholds and all changes to `out`, in the layout above."""
         used = self._thresholds[self._thresholds < NO_THRESHOLD].tolist()
         for number in (len(used) + 1, *used, *self._counts[: len(used) + 1].tolist()):
             put_number(out, number)
@@ -98,7 +98,7 @@ class ClassScan:
 
 
 class ClassSteps:
-    """The changes of a run's 16-bit elements as read from a segment, ready to be placed.
+    """The changes of a run's 16-bit elements, read from a segment, before their positions are known.
 
     Raises:
         WeightsError: damaged, or more changes than the run has elements.
@@ -146,7 +146,11 @@ class ClassSteps:
         count: int,
         write: bool,
     ) -> int:
-        """Report the changes of the next elements, [start, stop) of `bits`; returns the new count."""
+        """Find the changes of the next elements, [start, stop) of `bits`, as `kernels.apply_classes` does.
+
+        Returns:
+            The new count of changes in `indices`, `olds` and `news`.
+        """
         placed: int = kernels.apply_classes(
             bits,
             start,
@@ -166,7 +170,7 @@ class ClassSteps:
         return placed
 
     def end(self) -> None:
-        """All changes must have found their place.
+        """Check that every change was placed.
 
         Raises:
             WeightsError: some class has fewer elements than its gaps need.
@@ -178,7 +182,7 @@ class ClassSteps:
 def _fitted(
     base: Mapping[str, BitTensor], tensors: Mapping[str, BitTensor], run: Sequence[Section]
 ) -> tuple[Any, int]:
-    """Thresholds, shape (NUM_CLASSES - 1,) uint8, and room for the changes of one class, by a sample."""
+    """Fit thresholds, shape (NUM_CLASSES - 1,) uint8, to a sample. Return them, and room for one class."""
     elements = sum(section.size for section in run)
     stride = max(elements // _SAMPLED, 1)
     seen, changed = np.zeros((2, MAX_KEY + 1), np.float64)
@@ -208,7 +212,7 @@ def _fitted(
 def _sample(
     old: BitArray, new: BitArray, start: int, stop: int, stride: int, seen: Any, changed: Any
 ) -> None:
-    """Count elements and changes by key (`kernels.key_mask`), in every stride-th block of [start, stop)."""
+    """Count elements and changes by key (`kernels.key_mask`) in every `stride`-th block of [start, stop)."""
     for at in range(start, stop, BLOCK * stride):
         prefetch_block(old, at + _SAMPLES_AHEAD * BLOCK * stride)
         prefetch_block(new, at + _SAMPLES_AHEAD * BLOCK * stride)
@@ -220,7 +224,7 @@ def _sample(
 
 @kernel
 def _entropy(total: float, part: float) -> float:
-    """Bits to say which `part` of `total` elements changed."""
+    """Return the bits needed to tell which `part` of `total` elements changed."""
     bits = 0.0
     if 0.0 < part < total:
         rest = total - part
@@ -230,7 +234,7 @@ def _entropy(total: float, part: float) -> float:
 
 @kernel
 def _cuts(seen: Any, changed: Any, class_bits: float) -> Any:
-    """Groups that begin a class, chosen so that the bits of all classes are fewest: dynamic programming."""
+    """Return the groups that begin a class, by dynamic programming for the fewest bits of all classes."""
     num = seen.size
     best = np.full((NUM_CLASSES + 1, num + 1), np.inf)
     origin = np.zeros((NUM_CLASSES + 1, num + 1), np.int64)
@@ -256,7 +260,7 @@ def _cuts(seen: Any, changed: Any, class_bits: float) -> Any:
 
 @kernel
 def _zigzag(steps: Any) -> Any:
-    """1, -1, 2, -2, ... become 1, 0, 3, 2, ...: a step is never zero."""
+    """Map steps 1, -1, 2, -2, ... to 1, 0, 3, 2, ...; a step is never zero."""
     out = np.empty(steps.size, np.uint32)
     for i in range(steps.size):
         step = np.int64(np.int16(steps[i]))
@@ -266,7 +270,7 @@ def _zigzag(steps: Any) -> Any:
 
 @kernel
 def _unzigzag(values: Any, out: Any) -> Any:
-    """Whether all values are those of 16-bit steps."""
+    """Invert `_zigzag` into `out`. Return whether all values are those of 16-bit steps."""
     fine: Any = True
     for i in range(values.size):
         value = np.int64(values[i]) + 1

@@ -1,12 +1,12 @@
 """Codecs `full` and `overwrite`: new bits as safetensors bytes, which any state can take.
 
-A payload is hostile until proven: names, dtypes, shapes, sizes and index ranges are checked against the
-receiver's own specs, and what a decoder returns are views into the payload, so a lying header allocates
-nothing.
+Payloads are untrusted: decoders check names, dtypes, shapes, sizes and index ranges against the receiver's
+own specs. They return views into the payload, or into one copy of it, so a false header cannot cause a large
+allocation.
 
-A `full` payload is one ordinary safetensors file of every tensor, widest elements first, then by name; a
-segment is any piece of it that splits no element, the first one with the whole header. An `overwrite`
-segment is a safetensors file by itself. A changed tensor `name` has two entries in it, both of shape
+A `full` payload is one ordinary safetensors file of every tensor, widest elements first, then by name. A
+segment is any piece of it that splits no element; the first segment holds the whole header. An `overwrite`
+segment is a safetensors file by itself. It has two entries for a changed tensor `name`, both of shape
 (changes,): `name:indices` (flat, strictly increasing; int32, or int64 from 2^31 elements on) and
 `name:values` (the new elements).
 """
@@ -38,7 +38,7 @@ _LENGTH_BYTES = 8  # safetensors: the header's length, little-endian, before the
 _ALIGN = 8
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 _INDICES, _VALUES = ":indices", ":values"
-_BLOCK = 1 << 16  # elements written at once
+_BLOCK = 1 << 16  # elements in one part of `overwrite_pieces`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +50,7 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Elements [start, stop) of a tensor, from byte `at` of a piece of a file on."""
+    """Elements [start, stop) of a tensor, which begin at byte `at` of a piece of a file."""
 
     spec: TensorSpec
     start: int
@@ -58,25 +58,25 @@ class _Piece:
     at: int
 
     def of(self, data: ByteArray) -> BitArray:
-        """The elements as a view of the file's piece."""
+        """Return the elements as a view of the file's piece."""
         dtype = BIT_DTYPES[self.spec.dtype]
         return data[self.at : self.at + (self.stop - self.start) * dtype.itemsize].view(dtype)
 
 
 class FullFile:
-    """The safetensors file of a model's whole state, of which only the specs are known yet."""
+    """Layout of the safetensors file of a model's whole state, computed from the specs alone."""
 
     def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
-        # Widest elements first keeps every tensor aligned without padding, as safetensors itself does.
+        # Widest elements first, the order of safetensors itself, aligns every tensor without padding.
         self._order = sorted(specs.values(), key=lambda spec: (-BIT_DTYPES[spec.dtype].itemsize, spec.name))
         shapes = {spec.name: (spec.dtype, spec.shape) for spec in self._order}
         self.header, self.data_bytes = _header(shapes)
 
     def pieces(self, first: int, last: int) -> Iterator[_Piece]:
-        """The tensors' parts in bytes [first, last) of the data after the header.
+        """Yield the parts of tensors in bytes [first, last) of the data after the header.
 
         Raises:
-            WeightsError: an end of it splits an element.
+            WeightsError: `first` or `last` splits an element.
         """
         begin = 0
         for spec in self._order:
@@ -96,7 +96,7 @@ def encode_full(
     hasher: StateHasher | None,
     segment_bytes: int,
 ) -> Iterator[EncodedSegment]:
-    """The safetensors file of a state in pieces; `changed` counts against `base`, or everything."""
+    """Yield a state's safetensors file in segments. Without a base, every element counts as changed."""
     file = FullFile({name: tensor.spec(name) for name, tensor in tensors.items()})
     ahead = _CanonicalHash(tensors, hasher) if hasher else None
     step = max(segment_bytes // _ALIGN, 1) * _ALIGN
@@ -124,9 +124,9 @@ def encode_full(
 
 
 class _CanonicalHash:
-    """Digests a state in canonical order, so many bytes at a time, beside a file that is in its own order.
+    """Digest of a state in canonical order, advanced while the state's file is written in file order.
 
-    With elements of one width the two orders are the same, and what is digested was just copied.
+    If all elements have one width, the two orders are equal, and the hasher finds the bits in the cache.
     """
 
     def __init__(self, tensors: Mapping[str, BitTensor], hasher: StateHasher) -> None:
@@ -136,7 +136,7 @@ class _CanonicalHash:
         self._at = self._due = 0
 
     def advance(self, num_bytes: int) -> None:
-        """Digest the next bytes of the state, or up to one element more; less the next time then."""
+        """Digest the next `num_bytes`, rounded up to an element. The next call digests that much less."""
         self._due += num_bytes
         while self._due > 0:
             if self._at == self._bits.size:
@@ -161,10 +161,10 @@ class _CanonicalHash:
 
 
 def decode_full(segment: ByteArray, offset_bytes: int, specs: Mapping[str, TensorSpec]) -> list[Change]:
-    """The bits in a piece of the file, as views into it; the header must be the model's to the byte.
+    """Return the bits in a segment, as views into it, or into a copy if it is unaligned.
 
     Raises:
-        WeightsError: another header, or a piece that the file does not have.
+        WeightsError: a header other than the model's, byte for byte, or a piece outside the file.
     """
     file = FullFile(specs)
     lead = len(file.header)
@@ -193,11 +193,12 @@ def decode_full(segment: ByteArray, offset_bytes: int, specs: Mapping[str, Tenso
 
 
 def full_specs(segment: ByteArray, payload_bytes: int) -> dict[str, TensorSpec]:
-    """The tensors of a `full` payload, by the header that its first segment begins with; `decode_full` checks
-    it closely.
+    """Return the specs in a `full` payload's header, given its first segment.
+
+    The check here is coarse; `decode_full` compares the header byte for byte.
 
     Raises:
-        WeightsError: no such header, or sizes beyond those of the payload.
+        WeightsError: no such header, or tensors larger than the payload.
     """
     try:
         header, _ = _split(segment)
@@ -215,15 +216,15 @@ def full_specs(segment: ByteArray, payload_bytes: int) -> dict[str, TensorSpec]:
 
 
 def full_payload(tensors: Mapping[str, BitTensor]) -> ByteArray:
-    """A whole state as one safetensors file, shape (bytes,)."""
+    """Return a whole state as one safetensors file, shape (bytes,)."""
     return np.concatenate([part.payload for part in encode_full(None, tensors, None, SEGMENT_BYTES)])
 
 
 def overwrite_payload(changes: Iterable[Change], specs: Mapping[str, TensorSpec]) -> ByteArray:
-    """Changes as one `overwrite` segment, shape (bytes,).
+    """Return changes as one `overwrite` segment, shape (bytes,).
 
     Args:
-        changes: those of one tensor in order of their positions, which do not overlap.
+        changes: changes of one tensor must be in order of positions and must not overlap.
     """
     parts: dict[str, list[Change]] = {}
     for change in changes:
@@ -246,10 +247,10 @@ def _positions(change: Change, dtype: np.dtype[Any]) -> IndexArray:
 
 
 def decode_overwrite(segment: ByteArray, specs: Mapping[str, TensorSpec]) -> list[Change]:
-    """The changes of a segment, as views into it.
+    """Return the changes in a segment, as views into it, or into a copy if it is unaligned.
 
     Raises:
-        WeightsError: anything unknown, of another dtype or shape, out of range or out of order.
+        WeightsError: an unknown tensor, another dtype or shape, or positions out of range or out of order.
     """
     if segment.dtype == np.uint8 and segment.ndim == 1 and segment.size and segment.ctypes.data % _ALIGN:
         segment = segment.copy()
@@ -291,10 +292,10 @@ def _check_indices(name: str, indices: IndexArray, elements: int) -> None:
 def overwrite_pieces(
     positions: Mapping[str, IndexArray], state: Mapping[str, BitTensor]
 ) -> Iterator[ByteArray]:
-    """The bytes of `overwrite_payload` for the bits of a state at these positions, in small parts.
+    """Yield the bytes of `overwrite_payload` for a state's bits at these positions, in small parts.
 
     Args:
-        positions: flat, strictly rising, by tensor; of `index_dtype`, not empty.
+        positions: by tensor; flat, strictly rising, of `index_dtype`, not empty.
     """
     entries: dict[str, tuple[str, IndexArray, BitArray | None]] = {}
     for name, indices in positions.items():
@@ -311,7 +312,7 @@ def overwrite_pieces(
 
 
 def _in_order(itemsizes: Mapping[str, int]) -> list[str]:
-    """Entries of a file: widest elements first, which aligns them all, then by name."""
+    """Return the names of a file's entries in file order: widest elements first, then by name."""
     return sorted(itemsizes, key=lambda name: (-itemsizes[name], name))
 
 
@@ -329,7 +330,7 @@ def _pack(entries: Mapping[str, _Entry]) -> ByteArray:
 
 
 def _header(entries: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, int]:
-    """A file's first bytes, a multiple of 8, for entries (dtype, shape) in this order; and its data bytes."""
+    """Return a file's first bytes (a multiple of 8) for entries (dtype, shape), and the size of its data."""
     header: dict[str, Any] = {}
     offset = 0
     for name, (dtype, shape) in entries.items():
@@ -352,7 +353,7 @@ def _unpack(payload: ByteArray) -> dict[str, _Entry]:
             start, stop = fields["data_offsets"]
             if not all(type(n) is int and n >= 0 for n in (*shape, start, stop)):
                 raise WeightsError(f"payload entry {name!r} has sizes that are no counts")
-            # Entries must tile the data without gap or overlap: then all together are no larger than it.
+            # Entries must tile the data without gap or overlap, so that together they are no larger than it.
             if (
                 start != covered
                 or stop > data.size

@@ -1,13 +1,13 @@
 """Codec `fast`: gap bytes and step nibbles under zstd; a decoder touches the changed cache lines only.
 
-The changes of a run are numbered through all its tensors of one width. A gap is the number of unchanged
-elements before a change, as one byte below 255, or bytes of 255 that count 255 each and then the rest. A
-step is the difference of bit patterns, new - old modulo 2^16, so that every pair of values is exact: what
-was subtracted is added again. Steps of -7..7 are nibbles, two a byte; nibble 8 refers to a list of bytes for
--127..127 in which 128 refers to two bytes more, the step itself.
+Positions are counted through all tensors of one width in a run. A gap is the number of unchanged elements
+before a change: one byte below 255, after one byte of 255 for each full 255. A step is the difference of bit
+patterns, new - old modulo 2^16, so that every pair of values is exact. Steps of -7..7 are nibbles, two a
+byte. Nibble 8 refers to a list of bytes for steps of -127..127. Byte 128 in that list is followed by two
+bytes with the step itself.
 
-Elements of 32 bits use the same gaps, and their steps modulo 2^32 as four planes of bytes; `compact` writes
-them so too: masters in float32 are not what travels in quantity.
+Elements of 32 bits use the same gaps; their steps modulo 2^32 are four planes of bytes. `compact` writes them
+in the same way, because float32 weights are rare.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from echo_planes.weights.codec.kernels import kernel
 from echo_planes.weights.codec.layout import Reader, put_number
 from echo_planes.weights.digest import BitArray
 
-_LEVEL = 1  # of zstd: its speed counts here
-_SKIP = 255  # a gap byte that only counts
-_ESCAPE, _LONG = 8, 128  # a nibble, and a byte, that refer to something longer
-_FRAME_SLACK = 1024  # a zstd frame of incompressible bytes is a little larger than they are
+_LEVEL = 1  # zstd level: speed matters more than size here
+_SKIP = 255  # a gap byte that the next byte continues
+_ESCAPE, _LONG = 8, 128  # the nibble, and the byte, that refer to a longer form
+_FRAME_SLACK = 1024  # bytes that zstd may add to incompressible data
 
 
 class Found:
@@ -40,7 +40,7 @@ class Found:
         self.count = 0
 
     def scan(self, old: BitArray, new: BitArray, start: int, stop: int) -> None:
-        """Add the changes of [start, stop), which follows what was scanned before."""
+        """Add the changes of [start, stop), which follows the elements scanned before."""
         need = self.count + stop - start
         if need > self._where.size:
             self._where, self._steps = (
@@ -58,12 +58,12 @@ class Found:
 
     @property
     def steps(self) -> BitArray:
-        """new - old, shape (count,)."""
+        """Steps new - old, shape (count,)."""
         return self._steps[: self.count]
 
 
 def write_steps(out: bytearray, where: Any, steps: BitArray) -> None:
-    """Append changes: their number, then, if there are any, gaps and steps as zstd frames."""
+    """Append changes: their number and, if it is not 0, their gaps and steps as zstd frames."""
     num = where.size
     put_number(out, num)
     if not num:
@@ -81,10 +81,10 @@ def write_steps(out: bytearray, where: Any, steps: BitArray) -> None:
 
 
 def read_steps(reader: Reader, elements: int, dtype: np.dtype[Any]) -> tuple[Any, BitArray]:
-    """The changes of a run of so many elements: positions (uint32, rising, inside it) and steps.
+    """Return the changes of a run of `elements` elements: positions (uint32, rising, within it) and steps.
 
     Raises:
-        WeightsError: damaged, or more than the run can have.
+        WeightsError: damaged, or more changes than elements.
     """
     num = reader.number(elements, "number of changes")
     room, steps = np.empty(num + 1, np.uint32), np.empty(num, dtype)
@@ -119,13 +119,13 @@ def _put_frame(out: bytearray, data: ByteArray) -> None:
 
 
 def _frame(reader: Reader, least: int, most: int, what: str) -> ByteArray:
-    """Contents of a zstd frame: its size is known and bounded before anything is decompressed."""
+    """Return the contents of a zstd frame of `least` to `most` bytes, checked before decompression."""
     size = reader.number(most, f"size of {what}")
     packed = reader.take(reader.number(most + _FRAME_SLACK, f"packed size of {what}"), what)
     if size < least:
         raise WeightsError(f"segment: {what} are {size} bytes, at least {least} are needed")
     try:
-        # Room is made by the size that the frame itself declares, so that is looked at first.
+        # zstd allocates by the size that the frame declares, so check that size first.
         declared = zstandard.frame_content_size(packed)
         if declared != size:
             raise WeightsError(f"segment: {what} do not decompress: a frame of {declared} bytes, not {size}")
@@ -137,7 +137,7 @@ def _frame(reader: Reader, least: int, most: int, what: str) -> ByteArray:
 
 @kernel
 def _pack_gaps(where: Any, out: Any) -> Any:
-    """Returns the bytes used."""
+    """Write the gaps between positions to `out`. Return the number of bytes used."""
     at, following = 0, np.int64(0)
     for i in range(where.size):
         position = np.int64(where[i])
@@ -154,11 +154,14 @@ def _pack_gaps(where: Any, out: Any) -> Any:
 
 @kernel
 def _unpack_gaps(gaps: Any, elements: int, where: Any) -> Any:
-    """Whether the gaps made exactly where.size - 1 positions below `elements`; the last place is spare."""
+    """Fill `where`, whose last place is spare, with the positions that the gaps lead to.
+
+    Return whether they are exactly where.size - 1 positions below `elements`.
+    """
     most = where.size - 1
     count, position = np.int64(0), np.int64(0)
     for i in range(gaps.size):
-        # Without a branch, which would go wrong at every byte that only counts.
+        # Branch-free, because the CPU would mispredict a branch at every byte of 255.
         gap = np.int64(gaps[i])
         position += gap
         where[min(count, most)] = position
@@ -170,7 +173,7 @@ def _unpack_gaps(gaps: Any, elements: int, where: Any) -> Any:
 
 @kernel
 def _pack_steps(steps: Any, nibbles: Any, escapes: Any) -> Any:
-    """Returns the bytes of `escapes` used. `nibbles` is zero before."""
+    """Write steps to `nibbles`, which must be zero, and `escapes`. Return the bytes of `escapes` used."""
     at = 0
     for i in range(steps.size):
         step = np.int64(np.int16(steps[i]))
@@ -190,7 +193,7 @@ def _pack_steps(steps: Any, nibbles: Any, escapes: Any) -> Any:
 
 @kernel
 def _unpack_steps(nibbles: Any, escapes: Any, steps: Any) -> Any:
-    """Whether `escapes` held exactly what the nibbles refer to."""
+    """Fill `steps`. Return whether `escapes` holds exactly the steps that the nibbles refer to."""
     at, num = 0, escapes.size
     for i in range(steps.size):
         code = np.int64((nibbles[i >> 1] >> (4 * (i & 1))) & 15)

@@ -1,11 +1,11 @@
-"""Scans over bit patterns at memory speed: what the codecs do per element, compiled.
+"""Compiled loops of the codecs: scans over bit patterns at memory speed.
 
-Weights are looked at in blocks of 64 elements, whose properties ("changed", "at least this magnitude") are
-64-bit masks. The mask operations are written as LLVM vector code of no particular machine, since plain loops
-reach a quarter of the speed; LLVM makes AVX-512, AVX2, SSE2 or NEON of them. Only the search for the n-th set
-bit has two forms, because its one-instruction form (`pdep`) exists on x86 with BMI2 alone.
+Scans work on blocks of 64 elements. The properties of a block's elements ("changed", "at least this
+magnitude") are 64-bit masks. The mask operations are machine-independent LLVM vector code, because plain
+loops reach a quarter of the speed; LLVM compiles them to AVX-512, AVX2, SSE2 or NEON. Only the search for the
+n-th set bit has two forms, because its one-instruction form (`pdep`) exists only on x86 with BMI2.
 
-Vector operations and what is made of them share this file: numba's cache notices changes by file.
+Vector operations and their callers share this file, because numba's cache detects changes by file.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from echo_planes.weights.digest import BitArray
 
 BLOCK = 64  # elements per mask
 NUM_CLASSES = 6  # magnitude classes of `compact`; unused ones are empty
-MAGNITUDE = 0x7FFF  # of a 16-bit float: all but the sign
-KEY_SHIFT, MAX_KEY, NO_THRESHOLD = 6, 255, 255  # no key is above the last
+MAGNITUDE = 0x7FFF  # mask of a 16-bit float without its sign
+KEY_SHIFT, MAX_KEY, NO_THRESHOLD = 6, 255, 255  # no key is above NO_THRESHOLD
 _BITS = ir.IntType(64)
 _ZERO, _ONE = np.uint64(0), np.uint64(1)
-NEVER = 1 << 62  # `left` of a class without a further change: more than any tensor has elements
+NEVER = 1 << 62  # `left` of a class without further changes; larger than any tensor
 _NEVER = np.uint64(NEVER)
-_FAR = 2048  # elements by which scans fetch ahead: hardware stops at pages and at mispredicted branches
+_FAR = 2048  # elements prefetched ahead: hardware prefetching stops at pages and mispredicted branches
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def kernel(function: _Function) -> _Function:
-    """Compile at the first call, keep the result on disk (NUMBA_CACHE_DIR or the user's cache folder)."""
+    """Compile at the first call; keep the result on disk (NUMBA_CACHE_DIR or the user's cache folder)."""
     return cast(_Function, njit(cache=True, nogil=True, error_model="numpy")(function))
 
 
@@ -62,7 +62,7 @@ def _splat(builder: Any, scalar: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def changed_mask(typing: Any, old: Any, new: Any, at: Any) -> Any:
-    """Bit i: old[at + i] != new[at + i]."""
+    """Return a mask; bit i: old[at + i] != new[at + i]."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         left = _load_block(context, builder, old, args[0], args[2])
@@ -74,10 +74,10 @@ def changed_mask(typing: Any, old: Any, new: Any, at: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def key_mask(typing: Any, bits: Any, at: Any, threshold: Any) -> Any:
-    """Bit i: the key of bits[at + i] is above `threshold`.
+    """Return a mask; bit i: the key of bits[at + i] is above `threshold`.
 
-    A key is a magnitude by half octaves (exponent and one bit more), at most 255. Keys are bytes, so that a
-    whole block of them is one AVX-512 register, compared by one instruction.
+    A key is the upper 9 bits of a magnitude, at most 255; for bfloat16 it counts half octaves (exponent and
+    one more bit). Keys are bytes, so that one AVX-512 register and instruction compare a whole block.
     """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -95,13 +95,13 @@ def key_mask(typing: Any, bits: Any, at: Any, threshold: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def popcount(typing: Any, mask: Any) -> Any:
-    """Number of bits that are set."""
+    """Return the number of set bits."""
     return types.uint64(types.uint64), lambda context, builder, signature, args: builder.ctpop(args[0])
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def lowest(typing: Any, mask: Any) -> Any:
-    """The position of the lowest set bit of a mask that has one."""
+    """Return the position of the lowest set bit; the mask must not be 0."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
@@ -111,7 +111,7 @@ def lowest(typing: Any, mask: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def bit_length(typing: Any, value: Any) -> Any:
-    """The position of the highest set bit, plus one, of a value that has one."""
+    """Return the position of the highest set bit, plus one; the value must not be 0."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.sub(_BITS(64), builder.ctlz(args[0], ir.Constant(ir.IntType(1), 1)))
@@ -131,7 +131,7 @@ def _fetch(context: Any, builder: Any, kind: Any, args: Any, num_bytes: int, wri
 
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch(typing: Any, array: Any, at: Any) -> Any:
-    """Fetch the cache line of array[at] for writing."""
+    """Prefetch the cache line of array[at] for writing."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _fetch(context, builder, array, args, 1, 1)
@@ -141,7 +141,7 @@ def prefetch(typing: Any, array: Any, at: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch_block(typing: Any, array: Any, at: Any) -> Any:
-    """Fetch the cache lines of a block for reading; it may lie beyond the end."""
+    """Prefetch the cache lines of a block for reading. The block may lie beyond the array's end."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _fetch(context, builder, array, args, BLOCK * array.dtype.bitwidth // 8, 0)
@@ -162,7 +162,7 @@ def _deposit(typing: Any, source: Any, mask: Any) -> Any:
 
 @kernel
 def nth_bit_portable(mask: Any, n: Any) -> Any:
-    """The mask of the n-th set bit (from 0) of a mask that has more than n."""
+    """Return a mask of the n-th set bit (from 0); the mask must have more than n."""
     for _ in range(n):
         mask &= mask - _ONE
     return mask & (_ZERO - mask)
@@ -170,7 +170,7 @@ def nth_bit_portable(mask: Any, n: Any) -> Any:
 
 @kernel
 def nth_bit_deposit(mask: Any, n: Any) -> Any:
-    """`nth_bit_portable` in one instruction, where there is one."""
+    """Return the same as `nth_bit_portable`, in one instruction of x86 with BMI2."""
     return _deposit(_ONE << n, mask)
 
 
@@ -194,7 +194,7 @@ def find_changes(
 ) -> Any:
     """Append the changes in [start, stop) to `where` (origin + position) and `steps` (new - old, modulo).
 
-    `start` is a multiple of 64, or the caller accepts blocks that begin there. Returns the new count.
+    Return the new count. The caller provides room for stop - start more changes.
     """
     at: Any = start
     while at + BLOCK <= stop:
@@ -218,7 +218,7 @@ def find_changes(
 
 @kernel
 def count_changes(old: BitArray, new: BitArray, start: int, stop: int) -> Any:
-    """Number of elements of [start, stop) that differ."""
+    """Return the number of elements in [start, stop) that differ."""
     count: Any = 0
     at: Any = start
     while at + BLOCK <= stop:
@@ -237,7 +237,7 @@ def _emit_changes(
     mask: Any, old: BitArray, new: BitArray, at: Any, kinds: Any, members: Any, before: Any, following: Any,
     gaps: Any, steps: Any, counts: Any,
 ) -> None:  # fmt: skip
-    """Append the changes of a block, given which of its elements each class has and how many came before."""
+    """Append the changes of a block, given each class's elements in it (`members`) and `before` it."""
     while mask:
         bit = lowest(mask)
         mask &= mask - _ONE
@@ -258,7 +258,7 @@ def _scan_blocks(
     old: BitArray, new: BitArray, start: int, stop: int, thresholds: Any, kinds: Any, passed: Any,
     following: Any, gaps: Any, steps: Any, counts: Any,
 ) -> None:  # fmt: skip
-    """`scan_classes` of whole blocks. No array is bound anew in the loop: numba would count references."""
+    """Do `scan_classes` for whole blocks. The loop binds no arrays: numba would count references."""
     t1, t2, t3, t4, t5 = thresholds[0], thresholds[1], thresholds[2], thresholds[3], thresholds[4]
     p0, p1, p2, p3, p4, p5 = passed[0], passed[1], passed[2], passed[3], passed[4], passed[5]
     members, before = np.zeros(NUM_CLASSES, np.uint64), np.zeros(NUM_CLASSES, np.uint64)
@@ -293,18 +293,18 @@ def scan_classes(
         passed, following: shape (NUM_CLASSES + 1,) uint64, zero at first: the state between calls.
             passed[k] counts elements of class k and above; following[k] is the rank in class k after its
             latest change.
-        gaps, steps: shape (NUM_CLASSES, room) uint32, uint16. How many elements of the class lie between a
-            change and the one before, and new - old modulo 2^16. There is room for stop - start more.
-        counts: shape (NUM_CLASSES,) int64, how many of each there are.
+        gaps, steps: shape (NUM_CLASSES, room) uint32, uint16. Number of elements of the class between a
+            change and the one before, and new - old modulo 2^16; with room for stop - start more.
+        counts: shape (NUM_CLASSES,) int64, number of changes in each class.
     """
     whole = (stop - start) // BLOCK * BLOCK + start
-    kinds = np.zeros((MAGNITUDE >> KEY_SHIFT) + 1, np.uint8)  # class by magnitude in half octaves
+    kinds = np.zeros((MAGNITUDE >> KEY_SHIFT) + 1, np.uint8)  # class by the upper 9 bits of the magnitude
     for threshold in thresholds:
         if threshold < NO_THRESHOLD:
             kinds[np.int64(threshold) + 1 :] += np.uint8(1)
     _scan_blocks(old, new, start, whole, thresholds, kinds, passed, following, gaps, steps, counts)
     if whole < stop:
-        # Padding is zero, so it never changed; its keys are above no threshold.
+        # The padding is zero in both, so it has no changes; its keys are above no threshold.
         last_old, last_new = np.zeros(BLOCK, np.uint16), np.zeros(BLOCK, np.uint16)
         last_old[: stop - whole], last_new[: stop - whole] = old[whole:stop], new[whole:stop]
         _scan_blocks(last_old, last_new, 0, BLOCK, thresholds, kinds, passed, following, gaps, steps, counts)
@@ -315,9 +315,9 @@ def scan_classes(
 def _take_class(
     mask: Any, kind: int, ahead: Any, cursors: Any, ends: Any, gaps: Any, steps: Any, pending: Any
 ) -> Any:
-    """The changed bits of one class in a block, by its mask, and the elements then ahead of the next change.
+    """Find the changes of one class in a block; `mask` holds the block's elements of that class.
 
-    Their steps go to pending[bit].
+    Write their steps to pending[bit]. Return their mask, and the class's elements before its next change.
     """
     num = popcount(mask)
     found = _ZERO
@@ -337,7 +337,7 @@ def _apply_blocks(
     bits: BitArray, start: int, stop: int, shift: int, valid: Any, thresholds: Any, left: Any, cursors: Any,
     ends: Any, gaps: Any, steps: Any, indices: Any, olds: Any, news: Any, count: Any, write: bool,
 ) -> Any:  # fmt: skip
-    """`apply_classes` of whole blocks, with the valid bits of each; positions are reported plus `shift`."""
+    """Do `apply_classes` for the `valid` elements of whole blocks; add `shift` to reported positions."""
     t1, t2, t3, t4, t5 = thresholds[0], thresholds[1], thresholds[2], thresholds[3], thresholds[4]
     l0, l1, l2, l3, l4, l5 = left[0], left[1], left[2], left[3], left[4], left[5]
     pending = np.zeros(BLOCK, np.uint16)
@@ -370,12 +370,12 @@ def apply_classes(
     bits: BitArray, start: int, stop: int, thresholds: Any, left: Any, cursors: Any, ends: Any, gaps: Any,
     steps: Any, indices: Any, olds: Any, news: Any, count: Any, write: bool,
 ) -> Any:  # fmt: skip
-    """The opposite of `scan_classes`: report the changes of [start, stop), and write them if asked to.
+    """Invert `scan_classes`: report the changes of [start, stop), and write them if `write`.
 
     Args:
         left: shape (NUM_CLASSES,) uint64, elements of each class before its next change (NEVER: none).
-        cursors, ends: shape (NUM_CLASSES,), where the class's next change lies in `gaps` and `steps`, and
-            where its changes end.
+        cursors, ends: shape (NUM_CLASSES,), index in `gaps` and `steps` of the class's next change, and of
+            the end of its changes.
         indices, olds, news: filled from `count` on, in order of position.
 
     Returns:

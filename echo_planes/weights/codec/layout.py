@@ -1,8 +1,8 @@
 """Coverage of a segment: a run of elements in canonical order (tensors by name, elements in C order).
 
-A segment of the coded kinds (`compact`, `fast`) begins with a header that says its run, so that it can be
-read by itself: b"EP", format version, codec (u8 each), then first tensor, first element, last tensor, end
-element (LEB128 numbers; tensors counted in order of names). Tensors in between are covered wholly.
+A segment of a codec other than `overwrite` and `full` begins with a header that names its run, so that it can
+be read by itself: b"EP", format version, codec (u8 each), then first tensor, first element, last tensor, end
+element (LEB128 numbers; tensors counted in order of names). The run covers tensors in between wholly.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from typing import Any
 import numpy as np
 
 from echo_planes.errors import WeightsError
-from echo_planes.types import ByteArray, Codec, TensorSpec
+from echo_planes.types import ByteArray, TensorSpec
 from echo_planes.weights.digest import BIT_DTYPES
 from echo_planes.weights.wire.manifest import SEGMENT_BYTES
 
-SLICE_BYTES = 256 * 1024  # scanned, then digested while they are in the cache
+SLICE_BYTES = 256 * 1024  # fits the cache, so that a slice is scanned and digested in one pass over memory
 _MAGIC = b"EP"
 _FORMAT = 1
-_CODES: dict[Codec, int] = {"compact": 1, "fast": 2}
-_CUT = 64  # a tensor is cut at multiples of this many elements: the scans' block
+_CUT = 64  # runs cut a tensor at multiples of the scans' block, in elements
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Elements [start, stop) of one tensor. Empty only where the tensor is."""
+    """Elements [start, stop) of one tensor; empty only if the tensor is."""
 
     spec: TensorSpec
     start: int
@@ -53,7 +52,7 @@ class Layout:
         self.sizes = [math.prod(spec.shape) for spec in self.specs]
 
     def runs(self, segment_bytes: int) -> Iterator[list[Section]]:
-        """Cut the whole state into runs of at most so many dense bytes (or one block of 64 elements)."""
+        """Cut the state into runs of at most `segment_bytes` dense bytes, or one block of 64 elements."""
         run: list[Section] = []
         room = segment_bytes
         for spec, size in zip(self.specs, self.sizes, strict=True):
@@ -72,21 +71,21 @@ class Layout:
                 run, room = [], segment_bytes
         yield run
 
-    def header(self, codec: Codec, run: list[Section]) -> bytes:
-        """The first bytes of the segment that covers `run`."""
+    def header(self, number: int, run: list[Section]) -> bytes:
+        """Return the header of a segment that covers `run`, for the codec with this number."""
         first = self.specs.index(run[0].spec)
-        out = bytearray(_MAGIC + bytes((_FORMAT, _CODES[codec])))
+        out = bytearray(_MAGIC + bytes((_FORMAT, number)))
         for number in (first, run[0].start, first + len(run) - 1, run[-1].stop):
             put_number(out, number)
         return bytes(out)
 
-    def read_header(self, codec: Codec, reader: Reader) -> list[Section]:
-        """The run that a segment covers, checked against the model.
+    def read_header(self, codec: str, number: int, reader: Reader) -> list[Section]:
+        """Return the run that a segment covers, checked against the model.
 
         Raises:
             WeightsError: another format or codec, or a run that the model does not have.
         """
-        if reader.take(4, "header") != _MAGIC + bytes((_FORMAT, _CODES[codec])):
+        if reader.take(4, "header") != _MAGIC + bytes((_FORMAT, number)):
             raise WeightsError(f"this is no {codec} segment of format {_FORMAT}")
         first = reader.number(len(self.specs) - 1, "first tensor")
         start = reader.number(self.sizes[first], "first element")
@@ -109,11 +108,11 @@ class Layout:
 def shares(where: Any, sections: Iterable[Section]) -> Iterator[tuple[Section, Any, int]]:
     """Split positions, rising and counted through all sections, by section.
 
-    Yields the section, its part of `where` (a view), and what to add for positions in the tensor.
+    Yield the section, its part of `where` (a view), and the offset that makes them positions in the tensor.
     """
     first = low = 0
     for section in sections:
-        # In its own type, or numpy converts all of `where` for each section.
+        # The bound has the type of `where`: otherwise numpy converts all of `where` for each section.
         high = int(np.searchsorted(where, where.dtype.type(first + section.size)))
         yield section, where[low:high], section.start - first
         first, low = first + section.size, high
@@ -128,14 +127,16 @@ def put_number(out: bytearray, number: int) -> None:
 
 
 class Reader:
-    """Reads a segment front to back; every refusal is a WeightsError that says what was being read."""
+    """Reads a segment front to back; raises a WeightsError that names the field which is wrong."""
 
     def __init__(self, data: ByteArray) -> None:
+        if data.dtype != np.uint8 or data.ndim != 1:
+            raise WeightsError("a segment is a flat array of bytes")
         self.data = np.array(data, dtype=np.uint8)  # a copy: aligned, writable, and small beside the weights
         self.at = 0
 
     def number(self, most: int, what: str) -> int:
-        """A LEB128 number of at most `most`."""
+        """Read a LEB128 number of at most `most`; `what` names it in errors."""
         number = shift = 0
         while shift < 64 and self.at < self.data.size:
             byte = int(self.data[self.at])
@@ -149,13 +150,13 @@ class Reader:
         raise WeightsError(f"segment: {what} is cut short or too long")
 
     def take(self, num: int, what: str) -> bytes:
-        """The next bytes."""
+        """Read the next `num` bytes; `what` names them in errors."""
         if num > self.data.size - self.at:
             raise WeightsError(f"segment: {what} of {num} bytes is cut short")
         self.at += num
         return self.data[self.at - num : self.at].tobytes()
 
     def end(self) -> None:
-        """Nothing may follow."""
+        """Check that no bytes are left."""
         if self.at != self.data.size:
             raise WeightsError(f"segment: {self.data.size - self.at} bytes too many")

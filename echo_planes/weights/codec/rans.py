@@ -1,12 +1,12 @@
 """Entropy coding of small numbers: order-0 range ANS (Duda 2013, arXiv 1311.2540) over logarithmic tokens.
 
-A number v is split into a token, which says its magnitude and its first `mantissa` bits after the leading
-one, and the remaining bits, which are written as they are: gaps between changes spread geometrically, so
-within a token they are nearly uniform. Tokens are coded by four interleaved states, so that their dependency
-chains overlap. All arrays a decoder fills are sized by the caller; damaged input gives wrong numbers or a
-refusal, never an access out of bounds.
+The encoder splits a number into a token and its remaining bits. The token holds the number of bits and the
+first `mantissa` bits after the leading one. The remaining bits are not coded: gaps between changes are
+distributed geometrically, so within a token they are nearly uniform. Four interleaved states code the tokens,
+so that their dependency chains overlap. The caller sizes all arrays that a decoder fills. Damaged input gives
+wrong numbers or an error, never an access out of bounds.
 
-Layout of a stream of n numbers, n known from outside: mantissa, scale (u8 each), num_tokens (u8), the
+Layout of a stream of n numbers, n known to the reader: mantissa, scale (u8 each), num_tokens (u8), the
 frequencies (LEB128), num_words and num_extra (u32), four states (u32), words (u16), extra bits (u32 words).
 """
 
@@ -26,18 +26,18 @@ _LOW = 1 << 16  # a state lies in [_LOW, 2^32) between symbols; words of 16 bits
 _MAX_TOKENS = 255
 _MAX_SCALE = 12
 _MAX_MANTISSA = 2
-_MAX_EXTRA = 28  # raw bits of one number
+_MAX_EXTRA = 28  # remaining bits of one number
 _FIXED_BYTES = 3 + 2 * 4 + _STATES * 4
 
 
 def encode_numbers(values: Any) -> bytes:
-    """One stream.
+    """Return the stream of these numbers.
 
     Args:
         values: shape (n,), unsigned, below 2^28; n >= 1.
     """
     num = values.size
-    # A finer alphabet costs table bytes that few numbers do not earn back.
+    # For few numbers, the larger table of a finer alphabet costs more than it saves.
     mantissa, scale = (0, 9) if num < 2048 else (1, 11) if num < 16384 else (_MAX_MANTISSA, _MAX_SCALE)
     tokens, extra, counts = np.empty(num, np.uint8), np.empty(num + 2, np.uint32), np.zeros(256, np.int64)
     num_extra = _tokenise(values, mantissa, tokens, extra, counts)
@@ -54,7 +54,7 @@ def encode_numbers(values: Any) -> bytes:
 
 
 def decode_numbers(data: ByteArray, at: int, out: Any) -> int:
-    """Fill `out`, shape (n,) uint32, from the stream at `data[at:]`. Returns where the stream ends.
+    """Fill `out`, shape (n,) uint32, from the stream at `data[at:]`. Return the position of its end.
 
     Raises:
         WeightsError: the bytes are no stream of n numbers.
@@ -86,7 +86,7 @@ def decode_numbers(data: ByteArray, at: int, out: Any) -> int:
 
 
 def _copied(data: ByteArray, at: int, num: int, dtype: str, spare: int = 1) -> Any:
-    """`num` elements from any byte offset, aligned, and spare ones that kernels may read."""
+    """Copy `num` elements from any byte offset to aligned memory, before `spare` zeros for the kernels."""
     out = np.zeros(num + spare, dtype)
     used = num * out.itemsize
     out.view(np.uint8)[:used] = data[at : at + used]
@@ -95,8 +95,8 @@ def _copied(data: ByteArray, at: int, num: int, dtype: str, spare: int = 1) -> A
 
 @kernel
 def _tokenise(values: Any, mantissa: int, tokens: Any, extra: Any, counts: Any) -> Any:
-    """Split numbers into tokens, which are counted, and bits packed into 32-bit words. Returns the words."""
-    # Without branches, which would go wrong for every third number.
+    """Split numbers into tokens, counted in `counts`, and bits, packed in `extra`. Return its words used."""
+    # Branch-free, because the CPU would mispredict a branch for about every third number.
     held, filled, num_extra = uint64(0), uint64(0), 0
     lead_bits = uint64(mantissa + 1)
     for i in range(values.size):
@@ -120,7 +120,7 @@ def _tokenise(values: Any, mantissa: int, tokens: Any, extra: Any, counts: Any) 
 
 @kernel
 def _untokenise(tokens: Any, mantissa: int, extra: Any, out: Any) -> Any:
-    """The opposite; `extra` has a spare word. Whether the bits were exactly those that the tokens need."""
+    """Invert `_tokenise`; `extra` ends with a spare word. Return whether it has exactly the bits needed."""
     held, filled, at = uint64(0), uint64(0), 0
     num_extra = extra.size - 1
     lead = uint64(1) << uint64(mantissa)
@@ -143,12 +143,12 @@ def _untokenise(tokens: Any, mantissa: int, extra: Any, out: Any) -> Any:
 
 
 def _normalised(counts: Any, scale: int) -> Any:
-    """Frequencies that add up to 2^scale, none zero where the count is not. Shape as counts, uint32."""
+    """Return frequencies that sum to 2^scale, zero only where the count is. Shape as counts, uint32."""
     total = 1 << scale
     exact = counts * (total / counts.sum())
     frequencies = np.where(counts > 0, np.maximum(np.rint(exact), 1), 0).astype(np.int64)
     while (excess := int(frequencies.sum()) - total) != 0:
-        # Taken from, or given to, where it changes the code length least.
+        # Correct the largest frequency, because that changes the code length least.
         i = int(np.argmax(frequencies))
         frequencies[i] -= min(excess, max(int(frequencies[i]) // 2, 1))
     return frequencies.astype(np.uint32)
@@ -156,7 +156,7 @@ def _normalised(counts: Any, scale: int) -> Any:
 
 @kernel
 def _read_frequencies(data: ByteArray, at: int, frequencies: Any) -> Any:
-    """Returns where the table ends, or -1 where it runs out."""
+    """Fill `frequencies`. Return the position of the table's end, or -1 if `data` is too short."""
     for i in range(frequencies.size):
         if at + 2 > data.size:
             return -1
@@ -171,9 +171,9 @@ def _read_frequencies(data: ByteArray, at: int, frequencies: Any) -> Any:
 
 @kernel
 def _encode_one(state: Any, entry: Any, shift: Any, words: Any, at: Any) -> Any:
-    """(next state, next position). A table entry is frequency | start << 16."""
+    """Return (next state, next position). A table entry is frequency | start << 16."""
     frequency = entry & uint64(0xFFFF)
-    # Written in any case, and kept where the state would grow out of its range.
+    # Branch-free: write the word always, but advance only if the state would leave its range.
     words[at - 1] = np.uint16(state & uint64(0xFFFF))
     full = state >= (frequency << (uint64(32) - shift))
     state = state >> uint64(16) if full else state
@@ -183,9 +183,9 @@ def _encode_one(state: Any, entry: Any, shift: Any, words: Any, at: Any) -> Any:
 
 @kernel
 def _encode_tokens(tokens: Any, frequencies: Any, scale: int, words: Any, states: Any) -> Any:
-    """Write words backwards, so that a decoder reads forwards. Returns where they begin.
+    """Write words backwards, so that the decoder reads forwards. Return the position of the first.
 
-    `words` is as long as `tokens`, of which each makes one word at most.
+    `words` is as long as `tokens`, because each token makes at most one word.
     """
     table = np.empty(frequencies.size, np.uint64)
     start = uint64(0)
@@ -214,7 +214,7 @@ def _encode_tokens(tokens: Any, frequencies: Any, scale: int, words: Any, states
 
 @kernel
 def _decode_one(state: Any, table: Any, mask: Any, shift: Any, words: Any, at: Any, num_words: Any) -> Any:
-    """(token, next state, next position). A table entry is token | start << 8 | frequency << 20."""
+    """Return (token, next state, next position). A table entry is token | start << 8 | frequency << 20."""
     slot = state & mask
     entry = table[slot]
     state = (entry >> uint64(20)) * (state >> shift) + slot - ((entry >> uint64(8)) & uint64(0xFFF))
@@ -227,7 +227,10 @@ def _decode_one(state: Any, table: Any, mask: Any, shift: Any, words: Any, at: A
 
 @kernel
 def _decode_tokens(words: Any, states: Any, frequencies: Any, scale: int, tokens: Any) -> Any:
-    """Fill `tokens`; `words` has a spare one. Whether all words were used and all states came home."""
+    """Fill `tokens`; `words` ends with a spare one.
+
+    Return whether the decoder used all words, and every state ended at `_LOW`.
+    """
     table = np.empty(1 << scale, np.uint64)
     start = 0
     for token in range(frequencies.size):

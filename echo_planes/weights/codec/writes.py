@@ -1,4 +1,4 @@
-"""Writing changes to scattered places, compiled."""
+"""Compiled loops that write changes to scattered positions."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 from echo_planes.weights.codec.kernels import kernel, prefetch
 from echo_planes.weights.digest import BitArray
 
-_AHEAD = 64  # elements by which scattered reads are fetched before they are needed
+_AHEAD = 64  # elements by which scattered accesses are prefetched
 
 
 @kernel
 def step_at(
     bits: BitArray, where: Any, steps: Any, shift: int, indices: Any, olds: Any, news: Any, write: bool
 ) -> None:
-    """Element where[i] + shift changes by steps[i]: report index, old and new bits; write if asked to."""
+    """Add steps[i] to element where[i] + shift: report index, old and new bits, and write them if `write`."""
     num = where.size
     for i in range(num):
         if i + _AHEAD < num:
@@ -31,7 +31,7 @@ def step_at(
 
 @kernel
 def scatter(bits: BitArray, indices: Any, values: BitArray) -> None:
-    """bits[indices[i]] = values[i]; the caller has checked the indices."""
+    """Assign bits[indices[i]] = values[i]; the caller has checked the indices."""
     num = indices.size
     for i in range(num):
         if i + _AHEAD < num:
@@ -41,7 +41,7 @@ def scatter(bits: BitArray, indices: Any, values: BitArray) -> None:
 
 @kernel
 def exchange(bits: BitArray, indices: Any, values: BitArray, old: BitArray) -> None:
-    """As `scatter`; old[i] gets what was there, in the same pass over memory."""
+    """Do `scatter`, and save the old bits in old[i] in the same pass over memory."""
     num = indices.size
     for i in range(num):
         if i + _AHEAD < num:
@@ -52,7 +52,7 @@ def exchange(bits: BitArray, indices: Any, values: BitArray, old: BitArray) -> N
 
 @kernel
 def increasing(indices: Any) -> bool:
-    """Whether the indices rise strictly."""
+    """Return whether the indices rise strictly."""
     fine = True
     for i in range(1, indices.size):
         fine &= indices[i] > indices[i - 1]

@@ -1,12 +1,11 @@
-"""A worker's node that lacks a patch's base: the way there from the store, through the sender's node.
+"""Catch-up of a worker's node that lacks a patch's base: from the store, through the sender's node.
 
-Where the store offers none, or there is no store, the sender makes a snapshot of its own state.
+If the store offers no way, or the run has no store, the sender's node makes a snapshot of its newest state.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,24 +24,25 @@ from echo_planes.weights.store.objects import ObjectReader, StoreUnreachableErro
 from echo_planes.weights.store.paths import Entry, Position
 from echo_planes.weights.store.reading import Store
 from echo_planes.weights.wire.manifest import key_text
+from echo_planes.weights.wire.messages import decode
 from echo_planes.weights.wire.transfer import Verifies
 
 if TYPE_CHECKING:
     from echo_planes.weights.node.stager import Stager
 
-READ_S = 30.0  # without a single byte
+READ_S = 30.0  # without a byte, after which a read fails
 LIST_BYTES = 16 * 1024**2
-SHELF = "shelf/"  # begins the names of entries that are already here
+SHELF = "shelf/"  # prefix of the names of entries that are on this node's shelf
 T = TypeVar("T")
 
 
 class RemoteObjects:
-    """An `ObjectReader` on what the sender's node offers. Blocking: for threads, not for the event loop.
+    """`ObjectReader` of the store or snapshot at the sender's node. Its calls block: use it in threads only.
 
     Args:
-        loop: where the session lives.
-        url: of the store or the snapshot at the sender's node.
-        shown: this node's credential with it.
+        loop: the event loop of `session`.
+        url: base URL of the store or the snapshot at the sender's node.
+        shown: this node's credential with the sender's node.
     """
 
     def __init__(
@@ -67,10 +67,8 @@ class RemoteObjects:
 
     def list(self, prefix: str) -> list[str]:
         """See `ObjectReader`."""
-        names = json.loads(self._wait(self._get(f"list/{prefix}", {}, LIST_BYTES)))
-        if not isinstance(names, list):
-            raise WeightsError("the list of the store's objects is no list")
-        return [str(name) for name in names]
+        listed = self._wait(self._get(f"list/{prefix}", {}, LIST_BYTES))
+        return decode(listed, list[str], "the list of the store's objects")
 
     def _wait(self, answer: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(answer, self._loop).result()
@@ -99,7 +97,7 @@ class RemoteObjects:
 
 @dataclass(frozen=True, slots=True)
 class _Fetched:
-    """A publication's verified bytes: of the shelf, or in a spool file of its own."""
+    """Verified bytes of one publication: on the shelf, or in a spool file of its own."""
 
     holding: Holding | None
     spool: SpoolFile | None
@@ -118,11 +116,11 @@ class _Fetched:
 
 
 class Rescue:
-    """Brings a stager to a publication whose base is not here.
+    """Brings a stager to a publication whose base this node lacks.
 
     Args:
-        at_sender: what the sender's node offers at a path: "store", or "snapshot/<lineage>/<version>".
-        folder: where downloads are spooled.
+        at_sender: opens a path at the sender's node: "store", or "snapshot/<lineage>/<version>".
+        folder: folder for the spool files of downloads.
     """
 
     def __init__(
@@ -140,14 +138,16 @@ class Rescue:
         self._stager = stager
         self._folder = folder
         self.num_done = 0
-        self._way: list[Entry] = []  # what catch-ups have staged, until somebody asks
+        self._way: list[Entry] = []  # entries that catch-ups have staged since the last `take_way`
 
     async def catch_up(self, holding: Holding) -> None:
-        """Stage what leads to `holding`, and it; or, from the sender's own state, a newer version.
+        """Stage the entries that lead to `holding`, then `holding` itself.
+
+        A catch-up through the sender's snapshot may end at a newer version instead.
 
         Raises:
             WeightsError: no way leads there now.
-            ClusterError: there is no room for what must be fetched, or for the staged file.
+            ClusterError: there is no room for a download or for the staged file.
         """
         manifest = holding.transfer.manifest
         if manifest is None:
@@ -155,7 +155,7 @@ class Rescue:
         goal = Position(manifest.lineage, manifest.version, manifest.digest)
         ours = {SHELF + key_text(held.key): held for held in self._shelf.complete()}
         for held in ours.values():
-            held.pins += 1  # the shelf may retire it before its turn comes
+            held.pins += 1  # the shelf may retire it before the catch-up reads it
         try:
             try:
                 await self._go(goal, ours, self._store, await asyncio.to_thread(self._store.index))
@@ -167,13 +167,17 @@ class Rescue:
         self.num_done += 1
 
     def take_way(self) -> str:
-        """Versions and codecs that catch-ups have staged since the last call, in order; "" when none."""
+        """Return the versions and codecs that catch-ups have staged since the last call; "" when none."""
         way, self._way = self._way, []
         return in_short([f"v{entry.manifest.version} {entry.manifest.codec}" for entry in way])
 
     async def _go_by_snapshot(self, goal: Position, ours: Mapping[str, Holding], why: WeightsError) -> None:
-        """The same from a snapshot that the patches here lead on from; `why` no other way leads there."""
-        bases = {entry.position: entry.base for entry in _entries(ours) if not entry.is_anchor}
+        """Catch up from a snapshot that the sender makes, and the patches on the shelf.
+
+        The snapshot must be at least as new as the oldest base of those patches. `why`: the error of the way
+        through the store, for the message.
+        """
+        bases = {entry.position: entry.base for entry in _entries(ours) if not entry.is_snapshot}
         oldest = goal
         while oldest in bases:
             oldest = bases[oldest]
@@ -190,7 +194,7 @@ class Rescue:
     async def _go(
         self, goal: Position, ours: Mapping[str, Holding], store: Store, stored: Sequence[Entry]
     ) -> None:
-        """By what is here and what is in `store`."""
+        """Catch up to `goal` with the entries on the shelf and in `store`."""
         here = _entries(ours)
         known = {entry.manifest for entry in here}
         entries = [*here, *(entry for entry in stored if entry.manifest not in known)]
@@ -225,7 +229,10 @@ class Rescue:
         return Position(manifest.lineage, manifest.version, manifest.digest) if manifest else None
 
     def _download(self, store: Store, entry: Entry) -> _Fetched:
-        """In a thread, which goes on where nobody waits any more: then the file closes with its owner."""
+        """Download an entry into a spool file. Blocking: for threads.
+
+        A cancelled catch-up does not stop the thread; the file then closes with its last reference.
+        """
         spool = SpoolFile(self._folder)
         try:
             spans = []
@@ -239,7 +246,7 @@ class Rescue:
 
 
 def _entries(ours: Mapping[str, Holding]) -> list[Entry]:
-    """Publications on the shelf, as entries before all of a store."""
+    """Return the shelf's publications as entries whose sequence numbers are below all of a store's."""
     return [
         Entry(name, -1 - number, held.transfer.signed_manifest)
         for number, (name, held) in enumerate(ours.items())
@@ -248,12 +255,12 @@ def _entries(ours: Mapping[str, Holding]) -> list[Entry]:
 
 
 def _cost(entry: Entry) -> float:
-    """Bytes to fetch: none for what is here."""
+    """Return the bytes to fetch: 0 for an entry on the shelf."""
     return 0.0 if entry.name.startswith(SHELF) else float(entry.manifest.payload_bytes)
 
 
 def in_short(steps: Sequence[str]) -> str:
-    """The steps of a way in one line: the first two, how many more, and the last."""
+    """Return the steps in one line; of more than four: the first two, the number left out, and the last."""
     if len(steps) > 4:
         steps = [*steps[:2], f"{len(steps) - 3} more", steps[-1]]
     return ", ".join(steps)

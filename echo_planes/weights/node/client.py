@@ -1,7 +1,7 @@
-"""Clients of the node beside a learner or a worker: start the process, hand over, wait, end it.
+"""Clients for the owner of a node: start the process, hand over publications, wait for files, end it.
 
-The two talk HTTP over a Unix socket in a folder that only this user may enter, so that no other user of
-the machine, and no other node, can commit, settle or stop anything here.
+Client and node talk HTTP over a Unix socket in a folder that only this user may enter. No other user of the
+machine and no other node can commit, settle or stop anything there.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
-import json
+import os
 import socket
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
+import msgspec
 
 from echo_planes.errors import (
     ClusterError,
@@ -29,16 +29,28 @@ from echo_planes.errors import (
     WeightsError,
 )
 from echo_planes.types import BroadcastStats, ByteArray, Manifest
+from echo_planes.weights.node.control import (
+    CONTROL_SOCKET,
+    BroadcastFigures,
+    CaughtUp,
+    Failure,
+    Settled,
+    StagedAsked,
+    StagedFile,
+    Started,
+    failure,
+)
 from echo_planes.weights.node.settings import NodeSettings
 from echo_planes.weights.node.spool import claim_folder, remove_folder
 from echo_planes.weights.wire.credentials import bearer
 from echo_planes.weights.wire.frames import ManifestFrame, SegmentFrame, encode_frame
 from echo_planes.weights.wire.manifest import SignedManifest, SignedSegment
+from echo_planes.weights.wire.messages import decode
 
-CONTROL_SOCKET = "control.sock"
-READY_S = 30.0  # until a fresh node listens: Python's imports on a busy machine
-CLOSE_S = 5.0  # a node is given this long to end by itself
-CALL_S = 120.0  # one call of the learner to its own node, a segment's bytes included
+T = TypeVar("T")
+READY_S = 30.0  # until a new node listens; covers Python's imports on a busy machine
+CLOSE_S = 5.0  # for a node to end by itself, before it is killed
+CALL_S = 120.0  # limit of each socket operation in a call of the learner to its own node
 
 _ERRORS: dict[str, type[EchoPlanesError]] = {
     "ConfigError": ConfigError,
@@ -48,9 +60,10 @@ _ERRORS: dict[str, type[EchoPlanesError]] = {
 
 
 class SenderNode:
-    """The learner's node. Blocking calls, for a thread of the learner; one caller at a time.
+    """Client of the learner's node. Calls block; only one thread may call at a time.
 
-    Use `spawn`. Calls raise RunError when the node's process has died, WeightsError when it refuses.
+    Create it with `spawn`. Calls raise RunError when the node does not answer, WeightsError when it refuses,
+    ClusterError when it has no room.
     """
 
     def __init__(self, process: _NodeProcess) -> None:
@@ -61,11 +74,11 @@ class SenderNode:
     def spawn(cls, settings: NodeSettings) -> SenderNode:
         """Start the node and wait until it listens.
 
-        It dies with the *thread* that calls this: call it from one that lives as long as the learner.
+        The node dies with the calling *thread*: call this from one that lives as long as the learner.
 
         Raises:
-            ConfigError, ClusterError: it cannot start so: a taken port, a wrong TLS file, no room.
-            WaitTimeoutError: it did not listen within `READY_S`.
+            ConfigError, ClusterError: the node cannot start: a taken port, a wrong TLS file, no room.
+            WaitTimeoutError: it did not listen within `READY_S`, or ended without an error message.
         """
         return cls(_NodeProcess(settings).wait_ready())
 
@@ -76,31 +89,28 @@ class SenderNode:
 
     @property
     def pid(self) -> int:
-        """The node's process."""
+        """Process id of the node."""
         return self._process.pid
 
     def add_segment(self, signed: SignedSegment, payload: ByteArray) -> None:
-        """Hand over one segment, `payload` of shape (header.size_bytes,); its chunks leave at once.
+        """Hand over one segment, `payload` of shape (header.size_bytes,). The node forwards chunks at once.
 
-        The first segment opens the publication. Returns when the node has all of its bytes.
+        The first segment opens the publication. The call returns when the node has all bytes of the segment.
         """
         head = encode_frame(SegmentFrame(signed))
-        self._post("/control/segment", [head, payload.data], {"X-Head-Bytes": str(len(head))})
+        self._post("/control/segment", [head, payload.data], dict, {"X-Head-Bytes": str(len(head))})
 
     def commit(self, signed: SignedManifest) -> None:
-        """Hand over the manifest, which completes the publication: only now does any worker stage it."""
-        self._post("/control/commit", [encode_frame(ManifestFrame(signed))])
+        """Hand over the manifest, which completes the publication: no worker stages it before."""
+        self._post("/control/commit", [encode_frame(ManifestFrame(signed))], dict)
 
     def stats(self) -> list[BroadcastStats]:
-        """Figures of the broadcasts of this node's newest publications, oldest first."""
-        return [
-            BroadcastStats(**{**record, "hop_bytes_per_s": tuple(record["hop_bytes_per_s"])})
-            for record in self._post("/control/stats", [])["broadcasts"]
-        ]
+        """Return the figures of the newest publications' broadcasts, oldest first."""
+        return self._post("/control/stats", [], BroadcastFigures).broadcasts
 
     def status(self) -> dict[str, Any]:
-        """Answer of `GET /v1/status`: the publications held, the peers, the counters."""
-        return self._post("/control/status", [])
+        """Return the figures of `GET /v1/status`: the publications held, the peers, the counters."""
+        return self._post("/control/status", [], dict[str, Any])
 
     def close(self) -> None:
         """End the node and remove its scratch folder. May be called twice."""
@@ -108,8 +118,8 @@ class SenderNode:
         self._process.close()
 
     def _post(
-        self, path: str, body: list[bytes | memoryview], headers: dict[str, str] | None = None
-    ) -> dict[str, Any]:
+        self, path: str, body: list[bytes | memoryview], kind: type[T], headers: dict[str, str] | None = None
+    ) -> T:
         size = sum(memoryview(part).nbytes for part in body)
         sent = {**self._process.headers, **(headers or {}), "Content-Length": str(size)}
         try:
@@ -119,13 +129,13 @@ class SenderNode:
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()  # the next call begins with a fresh connection
             raise self._process.lost(error) from error
-        return _answer(status, text)
+        return _answer(status, text, kind)
 
 
 class WorkerNode:
-    """A rollout worker's node: takes part in the chains and has each version ready as one staged file.
+    """Client of a worker's node, which takes part in the chains and stages each version as one file.
 
-    For one event loop. Use `spawn`. Calls raise RunError when the node's process has died.
+    For one event loop. Create it with `spawn`. Calls raise RunError when the node does not answer.
     """
 
     def __init__(self, process: _NodeProcess) -> None:
@@ -137,13 +147,13 @@ class WorkerNode:
 
     @classmethod
     async def spawn(cls, settings: NodeSettings) -> WorkerNode:
-        """Start the node and wait until it listens; it joins its sender by itself, however late that comes.
+        """Start the node and wait until it listens. It joins its sender by itself, even if that starts later.
 
-        It dies with the thread that calls this, so call it in the worker's own event loop.
+        The node dies with the calling thread, so call this in the worker's own event loop.
 
         Raises:
-            ConfigError, ClusterError: it cannot start so: a taken port, a wrong TLS file, no room.
-            WaitTimeoutError: it did not listen within `READY_S`.
+            ConfigError, ClusterError: the node cannot start: a taken port, a wrong TLS file, no room.
+            WaitTimeoutError: it did not listen within `READY_S`, or ended without an error message.
         """
         process = _NodeProcess(settings)
         return cls(await asyncio.to_thread(process.wait_ready))
@@ -158,38 +168,39 @@ class WorkerNode:
     ) -> tuple[Manifest, Path]:
         """Wait until `version` or a later one of `lineage` is complete, verified and staged.
 
-        The file is one safetensors payload of codec `overwrite` relative to what was last `settled`, or
-        `full`; the manifest describes it. It stays until `settled` or the next call.
+        The file is one safetensors payload: codec `overwrite`, relative to the version last `settled`, or
+        `full`. The manifest describes it. The node removes it at `settled`, or after staging two newer files.
 
         Args:
             wait_s: how long to wait, seconds.
-            fresh: a full one, whatever the engine has: after damage, or for a new engine.
+            fresh: ask for a full file, whatever the engine has: after damage, or for a new engine.
 
         Raises:
             WaitTimeoutError: not staged within `wait_s`; ask again, the transfer goes on.
-            WeightsError: `version` can never be staged here: another model's shapes, a forged manifest.
+            WeightsError: `version` is here and was refused: another model's shapes, another digest.
+            ClusterError: there is no room for the file.
         """
-        asked = {"lineage": lineage, "version": version, "wait_s": wait_s, "fresh": fresh}
-        answer = await self._post("/control/staged", asked)
-        if answer["manifest"] is None:
+        asked = StagedAsked(lineage, version, wait_s, fresh)
+        answer = await self._post("/control/staged", asked, StagedFile)
+        if answer.manifest is None:
             raise WaitTimeoutError("weights to arrive", wait_s, version=version)
-        return Manifest(**answer["manifest"]), Path(answer["path"])
+        return answer.manifest, Path(answer.path)
 
     async def settled(self, version: int, ok: bool) -> str:
         """Tell the node how the install of `version` went: if `ok`, the next file is relative to it.
 
         Returns:
-            The publications it was caught up with, in words; "" where it came as one patch or snapshot.
+            The publications that catch-ups have staged since the last call, as text; "" when none.
         """
-        return str((await self._post("/control/settled", {"version": version, "ok": ok}))["caught_up"])
+        return (await self._post("/control/settled", Settled(version, ok), CaughtUp)).caught_up
 
     async def status(self) -> dict[str, Any]:
-        """Answer of `GET /v1/status`: the parent, the publications held, the counters."""
-        return await self._post("/control/status", {})
+        """Return the figures of `GET /v1/status`: the parent, the publications held, the counters."""
+        return await self._post("/control/status", {}, dict[str, Any])
 
     @property
     def pid(self) -> int:
-        """The node's process."""
+        """Process id of the node."""
         return self._process.pid
 
     async def close(self) -> None:
@@ -197,10 +208,11 @@ class WorkerNode:
         await self._session.close()
         await asyncio.to_thread(self._process.close)
 
-    async def _post(self, path: str, message: dict[str, Any]) -> dict[str, Any]:
+    async def _post(self, path: str, message: object, kind: type[T]) -> T:
+        body = msgspec.json.encode(message)
         try:
-            async with self._session.post(f"http://node{path}", json=message) as response:
-                return _answer(response.status, await response.read())
+            async with self._session.post(f"http://node{path}", data=body) as response:
+                return _answer(response.status, await response.read(), kind)
         except (aiohttp.ClientError, OSError) as error:
             raise self._process.lost(error) from error
 
@@ -219,11 +231,11 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class _NodeProcess:
-    """The child process, its scratch folder, and the address it says it has."""
+    """The child process, its scratch folder, and the address it reports."""
 
     def __init__(self, settings: NodeSettings) -> None:
         if not settings.folder:
-            settings = replace(settings, folder=str(claim_folder()))
+            settings = msgspec.structs.replace(settings, folder=str(claim_folder()))
         self._settings = settings
         self.socket = Path(settings.folder) / CONTROL_SOCKET
         self.headers = {"Authorization": bearer(settings.token)}
@@ -233,6 +245,8 @@ class _NodeProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            # The node must find the run's own codec on the same paths as this process.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
 
     @property
@@ -247,7 +261,7 @@ class _NodeProcess:
         watchdog = threading.Timer(READY_S, process.kill)
         watchdog.start()
         try:
-            with contextlib.suppress(OSError):  # it has ended: there is no line, and that is said below
+            with contextlib.suppress(OSError):  # the node has ended: `readline` returns no line below
                 process.stdin.write(self._settings.to_json() + "\n")
                 process.stdin.flush()
             line = process.stdout.readline()
@@ -256,15 +270,15 @@ class _NodeProcess:
         if not line:
             self.close()
             raise WaitTimeoutError("weight node start", READY_S, worker=self._settings.node_id)
-        ready = json.loads(line)
-        if "error" in ready:
+        started = decode(line, Started, "a node's first line")
+        if started.failure is not None:
             self.close()
-            raise _ERRORS.get(ready["error"], RunError)(ready["message"])
-        self.address = ready["address"]
+            raise _raised(started.failure)
+        self.address = started.address
         return self
 
     def lost(self, error: Exception) -> RunError:
-        """Error to raise when the node does not answer."""
+        """Return the error to raise when the node does not answer."""
         status = self._process.poll()
         state = "is running but does not answer" if status is None else f"has ended with status {status}"
         return RunError(f"the weight node of {self._settings.node_id} {state}: {error}")
@@ -273,7 +287,7 @@ class _NodeProcess:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
-                    pipe.close()  # the end of its stdin is the node's order to end
+                    pipe.close()  # the node ends when its stdin ends
         try:
             self._process.wait(CLOSE_S)
         except subprocess.TimeoutExpired:
@@ -282,12 +296,12 @@ class _NodeProcess:
         remove_folder(Path(self._settings.folder))
 
 
-def _answer(status: int, body: bytes) -> dict[str, Any]:
-    """The JSON object a node answered with; raises what it says went wrong."""
-    try:
-        answer: dict[str, Any] = json.loads(body)
-    except ValueError:
-        answer = {"error": "RunError", "message": f"answer {status}: {body[:200]!r}"}
-    if status == 200:
-        return answer
-    raise _ERRORS.get(str(answer.get("error")), RunError)(str(answer.get("message")))
+def _answer(status: int, body: bytes, kind: type[T]) -> T:
+    """Decode a node's answer, or raise the error that it reports."""
+    if status != 200:
+        raise _raised(failure(status, body))
+    return decode(body, kind, "a node's answer")
+
+
+def _raised(said: Failure) -> EchoPlanesError:
+    return _ERRORS.get(said.error, RunError)(said.message)

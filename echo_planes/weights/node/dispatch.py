@@ -1,7 +1,7 @@
-"""The sender's side of the fleet: hands events to the tracker and its orders to the peers.
+"""The sender's side of the fleet: hands events to the tracker, and the tracker's orders to the peers.
 
-A peer is told its orders in the answer to its own reports, and is told all of them every time, so that an
-answer that was lost costs nothing.
+A peer gets its orders in the answers to its own reports. Each answer repeats all orders in force, so a lost
+answer costs nothing.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import asyncio
 import re
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from aiohttp import web
+from msgspec.structs import replace
 
 from echo_planes.errors import WeightsError
 from echo_planes.types import BroadcastStats
@@ -21,31 +21,29 @@ from echo_planes.weights.chain.events import (
     TICK_INTERVAL_S,
     Accusation,
     Action,
+    Answer,
     Assign,
     CancelBroadcast,
     Demote,
     Drop,
     Event,
+    Greeting,
+    Heard,
     PeerJoined,
-    PeerLeft,
     PublicationCommitted,
     PublicationOpened,
     Readmit,
-    Report,
     SegmentAdded,
     Throttle,
     Tick,
-    action_to_json,
-    event_from_json,
 )
 from echo_planes.weights.chain.tracker import Tracker
 from echo_planes.weights.node.feed import Feeds
 from echo_planes.weights.node.shelf import Holding
-from echo_planes.weights.node.transport import read_json
+from echo_planes.weights.node.transport import read_message, say
 from echo_planes.weights.wire.credentials import credential
 from echo_planes.weights.wire.manifest import PublicationKey
 
-MAX_EVENTS = 64  # in one message of a peer
 _ADDRESS = re.compile(r"https?://(\[[0-9a-fA-F:.]{2,45}\]|[0-9a-zA-Z._-]{1,253}):[0-9]{1,5}")
 
 
@@ -53,10 +51,10 @@ class Dispatch:
     """Runs the tracker. One event loop owns it.
 
     Args:
-        tracker: decides.
-        feeds: this node's own, which obey throttling and dropping as well.
-        notify: is called with one line for people about each repair, demotion and drop.
-        secret: of the run, of which the peers' credentials are made.
+        tracker: decides which peer pulls from which.
+        feeds: the sender's own feeds, which also obey throttles and drops.
+        notify: called with one line for people about each drop, readmission and demotion.
+        secret: the run's secret, from which the peers' credentials are made.
     """
 
     def __init__(self, tracker: Tracker, feeds: Feeds, notify: Callable[[str], None], secret: str) -> None:
@@ -66,72 +64,69 @@ class Dispatch:
         self._secret = secret
         self._throttles: dict[str, Throttle] = {}  # by child
         self._opened: set[PublicationKey] = set()
-        self._dense_bytes: int | None = None  # of the model, once a manifest said so
+        self._dense_bytes: int | None = None  # size of the model; None before the first manifest
 
     async def run(self) -> None:
-        """Let the tracker see time pass, for ever."""
+        """Hand the tracker a `Tick` every `TICK_INTERVAL_S` seconds, until cancelled."""
         while True:
             self.handle(Tick())
             await asyncio.sleep(TICK_INTERVAL_S)
 
     def handle(self, event: Event) -> None:
-        """Hand one event to the tracker and keep its orders."""
+        """Hand one event to the tracker, and keep or carry out its orders."""
         for action in self._tracker.handle(event, time.monotonic()):
             self._keep(action)
 
     def segment_added(self, holding: Holding, most_bytes: int) -> None:
-        """The learner has handed over a segment's header.
+        """Tell the tracker that the learner has handed over a segment's header.
 
         Args:
-            most_bytes: the publication can be no larger, if nothing better is known.
+            most_bytes: upper bound of the publication's size, used until a manifest gives the model's size.
         """
         self._open(holding, most_bytes if self._dense_bytes is None else self._dense_bytes)
         transfer = holding.transfer
         self.handle(SegmentAdded(transfer.key, transfer.num_chunks, transfer.num_bytes))
 
     def committed(self, holding: Holding) -> None:
-        """The learner has handed over the manifest."""
+        """Tell the tracker that the learner has handed over the manifest."""
         transfer = holding.transfer
         if transfer.manifest is not None:
             self._dense_bytes = transfer.manifest.dense_bytes
-        self._open(holding, transfer.num_bytes)  # where it has no segment at all
+        self._open(holding, transfer.num_bytes)  # a publication without segments is not open yet
         self.handle(PublicationCommitted(transfer.key, transfer.num_bytes, transfer.num_chunks))
         self._opened.discard(transfer.key)
 
     def stats(self) -> list[BroadcastStats]:
-        """Of the publications that the tracker remembers, oldest first."""
+        """Return the figures of the publications that the tracker remembers, oldest first."""
         return self._tracker.all_stats()
 
     def peers(self) -> dict[str, str]:
-        """Parent that each peer pulls from, for people."""
+        """Return the parent of each peer, for people."""
         return self._tracker.parents()
 
     async def join(self, request: web.Request) -> web.Response:
-        """`POST /v1/tracker/join`: {"events": [one PeerJoined or PeerLeft]}."""
-        return await self._heard(request, (PeerJoined, PeerLeft))
+        """Handle `POST /v1/tracker/join`: a `Greeting` of the peer that asks."""
+        return self._hear(request, await read_message(request, Greeting))
 
     async def report(self, request: web.Request) -> web.Response:
-        """`POST /v1/tracker/report`: {"events": [Reports and Accusation]} of the peer that asks."""
+        """Handle `POST /v1/tracker/report`: the observations (`Heard`) of the peer that asks."""
         peer_id = request.headers.get("X-Node", "")
         if self._tracker.assignment(peer_id) is None and not self._tracker.is_dropped(peer_id):
-            return web.json_response({"join": True})
-        return await self._heard(request, (Report, Accusation))
+            return say(Answer(join=True))
+        return self._hear(request, await read_message(request, Heard))
 
-    async def _heard(self, request: web.Request, kinds: tuple[type, ...]) -> web.Response:
+    def _hear(self, request: web.Request, message: Greeting | Heard) -> web.Response:
         peer_id = request.headers.get("X-Node", "")
-        events = (await read_json(request)).get("events")
-        if not isinstance(events, list) or len(events) > MAX_EVENTS:
-            raise WeightsError(f"a message to the tracker is {{events: [...]}} with at most {MAX_EVENTS}")
-        for event in map(event_from_json, events):
-            speaker = event.by if isinstance(event, Accusation) else getattr(event, "peer_id", "")
-            if not isinstance(event, kinds) or speaker != peer_id:
-                raise WeightsError(f"{peer_id} cannot say {type(event).__name__} here, or not for {speaker}")
+        for event in message.events:
+            speaker = event.by if isinstance(event, Accusation) else event.peer_id
+            if speaker != peer_id:
+                raise WeightsError(f"{peer_id} cannot say {type(event).__name__} for {speaker}")
             if isinstance(event, PeerJoined) and not _ADDRESS.fullmatch(event.address):
                 raise WeightsError(
                     f"{peer_id} joins with the address {event.address[:80]!r}, not http(s)://host:port"
                 )
             self.handle(event)
-        return web.json_response({"orders": [action_to_json(order) for order in self._orders(peer_id)]})
+        return say(Answer(tuple(self._orders(peer_id))))
 
     def _open(self, holding: Holding, est_bytes: int) -> None:
         key = holding.transfer.key
@@ -140,7 +135,7 @@ class Dispatch:
             self.handle(PublicationOpened(key, est_bytes))
 
     def _orders(self, peer_id: str) -> list[Action]:
-        """All that holds for one peer now."""
+        """Return all orders now in force for one peer."""
         if self._tracker.is_dropped(peer_id):
             return [Drop(peer_id, "its children say that it alters signed bytes")]
         assign = self._tracker.assignment(peer_id)
@@ -155,7 +150,7 @@ class Dispatch:
     def _keep(self, action: Action) -> None:
         match action:
             case Assign(peer_id):
-                self._throttles.pop(peer_id, None)  # it was of the link that the peer had
+                self._throttles.pop(peer_id, None)  # it was for the link to the former parent
             case Drop(peer_id, reason):
                 self._feeds.cut(peer_id)
                 self._notify(f"{peer_id} was dropped: {reason}")
@@ -169,6 +164,6 @@ class Dispatch:
                 if bytes_per_s:
                     self._throttles[child_id] = action
             case CancelBroadcast():
-                pass  # `Tracker.cancelled` repeats it
+                pass  # `_orders` asks `Tracker.cancelled` for it
         own = [order for order in self._throttles.values() if order.parent_id == SENDER_ID]
         self._feeds.throttle({order.child_id: order.bytes_per_s for order in own})

@@ -1,10 +1,10 @@
-"""Admission of connections to a node: a stranger has seconds to show who it is, and there are never many.
+"""Admission of connections to a node: limits on strangers, connections that have shown no credential yet.
 
-A connection costs a descriptor before anything is known of whoever made it. So strangers are few, in all and
-from one address, and each new one takes the place of the oldest of the address with the most: an honest node,
-which shows its credential as soon as it is connected, is let in also while somebody fills the place. Whoever
-has shown it may have `MAX_PER_NODE` connections. `RESERVED_DESCRIPTORS` stay free for the node itself: its
-files, its own connections, and the socket by which its owner hands over publications.
+A connection costs a descriptor before the node knows its peer. So strangers are few, in all and per address,
+and have `STRANGER_S` seconds. Beyond a limit, a new one replaces the oldest stranger of its own address, or
+of the address with the most. An honest node shows its credential as soon as it is connected, so it gets in
+even during a flood of strangers. Then it may have `MAX_PER_NODE` connections. `RESERVED_DESCRIPTORS` stay
+free for the node itself: its files, its own connections, and the socket of its owner.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-STRANGER_S = 5.0  # from being connected, the TLS handshake included, to a whole request with a credential
-KEEP_S = 75.0  # between two requests of one connection
+STRANGER_S = 5.0  # from connecting, the TLS handshake included, to a request with a valid credential
+KEEP_S = 75.0  # of rest between two requests on one connection
 MAX_STRANGERS = 256
 MAX_STRANGERS_PER_ADDRESS = 64
 MAX_PER_NODE = 64  # connections of one name: 16 streams, reports, repairs, a store's objects
 RESERVED_DESCRIPTORS = 64
-MIN_ROOM = 16  # connections, however few descriptors this process may have
+MIN_ROOM = 16  # connections allowed even if this process has fewer descriptors
 FULL_PAUSE_S = 0.1
 
 
 class Door:
-    """Takes in the connections of a node's public server.
+    """Accepts the connections of a node's public server.
 
     Args:
-        listener: listening and non-blocking; closed with the door.
-        tls: the server's side, or None.
+        listener: listening and non-blocking; `close` closes it.
+        tls: the server's context; None: no TLS.
     """
 
     def __init__(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
@@ -48,12 +48,12 @@ class Door:
         self._accepting: asyncio.Task[None] | None = None
 
     def open(self, server: web.Server) -> None:
-        """Serve from now on."""
+        """Accept connections for `server` from now on."""
         self._server = server
         self._accepting = asyncio.create_task(self._accept())
 
     async def close(self) -> None:
-        """Let nobody in any more; those inside go with the server."""
+        """Stop accepting, and close all connections and the listener."""
         if self._accepting is not None:
             self._accepting.cancel()
             await asyncio.gather(self._accepting, return_exceptions=True)
@@ -62,10 +62,13 @@ class Door:
         self._listener.close()
 
     def welcome(self, visit: Visit, name: str) -> bool:
-        """A stranger has shown who it is; False: that name has too many connections already."""
+        """Note the name that a connection has proven. Return whether the connection may stay.
+
+        It may not if the name has `MAX_PER_NODE` connections, or if it has shown another name before.
+        """
         if visit.name == name:
             return True
-        if visit not in self._visits:  # sent away just now
+        if visit not in self._visits:  # closed meanwhile
             return False
         if visit.name or self._names[name] >= MAX_PER_NODE:
             return False
@@ -76,7 +79,7 @@ class Door:
         return True
 
     def gone(self, visit: Visit) -> None:
-        """It has ended, one way or another."""
+        """Forget a connection that has ended. May be called twice."""
         if visit not in self._visits:
             return
         self._visits.discard(visit)
@@ -84,7 +87,7 @@ class Door:
         self._forget_stranger(visit)
         if visit.name:
             self._names[visit.name] -= 1
-            self._names += Counter()  # forgets who has none
+            self._names += Counter()  # removes names without connections
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
@@ -123,10 +126,10 @@ class Door:
             self.gone(visit)
             connection.close()
         if visit.ended:
-            visit.end()  # it was to end while its handshake went on
+            visit.end()  # `end` was called during the handshake
 
     def _end_oldest_stranger(self) -> bool:
-        """Of the address that has the most. Returns whether there was one."""
+        """End the oldest stranger of the address that has the most. Return whether there was one."""
         if not self._strangers:
             return False
         fullest = max(self._strangers, key=lambda address: len(self._strangers[address]))
@@ -141,7 +144,7 @@ class Door:
 
 
 class Visit:
-    """One connection. `name` is "" while it is a stranger's."""
+    """One connection. `name` is "" until its peer has proven one."""
 
     __slots__ = ("address", "deadline", "ended", "entering", "guest", "name")
 
@@ -154,7 +157,7 @@ class Visit:
         self.ended = False
 
     def end(self) -> None:
-        """Close it at once."""
+        """Close the connection at once."""
         self.ended = True
         if self.guest is not None:
             self.guest.leave()
@@ -163,7 +166,7 @@ class Visit:
 
 
 class Guest(web.RequestHandler):
-    """aiohttp's side of a connection that came through a door."""
+    """aiohttp's handler of a connection that a `Door` has accepted."""
 
     __slots__ = ("_door", "_visit")
 
@@ -173,23 +176,23 @@ class Guest(web.RequestHandler):
         self._visit = visit
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """As the base class."""
+        """Do as the base class; close the connection if its visit has ended meanwhile."""
         self._visit.guest = self
         super().connection_made(transport)
         if self._visit.ended:
             self.leave()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """As the base class."""
+        """Do as the base class, after telling the door."""
         self._door.gone(self._visit)
         super().connection_lost(exc)
 
     def shows(self, name: str) -> bool:
-        """It has proven its name; False: that name has too many connections."""
+        """Note the name that the peer has proven; return as `Door.welcome` does."""
         return self._door.welcome(self._visit, name)
 
     def leave(self) -> None:
-        """Close without waiting for what is unsent."""
+        """Close the connection and discard unsent data."""
         self._door.gone(self._visit)
         if self.transport is not None:
             self.transport.abort()
@@ -201,7 +204,7 @@ class Guest(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """As the base class, but what a client did wrong is told to it alone, in one line."""
+        """Do as the base class, but answer a client's error in one line and do not log it."""
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             return super().handle_error(request, status, exc, message)
         why = HTTPStatus(status).phrase
@@ -213,13 +216,13 @@ class Guest(web.RequestHandler):
 
 
 def _room() -> int:
-    """Connections that this process can hold now."""
+    """Return how many connections this process may hold."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(MIN_ROOM, most - RESERVED_DESCRIPTORS)
 
 
 def _place(host: str) -> str:
-    """Text by which an address is counted: all of an IPv6 network of 64 bits is one customer's."""
+    """Return the address to count strangers under; for IPv6 its /64 network, which is one customer's."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
         return str(ipaddress.ip_network((address, 64), strict=False))

@@ -1,7 +1,7 @@
-"""The serving end of a link: one long answer of frames per stream, and byte ranges of what is verified.
+"""The serving end of a link: one long answer of frames per stream, and byte ranges of verified payloads.
 
-A chunk goes on in the order in which it came in, as soon as it is verified; a child that says what it has is
-sent only the rest. Writing waits for the child's socket, so nothing piles up here.
+A node forwards chunks in the order in which it accepted them, each as soon as it is verified. A child says
+what it has and gets only the rest. Every write waits for the child's socket, so no unsent data piles up.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from aiohttp import web
 from echo_planes.errors import WeightsError
 from echo_planes.weights.chain.events import PING_INTERVAL_S
 from echo_planes.weights.node.settings import MAX_STREAMS
-from echo_planes.weights.node.shelf import Holding, Shelf, Wants
-from echo_planes.weights.node.transport import happens, read_json
+from echo_planes.weights.node.shelf import Holding, Shelf, Wanted, Wants
+from echo_planes.weights.node.transport import happens, read_message
 from echo_planes.weights.wire.frames import (
     CancelFrame,
     ManifestFrame,
@@ -28,10 +28,10 @@ from echo_planes.weights.wire.frames import (
 )
 from echo_planes.weights.wire.manifest import PublicationKey, parse_key_text
 
-MAX_LAG = 4  # patches that came after the child and wait for it: beyond, it goes on with the newest
-MAX_BEGUN = 2  # whole ones of one child at a time: its quicker streams wait for its slowest
+MAX_LAG = 4  # patches that may wait for a child, if they came after it; of more it gets only the newest
+MAX_BEGUN = 2  # complete publications on their way to one child: its faster streams wait for its slowest
 WRITE_BYTES = 1024**2  # of a range, at a time
-WRITE_S = 60.0  # for a chunk or so many bytes: who reads nothing must not keep here what it was to be sent
+WRITE_S = 60.0  # per frame or piece of a range: a child that reads nothing must not keep publications here
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})?")
 _PING = encode_frame(PingFrame())
 
@@ -40,7 +40,7 @@ class Feeds:
     """All feeds that this node serves. Handlers for `aiohttp.web`.
 
     Args:
-        shelf: what there is to serve.
+        shelf: the publications to serve.
     """
 
     def __init__(self, shelf: Shelf) -> None:
@@ -51,17 +51,17 @@ class Feeds:
         self.bytes_sent = 0
 
     def throttle(self, limits_bytes_per_s: Mapping[str, float]) -> None:
-        """Send to these children, and to no others, no faster than this; 0: as fast as they can take it."""
+        """Replace all rate limits, in bytes/s by child. 0 or none: as fast as the child can take it."""
         self._limits_bytes_per_s = {child: limit for child, limit in limits_bytes_per_s.items() if limit > 0}
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
-        """`POST /v1/feed?stream=j&of=k`: see `_Feed`. The body says what the child has."""
+        """Handle `POST /v1/feed?stream=j&of=k` with a `_Feed`. The body says what the child has."""
         stream, of = _number(request, "stream", MAX_STREAMS - 1), _number(request, "of", MAX_STREAMS)
         if stream >= of:
             raise WeightsError(f"stream {stream} of {of} does not exist")
         child = request.headers.get("X-Node", "")
         self.check(child)
-        wants = Wants(await read_json(request))
+        wants = Wants(await read_message(request, Wanted))
         response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
         response.enable_chunked_encoding()
         state = self._children.setdefault(child, _Child(self._shelf))
@@ -71,7 +71,7 @@ class Feeds:
             await response.prepare(request)
             await feed.run()
         except (ConnectionError, TimeoutError):
-            _give_up(request)  # the child went away, or reads nothing: it will come back, here or elsewhere
+            _give_up(request)  # the child is gone or reads nothing; it attaches again, here or elsewhere
         finally:
             state.leave(feed)
             if not state.feeds and self._children.get(child) is state:
@@ -79,39 +79,39 @@ class Feeds:
         return response
 
     def unwanted(self, child: str, key: PublicationKey) -> None:
-        """`child` wants no more of `key`."""
+        """Send `child` nothing more of `key` on its open feeds."""
         if state := self._children.get(child):
             for feed in state.feeds.values():
                 feed.wants.done.add(key)
 
     def cut(self, child: str) -> None:
-        """End the feeds of a peer that is out."""
+        """End the feeds of a dropped peer, and refuse new ones."""
         self.refused.add(child)
         if state := self._children.get(child):
             for feed in state.feeds.values():
                 feed.ended = True
 
     def readmit(self, child: str) -> None:
-        """It may come again."""
+        """Let a dropped peer attach again."""
         self.refused.discard(child)
 
     def check(self, child: str) -> None:
         """Refuse a peer that was dropped.
 
         Raises:
-            WeightsError: it was.
+            WeightsError: the peer was dropped.
         """
         if child in self.refused:
             raise WeightsError(f"{child} is out for now: its children say that it alters signed bytes")
 
     def limit_bytes_per_s(self, child: str) -> float | None:
-        """Rate at which a child may be sent anything, bytes/s; None: as fast as it can take it."""
+        """Return the rate limit of the link to a child, bytes/s; None: as fast as the child can take it."""
         return self._limits_bytes_per_s.get(child)
 
     async def payload(self, request: web.Request) -> web.StreamResponse:
-        """`GET /v1/publications/{key}/payload`: verified bytes, up to the first that is not there yet.
+        """Handle `GET /v1/publications/{key}/payload`: verified bytes, up to the first that is missing here.
 
-        With `Range: bytes=a-b` 206 and those bytes, or their beginning; 416 where byte a is not there.
+        With `Range: bytes=a-b`: status 206 and those bytes, or their beginning; 416 if byte a is missing.
         """
         self.check(request.headers.get("X-Node", ""))
         holding = self._shelf.holdings.get(parse_key_text(request.match_info["key"]))
@@ -156,30 +156,30 @@ class Feeds:
 class _Child:
     """State that the feeds of one child share, so that all its streams carry parts of the same publications.
 
-    A chunk goes on whichever stream has room first: a connection that hesitates holds up nothing but what it
-    was handed. That is handed out anew if the connection ends.
+    Each chunk goes on the stream that has room first: a slow connection delays only the chunks handed to it.
+    If the connection ends, they go out again once a new stream is open.
 
-    A child that is slower than the publications is not sent them all: once more than `MAX_LAG` patches that
-    came after it wait for it, it goes on with the newest, and fetches what lies between from the store. What
-    it has begun to be sent is kept for it to the end.
+    A child that is slower than the publications does not get them all. Once more than `MAX_LAG` patches that
+    came after it wait for it, it gets the newest only, and fetches those between from the store. The shelf
+    keeps a publication that is being sent to the child until all of it is sent.
     """
 
     def __init__(self, shelf: Shelf) -> None:
         self.feeds: dict[int, _Feed] = {}  # by stream
         self._shelf = shelf
-        self._there_before = set(shelf.holdings)  # that these are many is no lag
-        self._begun: dict[PublicationKey, Holding] = {}  # kept from being retired
-        self._known: set[PublicationKey] = set()  # begun at some time
+        self._there_before = set(shelf.holdings)  # held when the child attached: they count as no lag
+        self._begun: dict[PublicationKey, Holding] = {}  # being sent: the shelf keeps them
+        self._known: set[PublicationKey] = set()  # ever begun
         self._skipped: set[PublicationKey] = set()
         self._shares: dict[PublicationKey, _Share] = {}
-        self.free_s = 0.0  # when the link has room for more, while it is throttled
+        self.free_s = 0.0  # monotonic time from which a throttled link may carry more
 
     def enter(self, feed: _Feed) -> None:
-        """A stream is open. It takes the place of one that the child has closed unnoticed."""
+        """Add an open stream, and end those that it replaces: the child has closed them unnoticed."""
         for stream in [stream for stream in self.feeds if stream == feed.stream or stream >= feed.of]:
             self._end(stream)
         self.feeds[feed.stream] = feed
-        # It has just said what the child has: what was lost can go out again, and nothing else does.
+        # The new stream's request says what the child has: lost chunks go out again unless it has them.
         for other in self.feeds.values():
             other.wants = feed.wants
         for share in self._shares.values():
@@ -187,20 +187,20 @@ class _Child:
             share.lost = []
 
     def leave(self, feed: _Feed) -> None:
-        """A stream has ended."""
+        """Remove a stream that has ended."""
         if self.feeds.get(feed.stream) is feed:
             self._end(feed.stream)
         self._release()
 
     def share(self, holding: Holding) -> _Share:
-        """Progress of all streams together with a publication."""
+        """Return the progress of all streams together with a publication."""
         share = self._shares.get(holding.key)
         if share is None or share.holding is not holding:
             share = self._shares[holding.key] = _Share(holding)
         return share
 
     def plan(self, wants: Wants) -> None:
-        """Let go what is sent or gone, and skip ahead where the child lags."""
+        """Release publications that are sent or gone, and skip to the newest patch where the child lags."""
         held = self._shelf.holdings
         self._release()
         for key in [key for key, holding in self._begun.items() if held.get(key) is not holding]:
@@ -219,7 +219,7 @@ class _Child:
             self._skipped.update(waiting[:-1])
 
     def takes(self, holding: Holding, wants: Wants) -> bool:
-        """Whether it is, or may be begun to be, sent."""
+        """Return whether the publication is being sent to the child, or its sending may begin."""
         key = holding.key
         if wants.skips(key):
             return False
@@ -229,7 +229,7 @@ class _Child:
         return num_begun < MAX_BEGUN and not (key in self._skipped or holding.retired)
 
     def begin(self, holding: Holding) -> None:
-        """The first frame of it goes out, on one stream or another."""
+        """Note that a frame of the publication goes out; the shelf keeps it from the first one on."""
         if holding.key in self._known:
             return
         self._known.add(holding.key)
@@ -245,7 +245,7 @@ class _Child:
                 share.lost += cursor.handed
 
     def _release(self) -> None:
-        """Let publications be retired of which no stream has anything more to send."""
+        """Let the shelf retire publications of which no stream has anything left to send."""
         for key, holding in list(self._begun.items()):
             if all(feed.is_through(holding) for feed in self.feeds.values()):
                 self._let_go(key)
@@ -281,15 +281,15 @@ class _Feed:
 
     async def run(self) -> None:
         while not self.ended:
-            changed = self._shelf.changed  # taken first: a change while sending is then not missed
+            changed = self._shelf.changed  # taken first, so that no change during sending is missed
             if await self.send_next():
-                await asyncio.sleep(0)  # the next chunk goes to a stream that waited longer
+                await asyncio.sleep(0)  # a stream that has waited longer sends the next chunk
                 continue
             if not await happens(changed, PING_INTERVAL_S):
                 await self._response.write(_PING)
 
     async def send_next(self) -> bool:
-        """Send the next frame of the oldest publication that has one: older ones finish first."""
+        """Send the next frame, of the oldest publication that has one. Return whether there was one."""
         for key in self._gone():
             await self._response.write(encode_frame(CancelFrame(key)))
         self._state.plan(self.wants)
@@ -304,13 +304,13 @@ class _Feed:
         return False
 
     def is_through(self, holding: Holding) -> bool:
-        """Whether this stream has sent its part of all of it, or the child does not want it."""
+        """Return whether this stream has nothing left to send of it, or the child does not want it."""
         cursor = self.sent.get(holding.key)
         through = cursor is not None and cursor.manifest and self._state.share(holding).through
         return self.wants.skips(holding.key) or (through and holding.transfer.complete)
 
     def _gone(self) -> list[PublicationKey]:
-        """Forget and list publications the child has in part, from any node, and will not get from here."""
+        """Forget and return publications that the child has in part and cannot get from this node."""
         held = self._shelf.holdings
         gone = [key for key in self.sent if key not in held]
         gone = [key for key in gone if not self.sent.pop(key).manifest]
@@ -345,7 +345,7 @@ class _Feed:
         return False
 
     async def _write(self, data: bytes) -> None:
-        """Send, wait until the child's socket has room, and hold back where the link is throttled."""
+        """Send a frame: delay it if the link is throttled, and wait until the child's socket has room."""
         limit = self._feeds.limit_bytes_per_s(self._child)
         if limit is not None:
             now_s = time.monotonic()
@@ -382,11 +382,11 @@ class _Share:
 
     @property
     def through(self) -> bool:
-        """Whether every chunk that is here was handed to a stream."""
+        """Whether every chunk accepted so far was handed to a stream."""
         return not self.again and not self.lost and self.arrivals == len(self.holding.arrivals)
 
     def take(self) -> int | None:
-        """The number of the next chunk to send; None: there is none as yet."""
+        """Take the next chunk to send and return its number; None: there is none at present."""
         if self.again:
             return self.again.pop()
         if self.arrivals == len(self.holding.arrivals):
@@ -396,7 +396,7 @@ class _Share:
 
 
 def _give_up(request: web.Request) -> None:
-    """Close a connection without waiting until the other side reads what is unsent."""
+    """Close a connection and discard unsent data."""
     if request.transport is not None:
         request.transport.abort()
 

@@ -1,6 +1,6 @@
-"""The receiving end of a link: pulls from the parent the tracker named, and asks again for what was damaged.
+"""The receiving end of a link: pulls from the parent that the tracker named, and repairs damaged chunks.
 
-Whether a chunk is good is `Transfer`'s verdict, and who the parent is the tracker's; this only follows.
+`Transfer` judges whether a chunk is sound; the tracker chooses the parent.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import aiohttp
+import msgspec
 
 from echo_planes.errors import EchoPlanesError, WeightsError
 from echo_planes.weights.chain.events import PING_INTERVAL_S
-from echo_planes.weights.node.shelf import Shelf, wants_message
+from echo_planes.weights.node.shelf import Shelf, Unwanted, wants_message
 from echo_planes.weights.node.transport import ANSWER_S, ask, showing
 from echo_planes.weights.wire.frames import (
     CancelFrame,
@@ -28,30 +29,30 @@ from echo_planes.weights.wire.frames import (
 )
 from echo_planes.weights.wire.manifest import PublicationKey, key_text
 
-FORGERY_TRIES = 3  # so often one chunk must come altered over TLS from one parent to prove that it lies
-STALL_PINGS = 4  # a parent with so little to say while chunks are missing: attach again, saying what is here
+FORGERY_TRIES = 3  # altered copies of one chunk, over TLS, that make the parent a forger
+STALL_PINGS = 4  # pings in a row while chunks are missing, after which the node attaches again
 STALL_S = STALL_PINGS * PING_INTERVAL_S
-DEAD_STREAM_S = STALL_S - PING_INTERVAL_S  # a stream as silent as this while another pings has broken
-RETRY_S = (0.05, 1.0)  # between attempts to connect: first, largest
+DEAD_STREAM_S = STALL_S - PING_INTERVAL_S  # a stream silent for longer, while another one pings, is broken
+RETRY_S = (0.05, 1.0)  # pause between attempts to connect: first, largest
 RATE_WINDOW_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """Whom to pull from."""
+    """The node to pull from."""
 
     peer_id: str
     address: str
-    shown: str  # this node's credential with it
+    shown: str  # this node's credential with the parent
 
 
 class ParentLink:
     """Streams from one parent into the shelf, until closed.
 
     Args:
-        parent: whom to pull from.
-        streams: how many connections at once.
-        newest: (lineage, version) that is staged here, or None.
+        parent: the node to pull from.
+        streams: number of connections.
+        newest: returns the (lineage, version) that is staged here, or None.
     """
 
     def __init__(
@@ -63,11 +64,11 @@ class ParentLink:
         newest: Callable[[], tuple[str, int] | None],
     ) -> None:
         self.parent = parent
-        self.heard_s = time.monotonic()  # last byte from it
+        self.heard_s = time.monotonic()  # last sound frames from the parent
         self.connected: set[int] = set()
-        self.forger = False  # it alters signed bytes: nobody else can have
+        self.forger = False  # the parent alters signed bytes: over TLS no other node can
         self.trouble = ""  # why what arrives cannot be kept here
-        self._heard: dict[int, tuple[float, asyncio.Timeout]] = {}  # by open stream: last byte, what ends it
+        self._heard: dict[int, tuple[float, asyncio.Timeout]] = {}  # by open stream: last byte, its timeout
         self._mended_s = -STALL_S  # when a dead stream was last ended
         self._session = session
         self._shelf = shelf
@@ -81,50 +82,50 @@ class ParentLink:
 
     @property
     def silent_s(self) -> float:
-        """Since the last byte from the parent, pings included."""
+        """Seconds since the last sound frames from the parent, pings included."""
         return time.monotonic() - self.heard_s
 
     @property
     def rate_bytes_per_s(self) -> float:
-        """Payload accepted over the last second."""
+        """Payload bytes accepted per second, over the last `RATE_WINDOW_S` seconds."""
         now_s = time.monotonic()
         while self._arrived and self._arrived[0][0] < now_s - RATE_WINDOW_S:
             self._arrived.popleft()
         return sum(size for _, size in self._arrived) / RATE_WINDOW_S
 
     async def close(self) -> None:
-        """Stop pulling. What has arrived stays."""
+        """Stop pulling. Chunks that have arrived stay on the shelf."""
         tasks = [*self._streams, *self._repairs, *self._refusals.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def refuse(self, key: PublicationKey) -> None:
-        """Ask the parent to send no more of `key`. Nobody waits for it: the parent may be out of reach."""
+        """Ask the parent, in the background since it may be out of reach, to send no more of `key`."""
         if key not in self._refusals:
             task = self._refusals[key] = asyncio.create_task(self._say_unwanted(key))
             task.add_done_callback(lambda _: self._refusals.pop(key, None))
 
     async def _say_unwanted(self, key: PublicationKey) -> None:
         try:
-            url, message = f"{self.parent.address}/v1/unwanted", {"key": key_text(key)}
-            await ask(self._session, url, message, self.parent.shown)
+            url, message = f"{self.parent.address}/v1/unwanted", Unwanted(key_text(key))
+            await ask(self._session, url, message, self.parent.shown, dict)
         except ConnectionError:
-            return  # what still comes is thrown away
+            return  # the shelf discards the chunks that still arrive
 
     async def _follow(self, number: int) -> None:
-        """Keep one stream open; after each end say anew what is here."""
+        """Keep one stream open: after each end, open it again and say anew what is here."""
         pause_s = RETRY_S[0]
         while True:
             before_s = self.heard_s
             try:
                 await self._pull(number)
             except (aiohttp.ClientError, TimeoutError, OSError):
-                pass  # the tracker hears of it in the next report
+                pass  # the next report tells the tracker
             except WeightsError as error:
                 self.trouble = f"{self.parent.peer_id} sent what is not sound: {error}"
                 self._damaged_stream()
-            except EchoPlanesError as error:  # this machine's own, such as no room: it may pass
+            except EchoPlanesError as error:  # a local error that may pass, such as no room
                 self.trouble = str(error)
                 before_s = self.heard_s
             finally:
@@ -136,10 +137,10 @@ class ParentLink:
     async def _pull(self, number: int) -> None:
         url = f"{self.parent.address}/v1/feed?stream={number}&of={self._num_streams}"
         parser = FrameParser(self._shelf.limits)
-        message = wants_message(self._shelf, self._newest())
-        num_pings = 0  # since anything else came
+        message = msgspec.json.encode(wants_message(self._shelf, self._newest()))
+        num_pings = 0  # since the last other frame
         shown = showing(self.parent.shown)
-        async with asyncio.timeout(None) as limit, self._session.post(url, json=message, **shown) as response:
+        async with asyncio.timeout(None) as limit, self._session.post(url, data=message, **shown) as response:
             if response.status != 200:
                 return
             self.connected.add(number)
@@ -152,20 +153,20 @@ class ParentLink:
                 frames = parser.feed(data)
                 for frame in frames:
                     self._take(frame)
-                self.heard_s = now_s  # only now: whoever sends nothing sound is as good as silent
+                self.heard_s = now_s  # only now: a parent that sends nothing sound counts as silent
                 is_ping = bool(frames) and all(isinstance(frame, PingFrame) for frame in frames)
                 num_pings = num_pings + 1 if is_ping else 0
-                # Where this one has rested too, it is the machine or the path, and the others come next.
+                # If this stream was silent as long, machine or path stood still, and the others resume next.
                 if is_ping and rested_s < DEAD_STREAM_S:
                     self._end_dead_streams(now_s)
                 if num_pings >= STALL_PINGS and self._has_holes() and last_s - self._mended_s > STALL_S:
                     return
 
     def _end_dead_streams(self, now_s: float) -> None:
-        """Open anew what is silent while another stream pings; what it was to bring comes on the others.
+        """End streams that are silent while another one pings. `_follow` opens them again.
 
-        A ping says that the parent has had nothing to send for a while: then each of its streams pings.
-        Chunks on another stream say nothing of this one, which may only have come too late for them.
+        A parent with nothing to send pings on every stream, so a stream without pings is broken. Chunks on
+        another stream prove nothing: the silent stream may merely have had no share of them.
         """
         dead = [number for number, (s, _) in self._heard.items() if now_s - s > DEAD_STREAM_S]
         for number in dead:
@@ -198,7 +199,7 @@ class ParentLink:
             task.add_done_callback(self._repairs.discard)
 
     async def _repair(self, key: PublicationKey, segment_index: int, chunk_index: int) -> None:
-        """Ask for one chunk until it is here undamaged; after `FORGERY_TRIES` leave it to a new stream."""
+        """Request one chunk again until it is sound; after `FORGERY_TRIES` leave it to a new stream."""
         for _ in range(FORGERY_TRIES):
             holding = self._shelf.holdings.get(key)
             segments = holding.transfer.segments if holding else []
@@ -241,7 +242,7 @@ class ParentLink:
             return None
 
     def _count_damage(self, key: PublicationKey, segment_index: int, chunk_index: int) -> None:
-        """Over TLS nobody between the nodes can have altered a byte: repeated damage is the parent's own."""
+        """Count a damaged chunk. Over TLS only the parent can have altered it: repeated, that is forgery."""
         self._bad[key, segment_index, chunk_index] += 1
         if self.parent.address.startswith("https://"):
             self.forger |= self._bad[key, segment_index, chunk_index] >= FORGERY_TRIES
@@ -251,7 +252,7 @@ class ParentLink:
             holding.transfer.num_damaged += 1
 
     def _has_holes(self) -> bool:
-        """Chunks or a manifest are missing, perhaps because a damaged stream let them fall."""
+        """Return whether known chunks, or segments of a known manifest, are missing and not under repair."""
         return not self._repairs and any(
             holding.transfer.manifest is not None or len(holding.transfer.have) < holding.transfer.num_chunks
             for holding in self._shelf.incomplete()

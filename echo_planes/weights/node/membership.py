@@ -1,6 +1,6 @@
-"""A worker's node as a member of the fleet: joins, reports, and follows the parent it is given.
+"""A worker's node as a member of the fleet: joins, reports, and pulls from the parent that the tracker names.
 
-The tracker in the sender's node decides; while the sender cannot be reached, the present parent is kept.
+The tracker runs in the sender's node. While the sender is out of reach, the node keeps its present parent.
 """
 
 from __future__ import annotations
@@ -8,24 +8,23 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 import aiohttp
 
-from echo_planes.errors import WeightsError
 from echo_planes.weights.chain.events import (
     IDLE_REPORT_INTERVAL_S,
     REPORT_INTERVAL_S,
     SENDER_ID,
     Accusation,
+    Answer,
     Assign,
     CancelBroadcast,
     Drop,
+    Greeting,
+    Heard,
     PeerJoined,
     Report,
     Throttle,
-    action_from_json,
-    event_to_json,
 )
 from echo_planes.weights.node.feed import Feeds
 from echo_planes.weights.node.link import Parent, ParentLink
@@ -39,9 +38,9 @@ class Membership:
     """Keeps this node in the fleet. `run` it as a task.
 
     Args:
-        address: where this node's children find it.
-        position: (lineage, version) that is staged here, or None.
-        installed: version of a lineage that the engine has, -1 for none.
+        address: base URL at which this node's children find it.
+        position: returns the (lineage, version) that is staged here, or None.
+        installed: returns the version of a lineage that the engine has, -1 for none.
     """
 
     def __init__(
@@ -55,10 +54,10 @@ class Membership:
         installed: Callable[[str], int],
     ) -> None:
         self.link: ParentLink | None = None
-        self.dropped = ""  # why the tracker wants nothing of this node for now
-        self.repairs = 0  # parents changed while something was arriving
-        self._refused = ""  # the tracker's last order that was not followed, and why
-        self._unheard = ""  # why the sender could not be asked, the last time
+        self.dropped = ""  # why the tracker has dropped this node for now
+        self.repairs = 0  # changes of parent while a publication was arriving
+        self._refused = ""  # why the last order to change the parent was not followed
+        self._unheard = ""  # why the last report did not reach the sender
         self._settings = settings
         self._session = session
         self._shelf = shelf
@@ -67,22 +66,22 @@ class Membership:
         self._position = position
         self._installed = installed
         self._joined = False
-        self._forgers: set[str] = set()  # parents, also former ones, of which the tracker has not heard
-        self._told: set[PublicationKey] = set()  # complete ones that the tracker has heard of
+        self._forgers: set[str] = set()  # parents, also former ones, still to be accused at the tracker
+        self._told: set[PublicationKey] = set()  # complete publications that the tracker has heard of
 
     @property
     def trouble(self) -> str:
-        """Why nothing arrives, for people; "" where all is well."""
+        """Reason why nothing arrives, for people; "" where all is well."""
         return self._refused or self._unheard or (self.link.trouble if self.link else "")
 
     async def run(self) -> None:
-        """Report for ever."""
+        """Report to the tracker, until cancelled."""
         next_s = time.monotonic()
         while True:
             try:
                 await self._speak()
                 self._unheard = ""
-            except ConnectionError as error:  # it will be there again; meanwhile the parent is kept
+            except ConnectionError as error:  # the sender may come back; the parent is kept meanwhile
                 if not self._unheard:
                     print(f"weights: {self._settings.node_id}: {error}", file=sys.stderr, flush=True)
                 self._unheard = str(error)
@@ -98,7 +97,7 @@ class Membership:
         await self._attach(None)
 
     async def _rest_until(self, until_s: float) -> None:
-        """Wait, but not longer than until there is something the tracker has not heard."""
+        """Wait until `until_s`, or until there is news for the tracker or a publication begins to arrive."""
         while (left_s := until_s - time.monotonic()) > 0:
             changed = self._shelf.changed
             was_idle = not self._shelf.incomplete()
@@ -107,7 +106,7 @@ class Membership:
             if not await happens(changed, left_s):
                 return
             if was_idle and self._shelf.incomplete():
-                return  # a publication has begun: from now on at the quicker pace
+                return  # a publication has begun: report at the shorter interval
 
     def _has_news(self) -> bool:
         return any(holding.key not in self._told for holding in self._shelf.complete())
@@ -115,26 +114,26 @@ class Membership:
     async def _speak(self) -> None:
         if not self._joined:
             joined = PeerJoined(self._settings.node_id, self._address, self._settings.region)
-            await self._follow(await self._tell("join", [event_to_json(joined)]))
+            await self._follow(await self._tell("join", Greeting((joined,))))
             self._joined = True
             self._told.clear()
         news = [holding for holding in self._shelf.complete() if holding.key not in self._told]
         about: list[Holding | None] = [*self._shelf.incomplete(), *news]
-        reports = [event_to_json(self._report(holding)) for holding in about or [None]]
+        reports = [self._report(holding) for holding in about or [None]]
         self._note_forgery()
         accused = sorted(self._forgers)
-        reports += [event_to_json(Accusation(forger, self._settings.node_id)) for forger in accused]
-        answer = await self._tell("report", reports)
-        if not answer.get("join"):
+        accusations = [Accusation(forger, self._settings.node_id) for forger in accused]
+        answer = await self._tell("report", Heard((*reports, *accusations)))
+        if not answer.join:
             self._forgers.difference_update(accused)
         self._told = {holding.key for holding in self._shelf.complete()} & (
             self._told | {holding.key for holding in news}
         )
         await self._follow(answer)
 
-    async def _tell(self, what: str, events: list[dict[str, Any]]) -> dict[str, Any]:
+    async def _tell(self, what: str, message: Greeting | Heard) -> Answer:
         url, shown = f"{self._settings.sender}/v1/tracker/{what}", self._settings.token
-        return await ask(self._session, url, {"events": events}, shown)
+        return await ask(self._session, url, message, shown, Answer)
 
     def _report(self, holding: Holding | None) -> Report:
         link = self.link
@@ -157,20 +156,15 @@ class Membership:
             staged_version=staged[1] if staged is not None and staged[0] == lineage else -1,
         )
 
-    async def _follow(self, answer: dict[str, Any]) -> None:
-        """Do what the tracker orders; orders are repeated in every answer."""
-        if answer.get("join"):
-            self._joined = False  # it has forgotten this node: it was started anew
+    async def _follow(self, answer: Answer) -> None:
+        """Carry out the tracker's orders. Every answer repeats all of them."""
+        if answer.join:
+            self._joined = False  # the tracker was restarted, or has forgotten or readmitted this node
             return
-        orders = answer.get("orders")
-        if not isinstance(orders, list):
+        if answer.orders is None:
             raise ConnectionError("the sender's answer has no orders")
         limits: dict[str, float] = {}
-        try:
-            actions = [action_from_json(order) for order in orders]
-        except WeightsError as error:
-            raise ConnectionError(f"the sender's orders cannot be read: {error}") from error
-        for action in actions:
+        for action in answer.orders:
             match action:
                 case Assign(_, parent_id, address, shown):
                     sender = parent_id == SENDER_ID
@@ -184,11 +178,11 @@ class Membership:
                     limits[child_id] = bytes_per_s
                 case Drop():
                     await self._attach(None)
-        self.dropped = next((action.reason for action in actions if isinstance(action, Drop)), "")
+        self.dropped = next((action.reason for action in answer.orders if isinstance(action, Drop)), "")
         self._feeds.throttle(limits)
 
     async def _assigned(self, parent: Parent) -> None:
-        """Go to a parent, unless a credential would go out in plain text for it."""
+        """Attach to a parent, unless that would send a credential in plain text."""
         if self._settings.sender.startswith("https://") and not parent.address.startswith("https://"):
             self._refused = (
                 f"{parent.peer_id} at {parent.address} does not speak TLS, as the sender does: no credential "

@@ -3,26 +3,26 @@
 One program, two roles. The sender's node takes publications from the learner, serves them, runs the tracker
 and keeps the store; a worker's node pulls from its parent, serves its children and stages for its engine.
 
-Settings come as one line of JSON on stdin (`NodeSettings`); the answer is one line on stdout, {"address",
-"port"} when it listens or {"error", "message"}. The node ends when its stdin does, and dies with its parent.
+The node reads its settings as one line of JSON from stdin (`NodeSettings`), and answers with one line on
+stdout (`Started`) when it listens or cannot. It ends when its stdin ends, and dies with its parent process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import uvloop
 from aiohttp import web
 
 from echo_planes.cluster.process import die_with_parent, settle
 from echo_planes.errors import ConfigError, EchoPlanesError, RunError
-from echo_planes.weights.node.client import CONTROL_SOCKET
+from echo_planes.weights.node.control import CONTROL_SOCKET, Failure, Started
 from echo_planes.weights.node.door import Door
 from echo_planes.weights.node.roles import SenderRole, WorkerRole
 from echo_planes.weights.node.settings import NodeSettings
@@ -65,7 +65,7 @@ class Node:
         self._runners: list[web.AppRunner] = []
 
     async def start(self) -> None:
-        """Listen, and begin to take part."""
+        """Listen, and start the role's tasks."""
         self.role.add_routes(self._public, self._control)
         public = await self._runner(self._public)
         if public.server is None:
@@ -76,7 +76,7 @@ class Node:
         await self.role.start()
 
     async def close(self) -> None:
-        """End everything that `start` began, and give the space back."""
+        """End everything that `start` began, and free the shelf's space."""
         await self.role.close()
         await self._door.close()
         for runner in self._runners:
@@ -84,7 +84,7 @@ class Node:
         self.shelf.close()
 
     async def _runner(self, app: web.Application) -> web.AppRunner:
-        # Feeds never end by themselves: nobody waits for them.
+        # Feeds never end by themselves, so the shutdown does not wait for them.
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         self._runners.append(runner)
@@ -97,12 +97,16 @@ def _limits(settings: NodeSettings) -> TransferLimits:
     return relay_limits(settings.max_payload_bytes)
 
 
+def _answer(started: Started) -> None:
+    print(msgspec.json.encode(started).decode(), flush=True)
+
+
 async def serve(settings: NodeSettings, ended: asyncio.Event) -> None:
-    """Run one node until `ended` is set; says on stdout where it listens."""
+    """Run one node until `ended` is set; print its address on stdout."""
     node = Node(settings)
     try:
         await node.start()
-        print(json.dumps({"address": node.address, "port": node.port}), flush=True)
+        _answer(Started(node.address))
         settle()
         await ended.wait()
     finally:
@@ -115,7 +119,7 @@ async def _until_stdin_ends(settings: NodeSettings) -> None:
 
     def watch() -> None:
         sys.stdin.read()
-        with contextlib.suppress(RuntimeError):  # the loop has ended before
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
             loop.call_soon_threadsafe(ended.set)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -123,7 +127,7 @@ async def _until_stdin_ends(settings: NodeSettings) -> None:
 
 
 def main() -> int:
-    """Run a node as this process; the exit status is that of the error, if any."""
+    """Run a node as this process. Return the exit status: 0, or that of the error."""
     die_with_parent()
     folder: Path | None = None
     try:
@@ -131,11 +135,17 @@ def main() -> int:
         if not settings.folder:
             raise ConfigError("a node needs a folder of its own")
         folder = Path(settings.folder)
+        if ":" in settings.codec:
+            from echo_planes.weights.codec.table import (
+                take_codec,  # loads numba: only where the run has a codec of its own
+            )
+
+            take_codec(settings.codec)
         lock = hold_folder(folder)
         uvloop.run(_until_stdin_ends(settings))
         os.close(lock)
     except EchoPlanesError as error:
-        print(json.dumps({"error": type(error).__name__, "message": str(error)}), flush=True)
+        _answer(Started(failure=Failure(type(error).__name__, str(error))))
         return getattr(error, "exit_status", 1)
     finally:
         if folder is not None:
@@ -144,7 +154,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Threads may be in a long read or write of a store that is gone: nobody waits for them.
+    # A thread may be stuck in a read or write of an unreachable store: exit without waiting for it.
     status = main()
     sys.stdout.flush()
     os._exit(status)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,16 @@ from aiohttp import web
 from echo_planes.errors import WeightsError
 from echo_planes.weights.chain.tracker import Tracker, TrackerSettings
 from echo_planes.weights.node.catch_up import RemoteObjects, Rescue
+from echo_planes.weights.node.control import BroadcastFigures, CaughtUp, Settled, StagedAsked, StagedFile
 from echo_planes.weights.node.dispatch import Dispatch
 from echo_planes.weights.node.feed import Feeds
 from echo_planes.weights.node.membership import Membership
 from echo_planes.weights.node.settings import NodeSettings
 from echo_planes.weights.node.shadow import Shadow
-from echo_planes.weights.node.shelf import Holding, Shelf
+from echo_planes.weights.node.shelf import Holding, Shelf, Unwanted
 from echo_planes.weights.node.staging import Staging
 from echo_planes.weights.node.store import StoreUploader
-from echo_planes.weights.node.transport import client_session, read_json
+from echo_planes.weights.node.transport import client_session, read_message, say
 from echo_planes.weights.wire.frames import ChunkFrame, FrameParser, ManifestFrame, SegmentFrame
 from echo_planes.weights.wire.manifest import (
     PublicationKey,
@@ -47,7 +47,7 @@ class _Role:
         self._tasks: list[asyncio.Task[None]] = []
 
     def add_routes(self, public: web.Application, control: web.Application) -> None:
-        """Say who answers what: `public` to other nodes, `control` to the owner alone."""
+        """Register the handlers: `public` for other nodes, `control` for the owner alone."""
         public.router.add_get("/v1/status", self._answer_status)
         public.router.add_get("/v1/publications", self._answer_publications)
         public.router.add_get("/v1/publications/{key}/payload", self.feeds.payload)
@@ -62,7 +62,7 @@ class _Role:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def status(self) -> dict[str, Any]:
-        """Figures for people, and for tests."""
+        """Return figures for people and tests."""
         return {
             "node_id": self.settings.node_id,
             "role": self.settings.role,
@@ -83,13 +83,13 @@ class _Role:
         return web.json_response([_described(holding) for holding in self.shelf.holdings.values()])
 
     async def _unwanted(self, request: web.Request) -> web.Response:
-        key = parse_key_text(str((await read_json(request)).get("key")))
+        key = parse_key_text((await read_message(request, Unwanted)).key)
         self.feeds.unwanted(request.headers.get("X-Node", ""), key)
         return web.json_response({})
 
 
 class SenderRole(_Role):
-    """Beside the learner: takes publications in, runs the tracker."""
+    """Role beside the learner: takes its publications, runs the tracker, and keeps shadow and store."""
 
     def __init__(self, settings: NodeSettings, shelf: Shelf, address: str) -> None:
         super().__init__(settings, shelf)
@@ -108,7 +108,7 @@ class SenderRole(_Role):
             self.store = StoreUploader(settings, shelf, Verifier(settings.public_bytes), self.shadow, _tell)
 
     def add_routes(self, public: web.Application, control: web.Application) -> None:
-        """As the base class, and the fleet's and the learner's routes."""
+        """Register the base class's handlers, and those for the fleet and the learner."""
         super().add_routes(public, control)
         public.router.add_post("/v1/tracker/join", self.dispatch.join)
         public.router.add_post("/v1/tracker/report", self.dispatch.report)
@@ -121,7 +121,7 @@ class SenderRole(_Role):
         control.router.add_post("/control/stats", self._stats)
 
     async def start(self) -> None:
-        """Begin."""
+        """Open the store and start the tasks."""
         if self.store is not None:
             await asyncio.to_thread(self.store.open)
             self._spawn(self.store.run())
@@ -130,12 +130,12 @@ class SenderRole(_Role):
         self._spawn(self.dispatch.run())
 
     def status(self) -> dict[str, Any]:
-        """Also who pulls from whom."""
+        """Return the base class's figures, the parent of each peer, and the store's figures."""
         stored = self.store.status() if self.store else None
         return {**super().status(), "peers": self.dispatch.peers(), "store": stored}
 
     async def _segment(self, request: web.Request) -> web.Response:
-        """Header frame of X-Head-Bytes bytes, then the payload: each chunk may leave as it is read."""
+        """Take a header frame of X-Head-Bytes bytes, then the payload; feeds forward each chunk at once."""
         head = await request.content.readexactly(int(request.headers["X-Head-Bytes"]))
         frames = FrameParser(self.shelf.limits).feed(head)
         if len(frames) != 1 or not isinstance(frames[0], SegmentFrame):
@@ -175,23 +175,21 @@ class SenderRole(_Role):
         return web.json_response({})
 
     def _why_refused(self, header: SegmentHeader) -> str:
-        """Why the shelf has not taken a segment: the learner's people read nothing else of it."""
+        """Return, or raise, the reason why the shelf refused a segment; the learner's error shows only it."""
         if header.key in self.shelf.unwanted:
             self.shelf.admission.check(header.key, header.base_digest)
             return f"{key_text(header.key)} was complete here before, and later versions have replaced it"
         key, why = self._refusal or (None, "")
         if header.key == key:
-            return why  # of the segment before this one
+            return why  # the reason for an earlier segment of the publication
         return f"segment {header.index} of {key_text(header.key)} came out of order"
 
     async def _stats(self, request: web.Request) -> web.Response:
-        return web.json_response(
-            {"broadcasts": [dataclasses.asdict(stats) for stats in self.dispatch.stats()]}
-        )
+        return say(BroadcastFigures(self.dispatch.stats()))
 
 
 class WorkerRole(_Role):
-    """Beside an engine: follows the tracker, and stages."""
+    """Role beside an engine: follows the tracker's orders, and stages."""
 
     def __init__(self, settings: NodeSettings, shelf: Shelf, address: str) -> None:
         super().__init__(settings, shelf)
@@ -208,13 +206,13 @@ class WorkerRole(_Role):
             self.staging = Staging(self._stager, shelf, self._catch_up)
 
     def add_routes(self, public: web.Application, control: web.Application) -> None:
-        """As the base class, and the worker's own routes."""
+        """Register the base class's handlers, and those for the worker."""
         super().add_routes(public, control)
         control.router.add_post("/control/staged", self._staged)
         control.router.add_post("/control/settled", self._settled)
 
     async def start(self) -> None:
-        """Begin."""
+        """Join the fleet, and start staging."""
         self.session = client_session(self.settings)
         self.member = Membership(
             self.settings,
@@ -238,7 +236,7 @@ class WorkerRole(_Role):
             await self.session.close()
 
     def status(self) -> dict[str, Any]:
-        """Also the parent, and what is staged."""
+        """Return the base class's figures, the parent, and the state of staging."""
         member = self.member
         link = member.link if member else None
         return {
@@ -254,7 +252,7 @@ class WorkerRole(_Role):
         }
 
     def _installed(self, lineage: str) -> int:
-        """Version that the engine has, -1: none; a node that only relays has installed what it has whole."""
+        """Return the engine's version of `lineage`, -1 for none; of a relay, the newest complete one."""
         if self.staging is not None:
             installed = self.staging.installed
             return installed[1] if installed is not None and installed[0] == lineage else -1
@@ -274,18 +272,14 @@ class WorkerRole(_Role):
         return RemoteObjects(asyncio.get_running_loop(), self.session, url, self.settings.token)
 
     async def _staged(self, request: web.Request) -> web.Response:
-        asked = await read_json(request)
-        staged = await self._staging().staged(
-            str(asked["lineage"]), int(asked["version"]), float(asked["wait_s"]), bool(asked["fresh"])
-        )
-        if staged is None:
-            return web.json_response({"manifest": None})
-        return web.json_response({"manifest": dataclasses.asdict(staged.manifest), "path": str(staged.path)})
+        asked = await read_message(request, StagedAsked)
+        staged = await self._staging().staged(asked.lineage, asked.version, asked.wait_s, asked.fresh)
+        return say(StagedFile() if staged is None else StagedFile(staged.manifest, str(staged.path)))
 
     async def _settled(self, request: web.Request) -> web.Response:
-        told = await read_json(request)
-        await self._staging().settled(int(told["version"]), bool(told["ok"]))
-        return web.json_response({"caught_up": self._rescue.take_way() if self._rescue else ""})
+        told = await read_message(request, Settled)
+        await self._staging().settled(told.version, told.ok)
+        return say(CaughtUp(self._rescue.take_way() if self._rescue else ""))
 
     def _staging(self) -> Staging:
         if self.staging is None:
@@ -317,7 +311,7 @@ def _tell(line: str) -> None:
 
 
 def _end_with(task: asyncio.Task[None]) -> None:
-    """A node whose task has failed is of no use: better to end, and be replaced, than to stand still."""
+    """End a node whose task has failed: its owner can replace it, but not one that stands still."""
     if not task.cancelled() and (error := task.exception()) is not None:
         loop = task.get_loop()
         loop.call_exception_handler(

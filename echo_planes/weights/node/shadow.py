@@ -1,6 +1,6 @@
-"""The sender's own copy of the newest state, and what is made of it: signed publications in full.
+"""The sender's own copy of the newest state, and the signed snapshots that it makes of this copy.
 
-Anchors for the store, and snapshots for workers that no other way leads to.
+Snapshots go to the store, and to workers that cannot catch up in another way.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from echo_planes.weights.node.stager import Stager
 
 CHUNK_BYTES = 256 * 1024
-WAITING_COPIES = 2  # of the model: more bytes are not held for a shadow that is slower than the learner
-SNAPSHOT_KEPT_S = 600.0  # after the last request: in less a worker gets its next part on any link that serves
+WAITING_COPIES = 2  # times the model's size: publications that may wait for a shadow slower than the learner
+SNAPSHOT_KEPT_S = 600.0  # after the last request: longer than a part takes on any usable link
 REMEMBERED_KEYS = 64  # a learner that lost an answer hands the same publication over again
 
 
@@ -56,12 +56,12 @@ class Snapshot:
 
 
 class Shadow:
-    """Follows what the sender publishes. `run` it as a task.
+    """Follows the sender's publications. Run `run` as a task.
 
     Args:
-        settings: with `signing_key`.
-        shelf: where the publications are.
-        notify: is called with one line for people when it cannot follow, and when it can again.
+        settings: must have a `signing_key`.
+        shelf: holds the publications.
+        notify: called with one line for people when the shadow cannot follow, and when it can again.
     """
 
     def __init__(self, settings: NodeSettings, shelf: Shelf, notify: Callable[[str], None]) -> None:
@@ -83,7 +83,7 @@ class Shadow:
         self._told: deque[PublicationKey] = deque(maxlen=REMEMBERED_KEYS)
         self._waiting: deque[Holding] = deque()  # pinned
         self._staging = False
-        self._lost = False  # patches were passed over: nothing can follow before `_recover`, or a full one
+        self._lost = False  # patches were left out: only `_recover` or a full publication leads on
         self._works = True
         self._woken = asyncio.Event()
         self._offered: _Offered | None = None
@@ -92,23 +92,23 @@ class Shadow:
 
     @property
     def behind(self) -> bool:
-        """Whether publications wait to be taken in."""
+        """Whether publications are still to be applied."""
         return self._staging or self._lost or bool(self._waiting)
 
     def add_routes(self, public: web.Application) -> None:
-        """A snapshot of at least a version, read like a store that holds nothing else."""
+        """Register handlers that serve a snapshot of at least a version, like a store with nothing else."""
         place = r"/v1/snapshot/{lineage}/{version:\d{1,18}}"
         public.router.add_get(place + "/list/{prefix:.+}", self._list)
         public.router.add_get(place + "/objects/{name:.+}", self._read)
 
     def published(self, holding: Holding) -> None:
-        """A publication is complete here. The same one again changes nothing."""
+        """Queue a publication that is complete on the shelf. The same one again changes nothing."""
         manifest = holding.transfer.manifest
         if manifest is None or holding.key in self._told:
             return
         self._told.append(holding.key)
         if manifest.codec == "full":
-            self._forget_waiting()  # nobody needs them to get there
+            self._forget_waiting()  # a full publication needs none before it
             self._lost = False
         if self._lost:
             return
@@ -122,7 +122,7 @@ class Shadow:
         self._woken.set()
 
     async def run(self) -> None:
-        """Follow for ever."""
+        """Follow the publications, until cancelled."""
         pause_s = FIRST_RETRY_S
         while True:
             self._woken.clear()
@@ -136,10 +136,10 @@ class Shadow:
                 pause_s = min(2 * pause_s, MAX_RETRY_S)
 
     def make(self) -> Snapshot:
-        """The newest state in full, signed. Blocking; a dense copy.
+        """Return the newest state in full, signed. Blocking; makes a dense copy.
 
         Raises:
-            WeightsError: nothing was taken in yet.
+            WeightsError: no publication was applied yet.
         """
         publication = self._stager.snapshot()
         segments, signed = _sign(self._signer, publication)
@@ -151,7 +151,7 @@ class Shadow:
             error = await asyncio.to_thread(self._stage, holding)
             self._say(error)
             if error and not (self._waiting and self._waiting[0].key.codec == "full"):
-                self._forget_waiting()  # they patch what could not be taken in
+                self._forget_waiting()  # they patch a state that was not reached
                 self._lost = True
                 await asyncio.to_thread(self._stager.reset)
         finally:
@@ -159,9 +159,9 @@ class Shadow:
             holding.unpin()
 
     async def _recover(self) -> bool:
-        """Go to the newest version as a late worker does, by the shelf and the store; whether it came closer.
+        """Catch up to the newest version as a late worker does. Return whether the shadow has advanced.
 
-        The learner need not know: it may publish patches only, for ever.
+        So the shadow needs no full publication: the learner may go on with patches only.
         """
         complete = self._shelf.complete()
         if not complete:
@@ -169,7 +169,7 @@ class Shadow:
         self._staging = True
         try:
             await self._rescue.catch_up(complete[-1])
-        except (WeightsError, ClusterError) as error:  # what is needed may be there a little later
+        except (WeightsError, ClusterError) as error:  # the missing entries may be there later
             self._say(str(error))
             return False
         finally:
@@ -177,19 +177,22 @@ class Shadow:
         reached = self._stager.manifest
         if reached is not None:
             await asyncio.to_thread(self._stager.settled, reached.version, True)
-        # Publications that were complete in the meantime were passed over.
+        # `published` has queued no patch meanwhile: newer patches take another round.
         if self._shelf.complete()[-1].transfer.manifest == complete[-1].transfer.manifest:
             self._lost = False
             self._say("")
         return True
 
     def _stage(self, holding: Holding) -> str:
-        """In a thread. The shadow has no engine: each version counts as settled, so its file is small."""
+        """Apply a publication; return why it failed, "" if it did not. Blocking: for threads.
+
+        The shadow has no engine: it settles each version at once, so the next staged file is small.
+        """
         manifest = holding.transfer.manifest
         if manifest is None:
             return "a publication is not whole"
         try:
-            with contextlib.suppress(ClusterError):  # of its file, which nobody reads: the state is taken in
+            with contextlib.suppress(ClusterError):  # the unused file failed; the state is applied
                 self._stager.stage(manifest, holding.segments())
             self._stager.settled(manifest.version, True)
         except WeightsError as error:
@@ -201,7 +204,7 @@ class Shadow:
             self._waiting.popleft().unpin()
 
     def _say(self, error: str) -> None:
-        """Once when it begins to fail, once when it works again."""
+        """Notify people once when following begins to fail, and once when it works again."""
         if error and self._works:
             self._notify(f"no snapshots can be made for the store and late workers: {error}")
         elif not error and not self._works:
@@ -225,7 +228,7 @@ class Shadow:
         return await answer_object(self._offered, request)
 
     async def _renewed(self) -> _Offered:
-        """A snapshot of the newest state. One is made at a time, whether or not who asked still waits."""
+        """Return a snapshot of the newest state. One is made at a time; cancelled requests do not stop it."""
         if self._renewing is None or self._renewing.done():
             self._renewing = asyncio.create_task(self._renew())
         return await asyncio.shield(self._renewing)
@@ -238,21 +241,21 @@ class Shadow:
         return self._offered
 
     def _in_use(self) -> None:
-        """Keep the snapshot for a while; then it goes.
+        """Keep the snapshot for another `SNAPSHOT_KEPT_S` seconds, then drop it.
 
-        An answer that is under way has its bytes. Whoever asks for more after all is refused as if there had
-        never been one, lists anew, and so has a new one made.
+        An answer under way holds its bytes. A worker that asks later is refused, lists the snapshot again,
+        and gets a new one.
         """
         if self._unused is not None:
             self._unused.cancel()
         self._unused = asyncio.get_running_loop().call_later(SNAPSHOT_KEPT_S, self._let_go)
 
     def _let_go(self) -> None:
-        self._offered = self._renewing = None  # the task, being done, holds its result
+        self._offered = self._renewing = None  # a finished task still refers to the snapshot
 
 
 class _Nothing:
-    """An `ObjectReader` that has nothing: the shadow is the one who would make a snapshot."""
+    """An empty `ObjectReader`: for a run without a store, and for snapshots, which only the shadow makes."""
 
     def read(self, name: str, max_bytes: int) -> bytes:
         """See `ObjectReader`."""
@@ -273,14 +276,14 @@ class _Offered:
     def __init__(self, snapshot: Snapshot) -> None:
         manifest = snapshot.signed.manifest
         self._lineage, self._version, self.digest = manifest.lineage, manifest.version, manifest.digest
-        folder = folder_name(0, key_of(manifest))  # a store's own begin with 1
+        folder = folder_name(0, key_of(manifest))  # the sequence numbers of a store begin with 1
         self._objects = {
             name: memoryview(d) for name, d in entry_files(folder, snapshot.signed, snapshot.segments)
         }
         self._objects[object_name(manifest)] = snapshot.payload.data.cast("B")
 
     def reaches(self, lineage: str, version: int) -> bool:
-        """Whether it is of that lineage, and not older."""
+        """Return whether the snapshot is of that lineage, and of that version or a later one."""
         return self._lineage == lineage and self._version >= version
 
     def read(self, name: str, max_bytes: int) -> bytes:
@@ -309,7 +312,7 @@ class _Offered:
 
 
 def _sign(signer: Signer, publication: Publication) -> tuple[list[SignedSegment], SignedManifest]:
-    """A whole publication, cut into segments and signed."""
+    """Cut a publication into segments, and sign them and the manifest."""
     manifest, payload = publication.manifest, publication.payload
     key = key_of(manifest)
     segments = []

@@ -1,17 +1,19 @@
-"""The publications a node holds: verified chunks in spool files, and whoever waits for more of them.
+"""The publications that a node holds, as verified chunks in spool files, and the messages about them.
 
-One event loop owns it. What may come in is decided by `Transfer` (chunks) and `Admission` (publications).
+One event loop owns the shelf. `Transfer` decides which chunks it takes, `Admission` which publications.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from echo_planes.errors import WeightsError
 from echo_planes.types import ByteArray
@@ -27,16 +29,18 @@ from echo_planes.weights.wire.manifest import (
     key_text,
     parse_key_text,
 )
-from echo_planes.weights.wire.transfer import ChunkSet, Transfer, Verdict, Verifies, chunk_ranges
+from echo_planes.weights.wire.messages import Message
+from echo_planes.weights.wire.transfer import ChunkSet, Transfer, Verdict, Verifies, ordered
 
 KEPT_PATCHES = 8  # newest complete ones: for children that lag, and for peers that join
 KEPT_FULLS = 1
-MAX_OPEN = 8  # incomplete ones; beyond it the oldest is given up
-MAX_UNWANTED = 64  # keys remembered as such
+MAX_OPEN = 8  # incomplete publications; one more replaces the oldest
+MAX_UNWANTED = 64  # keys remembered as unwanted
+MAX_NAMED = 256  # publications that a child may name when it attaches
 
 
 class Holding:
-    """One publication: what is known of it, and its bytes."""
+    """One publication on the shelf: the state of its transfer, and its bytes."""
 
     def __init__(self, transfer: Transfer, spool: SpoolFile, now_s: float) -> None:
         self.transfer = transfer
@@ -44,34 +48,34 @@ class Holding:
         self.arrivals: list[int] = []  # chunk numbers in the order in which they were accepted
         self.opened_s = now_s  # this machine's monotonic clock
         self.completed_s: float | None = None
-        self.pins = 0  # readers in other threads: it is not closed while there are any
+        self.pins = 0  # readers of its bytes: the spool file stays open while there are any
         self.dropped = False
-        self.senders = 0  # children that are being sent it: it is not retired while there are any
-        self.retired = False  # it goes as soon as `senders` is 0; nobody is begun to be sent it
+        self.senders = 0  # children to which it is being sent: the shelf keeps it while there are any
+        self.retired = False  # the shelf drops it once `senders` is 0; no further child gets it
 
     @property
     def key(self) -> PublicationKey:
         return self.transfer.key
 
     def chunk(self, number: int) -> bytes:
-        """The bytes of an accepted chunk."""
+        """Return the bytes of an accepted chunk."""
         span = self.transfer.chunk_span(number)
         return self.spool.read(span.offset_bytes, span.size_bytes)
 
     def segments(self) -> Iterator[tuple[int, ByteArray]]:
-        """(offset in the payload, bytes) of each segment in order. The holding must be complete."""
+        """Yield (offset in the payload, bytes) of each segment in order. The holding must be complete."""
         for signed in self.transfer.segments:
             header = signed.header
             data = self.spool.read(header.offset_bytes, header.size_bytes)
             yield header.offset_bytes, np.frombuffer(data, dtype=np.uint8)
 
     def unpin(self) -> None:
-        """A reader is done."""
+        """Remove a reader's pin."""
         self.pins -= 1
         self.release()
 
     def release(self) -> None:
-        """Give the space back if nobody needs it."""
+        """Free the space if the holding is dropped and has no readers."""
         if self.dropped and not self.pins:
             self.spool.close()
 
@@ -80,10 +84,10 @@ class Shelf:
     """All publications of a node, oldest first.
 
     Args:
-        verifier: whose signatures count.
+        verifier: checks signatures.
         limits: the largest publication taken.
-        folder: on whose file system the bytes are kept.
-        lineage: the only one that is taken; "": any.
+        folder: folder on the file system that holds the bytes.
+        lineage: the only lineage taken; "": any.
     """
 
     def __init__(self, verifier: Verifies, limits: TransferLimits, folder: Path, lineage: str = "") -> None:
@@ -93,16 +97,16 @@ class Shelf:
         self.changed = asyncio.Event()  # set at the next change, then replaced
         self._verifier = verifier
         self._folder = folder
-        self.unwanted: dict[PublicationKey, None] = {}  # cancelled, or complete before and superseded
+        self.unwanted: dict[PublicationKey, None] = {}  # cancelled, refused by `admission`, or superseded
 
     def add_segment(self, signed: SignedSegment) -> Holding | None:
-        """Take a segment's header; the first one opens the publication. None: not wanted, or out of order.
+        """Take a segment's header; the first one opens the publication. Return None if unwanted or too early.
 
-        A publication that may not come in (`Admission`) is not wanted from now on: whoever sends it does no
-        wrong, it only does not know how far this node is.
+        A publication that `Admission` refuses is unwanted from now on, which is no error: its sender may not
+        know how far this node is.
 
         Raises:
-            WeightsError: forged, too large, or not fitting what is known.
+            WeightsError: forged, too large, or in conflict with the manifest or the other segments.
         """
         header = signed.header
         holding = self.holdings.get(header.key)
@@ -122,10 +126,10 @@ class Shelf:
         return holding
 
     def add_chunk(self, frame: ChunkFrame) -> Verdict:
-        """Judge one chunk, and keep it if it is what was signed. One that is not wanted is a "duplicate".
+        """Judge one chunk, and write it if it is sound. A chunk of an unwanted publication is a "duplicate".
 
         Raises:
-            ClusterError: there is no room for it. It counts as missing, and can come again.
+            ClusterError: there is no room for it. It stays missing, and can come again.
         """
         if frame.key in self.unwanted:
             return "duplicate"
@@ -144,10 +148,10 @@ class Shelf:
         return verdict
 
     def commit(self, signed: SignedManifest) -> Holding | None:
-        """Take the manifest. None: the publication is not wanted, or none of its segments is known yet.
+        """Take the manifest. Return None if the publication is unwanted, or no segment of it is known yet.
 
         Raises:
-            WeightsError: forged, or not fitting the segments.
+            WeightsError: forged, or in conflict with the segments.
         """
         key = key_of(signed.manifest)
         holding = self.holdings.get(key)
@@ -160,14 +164,14 @@ class Shelf:
             except WeightsError:
                 self._refuse(key)
                 return None
-            holding = self._hold(key)  # of nothing: a patch without a change
+            holding = self._hold(key)  # without segments: a patch that changes nothing
         if holding.transfer.manifest is None:
             holding.transfer.commit(signed)
             self._progressed(holding)
         return holding
 
     def cancel(self, key: PublicationKey) -> None:
-        """Take nothing more of `key`, and forget what is here unless it is complete."""
+        """Drop and from now on refuse `key`, unless it is complete."""
         holding = self.holdings.get(key)
         if holding is not None and holding.completed_s is not None:
             return
@@ -176,28 +180,28 @@ class Shelf:
             self._drop(holding)
 
     def give_up(self, key: PublicationKey) -> None:
-        """Forget what is here of `key` unless it is complete; it may come again from somebody else."""
+        """Drop `key` unless it is complete. It may come again, from another parent."""
         holding = self.holdings.get(key)
         if holding is not None and holding.completed_s is None:
             self._drop(holding)
 
     def sent(self, holding: Holding) -> None:
-        """One child less is being sent it."""
+        """Note that the sending of a holding to one child has ended."""
         holding.senders -= 1
-        self._notify()  # another may be begun now
+        self._notify()  # the child's feeds may begin another publication
         if holding.retired and not holding.senders and not holding.dropped:
             self._supersede(holding)
 
     def incomplete(self) -> list[Holding]:
-        """Publications that are still arriving, oldest first."""
+        """Return the publications that are still arriving, oldest first."""
         return [holding for holding in self.holdings.values() if holding.completed_s is None]
 
     def complete(self) -> list[Holding]:
-        """Publications that are whole, oldest first."""
+        """Return the complete publications, oldest first."""
         return [holding for holding in self.holdings.values() if holding.completed_s is not None]
 
     def close(self) -> None:
-        """Give all space back."""
+        """Drop all publications and free their space."""
         for holding in list(self.holdings.values()):
             self._drop(holding)
 
@@ -220,7 +224,7 @@ class Shelf:
         self._notify()
 
     def _retire(self, newest: Holding) -> None:
-        """Forget what nobody will ask for: lineages that began before, and all but the newest of this one."""
+        """Drop publications that are no longer needed: of earlier lineages, and all but the newest ones."""
         lineage = newest.key.lineage
         for holding in self.complete():
             if holding is newest:
@@ -230,12 +234,12 @@ class Shelf:
         fulls = [h for h in self.complete() if h.key.codec == "full"]
         patches = [h for h in self.complete() if h.key.codec != "full"]
         gone = patches[:-KEPT_PATCHES]
-        # A snapshot from which a patch onwards is missing leads nowhere: nobody shall be sent it.
+        # A snapshot is of no use once a patch after it is gone.
         first = max((holding.key.version for holding in gone), default=-1)
         stale = [holding for holding in fulls[-KEPT_FULLS:] if holding.key.version < first]
         for holding in fulls[:-KEPT_FULLS] + stale + gone:
             holding.retired = True
-            if not holding.senders:  # else a child slower than the publications would never get one whole
+            if not holding.senders:  # else a child slower than the publications would never complete one
                 self._supersede(holding)
 
     def _supersede(self, holding: Holding) -> None:
@@ -258,64 +262,74 @@ class Shelf:
         self.changed = asyncio.Event()
 
 
-class Wants:
-    """Publications and chunks that a child says it has, so that it is sent the rest.
+class Wanted(Message, frozen=True):
+    """Message of a child to its parent, when it attaches: `POST /v1/feed`."""
 
-    Args:
-        message: what the child's `wants_message` gave.
+    # Ranges of chunks that the child has, by key of an incomplete publication.
+    have: dict[str, list[tuple[int, int]]] = msgspec.field(default_factory=dict)
+    done: tuple[str, ...] = ()  # keys of publications that are complete or unwanted
+    newest: Annotated[tuple[str | int, ...], Meta(max_length=2)] = ()  # (lineage, version) staged; (): none
+
+
+class Unwanted(Message, frozen=True):
+    """Message of a child to its parent, to send no more of `key`: `POST /v1/unwanted`."""
+
+    key: str
+
+
+class Wants:
+    """Publications and chunks that a child says it has; feeds send it the rest.
 
     Raises:
-        WeightsError: it is something else.
+        WeightsError: too many publications, a malformed key, or ranges out of order.
     """
 
-    def __init__(self, message: Mapping[str, Any]) -> None:
-        have, done, newest = message.get("have", {}), message.get("done", []), message.get("newest", [])
-        if not (isinstance(have, dict) and isinstance(done, list) and isinstance(newest, list)):
-            raise WeightsError(
-                "what a child has is {have: {key: ranges}, done: [key], newest: [lineage, version]}"
-            )
-        if len(have) + len(done) > 256:
-            raise WeightsError("a child names at most 256 publications")
-        self.have = {parse_key_text(str(text)): chunk_ranges(ranges) for text, ranges in have.items()}
-        self._chunks: dict[PublicationKey, tuple[int, ChunkSet]] = {}  # the same, of what is held here
-        self.done = {parse_key_text(str(text)) for text in done}
-        self._newest = (newest[0], newest[1]) if len(newest) == 2 and type(newest[1]) is int else ("", -1)
+    def __init__(self, message: Wanted) -> None:
+        if len(message.have) + len(message.done) > MAX_NAMED:
+            raise WeightsError(f"a child names at most {MAX_NAMED} publications")
+        self.have = {parse_key_text(text): list(ordered(ranges)) for text, ranges in message.have.items()}
+        self._chunks: dict[PublicationKey, tuple[int, ChunkSet]] = {}  # number known here, the child's set
+        self.done = {parse_key_text(text) for text in message.done}
+        match message.newest:
+            case (str(lineage), int(version)):
+                self._newest = lineage, version
+            case _:
+                self._newest = "", -1
 
     def skips(self, key: PublicationKey) -> bool:
-        """Whether the child has no use for the publication: it has it, or a later version.
+        """Return whether the child has no use for a publication: it has or refuses it, or has a later one.
 
-        A full one of just the version it has goes to it all the same: it was published again for those that
-        missed it, and they may be fed by this child.
+        A full publication of exactly the child's version goes to it all the same: the learner has published
+        it again for workers that missed it, and the child may feed them.
         """
         lineage, version = self._newest
         passed = key.version < version if key.codec == "full" else key.version <= version
         return key in self.done or (key.lineage == lineage and passed)
 
     def chunks(self, transfer: Transfer) -> ChunkSet:
-        """The chunks of a publication that the child has, as far as this node knows that they exist: what a
-        child claims beyond takes no memory here."""
+        """Return the known chunks of a publication that the child has. Other claims take no memory here."""
         key, num_chunks = transfer.key, transfer.num_chunks
         known, chunks = self._chunks.get(key, (-1, ChunkSet()))
         if known != num_chunks:
-            ranges = [[a, min(b, num_chunks)] for a, b in self.have.get(key, ()) if a < num_chunks]
-            chunks = ChunkSet.from_json(ranges, num_chunks)
+            ranges = [(a, min(b, num_chunks)) for a, b in self.have.get(key, ()) if a < num_chunks]
+            chunks = ChunkSet.of(ranges, num_chunks)
             self._chunks[key] = (num_chunks, chunks)
         return chunks
 
     def forget(self, key: PublicationKey) -> None:
-        """The child was told to throw away what it has of `key`."""
+        """Forget the child's chunks of `key`: the feed has told the child to discard them."""
         self.have.pop(key, None)
         self._chunks.pop(key, None)
 
 
-def wants_message(shelf: Shelf, newest: tuple[str, int] | None) -> dict[str, Any]:
-    """Message to the parent when a child attaches: what it has, and what it does not want.
+def wants_message(shelf: Shelf, newest: tuple[str, int] | None) -> Wanted:
+    """Return the message of a node that attaches: what it has, and what it does not want.
 
     Args:
-        newest: (lineage, version) that is staged: patches to it and to older ones are not wanted.
+        newest: (lineage, version) that is staged, or None: the node wants no patch up to that version.
     """
-    return {
-        "have": {key_text(h.key): h.transfer.have.to_json() for h in shelf.incomplete()},
-        "done": [key_text(key) for key in (*(h.key for h in shelf.complete()), *shelf.unwanted)],
-        "newest": list(newest) if newest else [],
-    }
+    return Wanted(
+        have={key_text(h.key): h.transfer.have.ranges() for h in shelf.incomplete()},
+        done=tuple(key_text(key) for key in (*(h.key for h in shelf.complete()), *shelf.unwanted)),
+        newest=newest or (),
+    )

@@ -1,6 +1,6 @@
 """Scratch storage of a node: a folder of its own, and files that vanish with the process.
 
-Memory-backed where there is room, because every byte is read again within the second by the children.
+They are memory-backed where there is room, because children read every byte within a second of its arrival.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MIN_ROOM_BYTES = 256 * 1024**2  # less than this in shared memory: use the tempo
 
 
 def claim_folder() -> Path:
-    """A fresh folder that only this user may enter; folders that dead nodes left behind are removed first.
+    """Make a folder that only this user may enter, after removing those that dead nodes left behind.
 
     Raises:
         ClusterError: no folder can be made.
@@ -36,14 +36,14 @@ def claim_folder() -> Path:
 
 
 def hold_folder(folder: Path) -> int:
-    """Mark `folder` as in use for as long as this process lives; returns the lock's file descriptor."""
+    """Mark `folder` as in use while this process lives. Return the lock's file descriptor."""
     descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
 
 
 def sweep(root: Path) -> None:
-    """Remove the folders of nodes that were killed: their lock exists and nobody holds it."""
+    """Remove the folders of killed nodes: those with a lock file that no process holds."""
     for lock in root.glob(f"{PREFIX}*/{LOCK_NAME}"):
         try:
             descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
@@ -65,10 +65,10 @@ def remove_folder(folder: Path) -> None:
 
 
 class SpoolFile:
-    """The bytes of one publication, written and read at any offset. It has no name: it ends with the process.
+    """The bytes of one publication, at any offset, in an unnamed file that ends with the process.
 
     Args:
-        folder: where the file system to use is.
+        folder: a folder on the file system to use.
 
     Raises:
         ClusterError: the file system is full or cannot be written.
@@ -79,10 +79,10 @@ class SpoolFile:
             self._descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ClusterError(f"cannot keep arriving weights in {folder}: {error.strerror}") from error
-        self._close = weakref.finalize(self, os.close, self._descriptor)  # also where nobody closes it
+        self._close = weakref.finalize(self, os.close, self._descriptor)  # also without a call of `close`
 
     def write(self, offset_bytes: int, data: bytes | bytearray | memoryview) -> None:
-        """Put all of `data` at `offset_bytes`."""
+        """Write all of `data` at `offset_bytes`."""
         view = memoryview(data).cast("B")
         try:
             while len(view):
@@ -96,24 +96,24 @@ class SpoolFile:
             raise
 
     def read(self, offset_bytes: int, size_bytes: int) -> bytes:
-        """Exactly `size_bytes` from `offset_bytes`, which must have been written before."""
+        """Return `size_bytes` bytes from `offset_bytes`; fewer only where the file ends before."""
         data = os.pread(self._descriptor, size_bytes, offset_bytes)
         if len(data) == size_bytes:
             return data
-        parts = [data]  # the kernel may give less at a time, from 2 GiB on
+        parts = [data]  # one call reads less than 2 GiB
         while sum(map(len, parts)) < size_bytes and parts[-1]:
             done = sum(map(len, parts))
             parts.append(os.pread(self._descriptor, size_bytes - done, offset_bytes + done))
         return b"".join(parts)
 
     def close(self) -> None:
-        """Give the space back. May be called twice."""
+        """Free the space. May be called twice."""
         self._descriptor = -1
         self._close()
 
 
 def _root() -> Path:
-    """Shared memory where it exists with room, else the temporary folder."""
+    """Return the shared-memory folder if it has room, else the temporary folder."""
     shared = shared_folder()
     try:
         status = os.statvfs(shared)

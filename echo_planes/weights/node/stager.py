@@ -1,15 +1,15 @@
-"""Beside a worker's engine: turns verified publications into one file the engine can take at once.
+"""Stager beside a worker's engine: turns verified publications into one file that the engine can install.
 
-The stager keeps a shadow, the whole state as it last staged it, in host memory. A publication is decoded
-against the shadow and applied to it, and the shadow's digest must then be the manifest's, else it is put
-back bit for bit: all of that while generation goes on. What the engine gets is a file of new bits (codec
-`overwrite`, or `full`), relative to the version that the engine last reported, however many publications
-were staged since. A patch ends with a digest of the bits that it replaces, as they were in that version: by
-it the engine finds damage to them, though the new bits cover it.
+The stager keeps a shadow in host memory: the whole state as it last staged it. It decodes a publication
+against the shadow, applies it, and compares the shadow's digest with the manifest's. If they differ, it
+restores the shadow bit for bit. Generation goes on meanwhile. The engine gets a file of new bits (codec
+`overwrite`, or `full`), relative to the version that it last reported, however many publications came since.
+A patch's file ends with a digest of the bits that it replaces, as they were in that version. With this digest
+the engine finds damage to them, which the new bits would hide.
 
-Memory: one dense copy, and the positions changed since the engine's version with their old bits: at most
-another one. Beside that, what a publication replaced while it is taken in, or the positions and old bits
-merged for a file while it is written: at most one more; and some segments.
+Memory: one dense copy; the positions changed since the engine's version with their old bits, at most another
+copy; some segments; and at most one more copy at a time for the bits that a publication replaces while it is
+applied, or for the positions and old bits merged while a file is written.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ _KEPT_FILES = 2  # the engine may be reading the one before the newest
 class Staged:
     """A version ready for an engine: `path` holds the payload that `manifest` describes.
 
-    Behind a patch's payload follows `receiver.trailer`, which the manifest does not count.
+    In a patch's file `receiver.trailer` follows the payload; the manifest does not count it.
     """
 
     manifest: Manifest
     path: Path
 
     def publication(self) -> Publication:
-        """As `Engine.install` takes it: the file mapped, not read.
+        """Return it as `Engine.install` takes it: the file is mapped, not read.
 
         Raises:
-            WeightsError: the file is gone, or of another size.
+            WeightsError: the file is gone, of another size, or has a damaged trailer.
         """
         return open_staged(self.manifest, self.path)
 
@@ -79,10 +79,9 @@ class Stager:
     """The shadow and the staged files. Safe to call from several threads; `stage` takes seconds.
 
     Args:
-        specs: the engine's model, if known: other tensors are refused. None: learnt from the first full
-            publication.
-        folder: where staged files go (memory-backed, if there is room); made if missing.
-        digest_algorithm: what the run's state digests are made with: xxh3, blake3 or sha256.
+        specs: the engine's model: other tensors are refused. None: learnt from the first full publication.
+        folder: folder for the staged files, memory-backed if there is room; made if missing.
+        digest_algorithm: algorithm of the run's state digests: xxh3, blake3 or sha256.
     """
 
     def __init__(
@@ -95,18 +94,18 @@ class Stager:
         self._shadow: dict[str, BitTensor] = {}
         self._followed = Followed()
         self._manifest: Manifest | None = None
-        self._engine: Installed | None = None  # what the engine last reported; None: unknown
-        self._steps: list[Step] = []  # since then
+        self._engine: Installed | None = None  # version that the engine last reported; None: unknown
+        self._steps: list[Step] = []  # publications applied since that version, oldest first
         self._files: list[Staged] = []  # oldest first
         self._num_files = 0
 
     @property
     def manifest(self) -> Manifest | None:
-        """Of the version that the shadow holds, as it was published; None before the first."""
+        """Published manifest of the shadow's version; None before the first and after `reset`."""
         return self._manifest
 
     def stage(self, manifest: Manifest, segments: Iterable[tuple[int, ByteArray]]) -> Staged:
-        """Take in a publication whose manifest and chunks were verified, and write the engine's file.
+        """Apply a publication whose manifest and chunks were verified, and write the engine's file.
 
         Args:
             segments: (offset in the payload, bytes) in order, each as it was signed; may be lazy.
@@ -114,7 +113,7 @@ class Stager:
         Raises:
             WeightsError: an older version or replaced lineage, another base than the shadow, tensors that
                 are not the model's, or a digest other than the manifest's. The shadow is as it was.
-            ClusterError: the file could not be written; the publication is taken in, `current` tries again.
+            ClusterError: the file could not be written. The publication is applied; `current` tries again.
         """
         with self._lock:
             self._check(manifest)
@@ -131,11 +130,11 @@ class Stager:
             return self._current(manifest, fresh=False)
 
     def current(self, *, fresh: bool = False) -> Staged:
-        """The file that brings the engine from the version it last reported to the shadow's.
+        """Return the file that brings the engine from the version it last reported to the shadow's.
 
         Args:
-            fresh: a full file, written anew, for an engine whose weights are not what they should be, or
-                that could not use the last file.
+            fresh: write a new full file: for an engine with damaged weights, or one that could not use the
+                last file.
 
         Raises:
             WeightsError: nothing was staged yet.
@@ -145,7 +144,7 @@ class Stager:
             return self._current(self._held(), fresh=fresh)
 
     def settled(self, version: int, ok: bool) -> None:
-        """The engine has installed `version`, or refused it; then it is given a full file next."""
+        """Note that the engine has installed `version` (`ok`) or refused it: then its next file is full."""
         with self._lock:
             reached = [i for i, step in enumerate(self._steps) if step.reached.version == version]
             if ok and reached:
@@ -159,8 +158,8 @@ class Stager:
     def reset(self) -> None:
         """Forget the shadow, which may be damaged, and start again from a full publication.
 
-        Any version of the present lineage may be staged then. The model's tensors stay what they are, and
-        replaced lineages void.
+        That may be any version of the present lineage. The specs of the tensors stay, and replaced lineages
+        stay void.
         """
         with self._lock:
             self._specs = self._specs or {name: t.spec(name) for name, t in self._shadow.items()} or None
@@ -170,7 +169,9 @@ class Stager:
             self._drop_files(lambda _: True)
 
     def snapshot(self) -> Publication:
-        """The shadow's version in full, for somebody who lacks its base. A dense copy, on the way two.
+        """Return the shadow's version in full, for a worker that lacks its base.
+
+        Makes a dense copy, and needs room for a second one meanwhile.
 
         Raises:
             WeightsError: nothing was staged yet.
@@ -180,7 +181,7 @@ class Stager:
             return Publication(_restated(self._held(), payload.size, bytes_digest(payload), None), payload)
 
     def read(self, name: str) -> BitArray:
-        """One tensor's bits in the shadow, flat: a view that the next `stage` changes.
+        """Return one tensor's bits in the shadow, flat: a view that the next `stage` changes.
 
         Raises:
             WeightsError: no such tensor.
@@ -191,10 +192,10 @@ class Stager:
         return tensor.bits
 
     def bits(self) -> Mapping[str, BitTensor]:
-        """The shadow: views that the next `stage` changes."""
+        """Return the shadow: views that the next `stage` changes."""
         return dict(self._shadow)
 
-    # --- taking in -------------------------------------------------------------------------------
+    # --- applying --------------------------------------------------------------------------------
 
     def _held(self) -> Manifest:
         if self._manifest is None:
@@ -226,11 +227,11 @@ class Stager:
                     where = applied.change.indices
                     if where is None:
                         raise WeightsError(f"a patch of tensor {name!r} came without positions")
-                    if manifest.codec == "overwrite":  # a view, which would keep the whole segment
+                    if manifest.codec == "overwrite":  # `where` is a view that keeps the whole segment
                         where = where.copy()
                     replaced.append(putting_back(name, where, applied.old, bits))
                     step.add(name, Touched(where, applied.old))
-                patcher.applied.clear()  # in `replaced` they are smaller
+                patcher.applied.clear()  # `replaced` holds the same in a smaller form
             _check_digest(manifest, patcher.digest(self._algorithm))
         except BaseException:
             patcher.undo()
@@ -248,7 +249,7 @@ class Stager:
                 for change in decode("full", segment, offset_bytes, specs, self.read):
                     if self._shadow:
                         write_run(shadow[change.name].bits, change, replaced, step)
-                    else:  # the first state of all replaces nothing
+                    else:  # the first state replaces nothing
                         apply(change, shadow[change.name].bits)
             _check_digest(manifest, state_digest(shadow, self._algorithm))
         except BaseException:
@@ -257,7 +258,7 @@ class Stager:
         self._shadow = shadow
 
     def _remember(self, step: Step) -> None:
-        """Keep what the step changed for the engine's next file, unless a full file is cheaper by now."""
+        """Keep the step's changes for the engine's next file; free the oldest once a full file is smaller."""
         self._steps.append(step)
         while sum(kept.nbytes for kept in self._steps) > step.dense_bytes:
             next(kept for kept in self._steps if kept.nbytes).forget()
@@ -279,7 +280,7 @@ class Stager:
             and (newest.codec == "full" or (base and newest.base_digest == base.digest))
         ):
             return self._files[-1]
-        self._num_files += 1  # a name is never used twice: the engine may be reading
+        self._num_files += 1  # names are unique: the engine may be reading an earlier file
         path = self._folder / f"v{manifest.version}.{self._num_files}.safetensors"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -320,7 +321,7 @@ class Stager:
 
 
 def _restated(manifest: Manifest, size_bytes: int, payload_digest: str, base: Installed | None) -> Manifest:
-    """The same version in another writing: new bits relative to `base`, or in full."""
+    """Return the manifest of the same version written as new bits relative to `base`, or in full."""
     return replace(
         manifest,
         codec="overwrite" if base else "full",
@@ -337,7 +338,7 @@ def _zeros(spec: TensorSpec) -> BitTensor:
 
 
 def _whole(manifest: Manifest, segments: Iterable[tuple[int, ByteArray]]) -> Iterator[tuple[int, ByteArray]]:
-    """The same segments, if they are the manifest's payload.
+    """Yield the same segments, and check that they make up the manifest's payload.
 
     Raises:
         WeightsError: they leave gaps, or are more or fewer.
@@ -360,7 +361,7 @@ def _whole(manifest: Manifest, segments: Iterable[tuple[int, ByteArray]]) -> Ite
 
 
 def _check_digest(manifest: Manifest, digest: str) -> None:
-    """Whether the state came out as published.
+    """Check that the state came out as published.
 
     Raises:
         WeightsError: it did not.
@@ -372,7 +373,7 @@ def _check_digest(manifest: Manifest, digest: str) -> None:
 
 
 def _check_model(published: Mapping[str, TensorSpec], model: Mapping[str, TensorSpec]) -> None:
-    """Whether the publication holds the model's tensors. An empty `model` is one that nobody knows yet.
+    """Check that the publication holds the model's tensors. An empty `model` is not known yet: any will do.
 
     Raises:
         WeightsError: it does not; the message names the first tensor that differs, and both shapes.

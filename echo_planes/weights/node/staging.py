@@ -1,7 +1,7 @@
-"""A worker's node between chain and engine: stages each version as it is complete, in a thread.
+"""Staging in a worker's node, between chain and engine: stages each complete version, in a thread.
 
-A patch whose base is not here waits while the base is arriving; else the way there is taken from the store.
-So it is where a patch is refused upon its very base: the weights here are given up, and begun anew.
+A patch whose base is missing here waits while the base is arriving; otherwise the node catches up from the
+store. If the stager refuses a patch on its own base, the node resets the stager and catches up from nothing.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from echo_planes.weights.wire.manifest import PublicationKey
 if TYPE_CHECKING:
     from echo_planes.weights.node.stager import Staged, Stager
 
-CatchUp = Callable[[Holding], Awaitable[None]]  # stages what leads to a publication, and the publication
+CatchUp = Callable[[Holding], Awaitable[None]]  # stages the way to a publication, and the publication
 FIRST_RETRY_S = 1.0  # after an attempt to catch up that failed; doubled each time
 MAX_RETRY_S = 30.0
 
 
 class Staging:
-    """Stages what the shelf completes. `run` it as a task.
+    """Stages the publications that are complete on the shelf. Run `run` as a task.
 
     Args:
-        catch_up: brings the stager to a publication whose base is not here, or beyond; raises WeightsError
-            or ClusterError when it cannot.
+        catch_up: brings the stager to a publication whose base is missing here, or to a later version;
+            raises WeightsError or ClusterError when it cannot.
     """
 
     def __init__(self, stager: Stager, shelf: Shelf, catch_up: CatchUp) -> None:
         self.refused: dict[PublicationKey, str] = {}  # publications that cannot be staged, and why
         self.installed: tuple[str, int] | None = None  # (lineage, version) that the engine has
         self.trouble = ""  # why the last attempt to catch up failed
-        self._restarted: set[PublicationKey] = set()  # patches upon which the weights here were given up
-        self._is_lost = False  # a publication waits here whose base is neither here nor arriving
+        self._restarted: set[PublicationKey] = set()  # patches whose refusal has reset the stager
+        self._is_lost = False  # a complete publication waits whose base is neither here nor arriving
         self._pause_s = FIRST_RETRY_S
-        self._retry_at_s = 0.0  # when to try again to catch up
+        self._retry_at_s = 0.0  # monotonic time of the next attempt to catch up
         self._stager = stager
         self._shelf = shelf
         self._catch_up = catch_up
@@ -48,12 +48,12 @@ class Staging:
 
     @property
     def position(self) -> tuple[str, int] | None:
-        """(lineage, version) that is staged."""
+        """(lineage, version) that is staged; None before the first."""
         manifest = self._stager.manifest
         return (manifest.lineage, manifest.version) if manifest else None
 
     async def run(self) -> None:
-        """Stage for ever."""
+        """Stage publications, until cancelled."""
         while True:
             changed = self._shelf.changed
             holding = self._next()
@@ -65,10 +65,10 @@ class Staging:
             self._notify()
 
     async def staged(self, lineage: str, version: int, wait_s: float, fresh: bool) -> Staged | None:
-        """The file for `version` or a later one of `lineage`; None when it did not come in time.
+        """Return the file for `version` or a later one of `lineage`; None if none came within `wait_s`.
 
         Raises:
-            WeightsError: the version is here and cannot be staged.
+            WeightsError: the version is here and was refused.
             ClusterError: there is no room for the file.
         """
         deadline_s = time.monotonic() + wait_s
@@ -87,20 +87,20 @@ class Staging:
                 return None
 
     async def settled(self, version: int, ok: bool) -> None:
-        """The engine has installed `version`, or refused it."""
+        """Note that the engine has installed `version` (`ok`) or refused it."""
         await asyncio.to_thread(self._stager.settled, version, ok)
         if ok and self.position is not None:
             self.installed = (self.position[0], version)
 
     def _may_still_come(self, key: PublicationKey) -> bool:
-        """Whether another writing of the same version is on its way or untried."""
+        """Return whether another publication of the same version is arriving or untried."""
         return any(
             (other.lineage, other.version) == (key.lineage, key.version) and other not in self.refused
             for other in self._shelf.holdings
         )
 
     def _next(self) -> Holding | None:
-        """The oldest complete publication that leads on from what is staged, else one to catch up to."""
+        """Return the oldest complete publication that can be staged now, else one to catch up to, if any."""
         position = self.position
         waiting = []
         for holding in self._shelf.complete():
@@ -136,7 +136,7 @@ class Staging:
         finally:
             holding.unpin()
         admission, staged = self._shelf.admission, self._stager.manifest
-        # Half-way through a catch-up the weights may be older than what was staged before.
+        # A catch-up that failed half-way may leave weights older than those staged before.
         if staged and (staged.lineage != admission.lineage or staged.version >= admission.newest_version):
             admission.committed(staged)
 
@@ -150,7 +150,7 @@ class Staging:
             await asyncio.to_thread(self._stager.stage, manifest, holding.segments())
             self.trouble = ""
         except ClusterError:
-            pass  # it is taken in; `staged` tries again to write the file, and says why it cannot
+            pass  # the publication is applied; `staged` tries to write the file again and reports the error
         except WeightsError as error:
             if manifest.codec == "full" or holding.key in self._restarted:
                 raise
@@ -162,7 +162,7 @@ class Staging:
     async def _try_to_catch_up(self, holding: Holding) -> None:
         try:
             await self._catch_up(holding)
-        except (WeightsError, ClusterError) as error:  # what is needed may be there a little later
+        except (WeightsError, ClusterError) as error:  # the missing entries may be there later
             self.trouble = str(error)
             self._retry_at_s = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, MAX_RETRY_S)

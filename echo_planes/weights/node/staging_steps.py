@@ -1,7 +1,7 @@
-"""Changes of publications to a stager's shadow since the engine's version, with the bits from before.
+"""Changes that publications have made to a stager's shadow since the engine's version, with the old bits.
 
-An element that several publications changed has the bits of the engine's version in the oldest of them; so
-wherever their positions are merged, the oldest wins.
+If several publications changed an element, the oldest of them holds its bits in the engine's version. So a
+merge of their positions keeps the old bits from that publication.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from echo_planes.weights.digest import BitArray, BitTensor
 from echo_planes.weights.receiver import Installed
 
 _RUN_ELEMENTS = 1 << 17  # compared at once
-_BLOCK = 1 << 16  # positions are merged in blocks of so many elements
+_BLOCK = 1 << 16  # range of positions merged at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Touched:
-    """Elements of one tensor that changed, and their bits before. Both of shape (changes,)."""
+    """Changed elements of one tensor, and their old bits. Both of shape (changes,)."""
 
     indices: IndexArray  # flat, strictly rising
     old: BitArray
@@ -38,13 +38,13 @@ class Step:
     """One publication applied to the shadow since the engine's version."""
 
     reached: Installed
-    dense_bytes: int  # a patch of this size or more is no use: a full file is smaller
+    dense_bytes: int  # size of the state: a patch of this size or more is no smaller than a full file
     touched: dict[str, list[Touched]] = field(default_factory=dict)  # by tensor, in the order of writing
-    nbytes: int = 0  # of `touched`, and of a file with these positions and their new bits
-    forgotten: bool = False  # what it changed: the version is a base for later ones only
+    nbytes: int = 0  # size of `touched`, and of a file with these positions and their new bits
+    forgotten: bool = False  # its changes are freed: only an engine at its version or later can get a patch
 
     def add(self, name: str, part: Touched) -> None:
-        """The publication changed this part of a tensor too."""
+        """Add one more changed part of a tensor."""
         if self.forgotten or not part.indices.size:
             return
         self.touched.setdefault(name, []).append(part)
@@ -53,20 +53,20 @@ class Step:
             self.forget()
 
     def forget(self) -> None:
-        """Free what the step changed."""
+        """Free the step's changes."""
         self.touched.clear()
         self.nbytes, self.forgotten = 0, True
 
 
 def touched_since(steps: Sequence[Step], state: Mapping[str, BitTensor]) -> dict[str, Touched] | None:
-    """Elements that the steps changed, by tensor in order of names, with the bits before the first step.
+    """Return the elements that the steps changed, by tensor in order of names, with the bits before them all.
 
     Args:
         steps: oldest first.
-        state: after the last of them.
+        state: the state after the last of them.
 
     Returns:
-        None where a patch of it is as large as the state.
+        None where a patch of these elements is as large as the state.
     """
     merged: dict[str, Touched] = {}
     size_bytes, dense_bytes = 0, sum(tensor.nbytes for tensor in state.values())
@@ -79,9 +79,9 @@ def touched_since(steps: Sequence[Step], state: Mapping[str, BitTensor]) -> dict
 
 
 def merge(parts: Sequence[Touched]) -> Touched:
-    """All positions of one tensor, each once, in order, with the old bits of the first part that has it.
+    """Merge the positions of one tensor: in order, each once, with its old bits from the oldest part.
 
-    Takes as much memory as the parts have together, and a block.
+    Needs as much memory as all parts together, and one block.
 
     Args:
         parts: at least one, none empty, oldest first.
@@ -93,12 +93,12 @@ def merge(parts: Sequence[Touched]) -> Touched:
     num = sum(part.indices.size for part in parts)
     indices, old = np.empty(num, parts[0].indices.dtype), np.empty(num, parts[0].old.dtype)
     waiting = deque(sorted(enumerate(parts), key=lambda item: int(item[1].indices[0])))
-    begun: dict[int, Touched] = {}  # by age: what is left of the parts that reach into the block
+    begun: dict[int, Touched] = {}  # by age (0: oldest): the rest of each part that reaches into the block
     count = 0
     while waiting or begun:
         heads = [*begun.values(), *(part for _, part in itertools.islice(waiting, 1))]
         low = min(int(part.indices[0]) for part in heads)
-        # Of the positions' own type, else a search would convert all of them.
+        # In the positions' own type: otherwise `searchsorted` would convert all of them.
         stop = indices.dtype.type(min(low + _BLOCK, np.iinfo(indices.dtype).max))
         while waiting and waiting[0][1].indices[0] < stop:
             age, part = waiting.popleft()
@@ -107,7 +107,7 @@ def merge(parts: Sequence[Touched]) -> Touched:
         cuts = [int(np.searchsorted(begun[age].indices, stop)) for age in ages]
         where = np.concatenate([begun[age].indices[:cut] for age, cut in zip(ages, cuts, strict=True)])
         bits = np.concatenate([begun[age].old[:cut] for age, cut in zip(ages, cuts, strict=True)])
-        block, first = np.unique(where, return_index=True)  # `first` is in the oldest part
+        block, first = np.unique(where, return_index=True)  # `first` points into the oldest part
         indices[count : count + block.size], old[count : count + block.size] = block, bits[first]
         count += block.size
         begun = {
@@ -119,7 +119,7 @@ def merge(parts: Sequence[Touched]) -> Touched:
 
 
 def putting_back(name: str, where: IndexArray, old: BitArray, bits: BitArray) -> Change:
-    """Change that puts old bits back: as positions or as a run, whichever is smaller."""
+    """Return the change that puts old bits back: as positions or as a run, whichever is smaller."""
     if not where.size:
         return Change(name, 0, where, old)
     first, stop = int(where[0]), int(where[-1]) + 1
@@ -131,7 +131,7 @@ def putting_back(name: str, where: IndexArray, old: BitArray, bits: BitArray) ->
 
 
 def write_run(bits: BitArray, run: Change, replaced: list[Change], step: Step) -> None:
-    """Write a run of elements; those that stay as they were need no undo, and the engine no word."""
+    """Write a run of elements; record only those that change, in `replaced` (to undo) and in `step`."""
     for low in range(0, run.values.size, _RUN_ELEMENTS):
         new = run.values[low : low + _RUN_ELEMENTS]
         start = run.start + low
@@ -143,6 +143,6 @@ def write_run(bits: BitArray, run: Change, replaced: list[Change], step: Step) -
 
 
 def undo_all(replaced: Sequence[Change], state: Mapping[str, BitTensor]) -> None:
-    """Put back what was replaced, in the opposite order."""
+    """Put the replaced bits back, newest change first."""
     for change in reversed(replaced):
         apply(change, state[change.name].bits)

@@ -1,7 +1,7 @@
-"""The sender's node and its store: publications go up in the background, anchors are made by a shadow.
+"""Upload of the sender's publications to its store, in the background, with snapshots from the shadow.
 
-What to write next is `Archivist`'s decision. Whatever the store does, the broadcast goes on; what could not
-be stored is counted and said, and an anchor follows as soon as the store takes it.
+`Archivist` decides what to write next. A failing store never stops the broadcast: the node counts and reports
+the failure, and stores a snapshot as soon as the store takes one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from echo_planes.weights.node.settings import NodeSettings
 from echo_planes.weights.node.shadow import Shadow
 from echo_planes.weights.node.shelf import Holding, Shelf
 from echo_planes.weights.node.transport import happens
-from echo_planes.weights.store.archivist import AnchorWork, Archivist
+from echo_planes.weights.store.archivist import Archivist, SnapshotWork
 from echo_planes.weights.store.objects import check_store, open_objects
 from echo_planes.weights.store.serving import answer_list, answer_object
 from echo_planes.weights.store.writing import StoreWriter
@@ -27,19 +27,19 @@ from echo_planes.weights.wire.manifest import PublicationKey, SignedManifest
 from echo_planes.weights.wire.transfer import Verifies
 
 REMEMBERED_KEYS = 64  # a learner that lost an answer hands the same publication over again
-POLL_S = 1.0  # how often a retry that is due is looked for
+POLL_S = 1.0  # between two checks for a retry that is due
 
 
 class StoreUploader:
-    """Writes the sender's publications to its store, and serves it to workers. `run` it as a task.
+    """Writes the sender's publications to its store, and serves the store to workers. Run `run` as a task.
 
     Args:
-        settings: with `store`.
-        shadow: makes the anchors; None: there are none.
-        notify: is called with one line for people when the store fails, and when it works again.
+        settings: must have a `store`.
+        shadow: makes the snapshots; None: the store gets none.
+        notify: called with one line for people when the store fails, and when it works again.
 
     Raises:
-        ConfigError, ClusterError: the store cannot be used (also from `open`).
+        ConfigError: the store's address or one of its settings cannot work.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class StoreUploader:
             verifier,
             shelf.limits,
             keep_patches=settings.keep_patches,
-            keep_anchors=settings.keep_anchors,
+            keep_snapshots=settings.keep_snapshots,
         )
-        self._archivist = Archivist(settings.anchor_every)
+        self._archivist = Archivist(settings.snapshot_every)
         self._shadow = shadow
         self._notify = notify
         self._told: deque[PublicationKey] = deque(maxlen=REMEMBERED_KEYS)
@@ -68,10 +68,10 @@ class StoreUploader:
         self._working = True
 
     def open(self) -> None:
-        """Try the store, say whose publications it holds, and clear what a dead sender left. Blocking.
+        """Check the store, claim it for this run's key, and remove what a dead sender left. Blocking.
 
         Raises:
-            ConfigError, ClusterError: it cannot be used.
+            ConfigError, ClusterError: the store cannot be used.
         """
         check_store(self._settings.store, writes=True)
         try:
@@ -83,12 +83,12 @@ class StoreUploader:
             self._notify(f"what a dead sender left half-written in the store stays there: {left.reason}")
 
     def add_routes(self, public: web.Application) -> None:
-        """Workers read the store through this node."""
+        """Register the handlers through which workers read the store."""
         public.router.add_get("/v1/store/list/{prefix:.+}", self._list)
         public.router.add_get("/v1/store/objects/{name:.+}", self._read)
 
     def published(self, holding: Holding) -> None:
-        """A publication is complete here. The same one again changes nothing."""
+        """Queue a publication that is complete on the shelf. The same one again changes nothing."""
         key, manifest = holding.key, holding.transfer.manifest
         if manifest is None or key in self._told:
             return
@@ -100,19 +100,19 @@ class StoreUploader:
         self._wake()
 
     def status(self) -> dict[str, Any]:
-        """Figures for people, and for tests."""
+        """Return figures for people and tests."""
         archivist = self._archivist
         return {
             "waiting": len(archivist.holds),
             "failed": archivist.num_failed,
             "skipped": archivist.num_skipped,
             "last_error": archivist.last_error,
-            "anchor_due": archivist.broken,
+            "snapshot_due": archivist.broken,
         }
 
     async def run(self) -> None:
-        """Store for ever."""
-        await asyncio.gather(self._each(self._store_next), self._each(self._store_anchor))
+        """Store publications and snapshots, until cancelled."""
+        await asyncio.gather(self._each(self._store_next), self._each(self._store_snapshot))
 
     async def _each(self, step: Callable[[], Any]) -> None:
         while True:
@@ -120,7 +120,7 @@ class StoreUploader:
             if await step():
                 self._wake()
                 continue
-            await happens(woken, POLL_S)  # or not: a retry may be due
+            await happens(woken, POLL_S)  # after `POLL_S` go on in any case: a retry may be due
 
     async def _store_next(self) -> bool:
         key = self._archivist.next_publication()
@@ -135,26 +135,26 @@ class StoreUploader:
         return True
 
     def _put(self, signed: SignedManifest, holding: Holding) -> str:
-        """Why it could not be stored; "" when it was. In a thread."""
+        """Store a publication, then prune; return why either failed, "" if neither. Blocking: for threads."""
         payload = (part.data for _, part in holding.segments())
         outcome = self._writer.put(signed, holding.transfer.segments, payload)
         if outcome.stored:
             return self._writer.prune().reason
         return outcome.reason
 
-    async def _store_anchor(self) -> bool:
+    async def _store_snapshot(self) -> bool:
         if self._shadow is None or self._shadow.behind:
             return False
-        work = self._archivist.next_anchor(time.monotonic())
+        work = self._archivist.next_snapshot(time.monotonic())
         if work is None:
             return False
-        error = await asyncio.to_thread(self._put_anchor, self._shadow, work)
-        self._archivist.anchor_done(error, time.monotonic())
+        error = await asyncio.to_thread(self._put_snapshot, self._shadow, work)
+        self._archivist.snapshot_done(error, time.monotonic())
         self._say(error)
         return True
 
-    def _put_anchor(self, shadow: Shadow, work: AnchorWork) -> str:
-        """Why the anchor could not be stored; "" when it was. In a thread."""
+    def _put_snapshot(self, shadow: Shadow, work: SnapshotWork) -> str:
+        """Store a snapshot; return why that failed, "" if it did not. Blocking: for threads."""
         try:
             snapshot = shadow.make()
         except WeightsError as error:
@@ -174,7 +174,7 @@ class StoreUploader:
             self._pinned.pop(key).unpin()
 
     def _say(self, error: str) -> None:
-        """Once when it begins to fail, once when it works again."""
+        """Notify people once when the store begins to fail, and once when it works again."""
         if error and self._working:
             self._notify(f"the store does not take everything, training goes on: {error}")
         elif not error and not self._working:

@@ -1,43 +1,46 @@
-"""HTTP between nodes: who may ask, how large a message may be, TLS, and the sockets' options.
+"""HTTP between nodes: credentials of requests, limits of messages, TLS, and options of sockets.
 
-Nothing is decided here about weights or topology.
+Decisions about weights and topology are made in other modules.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
+import msgspec
 from aiohttp import web
 from yarl import URL
 
 from echo_planes.errors import ClusterError, ConfigError, EchoPlanesError, WaitTimeoutError, WeightsError
+from echo_planes.weights.node.control import Failure, failure
 from echo_planes.weights.node.door import MAX_PER_NODE, Guest
 from echo_planes.weights.node.settings import LOOPBACK, NodeSettings
 from echo_planes.weights.store.objects import StoreUnreachableError
 from echo_planes.weights.wire.credentials import bearer, is_bearer, may_enter
+from echo_planes.weights.wire.messages import MAX_SHOWN, decode
 
-MAX_JSON_BYTES = 4 * 1024**2  # of one request: ranges of chunks, reports
+MAX_JSON_BYTES = 4 * 1024**2  # of one message: ranges of chunks, reports, orders
 CONNECT_S = 3.0
 ANSWER_S = 10.0  # for one small request
 BODY_S = 30.0  # for a request's body, of at most `MAX_JSON_BYTES`
-READ_BUFFER_BYTES = 256 * 1024  # per connection, before the peer is made to wait
-# Congestion control, where the kernel has it and lets this user choose; else the kernel's own choice works
-# too. BBR keeps its window between publications, where others begin anew at a few packets per round trip
-# after half a second of rest. Changing to CUBIC for the bulk of a large one made patches after it late.
+READ_BUFFER_BYTES = 256 * 1024  # unread bytes per connection, beyond which the peer must wait
+# Congestion control, if the kernel has it and lets this user choose it; the kernel's default works too. BBR
+# keeps its window between publications. Others restart at a few packets per round trip after half a second
+# of rest. Switching to CUBIC for the bulk of a large publication delayed the patches after it.
 CONGESTION = b"bbr"
-UNSENT_BYTES = 256 * 1024  # what waits here when a child goes elsewhere was sent for nothing
+UNSENT_BYTES = 256 * 1024  # per socket, in the kernel: wasted if the child goes to another parent
 
+T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_STATUS: dict[type[EchoPlanesError], int] = {  # the first that fits
-    StoreUnreachableError: 503,  # before what it is a kind of: asking again may help
+_STATUS: dict[type[EchoPlanesError], int] = {  # the first class that fits counts
+    StoreUnreachableError: 503,  # before its base class: asking again may help
     WeightsError: 422,
     WaitTimeoutError: 504,
     ConfigError: 400,
@@ -46,10 +49,10 @@ _STATUS: dict[type[EchoPlanesError], int] = {  # the first that fits
 
 
 def node_application(key: str) -> web.Application:
-    """An empty server for other nodes: each shows its own credential, and X-Node names it from then on.
+    """Return a server, without handlers, for other nodes: X-Node names the node that shows its credential.
 
     Args:
-        key: of the node that serves; see `credentials`.
+        key: key of the node that serves; see `credentials`.
     """
 
     def enters(request: web.Request) -> bool:
@@ -60,52 +63,57 @@ def node_application(key: str) -> web.Application:
 
 
 def owner_application(key: str) -> web.Application:
-    """An empty server for the owner of the node alone, who holds its key."""
+    """Return a server, without handlers, for the node's owner alone, which holds the node's key."""
     return _application(lambda request: is_bearer(request.headers.get("Authorization", ""), key))
 
 
 def _application(enters: Callable[[web.Request], bool]) -> web.Application:
-    """A server that answers nobody else, and errors of ours as JSON objects."""
+    """Return a server that answers only requests that `enters` lets in, and our errors as JSON objects."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         if not enters(request):
-            return web.json_response(
-                {"error": "Unauthorized", "message": "wrong or missing token"}, status=401
-            )
+            return _refusal("Unauthorized", "wrong or missing token", 401)
         guest = request.protocol
         if isinstance(guest, Guest) and not guest.shows(request.headers["X-Node"]):
             why = f"a node has at most {MAX_PER_NODE} connections here, each of its own"
-            return web.json_response({"error": "TooManyConnections", "message": why}, status=429)
+            return _refusal("TooManyConnections", why, 429)
         try:
             return await handler(request)
         except EchoPlanesError as error:
             status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
-            return web.json_response({"error": type(error).__name__, "message": str(error)}, status=status)
+            return _refusal(type(error).__name__, str(error), status)
 
     return web.Application(middlewares=[guard], client_max_size=MAX_JSON_BYTES)
 
 
-async def read_json(request: web.Request) -> dict[str, Any]:
-    """The request's body, one JSON object of at most `MAX_JSON_BYTES`.
+def _refusal(error: str, message: str, status: int) -> web.Response:
+    answer = say(Failure(error, message))
+    answer.set_status(status)
+    return answer
+
+
+async def read_message(request: web.Request, kind: type[T]) -> T:
+    """Return the message in the request's body: JSON of at most `MAX_JSON_BYTES`.
 
     Raises:
-        WeightsError: it is something else.
+        WeightsError: the body is no such message, or did not come within `BODY_S`.
     """
     try:
         async with asyncio.timeout(BODY_S):
-            message = json.loads(await request.read())
+            body = await request.read()
     except TimeoutError as error:
         raise WeightsError(f"the request's body did not come within {BODY_S:.0f} s") from error
-    except (ValueError, RecursionError) as error:
-        raise WeightsError(f"the request's body is not JSON: {error}") from error
-    if not isinstance(message, dict):
-        raise WeightsError("the request's body is not a JSON object")
-    return message
+    return decode(body, kind, "the request's body")
+
+
+def say(message: object) -> web.Response:
+    """Return an answer that holds the JSON of a message."""
+    return web.Response(body=msgspec.json.encode(message), content_type="application/json")
 
 
 def listen(settings: NodeSettings) -> socket.socket:
-    """The node's listening socket.
+    """Return the node's listening socket.
 
     Raises:
         ClusterError: the port is taken, or the host is not this machine's.
@@ -128,14 +136,14 @@ def listen(settings: NodeSettings) -> socket.socket:
 
 
 def tune(connection: socket.socket) -> None:
-    """Options of every connection: little waits unsent in the kernel, and `CONGESTION`."""
+    """Set the options of a connection: `UNSENT_BYTES` and `CONGESTION`."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION)
 
 
 def server_tls(settings: NodeSettings) -> ssl.SSLContext | None:
-    """The TLS side of the server, or None where none is configured.
+    """Return the server's TLS context, or None where TLS is not configured.
 
     Raises:
         ConfigError: a file that is missing or wrong.
@@ -153,7 +161,7 @@ def server_tls(settings: NodeSettings) -> ssl.SSLContext | None:
 
 
 def client_tls(settings: NodeSettings) -> ssl.SSLContext:
-    """The TLS side of the client: nodes must have certificates of `tls_ca`, or of the system's authorities.
+    """Return the client's TLS context: it trusts certificates of `tls_ca`, or of the system's authorities.
 
     Raises:
         ConfigError: a file that is missing or wrong.
@@ -165,9 +173,9 @@ def client_tls(settings: NodeSettings) -> ssl.SSLContext:
 
 
 def client_session(settings: NodeSettings) -> aiohttp.ClientSession:
-    """HTTP session of a worker's node to other nodes, through the environment's proxies, except on loopback.
+    """Return a worker's HTTP session to other nodes, through the environment's proxies except on loopback.
 
-    A peer that takes a connection and says nothing is given up after `ANSWER_S`; feeds ping more often.
+    A request fails after `ANSWER_S` without a byte from the peer; feeds ping more often.
     """
 
     def tuned(address: aiohttp.AddrInfoType) -> socket.socket:
@@ -191,9 +199,9 @@ def client_session(settings: NodeSettings) -> aiohttp.ClientSession:
 async def _through_proxy(
     request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
 ) -> aiohttp.ClientResponse:
-    """Send by the proxy that the environment names for this address, if any; `no_proxy` is obeyed.
+    """Send a request through the proxy that the environment names for its address; obey `no_proxy`.
 
-    Not `trust_env`: that would proxy loopback too, and fail where ~/.netrc has a login for everybody.
+    aiohttp's `trust_env` would proxy loopback too, and would fail where ~/.netrc has a default login.
     """
     host = request.url.host or ""
     proxy = getproxies().get(request.url.scheme)
@@ -203,8 +211,10 @@ async def _through_proxy(
 
 
 async def happens(event: asyncio.Event, limit_s: float | None) -> bool:
-    """Wait for `event`, at most so long; whether it was set. (`asyncio.wait_for` of Python 3.11 can lose a
-    cancellation that comes together with the event.)"""
+    """Wait for `event`, at most `limit_s` seconds (None: for ever). Return whether it was set.
+
+    `asyncio.wait_for` of Python 3.11 can lose a cancellation that comes together with the event.
+    """
     try:
         async with asyncio.timeout(limit_s):
             await event.wait()
@@ -214,40 +224,42 @@ async def happens(event: asyncio.Event, limit_s: float | None) -> bool:
 
 
 def showing(shown: str) -> dict[str, Any]:
-    """Options of a request that shows this credential to whoever is asked, and to nobody it points to."""
+    """Return options of a request that shows this credential, but to no target of a redirect."""
     return {"headers": {"Authorization": bearer(shown)}, "allow_redirects": False}
 
 
 async def ask(
-    session: aiohttp.ClientSession, url: str, message: dict[str, Any], shown: str
-) -> dict[str, Any]:
-    """POST one JSON object and return the one that comes back.
+    session: aiohttp.ClientSession, url: str, message: msgspec.Struct, shown: str, kind: type[T]
+) -> T:
+    """POST one message and return the answer.
 
     Args:
-        shown: this node's credential with whoever is asked.
+        shown: this node's credential with the node at `url`.
+        kind: type of the answer.
 
     Raises:
-        ConnectionError: no answer within `ANSWER_S`, or none that is a JSON object with status 200.
+        ConnectionError: no answer within `ANSWER_S`, or none of this kind with status 200.
     """
     try:
         async with (
             asyncio.timeout(ANSWER_S),
-            session.post(url, json=message, **showing(shown)) as response,
+            session.post(url, data=msgspec.json.encode(message), **showing(shown)) as response,
         ):
             body = bytearray()
             async for part in response.content.iter_any():
                 body += part
                 if len(body) > MAX_JSON_BYTES:
                     raise ConnectionError(f"{url} answered more than {MAX_JSON_BYTES} bytes")
-            answer = json.loads(body)
-            if response.status == 200 and isinstance(answer, dict):
-                return answer
-            said = answer.get("message") if isinstance(answer, dict) else None
-            raise ConnectionError(f"{url} answered {response.status}: {str(said or bytes(body))[:200]}")
+            if response.status == 200:
+                return decode(body, kind, f"the answer of {url}")
+            said = failure(response.status, body).message
+            raise ConnectionError(f"{url} answered {response.status}: {said[:MAX_SHOWN]}")
+    except WeightsError as error:
+        raise ConnectionError(str(error)) from error
     except aiohttp.ClientConnectorCertificateError as error:
         raise ConnectionError(
             f"{url} has a certificate that is not trusted here ({error.certificate_error}): "
             "set weights.tls_ca to the authority that signed it"
         ) from error
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+    except (aiohttp.ClientError, TimeoutError) as error:
         raise ConnectionError(f"{url} did not answer: {error!r}") from error

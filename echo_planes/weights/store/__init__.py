@@ -1,5 +1,5 @@
-"""Versions kept for later: snapshots and the patches between them, in a folder or a bucket.
+"""Store of weights: snapshots, and the patches between them, in a folder or a bucket.
 
-In: publications, as they were sent. Out: the cheapest way to any version that is kept. `objects` is the
-interface to where the bytes lie.
+In: publications, as the sender published them. Out: the cheapest sequence of publications that rebuilds a
+stored version. `objects` is the interface to the folder or bucket.
 """

@@ -1,8 +1,8 @@
-"""Schedule of a sender's writes to its store. Pure: it is told what happened, and asked what to do.
+"""Schedule of a sender's writes to its store. Pure: its owner reports events, and asks for the next write.
 
-Every publication goes up as it was sent; beside the patches a full snapshot, the anchor, every so many
-publications, in the background. A patch that cannot be stored, or that waits too long, breaks the way through
-the store: then the newest version is stored in full, as soon as the store takes it (PULSE appendix G.1, G.4).
+The owner stores every publication as it was sent, and a snapshot after every `snapshot_every` patches. If a
+publication cannot be stored, or too many wait, later patches lack their base in the store. The archivist then
+schedules a snapshot of the newest version, and retries it until it is stored (PULSE appendix G.1, G.4).
 """
 
 from __future__ import annotations
@@ -13,49 +13,50 @@ from dataclasses import dataclass
 from echo_planes.errors import ConfigError
 from echo_planes.weights.wire.manifest import PublicationKey
 
-FIRST_RETRY_S = 5.0  # after an anchor that could not be stored; doubled each time
+FIRST_RETRY_S = 5.0  # delay after a failed snapshot; doubled after each further failure
 MAX_RETRY_S = 300.0
-MAX_WAITING = 8  # publications held for a store that is slower than the learner
+MAX_WAITING = 8  # publications that wait for a store slower than the learner
 
 
 @dataclass(frozen=True, slots=True)
-class AnchorWork:
-    """Store a full snapshot of this version, or of a newer one of the lineage."""
+class SnapshotWork:
+    """Order to store a snapshot of this version, or of a newer one of the lineage."""
 
     lineage: str
     version: int
 
 
 class Archivist:
-    """One sender's store, seen from above. One thread, or one event loop, calls it.
+    """Schedule of one sender's store, for one thread or one event loop.
 
-    The owner asks `next_publication` and `next_anchor` after every event, does what they say (the two may go
-    on at the same time, each one at a time) and reports with `publication_done` and `anchor_done`.
+    After every event, the owner calls `next_publication` and `next_snapshot`, does the writes they return,
+    and reports with `publication_done` and `snapshot_done`. One publication and one snapshot may be written
+    at the same time.
 
     Args:
-        anchor_every: publications from one anchor to the next, at least 1.
-        max_waiting: publications that may wait for the store; of more, the oldest are skipped. So they are
-            of more bytes than the model has, but for the newest.
+        snapshot_every: patches from one snapshot to the next, at least 1.
+        max_waiting: publications that may wait for the store, at least 1. The archivist skips the oldest
+            above this number, or while several wait with more bytes than the model has.
 
     Raises:
         ConfigError: one of them is below 1.
     """
 
-    def __init__(self, anchor_every: int = 50, max_waiting: int = MAX_WAITING) -> None:
-        if anchor_every < 1 or max_waiting < 1:
-            raise ConfigError(f"weights.anchor_every={anchor_every} must be at least 1")
-        self._anchor_every = anchor_every
+    def __init__(self, snapshot_every: int = 50, max_waiting: int = MAX_WAITING) -> None:
+        if snapshot_every < 1 or max_waiting < 1:
+            raise ConfigError(f"weights.snapshot_every={snapshot_every} must be at least 1")
+        self._snapshot_every = snapshot_every
         self._max_waiting = max_waiting
-        self._waiting: deque[tuple[PublicationKey, int]] = deque()  # with its payload's bytes
+        self._waiting: deque[tuple[PublicationKey, int]] = deque()  # with the size of the payload, bytes
         self._writing: PublicationKey | None = None
         self._newest: PublicationKey | None = None
-        self._since_anchor = 0  # publications of the newest lineage since its last anchor was asked for
-        self._anchor_due = False
-        self._anchor_busy = False
+        self._since_snapshot = 0  # patches of the newest lineage since its last snapshot was scheduled
+        self._snapshot_due = False
+        self._snapshot_busy = False
         self._retry_s = FIRST_RETRY_S
         self._retry_at_s = 0.0
-        self.num_failed = 0  # publications and anchors that the store did not take
-        self.num_skipped = 0  # publications never tried: too many waited
+        self.num_failed = 0  # failed writes of publications and snapshots
+        self.num_skipped = 0  # publications skipped because too many waited
         self.last_error = ""
 
     @property
@@ -66,67 +67,67 @@ class Archivist:
 
     @property
     def broken(self) -> bool:
-        """Whether the newest version may have no way through the store: an anchor is due or on its way."""
-        return self._anchor_due or self._anchor_busy
+        """Return whether a snapshot is due or being stored: the store may not lead to the newest version."""
+        return self._snapshot_due or self._snapshot_busy
 
     def published(self, key: PublicationKey, payload_bytes: int, dense_bytes: int) -> None:
-        """A publication is complete at the sender.
+        """Record that a publication is complete at the sender.
 
         Args:
-            payload_bytes: of this publication.
-            dense_bytes: of the model.
+            payload_bytes: size of this publication's payload.
+            dense_bytes: size of the model's weights.
         """
         if self._newest is None or key.lineage != self._newest.lineage:
-            self._since_anchor = 0
-            self._anchor_due = key.codec != "full"  # a patch opens a lineage: nothing to patch in the store
+            self._since_snapshot = 0
+            self._snapshot_due = key.codec != "full"  # a lineage that begins with a patch lacks its base
         self._newest = key
         self._waiting.append((key, payload_bytes))
         if key.codec == "full":
-            self._since_anchor = 0
+            self._since_snapshot = 0
         else:
-            self._since_anchor += 1
-            if self._since_anchor >= self._anchor_every:
-                self._demand_anchor()
+            self._since_snapshot += 1
+            if self._since_snapshot >= self._snapshot_every:
+                self._demand_snapshot()
         while self._too_much_waits(max(dense_bytes, payload_bytes)):
             self._waiting.popleft()
             self.num_skipped += 1
             if all(waiting.codec != "full" for waiting, _ in self._waiting):
-                self._demand_anchor()
+                self._demand_snapshot()
 
     def next_publication(self) -> PublicationKey | None:
-        """The publication to store now; None: none waits, or one is being stored."""
+        """Return the publication to store now; None: none waits, or one is being stored."""
         if self._writing is None and self._waiting:
             self._writing, _ = self._waiting.popleft()
             return self._writing
         return None
 
     def publication_done(self, key: PublicationKey, error: str) -> None:
-        """Enter the end of storing it: `error` is "" where it is in the store now."""
+        """Record that storing a publication has ended; `error` is "" if it is in the store."""
         self._writing = None
         if error:
             self._failed(error)
         if self._newest is None or key.lineage != self._newest.lineage:
-            return  # of a replaced lineage: nobody needs a way to it
+            return  # the lineage was replaced: no worker needs it
         if error:
-            self._demand_anchor()
+            self._demand_snapshot()
         elif key == self._newest and key.codec == "full":
-            self._anchor_due = False
+            self._snapshot_due = False
 
-    def next_anchor(self, now_s: float) -> AnchorWork | None:
-        """The anchor to store now; None: none is due, one is being stored, or the store is given time."""
-        if not self._anchor_due or self._anchor_busy or self._newest is None or now_s < self._retry_at_s:
+    def next_snapshot(self, now_s: float) -> SnapshotWork | None:
+        """Return the snapshot to store now; None: none is due, one is being stored, or a retry must wait."""
+        if not self._snapshot_due or self._snapshot_busy or self._newest is None or now_s < self._retry_at_s:
             return None
-        self._anchor_due, self._anchor_busy = False, True
-        return AnchorWork(self._newest.lineage, self._newest.version)
+        self._snapshot_due, self._snapshot_busy = False, True
+        return SnapshotWork(self._newest.lineage, self._newest.version)
 
-    def anchor_done(self, error: str, now_s: float) -> None:
-        """Enter the end of storing the anchor: `error` is "" where it is stored; else it is tried again."""
-        self._anchor_busy = False
+    def snapshot_done(self, error: str, now_s: float) -> None:
+        """Record that storing the snapshot has ended; unless `error` is "", schedule a retry."""
+        self._snapshot_busy = False
         if not error:
             self._retry_s, self._retry_at_s = FIRST_RETRY_S, 0.0
             return
         self._failed(error)
-        self._anchor_due = True
+        self._snapshot_due = True
         self._retry_at_s = now_s + self._retry_s
         self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
 
@@ -135,9 +136,9 @@ class Archivist:
             return True
         return len(self._waiting) > 1 and sum(size for _, size in self._waiting) > max_bytes
 
-    def _demand_anchor(self) -> None:
-        self._anchor_due = True
-        self._since_anchor = 0
+    def _demand_snapshot(self) -> None:
+        self._snapshot_due = True
+        self._since_snapshot = 0
 
     def _failed(self, error: str) -> None:
         self.num_failed += 1

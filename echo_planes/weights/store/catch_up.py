@@ -1,4 +1,4 @@
-"""Catch-up of a late worker: the cheapest way to a version through a store, the next best if that fails."""
+"""Catch-up of a late worker to a version by a store's cheapest entries, or the next best if they fail."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def plan_path(
     *,
     digest: str | None = None,
 ) -> list[Entry]:
-    """The cheapest entries to apply, in order: an anchor and patches after it, or patches from `have`.
+    """Return the cheapest entries to apply, in order: a snapshot and later patches, or patches from `have`.
 
-    Nothing to do (`have` is the wanted version already) is an empty list.
+    The list is empty if `have` is the wanted version.
 
     Args:
-        have: what the worker has now, or None.
-        cost: of fetching and applying one entry; bytes unless told otherwise.
-        digest: of the wanted state; None: whatever the entries say that version is.
+        have: the worker's present state, or None.
+        cost: cost of fetching and applying one entry; by default its bytes.
+        digest: digest of the wanted state; None: any state that the entries give for that version.
 
     Raises:
-        WeightsError: no way leads there.
+        WeightsError: the entries do not lead to that version.
     """
     ours = [entry for entry in entries if entry.manifest.lineage == lineage]
 
@@ -54,19 +54,19 @@ def plan_path(
 def _stock(entries: Sequence[Entry]) -> str:
     if not entries:
         return "the store has nothing of this lineage"
-    anchors = sorted(entry.manifest.version for entry in entries if entry.is_anchor)
+    snapshots = sorted(entry.manifest.version for entry in entries if entry.is_snapshot)
     last = max(entry.manifest.version for entry in entries)
-    shown = ", ".join(map(str, anchors[-3:])) or "none"
-    return f"it has {len(entries)} usable entries up to version {last}, anchors at versions {shown}"
+    shown = ", ".join(map(str, snapshots[-3:])) or "none"
+    return f"it has {len(entries)} usable entries up to version {last}, snapshots at versions {shown}"
 
 
 class CatchUp(Generic[Fetched]):
-    """Goes such a way, fetching the next entry while it applies one; a bad entry costs a detour only.
+    """Applies the entries of a `plan_path`, fetching the next one meanwhile; plans again after a bad entry.
 
     Args:
-        entries: what the store holds.
-        fetch: gets one entry's verified bytes; raises WeightsError for a missing or damaged one.
-        apply: makes the worker's state that of the entry, or raises WeightsError and leaves it as it was.
+        entries: all entries of the store.
+        fetch: gets one entry's verified bytes; raises WeightsError if they are missing or damaged.
+        apply: brings the worker to the entry's state, or raises WeightsError and leaves its state unchanged.
         cost: as for `plan_path`.
     """
 
@@ -81,14 +81,15 @@ class CatchUp(Generic[Fetched]):
         self._fetch = fetch
         self._apply = apply
         self._cost = cost
-        self.failed: dict[str, str] = {}  # entry name -> why it was given up
+        self.failed: dict[str, str] = {}  # entry name -> reason of the failure
         self.applied: list[Entry] = []
 
     async def run(self, have: Position | None, goal: Position) -> Position:
-        """Apply entries until the state is `goal`, its digest included; returns it.
+        """Apply entries until the state is `goal`, its digest included. Return it.
 
         Raises:
-            WeightsError: no way is left; says what failed. What was applied stays applied.
+            WeightsError: no entries are left that lead to `goal`; the message names failed ones. Applied
+                entries stay applied.
         """
         ahead: tuple[Entry, asyncio.Task[Fetched]] | None = None
         try:
@@ -125,7 +126,7 @@ class CatchUp(Generic[Fetched]):
 
 
 async def _drop(ahead: tuple[Entry, asyncio.Task[Fetched]] | None) -> None:
-    """End a fetch that is no longer wanted, and wait until it has ended."""
+    """Cancel a fetch, and wait until it has ended."""
     if ahead is not None:
         ahead[1].cancel()
         await asyncio.gather(ahead[1], return_exceptions=True)

@@ -1,7 +1,7 @@
-"""Named byte strings on a local folder or in an S3-compatible bucket: what a store is made of.
+"""Named byte strings in a local folder or in an S3-compatible bucket: the storage below a store.
 
-A store's place is written as a path or as `s3://bucket/prefix`, with `?region=`, `endpoint_override=` and
-`scheme=` where needed. Credentials never stand in it: they come from the environment or from ~/.aws.
+A store's place is a path or `s3://bucket/prefix`, with the options `?region=`, `endpoint_override=` and
+`scheme=` where needed. It never contains credentials: they come from the environment or from ~/.aws.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from echo_planes.config.files import user_path
 from echo_planes.errors import ClusterError, ConfigError, WeightsError
 
 CONNECT_TIMEOUT_S = 5.0
-REQUEST_TIMEOUT_S = 20.0  # without a single byte
-MAX_ATTEMPTS = 3  # of one S3 request, by the client itself
-CHECK_TIMEOUT_S = 5.0  # at start a person waits: one attempt, and soon told
-PROBE = "probe"  # written, read back and removed when a store is checked
+REQUEST_TIMEOUT_S = 20.0  # without receiving a byte
+MAX_ATTEMPTS = 3  # of one S3 request, by the S3 client
+CHECK_TIMEOUT_S = 5.0  # short, because a user waits for the check at the start
+PROBE = "probe"  # object that `check_store` writes, reads back and removes
 _NAME = re.compile(r"[A-Za-z0-9._%-]+(/[A-Za-z0-9._%-]+)*")
 _OPTIONS = ("endpoint_override", "region", "scheme")
-# Words of the file system or of the S3 client, what kind of mistake they tell of, and what to do.
+# Words in errors of the file system or of the S3 client, the error to raise for them, and its advice.
 _ADVICE: tuple[tuple[tuple[str, ...], type[ConfigError] | type[ClusterError], str], ...] = (
     (
         ("ACCESS_DENIED", "INVALID_ACCESS_KEY", "SIGNATURE_DOES_NOT_MATCH", "status 403", "credentials"),
@@ -49,32 +49,32 @@ Piece = bytes | memoryview
 
 
 class StoreUnreachableError(WeightsError):
-    """The store did not answer, or refused: nothing is known about the object, and it may be there later."""
+    """Error when the store does not answer or refuses: whether the object is there is unknown."""
 
 
 class ObjectReader(Protocol):
-    """Reads objects by name: `/`-separated, relative to the store's place."""
+    """Reader of objects by name: `/`-separated, relative to the store's place."""
 
     def read(self, name: str, max_bytes: int) -> bytes:
-        """A whole object.
+        """Read a whole object.
 
         Raises:
-            WeightsError: there is none, or it is longer than `max_bytes`; nothing is allocated for it then.
+            WeightsError: there is none, or it is longer than `max_bytes`, found before memory is allocated.
             StoreUnreachableError: the store cannot be read now.
         """
         ...
 
     def read_range(self, name: str, offset_bytes: int, size_bytes: int) -> bytes:
-        """Exactly these bytes of an object.
+        """Read `size_bytes` bytes of an object, from `offset_bytes`.
 
         Raises:
-            WeightsError: there is no such object, or it ends before.
+            WeightsError: there is no such object, or it ends before that.
             StoreUnreachableError: the store cannot be read now.
         """
         ...
 
     def list(self, prefix: str) -> list[str]:
-        """Names of all objects in the folder `prefix`, at any depth; none where there is no such folder.
+        """Return the names of all objects in the folder `prefix`, at any depth; [] if there is none.
 
         Raises:
             StoreUnreachableError: the store cannot be read now.
@@ -83,13 +83,13 @@ class ObjectReader(Protocol):
 
 
 class Objects:
-    """An `ObjectReader` that can write too, on any `pyarrow.fs` file system. Safe to use from threads.
+    """An `ObjectReader` that can write too, on any `pyarrow.fs` file system. Thread-safe for distinct names.
 
     Args:
-        filesystem: where.
+        filesystem: the file system.
         root: folder, or bucket and prefix, that names are relative to.
-        renames: whether a new object is written under another name first and then renamed. In a bucket an
-            object appears only once it is whole; in a folder it needs the rename.
+        renames: whether to write an object under another name and rename it then. A folder needs that, so
+            that an object appears only once it is whole; a bucket ensures it by itself.
     """
 
     def __init__(self, filesystem: Any, root: str, *, renames: bool) -> None:
@@ -129,7 +129,7 @@ class Objects:
         return sorted(info.path[len(self._root) + 1 :] for info in infos if info.type == fs.FileType.File)
 
     def exists(self, name: str) -> bool:
-        """Whether there is such an object.
+        """Return whether there is such an object.
 
         Raises:
             StoreUnreachableError: the store cannot be read now.
@@ -140,10 +140,12 @@ class Objects:
             raise _unread(name, error) from error
 
     def write(self, name: str, pieces: Iterable[Piece]) -> None:
-        """Write an object from its bytes in order; on any error nothing is left under its name.
+        """Write an object from its bytes in order. After an error, try to remove the incomplete object.
+
+        In a bucket, an error also removes an earlier object of that name.
 
         Raises:
-            OSError: the store is full, read-only, gone or refuses. Whatever `pieces` raises goes through.
+            OSError: the store is full, read-only, unreachable, or refuses. Errors of `pieces` propagate.
         """
         path = self._path(name)
         target = f"{path}.partial" if self._renames else path
@@ -156,13 +158,13 @@ class Objects:
                     file.write(piece)
             if self._renames:
                 self._fs.move(target, path)
-        except BaseException:  # leaving the `with` may have published what there was of it
+        except BaseException:  # closing the stream may have created an incomplete object
             with contextlib.suppress(OSError):
                 self._fs.delete_file(target)
             raise
 
     def delete(self, name: str) -> None:
-        """Remove an object; one that is not there is no error.
+        """Remove an object, if it exists.
 
         Raises:
             OSError: it could not be removed.
@@ -171,7 +173,7 @@ class Objects:
             self._fs.delete_file(self._path(name))
 
     def delete_folder(self, name: str) -> None:
-        """Remove a folder with what is in it; one that is not there is no error.
+        """Remove a folder and its contents, if it exists.
 
         Raises:
             OSError: it could not be removed.
@@ -188,12 +190,12 @@ class Objects:
 def open_objects(
     url: str, *, request_timeout_s: float = REQUEST_TIMEOUT_S, max_attempts: int = MAX_ATTEMPTS
 ) -> Objects:
-    """The objects at a store's place. Touches neither disk nor network.
+    """Return the objects at a store's place, without access to disk or network.
 
     Args:
         url: a path or s3://bucket/prefix.
-        request_timeout_s: how long S3 may be silent.
-        max_attempts: of one S3 request.
+        request_timeout_s: seconds without a byte from S3 after which a request fails.
+        max_attempts: attempts of one S3 request.
 
     Raises:
         ConfigError: not a path and not an S3 URL of this form.
@@ -237,24 +239,24 @@ def _open_s3(url: str, request_timeout_s: float, max_attempts: int) -> Objects:
 def _s3(request_timeout_s: float, max_attempts: int, options: dict[str, str]) -> Any:
     return fs.S3FileSystem(
         connect_timeout=min(CONNECT_TIMEOUT_S, request_timeout_s),
-        request_timeout=request_timeout_s,  # the client counts it as time without a byte
+        request_timeout=request_timeout_s,  # for the S3 client: time without receiving a byte
         retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=max_attempts),
         **options,
     )
 
 
 def check_store(url: str, *, writes: bool, need_bytes: int = 0, timeout_s: float = CHECK_TIMEOUT_S) -> None:
-    """Try a store before a run depends on it: write, read back and remove a small object.
+    """Check that a store works: write, read back and remove a small object, or only list it.
 
     Args:
         url: as for `open_objects`.
-        writes: whether this process will write; a reader only needs it to be there.
-        need_bytes: room that the first anchor takes; checked in a local folder.
-        timeout_s: how long S3 may be silent.
+        writes: whether this process will write; if not, the check only lists publications.
+        need_bytes: free space that the first snapshot needs; checked only in a local folder.
+        timeout_s: seconds without a byte from S3 after which the check fails.
 
     Raises:
-        ConfigError: the place is wrong, is missing, or the credentials are.
-        ClusterError: it is full, read-only or cannot be reached.
+        ConfigError: the place or the credentials are wrong or missing.
+        ClusterError: the store is full, read-only or cannot be reached.
     """
     objects = open_objects(url, request_timeout_s=timeout_s, max_attempts=1)
     try:
@@ -290,7 +292,7 @@ def _check_folder(url: str, writes: bool, need_bytes: int) -> None:
 
 
 def _diagnosis(url: str, reason: str) -> ConfigError | ClusterError:
-    """Error for `reason` that says what a person must do about it."""
+    """Return an error for `reason`, with advice for the user."""
     for words, kind, advice in _ADVICE:
         if any(word in reason for word in words):
             return kind(f"weights.store={url}: {reason}; {advice}")
@@ -300,7 +302,7 @@ def _diagnosis(url: str, reason: str) -> ConfigError | ClusterError:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's first line: what S3 clients append is of no use to a person."""
+    """Return an error's first line, without the details that S3 clients append."""
     text = str(error).strip().partition("\n")[0]
     return text or type(error).__name__
 

@@ -1,7 +1,7 @@
-"""Ways through a store: which entries, applied in order, lead from an anchor to a version. Pure.
+"""Ways through a store: sequences of entries that, applied in order, lead to a version. Pure.
 
-A state of the weights is a `Position`. An anchor (codec full) leads to its position from anywhere; a patch
-leads to its position from its base's, and only if the base's digest is the very one it was made against.
+A state of the weights is a `Position`. A snapshot (codec `full`) leads to its position from any state. A
+patch leads to its position only from its base, whose digest must be the one in the patch's manifest.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One publication in a store, known by its manifest; its bytes are read by `store.Store.open`."""
+    """One publication in a store, described by its manifest. `reading.Store.open` reads its bytes."""
 
     name: str  # its folder in the store
-    sequence: int  # rises with every publication stored, across lineages
+    sequence: int  # order of storing, across lineages
     signed: SignedManifest
 
     @property
@@ -39,41 +39,41 @@ class Entry:
         return key_of(self.signed.manifest)
 
     @property
-    def is_anchor(self) -> bool:
+    def is_snapshot(self) -> bool:
         return self.signed.manifest.codec == "full"
 
     @property
     def position(self) -> Position:
-        """The state after applying it."""
+        """State after applying the entry."""
         manifest = self.signed.manifest
         return Position(manifest.lineage, manifest.version, manifest.digest)
 
     @property
     def base(self) -> Position:
-        """The state a patch needs."""
+        """State to which a patch applies."""
         manifest = self.signed.manifest
         return Position(manifest.lineage, manifest.base_version, manifest.base_digest)
 
 
 Cost = Callable[[Entry], float]
-Steps = Mapping[Position, Entry]  # the last step of the cheapest way to each position that can be reached
+Steps = Mapping[Position, Entry]  # last entry of the cheapest way to each reachable position
 
 
 def payload_cost(entry: Entry) -> float:
-    """Bytes to fetch: the default cost of an entry."""
+    """Return an entry's bytes, its default cost."""
     return float(entry.manifest.payload_bytes)
 
 
 def cheapest_steps(entries: Iterable[Entry], cost: Cost, have: Position | None = None) -> Steps:
-    """The cheapest way to every position that `entries` reach, from an anchor or from `have`.
+    """Return the cheapest way to every position that `entries` reach, from a snapshot or from `have`.
 
-    Of ways that cost the same, the one with fewer entries. Patches only lead to higher versions, so one pass
-    in order of versions is enough.
+    Of ways with equal cost, it takes the one with fewer entries. Patches lead only to higher versions, so one
+    pass in order of versions is enough.
     """
     best: dict[Position, tuple[float, int]] = {} if have is None else {have: (0.0, 0)}
     steps: dict[Position, Entry] = {}
-    for entry in sorted(entries, key=lambda e: (e.manifest.version, not e.is_anchor, e.sequence)):
-        if entry.is_anchor:
+    for entry in sorted(entries, key=lambda e: (e.manifest.version, not e.is_snapshot, e.sequence)):
+        if entry.is_snapshot:
             start = (0.0, 0)
         elif entry.base in best and entry.base.version < entry.position.version:
             start = best[entry.base]
@@ -86,10 +86,10 @@ def cheapest_steps(entries: Iterable[Entry], cost: Cost, have: Position | None =
 
 
 def way_to(steps: Steps, goal: Position) -> list[Entry]:
-    """The entries that lead to `goal`, in the order to apply them; none where it is not reached."""
+    """Return the entries that lead to `goal`, in the order to apply them; [] if none do."""
     way: list[Entry] = []
     step = steps.get(goal)
     while step is not None:
         way.append(step)
-        step = None if step.is_anchor else steps.get(step.base)
+        step = None if step.is_snapshot else steps.get(step.base)
     return way[::-1]

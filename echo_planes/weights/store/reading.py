@@ -1,27 +1,25 @@
-"""Publications kept for later: anchors and the patches between them, in a folder or a bucket. Reading.
+"""Reader of a store of weights, and the store's format.
 
 ::
 
-    public_key                                     64 hex digits: whose signatures count here
+    public_key                                     64 hex digits: the key that signs all publications here
     objects/<BLAKE3 of the payload>                a publication's payload, whole
     publications/<sequence>-<lineage>.<version>.<codec>.<base>/
         segments.json                              the signed segment headers
         manifest.json                              the signed manifest
-        READY                                      written last: only now the publication is there
+        READY                                      written last: readers ignore a folder without it
 
-A store is not believed: every signature is checked, every chunk against its signed hash, every size before
-anything is allocated. What is damaged or missing is remembered in `Store.bad` and no longer offered, so that
-the next plan goes another way.
+The reader does not trust the store. It checks every signature, every chunk against its signed hash, and every
+size before it allocates memory. It records damaged or incomplete entries in `Store.bad` and no longer offers
+them, so that the next plan avoids them.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 from blake3 import blake3
@@ -30,7 +28,7 @@ from echo_planes.errors import WeightsError
 from echo_planes.types import ByteArray, Manifest
 from echo_planes.weights.store.objects import ObjectReader, StoreUnreachableError
 from echo_planes.weights.store.paths import Entry
-from echo_planes.weights.wire.frames import manifest_from_json, segment_from_json
+from echo_planes.weights.wire.frames import manifest_from_json, segments_from_json
 from echo_planes.weights.wire.limits import TransferLimits
 from echo_planes.weights.wire.manifest import (
     HASH_BYTES,
@@ -47,13 +45,13 @@ from echo_planes.weights.wire.transfer import Transfer, Verifies
 OBJECTS, PUBLICATIONS, PUBLIC_KEY = "objects", "publications", "public_key"
 SEGMENTS, MANIFEST, READY = "segments.json", "manifest.json", "READY"
 KEY_DIGITS = 64
-_FOLDER = re.compile(r"([0-9]{8,18})-")  # begins the folder of a publication
+_FOLDER = re.compile(r"([0-9]{8,18})-")  # beginning of a publication's folder name
 _PARALLEL_READS = 8
-_SIGNED_JSON_BYTES = 1024  # of a segment's or a manifest's JSON, beside chunk hashes and a manifest's own
+_SIGNED_JSON_BYTES = 1024  # bound on JSON around a segment's chunk hashes, or around a manifest
 
 
 class StoredPublication:
-    """One publication of a store, its headers verified; its bytes are verified as they are read."""
+    """One publication of a store, with verified headers. Each read verifies the bytes."""
 
     def __init__(self, store: Store, entry: Entry, segments: tuple[SignedSegment, ...]) -> None:
         self._store = store
@@ -65,19 +63,20 @@ class StoredPublication:
         return self.entry.signed
 
     def read(self, index: int) -> ByteArray:
-        """The bytes of one segment, shape (size_bytes,), each chunk as it was signed.
+        """Return the bytes of one segment, shape (size_bytes,), with every chunk verified.
 
         Raises:
-            WeightsError: missing or damaged; the store has marked the entry.
+            WeightsError: missing or damaged; the entry is then in `Store.bad`.
             StoreUnreachableError: the store cannot be read now.
         """
         header = self.segments[index].header
         return self._store.read_segment(self.entry, header)
 
     def payload(self) -> Iterator[tuple[SignedSegment, ByteArray]]:
-        """Every segment with its bytes, in order; at its end, whether they make the manifest's payload.
+        """Yield every segment with its bytes, in order, and check the payload's digest at the end.
 
-        Raises as `read` does.
+        Raises:
+            WeightsError, StoreUnreachableError: as `read`; or another digest, which does not mark the entry.
         """
         hasher = blake3()
         for index, signed in enumerate(self.segments):
@@ -89,16 +88,16 @@ class StoredPublication:
 
 
 class Store:
-    """Reads a store. Blocking calls, safe to use from threads.
+    """Reads a store, by blocking calls. Thread-safe.
 
     Args:
-        objects: where it lies.
-        verifier: whose signatures count.
-        limits: the largest publication that makes sense (`limits_for` the model, or `relay_limits`).
+        objects: the store's objects.
+        verifier: checks the signatures.
+        limits: the largest publication to accept (`limits_for` the model, or `relay_limits`).
     """
 
     def __init__(self, objects: ObjectReader, verifier: Verifies, limits: TransferLimits) -> None:
-        self.bad: dict[str, str] = {}  # entry name -> what is wrong with it
+        self.bad: dict[str, str] = {}  # entry name -> error
         self._objects = objects
         self._verifier = verifier
         self._limits = limits
@@ -106,9 +105,9 @@ class Store:
         self._lock = threading.Lock()
 
     def index(self) -> list[Entry]:
-        """All usable publications, in the order they were stored.
+        """Return all usable publications, in the order they were stored.
 
-        Manifests are read once: an entry never changes. One that is not what it should be goes to `bad`.
+        It reads each manifest once, because entries never change. Invalid entries go to `bad`.
 
         Raises:
             StoreUnreachableError: the store cannot be read now.
@@ -123,18 +122,16 @@ class Store:
         return sorted(usable, key=lambda entry: entry.sequence)
 
     def open(self, entry: Entry) -> StoredPublication:
-        """The publication behind an entry, with its headers verified.
+        """Return the publication of an entry, with verified headers.
 
         Raises:
-            WeightsError: a file is missing, damaged or forged; the entry is marked.
+            WeightsError: a file is missing, damaged or forged; the entry is then in `bad`.
             StoreUnreachableError: the store cannot be read now.
         """
         name = f"{PUBLICATIONS}/{entry.name}/{SEGMENTS}"
         try:
-            found = _parsed(self._objects.read(name, _segments_limit(entry.manifest, self._limits)), name)
-            if not isinstance(found, list):
-                raise WeightsError(f"{name} is not a list of segments")
-            segments = tuple(segment_from_json(fields) for fields in found)
+            data = self._objects.read(name, _segments_limit(entry.manifest, self._limits))
+            segments = segments_from_json(data, name)
             check_signed(entry.signed, segments, self._verifier, self._limits)
         except WeightsError as error:
             self._mark(entry.name, error)
@@ -142,7 +139,7 @@ class Store:
         return StoredPublication(self, entry, segments)
 
     def read_segment(self, entry: Entry, header: SegmentHeader) -> ByteArray:
-        """Read one segment, as `StoredPublication.read` does, and raise as it does."""
+        """Do `StoredPublication.read` for the segment with this header."""
         try:
             data = self._objects.read_range(
                 object_name(entry.manifest), header.offset_bytes, header.size_bytes
@@ -154,12 +151,12 @@ class Store:
         return np.frombuffer(data, dtype=np.uint8)
 
     def _folders(self) -> dict[str, set[str]]:
-        """Folder of each publication -> names of the files in it."""
+        """Return the names of the files in each publication's folder, by folder."""
         folders: dict[str, set[str]] = {}
         for name in self._objects.list(PUBLICATIONS):
             _, _, rest = name.partition("/")
             folder, _, file = rest.partition("/")
-            if _FOLDER.match(folder):  # others are not ours: a file system's own, a person's
+            if _FOLDER.match(folder):  # other folders are not the store's
                 folders.setdefault(folder, set()).add(file)
         return folders
 
@@ -167,7 +164,7 @@ class Store:
         name = f"{PUBLICATIONS}/{folder}/{MANIFEST}"
         try:
             data = self._objects.read(name, MAX_MANIFEST_BYTES + _SIGNED_JSON_BYTES)
-            signed = manifest_from_json(_parsed(data, name))
+            signed = manifest_from_json(data, name)
             self._verifier.check_manifest(signed)
             self._limits.check_manifest(signed.manifest)
             entry = Entry(folder, sequence_of(folder), signed)
@@ -190,15 +187,15 @@ class Store:
 
 
 def folder_name(sequence: int, key: PublicationKey) -> str:
-    """The folder of the `sequence`-th publication stored. Sorted by name they are in that order."""
+    """Return the folder of a publication. Up to sequence 99,999,999, folders sort in order of storing."""
     return f"{sequence:08d}-{key_text(key)}"
 
 
 def sequence_of(folder: str) -> int:
-    """The inverse of `folder_name`, as far as the number goes.
+    """Return the sequence number in a folder's name.
 
     Raises:
-        WeightsError: no such folder name.
+        WeightsError: the name is not a publication's folder.
     """
     match = _FOLDER.match(folder)
     if match is None:
@@ -207,10 +204,10 @@ def sequence_of(folder: str) -> int:
 
 
 def object_name(manifest: Manifest) -> str:
-    """Name of the object with a publication's payload, made of the payload's own hash.
+    """Return the name of the object with a publication's payload: the payload's BLAKE3.
 
     Raises:
-        WeightsError: the payload's digest is no BLAKE3.
+        WeightsError: the payload's digest is not a BLAKE3 digest.
     """
     prefix, _, digits = manifest.payload_digest.partition(":")
     if prefix != "b3" or len(digits) != 2 * HASH_BYTES or not digits.isalnum():
@@ -219,7 +216,7 @@ def object_name(manifest: Manifest) -> str:
 
 
 def read_public_key(objects: ObjectReader) -> bytes:
-    """The key that a store says its publications are signed with: for a person, not for a worker.
+    """Return the public key in a store, for inspection. Workers must not trust it: the store may be altered.
 
     Raises:
         WeightsError: the store has none, or it is not 64 hex digits.
@@ -235,10 +232,10 @@ def read_public_key(objects: ObjectReader) -> bytes:
 def check_signed(
     signed: SignedManifest, segments: tuple[SignedSegment, ...], verifier: Verifies, limits: TransferLimits
 ) -> None:
-    """Whether manifest and segments are signed, belong together and are complete, as for a transfer.
+    """Check that manifest and segments are signed, belong together and are complete, by a `Transfer`.
 
     Raises:
-        WeightsError: they do not.
+        WeightsError: they are not.
     """
     transfer = Transfer(key_of(signed.manifest), verifier, limits)
     transfer.commit(signed)
@@ -251,7 +248,7 @@ def check_signed(
 
 
 def _segments_limit(manifest: Manifest, limits: TransferLimits) -> int:
-    """Bytes that segments.json can have: a signed manifest bounds the number of chunks."""
+    """Return the greatest possible size of segments.json, since a signed manifest bounds its chunks."""
     chunks = manifest.payload_bytes // limits.min_chunk_bytes + manifest.num_segments
     return (manifest.num_segments + 1) * _SIGNED_JSON_BYTES + chunks * 2 * HASH_BYTES
 
@@ -265,10 +262,3 @@ def _check_chunks(header: SegmentHeader, data: bytes) -> None:
             raise WeightsError(
                 f"chunk {index} of segment {header.index} of {key_text(header.key)} is damaged in the store"
             )
-
-
-def _parsed(data: bytes, name: str) -> Any:
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{name} is not JSON: {error}") from error

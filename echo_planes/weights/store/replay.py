@@ -1,4 +1,4 @@
-"""States rebuilt from a store: every version it offers, one after the other, each proven by its digest."""
+"""Rebuild of states from a store: of every version in turn, or of one, each proven by its digest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ State = dict[str, BitTensor]
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """One entry, applied. `state` is None where `problem` says what is wrong; the next entry changes it."""
+    """Result of applying one entry. `state` is None if there is a `problem`. The next entry may change it."""
 
     entry: Entry
     state: State | None
@@ -32,14 +32,14 @@ class Replayed:
 
 
 def apply_stored(stored: StoredPublication, state: State | None) -> State:
-    """The state after a stored publication; `state` is changed in place.
+    """Return the state after a stored publication. A patch changes `state` in place.
 
     Args:
-        state: the base of a patch; an anchor needs none.
+        state: the base of a patch; a snapshot does not use it.
 
     Raises:
-        WeightsError: damaged, not fitting the state, or ending with another digest than the manifest's.
-            `state` is then of no use any more.
+        WeightsError: the publication is damaged, does not fit the state, or gives another digest than the
+            manifest's. A patch may then have changed `state`, so discard it.
     """
     manifest = stored.signed_manifest.manifest
     algorithm = algorithm_of(manifest.digest)
@@ -52,7 +52,7 @@ def apply_stored(stored: StoredPublication, state: State | None) -> State:
                 raise WeightsError(f"version {manifest.version} is a patch; its base is needed")
             patcher = Patcher(manifest.codec, state, StateHasher(algorithm))
         patcher.apply(data)
-        patcher.applied.clear()  # nobody goes back
+        patcher.applied.clear()  # `undo` is not needed, so free the old bits
     if state is None or patcher is None:
         raise WeightsError(f"version {manifest.version} has no segments")
     digest = patcher.digest(algorithm)
@@ -64,14 +64,14 @@ def apply_stored(stored: StoredPublication, state: State | None) -> State:
 def replay(store: Store, entries: Iterable[Entry]) -> Iterator[Replayed]:
     """Apply every entry to its base, in order of versions, within each lineage.
 
-    Memory: one state, and one more wherever an entry has the base of another one.
+    Memory: one state, and one more while several entries share a base or a version.
     """
-    ordered = sorted(entries, key=lambda e: (e.manifest.lineage, e.manifest.version, not e.is_anchor))
-    waiting = Counter(entry.base for entry in ordered if not entry.is_anchor)
+    ordered = sorted(entries, key=lambda e: (e.manifest.lineage, e.manifest.version, not e.is_snapshot))
+    waiting = Counter(entry.base for entry in ordered if not entry.is_snapshot)
     states: dict[Position, State] = {}
     for entry in ordered:
         base: State | None = None
-        if not entry.is_anchor:
+        if not entry.is_snapshot:
             waiting[entry.base] -= 1
             base = states.get(entry.base) if waiting[entry.base] else states.pop(entry.base, None)
             if base is None:
@@ -90,10 +90,10 @@ def replay(store: Store, entries: Iterable[Entry]) -> Iterator[Replayed]:
 
 
 def rebuild(store: Store, lineage: str, version: int) -> State:
-    """One version's state, by the cheapest way, or by the next best where something on it is damaged.
+    """Return the state of one version, by the cheapest entries, or the next best if some are damaged.
 
     Raises:
-        WeightsError: no way leads there.
+        WeightsError: the usable entries do not lead to that version.
     """
     while True:
         path = plan_path(None, lineage, version, store.index())
@@ -109,7 +109,7 @@ def rebuild(store: Store, lineage: str, version: int) -> State:
 
 
 def copied(state: State) -> State:
-    """The same bits in memory of their own."""
+    """Return a copy of the state in new memory."""
     return {name: BitTensor(t.bits.copy(), t.dtype, t.shape) for name, t in state.items()}
 
 

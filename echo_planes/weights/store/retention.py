@@ -1,7 +1,7 @@
-"""Rule by which a store keeps entries: the newest patches and anchors, and whatever a kept patch needs. Pure.
+"""Retention rule of a store: keep the newest patches and snapshots, and all that a kept patch needs. Pure.
 
-PULSE appendix G.6 keeps 100 patches and 10 anchors, and any anchor that a kept patch refers to. A patch also
-needs the patches between that anchor and its own base, so those stay as well.
+PULSE appendix G.6 keeps 100 patches and 10 snapshots, and any snapshot that a kept patch refers to. A patch
+also needs the patches between that snapshot and its own base, so the store keeps those as well.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections.abc import Sequence
 from echo_planes.weights.store.paths import Entry, cheapest_steps, way_to
 
 
-def kept_entries(entries: Sequence[Entry], keep_patches: int, keep_anchors: int) -> set[str]:
-    """Names of the entries to keep.
+def kept_entries(entries: Sequence[Entry], keep_patches: int, keep_snapshots: int) -> set[str]:
+    """Return the names of the entries to keep.
 
-    Every kept patch that had a way from an anchor still has one through kept entries, and so has the newest
-    entry. A patch without any way is kept while it is among the newest: its anchor may be on its way.
+    Every kept patch that was reachable from a snapshot stays reachable through kept entries. An unreachable
+    patch is kept while it is among the newest, because its snapshot may still be on its way to the store.
 
     Args:
-        entries: all that the store has.
+        entries: all entries of the store.
         keep_patches: newest patches to keep, at least 1.
-        keep_anchors: newest anchors to keep, at least 1.
+        keep_snapshots: newest snapshots to keep, at least 1.
     """
     newest = sorted(entries, key=lambda entry: entry.sequence, reverse=True)
-    patches = [entry for entry in newest if not entry.is_anchor][:keep_patches]
-    anchors = [entry for entry in newest if entry.is_anchor][:keep_anchors]
-    kept = {entry.name for entry in (*patches, *anchors)}
+    patches = [entry for entry in newest if not entry.is_snapshot][:keep_patches]
+    snapshots = [entry for entry in newest if entry.is_snapshot][:keep_snapshots]
+    kept = {entry.name for entry in (*patches, *snapshots)}
 
     def extra_bytes(entry: Entry) -> float:
         return 0.0 if entry.name in kept else float(entry.manifest.payload_bytes)

@@ -1,4 +1,4 @@
-"""HTTP answers that a node gives from what a store holds: names, objects and parts of objects."""
+"""HTTP handlers by which a node serves a store: names, objects and parts of objects."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from echo_planes.weights.store.objects import ObjectReader
 from echo_planes.weights.store.reading import OBJECTS, PUBLICATIONS
 
 READABLE = (OBJECTS, PUBLICATIONS)
-MAX_OBJECT_BYTES = 64 * 1024**2  # of one answer; what is larger is read in ranges
+MAX_OBJECT_BYTES = 64 * 1024**2  # of a whole object in one answer; larger ones are read in parts
 _PART = re.compile(r"[0-9]{1,18}-[0-9]{1,18}")
 
 
 async def answer_list(objects: ObjectReader, request: web.Request) -> web.Response:
-    """`.../list/{prefix}`: names of what a reader may read, as a JSON list.
+    """Answer `.../list/{prefix}` with the names of the objects in that folder, as a JSON list.
 
     Raises:
-        WeightsError: another prefix than those of payloads and publications.
+        WeightsError: the prefix is not one of `READABLE`.
     """
     prefix = request.match_info["prefix"]
     if prefix not in READABLE:
@@ -29,10 +29,10 @@ async def answer_list(objects: ObjectReader, request: web.Request) -> web.Respon
 
 
 async def answer_object(objects: ObjectReader, request: web.Request) -> web.Response:
-    """`.../objects/{name}`: one object, or the `?part=offset-size` of it.
+    """Answer `.../objects/{name}` with one object, or with its bytes `?part=offset-size`.
 
     Raises:
-        WeightsError: no payload and no file of a publication (the folder may be a run's, with its key).
+        WeightsError: the name is outside `READABLE`. A store's folder may be a run's, which has its key.
     """
     name = request.match_info["name"]
     if not name.startswith(tuple(f"{prefix}/" for prefix in READABLE)):
@@ -42,7 +42,7 @@ async def answer_object(objects: ObjectReader, request: web.Request) -> web.Resp
 
 
 def _read_part(objects: ObjectReader, name: str, part: str) -> bytes:
-    """`part`: "offset-size" in bytes, or "" for all."""
+    """Read an object, or its `part` "offset-size" in bytes, of at most 8 times `MAX_OBJECT_BYTES`."""
     if not part:
         return objects.read(name, MAX_OBJECT_BYTES)
     offset, _, size = part.partition("-")

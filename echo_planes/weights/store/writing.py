@@ -1,13 +1,12 @@
-"""Publications kept for later: writing them, and removing what nobody needs any more.
+"""Writer of a store of weights: stores publications, and removes those that the retention rule drops.
 
-The order of writing is what makes a store safe to read at any moment: payload, headers, manifest, and READY
-last. The order of removing is the reverse.
+The order of writing makes a store safe to read at any moment: payload, headers, manifest, and READY last.
+Removal goes in the reverse order: READY, the rest of the folder, payload.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from echo_planes.weights.store.reading import (
     sequence_of,
 )
 from echo_planes.weights.store.retention import kept_entries
-from echo_planes.weights.wire.frames import manifest_to_json, segment_to_json
+from echo_planes.weights.wire.frames import manifest_to_json, segments_to_json
 from echo_planes.weights.wire.limits import TransferLimits
 from echo_planes.weights.wire.manifest import SignedManifest, SignedSegment, key_of
 from echo_planes.weights.wire.transfer import Verifies
@@ -41,7 +40,7 @@ from echo_planes.weights.wire.transfer import Verifies
 
 @dataclass(frozen=True, slots=True)
 class PutOutcome:
-    """Whether a publication is in the store now; if not, nothing of it is offered, and `reason` says why."""
+    """Result of `put`: whether the publication is in the store. If not, `reason` says why."""
 
     stored: bool
     reason: str = ""
@@ -50,18 +49,18 @@ class PutOutcome:
 
 @dataclass(frozen=True, slots=True)
 class PruneOutcome:
-    """Names that were removed: of entries, and by `sweep` objects; `reason` says why the rest was not."""
+    """Names of removed entries, and in `sweep` of removed objects. `reason`: the error that stopped it."""
 
     removed: tuple[str, ...]
     reason: str = ""
 
 
 class StoreWriter(Store):
-    """A store that this process alone writes. Several threads may; `prune` waits for none of them.
+    """Store that only this process writes, from any of its threads. `prune` does not wait for a `put`.
 
     Args:
         objects, verifier, limits: as for `Store`.
-        keep_patches, keep_anchors: as for `retention.kept_entries`.
+        keep_patches, keep_snapshots: as for `retention.kept_entries`.
     """
 
     def __init__(
@@ -71,27 +70,27 @@ class StoreWriter(Store):
         limits: TransferLimits,
         *,
         keep_patches: int = 100,
-        keep_anchors: int = 10,
+        keep_snapshots: int = 10,
     ) -> None:
         super().__init__(objects, verifier, limits)
-        if keep_patches < 1 or keep_anchors < 1:
+        if keep_patches < 1 or keep_snapshots < 1:
             raise ConfigError(
-                f"weights.keep_patches={keep_patches} and weights.keep_anchors={keep_anchors}: "
+                f"weights.keep_patches={keep_patches} and weights.keep_snapshots={keep_snapshots}: "
                 "both must be at least 1"
             )
         self._writable = objects
         self._keep_patches = keep_patches
-        self._keep_anchors = keep_anchors
+        self._keep_snapshots = keep_snapshots
         self._last_sequence = 0
         self._being_written: list[str] = []  # objects that no entry names yet
-        self._blobs_lock = threading.Lock()  # patches without a change share an object
+        self._blobs_lock = threading.Lock()  # publications with equal payloads share an object
 
     def claim(self, public: bytes) -> None:
-        """Say whose publications these are; call it once at start. `public`: Ed25519, 32 bytes.
+        """Write the run's public key to the store; call it once at the start. `public`: Ed25519, 32 bytes.
 
         Raises:
-            ConfigError: the store holds publications of another key: versions would get mixed up.
-            OSError, WeightsError: it cannot be read or written now.
+            ConfigError: the store has another key; its versions must not be mixed with this run's.
+            OSError, WeightsError: the store cannot be read or written now.
         """
         if self._writable.exists(PUBLIC_KEY):
             known = self._writable.read(PUBLIC_KEY, KEY_DIGITS + 1).decode("ascii", "replace").strip()
@@ -106,16 +105,16 @@ class StoreWriter(Store):
     def put(
         self, signed: SignedManifest, segments: Sequence[SignedSegment], payload: Iterable[Piece]
     ) -> PutOutcome:
-        """Store one publication; one that is there already is left as it is.
+        """Store one publication, unless the store has it already.
 
         Args:
             signed: its manifest.
             segments: its headers, in order.
-            payload: its bytes, in order, in pieces of any size; hashed on the way, and only stored whole
-                and undamaged. WeightsError and OSError raised by it are reasons, too.
+            payload: its bytes, in order, in pieces of any size. `put` hashes them, and stores the
+                publication only if they are whole and undamaged. It may raise WeightsError and OSError.
 
         Returns:
-            Whether it is there now. A failure changes nothing that the store offers.
+            Whether it is in the store now. After an error, the store offers the same entries as before.
         """
         try:
             check_signed(signed, tuple(segments), self._verifier, self._limits)
@@ -127,11 +126,11 @@ class StoreWriter(Store):
             return PutOutcome(False, one_line(error))
 
     def prune(self) -> PruneOutcome:
-        """Remove what `retention.kept_entries` does not keep. Never raises for the store's sake."""
+        """Remove the entries that `retention.kept_entries` drops. Errors of the store become `reason`."""
         removed: list[str] = []
         try:
             entries = self.index()
-            kept = kept_entries(entries, self._keep_patches, self._keep_anchors)
+            kept = kept_entries(entries, self._keep_patches, self._keep_snapshots)
             for entry in entries:
                 if entry.name not in kept:
                     self._remove(entry)
@@ -141,10 +140,10 @@ class StoreWriter(Store):
         return PruneOutcome(tuple(removed))
 
     def sweep(self) -> PruneOutcome:
-        """Remove what a writer that died left half-written; call it once at start, before the first `put`.
+        """Remove half-written publications of a dead writer; call it once at the start, before any `put`.
 
-        Payloads that no entry names are removed only if every entry could be read: an unreadable one may
-        name them. Never raises for the store's sake.
+        It removes payloads that no entry names only if it could read every entry, because an unreadable entry
+        may name them. Errors of the store become `reason`.
         """
         removed: list[str] = []
         try:
@@ -198,7 +197,7 @@ class StoreWriter(Store):
         self._delete_unused(object_name(entry.manifest))
 
     def _discard(self, base: str, blob: str) -> None:
-        """Take back a publication that could not be written whole, as far as the store lets us."""
+        """Remove an incompletely written publication, ignoring errors of the store."""
         with contextlib.suppress(OSError):
             self._writable.delete_folder(base)
         with self._blobs_lock:
@@ -217,17 +216,21 @@ class StoreWriter(Store):
 def entry_files(
     folder: str, signed: SignedManifest, segments: Iterable[SignedSegment]
 ) -> list[tuple[str, bytes]]:
-    """The files of one publication beside its payload, in the order to write them: (name, content)."""
+    """Return (name, content) of one publication's files beside its payload, in the order to write them."""
     base = f"{PUBLICATIONS}/{folder}"
     return [
-        (f"{base}/{SEGMENTS}", _json([segment_to_json(segment) for segment in segments])),
-        (f"{base}/{MANIFEST}", _json(manifest_to_json(signed))),
+        (f"{base}/{SEGMENTS}", segments_to_json(segments)),
+        (f"{base}/{MANIFEST}", manifest_to_json(signed)),
         (f"{base}/{READY}", b"ready\n"),
     ]
 
 
 def _checked(manifest: Manifest, payload: Iterable[Piece]) -> Iterator[Piece]:
-    """`payload` as it is; at its end, whether it was the manifest's."""
+    """Yield the pieces of `payload`, and check at the end that they are the manifest's payload.
+
+    Raises:
+        WeightsError: another size or digest.
+    """
     hasher, size_bytes = blake3(), 0
     for piece in payload:
         view = memoryview(piece).cast("B")
@@ -239,7 +242,3 @@ def _checked(manifest: Manifest, payload: Iterable[Piece]) -> Iterator[Piece]:
             f"the payload of version {manifest.version} is not what its manifest says: {size_bytes} bytes, "
             f"expected {manifest.payload_bytes}"
         )
-
-
-def _json(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()

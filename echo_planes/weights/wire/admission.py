@@ -1,4 +1,4 @@
-"""Rule by which a node lets publications in at all: never back, never onto another base. Sans-I/O."""
+"""Rule by which a node admits publications: no older versions, and no patch of an unequal base. Sans-I/O."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ _MAX_DIGESTS = 1024  # versions whose digests are remembered
 
 
 class Admission:
-    """Remembers what a node has come to: the newest version, its lineage, and the lineages before it.
+    """Memory of a node's newest version, its lineage, and the lineages before it.
 
-    One lineage is followed at a time; the first that is committed, or named by `follow`, is it, and another
-    one that is committed later (the learner restarted) replaces it for good.
+    A node follows one lineage at a time: the first that is committed or passed to `follow`. A later one (the
+    learner restarted) replaces it for good.
 
     Args:
-        only: the one lineage there is, where that is known; else an old run's publication, whose signature is
-            as good, could retire the present lineage.
+        only: the only lineage to admit; "": any. Without it, an old run's publication, which has a valid
+            signature, could replace the present lineage.
     """
 
     def __init__(self, only: str = "") -> None:
         self._only = only
         self._followed = Followed()
-        self._digests: dict[int, str] = {}  # of the lineage's versions, as far as they are known
+        self._digests: dict[int, str] = {}  # by version of the followed lineage, where known
 
     @property
     def lineage(self) -> str:
-        """The one that is followed; "": none yet."""
+        """The followed lineage; "": none yet."""
         return self._followed.lineage
 
     @property
     def newest_version(self) -> int:
-        """Committed in it; -1: none."""
+        """Newest committed version of the followed lineage; -1: none."""
         return self._followed.version
 
     def check(self, key: PublicationKey, base_digest: str) -> None:
-        """Whether a publication may come in: to be called with its first segment.
+        """Check that the node may admit a publication; the caller calls it with the first segment.
 
-        A base that is not known here yet is let in: it may itself be on its way. Whoever installs checks
-        the base again, against the weights themselves.
+        A patch of a base that is unknown here is admitted, since that base may be on its way. The installer
+        checks the base again, against the weights themselves.
 
         Raises:
-            WeightsError: of a lineage that was replaced, older than what is committed, or upon a base other
-                than the one known here under that version.
+            WeightsError: the lineage was replaced or is not `only`, the version is older than the newest one
+                committed, or the base version is known here with another digest.
         """
         self._check_current(key)
         known = self._digests.get(key.base_version) if key.lineage == self.lineage else None
@@ -55,7 +55,7 @@ class Admission:
             )
 
     def check_manifest(self, manifest: Manifest) -> None:
-        """The same for a verified manifest, which also says what the version is.
+        """Check a verified manifest as `check` does, and the digest of its version.
 
         Raises:
             WeightsError: as `check`, or the version is known here with another digest.
@@ -68,7 +68,7 @@ class Admission:
             )
 
     def committed(self, manifest: Manifest) -> None:
-        """The node has come to this version: its weights were staged, or written down, and proven.
+        """Record that the node has this version, staged or stored, and verified.
 
         Raises:
             WeightsError: as `check_manifest`.
@@ -81,7 +81,7 @@ class Admission:
             del self._digests[min(self._digests)]
 
     def follow(self, lineage: str) -> None:
-        """Follow this lineage from now on: the one before it is void for good. The same again is no change.
+        """Follow this lineage from now on; a different lineage followed before becomes void for good.
 
         Raises:
             WeightsError: the lineage was replaced before.

@@ -1,16 +1,19 @@
 """Messages between nodes, as binary frames on a stream, and as JSON in files.
 
-A frame is 8 bytes, "EP", the format's version, the kind and the body's length (uint32, little-endian), then
-the body. The length is checked against what the kind may need before a byte of the body is kept. A stream on
-which anything is wrong is at its end: after damage it is unknown where the next frame begins.
+A frame is a head of 8 bytes, then the body. The head is "EP", the format's version, the kind and the body's
+length (uint32, little-endian). The parser checks the length against the kind's limit before it keeps a byte
+of the body. An error ends the stream, since the start of the next frame is then unknown.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from echo_planes.errors import WeightsError
 from echo_planes.weights.wire.limits import TransferLimits
@@ -19,43 +22,43 @@ from echo_planes.weights.wire.manifest import (
     MAX_MANIFEST_BYTES,
     SIGNATURE_BYTES,
     Buffer,
+    ManifestFields,
     PublicationKey,
     SegmentHeader,
+    SegmentPlace,
     SignedManifest,
     SignedSegment,
     check_header,
     header_bytes,
     key_bytes,
-    key_from_dict,
-    key_to_dict,
     manifest_bytes,
-    manifest_from_dict,
-    manifest_to_dict,
     parse_header,
     parse_key,
     parse_manifest,
 )
+from echo_planes.weights.wire.messages import Message, decode
 
 _MAGIC = b"EP"
-_VERSION = 2  # to be raised with every change of what goes over the wire, the padding included
+_VERSION = 2  # raise it with every change of the wire format, the padding included
 _HEAD = struct.Struct("<2sBBI")
 _CHUNK = struct.Struct("<II")  # segment index, chunk index
-# A ping is longer than a packet: it is acknowledged at once then, and BBR takes the round trip from it. BBR
-# else does so amid the next publication, with no more than four packets on their way for a fifth of a second.
+# A ping is longer than a packet, so that the receiver acknowledges it at once, and BBR measures the round
+# trip with it. Otherwise BBR does so during the next publication, with four packets in flight for 0.2 s.
 _PADDING = bytes(2048)
 _SEGMENT_KIND, _CHUNK_KIND, _MANIFEST_KIND, _CANCEL_KIND, _PING_KIND = range(1, 6)
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentFrame:
-    """A segment's header: goes ahead of its chunks, on every stream that carries one of them."""
+    """Header of a segment. It precedes the segment's chunks on every stream that carries one of them."""
 
     signed: SignedSegment
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkFrame:
-    """One chunk. `data` may be a view of memory that the parser gave away: nobody else writes to it."""
+    """One chunk. `data` may be a view of the parser's input, or of a buffer that the parser uses no
+    longer."""
 
     key: PublicationKey
     segment_index: int
@@ -65,21 +68,21 @@ class ChunkFrame:
 
 @dataclass(frozen=True, slots=True)
 class ManifestFrame:
-    """The commit: after all segments."""
+    """Commit of a publication, after all its segments."""
 
     signed: SignedManifest
 
 
 @dataclass(frozen=True, slots=True)
 class CancelFrame:
-    """The sender of the stream has nothing more of this publication to give."""
+    """Notice that the stream's sender sends no more of this publication."""
 
     key: PublicationKey
 
 
 @dataclass(frozen=True, slots=True)
 class PingFrame:
-    """The stream lives."""
+    """Sign of life of a stream with nothing to send."""
 
 
 Frame = SegmentFrame | ChunkFrame | ManifestFrame | CancelFrame | PingFrame
@@ -89,10 +92,10 @@ Frame = SegmentFrame | ChunkFrame | ManifestFrame | CancelFrame | PingFrame
 
 
 def encode_frame(frame: Frame) -> bytes:
-    """The frame's bytes.
+    """Return the frame's bytes.
 
     Raises:
-        WeightsError: a header or manifest that is not well formed.
+        WeightsError: a header or manifest is not well formed.
     """
     match frame:
         case SegmentFrame(signed):
@@ -108,7 +111,7 @@ def encode_frame(frame: Frame) -> bytes:
 
 
 def chunk_head(key: PublicationKey, segment_index: int, chunk_index: int, num_bytes: int) -> bytes:
-    """Bytes before the `num_bytes` of data in a chunk's frame, so that the data need not be copied."""
+    """Return the bytes before the `num_bytes` of data in a chunk's frame, which need no copy then."""
     body = key_bytes(key) + _CHUNK.pack(segment_index, chunk_index)
     return _HEAD.pack(_MAGIC, _VERSION, _CHUNK_KIND, len(body) + num_bytes) + body
 
@@ -121,10 +124,10 @@ def _framed(kind: int, body: bytes) -> bytes:
 
 
 class FrameParser:
-    """Takes a stream apart, in whatever pieces it comes. One parser for each stream.
+    """Parser of one stream of frames, fed with pieces of any size.
 
     Args:
-        limits: bounds every frame, and so what the parser keeps: at most one unfinished frame.
+        limits: limits of every frame, and so of the parser's memory: it keeps at most one unfinished frame.
     """
 
     def __init__(self, limits: TransferLimits) -> None:
@@ -135,18 +138,20 @@ class FrameParser:
             _CANCEL_KIND: MAX_KEY_BYTES,
             _PING_KIND: len(_PADDING),
         }
-        self._head = b""  # begun, not yet `_HEAD.size` bytes
+        self._head = b""  # unfinished head, less than `_HEAD.size` bytes
         self._kind = 0
-        self._body = bytearray()  # of the unfinished frame; grows as its bytes come
-        self._left = 0  # bytes of it to come
+        self._body = bytearray()  # of the unfinished frame, as far as received
+        self._left = 0  # bytes of the body still to come
         self._broken = False
 
     def feed(self, data: Buffer) -> list[Frame]:
-        """The frames that these bytes complete, in order. Chunks may be views of `data`: do not change it.
+        """Return the frames that these bytes complete, in order.
+
+        Chunks may be views of `data`, so the caller must not change it.
 
         Raises:
-            WeightsError: no frame of this format, or one that is too long or not well formed; the frames
-                before it in `data` are lost with it. So is the stream: every later call raises too.
+            WeightsError: a frame of another format, too long or not well formed. The frames before it in
+                `data` are lost, and every later call raises, too.
         """
         if self._broken:
             raise WeightsError("the stream was damaged before")
@@ -185,7 +190,7 @@ class FrameParser:
         return frames
 
     def _opened(self) -> tuple[int, int]:
-        """Kind and length of the frame whose 8 bytes are complete, checked."""
+        """Return kind and length of the frame whose head is complete, checked."""
         magic, version, kind, length = _HEAD.unpack(self._head)
         self._head = b""
         if magic != _MAGIC:
@@ -232,82 +237,67 @@ def _signature(body: memoryview) -> bytes:
 
 # --- files ---------------------------------------------------------------------------------------
 
-_SEGMENT_FIELDS = {
-    "key",
-    "base_digest",
-    "index",
-    "offset_bytes",
-    "size_bytes",
-    "chunk_bytes",
-    "chunk_hashes",
-    "signature",
-}
+Hex = Annotated[str, Meta(pattern=r"\A(?:[0-9a-f]{2})*\Z")]  # one text per value: no spaces, no capitals
+SignatureHex = Annotated[str, Meta(pattern=rf"\A[0-9a-f]{{{2 * SIGNATURE_BYTES}}}\Z")]
 
 
-def segment_to_json(signed: SignedSegment) -> dict[str, Any]:
-    """The signed header as a JSON object; hashes and signature in hexadecimal."""
-    header = signed.header
-    return {
-        "key": key_to_dict(header.key),
-        "base_digest": header.base_digest,
-        "index": header.index,
-        "offset_bytes": header.offset_bytes,
-        "size_bytes": header.size_bytes,
-        "chunk_bytes": header.chunk_bytes,
-        "chunk_hashes": header.chunk_hashes.hex(),
-        "signature": signed.signature.hex(),
-    }
+class _StoredSegment(SegmentPlace, frozen=True):
+    chunk_hashes: Hex
+    signature: SignatureHex
 
 
-def segment_from_json(fields: object) -> SignedSegment:
-    """The inverse of `segment_to_json`. The signature is not verified here.
+class _StoredManifest(Message, frozen=True):
+    manifest: ManifestFields
+    signature: SignatureHex
 
-    Raises:
-        WeightsError: not exactly the fields of a well-formed segment header.
-    """
-    if not isinstance(fields, Mapping) or set(fields) != _SEGMENT_FIELDS:
-        raise WeightsError(f"a signed segment has the fields {', '.join(sorted(_SEGMENT_FIELDS))}")
-    header = SegmentHeader(
-        key=key_from_dict(fields["key"]),
-        base_digest=fields["base_digest"],
-        index=fields["index"],
-        offset_bytes=fields["offset_bytes"],
-        size_bytes=fields["size_bytes"],
-        chunk_bytes=fields["chunk_bytes"],
-        chunk_hashes=_from_hex(fields["chunk_hashes"]),
+
+def segments_to_json(segments: Iterable[SignedSegment]) -> bytes:
+    """Return the signed headers as a JSON list; hashes and signatures are hexadecimal."""
+    return msgspec.json.encode(
+        [
+            {
+                **msgspec.structs.asdict(signed.header),
+                "chunk_hashes": signed.header.chunk_hashes.hex(),
+                "signature": signed.signature.hex(),
+            }
+            for signed in segments
+        ]
     )
-    check_header(header)
-    return SignedSegment(header, _signature_from_hex(fields["signature"]))
 
 
-def manifest_to_json(signed: SignedManifest) -> dict[str, Any]:
-    """The signed manifest as a JSON object, {"manifest": its fields, "signature": hexadecimal}."""
-    return {"manifest": manifest_to_dict(signed.manifest), "signature": signed.signature.hex()}
+def segments_from_json(data: bytes, name: str) -> tuple[SignedSegment, ...]:
+    """Parse the JSON of `segments_to_json`, without verifying the signatures.
 
-
-def manifest_from_json(fields: object) -> SignedManifest:
-    """The inverse of `manifest_to_json`. The signature is not verified here.
+    Args:
+        name: of the file, for the error.
 
     Raises:
-        WeightsError: not exactly the fields of a well-formed manifest.
+        WeightsError: it is not a list of exactly the fields of well-formed segment headers.
     """
-    if not isinstance(fields, Mapping) or set(fields) != {"manifest", "signature"}:
-        raise WeightsError("a signed manifest has the fields manifest and signature")
-    return SignedManifest(manifest_from_dict(fields["manifest"]), _signature_from_hex(fields["signature"]))
+    return tuple(_signed(stored) for stored in decode(data, tuple[_StoredSegment, ...], name))
 
 
-def _signature_from_hex(text: object) -> bytes:
-    signature = _from_hex(text)
-    if len(signature) != SIGNATURE_BYTES:
-        raise WeightsError(f"a signature has {SIGNATURE_BYTES} bytes, this one {len(signature)}")
-    return signature
+def _signed(stored: _StoredSegment) -> SignedSegment:
+    fields = msgspec.structs.asdict(stored)
+    signature = bytes.fromhex(fields.pop("signature"))
+    header = SegmentHeader(**{**fields, "chunk_hashes": bytes.fromhex(stored.chunk_hashes)})
+    check_header(header)
+    return SignedSegment(header, signature)
 
 
-def _from_hex(text: object) -> bytes:
-    try:
-        data = bytes.fromhex(text) if isinstance(text, str) else None
-    except ValueError:
-        data = None
-    if data is None or data.hex() != text:  # one text for each value: no spaces, no capitals
-        raise WeightsError("hashes and signatures are lower-case hexadecimal")
-    return data
+def manifest_to_json(signed: SignedManifest) -> bytes:
+    """Return the signed manifest as a JSON object, {"manifest": its fields, "signature": hexadecimal}."""
+    return msgspec.json.encode({"manifest": signed.manifest, "signature": signed.signature.hex()})
+
+
+def manifest_from_json(data: bytes, name: str) -> SignedManifest:
+    """Parse the JSON of `manifest_to_json`, without verifying the signature.
+
+    Args:
+        name: of the file, for the error.
+
+    Raises:
+        WeightsError: it is not exactly the fields of a well-formed manifest.
+    """
+    stored = decode(data, _StoredManifest, name)
+    return SignedManifest(stored.manifest.manifest(), bytes.fromhex(stored.signature))

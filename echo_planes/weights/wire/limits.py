@@ -1,7 +1,7 @@
-"""Limits on the size of a model's publication: a larger one is refused before anything is allocated for it.
+"""Limits on the size of a model's publication: a node refuses a larger one before it allocates memory for it.
 
-Signatures keep strangers out; these limits keep a broken or stolen learner from filling a worker's memory
-and disk, and bound what a peer may make one buffer before any signature is seen.
+Signatures exclude messages of strangers. The limits keep a faulty or compromised learner from filling a
+worker's memory and disk, and bound the bytes that a node buffers before it has seen a signature.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ MIN_CHUNK_BYTES = 4 * 1024
 MAX_CHUNK_BYTES = 4 * 1024**2
 
 _INDEX_BYTES = 8  # per changed element, at most: int64 in `overwrite`, escapes in the others
-_TENSOR_BYTES = 512  # per tensor and segment beside its name, its dimensions and its elements
+_TENSOR_BYTES = 512  # per tensor and segment, without its name, dimensions and elements
 _SEGMENT_OVERHEAD_BYTES = 64 * 1024  # per segment: coding tables
 _MIN_SEGMENT_DENSE_BYTES = 1024**2  # encoders end a segment earlier only at a tensor's end
-_MIN_SEGMENTS = 4096  # allowed however small the model is: small models are cut into small segments too
+_MIN_SEGMENTS = 4096  # least limit, since small models may be cut into small segments
 
 
 @dataclass(frozen=True, slots=True)
 class TransferLimits:
-    """The largest publication a receiver takes. `limits_for` and `relay_limits` make them."""
+    """Limits of the publications that a receiver takes. `limits_for` and `relay_limits` make them."""
 
     max_full_bytes: int  # payload of codec full
     max_patch_bytes: int  # payload of the other codecs
@@ -41,28 +41,28 @@ class TransferLimits:
 
     @property
     def max_chunks_per_segment(self) -> int:
-        """Bounds a header's hashes."""
+        """Most chunks of a segment, and so most hashes of its header."""
         return -(-self.max_segment_bytes // self.min_chunk_bytes)
 
     @property
     def max_header_bytes(self) -> int:
-        """Bounds a segment header's canonical bytes."""
+        """Most canonical bytes of a segment header."""
         return 1024 + HASH_BYTES * self.max_chunks_per_segment
 
     @property
     def max_chunks(self) -> int:
-        """Bounds the chunks of one publication: its segments' last chunks may be short."""
+        """Most chunks of one publication, in which each segment's last chunk may be short."""
         return max(self.max_full_bytes, self.max_patch_bytes) // self.min_chunk_bytes + self.max_segments
 
     def max_payload_bytes(self, codec: Codec) -> int:
-        """Bounds the payload of one publication."""
+        """Return the most payload bytes of one publication."""
         return self.max_full_bytes if codec == "full" else self.max_patch_bytes
 
     def check_header(self, header: SegmentHeader) -> None:
-        """Whether the model can need such a segment; the header is well formed.
+        """Check that the model can need such a segment; the header is well formed.
 
         Raises:
-            WeightsError: it is, or lies, beyond what the model can need, or its chunks have a wrong size.
+            WeightsError: its size or place exceeds the limits, or its chunks have a wrong size.
         """
         if not self.min_chunk_bytes <= header.chunk_bytes <= self.max_chunk_bytes:
             raise WeightsError(
@@ -79,10 +79,10 @@ class TransferLimits:
         self._check_payload(header.key.codec, header.offset_bytes + header.size_bytes)
 
     def check_manifest(self, manifest: Manifest) -> None:
-        """Whether this is a manifest of the model; it is well formed.
+        """Check that this can be a manifest of the model; the manifest is well formed.
 
         Raises:
-            WeightsError: sizes beyond what the model can need, or of another model.
+            WeightsError: its sizes exceed the limits, or are those of another model.
         """
         self._check_payload(manifest.codec, manifest.payload_bytes)
         if manifest.num_segments > self.max_segments:
@@ -110,11 +110,11 @@ def limits_for(
     min_chunk_bytes: int = MIN_CHUNK_BYTES,
     max_chunk_bytes: int = MAX_CHUNK_BYTES,
 ) -> TransferLimits:
-    """Limits for one model: a full snapshot of it, or a patch that changes every element at the worst cost.
+    """Return the limits for a model: a full snapshot, or a patch that changes every element at worst cost.
 
     Args:
         specs: the model's tensors by name, tied ones once.
-        min_chunk_bytes, max_chunk_bytes: range of chunk sizes taken.
+        min_chunk_bytes, max_chunk_bytes: range of accepted chunk sizes.
 
     Raises:
         WeightsError: a dtype that no codec takes.
@@ -131,7 +131,7 @@ def limits_for(
     segments = 2 * -(-dense_bytes // _MIN_SEGMENT_DENSE_BYTES) + len(specs)
     entries = 2 * names_bytes + segments * (_SEGMENT_OVERHEAD_BYTES + _TENSOR_BYTES)
     patch_bytes = dense_bytes + total * _INDEX_BYTES + entries
-    widest = (2 + _INDEX_BYTES) / 2  # a two-byte element with its index, by its own size
+    widest = (2 + _INDEX_BYTES) / 2  # bytes of a two-byte element with its index, per dense byte
     return TransferLimits(
         max_full_bytes=dense_bytes + names_bytes + _TENSOR_BYTES,
         max_patch_bytes=patch_bytes,
@@ -152,7 +152,7 @@ def relay_limits(
     min_chunk_bytes: int = MIN_CHUNK_BYTES,
     max_chunk_bytes: int = MAX_CHUNK_BYTES,
 ) -> TransferLimits:
-    """Limits for a node that does not know the model (yet): nothing larger than `max_payload_bytes`."""
+    """Return the limits for a node that does not know the model: payloads of at most `max_payload_bytes`."""
     return TransferLimits(
         max_full_bytes=max_payload_bytes,
         max_patch_bytes=max_payload_bytes,

@@ -1,74 +1,113 @@
-"""Messages that travel beside a publication's bytes: signed segment headers first, the signed manifest last.
+"""Messages that go with a publication's bytes: signed segment headers first, the signed manifest last.
 
 A publication's payload is a sequence of segments, each the encoding of at most `SEGMENT_BYTES` of dense
 weights, cut into chunks of `chunk_bytes`. A segment's header carries the hash of every chunk and is signed
-by itself, so that its bytes may travel, and be forwarded, before the rest is even encoded. The manifest
-comes last; without it nothing is installed.
+by itself, so that nodes may forward the segment before the rest is encoded. The manifest comes last; a
+worker installs nothing without it.
 
-Here are the messages and their canonical bytes: for each value exactly one byte string, which is what is
-signed and what travels. Parsing takes nothing but that byte string, and nothing out of range.
+This module defines the messages and their canonical bytes: exactly one byte string for each value. The
+learner signs these bytes, and nodes send them. Parsing refuses any other byte string, and values out of
+range.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import re
 import struct
-import typing
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from echo_planes.errors import WeightsError
 from echo_planes.types import Codec, Manifest
+from echo_planes.weights.wire.messages import Message, check, decode
 
-SEGMENT_BYTES = 32 * 1024**2  # dense bytes scanned per segment, at most
+SEGMENT_BYTES = 32 * 1024**2  # dense bytes per segment, at most
 HASH_BYTES = 32  # BLAKE3
 SIGNATURE_BYTES = 64  # Ed25519
 MAX_LINEAGE = 64  # characters
 MAX_DIGEST = 160  # characters
-MAX_KEY_BYTES = 18 + MAX_LINEAGE  # a key's canonical bytes are no longer
-MAX_MANIFEST_BYTES = 4096  # a manifest's neither
+MAX_KEY_BYTES = 18 + MAX_LINEAGE  # canonical bytes of a key, at most
+MAX_MANIFEST_BYTES = 4096  # canonical bytes of a manifest, at most
 
+_OWN_CODEC = 5  # the run's own codec; its name is in manifests and in keys as text
 _CODES: dict[Codec, int] = {"compact": 1, "fast": 2, "overwrite": 3, "full": 4}
 _CODECS = {code: codec for codec, code in _CODES.items()}
 _KEY = struct.Struct("<qqBB")  # version, base version, codec, length of lineage
 _PLACE = struct.Struct("<IQQI")  # index, offset, size, chunk size
 _MAX_INDEX = 2**32 - 1
 _MAX_SIZE = 2**63 - 1
-# Lineages become parts of file names and URLs; digests are compared, and shown.
-_LINEAGE = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,63}", re.ASCII)
-_DIGEST = re.compile(r"[0-9A-Za-z:._-]{0,160}", re.ASCII)
 
-Buffer = bytes | bytearray | memoryview  # of single bytes
+Buffer = bytes | bytearray | memoryview  # with items of one byte
+# Lineages become parts of file names and URLs; digests are compared and printed.
+Lineage = Annotated[str, Meta(pattern=rf"\A[0-9A-Za-z][0-9A-Za-z._-]{{0,{MAX_LINEAGE - 1}}}\Z")]
+Digest = Annotated[str, Meta(pattern=rf"\A[0-9A-Za-z:._-]{{0,{MAX_DIGEST}}}\Z")]
+Size = Annotated[int, Meta(ge=0, le=_MAX_SIZE)]
+Index = Annotated[int, Meta(ge=0, le=_MAX_INDEX)]
+BaseVersion = Annotated[int, Meta(ge=-1, le=_MAX_SIZE)]  # -1 for full
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class PublicationKey:
-    """Key of one encoding of one version, by which peers ask one another for it."""
+class PublicationKey(Message, frozen=True, order=True):
+    """Key of one encoding of one version, by which peers request it."""
 
-    lineage: str
-    version: int
+    lineage: Lineage
+    version: Size
     codec: Codec
-    base_version: int  # -1 for full
+    base_version: BaseVersion
+
+    def __post_init__(self) -> None:
+        """Refuse a key of a codec that this process does not know."""
+        check_codec(self.codec)
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentHeader:
-    """One segment: where it lies in the payload and what each of its chunks must hash to."""
+class SegmentPlace(Message, frozen=True):
+    """Place of a segment in the payload."""
 
     key: PublicationKey
-    base_digest: str  # "" for full
-    index: int
-    offset_bytes: int  # of its first byte in the payload
-    size_bytes: int
-    chunk_bytes: int  # all its chunks but the last are so long; chunks never span segments
+    base_digest: Digest  # "" for full
+    index: Index
+    offset_bytes: Size  # of its first byte in the payload
+    size_bytes: Size
+    chunk_bytes: Annotated[int, Meta(ge=1, le=_MAX_INDEX)]  # of each chunk; the segment's last may be shorter
+
+
+class SegmentHeader(SegmentPlace, frozen=True):
+    """Place of a segment, with the hash of each of its chunks."""
+
     chunk_hashes: bytes  # BLAKE3, HASH_BYTES each, in order
 
     @property
     def num_chunks(self) -> int:
         return -(-self.size_bytes // self.chunk_bytes)
+
+
+class ManifestFields(Message, frozen=True):
+    """Fields of a `Manifest`, with the range of each."""
+
+    lineage: Lineage
+    version: Size
+    num_updates: Size
+    codec: Codec
+    base_version: BaseVersion
+    base_digest: Digest
+    digest: Digest
+    payload_digest: Digest
+    payload_bytes: Size
+    dense_bytes: Size
+    changed_elements: Size
+    total_elements: Size
+    num_segments: Index
+
+    def manifest(self) -> Manifest:
+        """Return the manifest with these fields.
+
+        Raises:
+            WeightsError: the fields contradict one another.
+        """
+        manifest = Manifest(**msgspec.structs.asdict(self))
+        check_manifest(manifest)
+        return manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,79 +122,78 @@ class SignedManifest:
     signature: bytes  # Ed25519 over the manifest's canonical bytes
 
 
+def admit_codec(name: str) -> None:
+    """Accept keys of the run's own codec in this process; `codec.table.take_codec` calls it."""
+    _CODES[name], _CODECS[_OWN_CODEC] = _OWN_CODEC, name
+
+
 def key_of(manifest: Manifest) -> PublicationKey:
-    """The key of the publication that a manifest commits."""
+    """Return the key of the publication that a manifest commits."""
     return PublicationKey(manifest.lineage, manifest.version, manifest.codec, manifest.base_version)
 
 
-# --- what is well formed -------------------------------------------------------------------------
+# --- checks --------------------------------------------------------------------------------------
 
 
 def check_key(key: PublicationKey) -> None:
-    """Whether such a publication can be at all.
+    """Check that a key is well formed.
 
     Raises:
-        WeightsError: a lineage that is no name (1 to 64 letters, digits, ".", "_", "-", not beginning with a
-            mark), an unknown codec, a negative version, a base that is not older, or a base for `full`.
+        WeightsError: the lineage is not 1 to 64 letters, digits, ".", "_", "-" with a letter or digit first,
+            the codec is unknown, the version is negative, the base is not older, or `full` has a base.
     """
-    if not isinstance(key.lineage, str) or not _LINEAGE.fullmatch(key.lineage):
-        raise WeightsError(f"{_shown(key.lineage)} is no name of a lineage")
-    if not isinstance(key.codec, str) or key.codec not in _CODES:
-        raise WeightsError(f"unknown codec {_shown(key.codec)}; known are {', '.join(_CODES)}")
-    _check_int("version", key.version, 0, _MAX_SIZE)
-    if key.codec == "full":
-        _check_int("base version of a full publication", key.base_version, -1, -1)
-    else:
-        _check_int(f"base version of a patch to version {key.version}", key.base_version, 0, key.version - 1)
+    check(key, PublicationKey, "a publication's key")
+    if key.codec == "full" and key.base_version != -1:
+        raise WeightsError(f"a full publication has no base, but names version {key.base_version}")
+    if key.codec != "full" and not 0 <= key.base_version < key.version:
+        raise WeightsError(f"version {key.version} cannot be a patch of version {key.base_version}")
+
+
+def check_codec(codec: object) -> None:
+    """Check that this process knows a codec of that name.
+
+    Raises:
+        WeightsError: it is neither a bundled one nor the run's own.
+    """
+    if not isinstance(codec, str) or codec not in _CODES:
+        raise WeightsError(f"unknown codec {_shown(codec)}; known are {', '.join(_CODES)}")
 
 
 def check_header(header: SegmentHeader) -> None:
-    """Whether a segment header is well formed in itself.
+    """Check that a segment header is well formed in itself.
 
     Raises:
-        WeightsError: a field of the wrong type or out of range, or other than one hash per chunk.
+        WeightsError: a field is of a wrong type or out of range, or there is not one hash per chunk.
     """
     check_key(header.key)
+    check(header, SegmentHeader, "a segment's header")
     _check_base_digest(header.key, header.base_digest)
-    _check_int("segment index", header.index, 0, _MAX_INDEX)
-    _check_int("segment size", header.size_bytes, 0, _MAX_SIZE)
-    _check_int("segment offset", header.offset_bytes, 0, _MAX_SIZE - header.size_bytes)
-    _check_int("chunk size", header.chunk_bytes, 1, _MAX_INDEX)
+    if header.size_bytes > _MAX_SIZE - header.offset_bytes:
+        raise WeightsError(f"segment {header.index} ends beyond {_MAX_SIZE} bytes")
     hashes = header.chunk_hashes
     if not isinstance(hashes, bytes) or len(hashes) != header.num_chunks * HASH_BYTES:
         raise WeightsError(f"segment {header.index} must have {header.num_chunks} chunk hashes")
 
 
 def check_manifest(manifest: Manifest) -> None:
-    """Whether a manifest is well formed in itself.
+    """Check that a manifest is well formed in itself.
 
     Raises:
-        WeightsError: a field of the wrong type or out of range.
+        WeightsError: a field is of a wrong type or out of range, or fields contradict one another.
     """
     check_key(key_of(manifest))
+    check(manifest, ManifestFields, "a manifest")
     _check_base_digest(key_of(manifest), manifest.base_digest)
-    for name in ("digest", "payload_digest"):
-        _check_digest(name, getattr(manifest, name))
-    for name in ("num_updates", "payload_bytes", "dense_bytes", "total_elements"):
-        _check_int(name, getattr(manifest, name), 0, _MAX_SIZE)
-    _check_int("changed_elements", manifest.changed_elements, 0, manifest.total_elements)
-    _check_int("num_segments", manifest.num_segments, 0, _MAX_INDEX)
+    if manifest.changed_elements > manifest.total_elements:
+        raise WeightsError(
+            f"version {manifest.version} changes {manifest.changed_elements} of "
+            f"{manifest.total_elements} elements"
+        )
 
 
-def _check_base_digest(key: PublicationKey, digest: object) -> None:
-    _check_digest("base digest", digest)
+def _check_base_digest(key: PublicationKey, digest: str) -> None:
     if (key.codec == "full") != (digest == ""):
         raise WeightsError("a patch names the digest of its base, a full publication has none")
-
-
-def _check_digest(name: str, digest: object) -> None:
-    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-        raise WeightsError(f"{name} {_shown(digest)} is no digest")
-
-
-def _check_int(name: str, value: object, low: int, high: int) -> None:
-    if type(value) is not int or not low <= value <= high:
-        raise WeightsError(f"{name} {_shown(value)} is not a whole number from {low} to {high}")
 
 
 def _shown(value: object) -> str:
@@ -168,20 +206,18 @@ def _shown(value: object) -> str:
 
 # --- keys ----------------------------------------------------------------------------------------
 
-_KEY_FIELDS = tuple(field.name for field in dataclasses.fields(PublicationKey))
-
 
 def key_bytes(key: PublicationKey) -> bytes:
-    """Canonical bytes, at most `MAX_KEY_BYTES`. The key must be well formed."""
+    """Return a key's canonical bytes, at most `MAX_KEY_BYTES`. The key must be well formed."""
     lineage = key.lineage.encode()
     return _KEY.pack(key.version, key.base_version, _CODES[key.codec], len(lineage)) + lineage
 
 
 def parse_key(data: Buffer) -> tuple[PublicationKey, int]:
-    """The key that `data` begins with, and how many bytes it took.
+    """Return the key that `data` begins with, and its length in bytes.
 
     Raises:
-        WeightsError: too short, or not well formed.
+        WeightsError: the key is cut short, or not well formed.
     """
     try:
         version, base_version, code, length = _KEY.unpack_from(data)
@@ -197,43 +233,25 @@ def parse_key(data: Buffer) -> tuple[PublicationKey, int]:
 
 
 def key_text(key: PublicationKey) -> str:
-    """The key as one part of a path or URL: "lineage.version.codec.base"."""
+    """Return the key as one part of a path or URL: "lineage.version.codec.base"."""
     return f"{key.lineage}.{key.version}.{key.codec}.{key.base_version}"
 
 
 def parse_key_text(text: str) -> PublicationKey:
-    """The inverse of `key_text`.
+    """Parse a key as `key_text` writes it.
 
     Raises:
-        WeightsError: anything that `key_text` does not write.
+        WeightsError: `key_text` does not write such a text.
     """
     parts = text[: 3 * MAX_LINEAGE].rsplit(".", 3)
     try:
         lineage, version, codec, base_version = parts
-        key = PublicationKey(lineage, int(version), typing.cast(Codec, codec), int(base_version))
+        key = PublicationKey(lineage, int(version), codec, int(base_version))
     except ValueError as error:
         raise WeightsError(f"{_shown(text)} is no name of a publication") from error
     check_key(key)
     if key_text(key) != text:
         raise WeightsError(f"{_shown(text)} is no name of a publication")
-    return key
-
-
-def key_to_dict(key: PublicationKey) -> dict[str, Any]:
-    """The key as a JSON object: its fields."""
-    return dataclasses.asdict(key)
-
-
-def key_from_dict(fields: object) -> PublicationKey:
-    """The inverse of `key_to_dict`.
-
-    Raises:
-        WeightsError: not exactly the fields of a well-formed key.
-    """
-    if not isinstance(fields, Mapping) or set(fields) != set(_KEY_FIELDS):
-        raise WeightsError(f"a publication's key has the fields {', '.join(_KEY_FIELDS)}, and no others")
-    key = PublicationKey(**fields)
-    check_key(key)
     return key
 
 
@@ -248,10 +266,10 @@ def _text(data: Buffer, start: int, end: int) -> str:
 
 
 def header_bytes(header: SegmentHeader) -> bytes:
-    """Canonical bytes of a segment header.
+    """Return the canonical bytes of a segment header.
 
     Raises:
-        WeightsError: it is not well formed.
+        WeightsError: the header is not well formed.
     """
     check_header(header)
     digest = header.base_digest.encode()
@@ -260,10 +278,10 @@ def header_bytes(header: SegmentHeader) -> bytes:
 
 
 def parse_header(data: Buffer) -> SegmentHeader:
-    """The segment header whose canonical bytes `data` is.
+    """Return the segment header whose canonical bytes `data` is.
 
     Raises:
-        WeightsError: it is not that of any well-formed header.
+        WeightsError: no well-formed header has these bytes.
     """
     key, start = parse_key(data)
     if start >= len(data):
@@ -282,51 +300,26 @@ def parse_header(data: Buffer) -> SegmentHeader:
 
 # --- manifests -----------------------------------------------------------------------------------
 
-_MANIFEST_FIELDS = tuple(field.name for field in dataclasses.fields(Manifest))
-
-
-def manifest_to_dict(manifest: Manifest) -> dict[str, Any]:
-    """The manifest as a JSON object: its fields."""
-    return dataclasses.asdict(manifest)
-
-
-def manifest_from_dict(fields: object) -> Manifest:
-    """The inverse of `manifest_to_dict`.
-
-    Raises:
-        WeightsError: not exactly the fields of a well-formed manifest.
-    """
-    if not isinstance(fields, Mapping) or set(fields) != set(_MANIFEST_FIELDS):
-        raise WeightsError(f"a manifest has the fields {', '.join(_MANIFEST_FIELDS)}, and no others")
-    manifest = Manifest(**fields)
-    check_manifest(manifest)
-    return manifest
-
 
 def manifest_bytes(manifest: Manifest) -> bytes:
-    """Canonical bytes of a manifest, at most `MAX_MANIFEST_BYTES`: JSON in ASCII, keys sorted, no spaces.
+    """Return a manifest's canonical bytes, at most `MAX_MANIFEST_BYTES`: ASCII JSON, keys sorted, no spaces.
 
     Raises:
-        WeightsError: it is not well formed.
+        WeightsError: the manifest is not well formed.
     """
     check_manifest(manifest)
-    return json.dumps(manifest_to_dict(manifest), sort_keys=True, separators=(",", ":")).encode("ascii")
+    return msgspec.json.encode(manifest, order="sorted")
 
 
 def parse_manifest(data: Buffer) -> Manifest:
-    """The manifest whose canonical bytes `data` is.
+    """Return the manifest whose canonical bytes `data` is.
 
     Raises:
-        WeightsError: it is not that of any well-formed manifest.
+        WeightsError: no well-formed manifest has these bytes.
     """
     if len(data) > MAX_MANIFEST_BYTES:
         raise WeightsError(f"a manifest of {len(data)} bytes is too long: at most {MAX_MANIFEST_BYTES}")
-    text = bytes(data)
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise WeightsError(f"a manifest is not JSON: {error}") from error
-    manifest = manifest_from_dict(fields)
-    if manifest_bytes(manifest) != text:
+    manifest = decode(data, ManifestFields, "a manifest").manifest()
+    if manifest_bytes(manifest) != data:
         raise WeightsError("a manifest is not in its canonical form")
     return manifest

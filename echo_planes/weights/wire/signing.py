@@ -1,7 +1,7 @@
-"""Ed25519 signatures of segment headers and manifests: who made them, and that nobody changed them.
+"""Ed25519 signatures of segment headers and manifests: proof of their origin and integrity.
 
-What is signed is a prefix that names the kind of message and its format, then the message's canonical bytes
-(`manifest.py`): a signature of one kind can never pass for one of another.
+A signature covers a prefix that names the kind of message and its format, then the message's canonical bytes
+(`manifest.py`). So a signature of one kind is never valid for another.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ _HOW = "make one with `openssl genpkey -algorithm ed25519 -out KEY.pem` and `chm
 
 
 class Signer:
-    """Signs with one private key. Make it with `generate`, `from_file` or `from_private_bytes`."""
+    """Signer with one private key. Make it with one of the class methods."""
 
     def __init__(self, private: Ed25519PrivateKey) -> None:
         self._private = private
 
     @classmethod
     def generate(cls) -> Signer:
-        """A fresh key, from the operating system's random source."""
+        """Make a signer with a new key, from the operating system's random source."""
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Signer:
-        """The key in an unencrypted PEM file (PKCS #8) that only its owner may change or read.
+        """Make a signer with the key in an unencrypted PEM file (PKCS #8).
 
-        A group may read it, as it must where keys are mounted into containers.
+        Only its owner may write the file, and only owner and group may read it: keys that are mounted into
+        containers need the latter.
 
         Raises:
-            ConfigError: no such file, not readable, others may read or write it, or not an Ed25519 private
-                key.
+            ConfigError: the file is missing, unreadable, not an Ed25519 private key, or open to others.
         """
         file = Path(path)
         data = _read_key_file(file)
@@ -73,7 +73,7 @@ class Signer:
 
     @classmethod
     def kept_in(cls, path: str | os.PathLike[str]) -> Signer:
-        """The key in that file, or a fresh one that is put there for its owner alone.
+        """Make a signer with the key in that file, after writing a new key there if the file is missing.
 
         Raises:
             ConfigError: as `from_file`, or the file cannot be written.
@@ -91,25 +91,25 @@ class Signer:
 
     @classmethod
     def from_private_bytes(cls, private: bytes) -> Signer:
-        """The key that `private_bytes` gave.
+        """Make a signer with the key that `private_bytes` returned.
 
         Raises:
-            ConfigError: not 32 bytes.
+            ConfigError: it is not 32 bytes long.
         """
         if len(private) != KEY_BYTES:
             raise ConfigError(f"an Ed25519 private key has {KEY_BYTES} bytes, this one {len(private)}")
         return cls(Ed25519PrivateKey.from_private_bytes(private))
 
     def private_bytes(self) -> bytes:
-        """The secret itself, 32 bytes: to hand to a process of one's own, and for nobody else."""
+        """Return the private key, 32 bytes: a secret that only the run's own processes may get."""
         return self._private.private_bytes_raw()
 
     def public_bytes(self) -> bytes:
-        """Public key that a `Verifier` needs, 32 bytes."""
+        """Return the public key that a `Verifier` needs, 32 bytes."""
         return self._private.public_key().public_bytes_raw()
 
     def segment(self, header: SegmentHeader) -> SignedSegment:
-        """The header with its signature.
+        """Return the header with its signature.
 
         Raises:
             WeightsError: the header is not well formed.
@@ -117,7 +117,7 @@ class Signer:
         return SignedSegment(header, self._private.sign(_SEGMENT + header_bytes(header)))
 
     def manifest(self, manifest: Manifest) -> SignedManifest:
-        """The manifest with its signature.
+        """Return the manifest with its signature.
 
         Raises:
             WeightsError: the manifest is not well formed.
@@ -126,13 +126,13 @@ class Signer:
 
 
 class Verifier:
-    """Believes one public key.
+    """Verifier of signatures by the holder of one public key.
 
     Args:
         public: the key, 32 bytes.
 
     Raises:
-        ConfigError: not 32 bytes.
+        ConfigError: the key is not 32 bytes long.
     """
 
     def __init__(self, public: bytes) -> None:
@@ -141,19 +141,19 @@ class Verifier:
         self._public = Ed25519PublicKey.from_public_bytes(public)
 
     def check_segment(self, signed: SignedSegment) -> None:
-        """Whether the holder of the key signed this header.
+        """Check that the holder of the key signed this header.
 
         Raises:
-            WeightsError: forged, altered, unsigned, or not well formed.
+            WeightsError: it is forged, altered, unsigned, or not well formed.
         """
         what = f"segment {signed.header.index} of version {signed.header.key.version}"
         self._check(signed.signature, _SEGMENT + header_bytes(signed.header), what)
 
     def check_manifest(self, signed: SignedManifest) -> None:
-        """Whether the holder of the key signed this manifest.
+        """Check that the holder of the key signed this manifest.
 
         Raises:
-            WeightsError: forged, altered, unsigned, or not well formed.
+            WeightsError: it is forged, altered, unsigned, or not well formed.
         """
         what = f"the manifest of version {signed.manifest.version}"
         self._check(signed.signature, _MANIFEST + manifest_bytes(signed.manifest), what)
@@ -170,7 +170,7 @@ class Verifier:
 def _read_key_file(file: Path) -> bytes:
     try:
         mode = file.stat().st_mode
-        if not stat.S_ISREG(mode):  # a pipe would wait for ever
+        if not stat.S_ISREG(mode):  # opening a pipe could block for ever
             raise ConfigError(f"key file {file} is not a regular file: {_HOW}")
         with file.open("rb") as stream:
             data = stream.read(_MAX_KEY_FILE_BYTES)

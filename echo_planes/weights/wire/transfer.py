@@ -1,16 +1,16 @@
-"""One publication on its way into one node: what is known of it, what is there, what is missing. Sans-I/O.
+"""State of one publication on its way into one node: verified headers, present and missing chunks. Sans-I/O.
 
-A chunk counts only if its BLAKE3 is the one in a segment header that the learner signed. Only such chunks may
-be written to the spool, at the offset that `span` gives, and only such may be forwarded. Payload bytes
-are never kept here.
+A chunk counts only if its BLAKE3 is the one in a segment header that the learner signed. A node may write to
+its spool, at the offset that `span` returns, and forward only such chunks. A `Transfer` holds no payload
+bytes.
 
-Chunks are numbered through the publication: number n is the n-th chunk counting over segments in order.
+Chunk numbers count from 0 through the publication, over its segments in order.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple, Protocol
 
 from blake3 import blake3
@@ -28,13 +28,13 @@ from echo_planes.weights.wire.manifest import (
     key_of,
 )
 
-# accepted: write it, forward it. duplicate: it is there already. damaged: not what was signed; ask again.
-# unknown: its segment is not known (yet); ask again later.
+# accepted: write and forward it. duplicate: the node has it already. damaged: it is not what was signed;
+# request it again. unknown: its segment's header is not known (yet); request it later.
 Verdict = Literal["accepted", "duplicate", "damaged", "unknown"]
 
 
 class Verifies(Protocol):
-    """Checker of signatures: `signing.Verifier`."""
+    """Interface of a verifier of signatures, such as `signing.Verifier`."""
 
     def check_segment(self, signed: SignedSegment) -> None: ...
 
@@ -51,7 +51,7 @@ class ChunkSpan(NamedTuple):
 
 
 class ChunkSet:
-    """A set of chunk numbers, one byte for each number up to the largest; on the wire as ranges."""
+    """Set of chunk numbers, with one byte for each number up to the largest; sent as ranges."""
 
     def __init__(self) -> None:
         self._flags = bytearray()
@@ -64,7 +64,7 @@ class ChunkSet:
         return 0 <= number < len(self._flags) and self._flags[number] == 1
 
     def add(self, number: int) -> None:
-        """Put in one number, at least 0. The caller bounds it: memory grows with the largest."""
+        """Add one number, at least 0. The caller limits it, since memory grows with the largest."""
         short = number + 1 - len(self._flags)
         if short > 0:
             self._flags.extend(bytes(short))
@@ -72,7 +72,7 @@ class ChunkSet:
         self._flags[number] = 1
 
     def missing(self, stop: int, start: int = 0) -> Iterator[int]:
-        """The numbers in [start, stop) that are not in the set, in order."""
+        """Yield the numbers in [start, stop) that are not in the set, in order."""
         inside = min(stop, len(self._flags))
         number = self._flags.find(0, start, inside)
         while number >= 0:
@@ -81,32 +81,32 @@ class ChunkSet:
         yield from range(max(start, len(self._flags)), stop)
 
     def first_missing(self, start: int = 0) -> int:
-        """The smallest number from `start` on that is not in the set."""
+        """Return the smallest number from `start` on that is not in the set."""
         number = self._flags.find(0, start)
         return number if number >= 0 else max(start, len(self._flags))
 
-    def to_json(self) -> list[list[int]]:
-        """The set as ranges [start, stop), in order, none touching another."""
+    def ranges(self) -> list[tuple[int, int]]:
+        """Return the set as ranges [start, stop), in order, with a gap between any two."""
         ranges = []
         start = self._flags.find(1)
         while start >= 0:
             stop = self.first_missing(start)
-            ranges.append([start, stop])
+            ranges.append((start, stop))
             start = self._flags.find(1, stop)
         return ranges
 
     @classmethod
-    def from_json(cls, ranges: object, max_chunks: int) -> ChunkSet:
-        """The inverse of `to_json`, from a peer.
+    def of(cls, ranges: Iterable[tuple[int, int]], max_chunks: int) -> ChunkSet:
+        """Return the set with these ranges, which come from a peer's `ranges`.
 
         Args:
-            max_chunks: numbers are below this (`TransferLimits.max_chunks`); it bounds the memory.
+            max_chunks: exclusive limit of the numbers (`TransferLimits.max_chunks`), and so of the memory.
 
         Raises:
-            WeightsError: anything else than such ranges.
+            WeightsError: a range is empty, out of order, touches the one before, or ends beyond the limit.
         """
         chunks = cls()
-        for start, stop in chunk_ranges(ranges):
+        for start, stop in ordered(ranges):
             if stop > max_chunks:
                 raise WeightsError(f"range of chunks [{start}, {stop}) is too high: {max_chunks} is the end")
             chunks._flags.extend(bytes(start - len(chunks._flags)))
@@ -115,25 +115,18 @@ class ChunkSet:
         return chunks
 
 
-def chunk_ranges(ranges: object) -> list[tuple[int, int]]:
-    """Parse what a peer's `ChunkSet.to_json` gave: [start, stop) in order, however high.
+def ordered(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield a peer's ranges [start, stop) of any height, checked to be such as `ChunkSet.ranges` returns.
 
     Raises:
-        WeightsError: anything else.
+        WeightsError: a range is empty, out of order, or touches the one before.
     """
-    if not isinstance(ranges, list):
-        raise WeightsError("a set of chunks is a list of ranges")
-    checked = []
     last = -1
-    for pair in ranges:
-        if not (isinstance(pair, list) and len(pair) == 2 and all(type(n) is int for n in pair)):
-            raise WeightsError("a range of chunks is two whole numbers")
-        start, stop = pair
+    for start, stop in ranges:
         if not last < start < stop:
             raise WeightsError(f"range of chunks [{start}, {stop}) is empty or disordered")
-        checked.append((start, stop))
+        yield start, stop
         last = stop
-    return checked
 
 
 class Transfer:
@@ -141,14 +134,14 @@ class Transfer:
 
     Args:
         key: the publication.
-        verifier: whose signatures count.
-        limits: what the model can need; nothing larger is taken.
+        verifier: checks the learner's signatures.
+        limits: largest publication that the model can need.
     """
 
     def __init__(self, key: PublicationKey, verifier: Verifies, limits: TransferLimits) -> None:
         self.key = key
         self.have = ChunkSet()
-        self.segments: list[SignedSegment] = []  # verified, in order: to be forwarded
+        self.segments: list[SignedSegment] = []  # verified, in order
         self.signed_manifest: SignedManifest | None = None  # verified
         self.bytes_have = 0  # payload bytes in accepted chunks
         self.num_damaged = 0
@@ -170,15 +163,15 @@ class Transfer:
 
     @property
     def manifest(self) -> Manifest | None:
-        """The verified manifest, once it is there."""
+        """The verified manifest; None before it has come."""
         return self.signed_manifest.manifest if self.signed_manifest else None
 
     @property
     def complete(self) -> bool:
-        """Whether manifest, segments and chunks are all there, verified.
+        """Whether manifest, segments and chunks are all present and verified.
 
-        The manifest names the BLAKE3 of the whole payload too: whoever reads the payload from disk to install
-        or keep it checks that, since only memory and disk stand between the two hashes.
+        The manifest also names the BLAKE3 of the whole payload. A reader of the spool that installs or stores
+        the payload checks it, since memory or disk may have altered bytes after their chunk was verified.
         """
         return (
             self.signed_manifest is not None
@@ -187,15 +180,15 @@ class Transfer:
         )
 
     def add_segment(self, signed: SignedSegment) -> Literal["accepted", "duplicate", "unknown"]:
-        """Take a segment's header. They come in order of their index.
+        """Add a segment's header. Headers must come in the order of their index.
 
         Returns:
-            "accepted"; "duplicate" when it is known; "unknown" when one before it is not known: it was not
-            kept, and must come again.
+            "accepted"; "duplicate" if it is known; "unknown" if one before it is missing: the header is not
+            kept then, and must come again.
 
         Raises:
-            WeightsError: forged, of another publication, beyond the limits, not beginning where the one
-                before it ends, another than the one known under its index, or one too many.
+            WeightsError: the header is forged, of another publication, beyond the limits, does not begin
+                where the one before it ends, differs from the one known under its index, or is one too many.
         """
         header = signed.header
         if header.key != self.key:
@@ -220,16 +213,16 @@ class Transfer:
         return "accepted"
 
     def add_chunk(self, segment_index: int, chunk_index: int, data: Buffer) -> Verdict:
-        """`judge` one chunk, and count it as here if it is good."""
+        """Judge one chunk, and count it as present if it is accepted."""
         verdict = self.judge(segment_index, chunk_index, data)
         if verdict == "accepted":
             self.keep(segment_index, chunk_index)
         return verdict
 
     def judge(self, segment_index: int, chunk_index: int, data: Buffer) -> Verdict:
-        """Judge one chunk. Write it only if the answer is "accepted", and then say so by `keep`.
+        """Judge one chunk. The caller writes it only if the verdict is "accepted", and then calls `keep`.
 
-        A chunk that is there already is a "duplicate" whatever its bytes: they are not looked at.
+        A chunk that is present already is a "duplicate", without a look at its bytes.
         """
         if not 0 <= segment_index < len(self.segments):
             return "unknown"
@@ -249,16 +242,16 @@ class Transfer:
         return "accepted"
 
     def keep(self, segment_index: int, chunk_index: int) -> None:
-        """A chunk that was judged "accepted" is written: from now on it is here, and may be forwarded."""
+        """Record that the node has written an accepted chunk: it is present and may be forwarded now."""
         self.have.add(self.chunk_number(segment_index, chunk_index))
         self.bytes_have += self.span(segment_index, chunk_index).size_bytes
 
     def commit(self, signed: SignedManifest) -> None:
-        """Take the manifest; it may come before the last segments. The same one again is no error.
+        """Add the manifest, which may come before the last segments. The same one again is no error.
 
         Raises:
-            WeightsError: forged, of another publication or model, not fitting the segments, or another than
-                the one known. Nothing is kept then.
+            WeightsError: it is forged, of another publication or model, does not fit the segments, or differs
+                from the one known. The transfer is unchanged then.
         """
         manifest = signed.manifest
         if key_of(manifest) != self.key:
@@ -275,35 +268,35 @@ class Transfer:
         self.signed_manifest = signed
 
     def missing(self) -> list[tuple[int, int]]:
-        """(segment_index, chunk_index) of the chunks of known segments that are not there, in order."""
+        """Return (segment_index, chunk_index) of each missing chunk of the known segments, in order."""
         return [self.chunk_span(number)[:2] for number in self.have.missing(self._num_chunks)]
 
     def chunk_number(self, segment_index: int, chunk_index: int) -> int:
-        """The number of a chunk of a known segment."""
+        """Return the number of a chunk of a known segment."""
         return self._first[segment_index] + chunk_index
 
     def chunk_span(self, number: int) -> ChunkSpan:
-        """Place of chunk `number`, below `num_chunks`."""
+        """Return the place of chunk `number`, which is below `num_chunks`."""
         segment_index = bisect_right(self._first, number) - 1
         return self.span(segment_index, number - self._first[segment_index])
 
     def span(self, segment_index: int, chunk_index: int) -> ChunkSpan:
-        """Place of a chunk of a known segment."""
+        """Return the place of a chunk of a known segment."""
         header = self.segments[segment_index].header
         start = chunk_index * header.chunk_bytes
         size = min(header.chunk_bytes, header.size_bytes - start)
         return ChunkSpan(segment_index, chunk_index, header.offset_bytes + start, size)
 
     def missing_at(self, theirs: ChunkSet, start: int = 0) -> Iterator[ChunkSpan]:
-        """The chunks from number `start` on that are here and not at a child that has `theirs`, in order."""
+        """Yield the chunks from number `start` on that are present here but not in `theirs`, in order."""
         for number in theirs.missing(self._num_chunks, start):
             if number in self.have:
                 yield self.chunk_span(number)
 
     def verified_end(self, offset_bytes: int) -> int:
-        """End of the run of verified bytes that begins at `offset_bytes` of the payload.
+        """Return the end of the run of verified bytes that begins at `offset_bytes` of the payload.
 
-        Equal to `offset_bytes` where that byte is not there: for range requests.
+        It equals `offset_bytes` if that byte is missing. Range requests use it.
         """
         number = self._chunk_at(offset_bytes)
         if number is None:
@@ -317,7 +310,7 @@ class Transfer:
     def _chunk_at(self, offset_bytes: int) -> int | None:
         if not 0 <= offset_bytes < self._num_bytes:
             return None
-        # The last segment that begins at or before the offset: an empty one never holds it.
+        # The last segment that begins at or before the offset holds it; an empty one comes before such a one.
         index = bisect_right(self.segments, offset_bytes, key=lambda s: s.header.offset_bytes) - 1
         header = self.segments[index].header
         return self._first[index] + (offset_bytes - header.offset_bytes) // header.chunk_bytes
@@ -339,7 +332,7 @@ class Transfer:
 
 
 def _check_total(manifest: Manifest, num_segments: int, num_bytes: int) -> None:
-    """Whether so many segments with so many bytes can be, or begin, what the manifest commits."""
+    """Check that `num_segments` with `num_bytes` in all can be the payload of the manifest, or begin it."""
     left = manifest.num_segments - num_segments
     if left < 0 or num_bytes > manifest.payload_bytes or (left == 0 and num_bytes != manifest.payload_bytes):
         raise WeightsError(

@@ -1,0 +1,126 @@
+"""Settings of the fleet: instance types of rollout workers, the engine of each, and how many there are."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from echo_planes.config.extensions import one_of
+from echo_planes.config.fields import Free, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+
+
+class EngineConfig(Section):
+    """Options of one vLLM engine."""
+
+    max_num_seqs: PositiveInt = Free(256, description="requests decoded together")
+    tensor_parallel_size: PositiveInt = Free(1, description="GPUs that share every layer of one engine")
+    pipeline_parallel_size: PositiveInt = Free(1, description="stages of layers, each on GPUs of its own")
+    gpu_memory_utilization: float = Free(0.85, gt=0, le=1, description="share of GPU memory (GPU only)")
+    kv_cache_gib: PositiveFloat = Free(0.25, description="KV cache size on CPU, GiB")
+    enforce_eager: bool = Free(False, description="no CUDA graphs (GPU only)")
+    enable_prefix_caching: bool = Free(False, description="reuse the KV of common prefixes")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Free(
+        "bfloat16", description="what the engine holds and computes in; published weights are bfloat16"
+    )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of one engine that hold weights, each with a device."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+class WorkerConfig(Section):
+    """Rollout workers of one instance type."""
+
+    sku: str = Free("cpu", description="what the hardware is called in reports and prices")
+    usd_per_hour: NonNegativeFloat = Free(0.0, description="price of one worker")
+    count: int = Free(1, ge=0, description="how many")
+    engine: EngineConfig = EngineConfig()
+    max_groups: PositiveInt = Free(16, description="prompts in flight at once")
+    slowdown_s: NonNegativeFloat = Free(
+        0.0, description="pause before each group, seconds: for trying out slow workers"
+    )
+    resources: dict[str, float] = Free({"CPU": 1.0}, description="Ray resources of one worker (GPU: n, ...)")
+    labels: dict[str, str] = Free({}, description="Ray label selector")
+    region: str = Free("", description="where it stands: a chain of workers enters each region once")
+    market: Literal["on_demand", "spot"] = Free("on_demand", description="spot machines may be taken away")
+    min_count: int = Free(0, ge=0, description="fleet.scale: always so many")
+    max_count: int | None = Free(None, ge=0, description="fleet.scale: quota; default: `count`")
+    mu: PositiveFloat | None = Free(
+        None, description="trajectories/s of one, until it is measured; default: as the others"
+    )
+    interruptions_per_hour: NonNegativeFloat = Free(
+        0.0, description="preemptions of one, until they are measured"
+    )
+    cloud: Literal["aws", "gcp", "azure"] | None = Free(
+        None, description="whose metadata service announces preemptions on the machine; default: none asked"
+    )
+    metadata_url: str | None = Free(None, description="its address; default: the cloud's usual one")
+
+    @property
+    def instance_type(self) -> str:
+        """Name of the instance type: SKU, region and market, as far as they are set, joined by "/"."""
+        return "/".join(part for part in (self.sku, self.region, self.market) if part)
+
+    @property
+    def quota(self) -> int:
+        """Most workers of this instance type."""
+        return self.count if self.max_count is None else self.max_count
+
+
+class FleetConfig(Section):
+    """The rollout workers."""
+
+    workers: list[WorkerConfig] = Free([WorkerConfig()], description="workers, by instance type")
+    restarts: int = Free(
+        3,
+        ge=0,
+        description="times in a row that a lost worker is started again, each, after 0, 1, 3, 7, ... 60 s; "
+        "ten minutes of work begin the row anew (scale=fixed)",
+    )
+    scale: Annotated[str, one_of("fixed", "static", "ray")] = Free(
+        "fixed",
+        description="fixed: `count` workers of each instance type; static: as many as pay, on the nodes "
+        "there are; ray: the same, on nodes of Ray's autoscaler; package.module:NAME: on those of the "
+        "Actuator that it makes",
+    )
+    prices: Annotated[str, one_of("fixed")] = Free(
+        "fixed",
+        description="fixed: usd_per_hour of each instance type; package.module:NAME: by the PriceSource "
+        "that it makes",
+    )
+    prices_every_s: PositiveFloat = Free(60.0, description="such a source is asked this often, seconds")
+    gamma: float = Free(1.1, ge=1, description="redundancy: mu_target = gamma mu_min")
+    tick_s: PositiveFloat = Free(5.0, description="the fleet is looked at this often, seconds")
+    sustain_s: NonNegativeFloat = Free(
+        30.0, description="a shortage must last so long before workers are added; a surplus ten times as long"
+    )
+    ask_limit_s: PositiveFloat = Free(
+        120.0, description="a machine that is not there by then is given up, its instance type backed off"
+    )
+    boot_limit_s: PositiveFloat = Free(
+        600.0, description="a worker that does not generate so long after that is given up likewise"
+    )
+    usd_per_hour: PositiveFloat | None = Free(None, description="all workers together, at most")
+    interruptions_per_hour: PositiveFloat | None = Free(
+        None, description="expected preemptions of all workers together, at most"
+    )
+    max_workers: PositiveInt | None = Free(None, description="all instance types together, at most")
+    standby: int = Free(
+        0, ge=0, description="workers beside these that are kept ready, idle, for the place of a lost one"
+    )
+
+    @property
+    def num_workers(self) -> int:
+        return sum(worker_config.count for worker_config in self.workers)
+
+    @property
+    def brings_nodes(self) -> bool:
+        """Whether an actuator starts nodes on request, so that the present nodes do not limit the fleet."""
+        return self.scale not in ("fixed", "static")
+
+    def fixed(self) -> dict[str, WorkerConfig]:
+        """Return the workers w0, w1, ... of a fleet with scale=fixed, in the settings' order; else {}."""
+        if self.scale != "fixed":
+            return {}
+        worker_configs = [worker_config for worker_config in self.workers for _ in range(worker_config.count)]
+        return {f"w{i}": worker_config for i, worker_config in enumerate(worker_configs)}
