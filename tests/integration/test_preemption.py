@@ -43,7 +43,10 @@ KILLED = "killed"  # the file beside the run that says when
 
 
 class Metadata:
-    """A cloud's metadata service on loopback: once told to, it announces one preemption, to who asks next."""
+    """A cloud's metadata service on loopback: it announces the preemption for as long as `armed` is set.
+
+    As a cloud does, it gives the answer again: a worker on a busy machine may have given up on the first one.
+    """
 
     def __init__(self) -> None:
         self.armed = threading.Event()
@@ -52,7 +55,6 @@ class Metadata:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 body = b"TRUE" if service.armed.is_set() else b"FALSE"
-                service.armed.clear()
                 with suppress(ConnectionError):  # who asked may have given up by now
                     self.send_response(200)
                     self.send_header("Content-Length", str(len(body)))
@@ -139,6 +141,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         wait_in_generation(running, "w0")
         metadata.armed.set()
         running.wait_until(lambda: events(folder, "worker left"), "w0 left")
+        metadata.armed.clear()  # before the next machine of this instance type asks
         running.wait_for_step(len(metrics(folder)) + 1)
         wait_in_generation(running, "w1")
         killed = running.actor("ray::WorkerProc")  # the oldest of those alive
