@@ -208,6 +208,8 @@ class RemoteLearner:
         return await asyncio.gather(*(rank.call(method, *arguments) for rank in self._ranks))
 
     async def start(self, resume_dir: Path | None) -> int:
+        # Rank 0 begins with its node. If that cannot listen, the run ends now, by the node's own message.
+        await self.sender()
         await self._all("start", resume_dir / "learner" if resume_dir else None)
         return self._start_step
 

@@ -252,6 +252,17 @@ def test_a_fleet_that_does_not_fit_the_cluster(tmp_path: Path) -> None:
     assert not run.run_dir.exists()
 
 
+def test_an_address_that_is_not_this_machines_ends_the_run_by_its_name(tmp_path: Path) -> None:
+    """Only the learner's machine can tell, so it is found once its node starts, before the model is loaded."""
+    with program(tmp_path / "work", tmp_path / "run", "weights.host=203.0.113.1", "run.steps=1") as run:
+        status = run.wait()
+        assert run.left_behind() == []
+    line = one_line(Answer(status, run.stdout, run.stderr))
+    assert line.startswith("error: a weight node cannot listen on 203.0.113.1")
+    assert "set weights.port or weights.host" in line
+    assert "learner ... ready" not in run.stdout
+
+
 @pytest.fixture(scope="module")
 def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A disk of 8 MiB."""

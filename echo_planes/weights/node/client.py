@@ -48,7 +48,7 @@ from echo_planes.weights.wire.manifest import SignedManifest, SignedSegment
 from echo_planes.weights.wire.messages import decode
 
 T = TypeVar("T")
-READY_S = 30.0  # until a new node listens; covers Python's imports on a busy machine
+READY_S = 90.0  # until a new node listens; covers Python's imports on a busy machine
 CLOSE_S = 5.0  # for a node to end by itself, before it is killed
 CALL_S = 120.0  # limit of each socket operation in a call of the learner to its own node
 
