@@ -253,7 +253,7 @@ def test_a_fleet_that_does_not_fit_the_cluster(tmp_path: Path) -> None:
 
 
 def test_an_address_that_is_not_this_machines_ends_the_run_by_its_name(tmp_path: Path) -> None:
-    """Only the learner's machine can tell, so it is found once its node starts, before the model is loaded."""
+    """Only the learner's machine can tell, so its node finds it, before the model is loaded."""
     with program(tmp_path / "work", tmp_path / "run", "weights.host=203.0.113.1", "run.steps=1") as run:
         status = run.wait()
         assert run.left_behind() == []
