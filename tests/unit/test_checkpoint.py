@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from echo_planes.data.tasks.adapter import Progress, TaskAdapter, TaskOptions
 from echo_planes.errors import ClusterError, ConfigError, DataError
 from echo_planes.loop.checkpoint import (
     CheckpointMeta,
+    go_back,
     newest_checkpoint,
     open_lineage,
     rewind_metrics,
@@ -114,8 +116,97 @@ def test_the_same_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
     assert (path / "data" / "part").read_text() == "new"
 
 
+class Killed(BaseException):
+    """End of the process, in the middle of its work on the disk."""
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, change: int) -> list[str]:
+    """Have the process die at that change of the disk; return the list of changes, which grows."""
+    made: list[str] = []
+
+    def dying(name: str) -> Any:
+        do = getattr(os, name)
+
+        def call(*arguments: Any, **more: Any) -> Any:
+            if len(made) >= change:
+                raise Killed
+            made.append(name)
+            return do(*arguments, **more)
+
+        return call
+
+    for name in ("rename", "unlink", "rmdir"):
+        monkeypatch.setattr(os, name, dying(name))
+    return made
+
+
+def killed_everywhere(
+    folder: Path, begin: Callable[[Path], None], work: Callable[[Path], None]
+) -> list[Path]:
+    """Do the work in fresh folders, killed at its first change of the disk, at its second, ...: the folders."""
+    folders = []
+    for change in range(100):
+        folders.append(folder / str(change))
+        begin(folders[-1])
+        with pytest.MonkeyPatch.context() as patch:
+            kill_at(patch, change)
+            try:
+                work(folders[-1])
+            except Killed:
+                continue
+        return folders
+    raise AssertionError("the work never ended")
+
+
+def newest_whole(folder: Path) -> tuple[int, str]:
+    """Return the step of the newest checkpoint and the text of its parts, which must be the same in both."""
+    path, meta = newest_checkpoint(folder)
+    texts = {(path / plane / "part").read_text() for plane in ("learner", "data")}
+    assert len(texts) == 1
+    return meta.step, texts.pop()
+
+
+def test_a_step_that_is_saved_again_has_a_whole_checkpoint_at_every_moment(tmp_path: Path) -> None:
+    def once(folder: Path) -> None:
+        save(folder, 50, data=Part("old"), learner=Part("old"))
+
+    def again(folder: Path) -> None:
+        save(folder, 50, data=Part("new"), learner=Part("new"))
+
+    folders = killed_everywhere(tmp_path, once, again)
+    assert len(folders) > 5
+    found = [newest_whole(folder) for folder in folders]
+    assert found == sorted(found, key=lambda one: one != (50, "old"))  # the old one, until it is the new one
+    assert {text for _, text in found} == {"old", "new"}
+    for folder in folders:
+        again(folder)
+        assert newest_whole(folder) == (50, "new")
+        assert names(folder) == ["step-000050"]
+
+
+def test_a_checkpoint_that_is_half_removed_is_never_found(tmp_path: Path) -> None:
+    def three(folder: Path) -> None:
+        for step in (10, 20, 30):
+            save(folder, step, keep=3)
+
+    def back(folder: Path) -> None:
+        go_back(folder / "checkpoints" / "step-000010", 9, {})
+
+    for folder in killed_everywhere(tmp_path, three, back):
+        newest_whole(folder)
+        back(folder)
+        assert newest_whole(folder)[0] == 10
+
+
+def test_a_save_that_broke_off_leaves_nothing_behind_once_another_step_is_saved(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError):
+        save(tmp_path, 7, data=Part(error=OSError(errno.ENOSPC, "No space left on device")))
+    save(tmp_path, 8)
+    assert names(tmp_path) == ["step-000008"]
+
+
 def test_nothing_to_resume_from_is_said(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints" / ".partial-000050").mkdir(parents=True)
+    (tmp_path / "checkpoints" / ".partial").mkdir(parents=True)
     with pytest.raises(ConfigError, match="no checkpoint") as caught:
         newest_checkpoint(tmp_path)
     assert f"run.resume={tmp_path}" in str(caught.value)
