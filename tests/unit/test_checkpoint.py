@@ -14,7 +14,7 @@ import pytest
 
 from echo_planes.cluster.clock import ManualClock
 from echo_planes.config.schema import Config
-from echo_planes.data.replay.buffer_state import Accepted, BufferState
+from echo_planes.data.replay.buffer_state import Accepted, BufferState, NotReady
 from echo_planes.data.replay.checkpoint_state import rejoin
 from echo_planes.data.service import DataService
 from echo_planes.data.store.index import StoreCounts
@@ -32,7 +32,7 @@ from echo_planes.loop.checkpoint import (
 from echo_planes.reporting.metrics import MetricsWriter, read_metrics
 from echo_planes.testing.fakes import FakeTask, FakeTokenizer
 from echo_planes.testing.simulation import replace_section, tiny_config
-from echo_planes.types import BufferCounts, Group, Lease, Prompt, TrainBatch
+from echo_planes.types import BufferCounts, Group, Lease, Prompt, TrainBatch, WorkerStats
 from tests.unit.test_buffer import answer
 
 
@@ -143,7 +143,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, change: int) -> list[str]:
 def killed_everywhere(
     folder: Path, begin: Callable[[Path], None], work: Callable[[Path], None]
 ) -> list[Path]:
-    """Do the work in fresh folders, killed at its first change of the disk, at its second, ...: the folders."""
+    """Do the work in fresh folders, killed at its first change of the disk, its second, ...: the folders."""
     folders = []
     for change in range(100):
         folders.append(folder / str(change))
@@ -404,9 +404,56 @@ def test_two_data_planes_cannot_share_a_store(tmp_path: Path) -> None:
         with pytest.raises(ClusterError, match="is in use by run"):
             await Plane(tmp_path, "L1").data.next_batch(0, 0.0)
         other = Plane(tmp_path, "L1").data
-        for call in (other.lose("w0"), other.register("w0", 0), other.pull("w0", 0, 1, 0.0)):
+        counters = WorkerStats("w0", 0, "d0", 0, 0, 0, 0.0)
+        for call in (
+            other.register("w0", 0),
+            other.park("w0", True),
+            other.pull("w0", 0, 1, 0.0),
+            other.stream("w0", 0, []),
+            other.tell(0, counters),
+            other.hand_over("w0", 0, []),
+            other.recall("w0", 1),
+            other.submit("w0", 0, []),
+            other.publish(0, "d0"),
+            other.installed("w0", 0),
+            other.lose("w0"),
+            other.limit_staleness(0),
+            other.counts(),
+            other.accepted(),
+            other.complaints(),
+            other.save(tmp_path / "saved"),
+            other.close(),
+        ):
             with pytest.raises(ClusterError, match="is in use by run"):
                 await call
+
+    asyncio.run(main())
+
+
+def test_a_closed_data_plane_writes_nothing_more(tmp_path: Path) -> None:
+    """Workers may submit until they are stopped. The store's files are closed, and another may have a number
+    of theirs."""
+
+    async def main() -> None:
+        plane = Plane(tmp_path, "L0")
+        await plane.serve(0)
+        leases = await plane.pull(6)
+        await plane.submit(leases[:4])
+        counts = await plane.data.close()
+        (tmp_path / "another").write_bytes(b"")
+        others = [os.open(tmp_path / "another", os.O_RDWR) for _ in range(8)]
+        try:
+            groups = [(lease.lease_id, of_lineage("L0", answer(lease))) for lease in leases[4:]]
+            receipts = await plane.data.submit("w0", 0, groups)
+            assert isinstance(await plane.data.next_batch(0, 0.0), NotReady)
+            assert [(receipt.accepted, receipt.detail) for receipt in receipts] == [
+                (False, "the run is over")
+            ] * 2
+            assert (await plane.data.counts()).accepted == counts.accepted == 8
+        finally:
+            for fd in others:
+                os.close(fd)
+        assert (tmp_path / "another").read_bytes() == b""
 
     asyncio.run(main())
 
