@@ -45,6 +45,7 @@ from echo_planes.types import (
     Receipt,
     TrainBatch,
     WorkerStats,
+    sampled_tokens,
 )
 
 SHORTEST_LEASE_STREAMS = 10  # shortest lease, in streaming intervals
@@ -221,9 +222,9 @@ class DataService:
         accepted = [group for (_, group), receipt in zip(groups, receipts, strict=True) if receipt.accepted]
         if accepted:
             tokens, trajectories = self._accepted.get((worker_id, epoch), (0, 0))
-            members = [member for group in accepted for member in group.trajectories]
-            tokens += sum(sum(member.episode.response_mask) for member in members)
-            self._accepted[worker_id, epoch] = (tokens, trajectories + len(members))
+            tokens += sum(int(sampled_tokens(group)) for group in accepted)
+            trajectories += sum(len(group.trajectories) for group in accepted)
+            self._accepted[worker_id, epoch] = (tokens, trajectories)
         try:
             with self._whole(f"groups {', '.join(group.group_id for group in accepted)} cannot be kept"):
                 self._keep(accepted)

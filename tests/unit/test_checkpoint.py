@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from echo_planes.cluster.clock import ManualClock
@@ -32,7 +34,7 @@ from echo_planes.loop.checkpoint import (
 from echo_planes.reporting.metrics import MetricsWriter, read_metrics
 from echo_planes.testing.fakes import FakeTask, FakeTokenizer
 from echo_planes.testing.simulation import replace_section, tiny_config
-from echo_planes.types import BufferCounts, Group, Lease, Prompt, TrainBatch, WorkerStats
+from echo_planes.types import BufferCounts, Group, Lease, Prompt, Reward, TrainBatch, WorkerStats
 from tests.unit.test_buffer import answer
 
 
@@ -426,6 +428,34 @@ def test_two_data_planes_cannot_share_a_store(tmp_path: Path) -> None:
         ):
             with pytest.raises(ClusterError, match="is in use by run"):
                 await call
+
+    asyncio.run(main())
+
+
+def test_groups_with_numbers_of_numpy_are_kept_and_saved_like_others(tmp_path: Path) -> None:
+    """A task may well make its masks and its rewards with numpy."""
+
+    def of_numpy(lease: Lease) -> Group:
+        group = of_lineage("L0", answer(lease))
+        first = group.trajectories[0]
+        mask = tuple(np.array(first.episode.response_mask))
+        reward = Reward(1.0, True, {"length": np.float32(0.5), "turns": np.int64(3)})  # type: ignore[dict-item]
+        changed = replace(first, episode=replace(first.episode, response_mask=mask), reward=reward)
+        return replace(group, trajectories=(changed, *group.trajectories[1:]))
+
+    async def main() -> None:
+        plane = Plane(tmp_path, "L0")
+        await plane.serve(0)
+        leases = await plane.pull(4)
+        await plane.data.submit("w0", 0, [(lease.lease_id, of_numpy(lease)) for lease in leases])
+        batch = await plane.data.next_batch(0, 0.0)
+        assert isinstance(batch, TrainBatch)
+        assert dict(batch.reward_parts) == {"length": 0.5, "turns": 3.0}
+        await plane.data.save(tmp_path / "saved")
+        accepted = await plane.data.accepted()
+        tokens = (await plane.data.counts()).accepted_tokens
+        assert json.loads(json.dumps(list(accepted.values()))) == [[tokens, 8]]
+        await plane.data.close()
 
     asyncio.run(main())
 
