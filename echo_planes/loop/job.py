@@ -164,7 +164,8 @@ async def _part(
     }
     tracking = world.tracking
     writer = MetricsWriter(folder, tracking.offer if tracking is not None else None)
-    journal = Journal(config, writer, view, clock, world.export, start_s, meta.step)
+    start_step = meta.step if checkpoint else None
+    journal = Journal(config, writer, view, clock, world.export, start_s, start_step)
     if checkpoint:
         journal.on_event("resume", f"at step {meta.step}, as lineage L{meta.lineage_number}")
     for change in changes:

@@ -256,6 +256,17 @@ def test_a_run_that_breaks_before_any_checkpoint_was_good_begins_again_at_half_o
     assert told["lost_trajectories"] == told["duplicate_trajectories"] == 0
 
 
+def test_the_dollars_before_a_rollback_to_the_start_stay_spent(tmp_path: Path) -> None:
+    """They are of no step that is left; a budget must know them all the same."""
+    given = config(every=30)
+    given = replace_section(given, learner={**given.learner.model_dump(), "usd_per_hour": 3600.0})
+    Job(given, tmp_path, from_step(3))
+    told = read_summary(tmp_path)
+    assert told["parts"] == 2
+    assert told["seconds"] > told["seconds_last_part"] + 10
+    assert told["usd_by_sku"]["learner on_demand"] == pytest.approx(told["seconds"], rel=1e-3)
+
+
 def test_later_checkpoints_of_the_policy_that_was_given_up_are_gone(tmp_path: Path) -> None:
     """They would be the newest ones to resume from."""
     there: dict[tuple[int, int], list[str]] = {}
