@@ -45,6 +45,7 @@ from echo_planes.types import (
     Receipt,
     TrainBatch,
     WorkerStats,
+    sampled_tokens,
 )
 
 SHORTEST_LEASE_STREAMS = 10  # shortest lease, in streaming intervals
@@ -98,6 +99,7 @@ class DataService:
         self._replay = config.replay
         self._batch_size = config.sampling.trajectories_per_step
         self._broken: EchoPlanesError | None = None
+        self._is_built = False
         try:
             rules = rules or rules_of(config)
             self._store, state, self._forgotten = open_store(store_dir, lineage, restore_dir, config)
@@ -130,6 +132,7 @@ class DataService:
         self._pulls: list[_Pull] = []  # in order of arrival
         self._changed = asyncio.Event()
         self._closed = False
+        self._is_built = True
 
     async def ready(self) -> int:
         """Return t once the service is built.
@@ -178,10 +181,12 @@ class DataService:
 
     async def stream(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> tuple[str, ...]:
         """Take tokens that a worker sampled, by lease. Return the leases that the worker must give up."""
+        self._check()
         return self._buffer.stream(worker_id, epoch, messages, self._clock.now_s())
 
     async def tell(self, epoch: int, stats: WorkerStats) -> None:
         """Pass a worker's counters on to dispatch."""
+        self._check()
         self._buffer.tell(epoch, stats)
 
     async def hand_over(self, worker_id: str, epoch: int, messages: list[LeaseTokens]) -> int:
@@ -193,6 +198,7 @@ class DataService:
 
     async def recall(self, worker_id: str, num_leases: int) -> int:
         """Ask a worker to give up `num_leases` leases when it streams next. Return how many it will."""
+        self._check()
         return len(self._buffer.recall(worker_id, num_leases))
 
     async def submit(self, worker_id: str, epoch: int, groups: list[tuple[str, Group]]) -> list[Receipt]:
@@ -208,14 +214,17 @@ class DataService:
         self._check()
         if not all(isinstance(one, tuple) and len(one) == 2 and type(one[0]) is str for one in groups):
             raise LeaseError("results come as pairs of a lease's name and a group")
+        if self._closed:
+            over = "the run is over"
+            return [Receipt(lease, accepted=False, reason="unknown", detail=over) for lease, _ in groups]
         now_s = self._clock.now_s()
         receipts = [self._buffer.submit(worker_id, epoch, lease, group, now_s) for lease, group in groups]
         accepted = [group for (_, group), receipt in zip(groups, receipts, strict=True) if receipt.accepted]
         if accepted:
             tokens, trajectories = self._accepted.get((worker_id, epoch), (0, 0))
-            members = [member for group in accepted for member in group.trajectories]
-            tokens += sum(sum(member.episode.response_mask) for member in members)
-            self._accepted[worker_id, epoch] = (tokens, trajectories + len(members))
+            tokens += sum(int(sampled_tokens(group)) for group in accepted)
+            trajectories += sum(len(group.trajectories) for group in accepted)
+            self._accepted[worker_id, epoch] = (tokens, trajectories)
         try:
             with self._whole(f"groups {', '.join(group.group_id for group in accepted)} cannot be kept"):
                 self._keep(accepted)
@@ -227,10 +236,12 @@ class DataService:
 
     async def publish(self, version: int, digest: str) -> None:
         """Record a published version. The controller calls this before any worker can install it."""
+        self._check()
         self._buffer.publish(version, digest)
 
     async def installed(self, worker_id: str, version: int) -> None:
         """Record that a worker serves a version."""
+        self._check()
         self._buffer.installed(worker_id, version)
         self._notify()
 
@@ -258,6 +269,8 @@ class DataService:
         deadline_s = self._clock.now_s() + wait_s
         while True:
             self._check()
+            if self._closed:
+                return NotReady("filling", "the run is over")
             chosen = self._buffer.next_batch(step, self._clock.now_s())
             with self._whole("what is too old cannot be dropped"):
                 self._settle_dropped()
@@ -275,15 +288,18 @@ class DataService:
 
     async def counts(self) -> BufferCounts:
         """Return the ledger."""
+        self._check_built()
         damage = len(self._store.recovery.damage) + self._store.num_damaged + self._forgotten
         return replace(self._buffer.counts, damaged=damage)
 
     async def accepted(self) -> dict[tuple[str, int], tuple[int, int]]:
         """Return sampled tokens and trajectories accepted from each incarnation (worker, epoch)."""
+        self._check_built()
         return dict(self._accepted)
 
     async def complaints(self) -> list[Complaint]:
         """Return the complaints since the last call: one per incarnation that sent malformed messages."""
+        self._check_built()
         return self._buffer.take_complaints()
 
     async def save(self, folder: Path) -> None:
@@ -301,7 +317,11 @@ class DataService:
             await asyncio.to_thread(write_checkpoint_state, folder, state, num_groups=num_groups)
 
     async def close(self) -> BufferCounts:
-        """Stop issuing leases and close the store. Return the final ledger."""
+        """Stop issuing leases and close the store. Return the final ledger.
+
+        From then on groups are refused and no batch is formed: nothing could be made durable.
+        """
+        self._check_built()
         self._closed = True
         self._notify()
         counts = await self.counts()
@@ -313,6 +333,11 @@ class DataService:
     def _check(self) -> None:
         if self._broken:
             raise self._broken
+
+    def _check_built(self) -> None:
+        """Raise the error of a service that could not be built: it has no ledger and no store."""
+        if not self._is_built:
+            self._check()
 
     @contextmanager
     def _whole(self, trouble: str) -> Iterator[None]:

@@ -49,7 +49,7 @@ class Journal:
         clock: the run's clock, seconds.
         export: called with every step's numbers (Prometheus).
         start_s: when the part began, on `clock`.
-        start_step: step of the checkpoint that the part continues from; 0: none.
+        start_step: step of the checkpoint that the part continues from; None: there is none.
 
     Raises:
         DataError: parts.json or spending.json of the earlier parts is damaged.
@@ -63,7 +63,7 @@ class Journal:
         clock: Clock,
         export: Callable[[Mapping[str, float]], None],
         start_s: float,
-        start_step: int = 0,
+        start_step: int | None = None,
     ) -> None:
         self._config = config
         self._writer = writer
@@ -85,9 +85,11 @@ class Journal:
         self._duplicates = 0
         self._digest_mismatches = 0
         self._restarts: Mapping[str, int] = {}
-        self._parts = RunParts(writer.folder, start_step)
+        self._parts = RunParts(writer.folder, start_step or 0)
         self.broadcasts = BroadcastLog()
-        self.spending = Spending(config, writer.folder, start_s, writer.aggregates)
+        self.spending = Spending(
+            config, writer.folder, start_s, writer.aggregates, from_checkpoint=start_step is not None
+        )
         self.counts = BufferCounts()  # the ledger, as of the last step
         self._guard = GuardReport(0, config.staleness.max_staleness, 1.0)
 

@@ -8,6 +8,8 @@
       data/        buffered groups, prompt cursor, ledger, published digests, partial rollouts (Arrow)
 
 `save_checkpoint` writes under a temporary name and renames the folder at the end: every step-N is complete.
+One that takes the place of another of its step first renames that one to step-N.replaced, which is found, and
+complete, until the new one is in place.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ async def save_checkpoint(
     """
     target = folder / _name_of(meta.step)
     kept = {_name_of(step) for step in keep_steps}
-    partial = folder / f".partial-{meta.step:06d}"
+    replaced = target.with_name(f"{target.name}.replaced")
+    partial = folder / ".partial"  # one name for all steps, so that no crash leaves more than one behind
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -68,11 +71,14 @@ async def save_checkpoint(
         await data.save(partial / "data")
         (partial / "meta.json").write_text(json.dumps(asdict(meta)))
         _sync(partial)
-        shutil.rmtree(target, ignore_errors=True)
+        if target.exists():
+            _remove(replaced)
+            target.rename(replaced)
         partial.rename(target)
+        _remove(replaced)
         for old in sorted(folder.glob("step-*"), key=_age)[:-keep]:
             if old.name not in kept:
-                shutil.rmtree(old)
+                _remove(old)
     except OSError as error:
         raise ClusterError(
             f"cannot write the checkpoint {target}: {error.strerror}; free some space or set run.dir"
@@ -140,7 +146,7 @@ def go_back(checkpoint: Path, next_epoch: int, guard: Mapping[str, Any]) -> Chec
     """
     meta = read_meta(checkpoint)
     for later in (other for other in checkpoint.parent.glob("step-*") if _age(other) > _age(checkpoint)):
-        shutil.rmtree(later)
+        _remove(later)
     meta = replace(meta, next_epoch=max(meta.next_epoch, next_epoch), guard=guard)
     write_atomic(checkpoint / "meta.json", json.dumps(asdict(meta)))
     return meta
@@ -179,9 +185,18 @@ def _name_of(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def _age(checkpoint: Path) -> tuple[int, str]:
+def _age(checkpoint: Path) -> tuple[int, str, bool]:
     """Return a sort key, oldest first: a step may have more digits than names are padded to."""
-    return len(checkpoint.name), checkpoint.name
+    return len(checkpoint.stem), checkpoint.stem, not checkpoint.suffix
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint, if it is there; its name goes first, so that nobody finds a part of it."""
+    removed = checkpoint.with_name(".removed")
+    shutil.rmtree(removed, ignore_errors=True)
+    if checkpoint.exists():
+        checkpoint.rename(removed)
+        shutil.rmtree(removed)
 
 
 def _sync(folder: Path) -> None:

@@ -31,6 +31,7 @@ from echo_planes.loop.checkpoint import (
     rewind_metrics,
     save_checkpoint,
 )
+from echo_planes.loop.events import StopRequested
 from echo_planes.loop.loading import dump_config
 from echo_planes.loop.observers import Observers
 from echo_planes.loop.planes import DataPlane, LearnerPlane, Planes
@@ -97,11 +98,13 @@ async def run_job(
     """
     tracking = open_tracking(config, folder)
     world = _World(folder, view, clock, make_planes, make_actuator, worker_configs, export, tracking)
+    stop: StopRequested | None = None  # came too late for a part that the guard had ended already
     try:
         while True:
-            outcome, runner = await _part(world, config, start_s, checkpoint, meta, changes)
+            outcome, runner = await _part(world, config, start_s, checkpoint, meta, changes, stop)
             if outcome.status != "rollback":
                 return outcome
+            stop = runner.stop_requested
             guard = runner.controller.guard
             config, checkpoint = _halved(config), checkpoint_of(folder, guard.report.good_step)
             meta = go_back(checkpoint, _next_epoch(meta, runner), guard.record_after_rollback())
@@ -156,6 +159,7 @@ async def _part(
     checkpoint: Path | None,
     meta: CheckpointMeta,
     changes: Sequence[str],
+    stop: StopRequested | None,
 ) -> tuple[Outcome, Runner]:
     """Run one part, from its planes to its summary; write the report unless another part follows."""
     folder, view, clock = world.folder, world.view, world.clock
@@ -164,7 +168,8 @@ async def _part(
     }
     tracking = world.tracking
     writer = MetricsWriter(folder, tracking.offer if tracking is not None else None)
-    journal = Journal(config, writer, view, clock, world.export, start_s, meta.step)
+    start_step = meta.step if checkpoint else None
+    journal = Journal(config, writer, view, clock, world.export, start_s, start_step)
     if checkpoint:
         journal.on_event("resume", f"at step {meta.step}, as lineage L{meta.lineage_number}")
     for change in changes:
@@ -206,6 +211,8 @@ async def _part(
         guard=meta.guard,
         beside=lambda hands: _together([watch.run(hands) for watch in watches]),
     )
+    if stop is not None:
+        runner.request_stop(stop.reason, stop.status)
     outcome = Outcome("failed", "", BufferCounts())
     with _stop_on_signals(runner, view):
         try:

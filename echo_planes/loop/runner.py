@@ -102,11 +102,14 @@ class Runner:
         self._serving = False  # some worker serves a published version
         self._beside = beside
         self._ending = False
+        self.stop_requested: ev.StopRequested | None = None  # the first request
         self._collecting = asyncio.Lock()  # two collections at once could report counters in the wrong order
 
     def request_stop(self, reason: str, status: Literal["stopped", "spent"] = "stopped") -> None:
         """Finish the current step, checkpoint, and end. Safe to call from a signal handler of this loop."""
-        self._events.put_nowait(ev.StopRequested(reason, status))
+        request = ev.StopRequested(reason, status)
+        self.stop_requested = self.stop_requested or request
+        self._events.put_nowait(request)
 
     def want_worker(self, info: WorkerInfo) -> None:
         """Start another worker, under an id that was never used before."""

@@ -73,18 +73,28 @@ class Spending:
         folder: the run folder.
         start_s: when this part of the run began, seconds.
         totals: running totals over the run's steps; at construction those of its earlier parts.
+        from_checkpoint: the part continues from a checkpoint. That of step 0 has dollars before it, and no
+            steps.
 
     Raises:
         DataError: the folder's spending.json is damaged.
     """
 
-    def __init__(self, config: Config, folder: Path, start_s: float, totals: Aggregates) -> None:
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        start_s: float,
+        totals: Aggregates,
+        *,
+        from_checkpoint: bool = False,
+    ) -> None:
         self._path = folder / SPENDING_FILE
         self._steps = config.run.steps
         self._totals = totals
         self._ranks = [f"learner-{rank}" for rank in range(config.learner.num_ranks)]
         self._serving = False  # some worker serves
-        is_resumed = totals.num_steps > 0
+        is_resumed = from_checkpoint or totals.num_steps > 0
         # The ledger of a resumed run continues from counts that are known only after its first step.
         self._counts = None if is_resumed else BufferCounts()
         self._generated = None if is_resumed else 0  # tokens accepted or discarded so far; None: unknown

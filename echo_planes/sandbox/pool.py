@@ -261,7 +261,10 @@ class SandboxPool:
         try:
             await slots[0].start()
             await self._probe(slots[0])
-            await asyncio.gather(*(slot.start() for slot in slots[1:]))
+            # All starts are awaited, also after one failed: a slot that starts later would stay open.
+            starts = await asyncio.gather(*(slot.start() for slot in slots[1:]), return_exceptions=True)
+            for failed in filter(None, starts):
+                raise failed
         except BaseException:
             await asyncio.gather(*(slot.close() for slot in slots))
             raise

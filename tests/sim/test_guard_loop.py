@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import signal
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -254,6 +255,42 @@ def test_a_run_that_breaks_before_any_checkpoint_was_good_begins_again_at_half_o
     assert {row["guard_rollbacks"] for row in rows} == {1}
     told = read_summary(tmp_path)
     assert told["lost_trajectories"] == told["duplicate_trajectories"] == 0
+
+
+def test_the_dollars_before_a_rollback_to_the_start_stay_spent(tmp_path: Path) -> None:
+    """They are of no step that is left; a budget must know them all the same."""
+    given = config(every=30)
+    given = replace_section(given, learner={**given.learner.model_dump(), "usd_per_hour": 3600.0})
+    Job(given, tmp_path, from_step(3))
+    told = read_summary(tmp_path)
+    assert told["parts"] == 2
+    assert told["seconds"] > told["seconds_last_part"] + 10
+    assert told["usd_by_sku"]["learner on_demand"] == pytest.approx(told["seconds"], rel=1e-3)
+
+
+def test_a_stop_that_comes_while_a_rollback_ends_its_part_is_heeded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = DataService.close
+    handlers: dict[int, Callable[[], None]] = {}
+
+    def add(_: object, number: int, handler: Callable[..., None], *arguments: Any) -> None:
+        handlers[number] = partial(handler, *arguments)
+
+    async def interrupted(service: DataService) -> Any:
+        if handler := handlers.pop(signal.SIGTERM, None):
+            monkeypatch.setattr(VirtualTimeLoop, "add_signal_handler", lambda *_: None)  # it comes only once
+            handler()
+        return await close(service)
+
+    monkeypatch.setattr(VirtualTimeLoop, "add_signal_handler", add)
+    monkeypatch.setattr(DataService, "close", interrupted)
+    job = Job(config(), tmp_path, from_step(18))
+    assert (job.outcome.status, job.outcome.error) == ("stopped", "SIGTERM")
+    assert job.lineages == ["L0", "L1"]
+    assert newest_checkpoint(tmp_path)[1].step == 10
+    assert read_summary(tmp_path)["status"] == "stopped"
+    assert [row["step"] for row in read_metrics(tmp_path)] == list(range(1, 11))
 
 
 def test_later_checkpoints_of_the_policy_that_was_given_up_are_gone(tmp_path: Path) -> None:

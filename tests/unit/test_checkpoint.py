@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from echo_planes.cluster.clock import ManualClock
 from echo_planes.config.schema import Config
-from echo_planes.data.replay.buffer_state import Accepted, BufferState
+from echo_planes.data.replay.buffer_state import Accepted, BufferState, NotReady
 from echo_planes.data.replay.checkpoint_state import rejoin
 from echo_planes.data.service import DataService
 from echo_planes.data.store.index import StoreCounts
@@ -22,6 +25,7 @@ from echo_planes.data.tasks.adapter import Progress, TaskAdapter, TaskOptions
 from echo_planes.errors import ClusterError, ConfigError, DataError
 from echo_planes.loop.checkpoint import (
     CheckpointMeta,
+    go_back,
     newest_checkpoint,
     open_lineage,
     rewind_metrics,
@@ -30,7 +34,7 @@ from echo_planes.loop.checkpoint import (
 from echo_planes.reporting.metrics import MetricsWriter, read_metrics
 from echo_planes.testing.fakes import FakeTask, FakeTokenizer
 from echo_planes.testing.simulation import replace_section, tiny_config
-from echo_planes.types import BufferCounts, Group, Lease, Prompt, TrainBatch
+from echo_planes.types import BufferCounts, Group, Lease, Prompt, Reward, TrainBatch, WorkerStats
 from tests.unit.test_buffer import answer
 
 
@@ -114,8 +118,97 @@ def test_the_same_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
     assert (path / "data" / "part").read_text() == "new"
 
 
+class Killed(BaseException):
+    """End of the process, in the middle of its work on the disk."""
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, change: int) -> list[str]:
+    """Have the process die at that change of the disk; return the list of changes, which grows."""
+    made: list[str] = []
+
+    def dying(name: str) -> Any:
+        do = getattr(os, name)
+
+        def call(*arguments: Any, **more: Any) -> Any:
+            if len(made) >= change:
+                raise Killed
+            made.append(name)
+            return do(*arguments, **more)
+
+        return call
+
+    for name in ("rename", "unlink", "rmdir"):
+        monkeypatch.setattr(os, name, dying(name))
+    return made
+
+
+def killed_everywhere(
+    folder: Path, begin: Callable[[Path], None], work: Callable[[Path], None]
+) -> list[Path]:
+    """Do the work in fresh folders, killed at its first change of the disk, its second, ...: the folders."""
+    folders = []
+    for change in range(100):
+        folders.append(folder / str(change))
+        begin(folders[-1])
+        with pytest.MonkeyPatch.context() as patch:
+            kill_at(patch, change)
+            try:
+                work(folders[-1])
+            except Killed:
+                continue
+        return folders
+    raise AssertionError("the work never ended")
+
+
+def newest_whole(folder: Path) -> tuple[int, str]:
+    """Return the step of the newest checkpoint and the text of its parts, which must be the same in both."""
+    path, meta = newest_checkpoint(folder)
+    texts = {(path / plane / "part").read_text() for plane in ("learner", "data")}
+    assert len(texts) == 1
+    return meta.step, texts.pop()
+
+
+def test_a_step_that_is_saved_again_has_a_whole_checkpoint_at_every_moment(tmp_path: Path) -> None:
+    def once(folder: Path) -> None:
+        save(folder, 50, data=Part("old"), learner=Part("old"))
+
+    def again(folder: Path) -> None:
+        save(folder, 50, data=Part("new"), learner=Part("new"))
+
+    folders = killed_everywhere(tmp_path, once, again)
+    assert len(folders) > 5
+    found = [newest_whole(folder) for folder in folders]
+    assert found == sorted(found, key=lambda one: one != (50, "old"))  # the old one, until it is the new one
+    assert {text for _, text in found} == {"old", "new"}
+    for folder in folders:
+        again(folder)
+        assert newest_whole(folder) == (50, "new")
+        assert names(folder) == ["step-000050"]
+
+
+def test_a_checkpoint_that_is_half_removed_is_never_found(tmp_path: Path) -> None:
+    def three(folder: Path) -> None:
+        for step in (10, 20, 30):
+            save(folder, step, keep=3)
+
+    def back(folder: Path) -> None:
+        go_back(folder / "checkpoints" / "step-000010", 9, {})
+
+    for folder in killed_everywhere(tmp_path, three, back):
+        newest_whole(folder)
+        back(folder)
+        assert newest_whole(folder)[0] == 10
+
+
+def test_a_save_that_broke_off_leaves_nothing_behind_once_another_step_is_saved(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError):
+        save(tmp_path, 7, data=Part(error=OSError(errno.ENOSPC, "No space left on device")))
+    save(tmp_path, 8)
+    assert names(tmp_path) == ["step-000008"]
+
+
 def test_nothing_to_resume_from_is_said(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints" / ".partial-000050").mkdir(parents=True)
+    (tmp_path / "checkpoints" / ".partial").mkdir(parents=True)
     with pytest.raises(ConfigError, match="no checkpoint") as caught:
         newest_checkpoint(tmp_path)
     assert f"run.resume={tmp_path}" in str(caught.value)
@@ -313,9 +406,84 @@ def test_two_data_planes_cannot_share_a_store(tmp_path: Path) -> None:
         with pytest.raises(ClusterError, match="is in use by run"):
             await Plane(tmp_path, "L1").data.next_batch(0, 0.0)
         other = Plane(tmp_path, "L1").data
-        for call in (other.lose("w0"), other.register("w0", 0), other.pull("w0", 0, 1, 0.0)):
+        counters = WorkerStats("w0", 0, "d0", 0, 0, 0, 0.0)
+        for call in (
+            other.register("w0", 0),
+            other.park("w0", True),
+            other.pull("w0", 0, 1, 0.0),
+            other.stream("w0", 0, []),
+            other.tell(0, counters),
+            other.hand_over("w0", 0, []),
+            other.recall("w0", 1),
+            other.submit("w0", 0, []),
+            other.publish(0, "d0"),
+            other.installed("w0", 0),
+            other.lose("w0"),
+            other.limit_staleness(0),
+            other.counts(),
+            other.accepted(),
+            other.complaints(),
+            other.save(tmp_path / "saved"),
+            other.close(),
+        ):
             with pytest.raises(ClusterError, match="is in use by run"):
                 await call
+
+    asyncio.run(main())
+
+
+def test_groups_with_numbers_of_numpy_are_kept_and_saved_like_others(tmp_path: Path) -> None:
+    """A task may well make its masks and its rewards with numpy."""
+
+    def of_numpy(lease: Lease) -> Group:
+        group = of_lineage("L0", answer(lease))
+        first = group.trajectories[0]
+        mask = tuple(np.array(first.episode.response_mask))
+        reward = Reward(1.0, True, {"length": np.float32(0.5), "turns": np.int64(3)})  # type: ignore[dict-item]
+        changed = replace(first, episode=replace(first.episode, response_mask=mask), reward=reward)
+        return replace(group, trajectories=(changed, *group.trajectories[1:]))
+
+    async def main() -> None:
+        plane = Plane(tmp_path, "L0")
+        await plane.serve(0)
+        leases = await plane.pull(4)
+        await plane.data.submit("w0", 0, [(lease.lease_id, of_numpy(lease)) for lease in leases])
+        batch = await plane.data.next_batch(0, 0.0)
+        assert isinstance(batch, TrainBatch)
+        assert dict(batch.reward_parts) == {"length": 0.5, "turns": 3.0}
+        await plane.data.save(tmp_path / "saved")
+        accepted = await plane.data.accepted()
+        tokens = (await plane.data.counts()).accepted_tokens
+        assert json.loads(json.dumps(list(accepted.values()))) == [[tokens, 8]]
+        await plane.data.close()
+
+    asyncio.run(main())
+
+
+def test_a_closed_data_plane_writes_nothing_more(tmp_path: Path) -> None:
+    """Workers may submit until they are stopped. The store's files are closed, and another may have a number
+    of theirs."""
+
+    async def main() -> None:
+        plane = Plane(tmp_path, "L0")
+        await plane.serve(0)
+        leases = await plane.pull(6)
+        await plane.submit(leases[:4])
+        counts = await plane.data.close()
+        (tmp_path / "another").write_bytes(b"")
+        others = [os.open(tmp_path / "another", os.O_RDWR) for _ in range(8)]
+        try:
+            groups = [(lease.lease_id, of_lineage("L0", answer(lease))) for lease in leases[4:]]
+            receipts = await plane.data.submit("w0", 0, groups)
+            assert isinstance(await plane.data.next_batch(0, 0.0), NotReady)
+            assert [(receipt.accepted, receipt.detail) for receipt in receipts] == [
+                (False, "the run is over")
+            ] * 2
+            assert (await plane.data.counts()).accepted == counts.accepted == 8
+        finally:
+            for fd in others:
+                os.close(fd)
+        assert (tmp_path / "another").read_bytes() == b""
 
     asyncio.run(main())
 

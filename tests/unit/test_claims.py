@@ -468,6 +468,22 @@ def test_answers_to_held_out_prompts_are_those_that_were_asked_for() -> None:
         assert fault.reason == reason
 
 
+def test_answers_without_a_reward_are_checked_as_well() -> None:
+    """Their tokens are counted, and the learner scores them."""
+    good, other = answers(0)
+    nothing = replace(good, status="failed", error="it raised", episode=Episode((), (), (), (), "abort"))
+    assert answers_fault([nothing, other], [0], 2, "w0", RULES) is None
+    for changes, reason in (
+        ({"response_ids": (10**9,) * len(good.episode.response_ids)}, "bad_tokens"),
+        ({"response_mask": ("a",) * len(good.episode.response_ids)}, "bad_mask"),
+        ({"response_ids": (), "logprobs": (), "spans": (), "response_mask": ("a",)}, "unspanned"),
+    ):
+        wrong = replace(good, status="reward_error", episode=replace(good.episode, **changes))
+        fault = answers_fault([wrong, other], [0], 2, "w0", RULES)
+        assert fault is not None
+        assert fault.reason == reason
+
+
 STATS = WorkerStats("w0", 3, "d3", 2, 10, 500, 12.5, full_s=5.0, full_tokens=200)
 
 

@@ -45,7 +45,7 @@ from echo_planes.types import (
 class Books:
     """A journal with its clock, folder and terminal."""
 
-    def __init__(self, folder: Path, config: Config | None = None, start_step: int = 0) -> None:
+    def __init__(self, folder: Path, config: Config | None = None, start_step: int | None = None) -> None:
         self.folder = folder
         self.clock = ManualClock(1000.0)
         self.screen = io.StringIO()

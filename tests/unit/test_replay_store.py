@@ -486,6 +486,35 @@ def test_a_full_disk_loses_nothing_and_the_store_goes_on(
     assert (store.counts().trained, store.counts().buffered) == (1, 29)
 
 
+class NoDescriptors(Files):
+    """Opens no more files that exist already once `is_out` is set."""
+
+    is_out = False
+
+    def open(self, path: Path, *, create: bool) -> int:
+        if self.is_out and not create:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return super().open(path, create=create)
+
+
+def test_a_log_of_fates_that_cannot_be_replaced_goes_on(open_store: Open) -> None:
+    disk = NoDescriptors()
+    store = open_store(files=disk, segment_bytes=8_000)
+    for number in range(30):
+        store.append(batch_of(number), created_s=0.0)
+    store.settle(np.arange(28), Fate.TRAINED, step=0)
+    store.retain(Retention(max_age_s=1.0), now_s=9.0)  # a second entry for each of them
+    disk.is_out = True
+    with pytest.raises(ClusterError, match="Too many open files"):
+        store.compact()
+    disk.is_out = False
+    store.append(batch_of(30), created_s=9.0)
+    store.settle(np.array([30]), Fate.DROPPED)
+    counts = store.counts()
+    store.close()
+    assert open_store().counts() == counts
+
+
 @pytest.mark.parametrize("harm", ["missing", "altered", "outdated"])
 def test_a_sidecar_that_is_not_right_is_made_again(open_store: Open, tmp_path: Path, harm: str) -> None:
     store = open_store(segment_bytes=8_000)

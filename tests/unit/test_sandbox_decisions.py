@@ -164,3 +164,34 @@ def test_ids_of_a_user_namespace() -> None:
     assert not is_mapped(1_900_000_000, "0 100000 65536\n")
     assert is_mapped(60_600, "0 100000 65536\n")
     assert not is_mapped(65536, "0 100000 65536\n")
+
+
+def test_when_one_slot_does_not_start_none_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: set[str] = set()
+
+    class Slot(pool.Slot):
+        async def start(self) -> None:
+            number = self._name[-1]
+            if number == "1":
+                raise SandboxError("no user id is free")
+            for _ in range(10):
+                await asyncio.sleep(0)
+            opened.add(self._name)
+
+        async def close(self) -> None:
+            opened.discard(self._name)
+
+    class Pool(pool.SandboxPool):
+        async def _probe(self, slot: pool.Slot) -> None:
+            """Find no hole."""
+
+    monkeypatch.setattr(pool, "Slot", Slot)
+
+    async def main() -> None:
+        with pytest.raises(SandboxError, match="no user id is free"):
+            await Pool(3).start()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not opened
+
+    asyncio.run(main())

@@ -16,6 +16,7 @@ from echo_planes.data.store.files import Files, LogFile, Piece, map_file, on_dis
 from echo_planes.data.store.index import Fate
 from echo_planes.data.store.message import Entries, Kind, Place, encode, size_of
 from echo_planes.data.store.segment import Damage, Walk, encode_header, walk
+from echo_planes.errors import ClusterError
 from echo_planes.types import IntArray
 
 FATES_NAME = "fates.arrows"
@@ -104,11 +105,17 @@ class FateLog:
             size_bytes += size_of(messages[-1])
         partial = stage(self._path, self._files, messages)
         freed = self._log.size_bytes - size_bytes
-        with on_disk(self._path):
-            self._files.replace(partial, self._path)
+        log = LogFile(partial, self._files, size_bytes)  # before the rename: the old log stays if it fails
+        try:
+            with on_disk(self._path):
+                self._files.replace(partial, self._path)
+        except ClusterError:
+            log.close()
+            raise
         # From here on the new file is the log, even if a step below fails.
         self._log.close()
-        self._log = LogFile(self._path, self._files, size_bytes)
+        self._log = log
+        self._log.path = self._path
         self.num_entries = len(entries)
         self._name_is_durable = False
         self._make_name_durable()

@@ -112,7 +112,7 @@ def to_row(trajectory: Trajectory, *, created_s: float) -> dict[str, Any]:
         "num_turns": episode.num_turns,
         "reward": reward.value,
         "correct": reward.correct,
-        "reward_parts": json.dumps(dict(reward.parts)),
+        "reward_parts": json.dumps(dict(reward.parts), default=float),  # a task may compute them with numpy
         "version": trajectory.version,
         "worker_id": trajectory.worker_id,
         "lineage": trajectory.lineage,
