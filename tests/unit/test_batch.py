@@ -64,11 +64,11 @@ def test_the_parts_of_rewards_have_means_of_the_answers_that_have_them() -> None
         replace(second, trajectories=tuple(trajectories[2:])),
     ]
     batch = make_batch(0, groups, train_everything)
-    assert batch.reward_parts == (("format", 0.5), ("turns", 3.0))
+    assert batch.reward_parts == (("format", 0.5, 3), ("turns", 3.0, 1))
     assert part_means([]) == ()
     many = [Reward(0.0, False, {f"{i:03}": 1.0 for i in range(n)}) for n in (900, 10)]
     assert len(part_means(many)) == MOST_PARTS
-    assert {f"{i:03}" for i in range(10)} <= {name for name, _ in part_means(many)}
+    assert {f"{i:03}" for i in range(10)} <= {name for name, _, _ in part_means(many)}
 
 
 def test_a_task_may_set_masks_groups_and_advantages() -> None:
