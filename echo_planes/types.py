@@ -307,7 +307,8 @@ def joined_batch(parts: Sequence[TrainBatch]) -> TrainBatch:
     """
     if len(parts) == 1:
         return parts[0]
-    offsets, groups = [np.zeros(1, np.int64)], []
+    offsets: list[IntArray] = [np.zeros(1, np.int64)]
+    groups: list[IntArray] = []
     for part in parts:
         offsets.append(offsets[-1][-1] + part.offsets[1:])
         groups.append(part.advantage_groups + (int(groups[-1].max(initial=-1)) + 1 if groups else 0))

@@ -2,8 +2,8 @@
 
 SPECS: a list of {"config", "world_size", "first_step", "num_steps", "save_at", "save_to", "load_from",
 "parts", "out"}: learners of their own, one after the other. Each writes `<out>-<rank>.npz`: per-step loss and
-grad_norm, the fp32 weights and the published bits of rank 0, and the first step's gradient. `parts`: groups in
-each part of a step; none: steps are whole.
+grad_norm, the fp32 weights and the published bits of rank 0, and the first step's gradient. `parts`: groups
+in each part of a step; none: steps are whole.
 """
 
 from __future__ import annotations

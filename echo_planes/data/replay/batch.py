@@ -92,7 +92,7 @@ def make_batch(
 
 
 def part_means(rewards: Sequence[Reward]) -> tuple[tuple[str, float, int], ...]:
-    """Return each part's mean over the rewards that have it, and their number; only `MOST_PARTS` commonest."""
+    """Return each part's mean over the rewards with it, and their number; only `MOST_PARTS` commonest."""
     counts = Counter(name for reward in rewards for name in reward.parts)
     sums = dict.fromkeys(sorted(name for name, _ in counts.most_common(MOST_PARTS)), 0.0)
     for reward in rewards:
