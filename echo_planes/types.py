@@ -6,7 +6,7 @@ Each field's comment has its unit and shape. Token positions count from 0 within
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
 
@@ -259,6 +259,9 @@ class TrainBatch:
     """R trajectories as flat columns, in whole groups. N: trajectories; T: all tokens, prompt + response.
 
     Trajectory i owns tokens `[offsets[i], offsets[i + 1])`: first its prompt, then its response.
+
+    A synchronous step may come in parts (RLBoost section 4.1), each with some of its groups. All of them make
+    one update, which is that of the batch joined.
     """
 
     step: int  # t: updates completed when the batch was formed
@@ -277,7 +280,10 @@ class TrainBatch:
     # (N,) rewards as the task gave them; empty: equal to `rewards`.
     scores: FloatArray = field(default_factory=lambda: np.zeros(0, np.float32))
     longest_answer: int = 0  # most tokens of an answer of the task; 0: sampling.max_new_tokens
-    reward_parts: tuple[tuple[str, float], ...] = ()  # (name, mean over the answers with it), by name
+    # (name, mean over the answers with it, number of these), by name
+    reward_parts: tuple[tuple[str, float, int], ...] = ()
+    step_trajectories: int = 0  # trajectories of the whole step, if this is one of its parts; 0: it is whole
+    last: bool = True  # no part of this step follows
 
     @property
     def num_trajectories(self) -> int:
@@ -292,6 +298,47 @@ class TrainBatch:
     def num_tokens(self) -> int:
         """Number of trained tokens."""
         return int(self.loss_mask.sum())
+
+
+def joined_batch(parts: Sequence[TrainBatch]) -> TrainBatch:
+    """Return the parts of one step as one batch, in their order; its advantage groups are numbered anew.
+
+    The batch is the last of its step if the last part is. One part is returned as it is.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    offsets: list[IntArray] = [np.zeros(1, np.int64)]
+    groups: list[IntArray] = []
+    for part in parts:
+        offsets.append(offsets[-1][-1] + part.offsets[1:])
+        groups.append(part.advantage_groups + (int(groups[-1].max(initial=-1)) + 1 if groups else 0))
+    means: dict[str, tuple[float, int]] = {}
+    for name, mean, answers in (one for part in parts for one in part.reward_parts):
+        before, number = means.get(name, (0.0, 0))
+        means[name] = before + (mean - before) * answers / (number + answers), number + answers
+    columns = {
+        name: np.concatenate([getattr(part, name) for part in parts])
+        for name in (
+            "token_ids",
+            "loss_mask",
+            "sampler_logprobs",
+            "rewards",
+            "advantages",
+            "versions",
+            "correct",
+            "token_versions",
+            "cut_off",
+            "scores",
+        )
+    }
+    return replace(
+        parts[-1],
+        trajectory_ids=tuple(one for part in parts for one in part.trajectory_ids),
+        offsets=np.concatenate(offsets),
+        advantage_groups=np.concatenate(groups),
+        reward_parts=tuple((name, *means[name]) for name in sorted(means)),
+        **columns,
+    )
 
 
 @dataclass(frozen=True, slots=True)

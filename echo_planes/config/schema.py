@@ -332,6 +332,11 @@ class LearnerConfig(Section):
         ge=0,
         description="updates in a row without a finite gradient that are left out; then the run stops",
     )
+    micro_batch_groups: PositiveInt | None = Free(
+        None,
+        description="m_b, where S = 0: train as soon as so many groups are complete, while the others are "
+        "still sampled; default: the whole batch at once",
+    )
     dropout: bool = Free(False, description="the model's own dropout, in updates alone; else it is off")
     micro_batch_tokens: PositiveInt = Free(8192, description="tokens packed into one forward pass")
     threads: PositiveInt = Free(1, description="CPU threads per rank")
@@ -471,6 +476,33 @@ class Config(Section):
                 f"objective.tis_level=none trains data of other versions (staleness.max_staleness={stale}) "
                 "as if it were fresh; choose token or sequence, or say objective.uncorrected=true"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _trains_in_parts(self) -> Self:
+        if self.learner.micro_batch_groups is None:
+            return self
+        needed: dict[str, tuple[object, object, str]] = {
+            "staleness.max_staleness": (
+                self.staleness.max_staleness,
+                0,
+                "a step that is trained while it is sampled has one version",
+            ),
+            "staleness.selector": (self.staleness.selector, "fifo", "groups are trained as they come"),
+            "staleness.reuse": (self.staleness.reuse, 1, "groups are trained as they come, once"),
+            "learner.updates_per_step": (self.learner.updates_per_step, 1, "all parts make one update"),
+            "sampling.overlong": (
+                self.overlong,
+                self.overlong if self.overlong != "mask" else "keep or penalty",
+                "the number of answers that count is not known before the last one",
+            ),
+        }
+        for key, (value, need, why) in needed.items():
+            if value != need:
+                raise ValueError(
+                    f"learner.micro_batch_groups={self.learner.micro_batch_groups} does not go with "
+                    f"{key}={value}: {why}; set {key}={need}, or leave out micro_batch_groups"
+                )
         return self
 
     @model_validator(mode="after")

@@ -42,8 +42,10 @@ from echo_planes.types import (
     IntArray,
     Lease,
     LeaseTokens,
+    Omega,
     Receipt,
     TrainBatch,
+    Trajectory,
     WorkerStats,
     sampled_tokens,
 )
@@ -127,7 +129,10 @@ class DataService:
             rules=rules,
             dispatch=dispatch,
             tick_s=stream_s,
+            part_groups=config.learner.micro_batch_groups,
         )
+        self._step_trajectories = self._batch_size if config.learner.micro_batch_groups else 0
+        self._tags: set[str] = set()  # advantage groups in the parts of the present step
         self._accepted: dict[tuple[str, int], tuple[int, int]] = {}
         self._pulls: list[_Pull] = []  # in order of arrival
         self._changed = asyncio.Event()
@@ -259,10 +264,11 @@ class DataService:
         self._notify()
 
     async def next_batch(self, step: int, wait_s: float) -> TrainBatch | NotReady:
-        """Return the batch of update `step`; wait up to `wait_s` for it.
+        """Return the batch of update `step`, or the next part of it; wait up to `wait_s` for it.
 
         Raises:
-            TaskError: more than a batch of trajectories failed, and no group was accepted.
+            TaskError: more than a batch of trajectories failed, and no group was accepted; or an advantage
+                group of the task goes over two parts of a step.
             ClusterError: the disk is full or cannot be written.
             DataError: the rows of a group are damaged on disk.
         """
@@ -372,10 +378,25 @@ class DataService:
         groups = self._store.gather_groups(sequences)
         new = self._store.index.groups["fate"][sequences] == Fate.BUFFERED
         self._store.settle(sequences[new], Fate.TRAINED, step=step)
-        if step % self._replay.trim_every == 0:
+        last = self._buffer.step > step
+        if last and step % self._replay.trim_every == 0:
             self._trim(step)
+        tags: set[str] = set()
+
+        def materialize(trajectories: Sequence[Trajectory]) -> list[Omega]:
+            omegas = self._adapter.materialize(trajectories)
+            tags.update(omega.advantage_group for omega in omegas)
+            return omegas
+
         longest = self._adapter.longest_answer(self._max_new_tokens)
-        return make_batch(step, groups, self._adapter.materialize, self._overlong, longest)
+        batch = make_batch(step, groups, materialize, self._overlong, longest)
+        if both := self._tags & tags:
+            raise TaskError(
+                f"advantage group '{min(both)}' of the task is in two parts of step {step + 1}, and would be "
+                "normalised in each: leave out learner.micro_batch_groups"
+            )
+        self._tags = set() if last else self._tags | tags
+        return replace(batch, step_trajectories=self._step_trajectories, last=last)
 
     def _sequences(self, groups: Sequence[Accepted]) -> IntArray:
         return np.array([self._store.index.ids.sequence(group.group_id) for group in groups], np.int64)

@@ -73,6 +73,9 @@ class LearnerProcess:
     def train_step(self, batch: TrainBatch) -> StepStats:
         return self._learner.train_step(batch)
 
+    def train_part(self, batch: TrainBatch) -> None:
+        self._learner.train_part(batch)
+
     def adjust(self, adjustment: Adjustment) -> None:
         self._learner.adjust(adjustment)
 

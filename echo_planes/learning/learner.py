@@ -32,7 +32,7 @@ from echo_planes.learning.objectives import (
     policy_loss,
     token_weights,
 )
-from echo_planes.learning.packing import Inputs, MicroBatch
+from echo_planes.learning.packing import Inputs, Layout, MicroBatch
 from echo_planes.learning.policy_model import PolicyModel, load_policy
 from echo_planes.learning.probe import probe_layout
 from echo_planes.learning.rate import DriftControl, decay_left, warm_up
@@ -45,6 +45,7 @@ from echo_planes.types import (
     LagStats,
     StepStats,
     TrainBatch,
+    joined_batch,
 )
 
 # Most tokens of a unit of samples that share their prompt: a larger dense mask would cost more than repeating
@@ -64,15 +65,60 @@ class _Step:
     mine: Tensor  # (2, T) like `seen`, of this rank's training forwards alone, before ranks are summed
     old: Tensor | None  # (T,) logprobs of a first pass; None: the step makes a single update
     per_lag: Tensor  # (lags, 4): tokens trained, truncated, masked, clipped
+    sums: Tensor  # (3,) loss, importance weights and KL of the micro-batches of the present update
     factor: float | None = None  # on the scheduled rate, of drift control and guard; None: not known yet
     drift_factor: float = 1.0  # of drift control alone
     tokens_forward: int = 0
+    tokens_trained: int = 0  # of them, through training forwards
     losses: list[float] = field(default_factory=list)  # per update
     grad_norms: list[float] = field(default_factory=list)
     learning_rate: float | None = None
     tis: float = 0.0
     kl: float = 0.0
     skipped: int = 0  # updates without a finite gradient
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Part of a step, or the whole of it. N: its trajectories."""
+
+    batch: TrainBatch
+    step: _Step
+    trained: BoolArray  # (N,) of a group that goes through a training forward
+    scored: BoolArray  # (N,) of a group that goes through the model
+    empty: BoolArray  # (N,) of a group without a gradient
+    seconds: float = 0.0  # spent on it
+
+    @property
+    def inputs(self) -> Inputs:
+        return packing.find_inputs(self.batch, self.trained)
+
+
+def _joined_parts(parts: list[_Part]) -> _Part:
+    """Return the parts of a step as one, in their order."""
+    steps = [part.step for part in parts]
+    most = max(len(step.per_lag) for step in steps)
+    per_lag = [torch.nn.functional.pad(step.per_lag, (0, 0, 0, most - len(step.per_lag))) for step in steps]
+    step = _Step(
+        advantages=torch.cat([step.advantages for step in steps]),
+        sampler_logprobs=torch.cat([step.sampler_logprobs for step in steps]),
+        lags=torch.cat([step.lags for step in steps]),
+        seen=torch.cat([step.seen for step in steps], dim=1),
+        mine=torch.cat([step.mine for step in steps], dim=1),
+        old=None,
+        per_lag=torch.stack(per_lag).sum(0),
+        sums=torch.stack([step.sums for step in steps]).sum(0),
+        tokens_forward=sum(step.tokens_forward for step in steps),
+        tokens_trained=sum(step.tokens_trained for step in steps),
+    )
+    return _Part(
+        joined_batch([part.batch for part in parts]),
+        step,
+        np.concatenate([part.trained for part in parts]),
+        np.concatenate([part.scored for part in parts]),
+        np.concatenate([part.empty for part in parts]),
+        sum(part.seconds for part in parts),
+    )
 
 
 class Learner:
@@ -107,6 +153,7 @@ class Learner:
         self._rate_left = 1.0  # share of the peak rate that the decay leaves
         self._adjustment = Adjustment()
         self._diverged = ""
+        self._parts: list[_Part] = []  # of the present step, in the gradient already
         self._objective = extension("objective.name", config.objective.name, OBJECTIVES, Objective)
         self.drift = DriftControl(config.learner.drift_target, config.learner.drift_floor)
         self.loss: Callable[[Tokens], Loss] = self._policy_loss
@@ -157,7 +204,7 @@ class Learner:
         )
 
     def train_step(self, batch: TrainBatch) -> StepStats:
-        """Train on one batch with at most `updates_per_step` optimizer updates.
+        """Train on one batch, or the last part of one, with at most `updates_per_step` optimizer updates.
 
         With one update the step's own forward gives the old logprobs. With K, a first pass gives them for the
         whole batch, which is then split into K mini-batches of whole groups in their order
@@ -173,6 +220,46 @@ class Learner:
                 is saved under `failure_dir`, and the learner cannot be used afterwards.
         """
         began = time.perf_counter()
+        if batch.step_trajectories:
+            self.train_part(batch)
+            whole, self._parts = _joined_parts(self._parts), []
+            began = time.perf_counter() - whole.seconds
+            step = whole.step
+            if step.tokens_trained:
+                self._finish_update(whole, done=batch.step)
+        else:
+            whole = self._prepare(batch)
+            inputs, step = whole.inputs, whole.step
+            mini = packing.split_groups(batch.advantage_groups, self._config.learner.updates_per_step)
+            if len(mini) > 1 and inputs.lengths.any():
+                self._see(batch, inputs, step)
+                step.old = step.seen[0]
+            for number, some in enumerate(mini):
+                if self._accumulate(whole, inputs, some):
+                    self._finish_update(whole, done=batch.step + number / len(mini))
+        self.drift.stepped(step.factor if step.losses and step.factor else 0.0)
+        if step.losses and self.drift.target and not step.lags.any():
+            self._watch_own_step(whole.batch, whole.scored, step)
+        return self._stats(whole, began)
+
+    def train_part(self, batch: TrainBatch) -> None:
+        """Add a part of a step to the gradient of its update (RLBoost section 4.1).
+
+        `train_step`, called with the last part, makes the update. It is that of `train_step` with the joined
+        batch, up to the order of the sums.
+
+        Raises:
+            DivergedError: as `train_step`.
+        """
+        began = time.perf_counter()
+        part = self._prepare(batch)
+        # The engine learns from a backward pass that the update is complete, even if that adds nothing.
+        closes = batch.last and any(one.step.tokens_trained for one in self._parts)
+        self._accumulate(part, part.inputs, np.arange(batch.num_trajectories), closes=closes)
+        self._parts.append(replace(part, seconds=time.perf_counter() - began))
+
+    def _prepare(self, batch: TrainBatch) -> _Part:
+        """Check a batch, find its advantages, and score those of its groups that are only scored."""
         self._refuse_if_diverged()
         config = self._config.objective
         self._check_columns(batch)
@@ -181,22 +268,12 @@ class Learner:
         )
         empty = zero_groups(advantages, batch.advantage_groups)
         skip = empty & (config.skip_zero_advantage and config.kl_beta == 0)
-        inputs = packing.find_inputs(batch, ~skip)
         step = self._begin(batch, advantages)
         scored = ~skip
         if config.score_skipped and skip.any():
             self._see(batch, packing.find_inputs(batch, skip), step)
             scored[:] = True
-        parts = packing.split_groups(batch.advantage_groups, self._config.learner.updates_per_step)
-        if len(parts) > 1 and inputs.lengths.any():
-            self._see(batch, inputs, step)
-            step.old = step.seen[0]
-        for number, part in enumerate(parts):
-            self._update(batch, inputs, part, step, done=batch.step + number / len(parts))
-        self.drift.stepped(step.factor if step.losses and step.factor else 0.0)
-        if step.losses and self.drift.target and not step.lags.any():
-            self._watch_own_step(batch, scored, step)
-        return self._stats(batch, np.repeat(scored, np.diff(batch.offsets)), empty, step, began)
+        return _Part(batch, step, ~skip, scored, empty)
 
     def logprobs(self, batch: TrainBatch) -> FloatArray:
         """Return the trained tokens' logprobs (T,), after temperature and top-p; 0 on other tokens."""
@@ -242,11 +319,15 @@ class Learner:
         return self._engine_or_none
 
     def _micro_batches(self, batch: TrainBatch, inputs: Inputs) -> tuple[list[MicroBatch], int]:
-        """Return this rank's micro-batches (equally many on all ranks), and the tokens in all ranks' ones."""
+        """Return this rank's micro-batches (equally many on all ranks), and the tokens in all ranks' ones.
+
+        Without any input there is one, which is empty.
+        """
         budget = self._config.learner.micro_batch_tokens
         units = packing.make_units(batch, inputs, min(budget, SHARED_TOKENS) if self._packs else 0)
         lengths = np.array([unit.length for unit in units], np.int64)
         layouts = packing.plan(lengths, budget, self._world_size, several=self._packs)[self._rank]
+        layouts = layouts or [Layout(1, ())]
         return [packing.build(layout, units, batch, inputs) for layout in layouts], int(lengths.sum())
 
     def _inputs(self, micro: MicroBatch) -> dict[str, Tensor | None]:
@@ -272,6 +353,7 @@ class Learner:
             mine=torch.zeros(2, num_tokens, device=device),
             old=None,
             per_lag=torch.zeros(int(lags.max(initial=0)) + 1, 4, device=device),
+            sums=torch.zeros(3, device=device),
         )
 
     @torch.no_grad()
@@ -290,34 +372,47 @@ class Learner:
         step.seen = step.seen + values
         step.tokens_forward += forwarded
 
-    def _update(self, batch: TrainBatch, inputs: Inputs, part: IntArray, step: _Step, *, done: float) -> None:
-        """Make one optimizer update on the trajectories in `part`. `done`: steps of the run before it."""
+    def _accumulate(self, part: _Part, inputs: Inputs, chosen: IntArray, *, closes: bool = False) -> bool:
+        """Add the gradient of the trajectories in `chosen`; return whether there was anything to add.
+
+        `closes`: complete the update even if there is nothing to add.
+        """
+        batch, step = part.batch, part.step
         lengths = np.zeros_like(inputs.lengths)
-        lengths[part] = inputs.lengths[part]
-        if not lengths.any():
-            return
+        lengths[chosen] = inputs.lengths[chosen]
+        if not lengths.any() and not closes:
+            return False
         counts = np.diff(inputs.bounds)
         weights = np.zeros(len(lengths), np.float32)
-        weights[part] = token_weights(
-            self._objective, counts[part], batch.longest_answer or self._config.sampling.max_new_tokens
+        weights[chosen] = token_weights(
+            self._objective,
+            counts[chosen],
+            batch.longest_answer or self._config.sampling.max_new_tokens,
+            batch.step_trajectories,
         )
         weight = torch.from_numpy(weights).to(self._engine.device)
-        sums = torch.zeros(3, device=self._engine.device)
         micro_batches, forwarded = self._micro_batches(batch, replace(inputs, lengths=lengths))
         for number, micro in enumerate(micro_batches, start=1):
             loss = self._micro_loss(micro, weight, step)
-            self._engine.backward(loss.loss, last=number == len(micro_batches))
-            sums += torch.stack([loss.loss.detach(), loss.tis.sum(), loss.kl.sum()])
-        value, tis, kl = self._engine.sum_over_ranks(sums).tolist()
+            self._engine.backward(loss.loss, last=batch.last and number == len(micro_batches))
+            step.sums += torch.stack([loss.loss.detach(), loss.tis.sum(), loss.kl.sum()])
         step.tokens_forward += forwarded
+        step.tokens_trained += forwarded
+        return True
+
+    def _finish_update(self, whole: _Part, *, done: float) -> None:
+        """Make the update whose gradient is complete. `done`: steps of the run before it."""
+        step = whole.step
+        value, tis, kl = self._engine.sum_over_ranks(step.sums).tolist()
+        step.sums.zero_()
         if step.factor is None:
-            step.factor = self._factor(batch, inputs, step)
+            step.factor = self._factor(whole)
         rate = self._scheduled_rate(done) * step.factor
         norm = self._engine.step(rate)
         if not (np.isfinite(value) and np.isfinite(norm)):
             self._skipped_in_a_row += 1
             if np.isfinite(norm) or self._skipped_in_a_row > self._config.learner.max_skipped_updates:
-                self._diverge(batch, f"loss {value}, gradient norm {norm}")
+                self._diverge(whole.batch, f"loss {value}, gradient norm {norm}")
             step.skipped += 1
             return
         self._skipped_in_a_row = 0
@@ -367,11 +462,14 @@ class Learner:
             config = config.model_copy(update=outlier_masks(config))
         return policy_loss(tokens, config, self._objective)
 
-    def _factor(self, batch: TrainBatch, inputs: Inputs, step: _Step) -> float:
+    def _factor(self, whole: _Part) -> float:
         """Return the share of the scheduled rate that drift control and guard allow, from scored tokens."""
+        batch, step = whole.batch, whole.step
         if step.old is None:
             step.seen = step.seen + self._engine.sum_over_ranks(step.mine)
-        self.drift.observe(self._lags(batch, step, np.repeat(inputs.lengths > 0, np.diff(batch.offsets))))
+        self.drift.observe(
+            self._lags(batch, step, np.repeat(whole.inputs.lengths > 0, np.diff(batch.offsets)))
+        )
         step.drift_factor = self.drift.factor
         return step.drift_factor * self._adjustment.rate_scale
 
@@ -402,10 +500,10 @@ class Learner:
         self._rate_left = min(self._rate_left, decay_left(config.decay, done / self._config.run.steps))
         return self._config.lr * min(warm_up(config.warmup_steps, self._num_updates), self._rate_left)
 
-    def _stats(
-        self, batch: TrainBatch, scored: BoolArray, empty: BoolArray, step: _Step, began: float
-    ) -> StepStats:
-        """Return the figures of the step. `scored` (T,): True on tokens of trajectories that were scored."""
+    def _stats(self, whole: _Part, began: float) -> StepStats:
+        """Return the figures of the step, which began at `began` and was worked on since."""
+        batch, step = whole.batch, whole.step
+        scored = np.repeat(whole.scored, np.diff(batch.offsets))
         chosen = scored & batch.loss_mask
         logprobs, entropies = step.seen.cpu().numpy()
         log_weight = (logprobs - batch.sampler_logprobs)[chosen]
@@ -435,7 +533,7 @@ class Learner:
             tis_mean=step.tis / trained if updates else None,
             entropy=float(entropy.mean()) if len(entropy) else None,
             kl_reference=step.kl / trained if updates and self._reference is not None else None,
-            groups_skipped=len(np.unique(batch.advantage_groups[empty])),
+            groups_skipped=len(np.unique(batch.advantage_groups[whole.empty])),
             num_updates=self._num_updates,
             updates_skipped=step.skipped,
             rate_factor=step.drift_factor if step.factor is not None else self.drift.factor,

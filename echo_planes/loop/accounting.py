@@ -165,7 +165,11 @@ class Journal:
             "reward_trained_mean": float(batch.rewards.mean()),
             "reward_std": float(batch.task_rewards.std()),
             "correct_mean": float(batch.correct.mean()),
-            **({"reward_parts": dict(batch.reward_parts)} if batch.reward_parts else {}),
+            **(
+                {"reward_parts": {name: mean for name, mean, _ in parts}}
+                if (parts := batch.reward_parts)
+                else {}
+            ),
             **batch_figures(batch),
             **learner_figures(stats),
             "staleness_max": int(staleness.max()),

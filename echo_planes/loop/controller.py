@@ -48,6 +48,7 @@ from echo_planes.loop.events import (
     LearnerReady,
     LeaveWorker,
     LimitStaleness,
+    PartDone,
     Publish,
     Published,
     StartWorker,
@@ -62,7 +63,7 @@ from echo_planes.loop.events import (
     WorkerUnwanted,
     WorkerWanted,
 )
-from echo_planes.types import InstallReport, Manifest, StepStats, TrainBatch
+from echo_planes.types import InstallReport, Manifest, StepStats, TrainBatch, joined_batch
 
 STARVED_AGAIN_S = 2.0  # of starvation before the learner publishes again; doubles with each repetition
 MOST_STARVED_AGAIN_S = 120.0  # upper limit of that time
@@ -112,7 +113,7 @@ class Controller:
         self._saved_step = -1  # step of the newest checkpoint, or the first step of this part
         self._manifest: Manifest | None = None
         self._busy = False  # FormBatch, Train, Publish, Checkpoint or an adjustment is pending
-        self._batch: TrainBatch | None = None  # newest one given to the learner
+        self._parts: list[TrainBatch] = []  # of the present step, given to the learner
         self._todo: list[Action] = []  # actions that wait for the learner, in order
         self._starved_since_s: float | None = None
         self._starved_again_s = STARVED_AGAIN_S
@@ -173,8 +174,10 @@ class Controller:
             case BatchReady(batch):
                 self._starved_since_s = self._waiting_since_s = None
                 self._starved_again_s = STARVED_AGAIN_S
-                self._batch = batch
-                actions = [Train(batch)]
+                self._parts.append(batch)
+                actions = [Train(batch, joined_batch(self._parts) if batch.last else batch)]
+            case PartDone():
+                actions = self._learner_free(now_s)
             case BatchNotReady():
                 actions = self._on_not_ready(event, now_s)
             case StepDone(stats):
@@ -203,6 +206,8 @@ class Controller:
         if self._todo:
             self._busy = True
             return [self._todo.pop(0)]
+        if self._parts:  # a step that is begun comes to its end, also before a stop
+            return self._form_batch(now_s)
         if self._stop and self._saved_step == self._step:
             return self._finish(self._stop.status, self._stop.reason)
         if self._stop:
@@ -210,15 +215,20 @@ class Controller:
             return [Checkpoint(self._step)]
         if self._step >= self._config.run.steps:
             return self._finish_if_complete()
+        return self._form_batch(now_s)
+
+    def _form_batch(self, now_s: float) -> list[Action]:
         self._busy = True
         self._waiting_since_s = self._waiting_since_s if self._waiting_since_s is not None else now_s
         return [FormBatch(self._step)]
 
     def _on_step_done(self, stats: StepStats, now_s: float) -> list[Action]:
         self._step += 1
+        figures = figures_of(joined_batch(self._parts), stats) if self._parts else GuardFigures()
+        self._parts.clear()
         told = self._compare(stats) if stats.step == 0 else []
         if not self._over:
-            told += self._guarded(figures_of(self._batch, stats) if self._batch else GuardFigures())
+            told += self._guarded(figures)
         if self._over:
             return told
         last = self._step >= self._config.run.steps

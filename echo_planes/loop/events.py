@@ -94,6 +94,11 @@ class BatchNotReady:
 
 
 @dataclass(frozen=True, slots=True)
+class PartDone:
+    """A part of a step, not the last, is in the gradient of its update."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepDone:
     stats: StepStats
 
@@ -139,6 +144,7 @@ Event = (
     | Installed
     | BatchReady
     | BatchNotReady
+    | PartDone
     | StepDone
     | Checkpointed
     | Adjusted
@@ -194,14 +200,17 @@ class Install:
 
 @dataclass(frozen=True, slots=True)
 class FormBatch:
-    """Ask the data plane for the batch of update `step`."""
+    """Ask the data plane for the batch of update `step`, or for the next part of it."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Train:
+    """Train a batch, or a part of one. `whole`: all parts of the step until now, as one batch."""
+
     batch: TrainBatch
+    whole: TrainBatch
 
 
 @dataclass(frozen=True, slots=True)

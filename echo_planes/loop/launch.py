@@ -213,6 +213,9 @@ class RemoteLearner:
         await self._all("start", resume_dir / "learner" if resume_dir else None)
         return self._start_step
 
+    async def train_part(self, batch: TrainBatch) -> None:
+        await self._all("train_part", self._reference(batch))
+
     async def train_step(self, batch: TrainBatch) -> StepStats:
         stats: StepStats = (await self._all("train_step", self._reference(batch)))[0]
         return stats

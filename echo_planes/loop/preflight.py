@@ -69,10 +69,13 @@ def check_extensions(config: Config) -> None:
     ):
         if ":" in name:
             extension(key, name, {})
-    if ":" in config.objective.name:
-        from echo_planes.learning.objectives import Objective  # late, because it loads torch
+    in_parts = config.learner.micro_batch_groups is not None
+    if ":" in config.objective.name or in_parts:
+        from echo_planes.learning.objectives import OBJECTIVES, Objective, check_parts  # loads torch
 
-        extension("objective.name", config.objective.name, {}, Objective)
+        objective = extension("objective.name", config.objective.name, OBJECTIVES, Objective)
+        if in_parts:
+            check_parts(objective)
     if ":" in config.weights.codec:
         from echo_planes.weights.codec.table import take_codec  # loads numba, which takes a second
 

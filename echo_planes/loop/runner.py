@@ -173,8 +173,8 @@ class Runner:
                     self._events.put_nowait(ev.BatchReady(batch))
                 else:
                     self._events.put_nowait(ev.BatchNotReady(batch.reason, batch.detail))
-            case ev.Train(batch):
-                await self._train(batch)
+            case ev.Train(batch, whole):
+                await self._train(batch, whole)
             case ev.Evaluate(step, worker_ids):
                 await self._evaluate(step, worker_ids)
             case ev.Checkpoint(step):
@@ -307,15 +307,20 @@ class Runner:
             self._observer.on_event("refused", report.error, worker=worker_id, version=version)
         self._events.put_nowait(ev.Installed(report, epoch))
 
-    async def _train(self, batch: TrainBatch) -> None:
-        idle_s, self._idle_s = self._idle_s + self._clock.now_s() - self._free_since_s, 0.0
+    async def _train(self, batch: TrainBatch, whole: TrainBatch) -> None:
+        learner, limit_s = self._planes.learner, self._config.run.wait_limit_s
+        self._idle_s += self._clock.now_s() - self._free_since_s
+        if not batch.last:
+            await self._within("learner step", limit_s, learner.train_part(batch))
+            self._free_since_s = self._clock.now_s()
+            self._events.put_nowait(ev.PartDone())
+            return
+        idle_s, self._idle_s = self._idle_s, 0.0
         self._steps_begun = batch.step + 1
-        stats = await self._within(
-            "learner step", self._config.run.wait_limit_s, self._planes.learner.train_step(batch)
-        )
+        stats = await self._within("learner step", limit_s, learner.train_step(batch))
         self._free_since_s = self._clock.now_s()
         # Report before any action on the step, so that its figures show the settings it was trained with.
-        self._observer.on_step(batch, stats, idle_s, await self._planes.data.counts())
+        self._observer.on_step(whole, stats, idle_s, await self._planes.data.counts())
         self._events.put_nowait(ev.StepDone(stats))
         self._steps_seen += 1
         if self._steps_seen % STATS_EVERY_STEPS == 0:

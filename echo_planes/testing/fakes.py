@@ -91,6 +91,7 @@ class Faults:
     )  # (worker, version): wrong digest, once
     broken_workers: set[str] = field(default_factory=set)  # refuse all weights
     learner_dies_at_step: int | None = None
+    learner_dies_after: int = 0  # parts of that step
     k3: Callable[[int, Adjustment], float] | None = None  # k3 of a step under the guard's adjustment, nats
     forgets_at: int | None = None  # first version whose answers are all wrong
     mismatch: float = 0.0  # between learner and sampler on the same version, nats
@@ -191,6 +192,7 @@ class FakeLearner:
         self._last = -1
         self._adjustment = Adjustment()
         self.step = 0
+        self.parts = 0  # of the present step, begun
 
     def _published(self, version: int, base: int) -> Manifest:
         return Manifest(
@@ -214,11 +216,21 @@ class FakeLearner:
             self.step = int((resume_dir / "learner" / "step").read_text())
         return self.step
 
-    async def train_step(self, batch: TrainBatch) -> StepStats:
-        if self._faults.learner_dies_at_step == batch.step:
+    async def train_part(self, batch: TrainBatch) -> None:
+        await self._train(batch)
+
+    async def _train(self, batch: TrainBatch) -> None:
+        """Die if that is due, else take the time of a step, or of this part of one."""
+        self.parts += 1
+        if self._faults.learner_dies_at_step == batch.step and self.parts > self._faults.learner_dies_after:
             raise RunError(f"the learner was killed at step {batch.step}")
-        await asyncio.sleep(self._t_train_s)
+        share = batch.num_trajectories / batch.step_trajectories if batch.step_trajectories else 1.0
+        await asyncio.sleep(self._t_train_s * share)
+
+    async def train_step(self, batch: TrainBatch) -> StepStats:
+        await self._train(batch)
         self.step += 1
+        self.parts = 0
         zero = 0.0
         return StepStats(
             step=batch.step,

@@ -1,8 +1,9 @@
 """One learner rank in a process of its own: `python learner_ranks.py SPECS.json RANK`.
 
 SPECS: a list of {"config", "world_size", "first_step", "num_steps", "save_at", "save_to", "load_from",
-"out"}: learners of their own, one after the other. Each writes `<out>-<rank>.npz`: per-step loss and
-grad_norm, the fp32 weights and the published bits of rank 0.
+"parts", "out"}: learners of their own, one after the other. Each writes `<out>-<rank>.npz`: per-step loss and
+grad_norm, the fp32 weights and the published bits of rank 0, and the first step's gradient. `parts`: groups
+in each part of a step; none: steps are whole.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import json
 import socket
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,8 @@ from echo_planes.config.schema import Config
 from echo_planes.types import TrainBatch
 
 VOCABULARY = 48
+TOKEN_COLUMNS = ("token_ids", "loss_mask", "sampler_logprobs", "token_versions")
+TRAJECTORY_COLUMNS = ("rewards", "advantage_groups", "advantages", "versions", "correct", "cut_off")
 LIMIT_S = 400.0  # of all; the machine may be busy
 
 
@@ -61,6 +66,29 @@ def make_batch(step: int, num_groups: int = 6, samples: int = 4) -> TrainBatch:
     )
 
 
+def parts_of(batch: TrainBatch, sizes: Sequence[int]) -> list[TrainBatch]:
+    """A batch in parts of so many groups each; the sizes add up to the groups of the batch."""
+    bounds = np.cumsum([0, *sizes])
+    parts = []
+    for first, stop in pairwise(bounds.tolist()):
+        (own,) = np.nonzero((batch.advantage_groups >= first) & (batch.advantage_groups < stop))
+        of_token = slice(batch.offsets[own[0]], batch.offsets[own[-1] + 1])
+        of_trajectory = slice(own[0], own[-1] + 1)
+        columns = {name: getattr(batch, name)[of_token] for name in TOKEN_COLUMNS}
+        columns |= {name: getattr(batch, name)[of_trajectory] for name in TRAJECTORY_COLUMNS}
+        parts.append(
+            replace(
+                batch,
+                trajectory_ids=batch.trajectory_ids[of_trajectory],
+                offsets=batch.offsets[own[0] : own[-1] + 2] - batch.offsets[own[0]],
+                step_trajectories=batch.num_trajectories,
+                last=stop == bounds[-1],
+                **columns,
+            )
+        )
+    return parts
+
+
 def agreed_port(path: Path, rank: int) -> int:
     """A port that is free now, found by rank 0 and told to the others in a file."""
     if rank == 0:
@@ -86,20 +114,51 @@ def main(spec: dict[str, Any], rank: int) -> None:
     if spec.get("load_from"):
         learner.load(Path(spec["load_from"]))
     stats = []
+    gradient = watch_gradient(learner)
     for step in range(spec["first_step"], spec["first_step"] + spec["num_steps"]):
         if step == spec.get("save_at"):
             learner.save(Path(spec["save_to"]))
-        stats.append(asdict(learner.train_step(make_batch(step))))
+        *earlier, last = parts_of(make_batch(step), spec["parts"]) if "parts" in spec else [make_batch(step)]
+        for part in earlier:
+            learner.train_part(part)
+        stats.append(asdict(learner.train_step(last)))
     probe = learner.logprobs(make_batch(999))
     bits = learner.state_bits()
     columns = {name: np.array([s[name] for s in stats]) for name in ("loss", "grad_norm", "num_updates")}
     weights = {f"bits/{name}": array.reshape(shape) for name, (array, shape) in bits.items()}
     masters = {f"fp32/{name}": array for name, array in master_weights(learner).items()}
-    np.savez(f"{spec['out']}-{rank}.npz", allow_pickle=False, probe=probe, **columns, **weights, **masters)
+    np.savez(
+        f"{spec['out']}-{rank}.npz",
+        allow_pickle=False,
+        probe=probe,
+        **columns,
+        **weights,
+        **masters,
+        **gradient,
+    )
     learner.close()
     left = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     if any("gloo" in name for name in left):
         raise RuntimeError(f"close() left threads of gloo: {left}")
+
+
+def watch_gradient(learner: Any) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
+    """The gradient of the learner's first update from now on, summed over ranks; empty until that is made."""
+    from deepspeed.utils import safe_get_full_grad
+
+    found: dict[str, Any] = {}
+    engine = learner._engine
+    step = engine.step
+
+    def watched(rate: float) -> float:
+        if not found:
+            for name, parameter in engine._engine.module.named_parameters():
+                own = parameter.grad if engine._config.zero_stage == 0 else safe_get_full_grad(parameter)
+                found[f"gradient/{name}"] = own.detach().float().cpu().numpy().reshape(-1)
+        return float(step(rate))
+
+    engine.step = watched
+    return found
 
 
 def master_weights(learner: Any) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:

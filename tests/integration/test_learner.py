@@ -52,8 +52,11 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def write_model(folder: Path) -> Path:
     """A random two-layer model with a tied lm_head, saved as bf16."""
-    folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(5)
     config = Qwen3Config(
         vocab_size=VOCABULARY,

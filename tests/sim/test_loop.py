@@ -255,3 +255,59 @@ def test_a_stop_request_ends_after_the_step_with_a_checkpoint(tmp_path: Path) ->
     assert outcome.status == "stopped"
     saved = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     assert saved == [f"step-{len(trace.batches):06d}"]
+
+
+def in_parts(config: Config, groups: int = 1) -> Config:
+    return replace_section(config, learner={"micro_batch_groups": groups})
+
+
+def test_a_step_is_trained_while_its_last_answers_are_sampled(tmp_path: Path) -> None:
+    """With a slow worker: one version a step, all its groups, nothing twice, and it takes less time."""
+    took_s = {}
+    for groups in (1, 2, 3, 4):
+        config = in_parts(tiny_config(max_staleness=0), groups)
+        slow = {"seconds_per_token": (0.05, 1.0), "t_train_s": 8.0}
+        outcome, trace = run(tmp_path / str(groups), config, **slow)
+        assert outcome.status == "done"
+        assert len(trace.batches) == 20
+        for batch in trace.batches:
+            assert batch.versions.tolist() == [batch.step] * 8
+            assert len(set(batch.advantage_groups.tolist())) == 4
+        assert outcome.counts.trained == 20 * 8
+        took_s[groups] = trace.idle_s
+    assert took_s[1] < 0.5 * took_s[4]  # of waiting
+    assert took_s[1] <= took_s[2] <= took_s[4]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_learner_killed_between_two_parts_resumes_without_skipping_or_repeating(
+    tmp_path: Path, parts: int
+) -> None:
+    config = in_parts(tiny_config(max_staleness=0))
+    config = replace_section(config, checkpoint={"every": 5, "keep": 2})
+    faults = Faults(learner_dies_at_step=13, learner_dies_after=parts)
+    slow = (0.05, 1.0)
+    with pytest.raises(RunError, match="killed at step 13"):
+        Simulation(config, tmp_path, faults=faults, seconds_per_token=slow).run()
+    resumed = Simulation(config, tmp_path, seed=1, seconds_per_token=slow)
+    outcome, trace = resumed.run(resume_dir=tmp_path / "checkpoints" / "step-000010", lineage="sim2")
+    check(config, outcome, trace)
+    assert [batch.step for batch in trace.batches] == list(range(10, 20))
+    assert outcome.counts.trained == 20 * 8
+    rows = StoreSnapshot(tmp_path / REPLAY_FOLDER).table().to_pylist()
+    trained = Counter(row["trajectory_id"] for row in rows if row["fate"] == "trained")
+    assert len(trained) == 20 * 8
+    assert set(trained.values()) == {1}
+
+
+def test_a_stop_between_two_parts_comes_after_the_step(tmp_path: Path) -> None:
+    for seed in range(4):
+        config = in_parts(tiny_config(steps=1000, max_staleness=0))
+        simulation = Simulation(
+            config, tmp_path / str(seed), stop_at_s=30.0 + seed, seconds_per_token=(0.05, 1.0), t_train_s=8.0
+        )
+        outcome, trace = simulation.run()
+        assert outcome.status == "stopped"
+        saved = sorted(p.name for p in (tmp_path / str(seed) / "checkpoints").iterdir())
+        assert saved == [f"step-{len(trace.batches):06d}"]
+        assert outcome.counts.trained == 8 * len(trace.batches)

@@ -29,6 +29,7 @@ from echo_planes.data.replay.buffer_state import Accepted, BufferState, NotReady
 from echo_planes.data.replay.checkpoint_state import STATE_NAME, load_checkpoint_state, write_checkpoint_state
 from echo_planes.data.replay.refill import Refill
 from echo_planes.data.store.index import GroupIndex
+from echo_planes.errors import LeaseError
 from echo_planes.types import Group, Lease, LeaseTokens, PartialRollout, Prompt, Sample, Span
 from tests.thorough import THOROUGH
 from tests.unit.test_buffer import Buffer, answer
@@ -37,6 +38,7 @@ from tests.unit.test_checkpoint import of_lineage
 STEPS = 12
 SEEDS_PER_SETTING = 40
 REFILL_SCHEDULES = 1000 if THOROUGH else 100  # of each of ten settings
+PART_SCHEDULES = 2500 if THOROUGH else 100  # of each of four settings
 LEASE_S = 40.0
 SELECTORS = ("fifo", "freshest", "uniform", "staleness", "reward")
 
@@ -69,7 +71,13 @@ class Schedule:
     """One random run of buffer, learner and workers."""
 
     def __init__(
-        self, seed: int, max_staleness: int, policy: str, selector: str, refill: bool = False
+        self,
+        seed: int,
+        max_staleness: int,
+        policy: str,
+        selector: str,
+        refill: bool = False,
+        parts: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
         kappa = self.rng.randint(1, max_staleness + 1)
@@ -89,6 +97,9 @@ class Schedule:
         self.replaced = 0  # groups, for the batch to come
         self.recent: deque[bool] = deque(maxlen=4 * self.groups_per_step)
         self.set_aside: set[int] = set()  # their prompts, of all batches
+        self.part_groups = self.rng.randint(1, self.groups_per_step) if parts else None
+        self.in_step = 0  # groups of the step that is being made, in its parts
+        self.num_parts = 0
         self.seed = seed
         self.resumes = 0
         self.finished: list[int] = []  # tokens of accepted groups
@@ -123,6 +134,7 @@ class Schedule:
             index=index,
             state=state,
             refill=self.refill,
+            part_groups=self.part_groups,
         )
 
     def run(self) -> None:
@@ -151,6 +163,9 @@ class Schedule:
         assert counts.accepted == parts
         assert counts.uninformative == 2 * len(self.set_aside)
         assert counts.leased == 2 * len(self.live())
+        if self.staleness.max_staleness == 0:
+            admissible = sum(held.lease.version >= self.buffer.step for held in self.live())
+            assert self.in_step + counts.buffered // 2 + admissible <= self.groups_per_step
         open_tokens = sum(len(call.tokens) for calls in self.kept.values() for call in calls)
         assert self.streamed == self.in_accepted + counts.discarded_tokens + open_tokens
         assert (counts.continued, counts.continued_tokens) == (self.continued, self.continued_tokens)
@@ -183,7 +198,7 @@ class Schedule:
     def may_go_on(self, oldest: int) -> bool:
         """Whether a group whose oldest token is of that version may be begun now."""
         step, budget = self.buffer.step, self.staleness.max_staleness
-        buffered = self.buffer.counts.buffered // 2
+        buffered = self.buffer.counts.buffered // 2 + self.in_step
         leased = sum(held.lease.version >= step - budget for held in self.live())
         within = buffered + leased < max(0, oldest + budget - step + 1) * self.groups_per_step
         u = sum(self.recent) / (len(self.recent) + 1)  # of the leased ones so many fill no queue
@@ -381,7 +396,14 @@ class Schedule:
             self.ended(held)
 
     def resume(self) -> None:
-        """The run is saved and dies at once; another lineage goes on, with new incarnations of workers."""
+        """The run is saved and dies at once; another lineage goes on, with new incarnations of workers.
+
+        Between two parts of a step it cannot be saved.
+        """
+        if self.in_step:
+            with pytest.raises(LeaseError, match="not yet"):
+                self.buffer.state()
+            return
         for held in self.live():
             self.ended(held)
         oldest = self.buffer.step - self.staleness.max_staleness
@@ -415,9 +437,11 @@ class Schedule:
             if batch.reason == "starved":
                 self.publish()  # a starved learner publishes its current version, again if need be
             return
-        self.training = True
-        self.replaced = 0
         self.inspect(batch)
+        if self.buffer.step == self.trained:
+            return  # the other parts of this step are still to come
+        self.in_step = self.replaced = 0
+        self.training = True
         budget = self.staleness.max_staleness
         for held in self.live() if self.staleness.policy == "wait" else []:
             if self.holds(held) and held.lease.version >= self.trained - budget:
@@ -428,7 +452,15 @@ class Schedule:
         self.buffer.publish(self.newest, f"d{self.newest}")
 
     def inspect(self, batch: list[Accepted]) -> None:
-        assert len(batch) == self.groups_per_step
+        self.num_parts += 1
+        self.in_step += len(batch)
+        if self.part_groups is None:
+            assert len(batch) == self.groups_per_step
+        elif self.buffer.step == self.trained:
+            assert self.part_groups <= len(batch)
+            assert self.in_step < self.groups_per_step
+        else:
+            assert self.in_step == self.groups_per_step
         assert len({group.group_id for group in batch}) == len(batch)
         self.taken += len(batch)
         for group in batch:
@@ -487,3 +519,23 @@ def test_bound_ledger_and_liveness_where_groups_without_a_signal_are_replaced(
         resumes += schedule.resumes
     assert seen["uninformative"] > 20 * REFILL_SCHEDULES
     assert min(seen["expired"], seen["continued"], at_limit, resumes) > 0.15 * REFILL_SCHEDULES, seen
+
+
+@pytest.mark.parametrize("policy", ["drop", "wait"])
+@pytest.mark.parametrize("refill", [False, True])
+def test_steps_in_parts_train_exactly_their_groups_and_one_version(policy: str, refill: bool) -> None:
+    """S = 0, as `learner.micro_batch_groups` asks: no group too many is leased, whatever the parts are."""
+    seen = {"accepted": 0, "expired": 0, "continued": 0}
+    parts = steps = resumes = 0
+    for seed in range(PART_SCHEDULES):
+        schedule = Schedule(seed, 0, policy, "fifo", refill, parts=True)
+        try:
+            schedule.run()
+        except AssertionError as failure:
+            raise AssertionError(f"seed {seed}, {policy}, refill {refill}: {failure}") from failure
+        assert schedule.buffer.counts.trained == 2 * STEPS * schedule.groups_per_step
+        for name in seen:
+            seen[name] += getattr(schedule.buffer.counts, name)
+        parts, steps, resumes = parts + schedule.num_parts, steps + STEPS, resumes + schedule.resumes
+    assert parts > 1.3 * steps
+    assert min(*seen.values(), resumes) > 0.15 * PART_SCHEDULES, (seen, resumes)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from echo_planes.data.replay.batch import MOST_PARTS, make_batch, part_means
@@ -20,7 +21,7 @@ from echo_planes.data.tasks.adapter import (
 from echo_planes.errors import TaskError
 from echo_planes.learning.advantages import EPS, compute_advantages
 from echo_planes.testing.fakes import FakeTask, FakeTokenizer
-from echo_planes.types import Group, Omega, Prompt, Reward
+from echo_planes.types import Group, Omega, Prompt, Reward, TrainBatch, joined_batch
 from tests.unit.test_schema import make_group
 
 
@@ -36,6 +37,33 @@ def test_a_batch_lays_trajectories_end_to_end() -> None:
     assert batch.versions.tolist() == [4, 4, 6, 6]
     assert all(math.isnan(advantage) for advantage in batch.advantages)
     assert (batch.num_trajectories, batch.num_tokens) == (4, 8)
+
+
+def test_the_parts_of_a_step_join_to_its_batch() -> None:
+    groups = [make_group(name, 4) for name in "abcd"]
+    rewards = iter([{"x": 1.0}, {"x": 3.0, "y": 2.0}, {}, {"x": 5.0}, {"y": 4.0}, {}, {"z": 1.0}, {"x": 7.0}])
+    groups = [
+        replace(
+            group,
+            trajectories=tuple(
+                replace(t, reward=Reward(1.0, True, next(rewards))) for t in group.trajectories
+            ),
+        )
+        for group in groups
+    ]
+    whole = make_batch(3, groups, train_everything)
+    parts = [make_batch(3, some, train_everything) for some in (groups[:1], groups[1:3], groups[3:])]
+    found = joined_batch([*(replace(part, last=False) for part in parts[:-1]), parts[-1]])
+    assert found.last
+    for field in fields(TrainBatch):
+        value = getattr(whole, field.name)
+        if isinstance(value, np.ndarray):
+            np.testing.assert_array_equal(getattr(found, field.name), value)
+        elif field.name == "reward_parts":
+            assert found.reward_parts == (("x", 4.0, 4), ("y", 3.0, 2), ("z", 1.0, 1)) == value
+        else:
+            assert getattr(found, field.name) == value
+    assert joined_batch(parts[:1]) is parts[0]
 
 
 def test_every_token_has_its_version_and_every_answer_its_end() -> None:
@@ -64,11 +92,11 @@ def test_the_parts_of_rewards_have_means_of_the_answers_that_have_them() -> None
         replace(second, trajectories=tuple(trajectories[2:])),
     ]
     batch = make_batch(0, groups, train_everything)
-    assert batch.reward_parts == (("format", 0.5), ("turns", 3.0))
+    assert batch.reward_parts == (("format", 0.5, 3), ("turns", 3.0, 1))
     assert part_means([]) == ()
     many = [Reward(0.0, False, {f"{i:03}": 1.0 for i in range(n)}) for n in (900, 10)]
     assert len(part_means(many)) == MOST_PARTS
-    assert {f"{i:03}" for i in range(10)} <= {name for name, _ in part_means(many)}
+    assert {f"{i:03}" for i in range(10)} <= {name for name, _, _ in part_means(many)}
 
 
 def test_a_task_may_set_masks_groups_and_advantages() -> None:

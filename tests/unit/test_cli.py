@@ -232,6 +232,25 @@ def test_objectives_that_make_no_sense_are_refused(words: list[str], parts: list
     names(refusal(*words), "objective", *parts)
 
 
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ([], ["staleness.max_staleness=3", "set staleness.max_staleness=0"]),
+        (["staleness.max_staleness=0", "staleness.selector=uniform"], ["staleness.selector=uniform", "fifo"]),
+        (
+            ["staleness.max_staleness=0", "learner.updates_per_step=2"],
+            ["learner.updates_per_step=2", "one update"],
+        ),
+        (
+            ["staleness.max_staleness=0", "sampling.overlong=mask"],
+            ["sampling.overlong=mask", "keep or penalty"],
+        ),
+    ],
+)
+def test_a_step_in_parts_is_synchronous(words: list[str], parts: list[str]) -> None:
+    names(refusal("learner.micro_batch_groups=2", *words), "learner.micro_batch_groups=2", *parts)
+
+
 def test_uncorrected_training_is_possible_where_it_is_asked_for() -> None:
     plain = ["objective.tis_level=none"]
     assert load_config([*plain, "objective.uncorrected=true"]).objective.uncorrected

@@ -130,7 +130,7 @@ def test_a_step_line_says_what_the_batch_was(tmp_path: Path) -> None:
     assert "step 3/4" in books.screen.getvalue()
     assert "reward_parts" not in row  # no answer has any
     books.journal.on_step(
-        replace(batch(3, "c"), reward_parts=(("format", 0.5),)), stats(3), 1.0, BufferCounts()
+        replace(batch(3, "c"), reward_parts=(("format", 0.5, 2),)), stats(3), 1.0, BufferCounts()
     )
     assert read_metrics(tmp_path)[-1]["reward_parts"] == {"format": 0.5}
 

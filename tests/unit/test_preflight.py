@@ -181,6 +181,20 @@ def test_a_port_somebody_listens_on(tmp_path: Path, taken_port: int, key: str) -
     preflight.check(config(**{section: {name: free_port()}}), tmp_path / "run")
 
 
+@pytest.mark.parametrize(("name", "fits"), [("grpo", True), ("gspo", True), ("dapo", False), ("rloo", False)])
+def test_a_step_in_parts_needs_an_objective_that_divides_by_answers(name: str, fits: bool) -> None:
+    settings = config(
+        learner={"micro_batch_groups": 2}, staleness={"max_staleness": 0}, objective={"name": name}
+    )
+    if fits:
+        preflight.check_extensions(settings)
+        return
+    with pytest.raises(ConfigError) as caught:
+        preflight.check_extensions(settings)
+    for part in ("learner.micro_batch_groups", f"objective.name={name}", "not known before", "grpo"):
+        assert part in str(caught.value)
+
+
 def test_a_folder_that_another_run_has_is_refused_unless_it_is_resumed(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     message = refusal(ConfigError, Config(), tmp_path)

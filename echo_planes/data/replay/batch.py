@@ -91,11 +91,11 @@ def make_batch(
     )
 
 
-def part_means(rewards: Sequence[Reward]) -> tuple[tuple[str, float], ...]:
-    """Return the mean of each part over the rewards that have it, by name; only `MOST_PARTS` commonest."""
+def part_means(rewards: Sequence[Reward]) -> tuple[tuple[str, float, int], ...]:
+    """Return each part's mean over the rewards with it, and their number; only `MOST_PARTS` commonest."""
     counts = Counter(name for reward in rewards for name in reward.parts)
     sums = dict.fromkeys(sorted(name for name, _ in counts.most_common(MOST_PARTS)), 0.0)
     for reward in rewards:
         for name in sums.keys() & reward.parts.keys():
             sums[name] += reward.parts[name] / counts[name]
-    return tuple(sums.items())
+    return tuple((name, mean, counts[name]) for name, mean in sums.items())

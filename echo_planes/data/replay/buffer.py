@@ -11,7 +11,9 @@ Invariants (kept by property tests):
 - a lease ends exactly once;
 - the learner never waits for permits while an admissible worker is alive: a lease takes the permit of a whole
   group, which returns when the lease ends or its group is set aside, and one batch is always allowed;
-- at most `refill.max_groups` groups are set aside for a batch.
+- at most `refill.max_groups` groups are set aside for a batch;
+- the parts of a step have `groups_per_step` groups together; until the last one is formed, those taken count
+  as outstanding, so no further group of the step is leased in their place.
 """
 
 from __future__ import annotations
@@ -73,6 +75,8 @@ class ReplayBuffer:
         rules: bounds on every message; None: a simulation, whose messages carry no real tokens.
         dispatch: decides which worker gets which prompts; None: even shares of the permits.
         tick_s: shortest time between two moves of leases, seconds.
+        part_groups: fewest groups of a part of a step (the last one may have fewer), where S = 0; None: a
+            step comes as one batch.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class ReplayBuffer:
         rules: Rules | None = None,
         dispatch: DispatchPolicy | None = None,
         tick_s: float = 0.0,
+        part_groups: int | None = None,
     ) -> None:
         self._rules = rules
         self._malformed: Counter[str] = Counter()  # messages of each worker since its last accepted group
@@ -98,6 +103,8 @@ class ReplayBuffer:
         self._settings = self._staleness = staleness  # as configured, and in force
         self._refill = refill
         self._groups_per_step = groups_per_step
+        self._part_groups = part_groups
+        self._taken = 0  # groups of the present step, in parts that were formed
         self._samples = samples_per_prompt
         self._lineage = lineage
         self._rng = np.random.default_rng(seed)
@@ -152,7 +159,15 @@ class ReplayBuffer:
         return BufferCounts(**{**self._tally, **now})
 
     def state(self) -> BufferState:
-        """Return the state to save. Leased prompts count as returned, with their streamed tokens."""
+        """Return the state to save. Leased prompts count as returned, with their streamed tokens.
+
+        Raises:
+            LeaseError: a part of the present step was formed, and not its last one.
+        """
+        if self._taken:
+            raise LeaseError(
+                f"{self._taken} groups of step {self._step} are in its update, the others not yet"
+            )
         live = self._leases.live
         leased = tuple(lease.prompt.index for lease in live)
         oldest = oldest_admissible(self._step, self._staleness.max_staleness)
@@ -368,6 +383,9 @@ class ReplayBuffer:
     def next_batch(self, step: int, now_s: float) -> list[Accepted] | NotReady:
         """Form the batch of update `step` (t) from whole groups, or return why it cannot be formed.
 
+        With `part_groups`, form a part of it from all that is buffered, once that is enough. `step` is then
+        the number of batches formed until the last part is.
+
         If too few new groups are buffered and `reuse` allows it, trained groups fill up the batch: those
         trained least often first, then the newest. At least 1 in `reuse` groups is new, so that the mean
         number of times a group is trained stays within `reuse`.
@@ -382,11 +400,15 @@ class ReplayBuffer:
         for group in [g for g in self._groups.values() if g.version < oldest]:
             self._drop(self._groups.pop(group.group_id))
         self._again = {g: uses for g, uses in self._again.items() if g.version >= oldest}
-        num_new = min(len(self._groups), self._groups_per_step)
-        num_again = self._groups_per_step - num_new
-        if num_new * self._staleness.reuse < self._groups_per_step or num_again > len(self._again):
+        wanted = self._groups_per_step - self._taken
+        num_new = min(len(self._groups), wanted)
+        if self._part_groups is not None and num_new >= min(self._part_groups, wanted):
+            wanted = num_new
+        num_again = wanted - num_new
+        if num_new * self._staleness.reuse < wanted or num_again > len(self._again):
             return self._what_is_missing()
-        waiting = self._staleness.policy == "wait"
+        # No other step is formed before the leased groups of this one are in it, so none can become too old.
+        waiting = self._staleness.policy == "wait" and self._part_groups is None
         urgent = num_urgent(
             buffered_versions=[group.version for group in self._groups.values()],
             leased_versions=[lease.version for lease in self._admissible_leases()] if waiting else [],
@@ -412,9 +434,11 @@ class ReplayBuffer:
             if uses < self._staleness.reuse:
                 self._again[group] = uses
         self._count(trained=num_new * self._samples, reused=num_again * self._samples)
-        self._step += 1
-        self._replaced = 0
-        self.dispatcher.batch_formed()
+        self._taken = (self._taken + wanted) % self._groups_per_step
+        if not self._taken:
+            self._step += 1
+            self._replaced = 0
+            self.dispatcher.batch_formed()
         # In the order of their prompts, so that the update does not depend on which worker finished first.
         return sorted(new + used, key=lambda group: group.prompt_index)
 
@@ -449,10 +473,10 @@ class ReplayBuffer:
         return refill is not None and self._replaced < refill.max_groups and not refill.carries_signal(group)
 
     def _outstanding(self) -> int:
-        """Return how many groups may still be trained: buffered ones, and those of admissible leases."""
+        """Return how many groups are in the parts of the present step, buffered, or of admissible leases."""
         oldest = oldest_admissible(self._step, self._staleness.max_staleness)
         leased = sum(count for version, count in self._leases.versions.items() if version >= oldest)
-        return len(self._groups) + leased
+        return self._taken + len(self._groups) + leased
 
     def _permits(self, version: int, ended: int = 0) -> int:
         """Return how many groups of oldest version `version` may be leased after `ended` leases end."""
@@ -464,7 +488,7 @@ class ReplayBuffer:
             groups_per_step=self._groups_per_step,
             outstanding_groups=outstanding,
             queue_batches=self._staleness.queue_batches,
-            leased_groups=outstanding - len(self._groups),
+            leased_groups=outstanding - self._taken - len(self._groups),
             uninformative=sum(self._recent) / (len(self._recent) + 1),
         )
 
@@ -485,7 +509,7 @@ class ReplayBuffer:
         return [lease for lease in self._leases.live if lease.version >= oldest]
 
     def _what_is_missing(self) -> NotReady:
-        have = f"{len(self._groups)} of {self._groups_per_step} groups buffered"
+        have = f"{len(self._groups)} of {self._groups_per_step - self._taken} groups buffered"
         newest = max(self._workers.versions, default=-1)
         serving = newest >= 0 and is_admissible(newest, self._step, self._staleness.max_staleness)
         if not serving and self._outstanding() < self._groups_per_step:

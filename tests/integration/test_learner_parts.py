@@ -1,0 +1,71 @@
+"""A step that is trained in parts makes the update of the whole batch: real DeepSpeed, one and two ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.integration.test_learner import Arrays, run_together, settings, write_model
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+STEPS = 3
+EVEN, EMPTY_LAST = (2, 2, 2), (1, 4, 1)  # groups 2 and 5 have no gradient
+WHOLE = (6,)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A learner whose steps come in parts of so many groups; one part: the whole step."""
+
+    world_size: int
+    zero_stage: int
+    objective: str
+    parts: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return "-".join(map(str, (self.world_size, self.zero_stage, self.objective, *self.parts)))
+
+
+STAGES = [(ranks, stage, "grpo") for ranks in (1, 2) for stage in (0, 1, 2, 3)]
+OBJECTIVES = [(1, 1, "gspo"), (2, 2, "dr_grpo")]
+KINDS = STAGES + OBJECTIVES
+PARTS = [EVEN, EMPTY_LAST]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Run, Arrays]:
+    """Of every kind: in parts, and whole. All in one process a rank."""
+    model = write_model(tmp_path_factory.mktemp("model"))
+    specs: dict[Run, dict[str, Any]] = {}
+    for ranks, stage, objective in KINDS:
+        for parts in (WHOLE, *PARTS):
+            run = Run(ranks, stage, objective, parts)
+            config = settings(model, stage, "fp32", objective={"name": objective, "clip_delta": None})
+            specs[run] = {"config": config, "first_step": 0, "num_steps": STEPS}
+            if parts != WHOLE:
+                specs[run]["parts"] = parts
+    return run_together(tmp_path_factory.mktemp("parts"), specs)
+
+
+def relative_difference(one: Arrays, other: Arrays, prefix: str) -> float:
+    names = [name for name in one if name.startswith(prefix)]
+    assert names
+    differences = [np.linalg.norm(one[name] - other[name]) for name in names]
+    return float(np.linalg.norm(differences) / np.linalg.norm([np.linalg.norm(one[name]) for name in names]))
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_gradient_of_parts_is_that_of_the_whole_batch(
+    found: dict[Run, Arrays], kind: tuple[int, int, str], parts: tuple[int, ...]
+) -> None:
+    whole, split = found[Run(*kind, WHOLE)], found[Run(*kind, parts)]
+    assert relative_difference(whole, split, "gradient/") <= 1e-6
+    np.testing.assert_allclose(split["grad_norm"], whole["grad_norm"], rtol=1e-5)
+    np.testing.assert_allclose(split["loss"], whole["loss"], rtol=1e-4, atol=1e-6)
+    assert split["num_updates"].tolist() == whole["num_updates"].tolist() == [1, 2, 3]
