@@ -72,6 +72,22 @@ def test_a_peer_that_leaves_or_restarts_is_replaced_by_the_one_before_it() -> No
     assert fleet.send(PeerLeft("nobody")) == []
 
 
+def test_a_lost_peer_whose_parent_was_expelled_meanwhile_joins_again() -> None:
+    fleet = Fleet("xc")
+    fleet.publish(0, 50_000)
+    fleet.mute.add("c")
+    fleet.run(4.0)
+    assert fleet.tracker.parents() == {"x": SENDER_ID}
+    for child in "def":
+        fleet.join("x")
+        fleet.join(child)
+        fleet.send(Accusation("x", by=child))
+    assert fleet.tracker.is_dropped("x")
+    assert fleet.tracker.assignment("c") is None
+    fleet.report("c")
+    assert fleet.tracker.assignment("c") == Assign("c", "f", "http://f", "")
+
+
 def test_nobody_may_call_itself_sender() -> None:
     assert Fleet("a").send(PeerJoined(SENDER_ID, "http://evil", "")) == []
 
@@ -365,6 +381,30 @@ def test_repeated_trouble_makes_a_peer_rollout_only() -> None:
     fleet.run(1.0)
     assert "b" in fleet.tracker.parents()
     assert "b" not in fleet.tracker.parents().values()
+
+
+def test_a_demoted_peer_that_joins_again_forwards_no_more_than_before() -> None:
+    fleet = running()
+    fleet.send(Accusation("b", by="c"))
+    fleet.send(Accusation("a", by="c"))
+    fleet.join("c")
+    fleet.join("x")
+    fleet.run(60.0)
+    fleet.publish(1, 1000)
+    fleet.run(3.0)
+    assert "c" not in fleet.tracker.parents().values()
+
+
+def test_a_peer_cannot_erase_its_faults_by_joining_again() -> None:
+    fleet = Fleet("abcd")
+    for version in range(4):
+        fleet.publish(version, 4000)
+        fleet.mute.add("b")
+        fleet.run(3.0)
+        fleet.mute.clear()
+        fleet.send(PeerJoined("b", "http://b", ""))
+        fleet.run(12.0)
+    assert [a.peer_id for a in fleet.actions if isinstance(a, Demote)] == ["b"]
 
 
 def test_trouble_between_publications_is_repaired_and_forgotten() -> None:

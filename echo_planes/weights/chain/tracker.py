@@ -127,9 +127,11 @@ class Tracker:
     # --- asked by the sender's node ---------------------------------------------------------------
 
     def assignment(self, peer_id: str) -> Assign | None:
-        """Return the peer's present parent; None: the peer is unknown and must join, or it was dropped."""
+        """Return the peer's present parent; None: the peer was dropped, or must join: it is unknown, or was
+        lost and its parent is gone."""
         peer = self._peers.get(peer_id)
-        return self._assign(peer_id, peer.parent_id) if peer and peer.parent_id else None
+        known = peer and (peer.parent_id == SENDER_ID or peer.parent_id in self._peers)
+        return self._assign(peer_id, peer.parent_id) if peer and known else None
 
     def cancelled(self, peer_id: str) -> list[PublicationKey]:
         """Return the newest publications that the peer must no longer request, closed ones included."""
@@ -202,7 +204,9 @@ class Tracker:
         self._remove(event.peer_id)
         self._regions[event.peer_id] = event.region
         stats = replace(stats, region=event.region)
-        self._peers[event.peer_id] = Peer(stats, event.address, now_s, fed_s=now_s)
+        peer = self._peers[event.peer_id] = Peer(stats, event.address, now_s, fed_s=now_s)
+        if known:  # joining again must not erase faults
+            peer.rollout_only, peer.struck = known.rollout_only, known.struck
         self._place(event.peer_id)
 
     def _place(self, peer_id: str) -> None:
