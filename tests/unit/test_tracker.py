@@ -301,6 +301,22 @@ def test_nobody_is_accused_but_by_its_present_child(about: str) -> None:
     assert fleet.tracker.parents() == before
 
 
+def test_a_lost_peer_accuses_nobody() -> None:
+    fleet = running()
+    fleet.extra["c"] = {"parent_silent_s": 1.1, "parent_closed": True}
+    fleet.run(STEP_S)
+    fleet.mute.add("c")
+    fleet.run(2.0)
+    before = fleet.tracker.parents()
+    assert "c" not in before
+    assert fleet.send(Accusation("a", by="c")) == []
+    assert fleet.tracker.parents() == before
+    fleet.mute.clear()
+    fleet.report("c")
+    assert sum("c" in chain for chain in fleet.tracker.chains()) == 1
+    assert fleet.tracker.parents()["c"] == fleet.tracker.chains()[0][-2]
+
+
 def test_whoever_accuses_one_parent_after_another_is_not_believed() -> None:
     fleet = running()
     fleet.send(Accusation("b", by="c"))

@@ -231,7 +231,9 @@ class Tracker:
 
     def _accuse(self, event: Accusation, now_s: float) -> None:
         child = self._peers.get(event.by)
-        if child is None or event.peer_id not in self._peers or child.parent_id != event.peer_id:
+        if child is None or child.lost or event.peer_id not in self._peers:
+            return
+        if child.parent_id != event.peer_id:
             return  # a child knows the bytes of its present parent alone
         accusers = self._accused.setdefault(event.peer_id, set())
         if any(event.by in others for accused, others in self._accused.items() if accused != event.peer_id):
