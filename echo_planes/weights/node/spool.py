@@ -37,8 +37,10 @@ def claim_folder() -> Path:
 
 def hold_folder(folder: Path) -> int:
     """Mark `folder` as in use while this process lives. Return the lock's file descriptor."""
-    descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    new = folder / f"{LOCK_NAME}.new"
+    descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    new.rename(folder / LOCK_NAME)  # `sweep` of another node sees the lock file only once it is held
     return descriptor
 
 
