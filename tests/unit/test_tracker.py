@@ -21,7 +21,6 @@ from echo_planes.weights.chain.events import (
     Drop,
     Event,
     PeerJoined,
-    PeerLeft,
     PublicationCommitted,
     PublicationOpened,
     Readmit,
@@ -65,11 +64,10 @@ def test_direct_is_a_star_without_repairs() -> None:
     assert fleet.run(6.0) == []
 
 
-def test_a_peer_that_leaves_or_restarts_is_replaced_by_the_one_before_it() -> None:
+def test_a_peer_that_restarts_is_replaced_by_the_one_before_it() -> None:
     fleet = Fleet("abc")
-    assert fleet.assigned(fleet.send(PeerLeft("b"))) == {"c": "a"}
-    assert fleet.assigned(fleet.send(PeerJoined("a", "http://a2", ""))) == {"c": SENDER_ID, "a": "c"}
-    assert fleet.send(PeerLeft("nobody")) == []
+    assert fleet.assigned(fleet.send(PeerJoined("b", "http://b2", ""))) == {"c": "a", "b": "c"}
+    assert fleet.assigned(fleet.send(PeerJoined("a", "http://a2", ""))) == {"c": SENDER_ID, "a": "b"}
 
 
 def test_a_lost_peer_whose_parent_was_expelled_meanwhile_joins_again() -> None:
@@ -333,12 +331,8 @@ def accused(by: str) -> Fleet:
         fleet.publish(version, 1000)
         others = [name for name in by if name != child]
         for name in others:
-            fleet.send(PeerLeft(name))
-        for name in others:
             fleet.join(name)
         while fleet.tracker.parents()[child] != "x":  # the order of joining is that of the chain
-            for name in ("x", child):
-                fleet.send(PeerLeft(name))
             for name in ("x", child):
                 fleet.join(name)
         fleet.send(Accusation("x", by=child))
@@ -559,8 +553,7 @@ def test_a_disturbed_broadcast_says_nothing_of_links(trouble: str) -> None:
     elif trouble == "join":
         fleet.join("x")
     else:
-        del fleet.have["d"]
-        fleet.send(PeerLeft("d"))
+        fleet.mute.add("d")
     fleet.run(STEP_S)
     fleet.extra.clear()
     fleet.run(16.0)
@@ -661,7 +654,6 @@ keys = st.builds(
 )
 events = st.one_of(
     st.builds(PeerJoined, names, names, names),
-    st.builds(PeerLeft, names),
     st.builds(PublicationOpened, keys, numbers),
     st.builds(SegmentAdded, keys, numbers, numbers),
     st.builds(PublicationCommitted, keys, numbers, numbers),

@@ -40,7 +40,6 @@ from echo_planes.weights.chain.events import (
     Drop,
     Event,
     PeerJoined,
-    PeerLeft,
     PublicationCommitted,
     PublicationOpened,
     Readmit,
@@ -166,8 +165,6 @@ class Tracker:
         match event:
             case PeerJoined():
                 self._join(event, now_s)
-            case PeerLeft(peer_id):
-                self._remove(peer_id)
             case PublicationOpened():
                 if not self._broadcasts:
                     self._replan(now_s)
