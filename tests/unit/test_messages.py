@@ -39,9 +39,7 @@ SETTINGS = NodeSettings(
         b'{"events": [{"kind": "PeerJoined\\n\\u001b[31m", "peer_id": "a"}]}',
         b'{"events": [], "' + b"x\\n" * 10**6 + b'": 1}',
         b'{"events": [{"kind": "PeerJoined", "peer_id": "\\ud800", "address": "", "region": ""}]}',
-        b'{"events": [{"kind": "PeerJoined", "address": "", "region": "", "peer_id": "'
-        + b"x" * 257
-        + b'"}]}',
+        b'{"events": [{"kind": "PeerJoined", "address": "", "peer_id": "' + b"x" * 257 + b'"}]}',
         b'{"events": [{"kind": "Tick"}]}',
         json.dumps({"events": [JOINED] * (MAX_EVENTS + 1)}).encode(),
     ],
