@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from echo_planes.errors import ClusterError
 from echo_planes.weights.node import spool
 from echo_planes.weights.node.spool import LOCK_NAME, PREFIX, hold_folder, sweep
 
@@ -28,6 +29,16 @@ def test_only_folders_of_dead_nodes_are_removed(tmp_path: Path) -> None:
     os.close(lock)
     sweep(tmp_path)
     assert not living.exists()
+
+
+def test_a_folder_that_cannot_be_held_is_told_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match="No such file"):
+        hold_folder(tmp_path / "nowhere")
+    folder = folder_in(tmp_path, "taken")
+    lock = hold_folder(folder)
+    with pytest.raises(ClusterError, match="another"):
+        hold_folder(folder)
+    os.close(lock)
 
 
 def test_a_node_that_just_begins_is_not_swept_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
