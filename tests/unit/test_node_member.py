@@ -135,6 +135,28 @@ def test_a_cancelled_publication_is_refused_without_waiting_for_the_parent(tmp_p
     asyncio.run(story())
 
 
+def test_a_publication_that_is_whole_is_not_refused_with_every_answer(tmp_path: Path) -> None:
+    async def story() -> None:
+        session = Unreachable()
+        shelf = Shelf(VERIFIER, LIMITS, tmp_path)
+        one = member(shelf, session, "http://sender")
+        await one._follow(Answer((Assign("w0", "w1", "http://w1", "shown"),)))
+        whole = signed(bytes(100), key=PATCH)
+        for segment in whole.segments:
+            shelf.add_segment(segment)
+        for at in whole.chunks:
+            shelf.add_chunk(ChunkFrame(PATCH, *at, whole.chunk(*at)))
+        shelf.commit(whole.manifest)
+        await one._follow(Answer((CancelBroadcast(PATCH, ("w0",)),)))
+        await asyncio.sleep(0)
+        assert [holding.key for holding in shelf.complete()] == [PATCH]
+        assert "http://w1/v1/unwanted" not in session.asked
+        await one.leave()
+        shelf.close()
+
+    asyncio.run(story())
+
+
 def test_a_stream_goes_on_after_there_was_no_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("echo_planes.weights.node.link.RETRY_S", (0.0, 0.0))
 
