@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from echo_planes.errors import ClusterError
+from echo_planes.errors import ClusterError, WeightsError
 from echo_planes.weights.chain.events import (
     PING_INTERVAL_S,
     Answer,
@@ -79,6 +79,21 @@ def test_a_peer_that_the_tracker_has_forgotten_is_asked_to_join_again(
             dispatch.handle(Tick())
         assert await answer_to(dispatch.report, report) == {"join": True}
         assert (await answer_to(dispatch.join, PeerJoined("w0", "http://w0:1", "")))["orders"]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("host", ["a..b", ".a", "x" * 64, "a." + "x" * 64, "a b", "[::1", ""])
+def test_an_address_whose_name_no_child_can_look_up_is_refused(host: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        feeds = Feeds(Shelf(VERIFIER, LIMITS, tmp_path))
+        dispatch = Dispatch(Tracker(TrackerSettings()), feeds, lambda line: None, "secret")
+        for sound in ("a-b.c_d.", "x" * 63 + ".e", "10.0.0.1", "[::1]"):
+            request: Any = Request(PeerJoined("w0", f"http://{sound}:1", ""))
+            await dispatch.join(request)
+        request = Request(PeerJoined("w0", f"http://{host}:1", ""))
+        with pytest.raises(WeightsError, match="joins with the address"):
+            await dispatch.join(request)
 
     asyncio.run(story())
 
