@@ -292,9 +292,11 @@ class RemoteWorker:
         return int(await self._actor.call("leave", limit_s))
 
     async def stop(self) -> None:
-        with suppress(RunError):  # the process may be gone already, which is no error here
-            await self._actor.call("stop")
-        ray.kill(self.handle)
+        try:
+            with suppress(RunError):  # the process may be gone already, which is no error here
+                await self._actor.call("stop")
+        finally:  # also if the caller waits no longer
+            ray.kill(self.handle)
 
 
 # --- planes --------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from echo_planes.types import Episode, Prompt, Reward, RewardFailure
 MAX_CHILDREN = 4
 GROW_AFTER_S = 1.0  # longest wait of a group for a free child, before the scorer starts one more
 START_LIMIT_S = 120.0  # importing the user's module, on a busy machine
-_MAX_REPLY_BYTES = 1 << 20
+_MAX_REPLY_BYTES = 4 << 20  # more than the largest reward that `data.tasks.reward_child` lets through
 
 
 class Scorer(Protocol):

@@ -143,6 +143,7 @@ class RolloutWorker:
     async def stop(self) -> None:
         """Stop pulling leases; end the scorer and the engine."""
         self._stopping = True
+        self._stirred.set()  # so that `run` ends
         await self._scorer.close()
         await self._engine.close()
 

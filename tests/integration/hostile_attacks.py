@@ -17,7 +17,7 @@ from typing import Any
 
 from msgspec import structs, to_builtins
 
-from echo_planes.weights.chain.events import Accusation, PeerJoined, PeerLeft, Report
+from echo_planes.weights.chain.events import Accusation, PeerJoined, Report
 from echo_planes.weights.node.door import MAX_PER_NODE
 from echo_planes.weights.node.transport import MAX_JSON_BYTES
 from echo_planes.weights.wire.credentials import bearer, credential
@@ -213,7 +213,6 @@ async def bomb(field: Field) -> str:
 
 ORDERS = {
     "joins in another's name": says("^422 .*for w0", PeerJoined("w0", "http://m:1", ""), what="join"),
-    "says that another has left": says("^422 .*for w0", PeerLeft("w0"), what="join"),
     "reports for another": says("^422 .*for w0", {**REPORT, "peer_id": "w0"}),
     "accuses in another's name": says("^422 .*for w1", Accusation("w0", by="w1")),
     "accuses one that is not its parent": Attack(accuse_another, "^200"),

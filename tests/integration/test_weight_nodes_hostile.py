@@ -49,7 +49,7 @@ def test_another_token_is_refused_by_every_node() -> None:
         async with Fleet() as fleet:
             worker = await fleet.add("w0")
             await fleet.until_obeyed(1, LIMIT_S)
-            asked = [("GET", "/v1/status"), ("GET", "/v1/publications"), ("POST", "/v1/feed?stream=0&of=1")]
+            asked = [("GET", "/v1/status"), ("POST", "/v1/feed?stream=0&of=1")]
             asked += [("POST", "/v1/tracker/join"), ("POST", "/v1/unwanted"), ("POST", "/control/commit")]
             headers = {"Authorization": "Bearer another", "X-Node": "w0"}
             async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(10)) as session:

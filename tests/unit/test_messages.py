@@ -9,12 +9,13 @@ from msgspec.structs import replace
 
 from echo_planes.errors import ConfigError, WeightsError
 from echo_planes.types import TensorSpec
-from echo_planes.weights.chain.events import MAX_EVENTS, Greeting, Heard, PeerLeft
+from echo_planes.weights.chain.events import MAX_EVENTS, Greeting, Heard, PeerJoined
 from echo_planes.weights.node.control import Failure, failure
 from echo_planes.weights.node.settings import NodeSettings
 from echo_planes.weights.wire.messages import decode
 from tests.unit.wire import SIGNER
 
+JOINED = {"kind": "PeerJoined", "peer_id": "a", "address": "http://a:1", "region": ""}
 SETTINGS = NodeSettings(
     "sender",
     "sender",
@@ -35,12 +36,12 @@ SETTINGS = NodeSettings(
         b'{"events": ' * 20_000,
         b'{"events": []} {}',
         b'{"events": NaN}',
-        b'{"events": [{"kind": "PeerLeft\\n\\u001b[31m", "peer_id": "a"}]}',
+        b'{"events": [{"kind": "PeerJoined\\n\\u001b[31m", "peer_id": "a"}]}',
         b'{"events": [], "' + b"x\\n" * 10**6 + b'": 1}',
-        b'{"events": [{"kind": "PeerLeft", "peer_id": "\\ud800"}]}',
-        b'{"events": [{"kind": "PeerLeft", "peer_id": "' + b"x" * 257 + b'"}]}',
+        b'{"events": [{"kind": "PeerJoined", "peer_id": "\\ud800", "address": "", "region": ""}]}',
+        b'{"events": [{"kind": "PeerJoined", "address": "", "peer_id": "' + b"x" * 257 + b'"}]}',
         b'{"events": [{"kind": "Tick"}]}',
-        json.dumps({"events": [{"kind": "PeerLeft", "peer_id": "a"}] * (MAX_EVENTS + 1)}).encode(),
+        json.dumps({"events": [JOINED] * (MAX_EVENTS + 1)}).encode(),
     ],
     ids=range(13),
 )
@@ -82,9 +83,9 @@ def test_rates_are_finite_and_no_smaller_than_nothing(number: str) -> None:
 
 
 def test_a_greeting_is_no_report() -> None:
-    text = b'{"events": [{"kind": "PeerLeft", "peer_id": "a"}]}'
-    assert decode(text, Greeting, "a greeting") == Greeting((PeerLeft("a"),))
-    with pytest.raises(WeightsError, match="PeerLeft"):
+    text = json.dumps({"events": [JOINED]})
+    assert decode(text, Greeting, "a greeting") == Greeting((PeerJoined("a", "http://a:1", ""),))
+    with pytest.raises(WeightsError, match="PeerJoined"):
         decode(text, Heard, "a report")
 
 

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,6 +134,51 @@ def on_shelves(story: Callable[[Shelf, Shelf], Awaitable[None]]) -> None:
 
 def versions(shelf: Shelf) -> list[int]:
     return [holding.key.version for holding in shelf.complete()]
+
+
+# --- a child that is gone or out -----------------------------------------------------------------
+
+
+class Deaf:
+    """Stands for the response of a feed whose child reads nothing."""
+
+    async def write(self, data: bytes) -> None:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("frame", ["ping", "cancel"])
+def test_a_child_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch, frame: str) -> None:
+    monkeypatch.setattr("echo_planes.weights.node.feed.WRITE_S", 0.01)
+    monkeypatch.setattr("echo_planes.weights.node.feed.PING_INTERVAL_S", 0.0)
+
+    async def story(source: Shelf, target: Shelf) -> None:
+        if frame == "cancel":  # of a publication that the child has in part, and its parent no longer wants
+            put(target, patch(1), num_chunks=1)
+            source.cancel(key_of(patch(1)))
+        response: Any = Deaf()
+        state = _Child(source)
+        one = _Feed(Feeds(source), source, response, "child", state, 0, 1, Wants(wants_message(target, None)))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(5.0) as limit:
+                await one.run()
+        assert not limit.expired()
+
+    on_shelves(story)
+
+
+def test_a_peer_that_is_dropped_while_it_asks_gets_no_feed() -> None:
+    async def story(source: Shelf, target: Shelf) -> None:
+        feeds = Feeds(source)
+
+        async def read() -> bytes:
+            feeds.cut("w0")
+            return b"{}"
+
+        request: Any = SimpleNamespace(headers={"X-Node": "w0"}, query={"stream": "0", "of": "1"}, read=read)
+        with pytest.raises(WeightsError, match="out for now"):
+            await feeds.serve(request)
+
+    on_shelves(story)
 
 
 # --- a child slower than the publications --------------------------------------------------------

@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from echo_planes.errors import ClusterError
+from echo_planes.errors import ClusterError, WeightsError
 from echo_planes.weights.chain.events import (
     PING_INTERVAL_S,
     Answer,
@@ -83,6 +83,21 @@ def test_a_peer_that_the_tracker_has_forgotten_is_asked_to_join_again(
     asyncio.run(story())
 
 
+@pytest.mark.parametrize("host", ["a..b", ".a", "x" * 64, "a." + "x" * 64, "a b", "[::1", ""])
+def test_an_address_whose_name_no_child_can_look_up_is_refused(host: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        feeds = Feeds(Shelf(VERIFIER, LIMITS, tmp_path))
+        dispatch = Dispatch(Tracker(TrackerSettings()), feeds, lambda line: None, "secret")
+        for sound in ("a-b.c_d.", "x" * 63 + ".e", "10.0.0.1", "[::1]"):
+            request: Any = Request(PeerJoined("w0", f"http://{sound}:1", ""))
+            await dispatch.join(request)
+        request = Request(PeerJoined("w0", f"http://{host}:1", ""))
+        with pytest.raises(WeightsError, match="joins with the address"):
+            await dispatch.join(request)
+
+    asyncio.run(story())
+
+
 class Unreachable:
     """Stands for a session: whoever is asked never answers."""
 
@@ -131,6 +146,28 @@ def test_a_cancelled_publication_is_refused_without_waiting_for_the_parent(tmp_p
         await asyncio.sleep(0)
         assert session.asked[-1] == "http://w1/v1/unwanted"
         await one.leave()
+
+    asyncio.run(story())
+
+
+def test_a_publication_that_is_whole_is_not_refused_with_every_answer(tmp_path: Path) -> None:
+    async def story() -> None:
+        session = Unreachable()
+        shelf = Shelf(VERIFIER, LIMITS, tmp_path)
+        one = member(shelf, session, "http://sender")
+        await one._follow(Answer((Assign("w0", "w1", "http://w1", "shown"),)))
+        whole = signed(bytes(100), key=PATCH)
+        for segment in whole.segments:
+            shelf.add_segment(segment)
+        for at in whole.chunks:
+            shelf.add_chunk(ChunkFrame(PATCH, *at, whole.chunk(*at)))
+        shelf.commit(whole.manifest)
+        await one._follow(Answer((CancelBroadcast(PATCH, ("w0",)),)))
+        await asyncio.sleep(0)
+        assert [holding.key for holding in shelf.complete()] == [PATCH]
+        assert "http://w1/v1/unwanted" not in session.asked
+        await one.leave()
+        shelf.close()
 
     asyncio.run(story())
 

@@ -22,6 +22,7 @@ from echo_planes.reporting.weights.sparsity import (
     sparsity_table,
 )
 from echo_planes.weights.digest import BitTensor
+from echo_planes.weights.store.objects import Objects, StoreUnreachableError
 from echo_planes.weights.store.replay import State, rebuild, replay
 from tests.unit.stored_states import (
     first_state,
@@ -206,6 +207,22 @@ def test_a_state_that_is_not_the_signed_one_is_told(tmp_path: Path) -> None:
     assert "must have digest xxh3:000" in problems[1]
     with pytest.raises(WeightsError, match="no way leads to version 1"):
         rebuild(reader_at(tmp_path), "L0", 1)
+
+
+def test_a_store_that_does_not_answer_is_told_as_that_and_marks_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    states = store_chain(tmp_path, 2, snapshots=(0,))
+    store = reader_at(tmp_path)
+
+    def silent(*arguments: object) -> bytes:
+        raise StoreUnreachableError("no answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Objects, "read_range", silent)
+        with pytest.raises(StoreUnreachableError, match="no answer"):
+            rebuild(store, "L0", 1)
+    assert same(rebuild(store, "L0", 1), states[1])
 
 
 def test_a_damaged_patch_leads_to_another_way_or_is_told(tmp_path: Path) -> None:

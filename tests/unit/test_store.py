@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,47 @@ def test_publications_with_equal_bytes_share_an_object_until_the_last_is_gone(tm
     writer.prune()
     assert versions(writer) == [(-1, 1), (1, 2)]
     assert bytes_of(writer.open(writer.index()[-1])) == b"no change"
+
+
+def test_what_fails_takes_no_bytes_from_an_entry_with_the_same_payload(place: str) -> None:
+    writer = writer_at(place)
+    first, second = (sign(manifest_of(version, version - 1), b"no change") for version in (1, 2))
+    put(writer, first)
+
+    def breaking() -> Iterator[bytes]:
+        yield b"no"
+        raise OSError(errno.EIO, "the disk")
+
+    assert not writer.put(second.manifest, second.segments, breaking()).stored
+    assert not writer.put(second.manifest, second.segments, [b"changed!!"]).stored
+    assert bytes_of(reader_at(place).open(writer.index()[0])) == b"no change"
+    assert put(writer, second).stored
+    assert [bytes_of(reader_at(place).open(entry)) for entry in writer.index()] == 2 * [b"no change"]
+
+
+def test_two_uploads_of_one_payload_do_not_meet(place: str) -> None:
+    writer = writer_at(place)
+    first, second = (sign(manifest_of(version, version - 1), b"no change") for version in (1, 2))
+    second_writes, first_is_done = threading.Event(), threading.Event()
+
+    def slow() -> Iterator[bytes]:
+        yield b"no "
+        other.start()
+        second_writes.wait(0.05)
+        yield b"change"
+
+    def breaking() -> Iterator[bytes]:
+        second_writes.set()
+        first_is_done.wait(5.0)
+        raise OSError(errno.EIO, "the disk")
+        yield b""
+
+    other = threading.Thread(target=writer.put, args=(second.manifest, second.segments, breaking()))
+    assert writer.put(first.manifest, first.segments, slow()).stored
+    first_is_done.set()
+    other.join()
+    assert versions(reader_at(place)) == [(0, 1)]
+    assert bytes_of(reader_at(place).open(writer.index()[0])) == b"no change"
 
 
 def test_an_empty_payload(tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_an_impossible_answer_length(limit: Any) -> None:
             ["answer ''", "nan", "finite"],
         ),
         (lambda self, p, e: Reward(float("-inf"), False), "reward: garbage", ["-inf", "finite"]),
-        (lambda self, p, e: Reward(1e39, False), "reward: garbage", ["1e+39", "float32"]),
+        (lambda self, p, e: Reward(1e39, False), "reward: garbage", ["1e+39", "1e+12"]),
         (lambda self, p, e: Reward("1", False), "reward: garbage", ["Reward.value is '1' (str)"]),
         (lambda self, p, e: Reward(1.0, 1), "reward: right answer", ["Reward.correct is 1 (int)"]),
         (

@@ -21,7 +21,6 @@ from echo_planes.weights.chain.events import (
     Drop,
     Event,
     PeerJoined,
-    PeerLeft,
     PublicationCommitted,
     PublicationOpened,
     Readmit,
@@ -65,11 +64,26 @@ def test_direct_is_a_star_without_repairs() -> None:
     assert fleet.run(6.0) == []
 
 
-def test_a_peer_that_leaves_or_restarts_is_replaced_by_the_one_before_it() -> None:
+def test_a_peer_that_restarts_is_replaced_by_the_one_before_it() -> None:
     fleet = Fleet("abc")
-    assert fleet.assigned(fleet.send(PeerLeft("b"))) == {"c": "a"}
-    assert fleet.assigned(fleet.send(PeerJoined("a", "http://a2", ""))) == {"c": SENDER_ID, "a": "c"}
-    assert fleet.send(PeerLeft("nobody")) == []
+    assert fleet.assigned(fleet.send(PeerJoined("b", "http://b2", ""))) == {"c": "a", "b": "c"}
+    assert fleet.assigned(fleet.send(PeerJoined("a", "http://a2", ""))) == {"c": SENDER_ID, "a": "b"}
+
+
+def test_a_lost_peer_whose_parent_was_expelled_meanwhile_joins_again() -> None:
+    fleet = Fleet("xc")
+    fleet.publish(0, 50_000)
+    fleet.mute.add("c")
+    fleet.run(4.0)
+    assert fleet.tracker.parents() == {"x": SENDER_ID}
+    for child in "def":
+        fleet.join("x")
+        fleet.join(child)
+        fleet.send(Accusation("x", by=child))
+    assert fleet.tracker.is_dropped("x")
+    assert fleet.tracker.assignment("c") is None
+    fleet.report("c")
+    assert fleet.tracker.assignment("c") == Assign("c", "f", "http://f", "")
 
 
 def test_nobody_may_call_itself_sender() -> None:
@@ -285,6 +299,22 @@ def test_nobody_is_accused_but_by_its_present_child(about: str) -> None:
     assert fleet.tracker.parents() == before
 
 
+def test_a_lost_peer_accuses_nobody() -> None:
+    fleet = running()
+    fleet.extra["c"] = {"parent_silent_s": 1.1, "parent_closed": True}
+    fleet.run(STEP_S)
+    fleet.mute.add("c")
+    fleet.run(2.0)
+    before = fleet.tracker.parents()
+    assert "c" not in before
+    assert fleet.send(Accusation("a", by="c")) == []
+    assert fleet.tracker.parents() == before
+    fleet.mute.clear()
+    fleet.report("c")
+    assert sum("c" in chain for chain in fleet.tracker.chains()) == 1
+    assert fleet.tracker.parents()["c"] == fleet.tracker.chains()[0][-2]
+
+
 def test_whoever_accuses_one_parent_after_another_is_not_believed() -> None:
     fleet = running()
     fleet.send(Accusation("b", by="c"))
@@ -301,12 +331,8 @@ def accused(by: str) -> Fleet:
         fleet.publish(version, 1000)
         others = [name for name in by if name != child]
         for name in others:
-            fleet.send(PeerLeft(name))
-        for name in others:
             fleet.join(name)
         while fleet.tracker.parents()[child] != "x":  # the order of joining is that of the chain
-            for name in ("x", child):
-                fleet.send(PeerLeft(name))
             for name in ("x", child):
                 fleet.join(name)
         fleet.send(Accusation("x", by=child))
@@ -365,6 +391,30 @@ def test_repeated_trouble_makes_a_peer_rollout_only() -> None:
     fleet.run(1.0)
     assert "b" in fleet.tracker.parents()
     assert "b" not in fleet.tracker.parents().values()
+
+
+def test_a_demoted_peer_that_joins_again_forwards_no_more_than_before() -> None:
+    fleet = running()
+    fleet.send(Accusation("b", by="c"))
+    fleet.send(Accusation("a", by="c"))
+    fleet.join("c")
+    fleet.join("x")
+    fleet.run(60.0)
+    fleet.publish(1, 1000)
+    fleet.run(3.0)
+    assert "c" not in fleet.tracker.parents().values()
+
+
+def test_a_peer_cannot_erase_its_faults_by_joining_again() -> None:
+    fleet = Fleet("abcd")
+    for version in range(4):
+        fleet.publish(version, 4000)
+        fleet.mute.add("b")
+        fleet.run(3.0)
+        fleet.mute.clear()
+        fleet.send(PeerJoined("b", "http://b", ""))
+        fleet.run(12.0)
+    assert [a.peer_id for a in fleet.actions if isinstance(a, Demote)] == ["b"]
 
 
 def test_trouble_between_publications_is_repaired_and_forgotten() -> None:
@@ -503,8 +553,7 @@ def test_a_disturbed_broadcast_says_nothing_of_links(trouble: str) -> None:
     elif trouble == "join":
         fleet.join("x")
     else:
-        del fleet.have["d"]
-        fleet.send(PeerLeft("d"))
+        fleet.mute.add("d")
     fleet.run(STEP_S)
     fleet.extra.clear()
     fleet.run(16.0)
@@ -605,7 +654,6 @@ keys = st.builds(
 )
 events = st.one_of(
     st.builds(PeerJoined, names, names, names),
-    st.builds(PeerLeft, names),
     st.builds(PublicationOpened, keys, numbers),
     st.builds(SegmentAdded, keys, numbers, numbers),
     st.builds(PublicationCommitted, keys, numbers, numbers),

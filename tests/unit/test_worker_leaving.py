@@ -187,6 +187,21 @@ def test_a_worker_without_work_leaves_at_once_and_takes_nothing_more() -> None:
     assert plane.left == 3
 
 
+def test_a_worker_that_has_left_ends_when_it_is_stopped() -> None:
+    worker = make(Engine(), Plane(0))
+
+    async def main() -> None:
+        running = asyncio.ensure_future(worker.run())
+        await asyncio.sleep(1.0)
+        await worker.leave(10.0)
+        await asyncio.sleep(10.0)
+        await worker.stop()
+        async with asyncio.timeout(10.0):
+            await running
+
+    virtual(main())
+
+
 def test_leases_of_a_pull_under_way_are_handed_over_and_never_begun() -> None:
     engine, plane = Engine(), Plane(1)
     worker = make(engine, plane)

@@ -21,6 +21,7 @@ import numpy as np
 
 from echo_planes.cluster.process import die_with_parent
 from echo_planes.config.schema import TaskConfig
+from echo_planes.data.claims import MOST_NAME_CHARS, MOST_PARTS, MOST_REWARD
 from echo_planes.data.tasks.adapter import Tokenizer
 from echo_planes.data.tasks.registry import build_adapter, load_tokenizer
 from echo_planes.types import Episode, Prompt, Reward, RewardFailure, Span
@@ -67,9 +68,12 @@ def _raised(why: Exception) -> RewardFailure:
 def checked(reward: object) -> Reward:
     """Check the result of an adapter's `reward`, and return it as a plain `Reward`.
 
+    It refuses all that `data.claims` refuses: there it would count as a fault of the worker.
+
     Raises:
         TypeError: the result, or a field of it, is of another type.
-        ValueError: a number in it is not finite.
+        ValueError: a number in it is not finite or too large, it has too many parts, or a part's name is too
+            long, or a text cannot be encoded.
     """
     if not isinstance(reward, Reward):
         raise TypeError(f"reward returned {_shown(reward)}; it must return a Reward")
@@ -77,19 +81,38 @@ def checked(reward: object) -> Reward:
         raise TypeError(f"Reward.correct is {_shown(reward.correct)}; it must be True or False")
     if not isinstance(reward.parts, Mapping):
         raise TypeError(f"Reward.parts is {_shown(reward.parts)}; it must be a mapping of names to numbers")
-    parts = {str(name): _finite(f"Reward.parts[{name!r}]", part) for name, part in reward.parts.items()}
+    if len(reward.parts) > MOST_PARTS:
+        raise ValueError(f"Reward.parts has {len(reward.parts)} parts; at most {MOST_PARTS} are allowed")
+    parts = {_name(str(name)): _finite(f"Reward.parts[{name!r}]", p) for name, p in reward.parts.items()}
     if not isinstance(reward.notes, str):
         raise TypeError(f"Reward.notes is {_shown(reward.notes)}; it must be text")
-    notes = reward.notes[:MOST_NOTES]
+    notes = _encodable("Reward.notes", reward.notes[:MOST_NOTES])
     return Reward(_finite("Reward.value", reward.value), bool(reward.correct), parts, notes)
+
+
+def _name(name: str) -> str:
+    if len(name) > MOST_NAME_CHARS:
+        raise ValueError(f"Reward.parts has a name of {len(name)} characters; at most {MOST_NAME_CHARS}")
+    return _encodable("a name in Reward.parts", name)
+
+
+def _encodable(what: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as why:
+        raise ValueError(f"{what} holds half a character (at {why.start}); it must be text") from why
+    return text
 
 
 def _finite(name: str, number: object) -> float:
     if not isinstance(number, numbers.Real) or isinstance(number, bool):
         raise TypeError(f"{name} is {_shown(number)}; it must be a number")
-    value = float(number)
-    if not math.isfinite(value):
-        raise ValueError(f"{name} is {value}; it must be finite")
+    try:
+        value = float(number)
+    except OverflowError:
+        value = math.inf
+    if not abs(value) <= MOST_REWARD:  # also where it is NaN
+        raise ValueError(f"{name} is {value}; it must be finite, from {-MOST_REWARD:g} to {MOST_REWARD:g}")
     return value
 
 

@@ -44,12 +44,6 @@ class PeerJoined(_Message, frozen=True):
     region: Text
 
 
-class PeerLeft(_Message, frozen=True):
-    """Orderly end of a worker's node."""
-
-    peer_id: Text
-
-
 class PublicationOpened(_Message, frozen=True):
     """Start of a publication: the sender encodes it, and its first segment will follow."""
 
@@ -112,14 +106,7 @@ class Tick(_Message, frozen=True):
 
 
 Event: TypeAlias = (
-    PeerJoined
-    | PeerLeft
-    | PublicationOpened
-    | SegmentAdded
-    | PublicationCommitted
-    | Report
-    | Accusation
-    | Tick
+    PeerJoined | PublicationOpened | SegmentAdded | PublicationCommitted | Report | Accusation | Tick
 )
 
 
@@ -177,9 +164,9 @@ Action: TypeAlias = Assign | Drop | Readmit | Demote | Throttle | CancelBroadcas
 
 
 class Greeting(Message, frozen=True):
-    """Joining or leaving of a peer: `POST /v1/tracker/join`."""
+    """Joining of a peer: `POST /v1/tracker/join`."""
 
-    events: Annotated[tuple[PeerJoined | PeerLeft, ...], Meta(max_length=MAX_EVENTS)]
+    events: Annotated[tuple[PeerJoined, ...], Meta(max_length=MAX_EVENTS)]
 
 
 class Heard(Message, frozen=True):

@@ -40,7 +40,6 @@ from echo_planes.weights.chain.events import (
     Drop,
     Event,
     PeerJoined,
-    PeerLeft,
     PublicationCommitted,
     PublicationOpened,
     Readmit,
@@ -127,9 +126,11 @@ class Tracker:
     # --- asked by the sender's node ---------------------------------------------------------------
 
     def assignment(self, peer_id: str) -> Assign | None:
-        """Return the peer's present parent; None: the peer is unknown and must join, or it was dropped."""
+        """Return the peer's present parent; None: the peer was dropped, or must join: it is unknown, or was
+        lost and its parent is gone."""
         peer = self._peers.get(peer_id)
-        return self._assign(peer_id, peer.parent_id) if peer and peer.parent_id else None
+        known = peer and (peer.parent_id == SENDER_ID or peer.parent_id in self._peers)
+        return self._assign(peer_id, peer.parent_id) if peer and known else None
 
     def cancelled(self, peer_id: str) -> list[PublicationKey]:
         """Return the newest publications that the peer must no longer request, closed ones included."""
@@ -164,8 +165,6 @@ class Tracker:
         match event:
             case PeerJoined():
                 self._join(event, now_s)
-            case PeerLeft(peer_id):
-                self._remove(peer_id)
             case PublicationOpened():
                 if not self._broadcasts:
                     self._replan(now_s)
@@ -202,7 +201,9 @@ class Tracker:
         self._remove(event.peer_id)
         self._regions[event.peer_id] = event.region
         stats = replace(stats, region=event.region)
-        self._peers[event.peer_id] = Peer(stats, event.address, now_s, fed_s=now_s)
+        peer = self._peers[event.peer_id] = Peer(stats, event.address, now_s, fed_s=now_s)
+        if known:  # joining again must not erase faults
+            peer.rollout_only, peer.struck = known.rollout_only, known.struck
         self._place(event.peer_id)
 
     def _place(self, peer_id: str) -> None:
@@ -227,7 +228,9 @@ class Tracker:
 
     def _accuse(self, event: Accusation, now_s: float) -> None:
         child = self._peers.get(event.by)
-        if child is None or event.peer_id not in self._peers or child.parent_id != event.peer_id:
+        if child is None or child.lost or event.peer_id not in self._peers:
+            return
+        if child.parent_id != event.peer_id:
             return  # a child knows the bytes of its present parent alone
         accusers = self._accused.setdefault(event.peer_id, set())
         if any(event.by in others for accused, others in self._accused.items() if accused != event.peer_id):

@@ -44,7 +44,8 @@ from echo_planes.weights.node.transport import read_message, say
 from echo_planes.weights.wire.credentials import credential
 from echo_planes.weights.wire.manifest import PublicationKey
 
-_ADDRESS = re.compile(r"https?://(\[[0-9a-fA-F:.]{2,45}\]|[0-9a-zA-Z._-]{1,253}):[0-9]{1,5}")
+_LABEL = r"[0-9a-zA-Z_-]{1,63}"  # between the dots of a name; looking up any other raises a UnicodeError
+_ADDRESS = re.compile(rf"https?://(\[[0-9a-fA-F:.]{{2,45}}\]|{_LABEL}(\.{_LABEL})*\.?):[0-9]{{1,5}}")
 
 
 class Dispatch:

@@ -110,6 +110,7 @@ class Door:
             elif sum(map(len, self._strangers.values())) > MAX_STRANGERS:
                 self._end_oldest_stranger()
             visit.entering = asyncio.create_task(self._enter(connection, visit))
+            await asyncio.sleep(0)  # a task that is cancelled before it has begun would not close anything
 
     async def _enter(self, connection: socket.socket, visit: Visit) -> None:
         loop, server = asyncio.get_running_loop(), self._server

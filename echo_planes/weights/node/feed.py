@@ -60,8 +60,8 @@ class Feeds:
         if stream >= of:
             raise WeightsError(f"stream {stream} of {of} does not exist")
         child = request.headers.get("X-Node", "")
-        self.check(child)
         wants = Wants(await read_message(request, Wanted))
+        self.check(child)  # after the wait: `cut` ends only the feeds that are there
         response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
         response.enable_chunked_encoding()
         state = self._children.setdefault(child, _Child(self._shelf))
@@ -286,12 +286,12 @@ class _Feed:
                 await asyncio.sleep(0)  # a stream that has waited longer sends the next chunk
                 continue
             if not await happens(changed, PING_INTERVAL_S):
-                await self._response.write(_PING)
+                await self._put(_PING)
 
     async def send_next(self) -> bool:
         """Send the next frame, of the oldest publication that has one. Return whether there was one."""
         for key in self._gone():
-            await self._response.write(encode_frame(CancelFrame(key)))
+            await self._put(encode_frame(CancelFrame(key)))
         self._state.plan(self.wants)
         for key, holding in list(self._shelf.holdings.items()):
             if not self._state.takes(holding, self.wants):
@@ -352,9 +352,12 @@ class _Feed:
             start_s = max(now_s, self._state.free_s)
             self._state.free_s = start_s + len(data) / limit
             await asyncio.sleep(start_s - now_s)
+        await self._put(data)
+        self._feeds.bytes_sent += len(data)
+
+    async def _put(self, data: bytes) -> None:
         async with asyncio.timeout(WRITE_S):
             await self._response.write(data)
-        self._feeds.bytes_sent += len(data)
 
 
 class _Cursor:

@@ -170,7 +170,7 @@ class Membership:
                     sender = parent_id == SENDER_ID
                     place = self._settings.sender if sender else address
                     await self._assigned(Parent(parent_id, place, shown))
-                case CancelBroadcast(key, _) if key in self._shelf.holdings:
+                case CancelBroadcast(key, _) if key in (one.key for one in self._shelf.incomplete()):
                     self._shelf.cancel(key)
                     if self.link is not None:
                         self.link.refuse(key)

@@ -49,7 +49,6 @@ class _Role:
     def add_routes(self, public: web.Application, control: web.Application) -> None:
         """Register the handlers: `public` for other nodes, `control` for the owner alone."""
         public.router.add_get("/v1/status", self._answer_status)
-        public.router.add_get("/v1/publications", self._answer_publications)
         public.router.add_get("/v1/publications/{key}/payload", self.feeds.payload)
         public.router.add_post("/v1/feed", self.feeds.serve)
         public.router.add_post("/v1/unwanted", self._unwanted)
@@ -78,9 +77,6 @@ class _Role:
 
     async def _answer_status(self, request: web.Request) -> web.Response:
         return web.json_response(self.status())
-
-    async def _answer_publications(self, request: web.Request) -> web.Response:
-        return web.json_response([_described(holding) for holding in self.shelf.holdings.values()])
 
     async def _unwanted(self, request: web.Request) -> web.Response:
         key = parse_key_text((await read_message(request, Unwanted)).key)

@@ -36,9 +36,20 @@ def claim_folder() -> Path:
 
 
 def hold_folder(folder: Path) -> int:
-    """Mark `folder` as in use while this process lives. Return the lock's file descriptor."""
-    descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    """Mark `folder` as in use while this process lives. Return the lock's file descriptor.
+
+    Raises:
+        ClusterError: the folder is another node's, or cannot be written.
+    """
+    lock, new = folder / LOCK_NAME, folder / f"{LOCK_NAME}.new"
+    if lock.exists():
+        raise ClusterError(f"{folder} is the folder of another node: give each node its own")
+    try:
+        descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        new.rename(lock)  # `sweep` of another node sees the lock file only once it is held
+    except OSError as error:
+        raise ClusterError(f"cannot keep weights in {folder}: {error.strerror}") from error
     return descriptor
 
 

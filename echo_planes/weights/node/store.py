@@ -131,16 +131,14 @@ class StoreUploader:
         error = "it is not whole" if signed is None else await asyncio.to_thread(self._put, signed, holding)
         self._archivist.publication_done(key, error)
         self._pinned.pop(key).unpin()
-        self._say(error)
+        self._say(error or (await asyncio.to_thread(self._writer.prune)).reason)
         return True
 
     def _put(self, signed: SignedManifest, holding: Holding) -> str:
-        """Store a publication, then prune; return why either failed, "" if neither. Blocking: for threads."""
+        """Store a publication; return why that failed, "" if it did not. Blocking: for threads."""
         payload = (part.data for _, part in holding.segments())
         outcome = self._writer.put(signed, holding.transfer.segments, payload)
-        if outcome.stored:
-            return self._writer.prune().reason
-        return outcome.reason
+        return "" if outcome.stored else outcome.reason
 
     async def _store_snapshot(self) -> bool:
         if self._shadow is None or self._shadow.behind:

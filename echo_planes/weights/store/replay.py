@@ -15,6 +15,7 @@ from echo_planes.weights.codec.entry import Patcher
 from echo_planes.weights.digest import BIT_DTYPES, BitTensor, StateHasher
 from echo_planes.weights.receiver import algorithm_of
 from echo_planes.weights.store.catch_up import plan_path
+from echo_planes.weights.store.objects import StoreUnreachableError
 from echo_planes.weights.store.paths import Entry, Position
 from echo_planes.weights.store.reading import Store, StoredPublication
 from echo_planes.weights.tensor_files import specs_in
@@ -94,6 +95,7 @@ def rebuild(store: Store, lineage: str, version: int) -> State:
 
     Raises:
         WeightsError: the usable entries do not lead to that version.
+        StoreUnreachableError: the store cannot be read now.
     """
     while True:
         path = plan_path(None, lineage, version, store.index())
@@ -101,6 +103,8 @@ def rebuild(store: Store, lineage: str, version: int) -> State:
         try:
             for entry in path:
                 state = apply_stored(store.open(entry), state)
+        except StoreUnreachableError:
+            raise  # says nothing about the entry
         except WeightsError as error:
             store.bad.setdefault(entry.name, str(error))
             continue

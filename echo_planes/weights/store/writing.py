@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -82,8 +83,8 @@ class StoreWriter(Store):
         self._keep_patches = keep_patches
         self._keep_snapshots = keep_snapshots
         self._last_sequence = 0
-        self._being_written: list[str] = []  # objects that no entry names yet
-        self._blobs_lock = threading.Lock()  # publications with equal payloads share an object
+        self._being_written: set[str] = set()  # objects of publications that are on their way
+        self._blobs = threading.Condition()  # publications with equal payloads share an object
 
     def claim(self, public: bytes) -> None:
         """Write the run's public key to the store; call it once at the start. `public`: Ed25519, 32 bytes.
@@ -166,10 +167,17 @@ class StoreWriter(Store):
         folder = folder_name(self._next_sequence(), key_of(signed.manifest))
         blob = object_name(signed.manifest)
         base = f"{PUBLICATIONS}/{folder}"
-        with self._blobs_lock:
-            self._being_written.append(blob)
+        with self._blobs:
+            # Two writers of one object would mix their bytes, and the failure of one would remove it.
+            self._blobs.wait_for(lambda: blob not in self._being_written)
+            self._being_written.add(blob)
+            is_named = self._is_named(blob)
         try:
-            self._writable.write(blob, _checked(signed.manifest, payload))
+            pieces = _checked(signed.manifest, payload)
+            if is_named and self._writable.exists(blob):
+                deque(pieces, maxlen=0)  # only checks them: a failed write would remove the object
+            else:
+                self._writable.write(blob, pieces)
             for name, data in entry_files(folder, signed, segments):
                 self._writable.write(name, [data])
         except BaseException:
@@ -178,8 +186,7 @@ class StoreWriter(Store):
         entry = Entry(folder, sequence_of(folder), signed)
         with self._lock:
             self._known[folder] = entry
-        with self._blobs_lock:
-            self._being_written.remove(blob)
+        self._written(blob)
         return entry
 
     def _next_sequence(self) -> int:
@@ -200,16 +207,22 @@ class StoreWriter(Store):
         """Remove an incompletely written publication, ignoring errors of the store."""
         with contextlib.suppress(OSError):
             self._writable.delete_folder(base)
-        with self._blobs_lock:
-            self._being_written.remove(blob)
+        self._written(blob)
         with contextlib.suppress(OSError):
             self._delete_unused(blob)
 
+    def _written(self, blob: str) -> None:
+        with self._blobs:
+            self._being_written.remove(blob)
+            self._blobs.notify_all()
+
+    def _is_named(self, blob: str) -> bool:
+        with self._lock:
+            return any(object_name(entry.manifest) == blob for entry in self._known.values())
+
     def _delete_unused(self, blob: str) -> None:
-        with self._blobs_lock:
-            with self._lock:
-                used = {object_name(entry.manifest) for entry in self._known.values()}
-            if blob not in used and blob not in self._being_written:
+        with self._blobs:
+            if blob not in self._being_written and not self._is_named(blob):
                 self._writable.delete(blob)
 
 
