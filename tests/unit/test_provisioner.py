@@ -367,7 +367,7 @@ def test_a_fleet_that_became_dear_is_changed_also_without_a_wait() -> None:
 
 
 def test_a_fleet_is_not_changed_for_one_that_is_no_longer_cheaper() -> None:
-    """For 33 a second, one small worker more is needed than for 32: then they cost about what the large do."""
+    """33 a second need one small worker more than 32: then they cost about what the large do."""
     fleet = Fleet(large=3)
     instance_types = [SMALL, replace(LARGE, usd_per_hour=2.42)]
     for now_s in range(0, 100, 10):
