@@ -159,7 +159,7 @@ class Lane:
     def _kill_once(self, running: Program) -> Victim:
         number = len(self.kills)
         folder = self.lineage.folder
-        rng = random.Random(f"{folder.parent.name}/{folder.name}/{number}")  # campaigns add up: each draws anew
+        rng = random.Random(f"{folder.parent.name}/{folder.name}/{number}")  # each campaign draws anew
         target = self._choose(rng, number)
         victim, armed = target.victim, target.armed
         begun_s, first = time.monotonic(), self.lineage.last_step()
