@@ -312,7 +312,7 @@ def test_a_slow_worker_slows_the_run_in_its_share() -> None:
 
 
 def watched(at_s: list[float], look: Callable[[World], Any], **changes: Any) -> list[Any]:
-    """What `look` sees of a run at these times."""
+    """Return what `look` sees of a run at these times."""
     world, seen = World(parse_scenario(small(**changes))), []
     for when_s in at_s:
         world.kernel.at(when_s, lambda: seen.append(look(world)))
