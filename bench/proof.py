@@ -270,13 +270,7 @@ class Proof:
             "<= 1.25",
             ours_s <= 1.25 * theirs_s,
         )
-        ours_tokens, theirs_tokens = _tokens_to_bar(run_dir), theirs["tokens_trained_to_090"]
-        yield Claim(
-            f"trained tokens until reward {REWARD_BAR}, ours / TRL",
-            f"{ours_tokens:,} / {theirs_tokens:,}",
-            "no more",
-            ours_tokens <= theirs_tokens,
-        )
+        yield tokens_claim(_tokens_to_bar(run_dir), theirs["tokens_trained_to_090"])
 
     def _bench(self, module: str) -> Any:
         """Run a benchmark; return its JSON. One that misses its own bar ends with 1, and is judged here."""
@@ -305,15 +299,22 @@ def _seconds_per_step(run_dir: Path) -> float:
     return float(statistics.median(row["t_step_s"] for row in metrics(run_dir)[10:]))
 
 
-def _tokens_to_bar(run_dir: Path) -> int:
-    """Trained tokens until the mean reward of five steps reaches the bar."""
+def tokens_claim(ours: int | None, theirs: int | None) -> Claim:
+    """Tokens that both sides trained until their reward reached the bar; None: it never did."""
+    shown = " / ".join("never" if tokens is None else f"{tokens:,}" for tokens in (ours, theirs))
+    holds = ours is not None and (theirs is None or ours <= theirs)
+    return Claim(f"trained tokens until reward {REWARD_BAR}, ours / TRL", shown, "no more", holds)
+
+
+def _tokens_to_bar(run_dir: Path) -> int | None:
+    """Trained tokens until the mean reward of five steps reaches the bar; None: it never does."""
     rows = metrics(run_dir)
     tokens = 0
     for i, row in enumerate(rows):
         tokens += row["tokens"]
         if i >= 4 and statistics.mean(r["reward_mean"] for r in rows[i - 4 : i + 1]) >= REWARD_BAR:
             return int(tokens)
-    return sys.maxsize
+    return None
 
 
 def print_table(claims: Sequence[Claim]) -> None:

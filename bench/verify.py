@@ -7,8 +7,9 @@
 - poker: every hand must replay by the rules, to the stacks it states where it states them, and to the payoffs
   that pokerkit's own reader finds.
 
-What did not come out as it must is listed with its text and the reason; then the exit status is 1. Rates are
-of this machine at this moment, the start of the sandbox and of the verifier included.
+What did not come out as it must is listed with its text and the reason; then the exit status is 1, and also
+where nothing was there to judge. Rates are of this machine at this moment, the start of the sandbox and of
+the verifier included.
 """
 
 from __future__ import annotations
@@ -301,7 +302,7 @@ def main() -> int:
     if arguments.json:
         result = {section.name: asdict(section) for section in sections}
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
-    return int(any(section.oddities for section in sections))
+    return int(any(section.oddities or not section.judged for section in sections))
 
 
 if __name__ == "__main__":

@@ -96,8 +96,7 @@ def soak(folder: Path, hours: float, *, real_engine: bool) -> dict[str, Any]:
     trained = [one for step, ids in last.items() if step < told["steps"] for one in ids]
     return {
         "hours": hours,
-        "faults": len(faults),
-        "by fault": {kind: sum(one["fault"] == kind for one in faults) for kind in (*VICTIMS, STILL)},
+        **fault_figures(faults),
         "steps": told["steps"],
         "lost": told["lost_trajectories"],
         "trained_twice": len(trained) - len(set(trained)),
@@ -105,6 +104,12 @@ def soak(folder: Path, hours: float, *, real_engine: bool) -> dict[str, Any]:
         "growth": {part: _shown(of) for part, of in growth(lines, hours * 3600).items()},
         "waits that ended by their limit": [one["text"] for one in waits],
     }
+
+
+def fault_figures(faults: list[dict[str, Any]]) -> dict[str, Any]:
+    """Faults that hit a process. One whose victim was still starting is none."""
+    kinds = [one["fault"] for one in faults if one["pid"] is not None]
+    return {"faults": len(kinds), "by fault": {kind: kinds.count(kind) for kind in (*VICTIMS, STILL)}}
 
 
 def verdicts(figures: dict[str, Any], hours: float) -> dict[str, bool]:

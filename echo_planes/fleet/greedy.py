@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from echo_planes.fleet.exact import FleetProblem, fleet_problem, solve
+from echo_planes.fleet.exact import TOLERANCE, FleetProblem, fleet_problem, solve
 from echo_planes.fleet.instance_types import FleetPlan, InstanceType, Limits, Shortfall
 
 DRIFT = 0.05  # relative change of a throughput, target or interruption rate that calls for a new plan
@@ -84,7 +84,8 @@ def spare(
     for position in reversed(range(len(counts))):
         instance_type = problem.instance_types[position]
         least = max(problem.floors[position], kept.get(instance_type.name, 0))
-        n = min(counts[position] - least, workers, int(mu_spare / instance_type.mu))
+        fitting = int(mu_spare / instance_type.mu * (1 + TOLERANCE))  # a rounding error keeps no whole worker
+        n = min(counts[position] - least, workers, fitting)
         if n > 0 and instance_type.usd_per_hour > 0:
             release[instance_type.name] = n
             mu_spare, workers = mu_spare - n * instance_type.mu, workers - n

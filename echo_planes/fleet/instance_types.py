@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from typing import Literal
 
 from echo_planes.types import Market
 
-SAME = 1e-9  # tolerance of `Limits.permit` for the rounding of sums
+SAME = 1e-9  # tolerance of a limit for the rounding of sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +111,14 @@ def limits_beside(
 ) -> Limits:
     """Return the limits left for a fleet beside other workers, with at most `useful` workers in the fleet."""
     some = [(instance_type, beside.get(instance_type.name, 0)) for instance_type in instance_types]
-    usd = math.fsum(n * instance_type.usd_per_hour for instance_type, n in some)
-    events = math.fsum(n * instance_type.interruptions_per_hour for instance_type, n in some)
     num, most = sum(beside.values()), limits.max_workers
     left = useful if most is None else max(most - num, 0)
     return replace(
         limits,
-        usd_per_hour=_less(limits.usd_per_hour, usd),
-        interruptions_per_hour=_less(limits.interruptions_per_hour, events),
+        usd_per_hour=_less(limits.usd_per_hour, ((n, o.usd_per_hour) for o, n in some)),
+        interruptions_per_hour=_less(
+            limits.interruptions_per_hour, ((n, o.interruptions_per_hour) for o, n in some)
+        ),
         max_workers=left if useful is None or left is None else min(left, useful),
     )
 
@@ -147,5 +148,9 @@ def cheapest_beside(
     return None
 
 
-def _less(limit: float | None, taken: float) -> float | None:
-    return None if limit is None else max(limit - taken, 0.0)
+def _less(limit: float | None, taken: Iterable[tuple[int, float]]) -> float | None:
+    """Return what is left of a limit beside n times each value; in decimals, where 1.2 - 0.3 is 0.9."""
+    if limit is None:
+        return None
+    left = Decimal(str(limit)) - sum(n * Decimal(str(value)) for n, value in taken)
+    return max(float(left), 0.0)

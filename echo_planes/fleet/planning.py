@@ -159,7 +159,7 @@ class _Planner:
     def t_bcast_s(self, num_workers: int) -> float:
         """Return the seconds until 1/gamma of the workers have a publication; chains have equal lengths."""
         config = self._config
-        served = math.ceil(num_workers / config.gamma)
+        served = math.ceil(num_workers / config.gamma - 1e-9)  # a rounding error is no worker
         # Either the uplink feeds all chains at a worker's rate, or it is slower than a single worker.
         rate = MBIT_BYTES * min(config.worker_mbit, config.uplink_mbit)
         hops = math.ceil(served / self.num_chains)

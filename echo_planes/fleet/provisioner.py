@@ -232,7 +232,7 @@ class Provisioner:
             waits_s = max(self._release_wait_s - lasted_s, self._settled_s - now_s)
             said = f"{asked}: {' and '.join(states)} for {lasted_s:.0f} s, waiting {waits_s:.0f} s more"
             return self._decision(problem, counts, said)
-        if now_s - self._since.get("surplus", now_s) >= self._release_wait_s:
+        if release and now_s - self._since["surplus"] >= self._release_wait_s:
             return self._decision(problem, counts, f"{asked}, more than the margin", release=release)
         if "dear" in states:
             return self._swap(problem, counts, asked)
@@ -247,10 +247,11 @@ class Provisioner:
         It adds one type at a time, the best rho first: if those machines do not come, the other types would
         not pay.
         """
-        plans = self._whole = Plans.of(problem)
-        if isinstance(plans.best, Shortfall):
+        plans, pool = Plans.of(problem), problem.plan(counts)
+        self._whole = plans
+        if isinstance(plans.best, Shortfall) or not self._is_dear(pool, plans.best):
             return self._decision(problem, counts, f"{asked}: enough")
-        running = problem.plan(counts).counts
+        running = pool.counts
         missing = more(plans.best.counts, running)
         asked += f", ${plans.best.usd_per_hour:.2f}/h would do"
         if not missing:
@@ -284,10 +285,8 @@ class Provisioner:
         """Decide at S = 0: keep up to `limits.max_workers` workers, the best rho first."""
         self._whole, limits = None, self.limits
         if limits.max_workers is None:  # not known yet (see `useful_instances`): add only the minimums
-            least = sum(
-                min(instance_type.min_count, instance_type.max_count) for instance_type in instance_types
-            )
-            limits = replace(limits, max_workers=max(least, limits.min_workers, sum(running.values())))
+            least = sum(max(running.get(o.name, 0), min(o.min_count, o.max_count)) for o in instance_types)
+            limits = replace(limits, max_workers=max(least, limits.min_workers))
         beyond = 1.0 + 2 * math.fsum(o.mu * max(o.max_count, running.get(o.name, 0)) for o in instance_types)
         problem = fleet_problem(instance_types, beyond, limits, running)
         counts = _counts(problem, running)

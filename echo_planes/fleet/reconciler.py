@@ -35,7 +35,7 @@ from echo_planes.fleet.estimates import CapacityModel, ThroughputSample
 from echo_planes.fleet.greedy import DRIFT
 from echo_planes.fleet.health import SpeedWatch, worst
 from echo_planes.fleet.instance_record import FIRST_BACK_OFF_S, FIRST_WITHOUT_S, YOUNG_S, InstanceRecords
-from echo_planes.fleet.instance_types import InstanceType, cheapest_beside, limits_beside
+from echo_planes.fleet.instance_types import SAME, InstanceType, cheapest_beside, limits_beside
 from echo_planes.fleet.provisioner import Decision, Provisioner
 from echo_planes.fleet.workers import (
     Activate,
@@ -427,7 +427,7 @@ class Reconciler:
         always stays. Neither rule applies while the fleet costs more than its limit.
         """
         limit, counts = self._provisioner.limits.usd_per_hour, self.counts
-        if limit is not None and self._usd_per_hour(counts) > limit:
+        if limit is not None and self._usd_per_hour(counts) > limit + SAME:
             return [one for name, n in release.items() for one in self._members.least_missed(name)[:n]]
         mu = {instance_type.name: instance_type.mu for instance_type in self.instance_types(now_s)}
         states = [(member.instance_type, member.state) for member in self._members if member.counts]

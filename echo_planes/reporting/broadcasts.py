@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from echo_planes.types import BroadcastStats, InstallReport, Manifest
@@ -116,5 +117,5 @@ def summary_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _median(values: Sequence[float | None]) -> float | None:
-    known = sorted(value for value in values if value is not None)
-    return known[len(known) // 2] if known else None
+    known = [value for value in values if value is not None]
+    return median(known) if known else None

@@ -114,9 +114,9 @@ def whole_run(parts: Sequence[Record]) -> Record:
 
 
 def _kept(parts: Sequence[Record], key: str, place: str) -> Iterator[list[Record]]:
-    """Yield the rows of each part up to the step at which the next one began."""
-    for part, following in zip(parts, [*parts[1:], None], strict=True):
-        last = float("inf") if following is None else following["step"]
+    """Yield the rows of each part up to the earliest step at which a later one began."""
+    for i, part in enumerate(parts, 1):
+        last = min((later["step"] for later in parts[i:]), default=float("inf"))
         yield [row for row in part[key] if (number(row.get(place)) or 0) <= last]
 
 

@@ -54,11 +54,9 @@ class Faults:
             case "preempt":
                 workers.market.take(member.name)
             case "slow":
-                self._set_speed(member, fault.factor)
-                self._kernel.after(fault.duration_s, partial(self._set_speed, member, 1.0))
+                self._slow(member, member.slowed, fault)
             case "slow_link":
-                workers.network.set_speed(member.name, fault.factor)
-                self._kernel.after(fault.duration_s, partial(self._set_link, member, 1.0))
+                self._slow(member, member.slowed_link, fault)
             case "silence":
                 workers.flow.silence(member, now_s + fault.duration_s)
                 workers.tell_capacity(member)
@@ -66,14 +64,23 @@ class Faults:
             case "refuse_install":
                 member.refuses = True
 
-    def _set_speed(self, member: SimMember, factor: float) -> None:
-        member.speed = factor
-        if member.engine is not None:
-            self._workers.flow.advance(member)
-            member.engine.engine.set_speed(factor)
-            self._workers.flow.plan(member)
-            self._workers.tell_capacity(member)
+    def _slow(self, member: SimMember, factors: list[float], fault: FaultConfig) -> None:
+        """Slow a worker's engine or link, until the fault is over."""
+        factors.append(fault.factor)
+        self._set_speed(member, factors)
+        self._kernel.after(fault.duration_s, partial(self._end_slow, member, factors, fault.factor))
 
-    def _set_link(self, member: SimMember, factor: float) -> None:
-        if self._workers.members.get(member.name) is member:
-            self._workers.network.set_speed(member.name, factor)
+    def _end_slow(self, member: SimMember, factors: list[float], factor: float) -> None:
+        factors.remove(factor)
+        self._set_speed(member, factors)
+
+    def _set_speed(self, member: SimMember, factors: list[float]) -> None:
+        workers = self._workers
+        if factors is member.slowed_link:
+            if workers.members.get(member.name) is member:
+                workers.network.set_speed(member.name, min(factors, default=1.0))
+        elif member.engine is not None:
+            workers.flow.advance(member)
+            member.engine.engine.set_speed(member.speed)
+            workers.flow.plan(member)
+            workers.tell_capacity(member)

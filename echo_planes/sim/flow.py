@@ -31,7 +31,8 @@ class SimMember:
     leaving: bool = False
     parked: bool = False  # a standby, which gets no leases
     busy: bool = False
-    speed: float = 1.0
+    slowed: list[float] = field(default_factory=list)  # factors of the faults that slow its engine now
+    slowed_link: list[float] = field(default_factory=list)  # the same of its link
     silent_until_s: float = 0.0
     refuses: bool = False  # its next install fails
     wanted: Manifest | None = None  # publication that is being installed
@@ -44,6 +45,11 @@ class SimMember:
     finished: list[Work] = field(default_factory=list)  # ended while the worker was silent, not submitted
     accepted: int = 0  # trajectories
     accepted_tokens: int = 0
+
+    @property
+    def speed(self) -> float:
+        """Speed of its engine, as a share of the usual one. Of faults that overlap, the slowest counts."""
+        return min(self.slowed, default=1.0)
 
 
 class Flow:
@@ -174,9 +180,10 @@ class Flow:
         engine = member.engine
         if engine is None:
             return
-        self.stream(member)
+        if not self._is_silent(member):
+            self.stream(member)
         self._data.withdraw(member.name)
-        member.silent_until_s = until_s
+        member.silent_until_s = max(member.silent_until_s, until_s)
         self._kernel.at(until_s, partial(self._heard_again, member, engine))
 
     # --- inside ----------------------------------------------------------------------------------

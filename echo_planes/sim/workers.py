@@ -208,7 +208,7 @@ class SimWorkers:
 
     def _engine_ready(self, member: SimMember) -> None:
         now_s = self._kernel.now_s
-        member.starting, member.speed = False, 1.0
+        member.starting, member.slowed = False, []  # a new list: earlier faults end in the old one
         member.engine = SimWorker(
             member.name,
             member.epoch,

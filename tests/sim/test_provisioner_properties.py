@@ -237,7 +237,9 @@ def test_nothing_is_bought_that_would_boot_for_longer_than_it_serves(
         assert not late & decision.launch.keys()
         is_same = is_same and not late
         if is_same:
-            assert decision == timeless.decide(need, instance_types, running, step * step_s)
+            expected = timeless.decide(need, instance_types, running, step * step_s)
+            # Advice holds the limits that it was found under; its text is in the reason.
+            assert replace(decision, advice=()) == replace(expected, advice=())
         running = dict(decision.plan.counts)
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -308,6 +309,65 @@ def test_a_slow_worker_slows_the_run_in_its_share() -> None:
     _, slowed = simulate(learner={"t_train_s": 1.0}, faults=late)
     ratio = slowed.summary["trajectories_per_s"] / usual.summary["trajectories_per_s"]
     assert 0.70 < ratio < 0.80
+
+
+def watched(at_s: list[float], look: Callable[[World], Any], **changes: Any) -> list[Any]:
+    """Return what `look` sees of a run at these times."""
+    world, seen = World(parse_scenario(small(**changes))), []
+    for when_s in at_s:
+        world.kernel.at(when_s, lambda: seen.append(look(world)))
+    check(world, world.run())
+    return seen
+
+
+def fault(kind: str, at_s: float, duration_s: float, factor: float = 0.5) -> dict[str, Any]:
+    return {"kind": kind, "worker": "w1", "at_s": at_s, "duration_s": duration_s, "factor": factor}
+
+
+@pytest.mark.parametrize("kind", ["slow", "slow_link"])
+def test_of_two_faults_that_overlap_each_has_its_own_end(kind: str) -> None:
+    """The slower one counts while it lasts."""
+
+    def speed(world: World) -> float:
+        member = world.workers.members["w1"]
+        return member.speed if kind == "slow" else world.workers.network._peers["w1"].speed
+
+    faults = [fault(kind, 600.0, 2400.0), fault(kind, 1200.0, 600.0, 0.25), fault(kind, 2000.0, 1500.0, 0.8)]
+    seen = watched([500.0, 700.0, 1300.0, 1900.0, 2100.0, 3100.0, 3600.0], speed, faults=faults)
+    assert seen == [1.0, 0.5, 0.25, 0.5, 0.5, 0.8, 1.0]
+
+
+def test_a_slow_worker_that_was_started_again_is_slow_for_as_long_as_its_next_fault_says() -> None:
+    faults = [fault("slow", 600.0, 1800.0), fault("kill", 900.0, 1.0), fault("slow", 1500.0, 1500.0)]
+    seen = watched(
+        [700.0, 1400.0, 1600.0, 2500.0, 3100.0],
+        lambda world: world.workers.members["w1"].speed,
+        faults=faults,
+    )
+    assert seen == [0.5, 1.0, 0.5, 0.5, 1.0]
+
+
+def test_a_silence_within_another_neither_ends_it_nor_lets_tokens_through() -> None:
+    def sent(world: World) -> dict[str, int]:
+        engine = world.workers.members["w1"].engine
+        assert engine is not None
+        return {name: sum(work.sent) for name, work in engine.work.items()}
+
+    def serves(world: World) -> bool:
+        return "w1" in world.trace._capacity
+
+    faults = [fault("silence", 1500.0, 1500.0), fault("silence", 1502.0, 100.0)]
+    assert watched([1400.0, 1550.0, 1700.0, 2900.0, 3100.0], serves, faults=faults) == [
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]
+    before, after = watched([1501.0, 1503.0], sent, faults=faults)
+    both = before.keys() & after.keys()
+    assert both
+    assert {name: before[name] for name in both} == {name: after[name] for name in both}
 
 
 def test_a_refused_install_is_made_again() -> None:

@@ -83,6 +83,16 @@ def test_each_verdict_on_a_soak_can_be_false() -> None:
         assert list(soak.verdicts(broken(good, **wrong), 2.0).values()).count(False) == 1
 
 
+def test_a_fault_that_found_no_process_is_none() -> None:
+    faults: list[dict[str, Any]] = [
+        {"at_s": 20.0 * number, "fault": kind, "pid": pid}
+        for number, (kind, pid) in enumerate((("worker", 7), ("reward", None), (soak.STILL, 8)))
+    ]
+    found = soak.fault_figures(faults)
+    assert found["faults"] == 2
+    assert found["by fault"] == {"worker": 1, "worker's node": 0, "reward": 0, soak.STILL: 1}
+
+
 def test_what_grows_is_told_from_what_fills_up_and_stays() -> None:
     def line(at_s: float, rss: float, kept: float) -> list[dict[str, Any]]:
         process = {"at_s": at_s, "part": "driver", "rss_bytes": rss, "descriptors": 20, "threads": 9}

@@ -127,3 +127,12 @@ def test_the_command_says_by_its_status_whether_all_is_well(
     monkeypatch.setattr("sys.argv", [*arguments[:4], "gsm8k"])
     with pytest.raises(DataError, match="gsm8k"):
         verify.main()
+
+
+def test_a_folder_with_nothing_to_judge_shows_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "poker").mkdir()
+    monkeypatch.setattr("sys.argv", ["verify", "--data", str(tmp_path), "--only", "poker"])
+    assert verify.main() == 1
+    assert "poker: 0 rows, 0 judged" in capsys.readouterr().out

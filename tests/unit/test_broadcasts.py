@@ -55,7 +55,7 @@ def test_a_row_says_what_a_publication_weighed_and_how_it_travelled() -> None:
     assert (row["published_version"], row["codec"], row["payload_bytes"]) == (3, "compact", 500)
     assert (row["changed_share"], row["bytes_per_changed"], row["patch_ratio"]) == (0.5, 0.5, 8.0)
     assert (row["t_extract_s"], row["t_bcast_s"], row["t_network_s"]) == (0.5, 1.0, 0.75)
-    assert (row["hop_mbit_min"], row["repairs"], row["pause_s"]) == (10.0, 1, 0.3)
+    assert (row["hop_mbit_min"], row["repairs"], row["pause_s"]) == (10.0, 1, 0.2)
 
 
 def test_the_summary_is_about_patches_where_it_says_so() -> None:
@@ -65,6 +65,13 @@ def test_the_summary_is_about_patches_where_it_says_so() -> None:
     book.on_published(manifest(1, payload_bytes=400), 0.1, now_s=5.0)
     assert summary_of(book.rows())["patch_ratio_median"] == 10.0
     assert summary_of(book.rows())["bytes_per_changed_median"] == 0.4
+
+
+def test_the_median_of_two_publications_is_between_them() -> None:
+    book = BroadcastLog()
+    for version, seconds in ((0, 1.0), (1, 3.0)):
+        book.on_published(manifest(version), seconds, now_s=0.0)
+    assert summary_of(book.rows())["t_extract_s_median"] == 2.0
 
 
 def test_a_publication_without_changes_has_no_bytes_per_change() -> None:

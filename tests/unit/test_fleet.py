@@ -404,6 +404,17 @@ def test_who_serves_stays_until_the_cheaper_worker_that_was_asked_for_serves() -
     assert leaves(story.wait(240.0, need(1.0))) == [dear]
 
 
+def test_a_fleet_that_costs_just_its_limit_is_not_above_it() -> None:
+    """0.2 + 0.1 in floats is a bit more than 0.3; above the limit, the only one that serves would go."""
+    story = Story(
+        [instance_type("dear", 0.2), instance_type("cheap", 0.1)], {"dear": 1}, Limits(usd_per_hour=0.3)
+    )
+    story.serve(story.fleet.begin(0.0))
+    (asked,) = story.wait(120.0, need(1.0))
+    assert launches([asked]) == ["cheap"]
+    assert story.wait(BOOT_LIMIT_S - 120.0, need(1.0)) == []
+
+
 def test_enough_serve_while_others_are_on_their_way() -> None:
     """Two are needed and three serve: one may go, whatever the cheap ones that were asked for do."""
     story = Story([instance_type("dear", 4.0), instance_type("cheap", 1.0)], {"dear": 3})

@@ -169,6 +169,16 @@ def test_a_quota_holds_with_standbys_and_the_rest_of_the_limits_is_the_fleets() 
     assert story.fleet.counts["a"] + story.fleet.counts["b"] == 4, actions
 
 
+def test_the_price_of_a_standby_leaves_the_fleet_exactly_the_rest() -> None:
+    """1.2 - 0.3 in floats is a bit less than 0.9, the price of three workers."""
+    limits = Limits(usd_per_hour=1.2)
+    story = Story([instance_type("a", 0.3, max_count=8)], {"a": 3}, standby=1, limits=limits)
+    story.start()
+    for _ in range(20):
+        assert story.tick(need(3.0)) == []
+    assert story.fleet.counts == {"a": 3}
+
+
 def test_where_no_fleet_is_enough_the_standby_takes_part_and_stays() -> None:
     story = Story([instance_type("a", max_count=8)], {"a": 2}, standby=1, limits=Limits(max_workers=3))
     story.start()

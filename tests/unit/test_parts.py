@@ -91,6 +91,19 @@ def test_publications_of_a_part_that_ended_by_itself_are_listed_with_the_next(tm
     assert told["t_extract_s_median"] == 0.5
 
 
+def test_what_a_later_part_gave_up_does_not_count_in_any_earlier_one(tmp_path: Path) -> None:
+    """The third part begins before the second one did: at step 1, not 2."""
+    first = first_part(tmp_path)
+    evaluated(first, 2, 0.375)
+    first.summary(status="stopped")
+    second_part(tmp_path).summary(status="stopped")
+    rewind_metrics(tmp_path, 1)
+    told = Books(tmp_path, start_step=1).summary()
+    assert [row["step"] for row in told["evals"]] == [0]
+    assert told["eval_last"] == 0.25
+    assert [row["published_version"] for row in told["publications"]] == [1]
+
+
 def test_a_run_of_one_part_is_as_it_was(tmp_path: Path) -> None:
     told = first_part(tmp_path).summary()
     assert (told["parts"], told["seconds"], told["seconds_last_part"]) == (1, 40.0, 40.0)

@@ -98,6 +98,15 @@ def test_a_broadcast_along_fewer_chains_takes_more_hops(capsys: pytest.CaptureFi
     assert slow["estimated"]["t_bcast_s"] > 2 * found["estimated"]["t_bcast_s"] - 1
 
 
+def test_a_whole_number_of_served_workers_is_not_rounded_up(
+    capsys: pytest.CaptureFixture[str], one: str
+) -> None:
+    """69 / 1.15 in floats is a bit more than 60, for which sixty chains of one hop are enough."""
+    words = ("uplink_mbit=6000", "gamma=1.15", "min_workers=69", "max_per_instance_type=69")
+    found = tree(capsys, one, *BY_HAND, *words)
+    assert found["estimated"]["t_bcast_s"] == pytest.approx(8 * 101 * 2**20 / 100e6 + 0.05)
+
+
 def test_the_target_counts_the_broadcast_to_the_whole_fleet(
     capsys: pytest.CaptureFixture[str], one: str
 ) -> None:

@@ -358,6 +358,33 @@ def test_a_fleet_that_became_dear_is_changed_without_a_gap() -> None:
     assert len(fleet.changes) == 2
 
 
+def test_a_fleet_that_became_dear_is_changed_also_without_a_wait() -> None:
+    fleet = Fleet(large=3)
+    fleet.provisioner = Provisioner(FREE, sustain_s=0.0, release_sustain_s=0.0)
+    for now_s in range(3):
+        fleet.tick(float(now_s), [SMALL, LARGE])
+    assert fleet.running == {"small": 8}
+
+
+def test_a_fleet_is_not_changed_for_one_that_is_no_longer_cheaper() -> None:
+    """33 a second need one small worker more than 32: then they cost about what the large do."""
+    fleet = Fleet(large=3)
+    instance_types = [SMALL, replace(LARGE, usd_per_hour=2.42)]
+    for now_s in range(0, 100, 10):
+        assert "dear" in fleet.tick(float(now_s), instance_types)
+    for now_s in range(100, 500, 10):  # within the drift that calls for no new plan
+        fleet.tick(float(now_s), instance_types, replace(NEED, per_step=264))
+    assert fleet.running == {"large": 3}
+
+
+def test_a_surplus_of_whole_workers_is_released_at_once() -> None:
+    """40 for 30 are two workers too many, though (40 / 30 - 1) * 30 / 5 is a bit below 2."""
+    fleet, five = Fleet(five=8), replace(SMALL, name="five", mu=5.0)
+    for now_s in (0.0, 100.0):
+        fleet.tick(now_s, [five], replace(NEED, per_step=240))
+    assert fleet.running == {"five": 6}
+
+
 def test_a_fleet_above_a_limit_is_trimmed() -> None:
     fleet = Fleet(Limits(usd_per_hour=6.4), small=8)
     fleet.tick(0.0, [SMALL])
@@ -397,6 +424,14 @@ def test_without_staleness_the_useful_number_is_kept() -> None:
     unknown = Fleet()
     unknown.tick(0.0, [replace(SMALL, min_count=1), LARGE], need)
     assert unknown.running == {"small": 1}
+
+
+def test_before_the_useful_number_is_known_a_minimum_replaces_nobody() -> None:
+    need = replace(NEED, max_staleness=0, kappa=1)
+    fleet = Fleet(small=2)
+    for now_s in (0.0, 40.0):
+        fleet.tick(now_s, [SMALL, replace(LARGE, min_count=1)], need)
+    assert fleet.running == {"small": 2, "large": 1}
 
 
 def test_a_release_that_was_regretted_does_not_keep_the_next_surplus_longer() -> None:

@@ -504,6 +504,18 @@ def test_token_texts_keep_the_spaces() -> None:
     assert token_texts([0, 1, 2], "something else", WordTokenizer()) is None
 
 
+class SumTokenizer:
+    """One token for a number, and an end-of-sequence token."""
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join("42" for i in ids if i == 7)
+
+
+def test_as_many_characters_as_tokens_are_not_a_character_each() -> None:
+    assert token_texts([7, 1], "42", SumTokenizer()) == ["42", ""]
+    assert token_texts([7, 1], "no", SumTokenizer()) == ["n", "o"]  # another tokenizer: a guess
+
+
 class BytesTokenizer:
     """Token i is one byte."""
 

@@ -119,15 +119,16 @@ def rollout_card(row: Row, tokenizer: Any | None) -> Markup:
 
 
 def token_texts(ids: Sequence[int], text: str, tokenizer: Any | None) -> list[str] | None:
-    """Return the text of each token; None if tokens are not single characters and no tokenizer fits."""
+    """Return the text of each token; None if no tokenizer fits and tokens are not single characters."""
+    if tokenizer is not None:
+        pieces = decoded(ids, tokenizer, skip_special_tokens=True)
+        if "".join(pieces) == text:
+            return pieces
     if len(text) == len(ids):
         return list(text)
     if len(text) + 1 == len(ids):
         return [*text, ""]  # characters, and an end-of-sequence token that is not part of the text
-    if tokenizer is None:
-        return None
-    pieces = decoded(ids, tokenizer, skip_special_tokens=True)
-    return pieces if "".join(pieces) == text else None
+    return None
 
 
 def decoded(ids: Sequence[int], tokenizer: Any, *, skip_special_tokens: bool) -> list[str]:
