@@ -159,9 +159,8 @@ class Lane:
     def _kill_once(self, running: Program) -> Victim:
         number = len(self.kills)
         folder = self.lineage.folder
-        rng = random.Random(
-            f"{folder.parent.name}/{folder.name}/{number}"
-        )  # campaigns add up: each draws anew
+        # Campaigns in other folders draw other moments, so that their kills add up.
+        rng = random.Random(f"{folder.parent.name}/{folder.name}/{number}")
         target = self._choose(rng, number)
         victim, armed = target.victim, target.armed
         begun_s, first = time.monotonic(), self.lineage.last_step()
