@@ -48,6 +48,7 @@ from echo_planes.loop.events import (
     LearnerReady,
     LeaveWorker,
     LimitStaleness,
+    NothingHeard,
     PartDone,
     Publish,
     Published,
@@ -120,6 +121,7 @@ class Controller:
         self._waiting_since_s: float | None = None
         self._evaluations_due: set[int] = set()
         self._evaluating = False
+        self._complete_since_s: float | None = None
         self._stop: StopRequested | None = None  # the first request, which gives the run's end status
         self._over = False
         self.digest_mismatches = 0
@@ -133,6 +135,15 @@ class Controller:
     def _kappa(self) -> int:
         """Steps between publications at present; 1 while the guard limits staleness."""
         return 1 if self.guard.limits_staleness else self._config.staleness.kappa
+
+    @property
+    def missing_evaluations(self) -> tuple[int, ...]:
+        """Steps whose evaluation is due, once all steps are done; () before."""
+        return tuple(sorted(self._evaluations_due)) if self._is_complete else ()
+
+    @property
+    def _is_complete(self) -> bool:
+        return self._step >= self._config.run.steps and not self._busy and not self._todo
 
     def begin(self) -> list[Action]:
         """Return the first actions."""
@@ -193,10 +204,12 @@ class Controller:
                 actions = self._on_evaluation_over() + self._finish_if_complete()
             case EvaluationLost():
                 actions = self._on_evaluation_over()
+            case NothingHeard():
+                actions = []
             case StopRequested(reason, status):
                 self._stop = self._stop or event
                 actions = [] if self._busy else self._finish(status, reason)
-        return actions
+        return actions + self._give_up_evaluations(now_s)
 
     # --- learner ---------------------------------------------------------------------------------
 
@@ -426,10 +439,20 @@ class Controller:
         return actions
 
     def _finish_if_complete(self) -> list[Action]:
-        complete = self._step >= self._config.run.steps and not self._busy and not self._todo
-        if complete and not self._evaluations_due:
+        if self._is_complete and not self._evaluations_due:
             return self._finish("done")
         return []
+
+    def _give_up_evaluations(self, now_s: float) -> list[Action]:
+        """End the run without the evaluations that no worker has begun within the limit since its last step.
+
+        A fleet may have no worker left and get no other one.
+        """
+        if self._over or not self._is_complete or self._evaluating:
+            return []
+        if self._complete_since_s is None:
+            self._complete_since_s = now_s
+        return self._finish("done") if now_s - self._complete_since_s >= self._config.run.wait_limit_s else []
 
     def _finish(self, status: EndStatus, error: str = "") -> list[Action]:
         self._over = True

@@ -126,6 +126,11 @@ class EvaluationLost:
 
 
 @dataclass(frozen=True, slots=True)
+class NothingHeard:
+    """All steps are done, an evaluation is still due, and for `run.wait_limit_s` no event has come."""
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequested:
     """Request to end the run (Ctrl-C, SIGTERM, a spent budget); `status` becomes the run's end status."""
 
@@ -150,6 +155,7 @@ Event = (
     | Adjusted
     | Evaluated
     | EvaluationLost
+    | NothingHeard
     | StopRequested
 )
 

@@ -135,7 +135,7 @@ class Runner:
             for action in self.controller.begin():
                 self._spawn(self._carry_out(action))
             while finish is None:
-                event = await self._events.get()
+                event = await self._next_event()
                 if self._failure:
                     raise self._failure
                 for action in self.controller.handle(event, self._clock.now_s()):
@@ -145,11 +145,27 @@ class Runner:
                         self._tell_guard(action)
                     else:
                         self._spawn(self._carry_out(action))
+            if finish.status == "done" and (missing := self.controller.missing_evaluations):
+                self._observer.on_event(
+                    "evaluation",
+                    f"that of step {', '.join(map(str, missing))} is left out: no worker began it within "
+                    f"{self._config.run.wait_limit_s:.0f} s",
+                )
             counts = await self._within("closing the replay buffer", 60.0, self._planes.data.close())
             await self._collect_stats()
         finally:
             await self._end()
         return Outcome(finish.status, finish.error, counts)
+
+    async def _next_event(self) -> ev.Event:
+        """Return the next event. Nothing but an evaluation due may be waited for without end."""
+        try:
+            async with asyncio.timeout(
+                self._config.run.wait_limit_s if self.controller.missing_evaluations else None
+            ):
+                return await self._events.get()
+        except TimeoutError:
+            return ev.NothingHeard()
 
     # --- actions ---------------------------------------------------------------------------------
 

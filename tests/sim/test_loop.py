@@ -311,3 +311,15 @@ def test_a_stop_between_two_parts_comes_after_the_step(tmp_path: Path) -> None:
         saved = sorted(p.name for p in (tmp_path / str(seed) / "checkpoints").iterdir())
         assert saved == [f"step-{len(trace.batches):06d}"]
         assert outcome.counts.trained == 8 * len(trace.batches)
+
+
+def test_a_last_evaluation_that_no_worker_can_begin_is_left_out_and_told(tmp_path: Path) -> None:
+    """The last publication reaches nobody: the run ends all the same, after `run.wait_limit_s`."""
+    config = tiny_config()
+    lost = {("w0", 20), ("w1", 20)}
+    outcome, trace = run(tmp_path, config, faults=Faults(lose_installs=lost))
+    assert outcome.status == "done"
+    assert [report.step for report in trace.evals] == [0]
+    (told,) = [line for line in trace.lines if line.startswith("evaluation ")]
+    assert "that of step 20 is left out" in told
+    assert "within 300 s" in told

@@ -551,3 +551,37 @@ def test_a_resume_starts_where_it_was_and_publishes_at_once() -> None:
     assert loop.tell(ev.Published(manifest(5))) == [ev.FormBatch(5)]
     assert loop.tell(ev.WorkerReady("w0", 2)) == [ev.Install("w0", 2, fresh=False)]
     assert loop.installed(5, epoch=2) == [ev.Evaluate(5, ("w0",))]
+
+
+def last_step_done() -> Loop:
+    """A run of one step whose last evaluation is due, and whose only worker is lost."""
+    loop = Loop(settings(steps=1, s=0))
+    loop.start()
+    loop.train(0)
+    loop.tell(ev.Published(manifest(1, base=0)))
+    loop.tell(ev.WorkerLost("w0", 0, "gone"))
+    assert loop.tell(ev.Checkpointed(1)) == []
+    assert loop.controller.missing_evaluations == (1,)
+    return loop
+
+
+def test_an_evaluation_that_no_worker_begins_does_not_hold_the_run_for_ever() -> None:
+    limit_s = settings(steps=1, s=0).run.wait_limit_s
+    loop = last_step_done()
+    loop.now_s = limit_s - 1.0
+    assert loop.tell(ev.NothingHeard()) == []
+    loop.now_s = limit_s
+    assert loop.tell(ev.NothingHeard()) == [ev.Finish("done")]
+    assert loop.controller.missing_evaluations == (1,)
+
+
+def test_an_evaluation_that_has_begun_has_its_own_limit() -> None:
+    limit_s = settings(steps=1, s=0).run.wait_limit_s
+    loop = last_step_done()
+    loop.now_s = limit_s - 1.0
+    loop.tell(ev.WorkerReady("w0", 1))
+    assert loop.installed(1, epoch=1) == [ev.Evaluate(1, ("w0",))]
+    loop.now_s = 2 * limit_s
+    assert loop.tell(ev.NothingHeard()) == []
+    assert loop.tell(ev.Evaluated(report(1))) == [ev.Finish("done")]
+    assert loop.controller.missing_evaluations == ()
