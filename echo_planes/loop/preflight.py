@@ -51,6 +51,7 @@ def check(config: Config, run_dir: Path) -> None:
     if config.run.resume is None:
         check_new(run_dir)
     elif config.budget.usd is not None:
+        check_priced(config)
         check_budget(config.budget.usd, run_dir)
     check_replay(run_dir)
     check_weights(config.weights)
@@ -80,6 +81,24 @@ def check_extensions(config: Config) -> None:
         from echo_planes.weights.codec.table import take_codec  # loads numba, which takes a second
 
         take_codec(config.weights.codec)  # this process needs the codec to read the store for the report
+
+
+def check_priced(config: Config) -> None:
+    """Check that a budget can be spent: something of the run has a price.
+
+    Raises:
+        ConfigError: learner and workers are all free of charge.
+    """
+    fleet = config.fleet
+    if (
+        fleet.prices == "fixed"
+        and not config.learner.usd_per_hour
+        and not any(worker_config.usd_per_hour for worker_config in fleet.workers)
+    ):
+        raise ConfigError(
+            f"budget.usd={config.budget.usd:g} would never be spent: learner.usd_per_hour and usd_per_hour "
+            "of every worker are 0; set what they cost, or leave the budget out"
+        )
 
 
 def check_weights(weights: WeightsConfig) -> None:

@@ -218,11 +218,25 @@ def test_a_job_on_a_cluster_keeps_its_run_elsewhere_than_in_rays_copy_of_its_fol
     preflight.check(config(run={"resume": "runs/job"}), copy / "runs" / "job")
 
 
+@pytest.mark.parametrize(
+    ("learner", "worker", "fits"), [(0.0, 0.0, False), (2.0, 0.0, True), (0.0, 0.4, True)]
+)
+def test_a_budget_that_nothing_spends(tmp_path: Path, learner: float, worker: float, fits: bool) -> None:
+    workers = [{"sku": "cpu", "count": 1, "usd_per_hour": worker}]
+    settings = config(budget={"usd": 20.0}, learner={"usd_per_hour": learner}, fleet={"workers": workers})
+    if fits:
+        preflight.check(settings, tmp_path / "run")
+        return
+    message = refusal(ConfigError, settings, tmp_path / "run")
+    for part in ("budget.usd=20", "never be spent", "learner.usd_per_hour", "set what they cost"):
+        assert part in message
+
+
 @pytest.mark.parametrize(("usd", "fits"), [(12.0, False), (12.5, False), (12.6, True), (None, True)])
 def test_a_resumed_run_whose_budget_is_spent(tmp_path: Path, usd: float | None, fits: bool) -> None:
     spent = {"usd_by_sku": {"learner": 12.5}, "usd_by_part": {"learner": 8.0, "booting": 4.5}}
     (tmp_path / SPENDING_FILE).write_text(json.dumps(spent))
-    settings = config(run={"resume": str(tmp_path)}, budget={"usd": usd})
+    settings = config(run={"resume": str(tmp_path)}, budget={"usd": usd}, learner={"usd_per_hour": 1.0})
     if fits:
         preflight.check(settings, tmp_path)
     else:
