@@ -48,10 +48,10 @@ def check(config: Config, run_dir: Path) -> None:
         if port is not None:
             check_port(key, port)
     check_disk(run_dir)
+    check_priced(config)
     if config.run.resume is None:
         check_new(run_dir)
     elif config.budget.usd is not None:
-        check_priced(config)
         check_budget(config.budget.usd, run_dir)
     check_replay(run_dir)
     check_weights(config.weights)
@@ -84,14 +84,15 @@ def check_extensions(config: Config) -> None:
 
 
 def check_priced(config: Config) -> None:
-    """Check that a budget can be spent: something of the run has a price.
+    """Check that the budget, if there is one, can be spent: something of the run has a price.
 
     Raises:
         ConfigError: learner and workers are all free of charge.
     """
     fleet = config.fleet
     if (
-        fleet.prices == "fixed"
+        config.budget.usd is not None
+        and fleet.prices == "fixed"
         and not config.learner.usd_per_hour
         and not any(worker_config.usd_per_hour for worker_config in fleet.workers)
     ):
