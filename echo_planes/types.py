@@ -167,7 +167,8 @@ def is_whole(sample: Sample) -> bool:
 
 def sampled_tokens(group: Group) -> int:
     """Return how many tokens of a group the policy sampled."""
-    return sum(sum(trajectory.episode.response_mask) for trajectory in group.trajectories)
+    # A mask of numpy's booleans sums to one of numpy's numbers, which JSON and the claims do not take.
+    return int(sum(sum(trajectory.episode.response_mask) for trajectory in group.trajectories))
 
 
 def cover(spans: Sequence[Span], length: int) -> bool:

@@ -227,7 +227,7 @@ class DataService:
         accepted = [group for (_, group), receipt in zip(groups, receipts, strict=True) if receipt.accepted]
         if accepted:
             tokens, trajectories = self._accepted.get((worker_id, epoch), (0, 0))
-            tokens += sum(int(sampled_tokens(group)) for group in accepted)
+            tokens += sum(sampled_tokens(group) for group in accepted)
             trajectories += sum(len(group.trajectories) for group in accepted)
             self._accepted[worker_id, epoch] = (tokens, trajectories)
         try:

@@ -38,6 +38,7 @@ from echo_planes.types import (
     Sample,
     Trajectory,
     WorkerStats,
+    sampled_tokens,
 )
 
 PULL_WAIT_S = 5.0
@@ -324,7 +325,7 @@ class RolloutWorker:
             for receipt, (_, group) in zip(receipts, groups, strict=True):
                 if receipt.accepted:
                     self._trajectories += len(group.trajectories)
-                    self._tokens += sum(sum(t.episode.response_mask) for t in group.trajectories)
+                    self._tokens += sampled_tokens(group)
 
     async def _stream_tokens(self) -> None:
         """Send the tokens that arrived, at least four times per lease period.

@@ -34,7 +34,16 @@ from echo_planes.loop.checkpoint import (
 from echo_planes.reporting.metrics import MetricsWriter, read_metrics
 from echo_planes.testing.fakes import FakeTask, FakeTokenizer
 from echo_planes.testing.simulation import replace_section, tiny_config
-from echo_planes.types import BufferCounts, Group, Lease, Prompt, Reward, TrainBatch, WorkerStats
+from echo_planes.types import (
+    BufferCounts,
+    Group,
+    Lease,
+    Prompt,
+    Reward,
+    TrainBatch,
+    WorkerStats,
+    sampled_tokens,
+)
 from tests.unit.test_buffer import answer
 
 
@@ -441,7 +450,9 @@ def test_groups_with_numbers_of_numpy_are_kept_and_saved_like_others(tmp_path: P
         mask = tuple(np.array(first.episode.response_mask))
         reward = Reward(1.0, True, {"length": np.float32(0.5), "turns": np.int64(3)})  # type: ignore[dict-item]
         changed = replace(first, episode=replace(first.episode, response_mask=mask), reward=reward)
-        return replace(group, trajectories=(changed, *group.trajectories[1:]))
+        group = replace(group, trajectories=(changed, *group.trajectories[1:]))
+        assert type(sampled_tokens(group)) is int  # workers count with it, and send the counts
+        return group
 
     async def main() -> None:
         plane = Plane(tmp_path, "L0")
@@ -450,7 +461,7 @@ def test_groups_with_numbers_of_numpy_are_kept_and_saved_like_others(tmp_path: P
         await plane.data.submit("w0", 0, [(lease.lease_id, of_numpy(lease)) for lease in leases])
         batch = await plane.data.next_batch(0, 0.0)
         assert isinstance(batch, TrainBatch)
-        assert dict(batch.reward_parts) == {"length": 0.5, "turns": 3.0}
+        assert batch.reward_parts == (("length", 0.5, 4), ("turns", 3.0, 4))
         await plane.data.save(tmp_path / "saved")
         accepted = await plane.data.accepted()
         tokens = (await plane.data.counts()).accepted_tokens

@@ -354,7 +354,7 @@ class ReplayBuffer:
         self._partials.close(lease_id)
         self._malformed.pop(worker_id, None)
         self._attempts.pop(lease.prompt.index, None)
-        sampled = int(sampled_tokens(group))  # of a mask of numpy's booleans it is one of numpy's numbers
+        sampled = sampled_tokens(group)
         self._count(accepted=self._samples, accepted_tokens=sampled)
         self._partials.finished(sampled)
         taken = Accepted.of(group)
