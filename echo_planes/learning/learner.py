@@ -308,8 +308,9 @@ class Learner:
         self.drift.history = counters.get("drift_history", [])
 
     def close(self) -> None:
-        """Leave the process group. The learner cannot be used afterwards."""
-        self._engine.close()
+        """Leave the process group, if `start` has joined it. The learner cannot be used afterwards."""
+        if self._engine_or_none is not None:
+            self._engine_or_none.close()
         self._engine_or_none = None
 
     @property

@@ -647,3 +647,9 @@ def test_logprobs_are_of_the_distribution_sampled_from(
 def test_a_folder_without_a_model_is_a_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json"):
         load_policy(tmp_path, torch.float32, 1.0, 1.0)
+
+
+def test_a_learner_that_was_never_started_closes(model_folder: Path, tmp_path: Path) -> None:
+    """Its owner closes what else it has then, such as the node that sends weights."""
+    config = Config.model_validate(settings(model_folder, 0, "fp32"))
+    Learner(config, 0, 1, 0, tmp_path).close()
