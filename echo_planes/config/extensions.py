@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sysconfig
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,10 @@ from pydantic import AfterValidator
 from echo_planes.errors import ConfigError, nearest
 
 T = TypeVar("T")
+_LIBRARIES = (
+    *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    Path(__file__).parents[1],
+)
 
 
 def one_of(*names: str) -> AfterValidator:
@@ -81,16 +86,21 @@ def imported(module_name: str, where: str) -> ModuleType:
 
 
 def raised_at(error: BaseException, folder: Path | None = None) -> str:
-    """Return `file:line` of the deepest frame of `error` in `folder`, or of its deepest frame at all.
+    """Return `file:line` of the deepest frame of `error` in a user's code, or of its deepest frame at all.
 
-    For a SyntaxError it is the place of that.
+    A user's code is in `folder`, or in no library. For a SyntaxError it is the place of that.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
-    own = [frame for frame in frames if folder is not None and Path(frame.filename).parent == folder]
+    own = [f for f in frames if Path(f.filename).parent == folder or not _is_library(f.filename)]
     deepest = (own or frames)[-1]
     return f"{deepest.filename}:{deepest.lineno}"
+
+
+def _is_library(filename: str) -> bool:
+    """Return whether a frame's file belongs to Python, an installed package or this one."""
+    return filename.startswith("<") or any(Path(filename).is_relative_to(folder) for folder in _LIBRARIES)
 
 
 def in_words(error: BaseException) -> str:

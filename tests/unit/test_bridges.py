@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from echo_planes.config.extensions import raised_at
 from echo_planes.data.tasks.reward_child import outcomes
 from echo_planes.errors import ConfigError, DataError, TaskError
 from echo_planes.tasks.bridges.gym import GymOptions, GymTask
@@ -140,3 +141,26 @@ def test_an_environment_that_answers_nothing_useful_is_named(tmp_path: Path) -> 
     task = gym_task(tmp_path)
     with pytest.raises(TaskError, match="step of Counter returned no done, observations"):
         asyncio.run(task.rollout(task.prompt(0), Scripted(["broken"])))
+
+
+def test_an_error_is_told_at_its_place_in_the_users_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where a library noticed it, nor where this package called the user's code."""
+    path = tmp_path / "judge_of_mine.py"
+    path.write_text("import json\n\n\ndef judge(prompt, response, row):\n    return json.loads(response)\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 40)
+    monkeypatch.syspath_prepend(tmp_path)
+    given = {"reward": "judge_of_mine:judge", "data": str(tmp_path / "rows.jsonl"), "template": "plain"}
+    options = FunctionOptions.model_validate(given)
+    task = FunctionTask(options, FakeTokenizer(), 0)
+    episode = Episode((5,), (True,), (-0.5,), (Span(0, 1, 0, "d0"),), "stop", "{")
+    with pytest.raises(ValueError, match="Expecting") as caught:
+        task.reward(task.prompt(0), episode)
+    assert raised_at(caught.value) == f"{path}:5"
+    (outcome,) = outcomes(task, task.prompt(0), [episode])
+    assert isinstance(outcome, RewardFailure)
+    assert "JSONDecodeError at judge_of_mine.py:5" in outcome.error
+    with pytest.raises(TypeError) as caught_here:
+        json.loads(None)  # type: ignore[arg-type]
+    assert raised_at(caught_here.value).startswith(f"{__file__}:")

@@ -11,7 +11,6 @@ import json
 import math
 import numbers
 import os
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO, Protocol, cast
 import numpy as np
 
 from echo_planes.cluster.process import die_with_parent
+from echo_planes.config.extensions import raised_at
 from echo_planes.config.schema import TaskConfig
 from echo_planes.data.claims import MOST_NAME_CHARS, MOST_PARTS, MOST_REWARD
 from echo_planes.data.tasks.adapter import Tokenizer
@@ -60,9 +60,7 @@ def outcomes(
 
 
 def _raised(why: Exception) -> RewardFailure:
-    frame = traceback.extract_tb(why.__traceback__)[-1]
-    place = f"{Path(frame.filename).name}:{frame.lineno}"
-    return RewardFailure("reward_error", f"{type(why).__name__} at {place}: {why}")
+    return RewardFailure("reward_error", f"{type(why).__name__} at {Path(raised_at(why)).name}: {why}")
 
 
 def checked(reward: object) -> Reward:
