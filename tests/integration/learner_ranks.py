@@ -1,9 +1,9 @@
 """One learner rank in a process of its own: `python learner_ranks.py SPECS.json RANK`.
 
 SPECS: a list of {"config", "world_size", "first_step", "num_steps", "save_at", "save_to", "load_from",
-"parts", "out"}: learners of their own, one after the other. Each writes `<out>-<rank>.npz`: per-step loss and
-grad_norm, the fp32 weights and the published bits of rank 0, and the first step's gradient. `parts`: groups
-in each part of a step; none: steps are whole.
+"parts", "gradient", "out"}: learners of their own, one after the other. Each writes `<out>-<rank>.npz`:
+per-step loss and grad_norm, the fp32 weights and the published bits of rank 0, and with `parts` or
+`gradient` the first step's gradient. `parts`: groups in each part of a step; none: steps are whole.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def main(spec: dict[str, Any], rank: int) -> None:
     if spec.get("load_from"):
         learner.load(Path(spec["load_from"]))
     stats = []
-    gradient = watch_gradient(learner)
+    gradient = watch_gradient(learner) if "parts" in spec or spec.get("gradient") else {}
     for step in range(spec["first_step"], spec["first_step"] + spec["num_steps"]):
         if step == spec.get("save_at"):
             learner.save(Path(spec["save_to"]))

@@ -47,8 +47,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Run, Arrays]:
             run = Run(ranks, stage, objective, parts)
             config = settings(model, stage, "fp32", objective={"name": objective, "clip_delta": None})
             specs[run] = {"config": config, "first_step": 0, "num_steps": STEPS}
-            if parts != WHOLE:
-                specs[run]["parts"] = parts
+            specs[run] |= {"gradient": True} if parts == WHOLE else {"parts": parts}
     return run_together(tmp_path_factory.mktemp("parts"), specs)
 
 
