@@ -296,7 +296,8 @@ class RemoteWorker:
             with suppress(RunError):  # the process may be gone already, which is no error here
                 await self._actor.call("stop")
         finally:  # also if the caller waits no longer
-            ray.kill(self.handle)
+            if ray.is_initialized():  # a task that outlives the run would have Ray connect again, without end
+                ray.kill(self.handle)
 
 
 # --- planes --------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from echo_planes.loop.launch import RemoteWorker
 
 def test_a_worker_that_does_not_stop_in_time_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[Any] = []
-    monkeypatch.setattr(launch, "ray", SimpleNamespace(kill=killed.append))
+    monkeypatch.setattr(launch, "ray", SimpleNamespace(kill=killed.append, is_initialized=lambda: True))
 
     async def story() -> None:
         asked = asyncio.Event()
