@@ -186,7 +186,9 @@ class Controller:
                 self._starved_since_s = self._waiting_since_s = None
                 self._starved_again_s = STARVED_AGAIN_S
                 self._parts.append(batch)
-                actions = [Train(batch, joined_batch(self._parts) if batch.last else batch)]
+                if batch.last:
+                    self._parts = [joined_batch(self._parts)]
+                actions = [Train(batch, self._parts[-1])]
             case PartDone():
                 actions = self._learner_free(now_s)
             case BatchNotReady():
@@ -237,7 +239,7 @@ class Controller:
 
     def _on_step_done(self, stats: StepStats, now_s: float) -> list[Action]:
         self._step += 1
-        figures = figures_of(joined_batch(self._parts), stats) if self._parts else GuardFigures()
+        figures = figures_of(self._parts[-1], stats) if self._parts else GuardFigures()
         self._parts.clear()
         told = self._compare(stats) if stats.step == 0 else []
         if not self._over:
