@@ -37,7 +37,7 @@ from tests.integration.harness import (
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 STREAM_S = 0.5
-STEPS = 8
+STEPS = 5
 MAX_TOKENS = 440
 KILLED = "killed"  # the file beside the run that says when
 
