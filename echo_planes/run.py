@@ -160,7 +160,7 @@ async def _run(
             changes=changes,
             make_planes=launch.RayPlanes,
             make_actuator=launch.make_actuator,
-            worker_configs=config.fleet.fixed(),
+            worker_configs=config.first_workers(),
             export=cluster.prometheus((one.key, one.name, one.description) for one in GAUGES),
         )
     return exit_status(outcome)

@@ -285,6 +285,7 @@ class TrainBatch:
     reward_parts: tuple[tuple[str, float, int], ...] = ()
     step_trajectories: int = 0  # trajectories of the whole step, if this is one of its parts; 0: it is whole
     last: bool = True  # no part of this step follows
+    waited_s: float = 0.0  # since the youngest of its groups was accepted, seconds
 
     @property
     def num_trajectories(self) -> int:
@@ -410,6 +411,28 @@ class GuardReport:
 
 
 # --- weights -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A part of a step's time, in seconds since the step began."""
+
+    what: str  # "seed": seeders sampled; "train": the learner trained
+    start_s: float
+    stop_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SeedReport:
+    """Seeding of one step (RLBoost section 4.1)."""
+
+    t_seed_s: float  # T_seed, the planned window, seconds
+    train_wait_s: float  # t_train_wait: the learner waited for answers while the window was closed
+    remote_wait_s: float  # t_remote_wait: from the last answer to the end of the step
+    remote_s: float  # from the begin of the step to the last answer
+    mean_remote: float  # remote workers, mean over the step
+    num_reserved: int  # N_resv, seeders
+    intervals: tuple[Interval, ...]
 
 
 @dataclass(frozen=True, slots=True)

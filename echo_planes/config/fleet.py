@@ -124,3 +124,37 @@ class FleetConfig(Section):
             return {}
         worker_configs = [worker_config for worker_config in self.workers for _ in range(worker_config.count)]
         return {f"w{i}": worker_config for i, worker_config in enumerate(worker_configs)}
+
+
+class SeedingConfig(Section):
+    """Seeding: engines on the learner's devices sample at the start of each step (S = 0).
+
+    They stop when the window is over, and remote workers continue their answers. Without remote workers the
+    window lasts until the step is sampled: learner and engine are colocated.
+    """
+
+    engines: int = Free(0, ge=0, description="N_resv: engines on the learner's machines; 0: no seeding")
+    first_s: NonNegativeFloat = Free(5.0, description="T_seed of the first step, seconds; then it adapts")
+    eta: PositiveFloat = Free(
+        2.0, description="a window changes by the difference of the waits over eta, at least 1 + N_resv / n"
+    )
+    max_groups: PositiveInt = Free(32, description="prompts in flight at once, of each engine")
+    usd_per_hour: NonNegativeFloat = Free(
+        0.0, description="price of one engine; 0: the learner's price has it"
+    )
+    resources: dict[str, float] = Free(
+        {"CPU": 0.0},
+        description="Ray resources of one engine, on the machine of a rank (GPU: 0.5, ...)",
+    )
+    engine: EngineConfig = EngineConfig()
+
+    def workers(self) -> dict[str, WorkerConfig]:
+        """Return the seeders s0, s1, ..."""
+        settings = WorkerConfig(
+            sku="seeder",
+            usd_per_hour=self.usd_per_hour,
+            max_groups=self.max_groups,
+            resources=self.resources,
+            engine=self.engine,
+        )
+        return {f"s{i}": settings for i in range(self.engines)}

@@ -24,7 +24,7 @@ from echo_planes.config.fields import (
     Section,
 )
 from echo_planes.config.files import user_path
-from echo_planes.config.fleet import FleetConfig
+from echo_planes.config.fleet import FleetConfig, SeedingConfig, WorkerConfig
 
 _ASSETS = Path(__file__).parents[1] / "assets"
 BUILTIN_MODELS = {
@@ -440,6 +440,7 @@ class Config(Section):
     task: TaskConfig = TaskConfig()
     model: ModelConfig = ModelConfig()
     fleet: FleetConfig = FleetConfig()
+    seeding: SeedingConfig = SeedingConfig()
     budget: BudgetConfig = BudgetConfig()
     sampling: SamplingConfig = SamplingConfig()
     staleness: StalenessConfig = StalenessConfig()
@@ -475,6 +476,20 @@ class Config(Section):
             raise ValueError(
                 f"objective.tis_level=none trains data of other versions (staleness.max_staleness={stale}) "
                 "as if it were fresh; choose token or sequence, or say objective.uncorrected=true"
+            )
+        return self
+
+    def first_workers(self) -> dict[str, WorkerConfig]:
+        """Return the workers to begin with, by id: a fleet of fixed size, and the seeders."""
+        return {**self.fleet.fixed(), **self.seeding.workers()}
+
+    @model_validator(mode="after")
+    def _seeds(self) -> Self:
+        if self.seeding.engines and self.staleness.max_staleness:
+            raise ValueError(
+                f"seeding.engines={self.seeding.engines} does not go with staleness.max_staleness="
+                f"{self.staleness.max_staleness}: a window is for steps of one version, where the learner "
+                "would wait; set staleness.max_staleness=0, or leave seeding out"
             )
         return self
 

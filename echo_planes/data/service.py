@@ -263,8 +263,10 @@ class DataService:
         self._buffer.limit_staleness(max_staleness)
         self._notify()
 
-    async def next_batch(self, step: int, wait_s: float) -> TrainBatch | NotReady:
+    async def next_batch(self, step: int, wait_s: float, whole: bool = False) -> TrainBatch | NotReady:
         """Return the batch of update `step`, or the next part of it; wait up to `wait_s` for it.
+
+        `whole`: return no part but the one that makes the batch whole.
 
         Raises:
             TaskError: more than a batch of trajectories failed, and no group was accepted; or an advantage
@@ -277,7 +279,7 @@ class DataService:
             self._check()
             if self._closed:
                 return NotReady("filling", "the run is over")
-            chosen = self._buffer.next_batch(step, self._clock.now_s())
+            chosen = self._buffer.next_batch(step, self._clock.now_s(), whole=whole)
             with self._whole("what is too old cannot be dropped"):
                 self._settle_dropped()
             if not isinstance(chosen, NotReady):
@@ -396,7 +398,8 @@ class DataService:
                 "normalised in each: leave out learner.micro_batch_groups"
             )
         self._tags = set() if last else self._tags | tags
-        return replace(batch, step_trajectories=self._step_trajectories, last=last)
+        waited_s = self._clock.now_s() - self._buffer.accepted_s
+        return replace(batch, step_trajectories=self._step_trajectories, last=last, waited_s=waited_s)
 
     def _sequences(self, groups: Sequence[Accepted]) -> IntArray:
         return np.array([self._store.index.ids.sequence(group.group_id) for group in groups], np.int64)

@@ -61,6 +61,10 @@ class LearnerProcess:
         )
         return self._node.address
 
+    def place(self) -> str:
+        """Return the id of the cluster node that this rank runs on."""
+        return str(ray.get_runtime_context().get_node_id())
+
     def start(self, checkpoint: Path | None) -> None:
         """Load the model, then the learner state in the folder `checkpoint`, if one is given."""
         self._learner.start()

@@ -30,6 +30,7 @@ from echo_planes.types import (
     GuardReport,
     InstallReport,
     Manifest,
+    SeedReport,
     StepStats,
     TrainBatch,
     WorkerInfo,
@@ -92,6 +93,7 @@ class Journal:
         )
         self.counts = BufferCounts()  # the ledger, as of the last step
         self._guard = GuardReport(0, config.staleness.max_staleness, 1.0)
+        self._seeding: SeedReport | None = None  # of the present step
 
     # --- Observer --------------------------------------------------------------------------------
 
@@ -188,6 +190,7 @@ class Journal:
             "refused": counts.refused,
             **_details(counts),
             **_guarded(self._guard),
+            **_seeded(self._seeding),
             "time_s": self._elapsed_s(),
             **self.broadcasts.newest(),
             **self._newest_eval(),
@@ -238,6 +241,9 @@ class Journal:
 
     def on_guard(self, report: GuardReport) -> None:
         self._guard = report
+
+    def on_seeding(self, report: SeedReport) -> None:
+        self._seeding = report
 
     @property
     def collapse(self) -> str:
@@ -379,6 +385,19 @@ class GroupUses:
             uses.extend(bytes(place + 1 - len(uses)))
         uses[place] = min(uses[place] + 1, 255)
         return uses[place]
+
+
+def _seeded(report: SeedReport | None) -> dict[str, Any]:
+    """Return the seeding columns of a step; {} without seeding."""
+    if report is None:
+        return {}
+    return {
+        "t_seed_s": report.t_seed_s,
+        "t_train_wait_s": report.train_wait_s,
+        "t_remote_wait_s": report.remote_wait_s,
+        "num_parts": sum(one.what == "train" for one in report.intervals),
+        "timeline": [[one.what, round(one.start_s, 4), round(one.stop_s, 4)] for one in report.intervals],
+    }
 
 
 def _guarded(report: GuardReport) -> dict[str, float]:

@@ -49,9 +49,11 @@ from echo_planes.loop.events import (
     LeaveWorker,
     LimitStaleness,
     NothingHeard,
+    OpenWindow,
     PartDone,
     Publish,
     Published,
+    SeedersParked,
     StartWorker,
     StepDone,
     StopRequested,
@@ -64,6 +66,7 @@ from echo_planes.loop.events import (
     WorkerUnwanted,
     WorkerWanted,
 )
+from echo_planes.loop.seeding import Present, Seeding
 from echo_planes.types import InstallReport, Manifest, StepStats, TrainBatch, joined_batch
 
 STARVED_AGAIN_S = 2.0  # of starvation before the learner publishes again; doubles with each repetition
@@ -125,6 +128,8 @@ class Controller:
         self._stop: StopRequested | None = None  # the first request, which gives the run's end status
         self._over = False
         self.digest_mismatches = 0
+        self.seeding = Seeding(config.seeding) if config.seeding.engines else None
+        self._seeders = config.seeding.workers().keys()
 
     @property
     def restarts(self) -> dict[str, int]:
@@ -188,9 +193,17 @@ class Controller:
                 self._parts.append(batch)
                 if batch.last:
                     self._parts = [joined_batch(self._parts)]
-                actions = [Train(batch, self._parts[-1])]
+                train = Train(batch, self._parts[-1])
+                actions = [train]
+                if self.seeding is not None:
+                    actions = self.seeding.batch_ready(batch, train, self._present(), now_s)
             case PartDone():
+                if self.seeding is not None:
+                    self.seeding.part_done(now_s)
                 actions = self._learner_free(now_s)
+            case SeedersParked():
+                held = self.seeding.parked(now_s) if self.seeding is not None else []
+                actions = held or self._learner_free(now_s)
             case BatchNotReady():
                 actions = self._on_not_ready(event, now_s)
             case StepDone(stats):
@@ -211,6 +224,8 @@ class Controller:
             case StopRequested(reason, status):
                 self._stop = self._stop or event
                 actions = [] if self._busy else self._finish(status, reason)
+        if self.seeding is not None:
+            self.seeding.look(self._present(), now_s)
         return actions + self._give_up_evaluations(now_s)
 
     # --- learner ---------------------------------------------------------------------------------
@@ -235,12 +250,23 @@ class Controller:
     def _form_batch(self, now_s: float) -> list[Action]:
         self._busy = True
         self._waiting_since_s = self._waiting_since_s if self._waiting_since_s is not None else now_s
-        return [FormBatch(self._step)]
+        if self.seeding is None:
+            return [FormBatch(self._step)]
+        return self.seeding.form_batch(self._step, now_s, self._present(), in_parts=bool(self._parts))
+
+    def _present(self) -> Present:
+        """Return the workers whose engine is ready: how many are remote, and the seeders."""
+        up = {worker_id: w for worker_id, w in self._workers.items() if w.up and not w.leaving}
+        seeders = tuple(worker_id for worker_id in up if worker_id in self._seeders)
+        serving = any(up[worker_id].version == self._step for worker_id in seeders)
+        return Present(len(up) - len(seeders), seeders, serving)
 
     def _on_step_done(self, stats: StepStats, now_s: float) -> list[Action]:
         self._step += 1
         figures = figures_of(self._parts[-1], stats) if self._parts else GuardFigures()
         self._parts.clear()
+        if self.seeding is not None:
+            self.seeding.step_done(now_s)
         told = self._compare(stats) if stats.step == 0 else []
         if not self._over:
             told += self._guarded(figures)
@@ -351,7 +377,10 @@ class Controller:
             return []
         worker.up, worker.version, worker.installing, worker.evaluating = True, -1, -1, False
         worker.ready_s = now_s
-        return self._install(event.worker_id, worker) if self._manifest else []
+        actions: list[Action] = self._install(event.worker_id, worker) if self._manifest else []
+        if event.worker_id in self._seeders and self.seeding is not None and self.seeding.is_open:
+            actions.append(OpenWindow((event.worker_id,)))  # it starts parked
+        return actions
 
     def _on_worker_lost(self, event: WorkerLost, now_s: float) -> list[Action]:
         worker = self._living(event.worker_id, event.epoch)
@@ -360,7 +389,8 @@ class Controller:
         return self._replace(event.worker_id, worker, event.reason, now_s)
 
     def _replace(self, worker_id: str, worker: _Worker, reason: str, now_s: float) -> list[Action]:
-        if worker.leaving or self._config.fleet.scale != "fixed":
+        is_of_fleet = self._config.fleet.scale != "fixed" and worker_id not in self._seeders
+        if worker.leaving or is_of_fleet:
             return self._forget(worker_id)  # the reconciler decides whether another one starts
         worker.up, worker.version, worker.installing, worker.failures = False, -1, -1, 0
         worker.epoch += 1

@@ -88,6 +88,11 @@ class BatchReady:
 
 
 @dataclass(frozen=True, slots=True)
+class SeedersParked:
+    """The seeders have handed over their leases, and sample no more in this window."""
+
+
+@dataclass(frozen=True, slots=True)
 class BatchNotReady:
     reason: Literal["starved", "holding", "filling"]
     detail: str
@@ -149,6 +154,7 @@ Event = (
     | Installed
     | BatchReady
     | BatchNotReady
+    | SeedersParked
     | PartDone
     | StepDone
     | Checkpointed
@@ -206,9 +212,28 @@ class Install:
 
 @dataclass(frozen=True, slots=True)
 class FormBatch:
-    """Ask the data plane for the batch of update `step`, or for the next part of it."""
+    """Ask the data plane for the batch of update `step`, or for the next part of it.
+
+    `wait_s`: longest wait for it, seconds; `whole`: form no part but the one that makes the batch whole.
+    """
 
     step: int
+    wait_s: float = 1.0
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OpenWindow:
+    """Have seeders sample."""
+
+    seeders: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CloseWindow:
+    """Have seeders hand over their leases, and sample no more."""
+
+    seeders: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +294,8 @@ Action = (
     | Publish
     | Install
     | FormBatch
+    | OpenWindow
+    | CloseWindow
     | Train
     | Evaluate
     | Checkpoint

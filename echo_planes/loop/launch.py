@@ -145,9 +145,9 @@ class RemoteData:
     async def limit_staleness(self, max_staleness: int) -> None:
         await self._actor.call("limit_staleness", max_staleness)
 
-    async def next_batch(self, step: int, wait_s: float) -> Any:
+    async def next_batch(self, step: int, wait_s: float, whole: bool = False) -> Any:
         self._newest = None  # lets Ray free the last batch
-        answer = self._actor.begin("next_batch", step, wait_s)
+        answer = self._actor.begin("next_batch", step, wait_s, whole)
         found = await self._actor.answer("next_batch", answer)
         if isinstance(found, TrainBatch):
             self._newest = found, answer
@@ -192,6 +192,7 @@ class RemoteLearner:
         remote = ray.remote(LearnerProcess).options(**options)
         checkpoints = run_dir / "checkpoints"
         self._start_step = start_step
+        self._places: list[str] = []
         self._ranks = [
             _Actor(
                 remote.remote(config, rank, settings.num_ranks, port, run_dir / "failures"),
@@ -222,6 +223,12 @@ class RemoteLearner:
 
     async def adjust(self, adjustment: Adjustment) -> None:
         await self._all("adjust", adjustment)
+
+    async def places(self) -> list[str]:
+        """Return the id of the cluster node of each rank. Ranks answer between two steps."""
+        if not self._places:
+            self._places = [str(place) for place in await self._all("place")]
+        return self._places
 
     async def sender(self) -> str:
         """Return the address of the node that sends weights."""
@@ -288,6 +295,12 @@ class RemoteWorker:
         stats: WorkerStats = await self._actor.call("stats")
         return stats
 
+    async def pause(self) -> int:
+        return int(await self._actor.call("pause"))
+
+    async def resume(self) -> None:
+        await self._actor.call("resume")
+
     async def leave(self, limit_s: float) -> int:
         return int(await self._actor.call("leave", limit_s))
 
@@ -326,6 +339,7 @@ class RayPlanes:
     ) -> None:
         self._config = config
         self._worker_configs = dict(worker_configs)
+        self._seeders = list(config.seeding.workers())
         self._workers: dict[str, RemoteWorker] = {}
         # Ray may place an actor without resources on any node: the loss of a spot node would end the run.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -364,6 +378,10 @@ class RayPlanes:
     async def spawn_worker(self, worker_id: str, epoch: int) -> RemoteWorker:
         worker_config = self._worker_configs[worker_id]
         options = _actor_options(worker_config.resources, worker_config.labels)
+        if worker_id in self._seeders:
+            places = await self.learner.places()
+            place = places[self._seeders.index(worker_id) % len(places)]
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(place, soft=False)
         handle = (
             ray.remote(WorkerProcess)
             .options(**options)

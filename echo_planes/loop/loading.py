@@ -1,8 +1,8 @@
 """From command-line words to a validated `Config`: YAML groups, `key=value` overrides, errors that help.
 
 Precedence of a new run: built-in defaults < configs/default.yaml < `defaults:` in the task's file < group
-files < `key=value` words. Of a resume: built-in defaults < the run's config.yaml < files of the groups that
-the words name < `key=value` words.
+files with their `defaults:` < `key=value` words. Of a resume: built-in defaults < the run's config.yaml <
+files of the groups that the words name < `key=value` words.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ def load_config(words: Sequence[str]) -> Config:
     for group in GROUPS[1:]:
         if resume is None or group in named:
             tree[group] = _group(group, chosen[group])
+            _merge(tree, _defaults(f"{group}={chosen[group]}", tree[group]))
     for key, value in overrides:
         set_key(tree, key, value)
     try:
@@ -167,11 +168,7 @@ def _task(name: str, overrides: Sequence[tuple[str, Any]]) -> tuple[dict[str, An
     `option=value`, further ones for when the task's option has that value.
     """
     section = _group("task", name)
-    defaults = section.pop("defaults", {})
-    if not isinstance(defaults, dict) or "task" in defaults or not all(type(key) is str for key in defaults):
-        raise ConfigError(
-            f"task={name}: 'defaults' must be settings of other sections, not {shown(defaults)}"
-        )
+    defaults = _defaults(f"task={name}", section)
     options = {f"task.{key}": value for key, value in section.items()} | dict(overrides)
     for condition in [key for key in defaults if "=" in key]:
         suitable = defaults.pop(condition)
@@ -183,6 +180,15 @@ def _task(name: str, overrides: Sequence[tuple[str, Any]]) -> tuple[dict[str, An
         if str(options.get(f"task.{key}")) == value:
             _merge(defaults, suitable)
     return section, defaults
+
+
+def _defaults(word: str, section: dict[str, Any]) -> dict[str, Any]:
+    """Take `defaults:` out of a group's section: settings of other sections."""
+    defaults = section.pop("defaults", {})
+    own = word.partition("=")[0]
+    if not isinstance(defaults, dict) or own in defaults or not all(type(key) is str for key in defaults):
+        raise ConfigError(f"{word}: 'defaults' must be settings of other sections, not {shown(defaults)}")
+    return defaults
 
 
 def _merge(tree: dict[str, Any], changes: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from echo_planes.types import (
     GuardReport,
     InstallReport,
     Manifest,
+    SeedReport,
     StepStats,
     TrainBatch,
     WorkerInfo,
@@ -51,6 +52,9 @@ class QuietObserver:
         return None
 
     def on_guard(self, report: GuardReport) -> None:
+        return None
+
+    def on_seeding(self, report: SeedReport) -> None:
         return None
 
 
@@ -98,3 +102,7 @@ class Observers:
     def on_guard(self, report: GuardReport) -> None:
         for one in self._observers:
             one.on_guard(report)
+
+    def on_seeding(self, report: SeedReport) -> None:
+        for one in self._observers:
+            one.on_seeding(report)

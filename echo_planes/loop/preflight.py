@@ -8,6 +8,7 @@ import shutil
 import socket
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from echo_planes.config.extensions import extension
@@ -38,7 +39,7 @@ def check(config: Config, run_dir: Path) -> None:
     check_model(config.model.folder)
     check_extensions(config)
     check_fleet(config)
-    check_engines(config.fleet)
+    check_engines([*config.fleet.workers, *config.seeding.workers().values()])
     check_lengths(config)
     for key, port in (
         ("run.metrics_port", config.run.metrics_port),
@@ -94,6 +95,7 @@ def check_priced(config: Config) -> None:
         config.budget.usd is not None
         and fleet.prices == "fixed"
         and not config.learner.usd_per_hour
+        and not config.seeding.usd_per_hour
         and not any(worker_config.usd_per_hour for worker_config in fleet.workers)
     ):
         raise ConfigError(
@@ -138,10 +140,10 @@ def check_model(folder: Path) -> None:
 
 
 def check_fleet(config: Config) -> None:
-    if config.fleet.num_workers == 0:
+    if config.fleet.num_workers == 0 and not config.seeding.engines:
         raise ConfigError(
             "fleet.workers: the fleet has zero workers, so nothing would ever be sampled; set a count of at "
-            "least 1"
+            "least 1, or let the learner's machine sample: fleet=colocated"
         )
     if config.fleet.scale != "fixed" or config.fleet.prices != "fixed":
         check_instance_types(config.fleet)
@@ -194,9 +196,9 @@ def check_instance_types(fleet: FleetConfig) -> None:
         seen.add(worker_config.instance_type)
 
 
-def check_engines(fleet: FleetConfig) -> None:
+def check_engines(worker_configs: Sequence[WorkerConfig]) -> None:
     """Check that an engine of several ranks has a GPU (or CPU) for each, and does not set dtype=float32."""
-    for worker_config in fleet.workers:
+    for worker_config in worker_configs:
         resource = "GPU" if worker_config.resources.get("GPU") else "CPU"
         amount, num_ranks = worker_config.resources.get(resource, 0.0), worker_config.engine.num_ranks
         if num_ranks > 1 and amount < num_ranks:

@@ -33,6 +33,7 @@ from echo_planes.types import (
     BufferCounts,
     InstallReport,
     Manifest,
+    SeedReport,
     StepStats,
     TrainBatch,
     WorkerInfo,
@@ -119,6 +120,7 @@ class ReconcileLoop(QuietObserver):
         self._not_released: RunError | None = None  # error of a release, until `_look` raises it
         self._published = False
         self._num_served = 0  # workers that served when the last step ended
+        self._seeded: SeedReport | None = None  # of the present step
         self._useful: deque[int] = deque(maxlen=LEARNER_WINDOW)  # S = 0: N_prem of each step
         self._said = ""
         self._stuck: tuple[object, ...] = ()  # limits that prevent a sufficient fleet, as last reported
@@ -338,6 +340,9 @@ class ReconcileLoop(QuietObserver):
         except RefusedError as why:
             self._tell("refused", str(why))
 
+    def on_seeding(self, report: SeedReport) -> None:
+        self._seeded = report
+
     def on_step(self, batch: TrainBatch, stats: StepStats, idle_s: float, counts: BufferCounts) -> None:
         self._model.observe_step(stats.t_train_s)
         self._uninformative.observe(counts.uninformative)
@@ -348,11 +353,15 @@ class ReconcileLoop(QuietObserver):
             self._known_bcast = newest["published_version"]
             self._model.observe_broadcast(newest["t_bcast_s"])
         if self._config.staleness.max_staleness == 0:
+            seeded = self._seeded
             # Nothing overlaps: the learner waited for the broadcast, then for the samples.
-            t_remote_s = max(0.0, idle_s - (newest["t_bcast_s"] if newest else 0.0))
+            t_remote_s = idle_s if seeded is None else seeded.remote_s
+            t_remote_s = max(0.0, t_remote_s - (newest["t_bcast_s"] if newest else 0.0))
             num_now = self.fleet.num_serving
             num_mean = ((self._num_served or num_now) + num_now) / 2
-            self._useful.append(useful_instances(t_remote_s, num_mean, 0.0, 0, stats.t_train_s))
+            t_seed_s, num_reserved = (seeded.t_seed_s, seeded.num_reserved) if seeded else (0.0, 0)
+            useful = useful_instances(t_remote_s, num_mean, t_seed_s, num_reserved, stats.t_train_s)
+            self._useful.append(useful)
         self._num_served = self.fleet.num_serving
 
     def _cause(self, worker_id: str) -> Cause:

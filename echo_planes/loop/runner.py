@@ -31,9 +31,9 @@ from echo_planes.types import (
 
 T = TypeVar("T")
 
-BATCH_WAIT_S = 1.0  # longest wait of one request for a batch in the data plane
 STATS_EVERY_STEPS = 5
 STATS_S = 10.0  # longest wait for a worker's counters
+PAUSE_S = 30.0  # longest wait for a seeder to hand over its leases
 LEAVE_SHARE = 0.7  # of a leaving worker's time limit, to finish scoring its answers
 
 
@@ -83,6 +83,7 @@ class Runner:
         self._planes = planes
         self._observer = observer
         self._fleet = fleet
+        self._seeders = config.seeding.workers().keys()
         self._save_checkpoint = save_checkpoint
         self._clock = clock
         self._resume_dir = resume_dir
@@ -182,15 +183,20 @@ class Runner:
                 await self._install(worker_id, epoch, fresh)
             case ev.Publish(version):
                 await self._publish(version)
-            case ev.FormBatch(step):
-                batch = await self._planes.data.next_batch(step, BATCH_WAIT_S)
+            case ev.FormBatch(step, wait_s, whole):
+                batch = await self._planes.data.next_batch(step, wait_s, whole)
                 await self._hear_complaints()
                 if isinstance(batch, TrainBatch):
                     self._events.put_nowait(ev.BatchReady(batch))
                 else:
                     self._events.put_nowait(ev.BatchNotReady(batch.reason, batch.detail))
-            case ev.Train(batch, whole):
-                await self._train(batch, whole)
+            case ev.OpenWindow(seeders):
+                await asyncio.gather(*(self._let_sample(one, sample=True) for one in seeders))
+            case ev.CloseWindow(seeders):
+                await asyncio.gather(*(self._let_sample(one, sample=False) for one in seeders))
+                self._events.put_nowait(ev.SeedersParked())
+            case ev.Train(batch, all_parts):
+                await self._train(batch, all_parts)
             case ev.Evaluate(step, worker_ids):
                 await self._evaluate(step, worker_ids)
             case ev.Checkpoint(step):
@@ -247,6 +253,8 @@ class Runner:
                     await self._within("engine start", limit_s, worker.start(), worker=worker_id)
             if (worker_id, epoch) not in self._ended:
                 await self._planes.data.register(worker_id, epoch)
+                if worker_id in self._seeders:  # until a window opens
+                    await self._planes.data.park(worker_id, parked=True)
             if (worker_id, epoch) in self._ended:  # the incarnation ended during its start
                 await self._end_worker(worker_id)
                 return
@@ -270,6 +278,20 @@ class Runner:
                 self._observer.on_event("worker left", f"without a word: {why}", worker=worker_id)
         self._gone(worker_id, epoch)
         self._events.put_nowait(ev.WorkerLeft(worker_id, epoch))
+
+    async def _let_sample(self, worker_id: str, *, sample: bool) -> None:
+        """Have a seeder sample, or hand over its leases and sample no more; it is lost if it does neither."""
+        epoch, worker = self._workers.get(worker_id, (-1, None))
+        if worker is None:
+            return
+        # Parked first: else a pull on its way would bring new leases. Of an incarnation that is gone since,
+        # the successor is parked at its start.
+        await self._planes.data.park(worker_id, parked=not sample)
+        wait: Awaitable[object] = worker.resume() if sample else worker.pause()
+        try:
+            await self._within("seeding", PAUSE_S, wait, worker=worker_id)
+        except RunError as why:
+            self._lost(worker_id, epoch, str(why))
 
     async def _end_worker(self, worker_id: str) -> None:
         """Fence the worker's incarnation, give its prompts back, and end its process."""
@@ -336,6 +358,8 @@ class Runner:
         stats = await self._within("learner step", limit_s, learner.train_step(batch))
         self._free_since_s = self._clock.now_s()
         # Report before any action on the step, so that its figures show the settings it was trained with.
+        if self.controller.seeding is not None:
+            self._observer.on_seeding(self.controller.seeding.report(self._clock.now_s()))
         self._observer.on_step(whole, stats, idle_s, await self._planes.data.counts())
         self._events.put_nowait(ev.StepDone(stats))
         self._steps_seen += 1

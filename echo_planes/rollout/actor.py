@@ -139,6 +139,12 @@ class WorkerProcess:
             return stats
         return replace(stats, leaves_in_s=self._ends_unix_s - time.time())
 
+    async def pause(self) -> int:
+        return await self._worker.pause()
+
+    async def resume(self) -> None:
+        await self._worker.resume()
+
     async def leave(self, limit_s: float) -> int:
         return await self._worker.leave(limit_s)
 

@@ -99,7 +99,8 @@ class RolloutWorker:
         self._sending = asyncio.Lock()  # one message at a time, so that their order is kept
         self._stopping = False
         self._evaluating = False
-        self._leaving = False  # takes no new leases
+        self._leaving = False  # takes no new leases any more
+        self._paused = False  # takes none until `resume`
         self._trajectories = 0
         self._tokens = 0
         # The worker pulls several leases at a time: one call per lease costs more than it gains.
@@ -129,10 +130,10 @@ class RolloutWorker:
                     if not done.cancelled():  # a cancelled task's lease was given up
                         done.result()
                 room = self._room()
-                if room >= self._enough_room and not self._leaving:
+                if room >= self._enough_room and not (self._leaving or self._paused):
                     leases = await self._source.pull(self._id, self._epoch, room, PULL_WAIT_S)
                     begun = [self._begin(lease) for lease in leases]
-                    if self._leaving:  # `leave` was called during the pull
+                    if self._leaving or self._paused:  # `leave` or `pause` was called during the pull
                         await self._give_up(begun)
                 else:
                     await self._stirred.wait()
@@ -147,6 +148,22 @@ class RolloutWorker:
         self._stirred.set()  # so that `run` ends
         await self._scorer.close()
         await self._engine.close()
+
+    async def pause(self) -> int:
+        """Hand over all leases that still sample, and take no new ones until `resume`.
+
+        The caller parks the worker in the data plane first: a pull that is on its way would bring new ones.
+
+        Returns:
+            The number of leases that other workers continue.
+        """
+        self._paused = True
+        return await self._give_up([work for work in self._work.values() if work.sampling])
+
+    async def resume(self) -> None:
+        """Take leases again."""
+        self._paused = False
+        self._stirred.set()
 
     async def leave(self, limit_s: float) -> int:
         """Take no new leases and hand over those in progress, because the machine is about to go.

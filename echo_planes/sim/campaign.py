@@ -379,6 +379,8 @@ def _words(action: ev.Action) -> tuple[object, ...]:
             return worker_id, epoch
         case ev.StopWorker(worker_id):
             return (worker_id,)
+        case ev.OpenWindow(seeders) | ev.CloseWindow(seeders):
+            return seeders
         case ev.Finish(status, error):
             return status, error
         case ev.Evaluate(step, worker_ids):

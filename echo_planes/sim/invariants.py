@@ -247,8 +247,8 @@ class WatchedBuffer(ReplayBuffer):
 
     # --- batches ---------------------------------------------------------------------------------
 
-    def next_batch(self, step: int, now_s: float) -> list[Accepted] | NotReady:
-        found = super().next_batch(step, now_s)
+    def next_batch(self, step: int, now_s: float, *, whole: bool = False) -> list[Accepted] | NotReady:
+        found = super().next_batch(step, now_s, whole=whole)
         budget, size = self._staleness.max_staleness, self._groups_per_step
         for name, (index, version) in list(self._buffered.items()):
             if step - version > budget:

@@ -47,6 +47,7 @@ from echo_planes.types import (
     GuardReport,
     InstallReport,
     Manifest,
+    SeedReport,
     StepStats,
     TrainBatch,
     WorkerInfo,
@@ -65,6 +66,7 @@ class Trace:
     counts: list[BufferCounts] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     guard: list[GuardReport] = field(default_factory=list)
+    seeding: list[SeedReport] = field(default_factory=list)  # one per step
     idle_s: float = 0.0
     train_s: float = 0.0
 
@@ -108,6 +110,10 @@ class Trace:
     def on_guard(self, report: GuardReport) -> None:
         self.guard.append(report)
 
+    def on_seeding(self, report: SeedReport) -> None:
+        self.seeding.append(report)
+        self.lines.append(f"seeding {report}")
+
 
 class _LossyWorker(RolloutWorker):
     """Worker that may lose requests to install."""
@@ -136,15 +142,17 @@ class LocalPlanes:
 
     async def spawn_worker(self, worker_id: str, epoch: int) -> RolloutWorker:
         simulation = self._simulation
-        index = int(worker_id.removeprefix("w")) % len(simulation.seconds_per_token)
+        if worker_id in simulation.config.seeding.workers():
+            seconds_per_token = simulation.seeder_seconds_per_token
+        else:
+            index = int(worker_id.removeprefix("w")) % len(simulation.seconds_per_token)
+            seconds_per_token = simulation.seconds_per_token[index]
         return _LossyWorker(
             worker_id,
             epoch,
             self._lineage,
             faults=simulation.faults,
-            engine=FakeEngine(
-                worker_id, epoch, simulation.seconds_per_token[index], simulation.faults, simulation.seed
-            ),
+            engine=FakeEngine(worker_id, epoch, seconds_per_token, simulation.faults, simulation.seed),
             task=simulation.task,
             scorer=InlineScorer(simulation.task),
             source=self.data,
@@ -184,6 +192,7 @@ class Simulation:
         folder: folder for trajectories and checkpoints.
         seconds_per_token: virtual seconds per token, one engine per entry; where the fleet's size changes,
             workers use the entries in turn.
+        seeder_seconds_per_token: the same of each seeder.
         t_train_s: virtual seconds per learner step.
         max_groups: groups that a worker samples at once.
         faults: planned faults.
@@ -195,6 +204,7 @@ class Simulation:
     config: Config
     folder: Path
     seconds_per_token: tuple[float, ...] = (0.05, 0.2)
+    seeder_seconds_per_token: float = 0.05
     t_train_s: float = 1.0
     max_groups: int = 8
     faults: Faults = field(default_factory=Faults)
@@ -223,7 +233,11 @@ class Simulation:
                 dispatch=policy_named(self.config.sampling.router, self.config.sampling.theta),
                 rules=rules,
             )
-            fleet = {f"w{i}": WorkerInfo(f"w{i}", "fake", 1.0, 0) for i in range(len(self.seconds_per_token))}
+            seeders = {s: WorkerInfo(s, "seeder", 0.0, 0) for s in self.config.seeding.workers()}
+            remote = {
+                f"w{i}": WorkerInfo(f"w{i}", "fake", 1.0, 0) for i in range(len(self.seconds_per_token))
+            }
+            fleet = remote | seeders
             observer: Observer = trace
             reconcile: ReconcileLoop | None = None
 
@@ -234,7 +248,7 @@ class Simulation:
 
             planes = LocalPlanes(self, data, lineage)
             if self.config.fleet.scale != "fixed":
-                fleet, broadcasts = {}, BroadcastLog()
+                fleet, broadcasts = seeders, BroadcastLog()
                 actuator = self.actuator or StaticActuator(
                     {kind.instance_type: kind.quota for kind in self.config.fleet.workers}
                 )

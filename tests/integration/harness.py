@@ -386,7 +386,7 @@ def _run_on(planes: Any, words: list[str]) -> int:
                 meta=CheckpointMeta(step=0, lineage_number=0, next_epoch=0),
                 make_planes=planes,
                 make_actuator=launch.make_actuator,
-                worker_configs=config.fleet.fixed(),
+                worker_configs=config.first_workers(),
                 export=lambda numbers: None,
             )
         )

@@ -52,8 +52,8 @@ class Buffer(ReplayBuffer):
             self.index.settle(set_aside, Fate.UNINFORMATIVE, self.step)
         return receipt
 
-    def next_batch(self, step: int, now_s: float) -> list[Accepted] | NotReady:
-        batch = super().next_batch(step, now_s)
+    def next_batch(self, step: int, now_s: float, *, whole: bool = False) -> list[Accepted] | NotReady:
+        batch = super().next_batch(step, now_s, whole=whole)
         self.settle_dropped()
         if isinstance(batch, list):
             self.index.settle(sequences(self.index, batch), Fate.TRAINED, step)

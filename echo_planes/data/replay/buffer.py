@@ -105,6 +105,7 @@ class ReplayBuffer:
         self._groups_per_step = groups_per_step
         self._part_groups = part_groups
         self._taken = 0  # groups of the present step, in parts that were formed
+        self.accepted_s = 0.0  # when the youngest buffered group was accepted
         self._samples = samples_per_prompt
         self._lineage = lineage
         self._rng = np.random.default_rng(seed)
@@ -368,6 +369,7 @@ class ReplayBuffer:
         else:
             self._recent.append(False)
             self._groups[group.group_id] = taken
+            self.accepted_s = now_s
         return Receipt(lease_id, accepted=True)
 
     def expire(self, now_s: float) -> int:
@@ -380,11 +382,11 @@ class ReplayBuffer:
 
     # --- batches ---------------------------------------------------------------------------------
 
-    def next_batch(self, step: int, now_s: float) -> list[Accepted] | NotReady:
+    def next_batch(self, step: int, now_s: float, *, whole: bool = False) -> list[Accepted] | NotReady:
         """Form the batch of update `step` (t) from whole groups, or return why it cannot be formed.
 
-        With `part_groups`, form a part of it from all that is buffered, once that is enough. `step` is then
-        the number of batches formed until the last part is.
+        With `part_groups`, form a part of it from all that is buffered, once that is enough; with `whole`,
+        once that makes the batch whole. `step` is the number of batches formed until the last part is.
 
         If too few new groups are buffered and `reuse` allows it, trained groups fill up the batch: those
         trained least often first, then the newest. At least 1 in `reuse` groups is new, so that the mean
@@ -402,7 +404,7 @@ class ReplayBuffer:
         self._again = {g: uses for g, uses in self._again.items() if g.version >= oldest}
         wanted = self._groups_per_step - self._taken
         num_new = min(len(self._groups), wanted)
-        if self._part_groups is not None and num_new >= min(self._part_groups, wanted):
+        if self._part_groups is not None and not whole and num_new >= min(self._part_groups, wanted):
             wanted = num_new
         num_again = wanted - num_new
         if num_new * self._staleness.reuse < wanted or num_again > len(self._again):
