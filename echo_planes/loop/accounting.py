@@ -396,7 +396,10 @@ def _seeded(report: SeedReport | None) -> dict[str, Any]:
         "t_train_wait_s": report.train_wait_s,
         "t_remote_wait_s": report.remote_wait_s,
         "num_parts": sum(one.what == "train" for one in report.intervals),
-        "timeline": [[one.what, round(one.start_s, 4), round(one.stop_s, 4)] for one in report.intervals],
+        "timeline": [
+            *([["remote", 0.0, round(report.remote_s, 4)]] if report.mean_remote else []),
+            *([one.what, round(one.start_s, 4), round(one.stop_s, 4)] for one in report.intervals),
+        ],
     }
 
 

@@ -45,6 +45,7 @@ from echo_planes.reporting.sections.learning import (
 )
 from echo_planes.reporting.sections.money import dollars_by_name, dollars_by_part, spent_so_far, worker_rows
 from echo_planes.reporting.sections.rollouts import read_rollouts, rollout_card, run_tokenizer
+from echo_planes.reporting.sections.seeding import step_timeline
 
 REPORT_FILE = "report.html"
 
@@ -89,6 +90,7 @@ def render(folder: Path) -> str:
         **_spending(charts, summary),
         **weights_values(summary, read_rows(folder / SPARSITY_FILE)),
         **_rollouts(folder, config),
+        seeded_step=step_timeline(steps),
         fleet=fleet(events, number(summary.get("seconds_last_part")) or 0.0),
         events=told_events(events, "worker "),
         config=config_text,
