@@ -27,8 +27,10 @@ def check_fit(config: Config, has: Mapping[str, float], labels: Sequence[Mapping
                 f"fleet: no node of the cluster carries the labels {worker_config.labels} of SKU "
                 f"'{worker_config.sku}'; start such a node, or change the fleet's labels"
             )
-    for resource, amount in config.learner.resources.items():
-        wanted[resource] = wanted.get(resource, 0.0) + amount * config.learner.num_ranks
+    seeding, learner = config.seeding, config.learner
+    for resources, count in ((learner.resources, learner.num_ranks), (seeding.resources, seeding.engines)):
+        for resource, amount in resources.items():
+            wanted[resource] = wanted.get(resource, 0.0) + amount * count
     for resource, amount in wanted.items():
         if amount > has.get(resource, 0.0) + 1e-9:
             workers, smaller = "workers", "choose a smaller fleet"
@@ -39,6 +41,8 @@ def check_fit(config: Config, has: Mapping[str, float], labels: Sequence[Mapping
                     if worker_config.quota and worker_config.resources.get(resource)
                 ]
                 workers, smaller = "workers up to their max_count", f"lower {' or '.join(quotas)}"
+            if seeding.engines and seeding.resources.get(resource):
+                workers, smaller = f"{workers}, seeders", f"{smaller}, or lower seeding.engines"
             raise ClusterError(
                 f"fleet: {workers} and the learner need {amount:g} {resource}, the cluster has "
                 f"{has.get(resource, 0.0):g}; {smaller}, or their 'resources'"

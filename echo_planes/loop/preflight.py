@@ -13,7 +13,7 @@ from pathlib import Path
 
 from echo_planes.config.extensions import extension
 from echo_planes.config.files import MIB, MODEL_JSON_BYTES, check_regular, read_json
-from echo_planes.config.fleet import FleetConfig, WorkerConfig
+from echo_planes.config.fleet import FleetConfig, SeedingConfig, WorkerConfig
 from echo_planes.config.schema import Config, WeightsConfig
 from echo_planes.data.store.files import LOCK_NAME, REPLAY_FOLDER, Lock
 from echo_planes.data.store.recovery import STORE_NAME, read_store_id
@@ -39,6 +39,7 @@ def check(config: Config, run_dir: Path) -> None:
     check_model(config.model.folder)
     check_extensions(config)
     check_fleet(config)
+    check_seeding(config.seeding)
     check_engines([*config.fleet.workers, *config.seeding.workers().values()])
     check_lengths(config)
     for key, port in (
@@ -194,6 +195,16 @@ def check_instance_types(fleet: FleetConfig) -> None:
                 "them another sku, region or market"
             )
         seen.add(worker_config.instance_type)
+
+
+def check_seeding(seeding: SeedingConfig) -> None:
+    """Check that a seeder takes no more of a GPU's memory than its share, since the learner has the rest."""
+    share, memory = seeding.resources.get("GPU", 0.0), seeding.engine.gpu_memory_utilization
+    if seeding.engines and 0 < share < 1 and memory > share:
+        raise ConfigError(
+            f"seeding.engine.gpu_memory_utilization={memory:g} is {memory - share:.2g} of the card more than "
+            f"seeding.resources.GPU={share:g}, and the learner needs the rest of it; set at most {share:g}"
+        )
 
 
 def check_engines(worker_configs: Sequence[WorkerConfig]) -> None:

@@ -37,7 +37,7 @@ def seeded(config: Config | None = None, *, parts: int | None = 1, **seeding: An
 
 
 class Watched:
-    """When seeders sampled tokens for training, and when the learner trained; virtual seconds."""
+    """Times of the tokens that seeders sampled for training, and of the learner's work; virtual seconds."""
 
     def __init__(self) -> None:
         self.tokens_s: list[float] = []

@@ -479,3 +479,26 @@ def test_the_default_fleet_fits_two_cores_and_a_larger_one_is_told_what_to_lower
         ClusterError, match=f"need 2.5 CPU, the cluster has 2; {advice}, or their 'resources'"
     ):
         placement.check_fit(larger, cores, [{}])
+
+
+def test_a_seeder_fits_beside_the_learner_in_memory_and_resources(tmp_path: Path) -> None:
+    words = ["fleet=colocated", "seeding.resources={GPU: 0.5}", "learner.resources={CPU: 1, GPU: 0.5}"]
+    with pytest.raises(ConfigError) as told:
+        preflight.check(load_config(words), tmp_path / "run")
+    for part in ("gpu_memory_utilization=0.85", "0.35 of the card more", "set at most 0.5"):
+        assert part in str(told.value)
+    fits = load_config([*words, "seeding.engine.gpu_memory_utilization=0.45"])
+    preflight.check(fits, tmp_path / "run")
+    placement.check_fit(fits, {"CPU": 2.0, "GPU": 1.0}, [{}])
+    with pytest.raises(
+        ClusterError, match=r"workers, seeders and the learner need 1 GPU, the cluster has 0\.5"
+    ):
+        placement.check_fit(fits, {"CPU": 2.0, "GPU": 0.5}, [{}])
+    assert fits.staleness.max_staleness == 0
+    assert list(fits.first_workers()) == ["s0"]
+
+
+def test_a_fleet_file_sets_other_sections_and_words_set_them_again() -> None:
+    assert load_config(["fleet=colocated", "seeding.engines=2"]).seeding.engines == 2
+    with pytest.raises(ConfigError, match=r"seeding\.engines=1 does not go with staleness\.max_staleness=2"):
+        load_config(["fleet=colocated", "staleness.max_staleness=2"])
