@@ -54,6 +54,7 @@ class _Question:
     """Request of the learner for a batch."""
 
     step: int
+    whole: bool  # no part but the one that makes the batch whole
     answer: Callable[[Answer], None]
     deadline: Timer
     missing: int = 0  # groups that must be accepted before another attempt can succeed
@@ -105,7 +106,9 @@ class SimDataPlane:
             refill=_refill(sampling),
             dispatch=policy_named(sampling.router, sampling.theta),
             tick_s=sampling.stream_s,
+            part_groups=scenario.learner.micro_batch_groups,
         )
+        self._taken = 0  # groups of the present step, in its parts so far
         self._versions: dict[str, int] = {}  # version that each worker serves; -1: none yet
         self._parked: set[str] = set()
         self._asks: dict[str, _Ask] = {}
@@ -220,16 +223,22 @@ class SimDataPlane:
 
     # --- the learner -----------------------------------------------------------------------------
 
-    def ask_batch(self, step: int, answer: Callable[[Answer], None]) -> None:
-        """Call `answer` with the batch of update `step`, or at the deadline with the reason for none."""
-        wait_s = self._scenario.run.batch_wait_s
-        self._question = _Question(step, answer, self._kernel.after(wait_s, self._give_up))
+    @property
+    def accepted_s(self) -> float:
+        """Time at which the youngest buffered group was accepted."""
+        return self._buffer.accepted_s
+
+    def ask_batch(self, step: int, wait_s: float, whole: bool, answer: Callable[[Answer], None]) -> None:
+        """Call `answer` with the batch of update `step`, or its next part, or after `wait_s` with the reason
+        for none. `whole`: with no part but the one that makes the batch whole.
+        """
+        self._question = _Question(step, whole, answer, self._kernel.after(wait_s, self._give_up))
         self._look()
 
     def _give_up(self) -> None:
         question = self._question
         if question is not None:
-            self._answer(question, self._form(question.step))
+            self._answer(question, self._form(question))
 
     def _look(self) -> None:
         """Try to answer the learner's request now, or plan another attempt during a hold."""
@@ -240,11 +249,13 @@ class SimDataPlane:
             delay_s = HOLD_SHARE * self._scenario.learner.t_train_s
             question.look = self._kernel.after(delay_s, self._look_again)
             return
-        found = self._form(question.step)
+        found = self._form(question)
         if isinstance(found, list):
             self._answer(question, found)
         elif found.reason == "filling" and self._scenario.staleness.reuse == 1:
-            groups = self._scenario.sampling.prompts_per_step
+            groups = self._scenario.sampling.prompts_per_step - self._taken
+            if self._scenario.learner.micro_batch_groups is not None and not question.whole:
+                groups = min(groups, self._scenario.learner.micro_batch_groups)
             buffered = self._buffer.counts.buffered // self._scenario.sampling.samples_per_prompt
             question.missing = max(groups - buffered, 1)
         else:
@@ -255,14 +266,16 @@ class SimDataPlane:
             self._question.look, self._question.held = None, -1
             self._look()
 
-    def _form(self, step: int) -> Answer:
+    def _form(self, question: _Question) -> Answer:
         self._index_new()
-        found = self._buffer.next_batch(step, self._kernel.now_s)
+        step = question.step
+        found = self._buffer.next_batch(step, self._kernel.now_s, whole=question.whole)
         self._settle_dropped()
         if isinstance(found, list):
             sequences = self._sequences(found)
             new = self._index.groups["fate"][sequences] == Fate.BUFFERED
             self._index.settle(sequences[new], Fate.TRAINED, step)
+            self._taken = 0 if self._buffer.step > step else self._taken + len(found)
         return found
 
     def _answer(self, question: _Question, found: Answer) -> None:

@@ -21,6 +21,7 @@ class EngineSpec:
 
     peak_tokens_per_s: float
     half_batch: float  # samples at which half of the peak is reached; 0: a single sample reaches the peak
+    prefill_tokens_per_s: float | None = None  # prompts and partial rollouts taken in; None: at once
 
     def tokens_per_s(self, batch: float) -> float:
         """Return the tokens/s of `batch` running samples together."""
@@ -52,6 +53,7 @@ class Engine:
         self._peak = spec.peak_tokens_per_s  # at its present speed; each of b samples gets peak / (b + half)
         self._paused = False
         self.clock_rate = 1.0  # seconds that its machine's clock counts in a second
+        self._prefill_s = 0.0  # seconds of prefill before the next token
         self._mark = 0.0  # tokens of an imagined sample that has run since the start
         self._ends: list[float] = []  # end marks of all running samples, ascending
         self._groups: dict[str, _Running] = {}
@@ -75,14 +77,17 @@ class Engine:
         """Mark now, tokens: a difference of two marks is the tokens of each sample that ran in between."""
         return self._mark
 
-    def add(self, key: str, lengths: Sequence[int], have: Sequence[int] = ()) -> None:
-        """Begin a group now (see `advance`).
+    def add(self, key: str, lengths: Sequence[int], have: Sequence[int] = (), prompt_tokens: int = 0) -> None:
+        """Begin a group now (see `advance`). Its prefill delays all samples.
 
         Args:
             key: its name.
             lengths: tokens at which its samples end.
             have: tokens of each sample that other workers made; empty: none.
+            prompt_tokens: of its prompt, whose prefill all samples share.
         """
+        if self._spec.prefill_tokens_per_s is not None:
+            self._prefill_s += (prompt_tokens + sum(have)) / self._spec.prefill_tokens_per_s
         had, mark = tuple(have), self._mark
         if any(had):
             left = [length - done for length, done in zip(lengths, had, strict=True)]
@@ -123,6 +128,11 @@ class Engine:
         full, before = len(self._groups) == self._max_groups, self.tokens
         if full:
             self.saturated_s += left_s * self.clock_rate
+        if self._prefill_s:
+            prefill_s = min(self._prefill_s, left_s)
+            self._prefill_s -= prefill_s
+            self.busy_s += prefill_s
+            left_s -= prefill_s
         ends, mark, tokens, busy_s = self._ends, self._mark, self.tokens, self.busy_s
         peak, half = self._peak, self._spec.half_batch
         num_ended, batch = 0, len(ends)
@@ -152,7 +162,8 @@ class Engine:
         """Return the time at which the next group ends if nothing else happens; infinite if none does."""
         if self._paused or not self._group_ends:
             return math.inf
-        target, mark, when_s, batch = self._group_ends[0][0], self._mark, self._now_s, len(self._ends)
+        target, mark, batch = self._group_ends[0][0], self._mark, len(self._ends)
+        when_s = self._now_s + self._prefill_s
         peak, half = self._peak, self._spec.half_batch
         for end in self._ends:
             if end > target:

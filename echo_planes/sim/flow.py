@@ -29,7 +29,7 @@ class SimMember:
     starting: bool = False  # the controller waits for its engine
     engine: SimWorker | None = None
     leaving: bool = False
-    parked: bool = False  # a standby, which gets no leases
+    parked: bool = False  # a standby, or a seeder outside the window, which gets no leases
     busy: bool = False
     slowed: list[float] = field(default_factory=list)  # factors of the faults that slow its engine now
     slowed_link: list[float] = field(default_factory=list)  # the same of its link

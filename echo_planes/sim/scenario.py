@@ -25,6 +25,7 @@ from echo_planes.sim.network import Dissemination
 from echo_planes.sim.spot import AtEnd, SpotTrace, read_trace
 from echo_planes.types import Market
 
+SEEDER = "seeder"
 DATA_VARIABLE = "ECHO_PLANES_DATA"
 MBIT = 1e6 / 8  # bytes/s
 USAGE = "python -m echo_planes.simulate scenario=NAME|FILE.yaml key=value ..."
@@ -54,6 +55,7 @@ class LengthConfig(Section):
     median_tokens: PositiveFloat = Field(2000.0, description="half of the answers are longer")
     sigma: NonNegativeFloat = Field(0.6, description="standard deviation of the logarithm; 0: all alike")
     max_tokens: PositiveInt = Field(16384, description="longest answer")
+    prompt_tokens: int = Field(0, ge=0, description="of a prompt, where prefills take time")
 
 
 class LearnerModel(Section):
@@ -65,6 +67,9 @@ class LearnerModel(Section):
     checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0: only at the end")
     checkpoint_s: NonNegativeFloat = Field(10.0, description="writing one, seconds")
     usd_per_hour: NonNegativeFloat = Field(0.0, description="price of the learner")
+    micro_batch_groups: PositiveInt | None = Field(
+        None, description="m_b, where S = 0: a step is trained in parts of so many groups; default: at once"
+    )
 
 
 class NetworkConfig(Section):
@@ -101,6 +106,9 @@ class InstanceTypeModel(Section):
     max_count: int | None = Field(None, ge=0, description="quota; default: count")
     peak_tokens_per_s: PositiveFloat = Field(2500.0, description="with very many samples running")
     half_batch: NonNegativeFloat = Field(16.0, description="samples at which half of that is reached")
+    prefill_tokens_per_s: PositiveFloat | None = Field(
+        None, description="prompts, and tokens of other workers, taken in; default: at once"
+    )
     max_groups: PositiveInt = Field(8, description="prompts in flight at once")
     boot_s: NonNegativeFloat = Field(120.0, description="from when its machine is there until its engine is")
     interruptions_per_hour: NonNegativeFloat = Field(0.0, description="of one worker, at random")
@@ -111,7 +119,7 @@ class InstanceTypeModel(Section):
 
     @property
     def engine(self) -> EngineSpec:
-        return EngineSpec(self.peak_tokens_per_s, self.half_batch)
+        return EngineSpec(self.peak_tokens_per_s, self.half_batch, self.prefill_tokens_per_s)
 
     @property
     def quota(self) -> int:
@@ -125,6 +133,35 @@ class InstanceTypeModel(Section):
                 f"type {self.name}: max_count={self.quota} is less than its count or min_count, {least}"
             )
         return self
+
+
+class SeedingModel(Section):
+    """Engines on the learner's devices, which sample at the start of each synchronous step (RLBoost 4.1)."""
+
+    engines: int = Field(0, ge=0, description="N_resv; 0: no seeding")
+    first_s: NonNegativeFloat = Field(60.0, description="T_seed of the first step, seconds")
+    eta: PositiveFloat = Field(2.0, description="a window changes by the difference of the waits over eta")
+    switch_s: NonNegativeFloat = Field(
+        0.0, description="the devices' change from training to sampling, and back, seconds each"
+    )
+    peak_tokens_per_s: PositiveFloat = Field(2500.0, description="of one engine, as of a worker")
+    half_batch: NonNegativeFloat = Field(16.0, description="as of a worker")
+    prefill_tokens_per_s: PositiveFloat | None = Field(None, description="as of a worker")
+    max_groups: PositiveInt = Field(8, description="prompts in flight at once")
+
+    @property
+    def instance_type(self) -> InstanceTypeModel:
+        """The engines as workers, whose machine is paid for as the learner's."""
+        return InstanceTypeModel(
+            name=SEEDER,
+            sku=SEEDER,
+            count=self.engines,
+            peak_tokens_per_s=self.peak_tokens_per_s,
+            half_batch=self.half_batch,
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
+            max_groups=self.max_groups,
+            boot_s=0.0,
+        )
 
 
 class FleetModel(Section):
@@ -191,6 +228,7 @@ class Scenario(Section):
     learner: LearnerModel = LearnerModel()
     network: NetworkConfig = NetworkConfig()
     fleet: FleetModel = FleetModel()
+    seeding: SeedingModel = SeedingModel()
     instance_types: list[InstanceTypeModel] = Field([], description="at least one")
     faults: list[FaultConfig] = Field([], description="what goes wrong, besides interruptions")
 
@@ -207,7 +245,13 @@ class Scenario(Section):
                 f"instance types {', '.join(twice)} are named twice: give each a name of its own"
             )
         most = sum(o.quota if self.fleet.follows_need else o.count for o in self.instance_types)
-        if not most:
+        in_parts = self.seeding.engines or self.learner.micro_batch_groups
+        if in_parts and self.staleness.max_staleness:
+            raise ValueError(
+                f"staleness.max_staleness={self.staleness.max_staleness}: seeding and "
+                "learner.micro_batch_groups are for steps of one version; set staleness.max_staleness=0"
+            )
+        if not most and not self.seeding.engines:
             raise ValueError("instance_types: there would be no worker: give one a count, or a max_count")
         if self.fleet.standby and self.fleet.mode == "fixed":
             raise ValueError(

@@ -15,7 +15,7 @@ from echo_planes.fleet.money import Accounting, Fate
 from echo_planes.reporting.broadcasts import BroadcastLog
 from echo_planes.reporting.metrics import WORKER_STATE
 from echo_planes.sim.scenario import Scenario
-from echo_planes.types import BufferCounts, InstallReport, Manifest
+from echo_planes.types import BufferCounts, InstallReport, Manifest, SeedReport
 
 Record = dict[str, Any]
 MARK = {"simulated": True}
@@ -121,6 +121,7 @@ class Trace:
         t_train_s: float,
         idle_s: float,
         counts: BufferCounts,
+        seeding: SeedReport | None = None,
     ) -> None:
         """Record the end of a learner step."""
         tokens = sum(self._settle(group.group_id, "trained") for group in groups)
@@ -151,6 +152,13 @@ class Trace:
             "buffered": counts.buffered,
             "lost": counts.lost,
         }
+        if seeding is not None:
+            row |= {
+                "t_seed_s": seeding.t_seed_s,
+                "t_train_wait_s": seeding.train_wait_s,
+                "t_remote_wait_s": seeding.remote_wait_s,
+                "mean_remote": seeding.mean_remote,
+            }
         self.steps.append(row)
 
     def _settle(self, group_id: str, fate: Fate) -> int:

@@ -103,6 +103,7 @@ class SimWorker:
         lengths: lengths of the answers.
         answers: makes the answers.
         now_s: time at which its engine is ready.
+        prompt_tokens: of every prompt, where prefills take time.
     """
 
     def __init__(
@@ -114,7 +115,9 @@ class SimWorker:
         lengths: LengthModel,
         answers: Answers,
         now_s: float,
+        prompt_tokens: int = 0,
     ) -> None:
+        self._prompt_tokens = prompt_tokens
         self.worker_id = worker_id
         self.epoch = epoch
         self.engine = Engine(instance_type.engine, instance_type.max_groups, now_s)
@@ -144,7 +147,7 @@ class SimWorker:
             versions[sample] = tuple(span.version for span in partial.sample.spans)
         work = Work(lease, lengths, self.engine.mark, tuple(have), tuple(versions), calls, have, paid)
         self.work[lease.lease_id] = work
-        self.engine.add(lease.lease_id, lengths, work.have)
+        self.engine.add(lease.lease_id, lengths, work.have, self._prompt_tokens)
 
     def take_ended(self) -> list[Work]:
         """Remove and return the leases whose samples have all ended. The engine must be up to date."""

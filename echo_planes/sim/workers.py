@@ -19,7 +19,7 @@ from echo_planes.sim.flow import Flow, SimMember
 from echo_planes.sim.market import Market
 from echo_planes.sim.network import Links, Network
 from echo_planes.sim.scaling import Scaling
-from echo_planes.sim.scenario import MBIT, InstanceTypeModel
+from echo_planes.sim.scenario import MBIT, SEEDER, InstanceTypeModel
 from echo_planes.sim.spot import SpotTrace
 from echo_planes.sim.worker import SimWorker
 from echo_planes.types import InstallReport, Lease, Manifest
@@ -46,6 +46,8 @@ class SimWorkers:
         self._instance_types = {
             instance_type.name: instance_type for instance_type in scenario.instance_types
         }
+        if scenario.seeding.engines:
+            self._instance_types[SEEDER] = scenario.seeding.instance_type
         self.network = Network(
             Links(
                 network.mode,
@@ -112,6 +114,27 @@ class SimWorkers:
                 self._forget(worker_id)
             case ev.Install(worker_id, epoch, fresh):
                 self._install(worker_id, epoch, fresh)
+            case ev.OpenWindow(seeders):
+                delay_s = self._run.scenario.seeding.switch_s
+                self._kernel.after(delay_s, partial(self._let_sample, seeders, True))
+            case ev.CloseWindow(seeders):
+                self._let_sample(seeders, False)
+                delay_s = self._run.scenario.seeding.switch_s
+                self._kernel.after(delay_s, lambda: self._run.tell(ev.SeedersParked()))
+
+    def _let_sample(self, seeders: Sequence[str], sample: bool) -> None:
+        """Have seeders sample, or hand over what they sample."""
+        for member in [self.members[name] for name in seeders]:
+            if member.engine is None:
+                continue
+            member.parked = not sample
+            self._data.park(member.name, member.parked)
+            if sample:
+                self.flow.ask(member)
+            else:
+                self.flow.hand_over(member)
+                self.flow.plan(member)
+            self.tell_capacity(member)
 
     # --- actions of the fleet --------------------------------------------------------------------
 
@@ -170,7 +193,7 @@ class SimWorkers:
 
     def broadcast(self, manifest: Manifest) -> None:
         """Broadcast a publication to the workers with an engine that have not received this version."""
-        up = [name for name, member in self.members.items() if member.engine is not None]
+        up = [name for name, member in self.members.items() if member.engine and not _is_local(member)]
         parts = {name: self.network.transfer(name) for name in up}
         there = [name for name in up if (part := parts[name]) is None or part.version < manifest.version]
         self.network.publish(manifest.version, manifest.payload_bytes, there, self._kernel.now_s)
@@ -216,9 +239,13 @@ class SimWorkers:
             lengths=self._run.lengths,
             answers=self._run.answers,
             now_s=now_s,
+            prompt_tokens=self._run.scenario.lengths.prompt_tokens,
         )
         self.network.join(member.name, member.instance_type.region)
         self._data.register(member.name, member.epoch)
+        if _is_local(member):
+            member.parked = True  # until a window opens
+            self._data.park(member.name, True)
         self._trace.money.mark(member.name, "idle", now_s)
         self._trace.event(now_s, "worker ready", member.instance_type.name, worker=member.name)
         self._run.tell(ev.WorkerReady(member.name, member.epoch))
@@ -322,7 +349,9 @@ class SimWorkers:
             return
         now_s = self._kernel.now_s
         transfer = self.network.transfer(worker_id)
-        if fresh or transfer is None or transfer.version < manifest.version:
+        if _is_local(member):
+            arrives_s = now_s
+        elif fresh or transfer is None or transfer.version < manifest.version:
             arrives_s = self.network.fetch(
                 worker_id, manifest.version, self._settings.snapshot_mb * MB, now_s
             )
@@ -402,3 +431,8 @@ class SimWorkers:
             self.flow.advance(member)
             member.engine.engine.pause(paused)
             self.flow.plan(member)
+
+
+def _is_local(member: SimMember) -> bool:
+    """Return whether a worker is a seeder, which shares the learner's machine: weights need no network."""
+    return member.instance_type.name == SEEDER

@@ -3,7 +3,7 @@
 `Controller`, `ReplayBuffer`, `LeaseTable`, chain planner and fleet are the real ones. `World` carries out the
 controller's actions in virtual time and returns their results to the controller as events.
 
-Not modelled: the duration of evaluations, rewards and prefills, and the results of evaluations.
+Not modelled: the duration of evaluations and rewards, and the results of evaluations.
 """
 
 from __future__ import annotations
@@ -11,12 +11,20 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from echo_planes.config.fleet import FleetConfig, WorkerConfig
-from echo_planes.config.schema import CheckpointConfig, Config, EvalConfig, RunConfig, SamplingConfig
+from echo_planes.config.fleet import FleetConfig, SeedingConfig, WorkerConfig
+from echo_planes.config.schema import (
+    CheckpointConfig,
+    Config,
+    EvalConfig,
+    LearnerConfig,
+    RunConfig,
+    SamplingConfig,
+)
 from echo_planes.data.replay.buffer_state import Accepted, NotReady
 from echo_planes.errors import RunError
 from echo_planes.loop import events as ev
@@ -78,7 +86,9 @@ class World:
         self._idle_s = 0.0  # seconds that the learner has waited since its last step
         self._finish: ev.Finish | None = None
         self._published = -1
-        self._chosen: Sequence[Accepted] = ()  # groups of the current batch
+        self._chosen: list[Accepted] = []  # groups of the current step, in all its parts
+        self._num_new = 0  # of them in the newest part
+        self._t_train_s = 0.0  # seconds of the parts of the current step
         traces = {
             o.name: trace for o in scenario.instance_types if (trace := instance_type_trace(o)) is not None
         }
@@ -99,7 +109,8 @@ class World:
             instance_type for instance_type in scenario.instance_types for _ in range(instance_type.count)
         ]
         self._first = dict(zip(fixed, instance_types, strict=True)) if fixed else {}
-        self.controller = Controller(self.config, list(fixed))
+        self._first |= dict.fromkeys(self.config.seeding.workers(), scenario.seeding.instance_type)
+        self.controller = Controller(self.config, list(self._first))
         Faults(scenario.faults, self.kernel, self.workers, self.trace, self.rng)
 
     def make_data_plane(self) -> SimDataPlane:
@@ -159,8 +170,10 @@ class World:
 
     def _carry_out(self, action: ev.Action) -> None:
         match action:
-            case ev.FormBatch(step):
-                self.data.ask_batch(step, self._on_batch)
+            case ev.FormBatch(step, wait_s, whole):
+                if self.controller.seeding is None:
+                    wait_s = self.scenario.run.batch_wait_s
+                self.data.ask_batch(step, wait_s, whole, partial(self._on_batch, step))
             case ev.Train(batch):
                 self._train(batch)
             case ev.Publish(version):
@@ -179,28 +192,40 @@ class World:
             case _:
                 self.workers.carry_out(action)
 
-    def _on_batch(self, found: list[Accepted] | NotReady) -> None:
+    def _on_batch(self, step: int, found: list[Accepted] | NotReady) -> None:
         if isinstance(found, NotReady):
             self.tell(ev.BatchNotReady(found.reason, found.detail))
-        else:
-            self._chosen = found
-            self.tell(ev.BatchReady(_batch(self.data.step - 1, found)))
+            return
+        self._chosen += found
+        self._num_new = len(found)
+        waited_s = self.kernel.now_s - self.data.accepted_s
+        batch = _batch(step, found)
+        self.tell(ev.BatchReady(replace(batch, last=self.data.step > step, waited_s=waited_s)))
 
     def _train(self, batch: TrainBatch) -> None:
-        learner, chosen = self.scenario.learner, self._chosen
+        learner = self.scenario.learner
         self._begin_work()
-        idle_s, self._idle_s = self._idle_s, 0.0
-        t_train_s = learner.t_train_s * (1 + learner.jitter * self.rng.uniform(-1, 1))
+        share = self._num_new / self.scenario.sampling.prompts_per_step
+        part_s = share * learner.t_train_s * (1 + learner.jitter * self.rng.uniform(-1, 1))
+        self._t_train_s += part_s
 
         def done() -> None:
             self._free_since_s = self.kernel.now_s
+            if not batch.last:
+                self.tell(ev.PartDone())
+                return
+            idle_s, self._idle_s = self._idle_s, 0.0
+            t_train_s, self._t_train_s = self._t_train_s, 0.0
+            chosen, self._chosen = self._chosen, []
             counts = self.data.counts
-            self.trace.trained(self.kernel.now_s, batch.step, chosen, t_train_s, idle_s, counts)
+            seeding = self.controller.seeding
+            report = None if seeding is None else seeding.report(self.kernel.now_s)
+            self.trace.trained(self.kernel.now_s, batch.step, chosen, t_train_s, idle_s, counts, report)
             if self.workers.scaling is not None:
                 self.workers.scaling.on_step(batch.step + 1, t_train_s, idle_s, counts.uninformative)
             self.tell(ev.StepDone(_stats(batch.step, t_train_s)))
 
-        self.kernel.after(t_train_s, done)
+        self.kernel.after(part_s, done)
 
     def _begin_work(self) -> None:
         """Add the learner's wait until now. The time before the first worker serves does not count."""
@@ -265,6 +290,13 @@ def run_config(scenario: Scenario) -> Config:
             refill_limit=sampling.refill_limit,
         ),
         staleness=scenario.staleness,
+        seeding=SeedingConfig(
+            engines=scenario.seeding.engines,
+            first_s=scenario.seeding.first_s,
+            eta=scenario.seeding.eta,
+            max_groups=scenario.seeding.max_groups,
+        ),
+        learner=LearnerConfig(micro_batch_groups=scenario.learner.micro_batch_groups),
         eval=EvalConfig(every=0),
         checkpoint=CheckpointConfig(every=learner.checkpoint_every),
         fleet=FleetConfig(
