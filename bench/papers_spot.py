@@ -79,9 +79,9 @@ def _scenario(values: Values, staleness: int, instance_types: list[Values], **se
     return scenario(
         values,
         staleness={"max_staleness": staleness, "queue_batches": staleness + 1.0},
-        learner={"usd_per_hour": values["reserved_usd_per_hour"]},
         network={key: values[key] for key in keys},
         **{
+            "learner": {"usd_per_hour": values["reserved_usd_per_hour"]},
             "fleet": {"mode": "kept", "boot_limit_s": 1e6},
             "run": {"hours": values["hours"]},
             "instance_types": instance_types,

@@ -248,7 +248,7 @@ def kill_verdicts(figures: dict[str, Any], number: int, *, deterministic: bool) 
         and all(row["kills"] >= number for row in rows),
         "no acknowledged group is lost": all(row["acknowledged_lost"] == 0 for row in rows),
         "nothing is trained twice": all(row["trained_twice"] == 0 for row in rows),
-        "the accounting are exact": all(row["books_exact"] for row in rows),
+        "the accounting is exact": all(row["books_exact"] for row in rows),
         "nothing is left 5 s later": all(row["left_behind"] == 0 for row in rows),
     }
     if deterministic:
@@ -265,5 +265,5 @@ def resume_verdicts(figures: dict[str, Any], number: int) -> dict[str, bool]:
         "every checkpoint that was loaded is that of the undisturbed run": figures["resumed"] > 0
         and not any(figures["unequal"].values()),
         "weights are those of the undisturbed run": figures["digests_unequal"] == 0,
-        "the accounting are exact": figures["books_exact"] and figures["acknowledged_lost"] == 0,
+        "the accounting is exact": figures["books_exact"] and figures["acknowledged_lost"] == 0,
     }

@@ -41,7 +41,7 @@ class Seeding:
     """
 
     def __init__(self, config: SeedingConfig) -> None:
-        self._window = SeedWindow(config.engines, config.first_s, config.eta)
+        self.window = SeedWindow(config.engines, config.first_s, config.eta)
         self._engines = config.engines
         self._is_open = False
         self._was_open = False  # in the present step
@@ -85,7 +85,7 @@ class Seeding:
         alone = not present.num_remote
         actions: list[Action] = []
         if not self._is_open and present.seeders:
-            is_due = not self._was_open and not in_parts and self._window.seconds > 0
+            is_due = not self._was_open and not in_parts and self.window.seconds > 0
             if is_due or alone:
                 self._is_open = self._was_open = True
                 self._began_s = self._waits_since_s = None
@@ -94,7 +94,7 @@ class Seeding:
             self._waits_since_s = now_s if self._waits_since_s is None else self._waits_since_s
             return [FormBatch(step, LOOK_S)]
         self.look(present, now_s)
-        left_s = self._window.seconds - (0.0 if self._began_s is None else now_s - self._began_s)
+        left_s = self.window.seconds - (0.0 if self._began_s is None else now_s - self._began_s)
         if not present.seeders or (not alone and left_s < ROUNDING_S):
             return [self._close(present.seeders, now_s)]
         wait_s = LOOK_S if alone else min(LOOK_S, left_s)
@@ -134,7 +134,7 @@ class Seeding:
         remote_s = self._remote_s + self._num_remote * (now_s - self._seen_s)
         trained = self._interval("train", self._trains_since_s, now_s)
         return SeedReport(
-            t_seed_s=self._window.seconds,
+            t_seed_s=self.window.seconds,
             train_wait_s=self._train_wait_s,
             remote_wait_s=max(0.0, now_s - complete_s),
             remote_s=max(0.0, complete_s - begun_s),
@@ -149,7 +149,7 @@ class Seeding:
         self._trains_since_s = None
         if not self._is_first:
             seen = SeededStep(report.train_wait_s, report.remote_wait_s, report.mean_remote, self._num_remote)
-            self._window.observe(seen)
+            self.window.observe(seen)
         self._is_first = self._was_open = False
         self._intervals.clear()
         self._step_s = self._seen_s = now_s

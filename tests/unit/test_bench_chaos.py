@@ -39,7 +39,7 @@ def broken(good: dict[str, Any], **wrong: Any) -> dict[str, Any]:
         ({"kills": 199}, "7 victims, 200 kills each"),
         ({"acknowledged_lost": 1}, "no acknowledged group is lost"),
         ({"trained_twice": 1}, "nothing is trained twice"),
-        ({"books_exact": False}, "the accounting are exact"),
+        ({"books_exact": False}, "the accounting is exact"),
         ({"left_behind": 1}, "nothing is left 5 s later"),
         ({"digests_unequal": 1}, "weights are those of the undisturbed run"),
         ({"digests": 0}, "weights are those of the undisturbed run"),
