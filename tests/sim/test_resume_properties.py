@@ -1,4 +1,4 @@
-"""Random lives of the data plane, cut off at random: after every resume the accounting are whole.
+"""Random lives of the data plane, cut off at random: after every resume the accounting is whole.
 
 Each life pulls, streams, submits, trains, saves and publishes at random, then dies without a word. The next
 one goes on from the newest checkpoint, and with every prompt from the last token that was streamed of it

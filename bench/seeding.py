@@ -1,0 +1,133 @@
+"""Seeding on real engines and pinned cores: tokens/s of a synchronous run, `python -m bench.seeding`.
+
+One core has the learner and its seeder, the other one a remote worker. Three kinds of runs alternate:
+
+- colocated: the seeder samples every step, which is then trained;
+- remote only: the remote worker samples, the learner trains parts of the step as they come;
+- seeded: the seeder samples first, the remote worker goes on while the learner trains.
+
+Answers are long, and the model is tiny: sampling is most of a step. Trained tokens per second of steps,
+start-up and the first steps left out; the median of the runs. About a quarter of an hour; run it on an
+otherwise idle machine of two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.integration.harness import Program, metrics, program
+from tests.integration.test_preemption import model_of_long_answers
+
+WARM_UP_STEPS = 6  # in which the window settles, and which are not measured
+STEPS = 10  # measured in each run
+LEAST = {"colocated": 1.4, "remote only": 1.1}  # of which the seeded run makes so many times the tokens/s
+PARTS = "learner.micro_batch_groups=2"
+SEEDER = "seeding.engines=1"
+KINDS: dict[str, tuple[str, ...]] = {
+    "colocated": ("fleet=colocated",),
+    "remote only": ("fleet=single", PARTS),
+    "seeded": ("fleet=single", PARTS, SEEDER, "seeding.first_s=1.0"),
+}
+
+
+def words(kind: str, model: Path) -> Sequence[str]:
+    """Settings of one kind of run."""
+    return (
+        *KINDS[kind],
+        f"model.path={model}",
+        "task=tests.integration.long_answers:LongAnswers",
+        "staleness.max_staleness=0",
+        "sampling.prompts_per_step=16",
+        "sampling.samples_per_prompt=4",
+        "sampling.max_new_tokens=200",
+        "sampling.stream_s=0.5",
+        "eval.every=0",
+        "eval.num_prompts=1",
+        "eval.samples_per_prompt=1",
+        "checkpoint.every=0",
+        "guard.mode=off",
+        "run.steps=100000",
+    )
+
+
+def pin(running: Program, *, has_seeder: bool) -> None:
+    """Put the learner and its seeder on the first core, the remote worker on the second."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    learner: list[psutil.Process] = []
+    workers: list[psutil.Process] = []
+    for process in running.processes():
+        name = process.name()
+        if name.startswith("ray::LearnerPro"):
+            learner.append(process)
+        elif name.startswith("ray::WorkerPro"):
+            workers.append(process)
+    workers.sort(key=lambda process: process.create_time())
+    # The seeder's process is the younger one: it is placed when the learner is there.
+    seeders = workers[-1:] if has_seeder else []
+    for core, owners in ((cores[0], learner + seeders), (cores[1], [w for w in workers if w not in seeders])):
+        for owner in owners:
+            for process in (owner, *owner.children(recursive=True)):
+                for thread in process.threads():
+                    os.sched_setaffinity(thread.id, {core})
+
+
+def measured(kind: str, model: Path, folder: Path) -> dict[str, Any]:
+    """Tokens/s of one run, and its windows."""
+    with program(folder / "work", folder / "run", *words(kind, model)) as running:
+        running.wait_for_step(2)
+        pin(running, has_seeder=kind != "remote only")
+        begun = metrics(running.run_dir)[-1]["step"]
+        running.wait_for_step(begun + WARM_UP_STEPS + STEPS)
+        rows = [row for row in metrics(running.run_dir) if row["step"] > begun + WARM_UP_STEPS][:STEPS]
+        running.interrupt()
+        running.wait()
+    seconds = sum(row["t_step_s"] for row in rows)
+    return {
+        "tokens_per_s": sum(row["tokens"] for row in rows) / seconds,
+        "step_s": seconds / len(rows),
+        "t_train_s": statistics.mean(row["t_train_s"] for row in rows),
+        "t_seed_s": [round(row.get("t_seed_s", 0.0), 2) for row in rows],
+    }
+
+
+def main() -> int:
+    """Measure, print, and write what was asked for. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench.seeding", description="Seeding on real engines")
+    parser.add_argument("--json", type=Path, help="write figures and verdicts here")
+    parser.add_argument("--runs", type=int, default=3, help="of each kind, in turn")
+    arguments = parser.parse_args()
+    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    with tempfile.TemporaryDirectory() as folder:
+        model = model_of_long_answers(Path(folder) / "model")
+        for number in range(arguments.runs):
+            for kind, figures in found.items():
+                figures.append(measured(kind, model, Path(folder) / f"{kind.replace(' ', '-')}-{number}"))
+                print(f"run {number + 1}, {kind}: {figures[-1]}", flush=True)
+    speeds = {
+        kind: statistics.median(one["tokens_per_s"] for one in figures) for kind, figures in found.items()
+    }
+    verdicts = {}
+    for kind, tokens_per_s in speeds.items():
+        ratio = speeds["seeded"] / tokens_per_s
+        print(f"{kind:12s} {tokens_per_s:8,.0f} tokens/s   seeded: {ratio:.2f} times")
+        if kind in LEAST:
+            verdicts[f"seeded at least {LEAST[kind]} times {kind}"] = ratio >= LEAST[kind]
+    for claim, holds in verdicts.items():
+        print(f"{'holds' if holds else 'FAILS'}  {claim}")
+    if arguments.json:
+        written = {"figures": {"tokens_per_s": speeds, "runs": found}, "verdicts": verdicts}
+        arguments.json.write_text(json.dumps(written, indent=1))
+    return 0 if all(verdicts.values()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
