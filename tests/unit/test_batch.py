@@ -64,6 +64,11 @@ def test_the_parts_of_a_step_join_to_its_batch() -> None:
         else:
             assert getattr(found, field.name) == value
     assert joined_batch(parts[:1]) is parts[0]
+    empty = make_batch(3, [], train_everything)
+    for place in range(len(parts) + 1):
+        joined = joined_batch([*parts[:place], empty, *parts[place:]])
+        assert joined.offsets.tolist() == whole.offsets.tolist()
+        assert joined.advantage_groups.tolist() == whole.advantage_groups.tolist()
 
 
 def test_every_token_has_its_version_and_every_answer_its_end() -> None:
