@@ -311,11 +311,12 @@ def joined_batch(parts: Sequence[TrainBatch]) -> TrainBatch:
         return parts[0]
     offsets: list[IntArray] = [np.zeros(1, np.int64)]
     groups: list[IntArray] = []
-    num_tokens = 0
+    num_tokens = num_groups = 0
     for part in parts:
         offsets.append(num_tokens + part.offsets[1:])
         num_tokens += len(part.token_ids)
-        groups.append(part.advantage_groups + (int(groups[-1].max(initial=-1)) + 1 if groups else 0))
+        groups.append(num_groups + part.advantage_groups)
+        num_groups += int(part.advantage_groups.max(initial=-1)) + 1
     means: dict[str, tuple[float, int]] = {}
     for name, mean, answers in (one for part in parts for one in part.reward_parts):
         before, number = means.get(name, (0.0, 0))
