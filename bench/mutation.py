@@ -60,7 +60,14 @@ MODULES: dict[str, tuple[str, ...]] = {
     "echo_planes/fleet/money.py": ("test_money", "test_budget"),
     "echo_planes/loop/spending.py": ("test_budget", "test_preflight"),
     # the loop
-    "echo_planes/loop/controller.py": ("test_controller", "test_controller_guard", "test_controller_fleet"),
+    "echo_planes/loop/controller.py": (
+        "test_controller",
+        "test_controller_guard",
+        "test_controller_fleet",
+        "test_seeding",
+    ),
+    "echo_planes/loop/seeding.py": ("test_seeding",),
+    "echo_planes/loop/seed_window.py": ("test_seed_window", "test_seeding"),
     # weights: nothing is let in that the learner did not sign, or that is older; who forwards to whom
     "echo_planes/weights/wire/admission.py": ("test_admission",),
     "echo_planes/weights/chain/plan.py": ("test_chain", "test_chain_rates"),

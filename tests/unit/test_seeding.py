@@ -1,0 +1,195 @@
+"""Windows of seeding as the controller decides them, event by event."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from echo_planes.loop import events as ev
+from echo_planes.loop.seeding import LOOK_S, Present, Seeding
+from echo_planes.testing.simulation import replace_section
+from echo_planes.types import Interval
+from tests.unit.test_controller import STATS, Loop, batch, manifest, settings
+
+WINDOW_S = 4.0
+FORM = ev.FormBatch(0, LOOK_S)
+FORM_WHOLE = ev.FormBatch(0, LOOK_S, whole=True)
+OPEN, CLOSE = ev.OpenWindow(("s0",)), ev.CloseWindow(("s0",))
+
+
+def loop(remote: tuple[str, ...] = ("w0",), restarts: int = 3, **seeding: float) -> Loop:
+    """A run with a seeder; its learner has published, no engine is ready."""
+    config = replace_section(
+        settings(s=0, restarts=restarts), seeding={"engines": 1, "first_s": WINDOW_S, "eta": 2.0, **seeding}
+    )
+    found = Loop(config, (*remote, "s0"))
+    found.tell(ev.LearnerReady(0))
+    return found
+
+
+def not_ready(found: Loop) -> list[ev.Action]:
+    """Nothing came of the learner's request."""
+    return found.tell(ev.BatchNotReady("filling", ""))
+
+
+def serve(found: Loop, *workers: str, epoch: int = 0) -> None:
+    """Their engines are ready and serve version 0; what is due is evaluated."""
+    for worker in workers:
+        found.tell(ev.WorkerReady(worker, epoch))
+        found.installed(0, worker, epoch)
+
+
+def opened() -> Loop:
+    """A run in the open window of its first step, at 10 s."""
+    found = loop()
+    assert found.tell(ev.Published(manifest(0))) == [FORM]  # no seeder is there yet
+    serve(found, "w0", "s0")
+    found.now_s = 10.0
+    assert not_ready(found) == [OPEN, replace(FORM_WHOLE, wait_s=min(LOOK_S, WINDOW_S))]
+    return found
+
+
+def test_a_window_opens_when_a_seeder_is_there_and_closes_when_its_time_is_over() -> None:
+    found = opened()
+    found.now_s = 10.0 + WINDOW_S - 0.5
+    assert not_ready(found) == [ev.FormBatch(0, 0.5, whole=True)]
+    found.now_s = 10.0 + WINDOW_S
+    assert not_ready(found) == [CLOSE]
+    assert found.tell(ev.SeedersParked()) == [FORM]  # parts from now on
+    found.now_s += 100.0
+    assert not_ready(found) == [FORM]  # no second window in this step
+
+
+def test_its_time_begins_when_a_seeder_serves_the_version_of_the_step() -> None:
+    found = loop()
+    found.tell(ev.Published(manifest(0)))
+    found.tell(ev.WorkerReady("s0", 0))
+    serve(found, "w0")
+    assert not_ready(found) == [OPEN, FORM_WHOLE]
+    found.now_s = 50.0
+    assert not_ready(found) == [FORM_WHOLE]  # it installs still
+    found.installed(0, "s0")
+    found.now_s = 50.0 + WINDOW_S - 0.25
+    assert not_ready(found) == [ev.FormBatch(0, 0.25, whole=True)]
+
+
+def test_a_batch_that_is_whole_is_trained_once_the_seeders_are_parked() -> None:
+    found = opened()
+    assert found.tell(ev.BatchReady(batch(0))) == [CLOSE]
+    (train,) = found.tell(ev.SeedersParked())
+    assert isinstance(train, ev.Train)
+
+
+def test_parts_are_trained_at_once_outside_the_window() -> None:
+    found = opened()
+    found.now_s = 20.0
+    assert not_ready(found) == [CLOSE]
+    found.tell(ev.SeedersParked())
+    found.now_s = 23.0
+    (train,) = found.tell(ev.BatchReady(replace(batch(0), last=False)))
+    assert isinstance(train, ev.Train)
+    found.now_s = 25.0
+    assert found.tell(ev.PartDone()) == [FORM]
+    found.now_s = 26.0
+    found.tell(ev.BatchReady(replace(batch(0), waited_s=0.5)))
+    seeding = found.controller.seeding
+    assert seeding is not None
+    told = seeding.report(29.0)
+    assert told.intervals == (
+        Interval("seed", 10.0, 20.0),
+        Interval("train", 23.0, 25.0),
+        Interval("train", 26.0, 29.0),
+    )
+    assert (told.train_wait_s, told.remote_s, told.remote_wait_s) == (4.0, 25.5, 3.5)
+
+
+def test_without_remote_workers_the_window_has_no_end() -> None:
+    found = loop(remote=())
+    found.tell(ev.Published(manifest(0)))
+    serve(found, "s0")
+    assert not_ready(found) == [OPEN, FORM_WHOLE]
+    found.now_s = 100.0
+    assert not_ready(found) == [FORM_WHOLE]
+
+
+def test_the_loss_of_the_last_remote_worker_opens_the_window_again() -> None:
+    found = opened()
+    found.now_s = 20.0
+    assert not_ready(found) == [CLOSE]
+    assert found.tell(ev.SeedersParked()) == [FORM]
+    found.tell(ev.WorkerLost("w0", 0, "killed"))
+    assert not_ready(found) == [OPEN, FORM_WHOLE]
+    found.now_s = 60.0
+    assert not_ready(found) == [FORM_WHOLE]
+    found.tell(ev.WorkerReady("w0", 1))
+    assert not_ready(found) == [CLOSE]  # T_seed is over long ago
+    assert found.tell(ev.SeedersParked()) == [FORM]
+
+
+def test_a_window_whose_seeders_are_all_lost_is_over() -> None:
+    found = opened()
+    assert found.tell(ev.WorkerLost("s0", 0, "killed")) == [ev.StartWorker("s0", 1, 0.0)]
+    assert not_ready(found) == [ev.CloseWindow(())]
+    assert found.tell(ev.SeedersParked()) == [FORM]
+
+
+def test_a_seeder_that_comes_in_an_open_window_takes_part_in_it() -> None:
+    found = opened()
+    assert found.tell(ev.WorkerReady("s0", 0))[-1] == OPEN
+    found.now_s = 10.0 + WINDOW_S
+    assert not_ready(found) == [CLOSE]
+    assert OPEN not in found.tell(ev.WorkerReady("s0", 0))
+
+
+@pytest.mark.parametrize("scale", ["static", "fixed"])
+def test_a_lost_seeder_is_started_again_whoever_keeps_the_fleet(scale: str) -> None:
+    found = opened()
+    config = replace_section(
+        settings(s=0),
+        seeding={"engines": 1},
+        fleet={"restarts": 3, "scale": scale, "workers": [{"count": 1}]},
+    )
+    found = Loop(config, ("s0",))
+    found.tell(ev.WorkerReady("s0", 0))
+    assert found.tell(ev.WorkerLost("s0", 0, "killed")) == [ev.StartWorker("s0", 1, 0.0)]
+
+
+def test_the_first_step_leaves_the_window_as_it_is_and_later_ones_move_it() -> None:
+    found = opened()
+    seeding = found.controller.seeding
+    assert seeding is not None
+    for step in range(2):
+        found.now_s += WINDOW_S
+        assert not_ready(found) == [CLOSE]
+        found.tell(ev.SeedersParked())
+        found.now_s += 6.0  # the learner waits
+        found.tell(ev.BatchReady(batch(step)))
+        found.now_s += 2.0  # the remote worker waits
+        found.tell(ev.StepDone(STATS))
+        if step == 0:
+            assert seeding.report(found.now_s).t_seed_s == WINDOW_S
+            found.tell(ev.Published(manifest(1, base=0)))
+            for worker in ("w0", "s0"):
+                found.installed(1, worker)
+            not_ready(found)
+    # eta is at least 1 + N_resv / n = 2
+    assert seeding.report(found.now_s).t_seed_s == pytest.approx(WINDOW_S + (6.0 - 2.0) / 2.0)
+
+
+def test_a_window_of_no_seconds_does_not_open() -> None:
+    seeding = Seeding(replace_section(settings(s=0), seeding={"engines": 1, "first_s": 0.0}).seeding)
+    present = Present(1, ("s0",), serving=True)
+    assert seeding.form_batch(0, 1.0, present, in_parts=False) == [FORM]
+    alone = Present(0, ("s0",), serving=True)
+    assert seeding.form_batch(0, 1.0, alone, in_parts=True) == [OPEN, FORM_WHOLE]
+
+
+def test_the_mean_number_of_remote_workers_is_over_the_step() -> None:
+    seeding = Seeding(replace_section(settings(s=0), seeding={"engines": 1, "first_s": 0.0}).seeding)
+    seeding.form_batch(0, 100.0, Present(0, (), serving=False), in_parts=False)
+    for at_s, num_remote in ((100.0, 1), (110.0, 3)):
+        seeding.look(Present(num_remote, (), serving=False), at_s)
+    assert seeding.report(120.0).mean_remote == pytest.approx(2.0)
+    seeding.step_done(120.0)
+    assert seeding.report(130.0).mean_remote == pytest.approx(3.0)
