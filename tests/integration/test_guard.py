@@ -15,6 +15,7 @@ STEPS = 600  # two ladders, also where calm steps take a rung back in between
 # Warmed up so slowly that the first checkpoints are good, to a rate that no policy survives.
 DOOMED = (
     *SMALL,
+    "fleet=single",
     f"run.steps={STEPS}",
     "learner.lr=2e-2",
     "learner.warmup_steps=100",

@@ -34,7 +34,8 @@ def room() -> Iterator[Room]:
 
 
 def test_a_run_that_ends_well_leaves_nothing(room: Room, tmp_path: Path) -> None:
-    with program(tmp_path / "work", tmp_path / "run", *SMALL, f"run.steps={STEPS}", room=room) as run:
+    words = (*SMALL, "fleet=single", f"run.steps={STEPS}")
+    with program(tmp_path / "work", tmp_path / "run", *words, room=room) as run:
         assert run.wait() == 0, run.tail()
         assert room.look() == Left()
 
