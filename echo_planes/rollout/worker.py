@@ -125,10 +125,13 @@ class RolloutWorker:
         try:
             while not self._stopping:
                 self._stirred.clear()
-                self._settle(helpers)
+                for done in [task for task in helpers | self._tasks if task.done()]:
+                    self._tasks.discard(done)
+                    if not done.cancelled():  # a cancelled task's lease was given up
+                        done.result()
                 room = self._room()
                 if room >= self._enough_room and not (self._leaving or self._paused):
-                    leases = await self._pull(room, helpers)
+                    leases = await self._source.pull(self._id, self._epoch, room, PULL_WAIT_S)
                     begun = [self._begin(lease) for lease in leases]
                     if self._leaving or self._paused:  # `leave` or `pause` was called during the pull
                         await self._give_up(begun)
@@ -138,24 +141,6 @@ class RolloutWorker:
             self._queue.clear()  # so that no cancelled task begins a queued lease
             for task in helpers | self._tasks:
                 task.cancel()
-
-    def _settle(self, helpers: set[asyncio.Task[None]]) -> None:
-        """Forget the tasks that have ended; raise the error of one that failed."""
-        for done in [task for task in helpers | self._tasks if task.done()]:
-            self._tasks.discard(done)
-            if not done.cancelled():  # a cancelled task's lease was given up
-                done.result()
-
-    async def _pull(self, room: int, helpers: set[asyncio.Task[None]]) -> list[Lease]:
-        """Pull leases. A task that fails meanwhile ends the worker at once, not only after the pull."""
-        pull = asyncio.ensure_future(self._source.pull(self._id, self._epoch, room, PULL_WAIT_S))
-        try:
-            while not pull.done():
-                await asyncio.wait({pull, *helpers, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
-                self._settle(helpers)
-            return pull.result()
-        finally:
-            pull.cancel()
 
     async def stop(self) -> None:
         """Stop pulling leases; end the scorer and the engine."""

@@ -142,18 +142,6 @@ def test_an_engine_that_died_ends_the_worker(error: RunError) -> None:
     assert not source.submitted
 
 
-def test_an_engine_that_died_ends_the_worker_also_during_a_pull() -> None:
-    """A pull may wait for seconds, at S = 0 until the step is over."""
-    worker = make(Engine(seconds=1.0, error=WorkerGoneError("the engine died")), Source(1))
-
-    async def main() -> float:
-        with pytest.raises(WorkerGoneError):
-            await worker.run()
-        return asyncio.get_running_loop().time()
-
-    assert virtual(main()) == pytest.approx(1.0)
-
-
 def test_an_engine_that_refuses_one_request_fails_that_group_only() -> None:
     source = Source(2)
     work(make(Engine(error=ValueError("prompt too long")), source), 10.0)

@@ -223,7 +223,7 @@ def test_leases_of_a_pull_under_way_are_handed_over_and_never_begun() -> None:
 
 @pytest.mark.parametrize("submit_s", [0.0, 0.7])
 @pytest.mark.parametrize(
-    "at_s", [0.1, 0.5, 2.1, 4.75, 6.1, 6.3, 7.1, 8.25, 9.1, 9.5, 12.1, 18.25, 21.1, 24.1]
+    "at_s", [0.0, 0.5, 2.1, 4.75, 6.1, 6.3, 7.1, 8.25, 9.1, 9.5, 12.1, 18.25, 21.1, 24.1]
 )
 def test_whenever_it_leaves_each_lease_ends_once(at_s: float, submit_s: float) -> None:
     """Seven leases on two places: finished, being scored or handed in, sampled, not begun."""
