@@ -115,9 +115,9 @@ def find(running: Program, victim: Victim) -> psutil.Process | None:
     for process in sorted(running.processes(), key=lambda one: one.pid):
         try:
             command, parent = " ".join(process.cmdline()), process.parent()
+            above = parent.name() if parent is not None else ""
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
-        above = parent.name() if parent is not None else ""
         is_node = "echo_planes.weights.node.process" in command
         if {
             "learner": command.startswith("ray::LearnerProcess"),

@@ -79,7 +79,11 @@ def load_config(words: Sequence[str]) -> Config:
         config = Config.model_validate(tree)
         adapter_options(config.task)
     except ValidationError as error:
-        raise ConfigError(_explain(error, tree)) from error
+        message = _explain(error, tree)
+        path = ".".join(str(part) for part in error.errors()[0]["loc"])
+        if resume is not None and path not in dict(overrides):  # not a word of this command line
+            message = f"{Path(str(resume)) / 'config.yaml'}: {message}"
+        raise ConfigError(message) from error
     return config
 
 

@@ -101,6 +101,17 @@ def test_what_is_dumped_is_read_back_equal() -> None:
     assert Config.model_validate(yaml.safe_load(dump_config(config))) == config
 
 
+def test_an_old_key_in_a_run_folder_is_told_with_its_file(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(
+        dump_config(load_config([])).replace("snapshot_every", "anchor_every")
+    )
+    path = str(tmp_path / "config.yaml")
+    told = refusal(f"run.resume={tmp_path}")
+    names(told, f"{path}: weights.anchor_every=", "is called weights.snapshot_every now")
+    (tmp_path / "config.yaml").write_text(dump_config(load_config([])))
+    assert path not in refusal(f"run.resume={tmp_path}", "weights.anchor_every=3")
+
+
 def test_a_resume_continues_with_the_run_s_own_settings_and_the_words_win(tmp_path: Path) -> None:
     earlier = load_config(["run.steps=7", "fleet=single", "task.max_operand=20", "learner.lr=1e-6"])
     (tmp_path / "config.yaml").write_text(dump_config(earlier))
