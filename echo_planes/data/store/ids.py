@@ -6,8 +6,9 @@ run that keeps few rows has many ids.
 
 from __future__ import annotations
 
+import itertools
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import overload
 
 import numpy as np
@@ -49,14 +50,17 @@ class GroupIds:
         start = self._starts[place]
         return self._texts[start : start + self._sizes[place]].decode()
 
-    def extend(self, ids: Iterable[str]) -> None:
+    def extend(self, ids: Sequence[str]) -> None:
         """Enter the ids of the next groups."""
-        for group_id in ids:
-            text = group_id.encode()  # before any change: a text that cannot be encoded raises here
-            self._recent[group_id] = len(self._starts)
-            self._starts.append(len(self._texts))
-            self._sizes.append(len(text))
-            self._texts += text
+        texts = [
+            group_id.encode() for group_id in ids
+        ]  # a text that cannot be encoded raises before any change
+        sizes = array("I", map(len, texts))
+        first = len(self._starts)
+        self._recent.update(zip(ids, range(first, first + len(ids)), strict=True))
+        self._starts.extend(itertools.islice(itertools.accumulate(sizes, initial=len(self._texts)), len(ids)))
+        self._sizes.extend(sizes)
+        self._texts += b"".join(texts)
         if len(self._recent) > max(_FEWEST_RECENT, len(self._hashes) // _RECENT_SHARE):
             self._sort_recent()
 

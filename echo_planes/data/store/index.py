@@ -181,8 +181,12 @@ class GroupIndex:
             ids: G group ids.
         """
         sequences = self._enter(np.full(len(messages), segment), messages, groups)
-        for sequence, group_id in zip(sequences.tolist(), ids, strict=True):
-            self.ids.put(sequence, group_id)
+        first = self.num_groups
+        if np.array_equal(sequences, np.arange(first, first + len(ids))):  # the usual case
+            self.ids.extend(ids)
+        else:
+            for sequence, group_id in zip(sequences.tolist(), ids, strict=True):
+                self.ids.put(sequence, group_id)
         self.ids.grow_to(self._groups.length)
 
     def add_new(
