@@ -54,7 +54,7 @@ def words(kind: str, model: Path) -> Sequence[str]:
         "eval.num_prompts=1",
         "eval.samples_per_prompt=1",
         "checkpoint.every=0",
-        "guard.mode=off",
+        "guard.mode='off'",
         "run.steps=100000",
     )
 
@@ -82,6 +82,7 @@ def pin(running: Program, *, has_seeder: bool) -> None:
 
 def measured(kind: str, model: Path, folder: Path) -> dict[str, Any]:
     """Tokens/s of one run, and its windows."""
+    folder.mkdir()
     with program(folder / "work", folder / "run", *words(kind, model)) as running:
         running.wait_for_step(2)
         pin(running, has_seeder=kind != "remote only")
