@@ -11,7 +11,15 @@ import math
 from typing import Any
 
 from bench.papers_base import BASE, Claim, Row, Values, Variation, run, variations
-from bench.papers_spot import FOLDER, Yield, _migration, _scenario, reserved_only, traces_are_there, yielded
+from bench.papers_spot import (
+    FOLDER,
+    gains,
+    market_scenario,
+    migration,
+    reserved_only,
+    traces_are_there,
+    yielded,
+)
 from echo_planes.loop.seed_window import SeededStep, SeedWindow
 from echo_planes.sim.scenario import Scenario
 from echo_planes.sim.world import Result, World
@@ -44,7 +52,7 @@ def seeded(
         "micro_batch_groups": values["micro_batch_groups"],
         "t_train_s": values["t_train_s"],
     }
-    return _scenario(
+    return market_scenario(
         values,
         0,
         [one] if types is None else [{**one, **more} for more in types],
@@ -72,13 +80,13 @@ def claim(assumed: dict[str, Values], *, sensitivity: bool = True) -> Claim:
     rows += [_falls(windows)]
     rows += _ablation(values)
     rows += _markets(values, figures) if traces_are_there() else []
-    rows += [_migration(values, at_s) for at_s in values["migration_at_s"]]
+    rows += [migration(values, at_s) for at_s in values["migration_at_s"]]
     rows += _by_length(values)
     varied = []
     for variation in variations("throughput", "price") if sensitivity else ():
         base = yielded(alone(values, variation), values["warm_up_steps"])
         found = yielded(run(seeded(values, ALL, variation=variation)), values["warm_up_steps"])
-        varied.append(Row(f"{ALL} machines, {variation.name}", "2.25; 1.62", _gain(found, base)))
+        varied.append(Row(f"{ALL} machines, {variation.name}", "2.25; 1.62", gains(found, base)))
     return Claim(
         "8. seeding",
         "RLBoost, 6.2 to 6.4, appendix E",
@@ -92,10 +100,6 @@ def claim(assumed: dict[str, Values], *, sensitivity: bool = True) -> Claim:
         ("spot", "seeding"),
         figures,
     )
-
-
-def _gain(found: Yield, base: Yield) -> str:
-    return f"{found.tokens_per_s / base.tokens_per_s:.2f}; {found.tokens_per_usd / base.tokens_per_usd:.2f}"
 
 
 def _share(now: float, before: float) -> str:
@@ -222,7 +226,7 @@ def _markets(values: Values, figures: dict[str, Any]) -> list[Row]:
 
 def _by_length(values: Values) -> list[Row]:
     """Figure 18: longer answers, and more machines for them. Training takes as long as there are tokens."""
-    gains = []
+    pairs = []
     most = _mean_tokens(values, values["max_tokens"])
     for longest, machines in LENGTHS.items():
         shorter = {
@@ -231,14 +235,14 @@ def _by_length(values: Values) -> list[Row]:
             "t_train_s": values["t_train_s"] * _mean_tokens(values, longest) / most,
         }
         base = yielded(alone(shorter), values["warm_up_steps"])
-        gains.append((yielded(run(seeded(shorter, machines)), values["warm_up_steps"]), base))
-    speeds = [found.tokens_per_s / base.tokens_per_s for found, base in gains]
+        pairs.append((yielded(run(seeded(shorter, machines)), values["warm_up_steps"]), base))
+    speeds = [found.tokens_per_s / base.tokens_per_s for found, base in pairs]
     return [
         Row(
             f"answers up to {', '.join(f'{longest // 1000}k' for longest in LENGTHS)} "
             f"on {', '.join(map(str, LENGTHS.values()))} machines: tokens/s; tokens/$",
             "1.47 to 2.22; 1.24 to 1.61",
-            ", ".join(_gain(found, base) for found, base in gains),
+            ", ".join(gains(found, base) for found, base in pairs),
             speeds == sorted(speeds) and speeds[0] >= 1.235,
         )
     ]

@@ -1,7 +1,7 @@
 """RLBoost: preemptible machines as they came and went in recorded markets, and what migration saves.
 
-RLBoost's learner also samples at the start of a step (seeding): that is not built here, and its gains are not
-in these figures. In its stead the learner is asynchronous.
+RLBoost's learner also samples at the start of a step (seeding, `papers_seeding`). Here it does not, and is
+asynchronous instead.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def _instance_type(
     }
 
 
-def _scenario(values: Values, staleness: int, instance_types: list[Values], **sections: Any) -> Scenario:
+def market_scenario(
+    values: Values, staleness: int, instance_types: list[Values], **sections: Any
+) -> Scenario:
     keys = ("worker_mbit", "uplink_mbit", "snapshot_mb", "install_s")
     return scenario(
         values,
@@ -93,13 +95,13 @@ def _scenario(values: Values, staleness: int, instance_types: list[Values], **se
 def reserved_only(values: Values, variation: Variation) -> Scenario:
     """The learner's own machines sample, then train: synchronous, nothing else is paid for."""
     own = _instance_type(values, variation, "own", values["reserved_engines"], 0.0)
-    return _scenario(values, 0, [own])
+    return market_scenario(values, 0, [own])
 
 
 def on_demand(values: Values, variation: Variation, machines: int) -> Scenario:
     """As many rollout machines as the market had on average, at the price of reserved ones."""
     instance_type = _instance_type(values, variation, "on-demand", machines, values["on_demand_usd_per_hour"])
-    return _scenario(values, values["max_staleness"], [instance_type])
+    return market_scenario(values, values["max_staleness"], [instance_type])
 
 
 def spot(values: Values, variation: Variation, trace: str, share: float) -> Scenario:
@@ -115,7 +117,7 @@ def spot(values: Values, variation: Variation, trace: str, share: float) -> Scen
         trace=f"{FOLDER}/{trace}",
         trace_share=share,
     )
-    return _scenario(values, values["max_staleness"], [instance_type])
+    return market_scenario(values, values["max_staleness"], [instance_type])
 
 
 def yielded(result: Result, warm_up_steps: int) -> Yield:
@@ -155,7 +157,7 @@ def claim(assumed: dict[str, Values], *, sensitivity: bool = True) -> Claim:
         figures[f"{trace}, on demand"] = paid
         rows += _rows(f"{trace} ({machines:.1f} machines)", found, own, paid, again)
     for at_s in values["migration_at_s"]:
-        rows.append(_migration(values, at_s))
+        rows.append(migration(values, at_s))
     varied = []
     trace, share = next(iter(values["traces"].items()))
     for variation in variations("boot", "throughput", "price") if sensitivity else ():
@@ -163,14 +165,14 @@ def claim(assumed: dict[str, Values], *, sensitivity: bool = True) -> Claim:
         if variation.throughput != BASE.throughput:
             base = yielded(run(reserved_only(values, variation)), warm_up)
         found = yielded(run(spot(values, variation, trace, share)), warm_up)
-        varied.append(Row(f"{trace}, {variation.name}", "1.51 to 1.97; 1.28 to 1.49", _gain(found, base)))
+        varied.append(Row(f"{trace}, {variation.name}", "1.51 to 1.97; 1.28 to 1.49", gains(found, base)))
     return Claim(
         "7. preemptible machines",
         "RLBoost, 6.2 and 6.4.3",
         tuple(rows),
         tuple(varied),
         (
-            "Seeding (RLBoost 4.1) is not built: the learner's own GPUs sample nothing beside spot machines. "
+            "Without seeding (claim 8): the learner's own GPUs sample nothing beside spot machines. "
             "And the learner is asynchronous (S = 3), RLBoost's is not. So these are not RLBoost's gains.",
             "Reserved only: the learner's machines sample, then train, S = 0 (veRL in the paper).",
             "On demand: as many machines as the market had on average, at the reserved price (Disagg.BAL).",
@@ -188,7 +190,8 @@ def claim(assumed: dict[str, Values], *, sensitivity: bool = True) -> Claim:
     )
 
 
-def _gain(found: Yield, base: Yield) -> str:
+def gains(found: Yield, base: Yield) -> str:
+    """Tokens per second and per dollar, as multiples."""
     return f"{found.tokens_per_s / base.tokens_per_s:.2f}; {found.tokens_per_usd / base.tokens_per_usd:.2f}"
 
 
@@ -200,13 +203,13 @@ def _rows(name: str, found: Yield, own: Yield, paid: Yield, again: Yield) -> lis
         Row(
             f"{name}: tokens/s; tokens/$ of reserved only",
             "1.51 to 1.97; 1.28 to 1.49",
-            f"{_gain(found, own)} ({found.tokens_per_s:,.0f} tokens/s)",
+            f"{gains(found, own)} ({found.tokens_per_s:,.0f} tokens/s)",
             quick and cheap,
         ),
         Row(
             f"{name}: tokens/s; tokens/$ of on demand",
             "about 1; 1.45 to 1.75",
-            _gain(found, paid),
+            gains(found, paid),
             found.tokens_per_usd >= 1.45 * paid.tokens_per_usd,
         ),
         Row(
@@ -219,7 +222,7 @@ def _rows(name: str, found: Yield, own: Yield, paid: Yield, again: Yield) -> lis
     ]
 
 
-def _migration(values: Values, at_s: float) -> Row:
+def migration(values: Values, at_s: float) -> Row:
     """Half of the machines go in a step, and none comes: how much longer the step takes (figure 14)."""
     instance_types = [
         _instance_type(values, BASE, "machine", values["migration_machines"], 0.0, boot_s=NEVER_S)
@@ -227,7 +230,7 @@ def _migration(values: Values, at_s: float) -> Row:
     limits = {"steps": FAULT_STEP}
 
     def simulated(faults: list[Values]) -> Scenario:
-        return _scenario(
+        return market_scenario(
             values, 0, instance_types, fleet={"mode": "kept", "boot_limit_s": 1e6}, run=limits, faults=faults
         )
 

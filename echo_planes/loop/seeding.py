@@ -105,8 +105,8 @@ class Seeding:
         if self._waits_since_s is not None:
             self._train_wait_s += now_s - self._waits_since_s
             self._waits_since_s = None
-        if batch.last:
-            self._complete_s = now_s - batch.waited_s
+        if batch.last:  # a resumed run may begin with answers of its last part
+            self._complete_s = max(self._step_s or 0.0, now_s - batch.waited_s)
         if self._is_open:
             self._held = train
             return [self._close(present.seeders, now_s)]

@@ -144,7 +144,6 @@ def test_a_seeder_that_comes_in_an_open_window_takes_part_in_it() -> None:
 
 @pytest.mark.parametrize("scale", ["static", "fixed"])
 def test_a_lost_seeder_is_started_again_whoever_keeps_the_fleet(scale: str) -> None:
-    found = opened()
     config = replace_section(
         settings(s=0),
         seeding={"engines": 1},
@@ -193,3 +192,14 @@ def test_the_mean_number_of_remote_workers_is_over_the_step() -> None:
     assert seeding.report(120.0).mean_remote == pytest.approx(2.0)
     seeding.step_done(120.0)
     assert seeding.report(130.0).mean_remote == pytest.approx(3.0)
+
+
+def test_answers_from_before_the_step_count_from_its_begin() -> None:
+    """A resumed run may begin with them."""
+    found = opened()
+    found.now_s = 12.0
+    found.tell(ev.BatchReady(replace(batch(0), waited_s=1e6)))
+    seeding = found.controller.seeding
+    assert seeding is not None
+    told = seeding.report(14.0)
+    assert (told.remote_s, told.remote_wait_s) == (0.0, 14.0)

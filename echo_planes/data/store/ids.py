@@ -52,9 +52,8 @@ class GroupIds:
 
     def extend(self, ids: Sequence[str]) -> None:
         """Enter the ids of the next groups."""
-        texts = [
-            group_id.encode() for group_id in ids
-        ]  # a text that cannot be encoded raises before any change
+        # Before any change: a text that cannot be encoded raises here.
+        texts = [group_id.encode() for group_id in ids]
         sizes = array("I", map(len, texts))
         first = len(self._starts)
         self._recent.update(zip(ids, range(first, first + len(ids)), strict=True))
