@@ -187,7 +187,7 @@ def _ablation(values: Values) -> list[Row]:
             "the same: memory of windows",
             "+6 %",
             f"{100 * (whole / forgetful - 1):+.1f} %",
-            whole >= forgetful,
+            whole / forgetful - 1 >= 0.03,
         ),
     ]
 
