@@ -156,12 +156,12 @@ def test_a_split_by_speed_beats_an_equal_one_only_where_speeds_differ(
 
 
 def test_without_migration_answers_begin_anew(assumed: dict[str, dict[str, Any]]) -> None:
-    row = papers_spot._migration(assumed["spot"] | {"prompts_per_step": 48}, 100)
+    row = papers_spot.migration(assumed["spot"] | {"prompts_per_step": 48}, 100)
     assert row.holds
     values = assumed["spot"] | {"prompts_per_step": 48}
     machines = papers_spot._instance_type(values, BASE, "spot", 2, 1.0)
     fault = {"at_s": 200.0, "kind": "preempt", "count": 1}
-    simulated = papers_spot._scenario(values, 1, [machines], run={"steps": 2}, faults=[fault])
+    simulated = papers_spot.market_scenario(values, 1, [machines], run={"steps": 2}, faults=[fault])
     migrated, again = run(simulated).summary, papers_spot.recompute(simulated).summary
     assert migrated["continued_tokens"] > 0 == again["continued_tokens"]
     assert again["lost_tokens"] > 10 * migrated["lost_tokens"]
