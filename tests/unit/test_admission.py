@@ -98,9 +98,12 @@ def test_a_node_that_is_told_of_a_resume_takes_its_lower_versions() -> None:
 
 def test_digests_of_another_lineage_do_not_count() -> None:
     admission = Admission()
-    admission.committed(full(3))
+    for version in (2, 3):
+        admission.committed(full(version))
+    admission.check_manifest(patch(4, 3, "L1"))
     admission.committed(full(3, "L1"))
     admission.check_manifest(patch(4, 3, "L1"))
+    admission.check_manifest(patch(4, 2, "L1"))
     assert admission.newest_version == 3
 
 

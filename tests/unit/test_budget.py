@@ -152,6 +152,24 @@ def test_discarded_tokens_are_failed_as_far_as_trajectories_failed(tmp_path: Pat
     )
 
 
+def test_lost_are_removed_groups_and_discarded_tokens_that_did_not_fail(tmp_path: Path) -> None:
+    run = Spent(tmp_path)
+    run.step(10, 10, removed=3, failed=1, discarded_tokens=40)
+    assert run.parts == pytest.approx(
+        {part: usd / 90 * 100 for part, usd in {"trained": 20, "failed": 10, "lost": 60}.items()}
+    )
+
+
+def test_a_price_that_changes_holds_for_the_workers_that_run(tmp_path: Path) -> None:
+    run = Spent(tmp_path)
+    named = WorkerInfo("w1", "L4", 3600.0, 0, "spot", instance_type="L4/eu/spot")
+    run.spending.worker(named, 0.0, alive=True)
+    run.spending.reprice({"L4/eu/spot": 7200.0, "H100/eu/spot": 1.0}, 0.0)
+    assert run.spending.priced(named).usd_per_hour == 7200.0
+    run.step(10)
+    assert sum(run.parts.values()) == pytest.approx(100.0 + 200.0)
+
+
 def test_tokens_that_are_trained_again_are_paid_for_once(tmp_path: Path) -> None:
     run = Spent(tmp_path)
     run.step(10, 10, buffered=1)
@@ -333,6 +351,12 @@ def test_the_guard_warns_once_and_stops_once() -> None:
     assert told == [(0, 0), (0, 0), (1, 0), (1, 0), (1, 0), (2, 1), (2, 1)]
     assert run.heard.events[0] == "budget: budget.usd=55 pays for 2 steps more; 7 are to do"
     assert run.stops == ["budget.usd=55 is spent; give a larger one to go on"]
+
+
+def test_the_guard_is_silent_until_a_step_tells_what_one_costs() -> None:
+    run = Guarded(55.0)
+    run.guard.on_step(batch(10), stats(0, 10), 0.0, BufferCounts())
+    assert (run.heard.events, run.stops) == ([], [])
 
 
 def test_a_budget_that_suffices_is_not_spoken_of() -> None:

@@ -119,6 +119,8 @@ def test_kappa_of_s_minus_1_keeps_the_bound(
 
 def test_the_bubble_is_nothing_from_mu_min_on_and_all_without_workers() -> None:
     assert NEED.mu_min == pytest.approx(512 / 14)
+    assert NEED.mu_target == pytest.approx(1.1 * 512 / 14)
+    assert replace(NEED, t_bcast_s=20.0).mu_target is None  # no fleet is enough
     assert predicted_bubble(NEED, NEED.mu_min) == pytest.approx(0.0, abs=1e-12)
     assert predicted_bubble(NEED, 1000.0) == 0.0
     assert predicted_bubble(NEED, 512 / 34) == pytest.approx(0.5)  # 6 s + 34 s against 20 s

@@ -27,6 +27,7 @@ def test_score_is_that_of_the_paper() -> None:
     # 10 Mbit/s: (7 - 3) / 5 = 80 points; 3 of 4 succeeded: 75; 3 successes of 10: 30; 60 s old: 0.9.
     one = peer("a", 10, num_successes=3, num_failures=1, consecutive_failures=1, measured_s=40.0)
     assert peer_score(one, 100.0) == pytest.approx(0.9 * (0.5 * 80 + 0.35 * 75 + 0.15 * 30))
+    assert peer_score(peer("new"), 0.0) == pytest.approx(35)  # counts as successful, nothing else is known
 
 
 @pytest.mark.parametrize(("mbit", "points"), [(0.0, 0), (0.0005, 0), (0.001, 0), (100, 100), (9000, 100)])
@@ -119,6 +120,18 @@ def test_joiners_go_to_new_chains_first_and_then_to_short_ones() -> None:
     assert topology.parents()["x"] == SENDER_ID
     topology.append("y", 4)
     assert topology.parents()["y"] == "x"
+    topology.append("z", 2)  # there are more chains than are wanted now
+    assert topology.parents()["z"] in ("e", "f", "y")
+
+
+def test_a_chain_is_as_long_as_its_peers_and_the_leaves_of_its_tail() -> None:
+    topology = Topology(dict.fromkeys("abcdxyz", "") | {"d": "eu", "new": "eu"})
+    topology.set_plan([["a", "b"], ["c", "d"]], [])
+    for leaf in "xyz":
+        topology.hang(leaf, avoid="b")
+    assert [topology.parents()[leaf] for leaf in "xyz"] == ["d"] * 3
+    topology.append("new", 2)
+    assert topology.parents()["new"] == "b"  # five are behind the other one's head, though its tail is near
 
 
 def test_joiners_stay_in_their_region_unless_that_chain_is_long() -> None:

@@ -226,6 +226,16 @@ def test_a_worker_that_never_catches_up_evaluates_before_its_next_install() -> N
     assert loop.tell(ev.Evaluated(report(2))) == [ev.Install("w0", 0, fresh=False)]
 
 
+def test_a_step_between_two_publications_is_evaluated_with_the_version_before_it() -> None:
+    loop = Loop(settings(s=4, eval_every=2), ("w0", "w1"))
+    loop.start()
+    for step in range(2):
+        loop.train(step)
+    loop.tell(ev.WorkerLost("w1", 0, "died"))
+    loop.tell(ev.WorkerReady("w1", 1))
+    assert loop.installed(0, "w1", 1) == [ev.Evaluate(2, ("w0", "w1"))]  # 0, 3 and 6 are published
+
+
 def test_workers_of_several_versions_do_not_answer_one_evaluation() -> None:
     loop = Loop(settings(steps=12, eval_every=2), ("w0", "w1", "w2"))
     loop.start(evaluated=False)

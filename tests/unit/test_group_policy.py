@@ -341,12 +341,14 @@ def test_an_engine_that_died_in_a_continuation_ends_the_worker() -> None:
         play_group(task, Dies(), Streamed(partials), partials, 100.0)
 
 
-def test_an_engine_that_answers_for_too_few_ends_the_worker() -> None:
+@pytest.mark.parametrize("more", [-1, 1])
+def test_an_engine_that_answers_for_too_few_or_too_many_ends_the_worker(more: int) -> None:
     """Else those that it left out would wait until their lease ends."""
 
     class Miscounts(Engine):
         async def generate(self, prompt_ids: Sequence[int], **settings: Any) -> list[Sample]:
-            return (await super().generate(prompt_ids, **settings))[1:]
+            answers = await super().generate(prompt_ids, **settings)
+            return answers[1:] if more < 0 else [*answers, answers[0]]
 
     task = FakeTask(TaskOptions(), FakeTokenizer(), 0)
     with pytest.raises(WorkerGoneError, match="samples where"):

@@ -76,6 +76,21 @@ def test_what_does_not_continue_what_is_there_is_left_out(pieces: list[Piece]) -
     assert book.partials({0: "d0"}) == before
 
 
+@pytest.mark.parametrize("wrong", [(1, CONTEXT, piece(9), 1), (1, (), piece(9), 0)])
+def test_a_next_call_begins_with_its_context_and_its_first_token(wrong: Piece) -> None:
+    book = LeasePartials()
+    book.add(message("l", (0, CONTEXT, piece(5), 0), wrong, (0, (), piece(6), 1)))
+    assert [partial.sample.token_ids for partial in book.partials({0: "d0"})] == [(5, 6)]
+
+
+def test_a_lease_without_tokens_costs_its_successor_the_prompt() -> None:
+    buffer = make_buffer()
+    (one,) = lease(buffer)
+    partials = Partials({})
+    partials.open(one)
+    assert partials.prefill_tokens(one) == len(one.prompt.token_ids) > 0
+
+
 @pytest.mark.parametrize("how", ["lost", "expired", "handed over", "replaced"])
 def test_a_prompt_goes_on_elsewhere_from_its_tokens(how: str) -> None:
     buffer = make_buffer()

@@ -261,6 +261,21 @@ def test_a_surplus_beyond_the_margin_goes_dearest_first_and_minimums_stay() -> N
     assert fleet.running == {"small": 5, "large": 1}
 
 
+def test_a_surplus_goes_also_where_no_fleet_could_be_bought_anew() -> None:
+    fleet = Fleet(small=12)
+    for now_s in (0.0, 100.0):
+        fleet.tick(now_s, [replace(SMALL, max_count=0)])
+    assert fleet.running == {"small": 8}
+
+
+def test_a_surplus_has_to_last_whatever_else_has_lasted() -> None:
+    fleet, instance_types = Fleet(large=3), [replace(SMALL, boot_s=400.0), LARGE]
+    fleet.tick(0.0, instance_types)
+    fleet.tick(95.0, instance_types, replace(NEED, per_step=128))  # 36 for 16
+    assert "would do" in fleet.tick(100.0, instance_types, replace(NEED, per_step=128))
+    assert fleet.running["large"] == 3
+
+
 def test_what_is_let_go_is_what_the_lowest_ratio_of_that_time_permits() -> None:
     fleet = Fleet(small=10)  # 40 for 32
     fleet.tick(0.0, [SMALL])

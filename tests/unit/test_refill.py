@@ -42,7 +42,8 @@ def of_length(length: int, *, finish_reason: str = "stop") -> Episode:
 
 
 @pytest.mark.parametrize(
-    ("length", "expected"), [(1, 0.0), (80, 0.0), (85, -0.25), (90, -0.5), (99, -0.95), (100, -1.0)]
+    ("length", "expected"),
+    [(1, 0.0), (80, 0.0), (85, -0.25), (90, -0.5), (99, -0.95), (100, -1.0), (150, -1.0)],
 )
 def test_the_penalty_falls_linearly_to_minus_one_at_the_limit(length: int, expected: float) -> None:
     assert Overlong("penalty", 100, 20).penalty(of_length(length)) == pytest.approx(expected)

@@ -201,6 +201,16 @@ def test_a_cut_without_partials_is_resumed(tmp_path: Path, of: str) -> None:
     asyncio.run(main())
 
 
+def test_unreadable_tokens_of_several_resumes_add_up(tmp_path: Path) -> None:
+    asyncio.run(a_life(tmp_path))
+    saved = tmp_path / "saved"
+    (saved / "drafts.arrows").unlink()
+    text = (saved / STATE_NAME).read_text().replace('"unreadable_tokens": 0', '"unreadable_tokens": 3')
+    (saved / STATE_NAME).write_text(text)
+    state, _ = load_checkpoint_state(saved / STATE_NAME)
+    assert (state.counts.unreadable_tokens, state.counts.discarded_tokens) == (3 + 5, 5)
+
+
 def test_an_answer_of_two_lineages_is_in_the_store_with_all_its_versions(tmp_path: Path) -> None:
     async def main() -> None:
         await a_life(tmp_path)

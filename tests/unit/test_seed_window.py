@@ -101,6 +101,12 @@ def test_it_is_never_negative() -> None:
     assert window.observe(SeededStep(0.0, 1000.0, 3.0, 3)) == 0.0
 
 
+@pytest.mark.parametrize("eta", [0.5, 2.0])
+def test_at_the_least_eta_one_step_is_enough(eta: float) -> None:
+    found = steps(SeedWindow(ENGINES, 60.25, eta), 1000.0, 1, 1)
+    assert found[-1] == pytest.approx(best(1000.0, 1))
+
+
 @pytest.mark.parametrize(("engines", "first_s", "eta"), [(0, 1.0, 2.0), (1, -1.0, 2.0), (1, 1.0, 0.0)])
 def test_settings_that_make_no_window_are_refused(engines: int, first_s: float, eta: float) -> None:
     with pytest.raises(ConfigError, match="seeding"):

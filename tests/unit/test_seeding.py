@@ -91,10 +91,11 @@ def test_parts_are_trained_at_once_outside_the_window() -> None:
     assert isinstance(train, ev.Train)
     found.now_s = 25.0
     assert found.tell(ev.PartDone()) == [FORM]
-    found.now_s = 26.0
-    found.tell(ev.BatchReady(replace(batch(0), waited_s=0.5)))
     seeding = found.controller.seeding
     assert seeding is not None
+    found.now_s = 26.0
+    assert seeding.report(26.0).intervals == (Interval("seed", 10.0, 20.0), Interval("train", 23.0, 25.0))
+    found.tell(ev.BatchReady(replace(batch(0), waited_s=0.5)))
     told = seeding.report(29.0)
     assert told.intervals == (
         Interval("seed", 10.0, 20.0),
@@ -180,6 +181,8 @@ def test_a_window_of_no_seconds_does_not_open() -> None:
     seeding = Seeding(replace_section(settings(s=0), seeding={"engines": 1, "first_s": 0.0}).seeding)
     present = Present(1, ("s0",), serving=True)
     assert seeding.form_batch(0, 1.0, present, in_parts=False) == [FORM]
+    resumed = Seeding(replace_section(settings(s=0), seeding={"engines": 1, "first_s": WINDOW_S}).seeding)
+    assert resumed.form_batch(0, 1.0, present, in_parts=True) == [FORM]  # its first parts were trained before
     alone = Present(0, ("s0",), serving=True)
     assert seeding.form_batch(0, 1.0, alone, in_parts=True) == [OPEN, FORM_WHOLE]
 
@@ -192,6 +195,16 @@ def test_the_mean_number_of_remote_workers_is_over_the_step() -> None:
     assert seeding.report(120.0).mean_remote == pytest.approx(2.0)
     seeding.step_done(120.0)
     assert seeding.report(130.0).mean_remote == pytest.approx(3.0)
+
+
+def test_seeders_are_no_remote_workers() -> None:
+    found = loop(remote=("w0", "w1"))
+    found.tell(ev.Published(manifest(0)))
+    serve(found, "w0", "w1", "s0")
+    not_ready(found)
+    seeding = found.controller.seeding
+    assert seeding is not None
+    assert seeding.report(10.0).mean_remote == pytest.approx(2.0)
 
 
 def test_answers_from_before_the_step_count_from_its_begin() -> None:
