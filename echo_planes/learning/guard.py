@@ -76,7 +76,7 @@ SIGNALS = (
         "cut_off",
         "rise of the share of answers cut off",
         "",
-        "raise sampling.max_new_tokens, or set sampling.overlong=penalty",
+        "lower learner.lr; if answers have reason to grow, raise sampling.max_new_tokens",
     ),
     Signal("reward_drop", "fall of the reward from its best", " of its gain, or spreads", DRIFT_ADVICE),
 )
