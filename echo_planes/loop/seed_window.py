@@ -62,9 +62,13 @@ class SeedWindow:
         whole, and T stays as it is.
         """
         if step.mean_remote > 0:
-            eta = max(self._eta, 1.0 + self._engines / step.mean_remote)
-            self.seconds = max(0.0, self.seconds + (step.train_wait_s - step.remote_wait_s) / eta)
+            change_s = (step.train_wait_s - step.remote_wait_s) / self.divisor(step.mean_remote)
+            self.seconds = max(0.0, self.seconds + change_s)
             if math.isclose(step.mean_remote, step.num_remote):  # none came or went: T is that of this number
                 self.memory[step.num_remote] = self.seconds
         self.seconds = self.memory.get(step.num_remote, self.seconds)
         return self.seconds
+
+    def divisor(self, mean_remote: float) -> float:
+        """Return the divisor of the difference of the waits, with so many remote workers (more than 0)."""
+        return max(self._eta, 1.0 + self._engines / mean_remote)

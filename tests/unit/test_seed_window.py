@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from bench.papers_seeding import PaperWindow
 from echo_planes.errors import ConfigError
 from echo_planes.loop.seed_window import SeededStep, SeedWindow
 
@@ -34,15 +35,6 @@ def steps(window: SeedWindow, work_s: float, remote: int, number: int) -> list[f
     return found
 
 
-def paper(work_s: float, remote: int, first_s: float, eta: float, number: int) -> list[float]:
-    """Line 9 of Algorithm 1 as the paper has it."""
-    found = [first_s]
-    for _ in range(number):
-        train_wait_s, remote_wait_s = fluid(work_s, remote, found[-1])
-        found.append(max(0.0, found[-1] + (train_wait_s - remote_wait_s) / eta))
-    return found
-
-
 @pytest.mark.parametrize("remote", [1, 2, 3, 4, 5, 6])
 @pytest.mark.parametrize("first_s", [0.0, 60.0, 300.0])
 def test_it_comes_within_a_twentieth_of_the_best_window_in_ten_steps(remote: int, first_s: float) -> None:
@@ -53,7 +45,8 @@ def test_it_comes_within_a_twentieth_of_the_best_window_in_ten_steps(remote: int
 
 def test_the_papers_own_rule_diverges_where_one_worker_meets_four_engines() -> None:
     work_s, first_s = 1000.0, 170.0  # T* is 180
-    swings = [abs(found - best(work_s, 1)) for found in paper(work_s, 1, first_s, 2.0, 10)]
+    theirs = steps(PaperWindow(ENGINES, first_s, eta=2.0), work_s, 1, 10)
+    swings = [abs(found - best(work_s, 1)) for found in theirs]
     assert swings[:6] == sorted(swings[:6])
     assert min(swings[5:]) > 5 * swings[0]  # until the window is 0, and from there up again
     ours = steps(SeedWindow(ENGINES, first_s, eta=2.0), work_s, 1, 10)
