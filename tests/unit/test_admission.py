@@ -55,6 +55,15 @@ def test_a_base_known_under_another_digest_is_refused() -> None:
     admission.check_manifest(patch(4, 3))
 
 
+def test_digests_of_a_lineage_are_remembered_until_another_is_followed() -> None:
+    admission = Admission()
+    for version in (3, 4):
+        admission.committed(full(version))
+    refused(admission, patch(5, 3, base_digest="xxh3:other"), "patches")
+    admission.follow("L1")
+    admission.check_manifest(patch(5, 3, "L1", "xxh3:other"))  # what L0's version 3 was says nothing of L1's
+
+
 def test_a_version_has_one_digest() -> None:
     admission = Admission()
     admission.committed(full(3))

@@ -90,6 +90,10 @@ def test_exactly_the_needed_capacity_keeps_the_learner_busy(
 NEED = Need(max_staleness=3, kappa=2, per_step=256, t_train_s=10.0, t_bcast_s=6.0)
 
 
+def test_a_need_takes_the_whole_rate_and_every_sample_unless_told_otherwise() -> None:
+    assert (NEED.rate_factor, NEED.sampled) == (1.0, 256)
+
+
 def test_the_staleness_bound_of_equation_7() -> None:
     # 6 s of broadcast and 256 / 64 = 4 s of sampling are one step: 2 + 1 - 1.
     assert staleness_bound(NEED, 64.0) == 2

@@ -134,6 +134,15 @@ def test_a_chain_is_as_long_as_its_peers_and_the_leaves_of_its_tail() -> None:
     assert topology.parents()["new"] == "b"  # five are behind the other one's head, though its tail is near
 
 
+def test_a_chain_whose_tail_has_a_leaf_is_one_longer() -> None:
+    topology = Topology(dict.fromkeys("abcdx", "") | {"d": "eu", "new": "eu"})
+    topology.set_plan([["a", "b"], ["c", "d"]], [])
+    topology.hang("x", avoid="b")
+    assert topology.parents()["x"] == "d"
+    topology.append("new", 2)
+    assert topology.parents()["new"] == "d"  # three, where the shortest has two: its region decides
+
+
 def test_joiners_stay_in_their_region_unless_that_chain_is_long() -> None:
     topology = three_chains(g="eu", f="eu", x="eu", y="eu")
     topology.append("x", 3)

@@ -73,6 +73,26 @@ def test_a_level_begins_with_a_block_and_progress_begins_with_the_level(tmp_path
     assert task.told == [Progress(0, 0, 0.0), Progress(0, 2, 0.875)]  # asked once for each block
 
 
+def test_a_prompt_that_skips_blocks_writes_the_level_of_each(tmp_path: Path) -> None:
+    curriculum = Curriculum(Laddered(), tmp_path / "levels.txt")
+    first = curriculum.prompt(0)
+    for _ in range(2):
+        curriculum.observe(answered(first, 4))
+    skipped = curriculum.prompt(3 * BLOCK_PROMPTS)
+    assert (tmp_path / "levels.txt").read_text() == "0\n1\n1\n1\n"
+    assert Curriculum(Laddered(), tmp_path / "levels.txt").prompt(3 * BLOCK_PROMPTS) == skipped
+
+
+def test_returned_prompts_go_out_lowest_first_also_beside_one_that_is_reserved() -> None:
+    cursor = PromptCursor()
+    issued = [cursor.take() for _ in range(4)]
+    for index in (0, 3, 1, 2):
+        cursor.give_back(index)
+    cursor.set_aside(0)
+    assert [cursor.take() for _ in range(4)] == [1, 2, 3, len(issued)]
+    assert cursor.take_aside(0) == 0
+
+
 def test_accuracy_is_of_the_last_groups(tmp_path: Path) -> None:
     curriculum = Curriculum(Laddered(), tmp_path / "levels.txt")
     prompt = curriculum.prompt(0)

@@ -56,6 +56,15 @@ def test_a_lease_ends_once() -> None:
         issue(leases)
 
 
+def test_a_lease_is_held_by_its_own_worker_alone() -> None:
+    leases = book()
+    leases.register("w1", 0)
+    issue(leases)
+    assert leases.holds("l0", "w0", 0, 1.0)
+    assert not leases.holds("l0", "w1", 0, 1.0)
+    assert not leases.holds("l0", "w0", 0, 1.0 + leases.lease_s)
+
+
 @pytest.mark.parametrize(("worker", "epoch"), [("w1", 0), ("w0", 1), ("w1", 1)])
 def test_only_the_holder_closes_a_lease(worker: str, epoch: int) -> None:
     leases = book()
