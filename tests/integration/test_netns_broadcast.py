@@ -17,6 +17,7 @@ from bench.broadcast import BAR, DETECTION_BAR_S, Case, Fault, Fleet, faulted, u
 from echo_planes.weights.wire.manifest import key_text
 from tests.integration.netns import missing
 from tests.integration.weight_nodes import Signed, as_node
+from tests.thorough import THOROUGH
 
 SIZE_BYTES = 30_000_000
 SLACK = 4.0  # times the bar: this is no quiet machine, and perhaps a slow one
@@ -51,14 +52,15 @@ def broken(fault: Fault) -> Case:
     return asyncio.run(faulted(fault, 8, B0_MBIT, BW_MBIT, SIZE_BYTES, check=check_bytes))
 
 
-FAULTS: tuple[Fault, ...] = ("killed", "slowed", "partitioned")
+# A slow forwarder takes the same way out as one that is cut off; where it is thorough it is tried too.
+FAULTS: tuple[Fault, ...] = ("killed", "partitioned", "slowed") if THOROUGH else ("killed", "partitioned")
 
 
 def test_a_chain_beats_the_star_and_comes_near_the_ideal() -> None:
-    """The best of three chains: a machine that is busy elsewhere delays those who forward most."""
+    """The best of the chains: a machine that is busy elsewhere delays those who forward most."""
     chains = [broken(fault) for fault in FAULTS]
     [star] = asyncio.run(unfaulted(8, B0_MBIT, BW_MBIT, "star", [SIZE_BYTES], check=check_bytes))
-    assert [chain.hops for chain in chains] == [3, 3, 3]
+    assert {chain.hops for chain in chains} == {3}
     assert star.hops == 1
     seconds = [chain.unfaulted_s for chain in chains if chain.unfaulted_s is not None]
     assert len(seconds) == len(FAULTS)
