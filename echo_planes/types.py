@@ -437,6 +437,11 @@ class SeedReport:
     num_reserved: int  # N_resv, seeders
     intervals: tuple[Interval, ...]
 
+    @property
+    def seeded_s(self) -> float:
+        """Time in which the seeders sampled, seconds: more than T_seed where they were alone."""
+        return sum(one.stop_s - one.start_s for one in self.intervals if one.what == "seed")
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:

@@ -255,11 +255,16 @@ class Controller:
         return self.seeding.form_batch(self._step, now_s, self._present(), in_parts=bool(self._parts))
 
     def _present(self) -> Present:
-        """Return the workers whose engine is ready: how many are remote, and the seeders."""
+        """Return the workers whose engine is ready, and which of them serve the version of the step."""
         up = {worker_id: w for worker_id, w in self._workers.items() if w.up and not w.leaving}
         seeders = tuple(worker_id for worker_id in up if worker_id in self._seeders)
-        serving = any(up[worker_id].version == self._step for worker_id in seeders)
-        return Present(len(up) - len(seeders), seeders, serving)
+        serving = {worker_id for worker_id, worker in up.items() if worker.version == self._step}
+        return Present(
+            num_remote=len(up) - len(seeders),
+            num_serving=len(serving - self._seeders),
+            seeders=seeders,
+            seeder_serves=not serving.isdisjoint(self._seeders),
+        )
 
     def _on_step_done(self, stats: StepStats, now_s: float) -> list[Action]:
         self._step += 1
@@ -331,7 +336,7 @@ class Controller:
                 f"timed out after {waited_s:.0f} s waiting for the batch of step {self._step + 1} "
                 f"({event.reason}: {event.detail})",
             )
-        if self._stop:
+        if self._stop and not self._parts:
             return self._learner_free(now_s)
         if event.reason != "starved" or not any(worker.up for worker in self._workers.values()):
             self._starved_since_s = None
@@ -399,7 +404,9 @@ class Controller:
         worker.ready_s = None
         if worker.in_a_row >= self._config.fleet.restarts:
             worker.given_up = True
-            if all(w.given_up for w in self._workers.values()):
+            # With another scale machines may be booting; the wait for a batch has its limit.
+            is_last = all(w.given_up for w in self._workers.values())
+            if is_last and self._config.fleet.scale == "fixed":
                 return self._finish("failed", f"no worker is left; the last one, {worker_id}: {reason}")
             return [StopWorker(worker_id)]
         worker.restarts += 1
@@ -445,7 +452,10 @@ class Controller:
         step = min(self._evaluations_due)
         # A step between two publications is evaluated with the snapshot published before it, or a newer one.
         wanted = step - step % self._kappa if step < self._config.run.steps else step
-        able = {w: worker for w, worker in self._workers.items() if _can_answer(worker, wanted)}
+        # Seeders have the learner's devices: they answer where there is no other worker.
+        up = {w for w, worker in self._workers.items() if worker.up and not worker.leaving}
+        free = up - self._seeders or up
+        able = {w: one for w, one in self._workers.items() if w in free and _can_answer(one, wanted)}
         if not able:
             return []
         newest = max(worker.version for worker in able.values())

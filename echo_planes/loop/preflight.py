@@ -8,7 +8,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from echo_planes.config.extensions import extension
@@ -39,7 +39,7 @@ def check(config: Config, run_dir: Path) -> None:
     check_model(config.model.folder)
     check_extensions(config)
     check_fleet(config)
-    check_seeding(config.seeding)
+    check_seeding(config.seeding, config.learner.resources)
     check_engines([*config.fleet.workers, *config.seeding.workers().values()])
     check_lengths(config)
     for key, port in (
@@ -197,9 +197,20 @@ def check_instance_types(fleet: FleetConfig) -> None:
         seen.add(worker_config.instance_type)
 
 
-def check_seeding(seeding: SeedingConfig) -> None:
-    """Check that a seeder takes no more of a GPU's memory than its share, since the learner has the rest."""
+def check_seeding(seeding: SeedingConfig, learner: Mapping[str, float]) -> None:
+    """Check that a seeder has a part of the learner's GPU, and takes no more of its memory than that part.
+
+    Args:
+        seeding: the settings.
+        learner: Ray resources of one rank of the learner, which has the rest of the GPU.
+    """
     share, memory = seeding.resources.get("GPU", 0.0), seeding.engine.gpu_memory_utilization
+    if seeding.engines and learner.get("GPU") and not share:
+        raise ConfigError(
+            f"seeding.resources has no GPU, learner.resources has GPU: {learner['GPU']:g}: a seeder shares "
+            "the learner's card; set e.g. learner.resources='{GPU: 0.5}' seeding.resources='{GPU: 0.5}' "
+            "seeding.engine.gpu_memory_utilization=0.4"
+        )
     if seeding.engines and 0 < share < 1 and memory > share:
         raise ConfigError(
             f"seeding.engine.gpu_memory_utilization={memory:g} is {memory - share:.2g} of the card more than "

@@ -359,7 +359,9 @@ class ReconcileLoop(QuietObserver):
             t_remote_s = max(0.0, t_remote_s - (newest["t_bcast_s"] if newest else 0.0))
             num_now = self.fleet.num_serving
             num_mean = ((self._num_served or num_now) + num_now) / 2
-            t_seed_s, num_reserved = (seeded.t_seed_s, seeded.num_reserved) if seeded else (0.0, 0)
+            t_seed_s, num_reserved = 0.0, 0
+            if seeded is not None:
+                num_mean, t_seed_s, num_reserved = seeded.mean_remote, seeded.seeded_s, seeded.num_reserved
             useful = useful_instances(t_remote_s, num_mean, t_seed_s, num_reserved, stats.t_train_s)
             self._useful.append(useful)
         self._num_served = self.fleet.num_serving

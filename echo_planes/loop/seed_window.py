@@ -8,7 +8,9 @@ learner is ready at T + t_train. Line 9 of the algorithm moves T by the differen
 
 Each step multiplies the distance to T* by 1 - (1 + N_resv / n) / eta. With the paper's eta alone this
 diverges where eta <= (1 + N_resv / n) / 2 (at n = 1, N_resv = 4: eta = 2.5). So eta is at least
-1 + N_resv / n here, at which the distance is gone in one step. That is ours, not the paper's.
+1 + N_resv / n here, at which the distance is gone in one step where all engines are equally fast. Where
+seeders are faster, T swings about T*: each change of direction doubles the divisor, each step that goes on in
+the same direction halves it again. Both are ours, not the paper's.
 
 A memory of the best T for each number of remote workers (lines 11 to 14) spares the search when one is lost
 or comes.
@@ -30,6 +32,9 @@ class SeededStep:
     remote_wait_s: float  # t_remote_wait: from the step's last answer until its end
     mean_remote: float  # remote workers, mean over the step
     num_remote: int  # remote workers now, for the next step
+
+
+MOST_DAMPING = 16.0
 
 
 class SeedWindow:
@@ -54,6 +59,8 @@ class SeedWindow:
         self._eta = eta
         self.seconds = first_s
         self.memory: dict[int, float] = {}  # T by number of remote workers
+        self._damping = 1.0
+        self._rises = 0.0  # sign of the last change
 
     def observe(self, step: SeededStep) -> float:
         """Return T of the next step, seconds.
@@ -62,8 +69,9 @@ class SeedWindow:
         whole, and T stays as it is.
         """
         if step.mean_remote > 0:
-            change_s = (step.train_wait_s - step.remote_wait_s) / self.divisor(step.mean_remote)
-            self.seconds = max(0.0, self.seconds + change_s)
+            difference_s = step.train_wait_s - step.remote_wait_s
+            self._damp(math.copysign(1.0, difference_s) if difference_s else 0.0)
+            self.seconds = max(0.0, self.seconds + difference_s / self.divisor(step.mean_remote))
             if math.isclose(step.mean_remote, step.num_remote):  # none came or went: T is that of this number
                 self.memory[step.num_remote] = self.seconds
         self.seconds = self.memory.get(step.num_remote, self.seconds)
@@ -71,4 +79,12 @@ class SeedWindow:
 
     def divisor(self, mean_remote: float) -> float:
         """Return the divisor of the difference of the waits, with so many remote workers (more than 0)."""
-        return max(self._eta, 1.0 + self._engines / mean_remote)
+        return self._damping * max(self._eta, 1.0 + self._engines / mean_remote)
+
+    def _damp(self, rises: float) -> None:
+        """Damp the next change, whose sign is `rises`, by whether it goes back on the last one."""
+        if rises * self._rises < 0:
+            self._damping = min(2.0 * self._damping, MOST_DAMPING)
+        elif rises * self._rises > 0:
+            self._damping = max(0.5 * self._damping, 1.0)
+        self._rises = rises

@@ -7,7 +7,7 @@ from pathlib import Path
 from echo_planes.config.schema import Config
 from echo_planes.data.claims import vocabulary_of
 from echo_planes.data.replay.overlong import overlong_of
-from echo_planes.data.replay.refill import check_refill
+from echo_planes.data.replay.refill import check_companions
 from echo_planes.data.tasks.registry import build_adapter, load_tokenizer, told
 from echo_planes.errors import ConfigError, ModelError
 from echo_planes.types import Prompt
@@ -28,7 +28,7 @@ def probe_task(config: Config) -> tuple[str, list[Prompt]]:
     """
     tokenizer = load_tokenizer(config.model.folder)
     task = build_adapter(config.task, tokenizer, config.run.seed)
-    check_refill(config, type(task))
+    check_companions(config, type(task))
     overlong_of(config, task.max_new_tokens)
     limit = config.model.max_model_len - (task.max_new_tokens or config.sampling.max_new_tokens)
     with told(type(task), f"task {config.task.name}: its first prompts cannot be made"):

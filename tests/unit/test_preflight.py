@@ -487,6 +487,8 @@ def test_a_seeder_fits_beside_the_learner_in_memory_and_resources(tmp_path: Path
         preflight.check(load_config(words), tmp_path / "run")
     for part in ("gpu_memory_utilization=0.85", "0.35 of the card more", "set at most 0.5"):
         assert part in str(told.value)
+    with pytest.raises(ConfigError, match=r"seeding\.resources has no GPU, learner\.resources has GPU: 0\.5"):
+        preflight.check(load_config([words[0], words[2]]), tmp_path / "run")
     fits = load_config([*words, "seeding.engine.gpu_memory_utilization=0.45"])
     preflight.check(fits, tmp_path / "run")
     placement.check_fit(fits, {"CPU": 2.0, "GPU": 1.0}, [{}])

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from echo_planes.config.schema import Config
 from echo_planes.data.replay.batch import make_batch
 from echo_planes.data.replay.overlong import Overlong, overlong_of
-from echo_planes.data.replay.refill import Refill, check_refill, refill_of
+from echo_planes.data.replay.refill import Refill, check_companions, refill_of
 from echo_planes.data.tasks.adapter import by_batch, by_group, by_initial_state, train_everything
 from echo_planes.errors import ConfigError
 from echo_planes.learning.advantages import compute_advantages, zero_groups
@@ -161,13 +161,21 @@ class ByState(FakeTask):
 
 def test_refill_is_refused_where_a_group_is_not_compared_by_itself() -> None:
     config = with_sampling(refill="reward")
-    check_refill(config, FakeTask)
-    check_refill(config, ByGroup)
+    check_companions(config, FakeTask)
+    check_companions(config, ByGroup)
     with pytest.raises(ConfigError, match=r"materialize = by_batch.*set sampling.refill=off"):
-        check_refill(config, ByBatch)
+        check_companions(config, ByBatch)
     with pytest.raises(ConfigError, match="materialize = by_initial_state"):
-        check_refill(config, ByState)
-    check_refill(with_sampling(refill="off"), ByBatch)
+        check_companions(config, ByState)
+    check_companions(with_sampling(refill="off"), ByBatch)
     dapo = replace_section(tiny_config(), objective={"name": "dapo"})
     with pytest.raises(ConfigError, match=r"sampling.refill=reward"):
-        check_refill(dapo, ByState)
+        check_companions(dapo, ByState)
+
+
+def test_parts_of_a_step_are_refused_where_answers_are_compared_over_the_whole_of_it() -> None:
+    config = replace_section(tiny_config(max_staleness=0), learner={"micro_batch_groups": 2})
+    check_companions(config, FakeTask)
+    for task, name in ((ByBatch, "by_batch"), (ByState, "by_initial_state")):
+        with pytest.raises(ConfigError, match=rf"micro_batch_groups=2: .*materialize = {name}.*leave it out"):
+            check_companions(config, task)

@@ -12,12 +12,13 @@ ENGINES = 4
 TRAIN_S = 100.0
 
 
-def fluid(work_s: float, remote: float, window_s: float) -> tuple[float, float]:
+def fluid(work_s: float, remote: float, window_s: float, speed: float = 1.0) -> tuple[float, float]:
     """t_train_wait and t_remote_wait of a step in which work is a fluid, of `work_s` engine-seconds.
 
-    All sample until the window ends, then the remote ones alone. The learner trains from then on.
+    All sample until the window ends, then the remote ones alone. The learner trains from then on. A seeder is
+    `speed` times as fast as a remote worker.
     """
-    sampled_s = (work_s - window_s * ENGINES) / remote
+    sampled_s = (work_s - window_s * ENGINES * speed) / remote
     late_s = sampled_s - (window_s + TRAIN_S)
     return max(0.0, late_s), max(0.0, -late_s)
 
@@ -26,11 +27,11 @@ def best(work_s: float, remote: float) -> float:
     return max(0.0, (work_s - remote * TRAIN_S) / (remote + ENGINES))
 
 
-def steps(window: SeedWindow, work_s: float, remote: int, number: int) -> list[float]:
+def steps(window: SeedWindow, work_s: float, remote: int, number: int, speed: float = 1.0) -> list[float]:
     """Windows that follow one another, the first as it is."""
     found = [window.seconds]
     for _ in range(number):
-        train_wait_s, remote_wait_s = fluid(work_s, remote, window.seconds)
+        train_wait_s, remote_wait_s = fluid(work_s, remote, window.seconds, speed)
         found.append(window.observe(SeededStep(train_wait_s, remote_wait_s, float(remote), remote)))
     return found
 
@@ -41,6 +42,14 @@ def test_it_comes_within_a_twentieth_of_the_best_window_in_ten_steps(remote: int
     work_s = 1000.0
     found = steps(SeedWindow(ENGINES, first_s, eta=2.0), work_s, remote, 10)
     assert found[-1] == pytest.approx(best(work_s, remote), rel=0.05)
+
+
+@pytest.mark.parametrize("speed", [0.3, 2.0, 3.5, 5.0, 8.0])
+def test_it_settles_also_where_seeders_are_faster_or_slower(speed: float) -> None:
+    work_s, remote = 2000.0, 2
+    found = steps(SeedWindow(ENGINES, 10.0, eta=2.0), work_s, remote, 30, speed)
+    target = (work_s - remote * TRAIN_S) / (remote + ENGINES * speed)
+    assert found[-3:] == pytest.approx([target] * 3, rel=0.05)
 
 
 def test_the_papers_own_rule_diverges_where_one_worker_meets_four_engines() -> None:

@@ -42,16 +42,24 @@ def refill_of(config: Config, overlong: Overlong) -> Refill | None:
     return Refill(by, int(config.sampling.refill_limit * config.sampling.prompts_per_step), overlong)
 
 
-def check_refill(config: Config, task: type[TaskAdapter]) -> None:
-    """Refuse refill for a task whose advantages also come from companions outside the group.
+def check_companions(config: Config, task: type[TaskAdapter]) -> None:
+    """Refuse refill and parts of steps for a task whose advantages also come from companions elsewhere.
 
     Raises:
-        ConfigError: the task's `materialize` is `by_batch` or `by_initial_state`.
+        ConfigError: the task's `materialize` is `by_batch` or `by_initial_state`, and the run refills, or
+            trains its steps in parts.
     """
-    for companions in (by_batch, by_initial_state):
-        if config.refill != "off" and task.materialize is companions:
-            raise ConfigError(
-                f"sampling.refill={config.refill}: task {config.task.name} compares answers beyond their "
-                f"group (materialize = {companions.__name__}), where a group of equal rewards has a gradient "
-                "too; set sampling.refill=off"
-            )
+    if task.materialize not in (by_batch, by_initial_state):
+        return
+    name = task.materialize.__name__
+    compares = f"task {config.task.name} compares answers beyond their group (materialize = {name})"
+    if config.refill != "off":
+        raise ConfigError(
+            f"sampling.refill={config.refill}: {compares}, where a group of equal rewards has a gradient "
+            "too; set sampling.refill=off"
+        )
+    if config.learner.micro_batch_groups is not None:
+        raise ConfigError(
+            f"learner.micro_batch_groups={config.learner.micro_batch_groups}: {compares}, of which a part "
+            "of a step has only some; leave it out"
+        )
