@@ -64,6 +64,16 @@ def test_digests_of_a_lineage_are_remembered_until_another_is_followed() -> None
     admission.check_manifest(patch(5, 3, "L1", "xxh3:other"))  # what L0's version 3 was says nothing of L1's
 
 
+def test_the_digests_of_the_last_1024_versions_are_remembered() -> None:
+    admission = Admission()
+    for version in range(1024):
+        admission.committed(full(version))
+    refused(admission, patch(1024, 0, base_digest="xxh3:other"), "patches")
+    admission.committed(full(1024))
+    admission.check_manifest(patch(1025, 0, base_digest="xxh3:other"))
+    refused(admission, patch(1025, 1, base_digest="xxh3:other"), "patches")
+
+
 def test_a_version_has_one_digest() -> None:
     admission = Admission()
     admission.committed(full(3))

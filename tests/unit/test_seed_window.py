@@ -52,6 +52,12 @@ def test_it_settles_also_where_seeders_are_faster_or_slower(speed: float) -> Non
     assert found[-3:] == pytest.approx([target] * 3, rel=0.05)
 
 
+def test_the_distance_is_gone_in_one_step_where_all_engines_are_equally_fast() -> None:
+    for remote in (2, 3):
+        found = steps(SeedWindow(ENGINES, 100.0, eta=1.0), 1000.0, remote, 1)
+        assert found[-1] == pytest.approx(best(1000.0, remote))
+
+
 def test_the_papers_own_rule_diverges_where_one_worker_meets_four_engines() -> None:
     work_s, first_s = 1000.0, 170.0  # T* is 180
     theirs = steps(PaperWindow(ENGINES, first_s, eta=2.0), work_s, 1, 10)
