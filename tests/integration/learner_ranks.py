@@ -1,9 +1,11 @@
 """One learner rank in a process of its own: `python learner_ranks.py SPECS.json RANK`.
 
 SPECS: a list of {"config", "world_size", "first_step", "num_steps", "save_at", "save_to", "load_from",
-"parts", "gradient", "out"}: learners of their own, one after the other. Each writes `<out>-<rank>.npz`:
-per-step loss and grad_norm, the fp32 weights and the published bits of rank 0, and with `parts` or
-`gradient` the first step's gradient. `parts`: groups in each part of a step; none: steps are whole.
+"parts", "gradient", "killed", "out"}: learners of their own, one after the other. Each writes
+`<out>-<rank>.npz`: per-step loss and grad_norm, the fp32 weights and the published bits of rank 0, and with
+`parts` or `gradient` the first step's gradient. `parts`: groups in each part of a step; none: steps are
+whole. `killed`: before it goes on from its checkpoint, another learner does so, and is gone after the first
+part of its step.
 """
 
 from __future__ import annotations
@@ -107,6 +109,8 @@ def agreed_port(path: Path, rank: int) -> int:
 def main(spec: dict[str, Any], rank: int) -> None:
     from echo_planes.learning.learner import Learner
 
+    if spec.get("killed"):
+        begin_a_step({**spec, "out": f"{spec['out']}-killed"}, rank)
     config = Config.model_validate(spec["config"])
     port = agreed_port(Path(f"{spec['out']}.port"), rank)
     learner = Learner(config, rank, spec["world_size"], port, Path(spec["out"]).parent / "failures")
@@ -140,6 +144,19 @@ def main(spec: dict[str, Any], rank: int) -> None:
     left = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     if any("gloo" in name for name in left):
         raise RuntimeError(f"close() left threads of gloo: {left}")
+
+
+def begin_a_step(spec: dict[str, Any], rank: int) -> None:
+    """A learner that is gone after the first part of a step."""
+    from echo_planes.learning.learner import Learner
+
+    config = Config.model_validate(spec["config"])
+    port = agreed_port(Path(f"{spec['out']}.port"), rank)
+    learner = Learner(config, rank, spec["world_size"], port, Path(spec["out"]).parent / "failures")
+    learner.start()
+    learner.load(Path(spec["load_from"]))
+    learner.train_part(parts_of(make_batch(spec["first_step"]), spec["parts"])[0])
+    learner.close()
 
 
 def watch_gradient(learner: Any) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:

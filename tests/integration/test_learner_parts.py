@@ -25,16 +25,19 @@ class Run:
     zero_stage: int
     objective: str
     parts: tuple[int, ...]
+    resumed: bool = False  # in its last step, after a learner that was killed between two parts of it
 
     @property
     def name(self) -> str:
-        return "-".join(map(str, (self.world_size, self.zero_stage, self.objective, *self.parts)))
+        fields = (self.world_size, self.zero_stage, self.objective, *self.parts, self.resumed)
+        return "-".join(map(str, fields))
 
 
 STAGES = [(ranks, stage, "grpo") for ranks in (1, 2) for stage in (0, 1, 2, 3)]
 OBJECTIVES = [(1, 1, "gspo"), (2, 2, "dr_grpo")]
 KINDS = STAGES + OBJECTIVES
 PARTS = [EVEN, EMPTY_LAST]
+KILLED = [(1, 1, "grpo"), (2, 2, "grpo")]
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +51,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Run, Arrays]:
             config = settings(model, stage, "fp32", objective={"name": objective, "clip_delta": None})
             specs[run] = {"config": config, "first_step": 0, "num_steps": STEPS}
             specs[run] |= {"gradient": True} if parts == WHOLE else {"parts": parts}
+    for kind in KILLED:
+        run, resumed = Run(*kind, EVEN), Run(*kind, EVEN, resumed=True)
+        saved = str(tmp_path_factory.mktemp("saved"))
+        specs[run] |= {"save_at": STEPS - 1, "save_to": saved}
+        rest = {"first_step": STEPS - 1, "num_steps": 1, "load_from": saved, "killed": True}
+        specs[resumed] = {"config": specs[run]["config"], "parts": EVEN, **rest}
     return run_together(tmp_path_factory.mktemp("parts"), specs)
 
 
@@ -68,3 +77,14 @@ def test_the_gradient_of_parts_is_that_of_the_whole_batch(
     np.testing.assert_allclose(split["grad_norm"], whole["grad_norm"], rtol=1e-5)
     np.testing.assert_allclose(split["loss"], whole["loss"], rtol=1e-4, atol=1e-6)
     assert split["num_updates"].tolist() == whole["num_updates"].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", KILLED, ids=str)
+def test_a_learner_killed_between_two_parts_resumes_to_the_same_weights(
+    found: dict[Run, Arrays], kind: tuple[int, int, str]
+) -> None:
+    unbroken, resumed = found[Run(*kind, EVEN)], found[Run(*kind, EVEN, resumed=True)]
+    names = [name for name in unbroken if name.startswith(("bits/", "fp32/"))]
+    assert names
+    for name in names:
+        assert resumed[name].tobytes() == unbroken[name].tobytes(), name
