@@ -61,6 +61,7 @@ class SeedWindow:
         self.memory: dict[int, float] = {}  # T by number of remote workers
         self._damping = 1.0
         self._rises = 0.0  # sign of the last change
+        self._num_remote = -1  # remote workers of the last step
 
     def observe(self, step: SeededStep) -> float:
         """Return T of the next step, seconds.
@@ -68,6 +69,8 @@ class SeedWindow:
         Without remote workers there is nothing to balance: the window of such a step lasts until its batch is
         whole, and T stays as it is.
         """
+        if step.num_remote != self._num_remote:  # which has another T*
+            self._damping, self._rises, self._num_remote = 1.0, 0.0, step.num_remote
         if step.mean_remote > 0:
             difference_s = step.train_wait_s - step.remote_wait_s
             self._damp(math.copysign(1.0, difference_s) if difference_s else 0.0)

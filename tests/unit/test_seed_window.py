@@ -58,6 +58,13 @@ def test_the_distance_is_gone_in_one_step_where_all_engines_are_equally_fast() -
         assert found[-1] == pytest.approx(best(1000.0, remote))
 
 
+def test_swings_before_a_worker_came_do_not_slow_what_follows() -> None:
+    window = SeedWindow(ENGINES, 10.0, eta=2.0)
+    steps(window, 2000.0, 2, 30, speed=5.0)
+    found = steps(window, 2000.0, 3, 2)
+    assert found[-1] == pytest.approx(best(2000.0, 3), rel=0.01)
+
+
 def test_the_papers_own_rule_diverges_where_one_worker_meets_four_engines() -> None:
     work_s, first_s = 1000.0, 170.0  # T* is 180
     theirs = steps(PaperWindow(ENGINES, first_s, eta=2.0), work_s, 1, 10)
