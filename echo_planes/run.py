@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if "--help" in words or "-h" in words:
-            return _show(f"{USAGE}\n{describe(words)}\n")
+            settings = [word for word in words if not word.startswith("-")]
+            return _show(f"{USAGE}\n{describe(settings)}\n")
         config = load_config([word for word in words if word != "--print"])
         if "--print" in words:
             return _show(dump_resolved(config))

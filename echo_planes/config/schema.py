@@ -40,7 +40,7 @@ class RunConfig(Section):
     dir: str | None = Free(None, description="run folder; default runs/<time>-<task>")
     resume: str | None = Free(None, description="run folder to continue from its newest checkpoint")
     seed: int = Fixed(0, ge=0, description="seeds prompts, learner and selectors")
-    steps: PositiveInt = Free(120, description="learner steps in all, counted from step 0 of the first run")
+    steps: PositiveInt = Free(120, description="learner steps in all, those before a resume too")
     wait_limit_s: PositiveFloat = Free(600.0, description="longest wait for an engine, an install or a batch")
     ray_address: str | None = Free(
         None, description="cluster to join; default: RAY_ADDRESS, else a private local one"

@@ -123,7 +123,8 @@ def load_plan(words: Sequence[str]) -> PlanConfig:
 
 
 def _explain(error: ValidationError) -> str:
-    first = error.errors()[0]
+    # An unknown key may be why a needed one is missing.
+    first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     path = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         hint = nearest(path, PlanConfig.model_fields) or "; see --help"

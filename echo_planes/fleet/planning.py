@@ -227,6 +227,7 @@ class _Planner:
     def fleet(self, title: str, method: Method, chosen: FleetPlan) -> Fleet:
         """Estimate a run on `chosen`: its bubble, staleness, times and cost."""
         config, need = self._config, self.need(chosen.num_workers)
+        bound = staleness_bound(need, chosen.mu)
         bubble = predicted_bubble(need, chosen.mu)
         step_s = self.t_train_s.value / (1 - bubble)
         usd_per_step = (chosen.usd_per_hour + config.learner_usd_per_hour) * step_s / 3600
@@ -237,7 +238,8 @@ class _Planner:
             plan=chosen,
             t_bcast_s=need.t_bcast_s,
             bubble=bubble,
-            staleness=staleness_bound(need, chosen.mu),
+            # A run never exceeds S: where the bound is above it, the learner waits or groups are dropped.
+            staleness=None if bound is None else min(bound, need.max_staleness),
             step_s=step_s,
             usd_per_step=usd_per_step,
             usd_run=usd_run,

@@ -393,6 +393,7 @@ def _seeded(report: SeedReport | None) -> dict[str, Any]:
         return {}
     return {
         "t_seed_s": report.t_seed_s,
+        "seeded_s": report.seeded_s,
         "t_train_wait_s": report.train_wait_s,
         "t_remote_wait_s": report.remote_wait_s,
         "num_parts": sum(one.what == "train" for one in report.intervals),

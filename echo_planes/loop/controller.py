@@ -329,16 +329,19 @@ class Controller:
         return installs + self._learner_free(now_s)
 
     def _on_not_ready(self, event: BatchNotReady, now_s: float) -> list[Action]:
+        starting = not any(worker.up for worker in self._workers.values())
+        if starting and self._config.fleet.scale == "fixed":
+            self._waiting_since_s = now_s  # engines start within limits of their own, and so often
         waited_s = now_s - (self._waiting_since_s if self._waiting_since_s is not None else now_s)
         if waited_s > self._config.run.wait_limit_s:
             return self._finish(
                 "failed",
                 f"timed out after {waited_s:.0f} s waiting for the batch of step {self._step + 1} "
-                f"({event.reason}: {event.detail})",
+                f"({event.reason}: {event.detail}); on a slow machine raise run.wait_limit_s",
             )
         if self._stop and not self._parts:
             return self._learner_free(now_s)
-        if event.reason != "starved" or not any(worker.up for worker in self._workers.values()):
+        if event.reason != "starved" or starting:
             self._starved_since_s = None
         elif self._starved_since_s is None:
             self._starved_since_s = now_s

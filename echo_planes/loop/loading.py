@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 import typing
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from echo_planes.config.fields import unknown_key
 from echo_planes.config.plain_yaml import dump_yaml, parse_word, read_yaml
@@ -41,6 +43,26 @@ def load_config(words: Sequence[str]) -> Config:
 
     Raises:
         ConfigError: names the key's path, the value, what is allowed and the nearest match.
+    """
+    tree, overrides = _tree(words)
+    try:
+        config = Config.model_validate(tree)
+        adapter_options(config.task)
+    except ValidationError as error:
+        message = _explain(error, tree)
+        path = ".".join(str(part) for part in error.errors()[0]["loc"])
+        resume = overrides.get("run.resume")
+        if resume is not None and path not in overrides:  # not a word of this command line
+            message = f"{Path(str(resume)) / 'config.yaml'}: {message}"
+        raise ConfigError(message) from error
+    return config
+
+
+def _tree(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings that `words` ask for, not validated, and those that they name one by one.
+
+    Raises:
+        ConfigError: a word is no setting, or names a group or a place that does not exist.
     """
     chosen = {"task": "math", "model": "tiny", "fleet": "laptop"}
     overrides: list[tuple[str, Any]] = []
@@ -75,16 +97,7 @@ def load_config(words: Sequence[str]) -> Config:
             _merge(tree, _defaults(f"{group}={chosen[group]}", tree[group]))
     for key, value in overrides:
         set_key(tree, key, value)
-    try:
-        config = Config.model_validate(tree)
-        adapter_options(config.task)
-    except ValidationError as error:
-        message = _explain(error, tree)
-        path = ".".join(str(part) for part in error.errors()[0]["loc"])
-        if resume is not None and path not in dict(overrides):  # not a word of this command line
-            message = f"{Path(str(resume)) / 'config.yaml'}: {message}"
-        raise ConfigError(message) from error
-    return config
+    return tree, dict(overrides)
 
 
 def recorded_config(folder: Path) -> Config:
@@ -114,21 +127,24 @@ def dump_resolved(config: Config) -> str:
 
 
 def describe(words: Sequence[str] = ()) -> str:
-    """Return every key with its default and meaning for `--help`, and the options of the task in `words`.
+    """Return every key for `--help`, with the value that `words` give it and its meaning, the task's too.
 
     Raises:
-        ConfigError: there is no such task.
+        ConfigError: a word is no setting, or names a group or a place that does not exist.
     """
-    tasks = [word.partition("=")[2] for word in words if word.startswith("task=")]
-    task = (tasks or ["math"])[-1]
+    tree, _ = _tree(words)
+    # What a task needs may be missing yet: --help is to tell that.
+    with suppress(ValidationError):
+        tree = Config.model_validate(tree).model_dump(mode="json")
     groups = [f"{group}={'|'.join(_names(group))}" for group in GROUPS]
     lines = [f"groups: {', '.join(groups)}", ""]
     for name, field in Config.model_fields.items():
         section = field.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
-            lines += [*describe_section(name, section), ""]
-    cls = adapter_class(TaskConfig.model_validate(_task(task, ())[0]).adapter)
-    lines += [f"options of task={task}:", *describe_section("task", cls.Options)]
+            lines += [*describe_section(name, section, tree.get(name)), ""]
+    task = TaskConfig.model_validate(tree["task"])
+    options = adapter_class(task.adapter).Options
+    lines += [f"options of task={task.name}:", *describe_section("task", options, tree["task"])]
     return "\n".join(lines)
 
 
@@ -264,7 +280,8 @@ def _explain(error: ValidationError, tree: dict[str, Any]) -> str:
     path = ".".join(str(part) for part in location)
     if first["type"] == "extra_forbidden":
         allowed = sorted(_fields_at(location[:-1], tree))
-        hint = nearest(str(location[-1]), allowed)
+        hint = _elsewhere(str(location[0])) if len(location) == 1 else ""
+        hint = hint or nearest(str(location[-1]), allowed)
         words = unknown_key(path, hint or "; allowed: " + ", ".join(allowed))
         return f"{path}={_value(first['input'])}: {words}"
     if first["type"] == "missing":
@@ -282,17 +299,45 @@ def _explain(error: ValidationError, tree: dict[str, Any]) -> str:
     return f"{path}={shown(first['input'])}: {message[0].lower()}{message[1:]}{hint}"
 
 
+def _elsewhere(name: str) -> str:
+    """Return the end of a message about a key without its section: the whole key; "" if there is none."""
+    sections = {section: _section_in(field) for section, field in Config.model_fields.items()}
+    found = [f"{section}.{name}" for section, cls in sections.items() if cls and name in cls.model_fields]
+    return f"; did you mean '{found[0]}'?" if found else ""
+
+
 def _value(given: object) -> str:
     return given if isinstance(given, str) and len(given) < MAX_KEY else shown(given)
 
 
-def describe_section(name: str, section: type[BaseModel]) -> list[str]:
+def describe_section(name: str, section: type[BaseModel], values: object = None) -> list[str]:
+    """Return a line for every key of a section: its value in `values`, else its default; and its meaning."""
     rows = []
     for key, field in section.model_fields.items():
         nested = _section_in(field)
+        value = values.get(key, field.default) if isinstance(values, dict) else field.default
         if nested is None:
-            rows.append(f"  {f'{name}.{key}={field.default}':44s} {field.description or ''}".rstrip())
+            meaning = " ".join(part for part in (field.description, _choices(field)) if part)
+            rows.append(f"  {f'{name}.{key}={_default(value)}':44s} {meaning}".rstrip())
         else:
             index = ".0" if isinstance(field.default, list) else ""
-            rows += describe_section(f"{name}.{key}{index}", nested)
+            if index:
+                value = value[0] if isinstance(value, list) and value else None
+            rows += describe_section(f"{name}.{key}{index}", nested, value)
     return rows
+
+
+def _default(value: object) -> object:
+    return "..." if value is PydanticUndefined else value
+
+
+def _choices(field: FieldInfo) -> str:
+    """Return the values that a field allows, where they are few words that its meaning does not name."""
+    named = [
+        str(choice)
+        for kind in (field.annotation, *typing.get_args(field.annotation))
+        if typing.get_origin(kind) is typing.Literal
+        for choice in typing.get_args(kind)
+    ]
+    meaning = field.description or ""
+    return f"[{'|'.join(named)}]" if not all(choice in meaning for choice in named) else ""

@@ -315,7 +315,7 @@ def parse_scenario(tree: dict[str, Any]) -> Scenario:
 def describe() -> str:
     """Return every key with its default and meaning, for `--help`; `...` stands for a missing default."""
     rows = describe_section("", Scenario)
-    return "\n".join(row.replace("  .", "  ", 1).replace("PydanticUndefined", "...") for row in rows)
+    return "\n".join(row.replace("  .", "  ", 1) for row in rows)
 
 
 def scenario_names() -> list[str]:

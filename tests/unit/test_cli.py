@@ -182,6 +182,7 @@ def test_a_wrong_value_is_named_with_what_is_allowed(word: str, parts: list[str]
 @pytest.mark.parametrize(
     ("word", "parts"),
     [
+        ("steps=20", ["steps=20", "unknown key", "did you mean 'run.steps'?"]),
         ("staleness.policy=waits", ["staleness.policy", "'waits'", "'drop'", "did you mean 'wait'?"]),
         ("staleness.selector=fresh", ["staleness.selector", "'uniform'", "did you mean 'freshest'?"]),
         ("objective.name=drgrpo", ["objective.name", "'grpo'", "'gspo'", "did you mean 'dr_grpo'?"]),

@@ -6,6 +6,7 @@ import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
@@ -14,6 +15,8 @@ from pydantic.fields import FieldInfo
 from echo_planes.config.fields import Section
 from echo_planes.config.fleet import FleetConfig
 from echo_planes.config.schema import Config
+from echo_planes.data.tasks.registry import adapter_options
+from echo_planes.errors import ConfigError
 from echo_planes.loop.loading import GROUPS, config_dir, describe, load_config
 from echo_planes.run import USAGE, main
 from tasks.math.options import MathOptions
@@ -55,10 +58,30 @@ def test_help_shows_every_key_with_its_default_and_its_meaning() -> None:
         if (match := re.match(r"  ([a-z_0-9.]+)=(\{.*?\}|\S*)(.*)", line))
     }
     assert sorted(rows) == sorted(path for path, _ in ALL_KEYS)
-    for path, field in ALL_KEYS:
+    config = load_config([])
+    options = adapter_options(config.task)[1]
+    for path, _ in ALL_KEYS:
+        value: Any = config
+        for part in path.split("."):
+            if isinstance(value, list):
+                value = value[int(part)]
+            else:
+                value = getattr(options if value is config.task and hasattr(options, part) else value, part)
         default, meaning = rows[path]
-        assert default == str(field.default), path
+        assert default == str(value), path
         assert meaning, f"{path} is not explained"
+
+
+def test_help_is_of_the_task_and_the_fleet_that_are_named() -> None:
+    text = describe(["task=code", "fleet=single", "run.steps=7"])
+    for part in ("task.name=code", "model.path=builtin:tiny-code", "run.steps=7", "options of task=code"):
+        assert part in text
+    assert "fleet.workers.0.sku=cpu-large" in text
+    (mode,) = [line for line in text.splitlines() if line.startswith("  guard.mode=")]
+    assert all(choice in mode for choice in ("off", "warn", "act"))
+    assert "task.reward=..." in describe(["task=function"])
+    with pytest.raises(ConfigError, match="nosuch"):
+        describe(["task=nosuch"])
 
 
 def test_help_names_the_groups(capsys: pytest.CaptureFixture[str]) -> None:

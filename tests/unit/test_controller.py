@@ -469,8 +469,24 @@ def test_waiting_for_a_batch_has_an_end_that_says_what_was_missing() -> None:
     (end,) = loop.tell(ev.BatchNotReady("filling", "3 of 4 groups buffered"))
     assert isinstance(end, ev.Finish)
     assert end.status == "failed"
-    for part in ("100 s", "step 1", "filling", "3 of 4 groups buffered"):
+    for part in ("100 s", "step 1", "filling", "3 of 4 groups buffered", "raise run.wait_limit_s"):
         assert part in end.error
+
+
+def test_the_wait_for_a_batch_begins_when_an_engine_is_there() -> None:
+    loop = Loop(settings(wait_limit_s=100.0))
+    loop.tell(ev.LearnerReady(0))
+    loop.tell(ev.Published(manifest(0)))
+    loop.now_s = 99.0
+    loop.tell(ev.WorkerLost("w0", 0, "timed out in phase 'engine start'"))  # it is started again
+    for loop.now_s in (150.0, 190.0):
+        assert loop.tell(ev.BatchNotReady("starved", "")) == [ev.FormBatch(0)]
+    loop.tell(ev.WorkerReady("w0", 1))
+    loop.installed(0, epoch=1)
+    loop.now_s = 289.0
+    assert not any(isinstance(a, ev.Finish) for a in loop.tell(ev.BatchNotReady("filling", "")))
+    loop.now_s = 291.0
+    assert any(isinstance(a, ev.Finish) for a in loop.tell(ev.BatchNotReady("filling", "")))
 
 
 def test_the_wait_is_counted_anew_for_every_batch() -> None:

@@ -87,7 +87,7 @@ def test_the_numbers_are_those_of_the_formulas(capsys: pytest.CaptureFixture[str
         # 20 s a step at $10/h of workers and $6/h of learner; 180 steps are an hour.
         assert expected["usd_per_step"] == pytest.approx(16 * 20 / 3600)
         assert (expected["usd_run"], expected["hours"]) == (pytest.approx(16.0), pytest.approx(1.0))
-        assert expected["staleness_bound"] == 2 + math.ceil((t_bcast_s + 64 / 5) / 20) - 1
+        assert expected["staleness_bound"] == min(3, 2 + math.ceil((t_bcast_s + 64 / 5) / 20) - 1)
     assert [fleet["method"] for fleet in found["fleets"]] == ["greedy", "exact"]
 
 
@@ -344,6 +344,7 @@ def test_the_plot_shows_what_a_larger_budget_would_bring(
     ("words", "said"),
     [
         (["uplink=3"], "uplink=3: unknown key; did you mean 'uplink_mbit'?"),
+        (["fleet=single"], "fleet=single: unknown key"),
         (["steps"], "'steps' is not of the form key=value"),
         (["steps=0"], "steps=0: input should be greater than or equal to 1"),
         (["steps=many"], "steps=many: input should be a valid integer"),
@@ -388,6 +389,12 @@ def test_what_is_needed_is_asked_for(
     capsys: pytest.CaptureFixture[str], one: str, left_out: str, said: str
 ) -> None:
     assert said in refused(capsys, one, *(word for word in BY_HAND if not word.startswith(left_out)))
+
+
+def test_a_key_that_plan_does_not_have_is_told_before_one_that_is_missing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "fleet=colocated: unknown key" in refused(capsys, "fleet=colocated")
 
 
 @pytest.mark.parametrize(

@@ -422,6 +422,7 @@ def test_a_gap_breaks_the_line_and_shows_as_missing() -> None:
     svg = line_chart(chart, [Series("s", [1.0, None, 3.0, 4.0], 1)])
     [path] = re.findall(r' d="([^"]*)"', svg)
     assert path.count("M") == 2
+    assert path.count("a2,2") == 2  # of the ring around the lone point; the other two have a line
     assert hover(svg)["rows"][0]["v"] == ["1", "-", "3", "4"]
 
 

@@ -106,7 +106,7 @@ def data_files(path: Path, split: str | None = None) -> list[Path]:
         DataError: there are none, or they belong to several splits and `split` names none of them.
     """
     if not path.exists():
-        raise DataError(f"{path}: No such file or folder; check the spelling")
+        raise DataError(f"{path}: No such file or folder; check the spelling of task.data")
     if not path.is_dir():
         if _ending(path) is None:
             raise DataError(f"{path}: not a data file; give one that ends in {', '.join(SUFFIXES)}")

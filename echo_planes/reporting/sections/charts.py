@@ -270,14 +270,14 @@ class _Frame:
         self.add(_line(kind, LEFT, self.chart.width - RIGHT, self.y(value), self.y(value)))
 
     def path(self, kind: str, x: Sequence[float], values: Values) -> None:
-        """Add a line with gaps where nothing was measured."""
+        """Add a line with gaps where nothing was measured. A lone point is a small ring."""
         parts = []
         pen_down = False
-        for a, b in zip(x, values, strict=True):
+        for i, (a, b) in enumerate(zip(x, values, strict=True)):
             if b is not None:
                 parts.append(f"{'L' if pen_down else 'M'}{self.x(a)},{self.y(b)}")
-                if not pen_down:
-                    parts.append("h0.01")  # a lone point still shows, through the round line cap
+                if not pen_down and (i + 1 == len(values) or values[i + 1] is None):
+                    parts.append("m-2,0a2,2 0 1,0 4,0a2,2 0 1,0 -4,0")
             pen_down = b is not None
         self.add(_shape('<path class="{}" d="{}"/>', kind, "".join(parts)))
 

@@ -28,7 +28,7 @@ def step_timeline(rows: Sequence[Record]) -> Markup:
             name, color = LANES[kind]
             text = f"{name} from {start_s:.2f} to {stop_s:.2f} s"
             bars[kind].append((start_s, stop_s, color, text))
-    lanes = [Lane(LANES[kind][0], found) for kind, found in bars.items()]
+    lanes = [Lane(LANES[kind][0], found) for kind, found in bars.items() if found]
     end_s = max((stop_s for found in bars.values() for _, stop_s, _, _ in found), default=0.0)
     note = "Seeders share the learner's devices: the learner trains only after they have stopped"
     chart = Chart(f"Step {row.get('step')}, from its begin", note, width=WIDE, x_unit="seconds")
