@@ -126,3 +126,13 @@ def test_at_the_least_eta_one_step_is_enough(eta: float) -> None:
 def test_settings_that_make_no_window_are_refused(engines: int, first_s: float, eta: float) -> None:
     with pytest.raises(ConfigError, match="seeding"):
         SeedWindow(engines, first_s, eta)
+
+
+def test_each_turn_doubles_the_divisor_and_each_step_onwards_halves_it_again() -> None:
+    window = SeedWindow(1, 100.0, eta=2.0)
+    found = [
+        window.observe(SeededStep(max(difference_s, 0.0), max(-difference_s, 0.0), 1.0, 1))
+        for difference_s in (-8.0, 8.0, -8.0, 0.0, -8.0, -8.0, -8.0, -8.0)
+    ]
+    # over 2, 4, 8; a step in balance says nothing; 8, 4, 2, and never less than 2
+    assert found == [96.0, 98.0, 97.0, 97.0, 96.0, 94.0, 90.0, 86.0]
