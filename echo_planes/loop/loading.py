@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import typing
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -130,12 +129,14 @@ def describe(words: Sequence[str] = ()) -> str:
     """Return every key for `--help`, with the value that `words` give it and its meaning, the task's too.
 
     Raises:
-        ConfigError: a word is no setting, or names a group or a place that does not exist.
+        ConfigError: a word is no setting, or names a key, a group or a place that does not exist.
     """
     tree, _ = _tree(words)
-    # What a task needs may be missing yet: --help is to tell that.
-    with suppress(ValidationError):
+    try:
         tree = Config.model_validate(tree).model_dump(mode="json")
+    except ValidationError as error:  # what a task needs may be missing yet: --help is to tell that
+        if any(one["type"] == "extra_forbidden" for one in error.errors()):
+            raise ConfigError(_explain(error, tree)) from error
     groups = [f"{group}={'|'.join(_names(group))}" for group in GROUPS]
     lines = [f"groups: {', '.join(groups)}", ""]
     for name, field in Config.model_fields.items():

@@ -444,7 +444,10 @@ def finite(value: Any) -> Any:
 
 
 def step_fields(metrics: Mapping[str, Any], total_steps: int) -> list[str]:
-    """Return a learner step as fields of text, most important first. A missing value shows as `-`."""
+    """Return a learner step as fields of text, most important first. A missing value shows as `-`.
+
+    The cost is left out where it is 0, for then no price is set.
+    """
 
     def show(key: str, spec: str, scale: float = 1.0) -> str:
         value = number(metrics.get(key))
@@ -460,7 +463,7 @@ def step_fields(metrics: Mapping[str, Any], total_steps: int) -> list[str]:
         f"stale {show('staleness_max', '.0f')}/{show('staleness_mean', '.1f')}",
         f"bubble {show('bubble_ratio', '.0f', 100.0)}%",
         f"{show('tokens_per_s', ',.0f')} tok/s",
-        f"${show('usd', '.4f')}{whole_run}",
+        *([] if number(metrics.get("usd")) == 0.0 else [f"${show('usd', '.4f')}{whole_run}"]),
     ]
 
 

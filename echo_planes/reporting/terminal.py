@@ -15,7 +15,7 @@ from echo_planes.reporting.ledger import ledger_equation, reward_failures
 from echo_planes.reporting.metrics import number, step_fields, step_line
 
 BAR_CELLS = 16
-TICK_S = 10.0  # between two lines about the open start-up phases
+TICK_S = 10.0  # between two looks at the open start-up phases
 TTY_TICK_S = 1.0  # between two updates of the last line, on a tty
 ERASE_LINE = "\r\x1b[2K"
 
@@ -39,6 +39,7 @@ class View:
         self._open_phases: list[str] = []
         self._has_begun = False  # steps are shown
         self._lock = threading.RLock()  # the thread of `ticking` writes beside the main thread
+        self._told: tuple[list[str], float] = ([], 0.0)  # phases that were last said to be open, and when
         self._live = ""  # what the tty's last line shows now
         self._has_blocks = _encodes(stream, "█░")
         self.phase_seconds: dict[str, float] = {}  # finished start-up phases, seconds each
@@ -84,13 +85,19 @@ class View:
             thread.join(TICK_S)
 
     def tick(self) -> None:
-        """Show the open phases with the elapsed time; do nothing once steps are shown."""
+        """Show the open phases with the elapsed time; do nothing once steps are shown.
+
+        A line that says the same as the last one comes when twice the time of that one has passed.
+        """
         with self._lock:
             if self._has_begun or not self._open_phases:
                 return
+            elapsed_s = self._clock.now_s() - self._start_s
+            phases, told_s = self._told
             if self._is_tty:
                 self._show_phases()
-            else:
+            elif phases != self._open_phases or elapsed_s >= 2 * told_s:
+                self._told = [*self._open_phases], elapsed_s
                 self._line(f"{self._stamp()} waiting for: {', '.join(self._open_phases)}")
 
     def step(self, metrics: Mapping[str, Any]) -> None:
@@ -160,6 +167,14 @@ def closing_lines(
         value = number(summary.get(key))
         return "$-" if value is None else show_usd(value)
 
+    cost = (
+        f"${show('usd_total', '.4f')}: {dollars('usd_per_step')} a step, "
+        f"{dollars('usd_per_million_tokens')} per million tokens"
+    )
+    if number(summary.get("uninformative")):  # otherwise both prices are nearly the same
+        cost += f", {dollars('usd_per_million_generated_tokens')} per million generated"
+    if number(summary.get("usd_total")) == 0.0:
+        cost = "no price is set (learner.usd_per_hour, usd_per_hour of fleet.workers)"
     status = summary.get("status", "unknown")
     of_part = ""
     if (parts := number(summary.get("parts")) or 1) > 1:
@@ -170,9 +185,6 @@ def closing_lines(
         f"{status}: {summary.get('task', '-')} with {summary.get('model', '-')}, "
         f"{show('steps')}{of_all} steps in {show('seconds', '.1f')} s{of_part}",
     ]
-    generated = ""
-    if number(summary.get("uninformative")):  # otherwise both prices are nearly the same
-        generated = f", {dollars('usd_per_million_generated_tokens')} per million generated"
     if summary.get("error"):
         label = "budget" if status == "spent" else "error"
         lines.append(f"  {label:9s}  {summary['error']}")
@@ -188,10 +200,7 @@ def closing_lines(
         f"{show('tokens_truncated_share', '.2f', 100.0)} % truncated",
         f"  bubble     {show('bubble_ratio', '.1f', 100.0)} % of the learner's time",
         f"  tokens     {show('tokens_trained')} trained",
-        f"  cost       ${show('usd_total', '.4f')}: {dollars('usd_per_step')} a step, "
-        f"{dollars('usd_per_million_tokens')} per million tokens"
-        f"{generated}, "
-        f"{show('wasted_share', '.1f', 100.0)} % wasted",
+        f"  cost       {cost}, {show('wasted_share', '.1f', 100.0)} % wasted",
         f"  weights    {show('versions_published')} versions published, "
         f"{show('digest_mismatches')} digest mismatches",
         f"  ledger     {ledger_equation(summary)}; {show('lost_trajectories')} lost, "

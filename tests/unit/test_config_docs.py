@@ -92,6 +92,11 @@ def test_help_names_the_groups(capsys: pytest.CaptureFixture[str]) -> None:
     assert "staleness.max_staleness=3" in text
 
 
+def test_help_refuses_a_key_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help", "learner.rate=1"]) == 2
+    assert "learner.rate" in capsys.readouterr().err
+
+
 def test_the_commands_that_help_shows_can_be_given() -> None:
     lines = [line for line in USAGE.splitlines() if line.startswith("  python -m echo_planes.run ")]
     assert len(lines) >= 3

@@ -23,7 +23,7 @@ from echo_planes.reporting.metrics import (
     step_line,
     write_atomic,
 )
-from echo_planes.reporting.terminal import ERASE_LINE, View
+from echo_planes.reporting.terminal import ERASE_LINE, View, closing_lines
 
 FULL_DISK = Path("/dev/full")
 needs_full_disk = pytest.mark.skipif(not FULL_DISK.exists(), reason="no /dev/full on this system")
@@ -252,11 +252,15 @@ def test_a_long_start_up_says_what_it_waits_for_until_there_are_steps() -> None:
     with view.phase("engines"), view.phase("learner"):
         clock.advance(10.0)
         view.tick()
+        clock.advance(9.0)
+        view.tick()  # says nothing new
+        clock.advance(1.0)
+        view.tick()
     with view.phase("first publication"):
         view.step(a_step(1))
         view.tick()  # a worker that boots in mid-run is no start-up
     waits = [line for line in stream.getvalue().splitlines() if "waiting" in line]
-    assert waits == ["[  10.0 s] waiting for: engines, learner"]
+    assert waits == [f"[  {when} s] waiting for: engines, learner" for when in ("10.0", "20.0")]
     view, stream, clock = a_view(is_tty=True)
     with view.phase("learner"):
         clock.advance(7.0)
@@ -366,3 +370,10 @@ def test_the_closing_block_says_what_matters() -> None:
         "runs/x/report.html",
     ):
         assert expected in text
+
+
+def test_a_run_without_prices_says_so() -> None:
+    (line,) = [line for line in closing_lines({"usd_total": 0.0}, None, 3) if "cost" in line]
+    assert "no price is set" in line and "$" not in line
+    assert "$" in step_line(a_step(1) | {"usd": 0.25}, 3)
+    assert "$" not in step_line(a_step(1) | {"usd": 0.0}, 3)

@@ -16,6 +16,8 @@ from echo_planes.reporting.html import part
 MAX_POINTS = 400  # per series; further ones would hardly be visible
 KIND_COLORS = {"lost": "fbad", "fail": "fbad", "drop": "f2", "restart": "f3", "eval": "f4", "publi": "f5"}
 LEFT, RIGHT, TOP, BOTTOM = 52, 16, 14, 36
+CHARACTER = 6.6  # pixels, about, at the size of the style sheet
+MAX_LABEL = 40  # characters beside a bar or a lane
 PANEL_HEIGHT = 150  # of one of several charts in a card
 WIDE = 1140  # a chart that takes the whole width of the page
 
@@ -176,14 +178,14 @@ def bar_chart(title: str, note: str, bars: Sequence[tuple[str, float]], show: Fo
     chart = Chart(title, note)
     if not bars:
         return _card(chart, Picture(None))
-    row, left = 27, 148
+    row, left = 27, _margin((label for label, _ in bars), least=148)
     room = chart.width - left - 108
     peak = max(value for _, value in bars) or 1.0
     shapes = []
     for i, (label, value) in enumerate(bars):
         text, length, y = show(value), max(2.0, room * value / peak), i * row + 8
         shapes += [
-            _text("barlabel", left - 10, y + 13, _short(label, 22)),
+            _text("barlabel", left - 10, y + 13, _short(label)),
             _bar("bar", left, y + 1, length, 17, f"{label}: {text}"),
             _text("barvalue", left + length + 8, y + 13, text),
         ]
@@ -207,7 +209,7 @@ def lanes_chart(
     chart: Chart, lanes: Sequence[Lane], end: float, keys: Sequence[tuple[str, str]] = ()
 ) -> Markup:
     """Draw one row per lane; `chart.x_unit` is the unit of all times, `keys` name the colors."""
-    row, left, right = 22, 190, chart.width - 24
+    row, left, right = 22, _margin((lane.name for lane in lanes), least=190), chart.width - 24
     marks_x = ticks(0.0, max(end, 1e-3), 8)
     scale = (right - left) / marks_x[-1]
     height = len(lanes) * row + 46
@@ -218,7 +220,7 @@ def lanes_chart(
     shapes.append(_text("axis mid", (left + chart.width) / 2, height - 4, f"{chart.x_unit} since start"))
     for i, lane in enumerate(lanes):
         y = 6 + row * i
-        shapes.append(_text("barlabel", left - 12, y + 15, _short(lane.name, 28)))
+        shapes.append(_text("barlabel", left - 12, y + 15, _short(lane.name)))
         if not lane.bars:
             shapes.append(_line("grid", left, right, y + 11, y + 11))
         for begin, stop, color, text in lane.bars:
@@ -240,24 +242,26 @@ class _Frame:
         self.chart = chart
         self._low, self._high = y_ticks[0], y_ticks[-1]
         self._x_low, self._x_high = min(x), max(x)
-        self._width = chart.width - LEFT - RIGHT
+        # Whole dollars are shown as such.
+        names = {value: chart.show(value).removesuffix(".00") for value in y_ticks}
+        self.left = _margin(names.values(), LEFT)
+        self._width = chart.width - self.left - RIGHT
         self._height = chart.height - TOP - BOTTOM
         self._shapes: list[Markup] = []
         for value in y_ticks:
             self.line("grid" if value else "zero", value)
-            label = chart.show(value).removesuffix(".00")  # whole dollars, to fit beside the axis
-            self.add(_text("tick end", LEFT - 8, self.y(value) + 3.5, label))
+            self.add(_text("tick end", self.left - 8, self.y(value) + 3.5, names[value]))
         for value in ticks(self._x_low, self._x_high, 6 if chart.width < WIDE else 12):
             if self._x_low <= value <= self._x_high and (chart.show_x or value.is_integer()):
                 label = chart.show_x(value) if chart.show_x else f"{value:,.0f}"
                 self.add(_text("tick mid", self.x(value), chart.height - BOTTOM + 16, label))
         name = chart.x_label or (f"{chart.x_unit} since start" if chart.x_unit else "learner step")
-        self.add(_text("axis mid", LEFT + self._width / 2, chart.height - 4, name))
+        self.add(_text("axis mid", self.left + self._width / 2, chart.height - 4, name))
 
     def x(self, value: float) -> float:
         span = self._x_high - self._x_low
         share = (value - self._x_low) / span if span else 0.5
-        return round(LEFT + share * self._width, 1)
+        return round(self.left + share * self._width, 1)
 
     def y(self, value: float) -> float:
         return round(TOP + (1 - (value - self._low) / (self._high - self._low)) * self._height, 1)
@@ -267,7 +271,7 @@ class _Frame:
 
     def line(self, kind: str, value: float) -> None:
         """Add a horizontal line."""
-        self.add(_line(kind, LEFT, self.chart.width - RIGHT, self.y(value), self.y(value)))
+        self.add(_line(kind, self.left, self.chart.width - RIGHT, self.y(value), self.y(value)))
 
     def path(self, kind: str, x: Sequence[float], values: Values) -> None:
         """Add a line with gaps where nothing was measured. A lone point is a small ring."""
@@ -353,8 +357,14 @@ def _svg(chart: Chart, shapes: Iterable[Markup], height: int = 0, hover: str = "
     return Markup("{}{}>{}</svg>").format(frame, data, Markup("").join(shapes))
 
 
-def _short(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[: length - 1]}…"
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_LABEL else f"{text[: MAX_LABEL - 1]}…"
+
+
+def _margin(labels: Iterable[str], least: float) -> float:
+    """Return the pixels that the longest label takes at the left, with a gap."""
+    longest = max((min(len(label), MAX_LABEL) for label in labels), default=0)
+    return max(least, longest * CHARACTER + 16)
 
 
 def _card(chart: Chart, *pictures: Picture) -> Markup:
