@@ -130,7 +130,8 @@ def _explain(error: ValidationError) -> str:
         hint = nearest(path, PlanConfig.model_fields) or "; see --help"
         return f"{path}={first['input']}: {unknown_key(path, hint)}"
     if first["type"] == "missing":
-        return f"{path}=...: this setting is needed, it has no default; see --help"
+        missing = [".".join(map(str, one["loc"])) for one in error.errors() if one["type"] == "missing"]
+        return f"{'=..., '.join(missing)}=...: needed, there is no default; see --help"
     message = first["msg"].removeprefix("Value error, ")
     if not path:
         return message

@@ -382,7 +382,7 @@ def test_a_mistake_is_told_in_one_line(
     [
         ("params_b", "give one of model=FOLDER and params_b=N"),
         ("t_train_s", "give t_train_s=SECONDS, or learner_sku=GPU"),
-        ("uplink_mbit", "uplink_mbit=...: this setting is needed"),
+        ("uplink_mbit", "uplink_mbit=...: needed"),
     ],
 )
 def test_what_is_needed_is_asked_for(

@@ -15,7 +15,7 @@ from echo_planes.reporting.html import part
 
 MAX_POINTS = 400  # per series; further ones would hardly be visible
 KIND_COLORS = {"lost": "fbad", "fail": "fbad", "drop": "f2", "restart": "f3", "eval": "f4", "publi": "f5"}
-LEFT, RIGHT, TOP, BOTTOM = 52, 16, 14, 36
+LEFT, RIGHT, TOP, BOTTOM = 52, 24, 14, 36
 CHARACTER = 6.6  # pixels, about, at the size of the style sheet
 MAX_LABEL = 40  # characters beside a bar or a lane
 PANEL_HEIGHT = 150  # of one of several charts in a card
