@@ -339,6 +339,11 @@ class LearnerConfig(Section):
     )
     dropout: bool = Free(False, description="the model's own dropout, in updates alone; else it is off")
     micro_batch_tokens: PositiveInt = Free(8192, description="tokens packed into one forward pass")
+    activation_checkpointing: bool | None = Free(
+        None,
+        description="keep only the inputs of layers for the backward pass, which runs them again; default: "
+        "where a micro-batch would keep more than 4 GiB",
+    )
     threads: PositiveInt = Free(1, description="CPU threads per rank")
     usd_per_hour: NonNegativeFloat = Free(0.0, description="price of one rank")
     resources: dict[str, float] = Free({"CPU": 1.0}, description="Ray resources of one rank")

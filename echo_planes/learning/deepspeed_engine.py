@@ -100,6 +100,9 @@ class DeepSpeedEngine:
             weight_decay=config.weight_decay,
             fused=True,
         )
+        if config.zero_stage == 3:
+            for parameter in model.head.borrowed:
+                deepspeed.zero.register_external_parameter(model.head, parameter)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=_settings(config, dtype), dist_init_required=False
         )

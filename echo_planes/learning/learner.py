@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from echo_planes.config.extensions import extension
 from echo_planes.config.schema import Config
@@ -23,6 +24,7 @@ from echo_planes.errors import ConfigError, DivergedError
 from echo_planes.learning import packing
 from echo_planes.learning.advantages import compute_advantages, zero_groups
 from echo_planes.learning.deepspeed_engine import DeepSpeedEngine, StateBits, pick_device, pick_dtype
+from echo_planes.learning.memory import needs_recompute
 from echo_planes.learning.objectives import (
     OBJECTIVES,
     Loss,
@@ -48,9 +50,6 @@ from echo_planes.types import (
     joined_batch,
 )
 
-# Most tokens of a unit of samples that share their prompt: a larger dense mask would cost more than repeating
-# the prompts.
-SHARED_TOKENS = 1024
 OWN_PART = 8  # one in OWN_PART trajectories is scored again to measure how far a step moved the policy
 
 
@@ -181,6 +180,7 @@ class Learner:
             sampling.temperature,
             sampling.top_p,
             dropout=config.learner.dropout,
+            recompute=self._recomputes,
         )
         self._packs = model.packs(config.model.max_model_len)
         if config.objective.kl_beta > 0:
@@ -313,6 +313,13 @@ class Learner:
             self._engine_or_none.close()
         self._engine_or_none = None
 
+    def _recomputes(self, model: PreTrainedModel) -> bool:
+        """Return whether layers keep only their inputs for the backward pass."""
+        config = self._config.learner
+        if config.activation_checkpointing is not None:
+            return config.activation_checkpointing
+        return needs_recompute(model.config, model.dtype, config.micro_batch_tokens)
+
     @property
     def _engine(self) -> DeepSpeedEngine:
         if self._engine_or_none is None:
@@ -325,7 +332,7 @@ class Learner:
         Without any input there is one, which is empty.
         """
         budget = self._config.learner.micro_batch_tokens
-        units = packing.make_units(batch, inputs, min(budget, SHARED_TOKENS) if self._packs else 0)
+        units = packing.make_units(batch, inputs, min(budget, packing.MAX_MASK_TOKENS) if self._packs else 0)
         lengths = np.array([unit.length for unit in units], np.int64)
         layouts = packing.plan(lengths, budget, self._world_size, several=self._packs)[self._rank]
         layouts = layouts or [Layout(1, ())]

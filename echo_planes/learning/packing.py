@@ -20,6 +20,9 @@ import numpy as np
 from echo_planes.errors import ConfigError, TaskError
 from echo_planes.types import BoolArray, IntArray, TrainBatch
 
+# Longest row that holds several trajectories, and so needs a dense mask of its length squared.
+MAX_MASK_TOKENS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -152,7 +155,7 @@ def plan(
         lengths: tokens per unit (n,), positive.
         budget_tokens: tokens of the largest rectangle, padding included.
         num_shards: data-parallel ranks.
-        several: whether a row may hold more than one unit.
+        several: whether a row of at most MAX_MASK_TOKENS may hold more than one unit.
 
     Raises:
         ConfigError: a unit is longer than the budget.
@@ -165,8 +168,11 @@ def plan(
     order = np.argsort(-lengths, kind="stable")
     turn = np.arange(len(order)) % (2 * num_shards)
     shard = np.minimum(turn, 2 * num_shards - 1 - turn)
+    is_long = lengths[order] > MAX_MASK_TOKENS
     plans = [
-        _pack(order[shard == s].tolist(), lengths.tolist(), budget_tokens, several) for s in range(num_shards)
+        _pack(order[(shard == s) & is_long].tolist(), lengths.tolist(), budget_tokens, False)
+        + _pack(order[(shard == s) & ~is_long].tolist(), lengths.tolist(), budget_tokens, several)
+        for s in range(num_shards)
     ]
     most = max(len(p) for p in plans)
     return [p + [Layout(1, ())] * (most - len(p)) for p in plans]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +34,24 @@ class PolicyModel(nn.Module):
             forwards never do. Old logprobs of an update's own forward share its noise: the ratio is exactly
             1, and importance weights and mismatch carry the noise. Old logprobs of a separate first pass do
             not share it, so the first ratio is not 1.
+        recompute: whether layers keep only their inputs for the backward pass, which runs them again
+            (activation checkpointing).
     """
 
     def __init__(
-        self, model: PreTrainedModel, temperature: float, top_p: float, *, dropout: bool = False
+        self,
+        model: PreTrainedModel,
+        temperature: float,
+        top_p: float,
+        *,
+        dropout: bool = False,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
-        self.temperature = temperature
-        self.top_p = top_p
+        if recompute:
+            recompute_layers(model)
+        self.head = Head(model, temperature, top_p)
         self.dropout = dropout
 
     def packs(self, longest: int) -> bool:
@@ -80,8 +92,67 @@ class PolicyModel(nn.Module):
         output = self.model.base_model(
             input_ids=token_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False
         )
-        hidden = output.last_hidden_state.flatten(0, 1).index_select(0, predictors)
-        size = max(CHUNK_LOGITS // int(self.model.config.get_text_config().vocab_size), 1)
+        result: tuple[Tensor, Tensor] = self.head(
+            output.last_hidden_state.flatten(0, 1).index_select(0, predictors), targets
+        )
+        return result
+
+
+def layers_of(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the transformer layers of a model; none where no module list has as many entries."""
+    count = int(model.config.get_text_config().num_hidden_layers)
+    lists = (module for module in model.base_model.modules() if isinstance(module, nn.ModuleList))
+    return next((layers for layers in lists if len(layers) == count), nn.ModuleList())
+
+
+def recompute_layers(model: PreTrainedModel) -> None:
+    """Let the layers of a model keep only their inputs for the backward pass, which runs them again.
+
+    transformers' own switch works only in training mode, which would turn dropout on.
+    """
+    for layer in layers_of(model):
+        layer.forward = _recomputed(layer.forward)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+
+    @wraps(forward)
+    def run(*arguments: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*arguments, **named)
+        # The second call must run to its end: ZeRO-3 releases the weights of a module when its call ends.
+        return checkpoint(forward, *arguments, use_reentrant=False, early_stop=False, **named)
+
+    return run
+
+
+class Head(nn.Module):
+    """Logprobs and entropies from hidden states, by the model's lm_head, a chunk of the positions at a time.
+
+    ZeRO-3 gathers the weights of a module, a collective operation, when the module is called. Ranks differ in
+    their number of chunks, so a call of lm_head for each would leave one rank waiting for the others without
+    end. This module is called once and uses the weights of lm_head itself.
+
+    Args:
+        model: has a linear lm_head.
+        temperature, top_p: as of `PolicyModel`.
+    """
+
+    def __init__(self, model: PreTrainedModel, temperature: float, top_p: float) -> None:
+        super().__init__()
+        # Held in a tuple: as a submodule, lm_head would give its weights a second name.
+        self._lm_head = (model.get_output_embeddings(),)
+        self.temperature = temperature
+        self.top_p = top_p
+
+    @property
+    def borrowed(self) -> list[nn.Parameter]:
+        """Parameters that `forward` uses and another module owns."""
+        return list(self._lm_head[0].parameters())
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logprob and entropy, both (M,) float32, of `targets` (M,) after `hidden` (M, size)."""
+        size = max(CHUNK_LOGITS // self._lm_head[0].out_features, 1)
         if len(targets) <= size:
             return self._score(hidden, targets)
         # The backward pass recomputes the logits of long batches, which would take too much memory.
@@ -92,7 +163,8 @@ class PolicyModel(nn.Module):
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
     def _score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.model.get_output_embeddings()(hidden).float()
+        lm_head = self._lm_head[0]
+        logits = nn.functional.linear(hidden, lm_head.weight, lm_head.bias).float()
         if self.temperature != 1.0:
             logits = logits / self.temperature
         if self.top_p < 1.0:
@@ -113,9 +185,15 @@ def nucleus(logits: Tensor, targets: Tensor, top_p: float) -> Tensor:
 
 
 def load_policy(
-    folder: Path, dtype: torch.dtype, temperature: float, top_p: float, *, dropout: bool = False
+    folder: Path,
+    dtype: torch.dtype,
+    temperature: float,
+    top_p: float,
+    *,
+    dropout: bool = False,
+    recompute: Callable[[PreTrainedModel], bool] = lambda model: False,
 ) -> PolicyModel:
-    """Load the model in a Hugging Face folder.
+    """Load the model in a Hugging Face folder. `recompute` decides for the loaded model.
 
     Raises:
         ModelError: the folder holds no model, or one that cannot be loaded or is not supported.
@@ -133,11 +211,12 @@ def load_policy(
         raise ModelError(f"the model in {folder} cannot be loaded: {error}") from error
     settings = model.config.get_text_config()
     changed = [name for name in LOGIT_SETTINGS if getattr(settings, name, None) not in (None, 1.0)]
-    if changed or model.get_output_embeddings() is None:
-        raise ModelError(f"the model in {folder} is not supported: {', '.join(changed) or 'no lm_head'}")
+    if changed or not isinstance(model.get_output_embeddings(), nn.Linear):
+        why = ", ".join(changed) or "no linear lm_head"
+        raise ModelError(f"the model in {folder} is not supported: {why}")
     if model.is_gradient_checkpointing:
         raise ModelError(
             f"the model in {folder} is not supported: config.json has gradient_checkpointing=true, which "
             "would do nothing here; remove it"
         )
-    return PolicyModel(model, temperature, top_p, dropout=dropout)
+    return PolicyModel(model, temperature, top_p, dropout=dropout, recompute=recompute(model))

@@ -19,7 +19,7 @@ from echo_planes.errors import ModelError
 from echo_planes.learning import packing
 from echo_planes.learning.layer_kinds import layer_kinds
 from echo_planes.learning.packing import Layout, MicroBatch
-from echo_planes.learning.policy_model import PolicyModel
+from echo_planes.learning.policy_model import PolicyModel, layers_of
 from echo_planes.types import IntArray, TrainBatch
 
 MAX_TOKENS = 32  # of a sequence: the forwards of the probe then hold under 200 tokens in all
@@ -121,15 +121,12 @@ def _run(
 @contextmanager
 def _outputs(model: PolicyModel) -> Iterator[list[Tensor]]:
     """Collect the outputs of the layers as they run; none where no module list has as many entries."""
-    count = int(model.model.config.get_text_config().num_hidden_layers)
-    lists = (module for module in model.model.base_model.modules() if isinstance(module, nn.ModuleList))
     outputs: list[Tensor] = []
 
     def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
         outputs.append(output[0] if isinstance(output, tuple) else output)
 
-    layers = next((layers for layers in lists if len(layers) == count), nn.ModuleList())
-    hooks = [layer.register_forward_hook(keep) for layer in layers]
+    hooks = [layer.register_forward_hook(keep) for layer in layers_of(model.model)]
     try:
         yield outputs
     finally:

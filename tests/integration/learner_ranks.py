@@ -1,11 +1,11 @@
 """One learner rank in a process of its own: `python learner_ranks.py SPECS.json RANK`.
 
 SPECS: a list of {"config", "world_size", "first_step", "num_steps", "save_at", "save_to", "load_from",
-"parts", "gradient", "killed", "out"}: learners of their own, one after the other. Each writes
+"parts", "gradient", "killed", "chunk_logits", "out"}: learners of their own, one after the other. Each writes
 `<out>-<rank>.npz`: per-step loss and grad_norm, the fp32 weights and the published bits of rank 0, and with
 `parts` or `gradient` the first step's gradient. `parts`: groups in each part of a step; none: steps are
 whole. `killed`: before it goes on from its checkpoint, another learner does so, and is gone after the first
-part of its step.
+part of its step. `chunk_logits`: most logits held at once.
 """
 
 from __future__ import annotations
@@ -107,8 +107,10 @@ def agreed_port(path: Path, rank: int) -> int:
 
 
 def main(spec: dict[str, Any], rank: int) -> None:
+    from echo_planes.learning import policy_model
     from echo_planes.learning.learner import Learner
 
+    policy_model.CHUNK_LOGITS = spec.get("chunk_logits", 2**27)
     if spec.get("killed"):
         begin_a_step({**spec, "out": f"{spec['out']}-killed"}, rank)
     config = Config.model_validate(spec["config"])

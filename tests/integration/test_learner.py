@@ -102,7 +102,9 @@ def settings(folder: Path, zero_stage: int, dtype: str, **changes: Any) -> dict[
 class Run:
     """A learner that makes `STEPS` steps.
 
-    `twice`: of two updates each, with a reference model; `sampler`: its ratio is against the sampler.
+    `twice`: of two updates each, with a reference model; `sampler`: its ratio is against the sampler;
+    `saving`: of memory, with chunks of three tokens at lm_head and layers that are run again in the backward
+    pass.
     """
 
     world_size: int
@@ -110,22 +112,26 @@ class Run:
     dtype: str
     twice: bool = False
     sampler: bool = False
+    saving: bool = False
 
     @property
     def name(self) -> str:
-        more = "-twice" * self.twice + "-sampler" * self.sampler
+        more = "-twice" * self.twice + "-sampler" * self.sampler + "-saving" * self.saving
         return f"{self.world_size}-{self.zero_stage}-{self.dtype}{more}"
 
     def settings(self, model_folder: Path) -> dict[str, Any]:
         changes: dict[str, Any] = {}
         if self.twice:
             changes = {"learner": {"updates_per_step": 2}, "objective": {"kl_beta": 0.3}}
+        if self.saving:
+            changes = {"learner": {"activation_checkpointing": True}}
         if self.sampler:
             changes = {"objective": {"anchor": "sampler", "clip_delta": 4.0}}
         return settings(model_folder, self.zero_stage, self.dtype, **changes)
 
 
 FP32 = [Run(2, zero_stage, "fp32") for zero_stage in (0, 1, 2, 3)]
+FP32 += [Run(2, zero_stage, "fp32", saving=True) for zero_stage in (1, 3)]
 BF16 = [Run(2, zero_stage, "bf16") for zero_stage in (0, 1)]
 TWICE = Run(1, 1, "fp32", twice=True)
 SAMPLER = Run(1, 0, "fp32", sampler=True)
@@ -189,7 +195,14 @@ def unbroken(
     specs: dict[Run, dict[str, Any]] = {}
     for run in dict.fromkeys([*FP32, *BF16, *SAVED, TWICE, SAMPLER]):
         saves = {"save_at": SAVED_AT, "save_to": str(checkpoints / run.name)} if run in SAVED else {}
-        specs[run] = {"config": run.settings(model_folder), "first_step": 0, "num_steps": STEPS, **saves}
+        chunks = {"chunk_logits": 3 * VOCABULARY} if run.saving else {}
+        specs[run] = {
+            "config": run.settings(model_folder),
+            "first_step": 0,
+            "num_steps": STEPS,
+            **saves,
+            **chunks,
+        }
     return run_together(tmp_path_factory.mktemp("unbroken"), specs)
 
 

@@ -374,6 +374,7 @@ def test_the_closing_block_says_what_matters() -> None:
 
 def test_a_run_without_prices_says_so() -> None:
     (line,) = [line for line in closing_lines({"usd_total": 0.0}, None, 3) if "cost" in line]
-    assert "no price is set" in line and "$" not in line
+    assert "no price is set" in line
+    assert "$" not in line
     assert "$" in step_line(a_step(1) | {"usd": 0.25}, 3)
     assert "$" not in step_line(a_step(1) | {"usd": 0.0}, 3)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from echo_planes.errors import ConfigError, TaskError
 from echo_planes.learning.packing import (
+    MAX_MASK_TOKENS,
     Inputs,
     MicroBatch,
     build,
@@ -175,3 +176,13 @@ def test_split_keeps_groups_whole_and_in_order() -> None:
     groups = np.array([5, 5, 9, 2, 2, 9])
     assert [p.tolist() for p in split_groups(groups, 2)] == [[0, 1, 2, 5], [3, 4]]
     assert [p.tolist() for p in split_groups(groups, 8)] == [[0, 1], [2, 5], [3, 4]]
+
+
+@given(st.lists(st.integers(1, 4000), min_size=1, max_size=40), st.integers(1, 3))
+def test_a_row_that_needs_a_mask_is_short(lengths: list[int], shards: int) -> None:
+    plans = plan(np.array(lengths), 8192, shards)
+    placed = sorted(n for layouts in plans for layout in layouts for row in layout.rows for n in row)
+    assert placed == list(range(len(lengths)))
+    for layout in (layout for layouts in plans for layout in layouts):
+        assert all(len(row) == 1 for row in layout.rows) or layout.row_len <= MAX_MASK_TOKENS
+        assert layout.row_len * len(layout.rows) <= 8192

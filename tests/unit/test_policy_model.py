@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 from echo_planes.errors import ModelError  # noqa: E402
 from echo_planes.learning.layer_kinds import layer_kinds, may_pack  # noqa: E402
+from echo_planes.learning.memory import kept_bytes_per_token, needs_recompute  # noqa: E402
 from echo_planes.learning.packing import MicroBatch, build, find_inputs, make_units, plan  # noqa: E402
 from echo_planes.learning.policy_model import PolicyModel, load_policy  # noqa: E402
 from echo_planes.learning.probe import probe_layout  # noqa: E402
@@ -157,6 +158,71 @@ def test_an_empty_micro_batch_goes_through(name: str, tmp_path: Path) -> None:
     logprobs, entropy = policy(**tensors(build(layout, [], batch, inputs)))
     assert len(logprobs) == len(entropy) == 0
     (logprobs.sum() + entropy.sum()).backward()
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def gradients(policy: PolicyModel, batch: TrainBatch) -> tuple[dict[str, Any], int]:
+    """The gradient of the mean logprob, and the bytes kept for the backward pass, weights left out."""
+    inputs = find_inputs(batch, np.ones(batch.num_trajectories, np.bool_))
+    units = make_units(batch, inputs, 0)
+    layouts = plan(np.array([unit.length for unit in units]), 256, 1, several=False)[0]
+    weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    kept: dict[int, Any] = {}
+
+    def keep(tensor: Any) -> Any:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    for layout in layouts:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            logprobs, _ = policy(**tensors(build(layout, units, batch, inputs)))
+        logprobs.mean().backward()
+    size = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in weights)
+    return {name: p.grad for name, p in policy.named_parameters()}, size
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_that_run_again_give_the_same_gradient_and_keep_less(name: str, tmp_path: Path) -> None:
+    whole = loaded(name, tmp_path)
+    again = load_policy(tmp_path, torch.float32, 1.0, 1.0, recompute=lambda model: True)
+    expected, most = gradients(whole, answers())
+    found, least = gradients(again, answers())
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert least < most / 3
+
+
+def test_a_token_of_8_b_weights_keeps_half_a_megabyte_where_layers_run_again() -> None:
+    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
+    qwen3_8b = transformers.Qwen3Config(**sizes, **heads)
+    assert kept_bytes_per_token(qwen3_8b, torch.bfloat16, recompute=True) < 0.5e6
+    # Each layer keeps its input, of 4096 numbers, and the final norm keeps a few more.
+    assert kept_bytes_per_token(qwen3_8b, torch.bfloat16, recompute=True) > 36 * 4096 * 2
+    assert 7e6 < kept_bytes_per_token(qwen3_8b, torch.bfloat16) < 9e6
+    assert needs_recompute(qwen3_8b, torch.bfloat16, 8192)
+
+
+def test_what_is_counted_from_settings_is_what_a_forward_pass_keeps(tmp_path: Path) -> None:
+    policy = loaded("Llama", tmp_path, num_hidden_layers=8)
+    inputs = torch.randint(0, VOCABULARY, (1, 100))
+    kept: dict[int, Any] = {p.untyped_storage().data_ptr(): None for p in policy.parameters()}
+
+    def keep(tensor: Any) -> Any:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = policy.model.base_model(input_ids=inputs, use_cache=False)
+    measured = sum(t.untyped_storage().nbytes() for t in kept.values() if t is not None) / 100
+    del output
+    assert kept_bytes_per_token(policy.model.config, torch.float32) == pytest.approx(measured, rel=0.1)
+
+
+def test_layers_run_again_by_default_where_much_would_be_kept_or_nothing_can_be_counted() -> None:
+    assert not needs_recompute(transformers.Qwen3Config(**SIZES), torch.float32, 8192)
+    assert needs_recompute(transformers.GptOssConfig(**MODELS["GptOss"]), torch.float32, 8192)
 
 
 # --- what is decided from the settings -----------------------------------------------------------
