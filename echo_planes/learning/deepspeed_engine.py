@@ -20,7 +20,7 @@ from echo_planes.config.schema import LearnerConfig
 from echo_planes.errors import ConfigError, DataError
 from echo_planes.learning.device_scan import DeviceMirror, host_copy, leaves_room
 from echo_planes.learning.meeting import meet
-from echo_planes.learning.policy_model import PolicyModel
+from echo_planes.learning.policy_model import PolicyModel, layers_of
 from echo_planes.weights.digest import BitArray
 
 StateBits = dict[str, tuple[BitArray, tuple[int, ...]]]
@@ -103,6 +103,10 @@ class DeepSpeedEngine:
         if config.zero_stage == 3:
             for parameter in model.head.borrowed:
                 deepspeed.zero.register_external_parameter(model.head, parameter)
+            # Gather a layer whole. Otherwise one that runs again in the backward pass would release the
+            # weights of its parts at the end of that, before their gradients are computed.
+            for layer in layers_of(model.model):
+                deepspeed.utils.set_z3_leaf_module(layer, True)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=_settings(config, dtype), dist_init_required=False
         )

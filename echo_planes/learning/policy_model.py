@@ -120,8 +120,7 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*arguments: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*arguments, **named)
-        # The second call must run to its end: ZeRO-3 releases the weights of a module when its call ends.
-        return checkpoint(forward, *arguments, use_reentrant=False, early_stop=False, **named)
+        return checkpoint(forward, *arguments, use_reentrant=False, **named)
 
     return run
 
