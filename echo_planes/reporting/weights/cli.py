@@ -1,4 +1,4 @@
-"""`python -m echo_planes.weights inspect|verify|diff|sparsity`: commands that examine stored weights."""
+"""`python -m echo_planes.weights inspect|verify|diff|sparsity|export`: commands on stored weights."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from echo_planes.config.files import KIB, read_text, user_path
-from echo_planes.errors import DataError, EchoPlanesError, UserError
+from echo_planes.config.files import KIB, SETTINGS_BYTES, in_units, read_text, user_path
+from echo_planes.config.schema import BUILTIN_MODELS
+from echo_planes.errors import DataError, EchoPlanesError, UserError, WeightsError
+from echo_planes.reporting.formats import count
+from echo_planes.reporting.report import parse_config
 from echo_planes.reporting.weights import tables
 from echo_planes.reporting.weights.differences import tensor_differences
+from echo_planes.reporting.weights.export import export_state
 from echo_planes.reporting.weights.run_sparsity import learning_rate_of
 from echo_planes.reporting.weights.sparsity import sparsity_table
+from echo_planes.types import Manifest
 from echo_planes.weights.codec.table import take_codec
 from echo_planes.weights.digest import state_digest
 from echo_planes.weights.store.objects import Objects, check_store, open_objects
@@ -62,6 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("diff", help="compare two states", description="compare two states")
     command.add_argument("a", metavar="A", help="FILE, or STORE@VERSION")
     command.add_argument("b", metavar="B", help="FILE, or STORE@VERSION")
+    what = "write a version as a model folder, for transformers, vLLM and model.path"
+    command = commands.add_parser("export", help=what, description=what)
+    command.add_argument("version", metavar="STORE[@VERSION]", help="default: the newest version")
+    command.add_argument("folder", metavar="FOLDER", help="a new folder")
+    command.add_argument("--model", help="model folder that the run began with; default: of its config.yaml")
     for command in commands.choices.values():
         command.add_argument("--codec", default="auto", help="weights.codec of the run, where it is its own")
     options = parser.parse_args(arguments)
@@ -84,6 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     if options.command == "diff":
         return _diff(options.a, options.b)
+    if options.command == "export":
+        return _export(options.version, options.folder, options.model)
     if options.command == "verify":
         return _verify(options.path, options.key)
     if options.command == "sparsity":
@@ -144,6 +156,32 @@ def _diff(a: str, b: str) -> int:
     return DIFFERENT if any(row.num_changed for row in rows) else 0
 
 
+def _export(text: str, folder: str, model: str | None) -> int:
+    place, _, _ = text.rpartition("@") if _find_store(text) is None else (text, "", "")
+    store, manifest = _version(text)
+    base = user_path(model) if model is not None else _trained_model(place)
+    state = rebuild(store, manifest.lineage, manifest.version)
+    done = export_state(state, manifest.digest, base, user_path(folder))
+    print(
+        f"version {manifest.version} of lineage {manifest.lineage}: {done.num_tensors} tensors, "
+        f"{in_units(done.num_bytes)} in {count(done.num_files, 'file')}, digest {manifest.digest}: {folder}"
+    )
+    return 0
+
+
+def _trained_model(place: str) -> Path:
+    """Return the model folder that a run's config.yaml names."""
+    path = user_path(place) / "config.yaml"
+    if "://" in place or not path.exists():
+        raise DataError(f"{place} has no config.yaml that names the model; give its folder with --model")
+    section = parse_config(read_text(path, SETTINGS_BYTES)).get("model")
+    name = section.get("path") if isinstance(section, dict) else None
+    folder = BUILTIN_MODELS.get(str(name), user_path(str(name)))
+    if not (folder / "config.json").exists():
+        raise DataError(f"the model of the run, {name}, is not here; give its folder with --model")
+    return folder
+
+
 def _sparsity(path: str, learning_rate: float | None) -> int:
     found = _find_store(path)
     if found is None:
@@ -191,22 +229,38 @@ def _chosen(store: Store, only: str | None) -> list[Entry]:
 
 def _state(text: str) -> State:
     """Return the state that FILE or STORE@VERSION names."""
-    place, mark, version = text.rpartition("@")
+    place, mark, _ = text.rpartition("@")
     if not mark or user_path(text).exists():
         if _find_store(text):
             raise DataError(f"{text} is a store: say which version, as {text}@7")
         return load_tensors(_existing(text))
-    found = _find_store(place)
-    if found is None:
+    if _find_store(place) is None:
         raise DataError(f"{place} is no store; give FILE or STORE@VERSION")
+    store, manifest = _version(text)
+    return rebuild(store, manifest.lineage, manifest.version)
+
+
+def _version(text: str) -> tuple[Store, Manifest]:
+    """Return the store that STORE or STORE@VERSION names, and the manifest of that or its newest version."""
+    found, version = _find_store(text), ""
+    if found is None:
+        place, _, version = text.rpartition("@")
+        found = _find_store(place)
+    if found is None:
+        raise DataError(f"{text} is no store; give STORE or STORE@VERSION")
     objects = open_objects(found[0])
     store = Store(objects, _own_verifier(objects), _LIMITS)
+    newest = max(_chosen(store, found[1]), key=lambda entry: entry.sequence).manifest
+    if not version:
+        return store, newest
     lineage, _, digits = version.rpartition(":")
     if not digits.isdigit():
         raise DataError(f"{text}: {version!r} is no version; write STORE@7 or STORE@L0:7")
-    if not lineage:
-        lineage = max(_chosen(store, None), key=lambda entry: entry.sequence).manifest.lineage
-    return rebuild(store, lineage, int(digits))
+    wanted = (lineage or newest.lineage, int(digits))
+    for entry in store.index():
+        if (entry.manifest.lineage, entry.manifest.version) == wanted:
+            return store, entry.manifest
+    raise WeightsError(f"{text}: no way leads to version {wanted[1]} of lineage {wanted[0]}; see `inspect`")
 
 
 def _own_verifier(objects: Objects) -> Verifies:
