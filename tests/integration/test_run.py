@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from echo_planes.reporting.weights.cli import main
 from tests.integration.harness import (
     SMALL,
     Program,
@@ -207,3 +208,16 @@ def test_the_checkpoints_are_there_and_whole(run_dir: Path) -> None:
     assert found == ["step-000000", "step-000007", "step-000014"]  # no younger one is known to be good
     for name in found:
         assert (run_dir / "checkpoints" / name / "meta.json").is_file()
+
+
+def test_an_exported_version_goes_on_as_the_model_of_another_run(tmp_path: Path) -> None:
+    """Its first evaluation there is the last one here; both take the likeliest token."""
+    words = ("fleet=single", "eval.temperature=0", "eval.samples_per_prompt=1", "learner.warmup_steps=0")
+    first = run_to_end(tmp_path / "work", tmp_path / "first", "run.steps=6", *words)
+    out = tmp_path / "exported"
+    assert main(["export", str(first.run_dir), str(out)]) == 0
+    second = run_to_end(tmp_path / "other", tmp_path / "second", "run.steps=1", f"model.path={out}", *words)
+    began, ended = summary(first.run_dir), summary(second.run_dir)
+    assert began["eval_last"] != began["eval_first"]
+    assert ended["eval_first"] == began["eval_last"]
+    assert ended["digest_mismatches"] == 0
