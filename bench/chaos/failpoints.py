@@ -271,12 +271,12 @@ def _watch_step(plain: Any, folder: Path) -> Any:
 
 
 def _watch_start(plain: Any, folder: Path) -> Any:
-    def start(self: Any, checkpoint: Path | None) -> Any:
+    def start(self: Any, checkpoint: Path | None, *more: Any) -> Any:
         from bench.chaos.checkpoints import digests_of
 
         if checkpoint is not None:  # its learner's part
             note(folder, "loaded", name=checkpoint.parent.name, digests=digests_of(checkpoint.parent))
-        return plain(self, checkpoint)
+        return plain(self, checkpoint, *more)
 
     return start
 

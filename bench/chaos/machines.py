@@ -115,9 +115,11 @@ class Machines:
 
 
 @contextmanager
-def up(count: int, environment: Mapping[str, str]) -> Iterator[Machines]:
-    """A cluster of so many machines, the head's among them, over links of `RTT_S` and `LOSS`."""
-    with ShapedNetwork([MBIT] * count, [MBIT] * count, RTT_S, LOSS) as net:
+def up(
+    count: int, environment: Mapping[str, str], *, rtt_s: float = RTT_S, loss: float = LOSS
+) -> Iterator[Machines]:
+    """A cluster of so many machines, the head's among them."""
+    with ShapedNetwork([MBIT] * count, [MBIT] * count, rtt_s, loss) as net:
         machines = Machines(net, environment)
         try:
             for machine in range(count):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from echo_planes.config.fleet import FleetConfig
 from echo_planes.config.schema import Config
@@ -47,6 +49,44 @@ def check_fit(config: Config, has: Mapping[str, float], labels: Sequence[Mapping
                 f"fleet: {workers} and the learner need {amount:g} {resource}, the cluster has "
                 f"{has.get(resource, 0.0):g}; {smaller}, or their 'resources'"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class RanksPlacement:
+    """Constraints on the machines of the learner's ranks."""
+
+    strategy: Literal["STRICT_PACK", "PACK"]  # of Ray's placement groups: one machine, or as few as possible
+    label_selector: Mapping[str, str]
+
+
+def place_ranks(
+    config: Config, nodes: Sequence[tuple[Mapping[str, float], Mapping[str, str]]]
+) -> RanksPlacement:
+    """Choose the machines of the learner's ranks: one if one can hold all, and none that may be taken away.
+
+    Machines with the labels of a spot instance type are left to the workers, if others have room.
+
+    Args:
+        nodes: resources and labels of each machine of the cluster.
+    """
+    spot: dict[str, set[str]] = {}
+    for worker_config in config.fleet.workers:
+        for key, value in worker_config.labels.items() if worker_config.market == "spot" else ():
+            spot.setdefault(key, set()).add(value)
+    lasting = [
+        (has, labels) for has, labels in nodes if not any(labels.get(key) in spot[key] for key in spot)
+    ]
+    most = config.learner.num_ranks
+    rooms = [_units(config.learner.resources, has, most) for has, _ in lasting]
+    selector = {key: f"!in({','.join(sorted(values))})" for key, values in spot.items()}
+    if sum(rooms) < most:
+        rooms, selector = [_units(config.learner.resources, has, most) for has, _ in nodes], {}
+    return RanksPlacement("STRICT_PACK" if max(rooms, default=0) >= most else "PACK", selector)
+
+
+def _units(unit: Mapping[str, float], has: Mapping[str, float], most: int) -> int:
+    """Return how many units, at most `most`, resources hold."""
+    return min((int(has.get(name, 0.0) / need + 1e-9) for name, need in unit.items() if need), default=most)
 
 
 def check_nodes(fleet: FleetConfig, nodes: Sequence[Mapping[str, float]]) -> None:

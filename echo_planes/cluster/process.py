@@ -18,6 +18,7 @@ from types import FrameType
 from echo_planes.cluster.scratch import join
 
 PR_SET_PDEATHSIG = 1
+LOOPBACK = "127.0.0.1"
 REMEMBERED_CALLS = "2000"  # calls that Ray's control process keeps, 4 kB each; Ray's default is 100,000
 FORGOTTEN_CALLS = "1000"  # ids of older calls that it keeps, some 50 bytes each; Ray's default is 1,000,000
 
@@ -104,8 +105,9 @@ def within(limit_s: float, error: Exception) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, delay_s, interval_s)
 
 
-def free_port() -> int:
-    """Return a port of loopback that is free now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
+def free_port(host: str = LOOPBACK) -> int:
+    """Return a port of an address of this machine that is free now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -5,12 +5,15 @@ The constructor imports the learner, and with it torch. A process that only refe
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ray
 
 from echo_planes.cluster.clock import MonotonicClock
-from echo_planes.cluster.process import enter_actor, settle
+from echo_planes.cluster.process import LOOPBACK, enter_actor, free_port, settle
 from echo_planes.config.schema import Config
 from echo_planes.errors import RunError
 from echo_planes.types import Adjustment, BroadcastStats, FloatArray, Manifest, StepStats, TrainBatch
@@ -23,24 +26,26 @@ from echo_planes.weights.node.client import SenderNode
 from echo_planes.weights.publisher import Publisher
 from echo_planes.weights.wire.signing import Signer
 
+if TYPE_CHECKING:
+    from echo_planes.learning.learner import Learner
+
 
 class LearnerProcess:
     """One rank. Callers call all ranks alike, because gathering and saving are collective.
 
     Args:
         config: the run's settings.
-        rank, world_size, master_port: place among the ranks, and the port of their rendezvous.
+        rank, world_size: place among the ranks.
         failure_dir: folder for a batch that made the loss non-finite.
     """
 
-    def __init__(
-        self, config: Config, rank: int, world_size: int, master_port: int, failure_dir: Path
-    ) -> None:
+    def __init__(self, config: Config, rank: int, world_size: int, failure_dir: Path) -> None:
         enter_actor()
         from echo_planes.learning.learner import Learner
 
         self._config = config
-        self._learner = Learner(config, rank, world_size, master_port, failure_dir)
+        self._make_learner = partial(Learner, config, rank, world_size, failure_dir=failure_dir)
+        self._learner_or_none: Learner | None = None
         self._node: SenderNode | None = None
         self._publisher: Publisher | None = None
         self._choice: CodecChoice | None = None
@@ -65,8 +70,23 @@ class LearnerProcess:
         """Return the id of the cluster node that this rank runs on."""
         return str(ray.get_runtime_context().get_node_id())
 
-    def start(self, checkpoint: Path | None) -> None:
-        """Load the model, then the learner state in the folder `checkpoint`, if one is given."""
+    def meeting_place(self, together: bool) -> tuple[str, int]:
+        """Return the address and port at which the ranks are to meet. Rank 0 only.
+
+        The address is MASTER_ADDR if that is set, else loopback for ranks that are `together` on one machine,
+        else this machine's. The port is `learner.master_port`, else one that is free.
+        """
+        own = LOOPBACK if together else str(ray.util.get_node_ip_address())
+        host = os.environ.get("MASTER_ADDR", own)
+        return host, self._config.learner.master_port or free_port(own)
+
+    def start(self, checkpoint: Path | None, host: str, port: int) -> None:
+        """Load the model, meet the other ranks, and load the state in the folder `checkpoint`, if any.
+
+        `host` and `port` are of `meeting_place`.
+        """
+        os.environ["MASTER_ADDR"] = host
+        self._learner_or_none = self._make_learner(master_port=port)
         self._learner.start()
         if self._publisher is not None:
             warm_up()
@@ -114,7 +134,14 @@ class LearnerProcess:
     def save(self, folder: Path) -> None:
         self._learner.save(folder)
 
+    @property
+    def _learner(self) -> Learner:
+        if self._learner_or_none is None:
+            raise RunError("the learner has not started")
+        return self._learner_or_none
+
     def close(self) -> None:
-        self._learner.close()
+        if self._learner_or_none is not None:
+            self._learner_or_none.close()
         if self._node is not None:
             self._node.close()

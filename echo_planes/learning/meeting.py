@@ -15,9 +15,8 @@ from datetime import timedelta
 import psutil
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from echo_planes.cluster.process import LOOPBACK
 from echo_planes.errors import ClusterError, ConfigError
-
-LOOPBACK = "127.0.0.1"
 
 
 def meet(rank: int, world_size: int, port: int, timeout: timedelta) -> Store:

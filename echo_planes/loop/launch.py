@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from echo_planes.cluster.clock import Clock
-from echo_planes.cluster.process import free_port
+from echo_planes.cluster.placement import RanksPlacement, place_ranks
 from echo_planes.cluster.session import NodeWatch
 from echo_planes.config.extensions import extension
 from echo_planes.config.fleet import WorkerConfig
-from echo_planes.config.schema import Config
+from echo_planes.config.schema import Config, LearnerConfig
 from echo_planes.data.actor import DataService
 from echo_planes.data.replay.batch import make_batch
 from echo_planes.data.replay.dispatch import policy_named
@@ -187,15 +188,15 @@ class RemoteLearner:
     ) -> None:
         self._reference = reference
         settings = config.learner
-        port = settings.master_port or free_port()
-        options = _actor_options(settings.resources, {})
-        remote = ray.remote(LearnerProcess).options(**options)
+        nodes = [(node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
+        self._group, options = _ranks_together(settings, place_ranks(config, nodes))
+        remote = ray.remote(LearnerProcess)
         checkpoints = run_dir / "checkpoints"
         self._start_step = start_step
         self._places: list[str] = []
         self._ranks = [
             _Actor(
-                remote.remote(config, rank, settings.num_ranks, port, run_dir / "failures"),
+                remote.options(**options).remote(config, rank, settings.num_ranks, run_dir / "failures"),
                 f"learner rank {rank} (resume with run.resume={run_dir}, checkpoints in {checkpoints})",
                 LearnerLostError,
                 node,
@@ -211,7 +212,9 @@ class RemoteLearner:
     async def start(self, resume_dir: Path | None) -> int:
         # Rank 0 begins with its node. If that cannot listen, the run ends now, by the node's own message.
         await self.sender()
-        await self._all("start", resume_dir / "learner" if resume_dir else None)
+        together = len(set(await self.places())) == 1
+        meeting_place = await self._ranks[0].call("meeting_place", together)
+        await self._all("start", resume_dir / "learner" if resume_dir else None, *meeting_place)
         return self._start_step
 
     async def train_part(self, batch: TrainBatch) -> None:
@@ -262,6 +265,8 @@ class RemoteLearner:
                 await self._ranks[0].call("close")
         for rank in self._ranks:
             ray.kill(rank.handle)
+        if self._group is not None:
+            remove_placement_group(self._group)
 
 
 class RemoteWorker:
@@ -432,6 +437,23 @@ async def make_actuator(config: Config, clock: Clock) -> Actuator:
         ClusterError: the cluster has no autoscaler of the kind that the actuator needs.
     """
     return await extension("fleet.scale", config.fleet.scale, ACTUATORS)(config, clock)
+
+
+def _ranks_together(settings: LearnerConfig, placement: RanksPlacement) -> tuple[Any, dict[str, Any]]:
+    """Return a placement group for the learner's ranks, and Ray's options of a rank in it.
+
+    A group cannot be of nothing: ranks without resources have none.
+    """
+    options = _actor_options(settings.resources, {})
+    bundle = {name: amount for name, amount in settings.resources.items() if amount}
+    if not bundle:
+        return None, options
+    group = placement_group(
+        [bundle] * settings.num_ranks,
+        strategy=placement.strategy,
+        bundle_label_selector=[dict(placement.label_selector)] * settings.num_ranks,
+    )
+    return group, options | {"scheduling_strategy": PlacementGroupSchedulingStrategy(group)}
 
 
 def _actor_options(resources: Mapping[str, float], labels: Mapping[str, str]) -> dict[str, Any]:
