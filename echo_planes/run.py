@@ -15,6 +15,7 @@ from echo_planes.cluster.clock import Clock, MonotonicClock
 from echo_planes.cluster.placement import cluster_address
 from echo_planes.cluster.process import keep_ray_private
 from echo_planes.config.files import user_path
+from echo_planes.config.hub import pinned
 from echo_planes.config.schema import Config
 from echo_planes.data.tasks.registry import adapter_options
 from echo_planes.errors import CollapsedError, EchoPlanesError, RunError, StoppedError, UserError
@@ -79,6 +80,8 @@ def run(config: Config) -> int:
         EchoPlanesError: the run could not start, was interrupted, failed or collapsed. A run that began has
             written its summary and report.
     """
+    model = config.model.model_copy(update={"path": pinned(config.model.path)})
+    config = config.model_copy(update={"model": model})
     folder = run_folder(config)
     checkpoint: Path | None = None
     meta = CheckpointMeta(step=0, lineage_number=0, next_epoch=0)

@@ -25,6 +25,7 @@ from echo_planes.config.fields import (
 )
 from echo_planes.config.files import user_path
 from echo_planes.config.fleet import FleetConfig, SeedingConfig, WorkerConfig
+from echo_planes.config.hub import fetch, is_hub_name
 
 _ASSETS = Path(__file__).parents[1] / "assets"
 BUILTIN_MODELS = {
@@ -72,13 +73,17 @@ class ModelConfig(Section):
 
     path: str = Fixed(
         "builtin:tiny-math",
-        description="Hugging Face model folder, or builtin:tiny-math, -carry, -code, -poker",
+        description="model folder, ORG/NAME[@REVISION] of the Hugging Face hub, or builtin:tiny-math, "
+        "-carry, -code, -poker",
     )
     max_model_len: PositiveInt = Free(512, description="prompt + response, tokens")
 
     @property
     def folder(self) -> Path:
-        return BUILTIN_MODELS.get(self.path, user_path(self.path))
+        """Folder of the model on this machine. A model of the hub is fetched first; raises as `hub.fetch`."""
+        if self.path in BUILTIN_MODELS:
+            return BUILTIN_MODELS[self.path]
+        return fetch(self.path) if is_hub_name(self.path) else user_path(self.path)
 
 
 class BudgetConfig(Section):

@@ -91,7 +91,11 @@ class _Actor:
                 raise error.cause from None
             raise RunError(f"{self.name}: {error.cause!r} in {method}") from error
         except RayActorError as error:
-            raise self.gone(f"{self.name}: its process is gone") from error
+            # The last line of an error in a constructor is that of the exception.
+            why = (
+                str(error).rstrip().rpartition("\n")[2] if error.actor_init_failed else "its process is gone"
+            )
+            raise self.gone(f"{self.name}: {why}") from error
         except RayError as error:
             raise RunError(f"{self.name}: {error}") from error
 

@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from echo_planes.config.fields import unknown_key
+from echo_planes.config.hub import is_hub_name
 from echo_planes.config.plain_yaml import dump_yaml, parse_word, read_yaml
 from echo_planes.config.schema import Config, TaskConfig
 from echo_planes.data.tasks.registry import adapter_class, adapter_options, installed_adapter, installed_tasks
@@ -172,7 +173,8 @@ def _group(group: str, name: str) -> dict[str, Any]:
         return read_yaml(Path(name))
     if group == "task" and ":" in name:
         return {"name": name.partition(":")[2], "adapter": name}
-    if group == "model" and name and os.path.isdir(name):  # unlike Path.is_dir, it never raises
+    # Unlike Path.is_dir, os.path.isdir never raises.
+    if group == "model" and name and (os.path.isdir(name) or is_hub_name(name)):
         return {"path": name}
     known = _names(group)
     if group == "task":

@@ -1,0 +1,166 @@
+"""Models of the hub, from a stand-in server on loopback: fetched once, pinned to a commit, mistakes named."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from echo_planes.config.hub import is_hub_name, pinned
+from echo_planes.config.schema import BUILTIN_MODELS
+
+MODEL = BUILTIN_MODELS["builtin:tiny-math"]
+OLD, NEW = "a" * 40, "b" * 40
+REVISIONS = {"main": NEW, NEW: NEW, "v1": OLD, OLD: OLD}
+FILES = {path.name: path.read_bytes() for path in MODEL.iterdir()} | {"weights.bin": b"\x80pickle"}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """One model, org/tiny, and one that is gated, org/gated."""
+
+    asked: list[str] = []  # noqa: RUF012  of all requests
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        self.asked.append(f"{self.command} {self.path}")
+        path, _, _ = self.path.partition("?")
+        if "org/gated" in path:
+            return self._send(403, b"", {"X-Error-Code": "GatedRepo"})
+        if "org/tiny" not in path:
+            return self._send(404, b"", {"X-Error-Code": "RepoNotFound"})
+        if path.startswith("/api/models/org/tiny/revision/"):
+            revision = REVISIONS.get(path.rpartition("/")[2])
+            if revision is None:
+                return self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
+            siblings = [{"rfilename": name} for name in FILES]
+            return self._json({"id": "org/tiny", "sha": revision, "siblings": siblings})
+        if path == "/api/models/org/tiny":
+            return self._json({"id": "org/tiny", "sha": NEW})
+        if "/tree/" in path:
+            tree = [
+                {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                for name, data in FILES.items()
+            ]
+            return self._json(tree)
+        _, _, place = path.partition("/resolve/")
+        revision, _, name = place.partition("/")
+        headers = {"X-Repo-Commit": REVISIONS[revision], "ETag": f'"{hashlib.sha1(FILES[name]).hexdigest()}"'}
+        return self._send(200, FILES[name], headers)
+
+    def _json(self, tree: object) -> None:
+        self._send(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    Hub.asked.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def said(code: str, endpoint: str, home: Path) -> str:
+    """What a program prints that looks for models there; the library reads its environment once."""
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+    for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE"):
+        environment.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+PIN = "from echo_planes.config.hub import *\nfrom echo_planes.errors import ModelError\n" \
+    "try: print(pinned({0!r}), fetch(pinned({0!r})))\nexcept ModelError as error: print(error)"  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "commit"), [("org/tiny", NEW), ("org/tiny@v1", OLD), (f"org/tiny@{OLD}", OLD)]
+)
+def test_a_model_is_fetched_and_pinned_to_its_commit(
+    name: str, commit: str, hub: str, tmp_path: Path
+) -> None:
+    pin, folder = said(PIN.format(name), hub, tmp_path).split()
+    assert pin == f"org/tiny@{commit}"
+    found = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    assert found == {name: data for name, data in FILES.items() if name != "weights.bin"}
+    first = len(Hub.asked)
+    assert said(PIN.format(pin), hub, tmp_path).split() == [pin, folder]
+    assert Hub.asked[first:] == []  # a pinned model that is there asks nobody
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("org/gated", "it is gated: accept its terms on the hub, and set HF_TOKEN"),
+        ("org/none", "no such folder here, and no such model on the Hugging Face hub"),
+        ("org/tiny@v9", "the model has no revision 'v9'"),
+    ],
+)
+def test_what_cannot_be_had_is_one_line(name: str, why: str, hub: str, tmp_path: Path) -> None:
+    text = said(PIN.format(name), hub, tmp_path)
+    assert text.startswith(f"model.path={name}: {why}")
+    assert "\n" not in text
+
+
+def test_without_a_network_it_says_so_in_one_line(tmp_path: Path) -> None:
+    text = said(PIN.format("org/tiny"), "http://127.0.0.1:9", tmp_path)
+    assert text.startswith(
+        "model.path=org/tiny: no such folder here, and the Hugging Face hub does not give it"
+    )
+    assert "\n" not in text
+
+
+def test_a_run_names_the_mistake_before_anything_starts(hub: str, tmp_path: Path) -> None:
+    code = "import sys; from echo_planes.run import main; sys.stderr = sys.stdout; " \
+        f"main(['model.path=org/none', 'run.dir={tmp_path / 'run'}'])"  # fmt: skip
+    text = said(code, hub, tmp_path)
+    assert text.startswith("error: model.path=org/none: no such folder here")
+    assert "\n" not in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_folders_and_builtin_models_are_no_names_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "tiny").mkdir(parents=True)
+    for text in ("builtin:tiny-math", "org/tiny", "/models/tiny", "./org/new", "a/b/c", "tiny", "../org/x"):
+        assert not is_hub_name(text)
+        assert pinned(text) == text
+    for text in ("org/other", "Qwen/Qwen2.5-0.5B", "org/other@v1.0", "org/other@refs/pr/3"):
+        assert is_hub_name(text)
