@@ -2,10 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import field_validator
 
 from echo_planes.config.extensions import one_of
 from echo_planes.config.fields import Free, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+
+_OTHER_WEIGHTS = "published weights would not be what the engine computes with"
+_OTHER_LOGPROBS = "the engine would sample from another distribution than the learner trains"
+_OWN_KEY = "set engine.{} instead"
+_CHOSEN = "it is chosen by the run"
+# Options of vLLM that `EngineConfig.extra` refuses, and why.
+REFUSED_OPTIONS = {
+    **dict.fromkeys(
+        ("quantization", "quantization_config", "load_format", "model_loader_extra_config", "model_impl"),
+        _OTHER_WEIGHTS,
+    ),
+    **dict.fromkeys(
+        ("cpu_offload_gb", "cpu_offload_params", "offload_backend", "enable_lora"), _OTHER_WEIGHTS
+    ),
+    **dict.fromkeys(("enable_sleep_mode", "enable_eplb", "enable_elastic_ep"), _OTHER_WEIGHTS),
+    **dict.fromkeys(("kv_cache_dtype", "hf_overrides", "logits_processors"), _OTHER_LOGPROBS),
+    **dict.fromkeys(("generation_config", "override_generation_config", "watermark_config"), _OTHER_LOGPROBS),
+    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _OTHER_LOGPROBS),
+    **dict.fromkeys(("disable_sliding_window", "logprobs_mode", "diffusion_config"), _OTHER_LOGPROBS),
+    **dict.fromkeys(("trust_remote_code", "code_revision"), "it would run code from the model folder"),
+    **{
+        name: _OWN_KEY.format(name)
+        for name in (
+            *("max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization"),
+            *("enforce_eager", "enable_prefix_caching", "dtype"),
+        )
+    },
+    "kv_cache_memory_bytes": _OWN_KEY.format("kv_cache_gib"),
+    "max_model_len": "set model.max_model_len instead",
+    **dict.fromkeys(("model", "tokenizer", "seed", "data_parallel_size", "stream_interval"), _CHOSEN),
+    **dict.fromkeys(("weight_transfer_config", "worker_cls", "worker_extension_cls"), _CHOSEN),
+    **dict.fromkeys(("distributed_executor_backend", "scheduler_cls", "use_tqdm_on_load"), _CHOSEN),
+    **dict.fromkeys(("disable_log_stats", "skip_tokenizer_init", "served_model_name"), _CHOSEN),
+}
 
 
 class EngineConfig(Section):
@@ -21,6 +57,19 @@ class EngineConfig(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Free(
         "bfloat16", description="what the engine holds and computes in; published weights are bfloat16"
     )
+    extra: dict[str, Any] = Free(
+        {},
+        description="more options of vLLM's AsyncEngineArgs, such as {max_num_batched_tokens: 8192}; those "
+        "that change weights or log-probabilities are refused",
+    )
+
+    @field_validator("extra")
+    @classmethod
+    def _leaves_weights_and_logprobs(cls, extra: dict[str, Any]) -> dict[str, Any]:
+        for name in extra:
+            if name in REFUSED_OPTIONS:
+                raise ValueError(f"vLLM's {name!r} is refused: {REFUSED_OPTIONS[name]}")
+        return extra
 
     @property
     def num_ranks(self) -> int:

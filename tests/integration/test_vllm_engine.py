@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from echo_planes.config.fleet import EngineConfig
 from echo_planes.config.schema import BUILTIN_MODELS, SamplingConfig
-from echo_planes.errors import RunError, TaskError, WeightsError
+from echo_planes.errors import ConfigError, RunError, TaskError, WeightsError
 from echo_planes.rollout.vllm.engine import VllmEngine
 from echo_planes.rollout.vllm.plugin import LiveTensors, WorkerExtension
 from echo_planes.types import Draw, Publication, Sample, is_whole, joined
@@ -36,6 +36,7 @@ MODEL = BUILTIN_MODELS["builtin:tiny-math"]
 EOS = 258
 PROBE = tuple(b"12+34=")
 MAX_MODEL_LEN = 512
+BATCHED_TOKENS = 640  # of a step of the engine
 # bf16 keeps 8 bits of a mantissa and the two implementations round in different places.
 LOGPROB_TOLERANCE = 0.15  # nats, one token; 0.055 was seen
 
@@ -79,11 +80,12 @@ class Bench:
 
     kind: type[VllmEngine] = CorruptibleEngine
 
-    def __init__(self, *, prefix_caching: bool, model: Path = MODEL, **options: int) -> None:
+    def __init__(self, *, prefix_caching: bool, model: Path = MODEL, **options: Any) -> None:
         self.loop = asyncio.new_event_loop()
         self.prefix_caching = prefix_caching
         self.model = model
-        config = EngineConfig(max_num_seqs=32, enable_prefix_caching=prefix_caching, **options)
+        extra = {"max_num_batched_tokens": BATCHED_TOKENS}
+        config = EngineConfig(max_num_seqs=32, enable_prefix_caching=prefix_caching, extra=extra, **options)
         self.engine = self.kind(config, SamplingConfig(top_logprobs=3), model, MAX_MODEL_LEN, seed=0)
         self.state: State = {
             name: bit_tensor(tensor) for name, tensor in load_file(model / "model.safetensors").items()
@@ -199,6 +201,14 @@ def test_before_the_first_install_the_folders_weights_serve(bench: Bench) -> Non
     bench.run(bench.settle(publication))
     assert bench.engine.last_pause_s > 0.0
     assert (bench.engine.version, bench.engine.digest) == (0, publication.manifest.digest)
+
+
+def test_vllm_gets_the_options_that_it_knows(bench: Bench) -> None:
+    assert bench.engine.vllm.vllm_config.scheduler_config.max_num_batched_tokens == BATCHED_TOKENS
+    engine = VllmEngine(EngineConfig(extra={"no_such": 1}), SamplingConfig(), MODEL, MAX_MODEL_LEN, seed=0)
+    with pytest.raises(ConfigError, match="vLLM has no option 'no_such'"):
+        bench.run(engine.start())
+    bench.run(engine.close())
 
 
 def test_full_then_patch_and_the_new_weights_compute(bench: Bench, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from echo_planes.config.fleet import EngineConfig
 from echo_planes.config.schema import SamplingConfig
-from echo_planes.errors import ModelError, RunError, TaskError, WeightsError
+from echo_planes.errors import ConfigError, ModelError, RunError, TaskError, WeightsError
 from echo_planes.rollout.vllm.answers import Answer, Origins, label
 from echo_planes.rollout.vllm.environment import ENVIRONMENT, engine_environment, staging_parent
 from echo_planes.types import Draw, Manifest, Publication, Sample, joined
@@ -113,6 +113,7 @@ class VllmEngine:
 
         Raises:
             ModelError: the model folder cannot be served.
+            ConfigError: vLLM has no such option as one of `EngineConfig.extra`.
             RunError: the engine process did not start, or would not compute with installed weights.
         """
         if not (self._model_folder / "config.json").is_file():
@@ -162,6 +163,10 @@ class VllmEngine:
         from echo_planes.rollout.vllm.plugin import OneRank, SeveralRanks
 
         on_cpu = current_platform.is_cpu()
+        known = {field.name for field in fields(AsyncEngineArgs)}
+        for name in self._config.extra:
+            if name not in known:
+                raise ConfigError(f"engine.extra: vLLM has no option {name!r}; see its AsyncEngineArgs")
         arguments = AsyncEngineArgs(
             model=str(self._model_folder),
             dtype=self._config.dtype,
@@ -178,6 +183,7 @@ class VllmEngine:
             weight_transfer_config={"backend": BACKEND},
             worker_extension_cls=self.worker_extension,
             **(self._cpu_options() if on_cpu else self._gpu_options()),
+            **self._config.extra,
         )
         with engine_environment(on_cpu, self._config.num_ranks):
             try:
