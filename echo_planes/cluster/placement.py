@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from echo_planes.config.fleet import FleetConfig
 from echo_planes.config.schema import Config
@@ -52,36 +51,37 @@ def check_fit(config: Config, has: Mapping[str, float], labels: Sequence[Mapping
 
 
 @dataclass(frozen=True, slots=True)
-class RanksPlacement:
-    """Constraints on the machines of the learner's ranks."""
+class Machine:
+    """Node of a Ray cluster, as far as placement looks."""
 
-    strategy: Literal["STRICT_PACK", "PACK"]  # of Ray's placement groups: one machine, or as few as possible
-    label_selector: Mapping[str, str]
+    node_id: str
+    resources: Mapping[str, float]
+    labels: Mapping[str, str]
 
 
-def place_ranks(
-    config: Config, nodes: Sequence[tuple[Mapping[str, float], Mapping[str, str]]]
-) -> RanksPlacement:
-    """Choose the machines of the learner's ranks: one if one can hold all, and none that may be taken away.
+def lasting_machines(config: Config, machines: Sequence[Machine]) -> tuple[str, ...]:
+    """Return the ids of the machines that learner ranks may take; () for any.
 
-    Machines with the labels of a spot instance type are left to the workers, if others have room.
-
-    Args:
-        nodes: resources and labels of each machine of the cluster.
+    Machines that a spot instance type selects may be taken away, so ranks take others, if these have room for
+    all ranks now. Spot types without labels select no machine in particular.
     """
-    spot: dict[str, set[str]] = {}
-    for worker_config in config.fleet.workers:
-        for key, value in worker_config.labels.items() if worker_config.market == "spot" else ():
-            spot.setdefault(key, set()).add(value)
-    lasting = [
-        (has, labels) for has, labels in nodes if not any(labels.get(key) in spot[key] for key in spot)
-    ]
-    most = config.learner.num_ranks
-    rooms = [_units(config.learner.resources, has, most) for has, _ in lasting]
-    selector = {key: f"!in({','.join(sorted(values))})" for key, values in spot.items()}
-    if sum(rooms) < most:
-        rooms, selector = [_units(config.learner.resources, has, most) for has, _ in nodes], {}
-    return RanksPlacement("STRICT_PACK" if max(rooms, default=0) >= most else "PACK", selector)
+    spot = [one.labels for one in config.fleet.workers if one.market == "spot" and one.labels]
+    lasting = [one for one in machines if not any(_selects(selector, one.labels) for selector in spot)]
+    learner = config.learner
+    room = sum(_units(learner.resources, one.resources, learner.num_ranks) for one in lasting)
+    return tuple(one.node_id for one in lasting) if spot and room >= learner.num_ranks else ()
+
+
+def _selects(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
+    """Return whether a node's labels pass a label selector of Ray: value, !value, in(...) or !in(...)."""
+
+    def passes(key: str, wanted: str) -> bool:
+        text = wanted.removeprefix("!")
+        several = text.startswith("in(") and text.endswith(")")
+        values = text[3:-1].split(",") if several else [text]
+        return (labels.get(key) in [value.strip() for value in values]) != wanted.startswith("!")
+
+    return all(passes(key, wanted) for key, wanted in selector.items())
 
 
 def _units(unit: Mapping[str, float], has: Mapping[str, float], most: int) -> int:

@@ -106,8 +106,7 @@ def within(limit_s: float, error: Exception) -> Iterator[None]:
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """Return a port of an address of this machine that is free now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+    """Return a port that is free now on an address of this machine, or on all of them ("")."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -9,39 +9,17 @@ from pydantic import field_validator
 from echo_planes.config.extensions import one_of
 from echo_planes.config.fields import Free, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
-_OTHER_WEIGHTS = "published weights would not be what the engine computes with"
-_OTHER_LOGPROBS = "the engine would sample from another distribution than the learner trains"
-_OWN_KEY = "set engine.{} instead"
-_CHOSEN = "it is chosen by the run"
-# Options of vLLM that `EngineConfig.extra` refuses, and why.
-REFUSED_OPTIONS = {
-    **dict.fromkeys(
-        ("quantization", "quantization_config", "load_format", "model_loader_extra_config", "model_impl"),
-        _OTHER_WEIGHTS,
-    ),
-    **dict.fromkeys(
-        ("cpu_offload_gb", "cpu_offload_params", "offload_backend", "enable_lora"), _OTHER_WEIGHTS
-    ),
-    **dict.fromkeys(("enable_sleep_mode", "enable_eplb", "enable_elastic_ep"), _OTHER_WEIGHTS),
-    **dict.fromkeys(("kv_cache_dtype", "hf_overrides", "logits_processors"), _OTHER_LOGPROBS),
-    **dict.fromkeys(("generation_config", "override_generation_config", "watermark_config"), _OTHER_LOGPROBS),
-    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _OTHER_LOGPROBS),
-    **dict.fromkeys(("disable_sliding_window", "logprobs_mode", "diffusion_config"), _OTHER_LOGPROBS),
-    **dict.fromkeys(("trust_remote_code", "code_revision"), "it would run code from the model folder"),
-    **{
-        name: _OWN_KEY.format(name)
-        for name in (
-            *("max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization"),
-            *("enforce_eager", "enable_prefix_caching", "dtype"),
-        )
-    },
-    "kv_cache_memory_bytes": _OWN_KEY.format("kv_cache_gib"),
-    "max_model_len": "set model.max_model_len instead",
-    **dict.fromkeys(("model", "tokenizer", "seed", "data_parallel_size", "stream_interval"), _CHOSEN),
-    **dict.fromkeys(("weight_transfer_config", "worker_cls", "worker_extension_cls"), _CHOSEN),
-    **dict.fromkeys(("distributed_executor_backend", "scheduler_cls", "use_tqdm_on_load"), _CHOSEN),
-    **dict.fromkeys(("disable_log_stats", "skip_tokenizer_init", "served_model_name"), _CHOSEN),
-}
+# Options of vLLM that say how fast it computes, and neither what weights it has nor what it samples from.
+EXTRA_OPTIONS = frozenset(
+    (
+        *("max_num_batched_tokens", "max_num_scheduled_tokens", "long_prefill_token_threshold"),
+        *("enable_chunked_prefill", "async_scheduling", "scheduling_policy", "num_gpu_blocks_override"),
+        *("block_size", "disable_cascade_attn", "disable_hybrid_kv_cache_manager", "attention_backend"),
+        *("cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config"),
+        *("optimization_level", "performance_mode", "enable_flashinfer_autotune"),
+        *("moe_backend", "linear_backend", "disable_custom_all_reduce", "numa_bind"),
+    )
+)
 
 
 class EngineConfig(Section):
@@ -59,16 +37,21 @@ class EngineConfig(Section):
     )
     extra: dict[str, Any] = Free(
         {},
-        description="more options of vLLM's AsyncEngineArgs, such as {max_num_batched_tokens: 8192}; those "
-        "that change weights or log-probabilities are refused",
+        description="more options of vLLM's AsyncEngineArgs, such as {max_num_batched_tokens: 8192}: those "
+        "that change neither weights nor log-probabilities",
     )
 
     @field_validator("extra")
     @classmethod
     def _leaves_weights_and_logprobs(cls, extra: dict[str, Any]) -> dict[str, Any]:
         for name in extra:
-            if name in REFUSED_OPTIONS:
-                raise ValueError(f"vLLM's {name!r} is refused: {REFUSED_OPTIONS[name]}")
+            if name in cls.model_fields:
+                raise ValueError(f"{name!r} has a key of its own; set engine.{name}")
+            if name not in EXTRA_OPTIONS:
+                raise ValueError(
+                    f"vLLM's {name!r} is not known to leave weights and log-probabilities as they are; known "
+                    "are " + ", ".join(sorted(EXTRA_OPTIONS))
+                )
         return extra
 
     @property

@@ -25,7 +25,7 @@ from echo_planes.config.fields import (
 )
 from echo_planes.config.files import user_path
 from echo_planes.config.fleet import FleetConfig, SeedingConfig, WorkerConfig
-from echo_planes.config.hub import fetch, is_hub_name
+from echo_planes.config.hub import fetch, is_pinned
 
 _ASSETS = Path(__file__).parents[1] / "assets"
 BUILTIN_MODELS = {
@@ -80,10 +80,10 @@ class ModelConfig(Section):
 
     @property
     def folder(self) -> Path:
-        """Folder of the model on this machine. A model of the hub is fetched first; raises as `hub.fetch`."""
+        """Folder of the model on this machine. ORG/NAME@COMMIT is fetched first; raises as `hub.fetch`."""
         if self.path in BUILTIN_MODELS:
             return BUILTIN_MODELS[self.path]
-        return fetch(self.path) if is_hub_name(self.path) else user_path(self.path)
+        return fetch(self.path) if is_pinned(self.path) else user_path(self.path)
 
 
 class BudgetConfig(Section):

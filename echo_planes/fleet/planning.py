@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from echo_planes.config.files import user_path
+from echo_planes.config.hub import pinned
 from echo_planes.config.schema import ModelConfig
 from echo_planes.errors import ConfigError, DataError, nearest
 from echo_planes.fleet.advice import advise
@@ -309,7 +310,7 @@ def _size(config: PlanConfig) -> ModelSize:
     kv_bytes = None if config.kv_kib_per_token is None else config.kv_kib_per_token * 1024
     if config.model is None:
         return size_of_params((config.params_b or 0.0) * 1e9, kv_bytes)
-    size = size_of_folder(ModelConfig(path=config.model).folder)
+    size = size_of_folder(ModelConfig(path=pinned(config.model)).folder)
     return size if kv_bytes is None else size_of_params(size.num_params, kv_bytes)
 
 

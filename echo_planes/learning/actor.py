@@ -77,8 +77,8 @@ class LearnerProcess:
         else this machine's. The port is `learner.master_port`, else one that is free.
         """
         own = LOOPBACK if together else str(ray.util.get_node_ip_address())
-        host = os.environ.get("MASTER_ADDR", own)
-        return host, self._config.learner.master_port or free_port(own)
+        # Free on every address: MASTER_ADDR may name another than Ray's.
+        return os.environ.get("MASTER_ADDR", own), self._config.learner.master_port or free_port("")
 
     def start(self, checkpoint: Path | None, host: str, port: int) -> None:
         """Load the model, meet the other ranks, and load the state in the folder `checkpoint`, if any.

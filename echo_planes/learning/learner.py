@@ -35,7 +35,7 @@ from echo_planes.learning.objectives import (
     token_weights,
 )
 from echo_planes.learning.packing import Inputs, Layout, MicroBatch
-from echo_planes.learning.policy_model import PolicyModel, load_policy
+from echo_planes.learning.policy_model import PolicyModel, layers_of, load_policy
 from echo_planes.learning.probe import probe_layout
 from echo_planes.learning.rate import DriftControl, decay_left, warm_up
 from echo_planes.learning.statistics import lag_stats, weight_stats
@@ -318,7 +318,8 @@ class Learner:
         config = self._config.learner
         if config.activation_checkpointing is not None:
             return config.activation_checkpointing
-        return needs_recompute(model.config, model.dtype, config.micro_batch_tokens)
+        may = len(layers_of(model)) > 0
+        return may and needs_recompute(model.config, model.dtype, config.micro_batch_tokens)
 
     @property
     def _engine(self) -> DeepSpeedEngine:

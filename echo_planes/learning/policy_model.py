@@ -109,8 +109,17 @@ def recompute_layers(model: PreTrainedModel) -> None:
     """Let the layers of a model keep only their inputs for the backward pass, which runs them again.
 
     transformers' own switch works only in training mode, which would turn dropout on.
+
+    Raises:
+        ModelError: the model's layers are not found.
     """
-    for layer in layers_of(model):
+    layers = layers_of(model)
+    if not layers:
+        raise ModelError(
+            f"the layers of a {model.config.model_type} are not in one list, so they cannot run again in the "
+            "backward pass; set learner.activation_checkpointing=false"
+        )
+    for layer in layers:
         layer.forward = _recomputed(layer.forward)
 
 

@@ -17,7 +17,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from echo_planes.cluster.clock import Clock
-from echo_planes.cluster.placement import RanksPlacement, place_ranks
+from echo_planes.cluster.placement import Machine, lasting_machines
 from echo_planes.cluster.session import NodeWatch
 from echo_planes.config.extensions import extension
 from echo_planes.config.fleet import WorkerConfig
@@ -60,6 +60,7 @@ from echo_planes.weights.link import WeightLink, reachable
 from echo_planes.weights.wire.signing import Signer
 
 CLOSE_S = 10.0
+NODE_ID = "ray.io/node-id"  # label that every node of Ray has
 
 
 # --- calls ---------------------------------------------------------------------------------------
@@ -192,8 +193,12 @@ class RemoteLearner:
     ) -> None:
         self._reference = reference
         settings = config.learner
-        nodes = [(node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
-        self._group, options = _ranks_together(settings, place_ranks(config, nodes))
+        machines = [
+            Machine(node["NodeID"], node["Resources"], node["Labels"])
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
+        self._group, options = _ranks_together(settings, lasting_machines(config, machines))
         remote = ray.remote(LearnerProcess)
         checkpoints = run_dir / "checkpoints"
         self._start_step = start_step
@@ -443,10 +448,10 @@ async def make_actuator(config: Config, clock: Clock) -> Actuator:
     return await extension("fleet.scale", config.fleet.scale, ACTUATORS)(config, clock)
 
 
-def _ranks_together(settings: LearnerConfig, placement: RanksPlacement) -> tuple[Any, dict[str, Any]]:
+def _ranks_together(settings: LearnerConfig, node_ids: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     """Return a placement group for the learner's ranks, and Ray's options of a rank in it.
 
-    A group cannot be of nothing: ranks without resources have none.
+    The group takes as few of the nodes as it can. It cannot be of nothing: ranks without resources have none.
     """
     options = _actor_options(settings.resources, {})
     bundle = {name: amount for name, amount in settings.resources.items() if amount}
@@ -454,8 +459,9 @@ def _ranks_together(settings: LearnerConfig, placement: RanksPlacement) -> tuple
         return None, options
     group = placement_group(
         [bundle] * settings.num_ranks,
-        strategy=placement.strategy,
-        bundle_label_selector=[dict(placement.label_selector)] * settings.num_ranks,
+        strategy="PACK",
+        bundle_label_selector=[{NODE_ID: f"in({','.join(node_ids)})"} if node_ids else {}]
+        * settings.num_ranks,
     )
     return group, options | {"scheduling_strategy": PlacementGroupSchedulingStrategy(group)}
 

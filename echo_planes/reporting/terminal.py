@@ -174,7 +174,7 @@ def closing_lines(
     if number(summary.get("uninformative")):  # otherwise both prices are nearly the same
         cost += f", {dollars('usd_per_million_generated_tokens')} per million generated"
     if number(summary.get("usd_total")) == 0.0:
-        cost = "no price is set (learner.usd_per_hour, usd_per_hour of fleet.workers)"
+        cost = "none: no price is set (usd_per_hour of learner, fleet.workers), or nothing had started"
     status = summary.get("status", "unknown")
     of_part = ""
     if (parts := number(summary.get("parts")) or 1) > 1:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -120,7 +122,38 @@ def test_a_model_is_fetched_and_pinned_to_its_commit(
     assert found == {name: data for name, data in FILES.items() if name != "weights.bin"}
     first = len(Hub.asked)
     assert said(PIN.format(pin), hub, tmp_path).split() == [pin, folder]
-    assert Hub.asked[first:] == []  # a pinned model that is there asks nobody
+    assert not [one for one in Hub.asked[first:] if one.startswith("GET /org/")]  # nothing is fetched again
+    assert said(PIN.format(pin), "http://127.0.0.1:9", tmp_path).split() == [
+        pin,
+        folder,
+    ]  # nor is a hub needed
+
+
+def test_what_is_missing_of_a_pinned_model_is_fetched(hub: str, tmp_path: Path) -> None:
+    """As where another program took only the tokenizer."""
+    pin = f"org/tiny@{OLD}"
+    folder = tmp_path / "hub" / "models--org--tiny" / "snapshots" / OLD
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.json").write_bytes(FILES["tokenizer.json"])
+    assert said(PIN.format(pin), hub, tmp_path).split() == [pin, str(folder)]
+    assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+def test_a_server_that_breaks_off_is_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def hang_up() -> None:
+            with suppress(OSError):
+                while True:
+                    server.accept()[0].close()
+
+        thread = threading.Thread(target=hang_up, daemon=True)
+        thread.start()
+        text = said(PIN.format("org/tiny"), f"http://127.0.0.1:{server.getsockname()[1]}", tmp_path)
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join(10.0)
+    assert "the Hugging Face hub does not give it" in text
+    assert "\n" not in text
 
 
 @pytest.mark.parametrize(

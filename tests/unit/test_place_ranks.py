@@ -1,61 +1,60 @@
-"""Machines of the learner's ranks: one if one can hold them, and none that is rented to be taken away."""
+"""Machines of the learner's ranks: none that is rented to be taken away, if others have room."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 
 import pytest
 
-from echo_planes.cluster.placement import place_ranks
+from echo_planes.cluster.placement import Machine, lasting_machines
 from echo_planes.config.schema import Config
 
-Machine = tuple[Mapping[str, float], Mapping[str, str]]
-SPOT = {"sku": "l40s", "market": "spot", "labels": {"kind": "l40s"}}
-STEADY = {"sku": "a100", "labels": {"kind": "a100"}}
+SPOT = {"sku": "l40s", "market": "spot", "labels": {"market": "spot", "region": "east"}}
+STEADY = {"sku": "a100", "labels": {"market": "on_demand", "region": "east"}}
 
 
-def config(ranks: int, resources: dict[str, float], *workers: dict[str, object]) -> Config:
-    learner = {"num_ranks": ranks, "resources": resources}
+def config(ranks: int, *workers: dict[str, object], **resources: float) -> Config:
+    learner = {"num_ranks": ranks, "resources": resources or {"CPU": 1.0, "GPU": 1.0}}
     return Config.model_validate({"learner": learner, "fleet": {"workers": list(workers or (SPOT, STEADY))}})
 
 
-def machine(kind: str = "", **resources: float) -> Machine:
-    return {"CPU": 16.0, **resources}, {"kind": kind} if kind else {}
+def machine(name: str, labels: dict[str, str] | None = None, **resources: float) -> Machine:
+    return Machine(name, {"CPU": 16.0, **resources}, labels or {})
+
+
+def spot(name: str, gpus: float) -> Machine:
+    return machine(name, {"market": "spot", "region": "east", "ray.io/node-id": name}, GPU=gpus)
+
+
+def test_a_label_that_spot_machines_share_with_others_does_not_make_these_spot() -> None:
+    steady = machine("b", {"market": "on_demand", "region": "east"}, GPU=4)
+    assert lasting_machines(config(4), [spot("a", 8), steady]) == ("b",)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "machines", "strategy"),
-    [
-        (4, [machine(GPU=8)], "STRICT_PACK"),
-        (4, [machine(GPU=3), machine(GPU=4)], "STRICT_PACK"),
-        (4, [machine(GPU=2), machine(GPU=2)], "PACK"),
-        (4, [machine("l40s", GPU=8), machine(GPU=2), machine(GPU=2)], "PACK"),  # the large one may go away
-    ],
+    ("wanted", "excluded"),
+    [("spot", True), ("in(cheap, spot)", True), ("!on_demand", True), ("!in(spot)", False), ("cheap", False)],
 )
-def test_ranks_share_a_machine_if_one_can_hold_them(
-    ranks: int, machines: list[Machine], strategy: str
-) -> None:
-    found = place_ranks(config(ranks, {"CPU": 1.0, "GPU": 1.0}), machines)
-    assert found.strategy == strategy
-    assert dict(found.label_selector) == {"kind": "!in(l40s)"}
+def test_labels_are_selectors_of_ray(wanted: str, excluded: bool) -> None:
+    kind = {"sku": "l40s", "market": "spot", "labels": {"market": wanted}}
+    found = lasting_machines(config(1, kind), [spot("a", 8), machine("b", {"market": "on_demand"}, GPU=1)])
+    assert ("a" not in found) == excluded
 
 
-def test_several_spot_types_are_left_out_together() -> None:
-    other = {"sku": "a10", "market": "spot", "labels": {"kind": "a10", "zone": "b"}}
-    found = place_ranks(config(1, {"CPU": 1.0}, SPOT, other), [machine()])
-    assert dict(found.label_selector) == {"kind": "!in(a10,l40s)", "zone": "!in(b)"}
+def test_ranks_may_be_on_several_machines_that_last() -> None:
+    machines = [machine("a", GPU=2), spot("b", 8), machine("c", GPU=2)]
+    assert lasting_machines(config(4), machines) == ("a", "c")
 
 
-def test_where_only_spot_machines_have_room_they_are_taken() -> None:
-    found = place_ranks(config(2, {"GPU": 1.0}), [machine("l40s", GPU=1), machine("l40s", GPU=1), machine()])
-    assert (found.strategy, dict(found.label_selector)) == ("PACK", {})
+def test_where_only_spot_machines_have_room_or_nothing_is_spot_any_will_do() -> None:
+    assert lasting_machines(config(2), [spot("a", 1), spot("b", 1), machine("c")]) == ()
+    assert lasting_machines(config(2, STEADY), [machine("a", GPU=2)]) == ()
+    assert lasting_machines(config(2, {"sku": "x", "market": "spot"}), [machine("a", GPU=2)]) == ()
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_of_one_machine_and_twenty_spot_ones_the_first_is_chosen(seed: int) -> None:
     rng = random.Random(seed)
-    machines = [machine(GPU=8), *(machine("l40s", GPU=float(rng.choice([1, 4, 8]))) for _ in range(20))]
+    machines = [machine("own", GPU=8), *(spot(str(n), float(rng.choice([1, 4, 8]))) for n in range(20))]
     rng.shuffle(machines)
-    found = place_ranks(config(rng.randint(1, 8), {"CPU": 1.0, "GPU": 1.0}), machines)
-    assert (found.strategy, dict(found.label_selector)) == ("STRICT_PACK", {"kind": "!in(l40s)"})
+    assert lasting_machines(config(rng.randint(1, 8)), machines) == ("own",)

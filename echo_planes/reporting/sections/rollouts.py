@@ -12,6 +12,7 @@ import numpy as np
 from markupsafe import Markup
 
 from echo_planes.config.files import MODEL_JSON_BYTES, check_regular, user_path
+from echo_planes.config.hub import cached_file, is_pinned
 from echo_planes.config.schema import BUILTIN_MODELS
 from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.data.store.index import Fate
@@ -77,8 +78,12 @@ def run_tokenizer(config: Record) -> Any | None:
     name = model.get("path") if isinstance(model, dict) else None
     if not isinstance(name, str):
         return None
-    path = BUILTIN_MODELS.get(name, user_path(name)) / "tokenizer.json"
-    if not os.path.exists(path):
+    path = (
+        cached_file(name, "tokenizer.json")
+        if is_pinned(name)
+        else BUILTIN_MODELS.get(name, user_path(name)) / "tokenizer.json"
+    )
+    if path is None or not os.path.exists(path):
         return None
     check_regular(path, MODEL_JSON_BYTES, advice="restore it")
     try:

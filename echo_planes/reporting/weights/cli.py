@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from echo_planes.config.files import KIB, SETTINGS_BYTES, in_units, read_text, user_path
-from echo_planes.config.schema import BUILTIN_MODELS
+from echo_planes.config.hub import pinned
+from echo_planes.config.schema import ModelConfig
 from echo_planes.errors import DataError, EchoPlanesError, UserError, WeightsError
 from echo_planes.reporting.formats import count
 from echo_planes.reporting.report import parse_config
@@ -33,6 +35,7 @@ from echo_planes.weights.wire.transfer import Verifies
 
 DIFFERENT = PROBLEM = 1  # exit statuses, besides 0 for success and 2 for a user's mistake
 _LIMITS = relay_limits(2**42)
+_VERSION = re.compile(r"([^:@/]+:)?[0-9]+")
 _PLACES = "a store (folder, s3://bucket/prefix, or a run's folder) or a safetensors file or model folder"
 _EPILOG = """STORE is a store's folder, s3://bucket/prefix or a run's folder; FILE a safetensors file or a
 model folder. STORE@7 is version 7 of a store, STORE@L0:7 that of lineage L0. Exit status: 0 all well, 1 a
@@ -157,9 +160,9 @@ def _diff(a: str, b: str) -> int:
 
 
 def _export(text: str, folder: str, model: str | None) -> int:
-    place, _, _ = text.rpartition("@") if _find_store(text) is None else (text, "", "")
-    store, manifest = _version(text)
-    base = user_path(model) if model is not None else _trained_model(place)
+    place, version = _split(text)
+    store, manifest = _version(place, version)
+    base = ModelConfig(path=pinned(model)).folder if model is not None else _trained_model(place)
     state = rebuild(store, manifest.lineage, manifest.version)
     done = export_state(state, manifest.digest, base, user_path(folder))
     print(
@@ -176,7 +179,7 @@ def _trained_model(place: str) -> Path:
         raise DataError(f"{place} has no config.yaml that names the model; give its folder with --model")
     section = parse_config(read_text(path, SETTINGS_BYTES)).get("model")
     name = section.get("path") if isinstance(section, dict) else None
-    folder = BUILTIN_MODELS.get(str(name), user_path(str(name)))
+    folder = ModelConfig(path=str(name)).folder
     if not (folder / "config.json").exists():
         raise DataError(f"the model of the run, {name}, is not here; give its folder with --model")
     return folder
@@ -229,33 +232,40 @@ def _chosen(store: Store, only: str | None) -> list[Entry]:
 
 def _state(text: str) -> State:
     """Return the state that FILE or STORE@VERSION names."""
-    place, mark, _ = text.rpartition("@")
-    if not mark or user_path(text).exists():
-        if _find_store(text):
-            raise DataError(f"{text} is a store: say which version, as {text}@7")
-        return load_tensors(_existing(text))
-    if _find_store(place) is None:
+    place, version = _split(text)
+    if version:
+        store, manifest = _version(place, version)
+        return rebuild(store, manifest.lineage, manifest.version)
+    if _find_store(text):
+        raise DataError(f"{text} is a store: say which version, as {text}@7")
+    return load_tensors(_existing(text))
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Return STORE and VERSION of STORE@VERSION; "" for the version where there is none."""
+    place, mark, version = text.rpartition("@")
+    if not mark or ("://" in text and not _VERSION.fullmatch(version)):
+        return text, ""
+    return (text, "") if "://" not in text and user_path(text).exists() else (place, version)
+
+
+def _version(place: str, version: str) -> tuple[Store, Manifest]:
+    """Return the store at a place, and the manifest of one version there, the newest if it is ""."""
+    text = f"{place}@{version}" if version else place
+    found = _find_store(place)
+    if found is None:
         raise DataError(f"{place} is no store; give FILE or STORE@VERSION")
-    store, manifest = _version(text)
-    return rebuild(store, manifest.lineage, manifest.version)
-
-
-def _version(text: str) -> tuple[Store, Manifest]:
-    """Return the store that STORE or STORE@VERSION names, and the manifest of that or its newest version."""
-    found, version = _find_store(text), ""
-    if found is None:
-        place, _, version = text.rpartition("@")
-        found = _find_store(place)
-    if found is None:
-        raise DataError(f"{text} is no store; give STORE or STORE@VERSION")
+    if version and not _VERSION.fullmatch(version):
+        raise DataError(f"{text}: {version!r} is no version; write STORE@7 or STORE@L0:7")
     objects = open_objects(found[0])
     store = Store(objects, _own_verifier(objects), _LIMITS)
-    newest = max(_chosen(store, found[1]), key=lambda entry: entry.sequence).manifest
+    entries = _chosen(store, found[1])
+    if not entries:
+        raise WeightsError(f"{place}: no publication is whole; `verify` says what is wrong with each")
+    newest = max(entries, key=lambda entry: entry.sequence).manifest
     if not version:
         return store, newest
     lineage, _, digits = version.rpartition(":")
-    if not digits.isdigit():
-        raise DataError(f"{text}: {version!r} is no version; write STORE@7 or STORE@L0:7")
     wanted = (lineage or newest.lineage, int(digits))
     for entry in store.index():
         if (entry.manifest.lineage, entry.manifest.version) == wanted:

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +113,7 @@ class VllmEngine:
 
         Raises:
             ModelError: the model folder cannot be served.
-            ConfigError: vLLM has no such option as one of `EngineConfig.extra`.
+            ConfigError: vLLM refuses `EngineConfig.extra`.
             RunError: the engine process did not start, or would not compute with installed weights.
         """
         if not (self._model_folder / "config.json").is_file():
@@ -163,35 +163,36 @@ class VllmEngine:
         from echo_planes.rollout.vllm.plugin import OneRank, SeveralRanks
 
         on_cpu = current_platform.is_cpu()
-        known = {field.name for field in fields(AsyncEngineArgs)}
-        for name in self._config.extra:
-            if name not in known:
-                raise ConfigError(f"engine.extra: vLLM has no option {name!r}; see its AsyncEngineArgs")
-        arguments = AsyncEngineArgs(
-            model=str(self._model_folder),
-            dtype=self._config.dtype,
-            max_model_len=self._max_model_len,
-            max_num_seqs=self._config.max_num_seqs,
-            tensor_parallel_size=self._config.tensor_parallel_size,
-            pipeline_parallel_size=self._config.pipeline_parallel_size,
-            enable_prefix_caching=self._config.enable_prefix_caching,
-            seed=self._seed,
-            logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
-            stream_interval=_STREAM_INTERVAL_TOKENS,
-            disable_log_stats=True,
-            use_tqdm_on_load=False,
-            weight_transfer_config={"backend": BACKEND},
-            worker_extension_cls=self.worker_extension,
-            **(self._cpu_options() if on_cpu else self._gpu_options()),
-            **self._config.extra,
-        )
         with engine_environment(on_cpu, self._config.num_ranks):
             try:
+                settings = AsyncEngineArgs(
+                    model=str(self._model_folder),
+                    dtype=self._config.dtype,
+                    max_model_len=self._max_model_len,
+                    max_num_seqs=self._config.max_num_seqs,
+                    tensor_parallel_size=self._config.tensor_parallel_size,
+                    pipeline_parallel_size=self._config.pipeline_parallel_size,
+                    enable_prefix_caching=self._config.enable_prefix_caching,
+                    seed=self._seed,
+                    logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
+                    stream_interval=_STREAM_INTERVAL_TOKENS,
+                    disable_log_stats=True,
+                    use_tqdm_on_load=False,
+                    weight_transfer_config={"backend": BACKEND},
+                    worker_extension_cls=self.worker_extension,
+                    **(self._cpu_options() if on_cpu else self._gpu_options()),
+                    **self._config.extra,
+                ).create_engine_config(UsageContext.ENGINE_CONTEXT)
+            except (TypeError, ValueError) as error:
+                if not self._config.extra:
+                    raise
+                raise ConfigError(f"engine.extra={self._config.extra}: vLLM refuses it: {error}") from error
+            try:
                 return AsyncLLM(
-                    arguments.create_engine_config(UsageContext.ENGINE_CONTEXT),
+                    settings,
                     OneRank if self._config.num_ranks == 1 else SeveralRanks,
-                    log_stats=not arguments.disable_log_stats,
-                    log_requests=arguments.enable_log_requests,
+                    log_stats=False,
+                    log_requests=False,
                 )
             except RuntimeError as error:
                 raise RunError(f"the vLLM engine did not start: {error}") from error
