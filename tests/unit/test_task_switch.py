@@ -41,7 +41,8 @@ JUSTIFIED = {
     ): "advice",
     (
         "config/schema.py",
-        "Hugging Face model folder, or builtin:tiny-math, -carry, -code, -poker",
+        "model folder, ORG/NAME[@REVISION] of the Hugging Face hub, or builtin:tiny-math, "
+        "-carry, -code, -poker",
     ): "in --help",
 }
 
