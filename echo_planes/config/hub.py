@@ -1,8 +1,8 @@
 """Models of the Hugging Face hub: ORG/NAME or ORG/NAME@REVISION in the place of a model folder.
 
 `pinned` decides once, where a command begins, whether a text names a folder or a model of the hub, and
-replaces the revision by its commit. Every machine then fetches that commit, unless it is there, into the cache
-that all programs of its user share (`HF_HOME`). `HF_TOKEN` opens private and gated models.
+replaces the revision by its commit. Every machine then fetches that commit, unless it is there, into the
+cache that all programs of its user share (`HF_HOME`). `HF_TOKEN` opens private and gated models.
 """
 
 from __future__ import annotations
