@@ -90,7 +90,7 @@ def hub() -> Iterator[str]:
 
 
 def said(code: str, endpoint: str, home: Path) -> str:
-    """What a program prints that looks for models there; the library reads its environment once."""
+    """Output of a program that looks for models there; the library reads its environment once."""
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
     for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE"):
         environment.pop(name, None)
