@@ -2,7 +2,9 @@
 
 Faults go round: a worker, its weight node and a reward process are killed, and a worker stands still for some
 seconds. After the first part of the run, in which caches fill, nothing may grow: memory, descriptors and
-threads by the part a process plays and of the whole run, and the bytes on disk. Two things grow on purpose
+threads by the part a process plays, the number of processes, the memory of all of them, and the bytes on
+disk. All memory is compared at the most usual number of processes: it follows how many live, and after a
+fault some are missing until others have started. Two things grow on purpose
 and are judged otherwise: logs, which are left out, and the replay store. No group is ever forgotten there,
 else it could be accepted twice; it may keep so many bytes of each, where its rows have gone.
 """
@@ -40,6 +42,7 @@ LOGS = ("metrics.jsonl", "events.jsonl")  # grow with every step, as they should
 # So much more in the last third than in the first, after the run has settled, counts as growth.
 MOST_GROWTH = {"rss_bytes": (0.05, 24 * 2**20), "descriptors": (0.05, 6), "threads": (0.05, 4)}
 MOST_DISK_GROWTH = (0.05, 16 * 2**20)
+MOST_PROCESS_GROWTH = (0.05, 2)
 MOST_BYTES_PER_GROUP = 400.0  # on disk
 WHOLE = "all processes"
 UNASSIGNED = "ray::IDLE"  # a process that plays no part yet
@@ -149,11 +152,14 @@ def growth(lines: list[dict[str, Any]], length_s: float) -> dict[str, dict[str, 
     for part in sorted({line["part"] for line in lines} - {UNASSIGNED}):
         of = [line for line in lines if line["part"] == part]
         limits = {"bytes": MOST_DISK_GROWTH} if part == "disk" else MOST_GROWTH
+        usual = 0
         if part == WHOLE:
-            limits = {"rss_bytes": MOST_GROWTH["rss_bytes"]}
+            limits = {"rss_bytes": MOST_GROWTH["rss_bytes"], "processes": MOST_PROCESS_GROWTH}
+            usual = statistics.mode(one["processes"] for one in of)
         for name, (share, least) in limits.items():
-            early = [one[name] for one in of if first_s <= one["at_s"] < first_s + third_s]
-            late = [one[name] for one in of if one["at_s"] >= length_s - third_s]
+            like = [one for one in of if part != WHOLE or name == "processes" or one["processes"] == usual]
+            early = [one[name] for one in like if first_s <= one["at_s"] < first_s + third_s]
+            late = [one[name] for one in like if one["at_s"] >= length_s - third_s]
             if not early or not late:
                 continue
             before, after = statistics.median(early), statistics.median(late)
@@ -174,7 +180,7 @@ def _ticks(begun_s: float, length_s: float) -> Iterator[float]:
 
 
 def _sampled(running: Program, run_dir: Path, at_s: float) -> Iterator[dict[str, Any]]:
-    whole_bytes = 0
+    whole_bytes = count = 0
     for process in running.processes():
         try:
             with process.oneshot():
@@ -188,9 +194,10 @@ def _sampled(running: Program, run_dir: Path, at_s: float) -> Iterator[dict[str,
                     "threads": process.num_threads(),
                 }
                 whole_bytes += rss_bytes
+                count += 1
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue  # gone meanwhile
-    yield {"at_s": at_s, "part": WHOLE, "rss_bytes": whole_bytes}
+    yield {"at_s": at_s, "part": WHOLE, "rss_bytes": whole_bytes, "processes": count}
     kept = 0
     for path, folders, names in os.walk(run_dir):
         if REPLAY_FOLDER in folders:

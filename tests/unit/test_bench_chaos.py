@@ -110,6 +110,33 @@ def test_what_grows_is_told_from_what_fills_up_and_stays() -> None:
     assert found["disk"]["bytes"].is_flat  # it filled up within the first sixth
 
 
+@pytest.mark.parametrize(("leak", "is_flat"), [(0, True), (40, False)])
+def test_the_memory_of_all_is_compared_at_the_same_number_of_processes(leak: int, is_flat: bool) -> None:
+    """Early, a worker is missing every other time: more memory late, and nothing leaks."""
+    mib = 2**20
+    lines = [
+        {
+            "at_s": at_s,
+            "part": soak.WHOLE,
+            "processes": 16 if missing else 17,
+            "rss_bytes": ((2700 if missing else 3000) + leak * at_s / 600) * mib,
+        }
+        for at_s in range(0, 7200, 10)
+        for missing in (at_s < 4000 and at_s % 30 > 0,)
+    ]
+    found = soak.growth(lines, 7200)[soak.WHOLE]
+    assert found["rss_bytes"].is_flat == is_flat
+    assert found["processes"].is_flat
+
+
+def test_processes_that_stay_are_growth() -> None:
+    lines = [
+        {"at_s": at_s, "part": soak.WHOLE, "processes": 17 + at_s // 600, "rss_bytes": 3e9}
+        for at_s in range(0, 7200, 10)
+    ]
+    assert not soak.growth(lines, 7200)[soak.WHOLE]["processes"].is_flat
+
+
 def test_each_verdict_on_the_network_can_be_false() -> None:
     port = {"process": "raylet", "address": "127.0.0.1", "port": 1, "is_loopback": True, "answer": "403"}
     good = {"processes watched": 9, "unpickled by": {"ray._private.worker": ["x"]}, "ports": [port]}
