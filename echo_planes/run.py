@@ -148,7 +148,7 @@ async def _run(
         view.event(told)
     with ExitStack() as stack:
         with view.phase("Ray"):
-            stack.enter_context(cluster.ray_session(config, folder / "ray_logs"))
+            config = stack.enter_context(cluster.ray_session(config, folder / "ray_logs"))
         await asyncio.sleep(HEAR_S)
         # The run folder is made only now, so that a mistake leaves none behind.
         meta = open_folder(config, folder, checkpoint, meta)

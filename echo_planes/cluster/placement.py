@@ -11,27 +11,71 @@ from echo_planes.config.schema import Config
 from echo_planes.errors import ClusterError
 
 
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Node of a Ray cluster, as far as placement looks."""
+
+    node_id: str
+    resources: Mapping[str, float]
+    labels: Mapping[str, str]
+
+
+def with_learner_resources(config: Config, machines: Sequence[Machine]) -> Config:
+    """Return the settings with `learner.resources` of a rank on this cluster, unless they are given.
+
+    A rank takes a CPU, and on a cluster with GPUs one of those that workers and seeders do not need. A single
+    rank is content with the part of a card that they leave.
+
+    Raises:
+        ClusterError: the cluster has GPUs, and workers and seeders need them.
+    """
+    learner, bought = config.learner, set()
+    if config.fleet.brings_nodes:  # machines of workers may be up already, of a run that this one continues
+        bought = {one.instance_type for one in config.fleet.workers}
+    total = sum(one.resources.get("GPU", 0.0) for one in machines if not bought & one.resources.keys())
+    if learner.resources is not None or not total:
+        return config
+    taken = _wanted(config).get("GPU", 0.0)
+    free = total - taken
+    share = 1.0 if free >= learner.num_ranks else free if learner.num_ranks == 1 else 0.0
+    if share <= 0:
+        raise ClusterError(
+            f"learner: the cluster has {total:g} GPU, of which workers and seeders need {taken:g}: too few "
+            f"are left for {learner.num_ranks} ranks with one each; choose a smaller fleet or a smaller "
+            "learner.num_ranks, or train on CPUs with learner.resources='{CPU: 1}'"
+        )
+    resources = {"CPU": 1.0, "GPU": share}
+    return config.model_copy(update={"learner": learner.model_copy(update={"resources": resources})})
+
+
+def _wanted(config: Config) -> dict[str, float]:
+    """Return what workers on the cluster's own nodes, at most, and seeders need."""
+    wanted: dict[str, float] = {}
+    needs = [(config.seeding.resources, config.seeding.engines)]
+    for one in [] if config.fleet.brings_nodes else config.fleet.workers:
+        needs.append((one.resources, one.count if config.fleet.scale == "fixed" else one.quota))
+    for resources, count in needs:
+        for resource, amount in resources.items():
+            wanted[resource] = wanted.get(resource, 0.0) + amount * count
+    return wanted
+
+
 def check_fit(config: Config, has: Mapping[str, float], labels: Sequence[Mapping[str, str]]) -> None:
     """Refuse a fleet that the cluster can never hold.
 
     Raises:
         ClusterError: names the resource, the amount needed and the amount present.
     """
-    wanted: dict[str, float] = {}
     worker_configs = [] if config.fleet.brings_nodes else config.fleet.workers
     for worker_config in worker_configs:
-        count = worker_config.count if config.fleet.scale == "fixed" else worker_config.quota
-        for resource, amount in worker_config.resources.items():
-            wanted[resource] = wanted.get(resource, 0.0) + amount * count
         if worker_config.labels and not any(worker_config.labels.items() <= node.items() for node in labels):
             raise ClusterError(
                 f"fleet: no node of the cluster carries the labels {worker_config.labels} of SKU "
                 f"'{worker_config.sku}'; start such a node, or change the fleet's labels"
             )
-    seeding, learner = config.seeding, config.learner
-    for resources, count in ((learner.resources, learner.num_ranks), (seeding.resources, seeding.engines)):
-        for resource, amount in resources.items():
-            wanted[resource] = wanted.get(resource, 0.0) + amount * count
+    seeding, wanted = config.seeding, _wanted(config)
+    for resource, amount in config.learner.rank_resources.items():
+        wanted[resource] = wanted.get(resource, 0.0) + amount * config.learner.num_ranks
     for resource, amount in wanted.items():
         if amount > has.get(resource, 0.0) + 1e-9:
             workers, smaller = "workers", "choose a smaller fleet"
@@ -50,15 +94,6 @@ def check_fit(config: Config, has: Mapping[str, float], labels: Sequence[Mapping
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Node of a Ray cluster, as far as placement looks."""
-
-    node_id: str
-    resources: Mapping[str, float]
-    labels: Mapping[str, str]
-
-
 def lasting_machines(config: Config, machines: Sequence[Machine]) -> tuple[str, ...]:
     """Return the ids of the machines that learner ranks may take; () for any.
 
@@ -68,7 +103,7 @@ def lasting_machines(config: Config, machines: Sequence[Machine]) -> tuple[str, 
     spot = [one.labels for one in config.fleet.workers if one.market == "spot" and one.labels]
     lasting = [one for one in machines if not any(_selects(selector, one.labels) for selector in spot)]
     learner = config.learner
-    room = sum(_units(learner.resources, one.resources, learner.num_ranks) for one in lasting)
+    room = sum(_units(learner.rank_resources, one.resources, learner.num_ranks) for one in lasting)
     return tuple(one.node_id for one in lasting) if spot and room >= learner.num_ranks else ()
 
 

@@ -15,7 +15,13 @@ import ray
 from ray.util.metrics import Gauge as RayGauge
 
 from echo_planes.cluster import scratch
-from echo_planes.cluster.placement import check_fit, check_nodes, cluster_address
+from echo_planes.cluster.placement import (
+    Machine,
+    check_fit,
+    check_nodes,
+    cluster_address,
+    with_learner_resources,
+)
 from echo_planes.config.schema import Config
 from echo_planes.errors import ClusterError
 
@@ -28,8 +34,10 @@ _TOO_SLOW = "timed out during startup"
 
 
 @contextmanager
-def ray_session(config: Config, logs: Path | None = None) -> Iterator[None]:
+def ray_session(config: Config, logs: Path | None = None) -> Iterator[Config]:
     """Join the configured cluster, or start a private one, and leave it at the end without remains.
+
+    Yields the settings with all that follows from the cluster: `learner.resources`.
 
     A private one listens on loopback only if `process.keep_ray_private` ran before Ray was imported.
 
@@ -41,8 +49,8 @@ def ray_session(config: Config, logs: Path | None = None) -> Iterator[None]:
     """
     with scratch.opened() as folders:
         try:
-            with _joined(config, folders.private / "ray"):
-                yield
+            with _joined(config, folders.private / "ray") as settled:
+                yield settled
         except Exception:
             if logs is not None and logs.parent.is_dir():
                 _keep_logs(folders.private / "ray", logs)
@@ -56,7 +64,7 @@ def _keep_logs(ray_folder: Path, logs: Path) -> None:
 
 
 @contextmanager
-def _joined(config: Config, ray_folder: Path) -> Iterator[None]:
+def _joined(config: Config, ray_folder: Path) -> Iterator[Config]:
     address = cluster_address(config)
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address:
@@ -75,15 +83,23 @@ def _joined(config: Config, ray_folder: Path) -> Iterator[None]:
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ClusterError(f"Ray cluster '{address or 'local'}' cannot be reached: {error}") from error
     try:
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        check_fit(config, ray.cluster_resources(), [node["Labels"] for node in nodes])
-        check_nodes(config.fleet, [node["Resources"] for node in nodes])
-        yield
+        nodes = machines()
+        config = with_learner_resources(config, nodes)
+        check_fit(config, ray.cluster_resources(), [node.labels for node in nodes])
+        check_nodes(config.fleet, [node.resources for node in nodes])
+        yield config
     finally:
         begun = set(psutil.Process().children(recursive=True)) - before
         ray.shutdown()
         _, alive = psutil.wait_procs(begun, timeout=LEAVE_S)
         _kill(alive)
+
+
+def machines() -> list[Machine]:
+    """Return the nodes of the cluster that are alive."""
+    return [
+        Machine(node["NodeID"], node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]
+    ]
 
 
 class NodeWatch:

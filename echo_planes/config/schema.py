@@ -351,10 +351,28 @@ class LearnerConfig(Section):
     )
     threads: PositiveInt = Free(1, description="CPU threads per rank")
     usd_per_hour: NonNegativeFloat = Free(0.0, description="price of one rank")
-    resources: dict[str, float] = Free({"CPU": 1.0}, description="Ray resources of one rank")
+    resources: dict[str, float] | None = Free(
+        None,
+        description="Ray resources of one rank; default: a CPU, and a GPU that no worker needs where the "
+        "cluster has GPUs. A rank trains on a GPU only if it has one here",
+    )
     master_port: int | None = Free(
         None, ge=1024, le=65535, description="torch.distributed port; default: a free one"
     )
+
+    @property
+    def rank_resources(self) -> dict[str, float]:
+        """`resources`, or those of a rank where there are no GPUs."""
+        return {"CPU": 1.0} if self.resources is None else self.resources
+
+    @model_validator(mode="after")
+    def _one_gpu(self) -> Self:
+        if (amount := self.rank_resources.get("GPU", 0.0)) > 1:
+            raise ValueError(
+                f"resources: a rank trains on one GPU, and this gives it {amount:g}; "
+                f"set GPU: 1, and num_ranks={amount:g} for all of them"
+            )
+        return self
 
 
 class EvalConfig(Section):

@@ -41,6 +41,10 @@ class LearnerProcess:
 
     def __init__(self, config: Config, rank: int, world_size: int, failure_dir: Path) -> None:
         enter_actor()
+        self._gpus = ray.get_gpu_ids()
+        if not self._gpus:
+            # Ray leaves the cards visible to an actor without one, and the first may be a worker's.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         from echo_planes.learning.learner import Learner
 
         self._config = config
@@ -85,6 +89,10 @@ class LearnerProcess:
 
         `host` and `port` are of `meeting_place`.
         """
+        if self._gpus:
+            from echo_planes.learning.deepspeed_engine import check_gpu
+
+            check_gpu(self._config.learner.rank_resources["GPU"])
         os.environ["MASTER_ADDR"] = host
         self._learner_or_none = self._make_learner(master_port=port)
         self._learner.start()

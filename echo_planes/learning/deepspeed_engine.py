@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from echo_planes.config.schema import LearnerConfig
-from echo_planes.errors import ConfigError, DataError
+from echo_planes.errors import ClusterError, ConfigError, DataError
 from echo_planes.learning.device_scan import DeviceMirror, host_copy, leaves_room
 from echo_planes.learning.meeting import meet
 from echo_planes.learning.policy_model import PolicyModel, layers_of
@@ -33,6 +33,22 @@ def pick_device(rank: int) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def check_gpu(amount: float) -> None:
+    """Check that torch can use the GPU that Ray gave this rank.
+
+    Args:
+        amount: GPUs of one rank.
+
+    Raises:
+        ClusterError: torch was built for CPUs, or the driver does not answer.
+    """
+    if not torch.cuda.is_available():
+        raise ClusterError(
+            f"learner.resources has GPU: {amount:g}, but torch {torch.__version__} finds none: it needs a "
+            "build of torch for CUDA and its driver; or train on CPUs with learner.resources='{CPU: 1}'"
+        )
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -17,8 +17,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from echo_planes.cluster.clock import Clock
-from echo_planes.cluster.placement import Machine, lasting_machines
-from echo_planes.cluster.session import NodeWatch
+from echo_planes.cluster.placement import lasting_machines
+from echo_planes.cluster.session import NodeWatch, machines
 from echo_planes.config.extensions import extension
 from echo_planes.config.fleet import WorkerConfig
 from echo_planes.config.schema import Config, LearnerConfig
@@ -193,12 +193,7 @@ class RemoteLearner:
     ) -> None:
         self._reference = reference
         settings = config.learner
-        machines = [
-            Machine(node["NodeID"], node["Resources"], node["Labels"])
-            for node in ray.nodes()
-            if node["Alive"]
-        ]
-        self._group, options = _ranks_together(settings, lasting_machines(config, machines))
+        self._group, options = _ranks_together(settings, lasting_machines(config, machines()))
         remote = ray.remote(LearnerProcess)
         checkpoints = run_dir / "checkpoints"
         self._start_step = start_step
@@ -453,8 +448,8 @@ def _ranks_together(settings: LearnerConfig, node_ids: Sequence[str]) -> tuple[A
 
     The group takes as few of the nodes as it can. It cannot be of nothing: ranks without resources have none.
     """
-    options = _actor_options(settings.resources, {})
-    bundle = {name: amount for name, amount in settings.resources.items() if amount}
+    options = _actor_options(settings.rank_resources, {})
+    bundle = {name: amount for name, amount in settings.rank_resources.items() if amount}
     if not bundle:
         return None, options
     group = placement_group(

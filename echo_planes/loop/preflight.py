@@ -39,7 +39,7 @@ def check(config: Config, run_dir: Path) -> None:
     check_model(config.model.folder)
     check_extensions(config)
     check_fleet(config)
-    check_seeding(config.seeding, config.learner.resources)
+    check_seeding(config.seeding, config.learner.rank_resources)
     check_engines([*config.fleet.workers, *config.seeding.workers().values()])
     check_lengths(config)
     for key, port in (

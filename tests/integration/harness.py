@@ -374,7 +374,7 @@ def _run_on(planes: Any, words: list[str]) -> int:
     config = load_config(words)
     clock = MonotonicClock()
     view = View(sys.stdout, config.run.steps, False, clock)
-    with cluster.ray_session(config):
+    with cluster.ray_session(config) as config:
         outcome = asyncio.run(
             run_job(
                 config,

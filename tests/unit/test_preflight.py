@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from echo_planes.cluster import placement
+from echo_planes.cluster.placement import Machine
 from echo_planes.config.fleet import WorkerConfig
 from echo_planes.config.schema import Config
 from echo_planes.data.store.store import ReplayStore
@@ -504,3 +505,46 @@ def test_a_fleet_file_sets_other_sections_and_words_set_them_again() -> None:
     assert load_config(["fleet=colocated", "seeding.engines=2"]).seeding.engines == 2
     with pytest.raises(ConfigError, match=r"seeding\.engines=1 does not go with staleness\.max_staleness=2"):
         load_config(["fleet=colocated", "staleness.max_staleness=2"])
+
+
+def machine(**resources: float) -> Machine:
+    return Machine("n", resources, {})
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "resources"),
+    [
+        ([], 0, None),
+        ([], 1, {"CPU": 1.0, "GPU": 1.0}),
+        (["learner.num_ranks=4"], 8, {"CPU": 1.0, "GPU": 1.0}),
+        (["fleet=colocated", "seeding.resources={GPU: 0.5}"], 1, {"CPU": 1.0, "GPU": 0.5}),
+        (["fleet.workers.0.resources={GPU: 1}"], 2, {"CPU": 1.0, "GPU": 1.0}),
+        (["learner.resources={CPU: 2}"], 8, {"CPU": 2.0}),
+    ],
+)
+def test_a_rank_takes_a_gpu_that_the_cluster_has_left(
+    words: list[str], gpus: int, resources: dict[str, float] | None
+) -> None:
+    has = [machine(CPU=16, GPU=gpus)] if gpus else [machine(CPU=16)]
+    settled = placement.with_learner_resources(load_config(words), has)
+    assert settled.learner.resources == resources
+    assert settled.learner.rank_resources == (resources or {"CPU": 1.0})
+
+
+def test_ranks_that_find_no_gpu_left_are_refused() -> None:
+    words = ["learner.num_ranks=2", "fleet=single", "fleet.workers.0.resources={GPU: 1}"]
+    with pytest.raises(
+        ClusterError, match=r"has 2 GPU, of which workers and seeders need 1: too few are left"
+    ):
+        placement.with_learner_resources(load_config(words), [machine(GPU=1), machine(GPU=1)])
+    with pytest.raises(ConfigError, match=r"a rank trains on one GPU, and this gives it 4"):
+        load_config(["learner.resources={GPU: 4}"])
+
+
+def test_gpus_of_bought_machines_are_not_the_learners() -> None:
+    """They may be up already, of the part of the run that this one continues."""
+    bought = load_config(["fleet.scale=ray", "fleet.workers.0.resources={GPU: 1}"])
+    name = bought.fleet.workers[0].instance_type
+    has = [machine(CPU=8), machine(CPU=8, GPU=1, **{name: 1.0})]
+    assert placement.with_learner_resources(bought, has).learner.resources is None
+    assert placement.with_learner_resources(bought, [machine(CPU=8, GPU=1), *has]).learner.resources
