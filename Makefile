@@ -39,6 +39,7 @@ format: $(STAMP)
 
 proof: $(STAMP)
 	$(BIN)/python -m bench.proof $(ARGS)
+	$(BIN)/python -m bench.size --json runs/size.json
 	$(BIN)/python -m bench.chaos all --folder runs/chaos --json runs/chaos.json
 
 # Resolve pyproject.toml again, for all Linux x86-64 machines (needs uv).

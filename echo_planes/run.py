@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
+
 from echo_planes.cluster.clock import Clock, MonotonicClock
 from echo_planes.cluster.placement import cluster_address
 from echo_planes.cluster.process import keep_ray_private
@@ -149,6 +151,7 @@ async def _run(
     with ExitStack() as stack:
         with view.phase("Ray"):
             config = stack.enter_context(cluster.ray_session(config, folder / "ray_logs"))
+            preflight.check_memory(config, cluster.machines(), psutil.virtual_memory().total)
         await asyncio.sleep(HEAR_S)
         # The run folder is made only now, so that a mistake leaves none behind.
         meta = open_folder(config, folder, checkpoint, meta)

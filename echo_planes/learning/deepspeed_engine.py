@@ -126,6 +126,9 @@ class DeepSpeedEngine:
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=_settings(config, dtype), dist_init_required=False
         )
+        if world_size == 1 and config.zero_stage == 0:
+            # The sum over one rank copies all gradients, up to 2 GB at once, and changes none.
+            self._engine.enable_backward_allreduce = False
 
     def forward(self, **inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         """Run `PolicyModel.forward` on this rank's model."""

@@ -14,9 +14,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from transformers.utils.logging import disable_progress_bar
 
 from echo_planes.errors import ModelError
+from echo_planes.learning.footprint import CHUNK_LOGITS
 from echo_planes.learning.layer_kinds import may_pack
 
-CHUNK_LOGITS = 2**27  # logits held at once: 0.5 GiB in fp32
 # Settings by which a model changes its logits after lm_head, or its attention logits (which sdpa leaves out).
 # `PolicyModel` ignores them and would score such a model wrongly.
 LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "attn_logit_softcapping")

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from echo_planes.cluster.placement import Machine, cluster_address
 from echo_planes.config.extensions import extension
 from echo_planes.config.files import MIB, MODEL_JSON_BYTES, check_regular, read_json
 from echo_planes.config.fleet import FleetConfig, SeedingConfig, WorkerConfig
@@ -18,8 +19,10 @@ from echo_planes.config.schema import Config, WeightsConfig
 from echo_planes.data.store.files import LOCK_NAME, REPLAY_FOLDER, Lock
 from echo_planes.data.store.recovery import STORE_NAME, read_store_id
 from echo_planes.data.tasks.registry import TOKENIZER_SETTINGS, check_model_files
-from echo_planes.errors import ClusterError, ConfigError, ModelError
+from echo_planes.errors import ClusterError, ConfigError, DataError, ModelError
 from echo_planes.fleet.instance_types import SAME
+from echo_planes.fleet.sku_facts import SKU_FACTS
+from echo_planes.learning.footprint import GIB, footprint, shape_of
 from echo_planes.loop.spending import check_budget
 from echo_planes.reporting.metrics import METRICS_FILE
 from echo_planes.weights.store.objects import check_store
@@ -294,6 +297,53 @@ def check_lengths(config: Config) -> None:
             f"sampling.max_new_tokens={config.sampling.max_new_tokens} leaves no room for a prompt in "
             f"model.max_model_len={config.model.max_model_len}; lower the one or raise the other"
         )
+
+
+def check_memory(config: Config, machines: Sequence[Machine], host_bytes: float) -> None:
+    """Check that learner ranks have the memory that they need at least, as far as it is known.
+
+    Args:
+        config: with `learner.resources` settled.
+        machines: of the cluster. The memory of a card follows from its type, which Ray reports.
+        host_bytes: memory of this machine, where ranks on CPUs run unless a cluster is joined.
+
+    Raises:
+        ConfigError: gives the parts, and the keys to change.
+    """
+    learner = config.learner
+    gpu, num_ranks = learner.rank_resources.get("GPU", 0.0), 1
+    if gpu:
+        known = [gib for machine in machines if (gib := _card_gib(machine))]
+        has, where = max(known, default=math.inf) * GIB * gpu, "a rank's part of a card"
+    elif cluster_address(config):
+        return
+    else:
+        num_ranks, has, where = learner.num_ranks, host_bytes, "this machine"
+    try:
+        needs = footprint(config, shape_of(config.model.folder), on_gpu=gpu > 0)
+    except (KeyError, DataError):  # sizes by other words, or weights of other types
+        return
+    if num_ranks * needs.total > has:
+        less = (
+            "a smaller learner.micro_batch_tokens"
+            if needs.inputs + needs.logits > has / 4
+            else "a smaller model"
+        )
+        ranks = f"{num_ranks} ranks with " if num_ranks > 1 else ""
+        more = ", or learner.zero_stage=3 and more learner.num_ranks" if gpu else ""
+        raise ConfigError(
+            f"model.path={config.model.path}: the learner needs at least {ranks}{needs.total / GIB:.1f} GiB "
+            f"({needs}), {where} has {has / GIB:.1f} GiB; choose {less}{more}"
+        )
+
+
+def _card_gib(machine: Machine) -> float | None:
+    """Return the memory of a card of the machine, or of the largest that Ray calls so; None: unknown."""
+    kind = machine.labels.get("ray.io/accelerator-type", "")
+    sizes = [
+        facts.memory_gib for name, facts in SKU_FACTS.items() if name == kind or name.startswith(f"{kind}-")
+    ]
+    return max(sizes, default=None)
 
 
 def check_port(key: str, port: int) -> None:

@@ -548,3 +548,57 @@ def test_gpus_of_bought_machines_are_not_the_learners() -> None:
     has = [machine(CPU=8), machine(CPU=8, GPU=1, **{name: 1.0})]
     assert placement.with_learner_resources(bought, has).learner.resources is None
     assert placement.with_learner_resources(bought, [machine(CPU=8, GPU=1), *has]).learner.resources
+
+
+# --- memory of the learner ---
+
+
+def folder_of(folder: Path, vocabulary: int, hidden: int) -> Path:
+    """Write a model folder whose weight file is all hole: it takes no space on disk."""
+    folder.mkdir()
+    shape = {"num_hidden_layers": 4, "hidden_size": hidden, "vocab_size": vocabulary}
+    (folder / "config.json").write_text(json.dumps(shape))
+    size = 2 * vocabulary * hidden
+    entry = {"dtype": "BF16", "shape": [vocabulary, hidden], "data_offsets": [0, size]}
+    header = json.dumps({"model.embed_tokens.weight": entry}).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+    return folder
+
+
+def card(kind: str) -> Machine:
+    return Machine("n", {"GPU": 1.0}, {"ray.io/accelerator-type": kind})
+
+
+def test_a_model_whose_learner_cannot_fit_is_refused_with_its_parts(tmp_path: Path) -> None:
+    gib = 2**30
+    folder = folder_of(tmp_path / "model", 2**17, 2**13)  # 2**30 weights
+    on_cpu = load_config([f"model.path={folder}", "learner.micro_batch_tokens=512", "learner.num_ranks=2"])
+    # In fp32 under ZeRO-1: weights 4, gradients 4, masters and moments 12 / 2 GiB, logits 0.5 GiB,
+    # embedding 4 GiB, the program 0.4 GiB, published 2 GiB.
+    preflight.check_memory(on_cpu, [], 43 * gib)
+    parts = (
+        r"at least 2 ranks with 21\.0 GiB \(weights 4\.0, gradients 4\.0, masters 2\.0, moments 4\.0, "
+        r"inputs 0\.1, logits 0\.5, embedding 4\.0, program 0\.4, published 2\.0\), this machine "
+        r"has 24\.0 GiB; choose a smaller model"
+    )
+    with pytest.raises(ConfigError, match=parts):
+        preflight.check_memory(on_cpu, [], 24 * gib)
+    words = [f"model.path={folder}", "learner.resources={GPU: 1}"]
+    preflight.check_memory(load_config(words), [card("H100")], 1)
+    preflight.check_memory(load_config(words), [card("no such card"), Machine("n", {}, {})], 1)
+    with pytest.raises(ConfigError, match=r"a rank's part of a card has 16\.0 GiB; .*learner\.zero_stage=3"):
+        preflight.check_memory(load_config(words), [card("T4")], 1)
+    shared = [*words[:1], "learner.resources={GPU: 0.2}"]
+    with pytest.raises(ConfigError, match=r"a rank's part of a card has 9\.6 GiB"):
+        preflight.check_memory(load_config(shared), [card("L40S")], 1)
+    long = [*words, "learner.micro_batch_tokens=131072"]
+    with pytest.raises(ConfigError, match=r"choose a smaller learner\.micro_batch_tokens"):
+        preflight.check_memory(load_config(long), [card("L4")], 1)
+
+
+def test_a_model_with_sizes_by_other_names_is_not_judged(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "model", 2**17, 2**13)
+    (folder / "config.json").write_text('{"n_layer": 4, "n_embd": 8192, "vocab_size": 131072}')
+    preflight.check_memory(load_config([f"model.path={folder}"]), [], 1)

@@ -1,0 +1,97 @@
+"""Memory that a learner rank holds at least, by arithmetic from a model folder's headers and config.json.
+
+Not counted: values that layers keep of a micro-batch beyond their inputs (`memory.py` counts them, and has
+layers run again where they are many), buffers of collectives, and fragmentation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from echo_planes.config.files import MODEL_JSON_BYTES, read_json
+from echo_planes.config.schema import Config
+from echo_planes.weights.tensor_files import load_tensors
+
+CHUNK_LOGITS = 2**27  # logits that are held at once: 0.5 GiB in fp32
+LOGIT_COPIES = 2  # a chunk and its exponentials, or their gradient
+PROGRAM_BYTES = 0.43e9  # measured: torch 2.13 for CPUs with DeepSpeed, anonymous memory
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Size of a model."""
+
+    weights: int
+    layers: int
+    hidden: int
+    vocabulary: int
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of one rank by part."""
+
+    weights: float
+    gradients: float
+    masters: float  # fp32 copies of weights that are trained in bf16, or that ranks share
+    moments: float  # of AdamW, two
+    reference: float  # the frozen model of the KL term
+    inputs: float  # of the layers, of one micro-batch
+    logits: float
+    embedding: float  # gradient of its matrix, before it is added to the update's
+    program: float  # Python with torch, where it is in the same memory
+    published: float  # bf16 weights of the newest publication, where they stay in the same memory
+
+    @property
+    def total(self) -> float:
+        return float(sum(getattr(self, one.name) for one in fields(self)))
+
+    def __str__(self) -> str:
+        parts = [(one.name, getattr(self, one.name)) for one in fields(self)]
+        return ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size >= 0.05 * GIB)
+
+
+def shape_of(folder: Path) -> Shape:
+    """Return the size of the model in a Hugging Face folder. Weights are counted, not loaded.
+
+    Raises:
+        UserError: config.json or a weight file cannot be read.
+        KeyError: config.json does not name its sizes in the usual words.
+    """
+    said: dict[str, Any] = read_json(folder / "config.json", MODEL_JSON_BYTES)
+    text: dict[str, Any] = said.get("text_config", said)
+    tied = said.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    weights = sum(
+        tensor.bits.size
+        for name, tensor in load_tensors(folder).items()
+        if not (tied and name == "lm_head.weight")
+    )
+    return Shape(weights, text["num_hidden_layers"], text["hidden_size"], text["vocab_size"])
+
+
+def footprint(config: Config, shape: Shape, *, on_gpu: bool) -> Footprint:
+    """Return what one rank holds in the middle of a step (DeepSpeed's ZeRO, Rajbhandari et al. 2020, 3)."""
+    learner, ranks = config.learner, config.learner.num_ranks
+    is_bf16 = learner.dtype == "bf16" or (learner.dtype == "auto" and on_gpu)
+    width = 2 if is_bf16 else 4
+
+    def shared(stage: int) -> float:
+        return shape.weights / (ranks if learner.zero_stage >= stage else 1)
+
+    tokens = learner.micro_batch_tokens
+    chunk = min(tokens * shape.vocabulary, CHUNK_LOGITS)
+    return Footprint(
+        weights=width * shared(3),
+        gradients=(width if learner.zero_stage == 0 else 4) * shared(2),
+        masters=4 * shared(1) if is_bf16 or learner.zero_stage > 0 else 0.0,
+        moments=8 * shared(1),
+        reference=width * shape.weights if config.objective.kl_beta > 0 else 0.0,
+        inputs=width * tokens * shape.layers * shape.hidden,
+        logits=4.0 * LOGIT_COPIES * chunk,
+        embedding=width * shape.vocabulary * shape.hidden,
+        program=0.0 if on_gpu else PROGRAM_BYTES,
+        published=0.0 if on_gpu else 2.0 * shape.weights,
+    )
