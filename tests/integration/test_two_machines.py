@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.chaos.machines import USUAL, shut_off, up
+from bench.chaos.machines import USUAL, Machines, shut_off, up
 from tests.integration.harness import ROOT, program, summary
 from tests.integration.netns import missing
 
@@ -43,6 +43,21 @@ def test_the_ranks_of_two_machines_meet(tmp_path: Path) -> None:
     assert (said["status"], said["steps"], said["digest_mismatches"]) == ("done", STEPS, 0)
 
 
+def stacks(machines: Machines) -> str:
+    """Where each rank stands."""
+    return "\n".join(
+        subprocess.run(
+            [str(Path(sys.executable).parent / "py-spy"), "dump", "--pid", str(process.pid)],
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout
+        for machine in (0, 1)
+        for name, process in machines.processes(machine)
+        if name.startswith("ray::LearnerP")
+    )
+
+
 def main(folder: Path) -> None:
     """Run the job on two machines; print how many ranks each held, and what came of it."""
     environment = {"PYTHONPATH": str(ROOT)}
@@ -50,7 +65,10 @@ def main(folder: Path) -> None:
         joined = {**environment, **USUAL, "RAY_ADDRESS": machines.address}
         starting = program(folder / "work", folder / "run", *WORDS, environment=joined)
         with machines.net.inside(0), starting as running:
-            running.wait_for_step(1)
+            try:
+                running.wait_for_step(1)
+            except AssertionError as missed:
+                raise AssertionError(f"{missed}\n{stacks(machines)}") from missed
             ranks = [
                 sum(name.startswith("ray::LearnerP") for name, _ in machines.processes(machine))
                 for machine in (0, 1)
