@@ -1,4 +1,4 @@
-"""Commands of docs/gpus.md: each passes the checks of its cluster, as recorded here, and no smaller cards do."""
+"""Commands of docs/gpus.md: each passes the checks of its cluster, recorded here; on smaller cards none does."""
 
 from __future__ import annotations
 
