@@ -44,7 +44,7 @@ def test_the_ranks_of_two_machines_meet(tmp_path: Path) -> None:
 
 
 def stacks(machines: Machines) -> str:
-    """Where each rank stands."""
+    """Stack of each rank, as py-spy sees it."""
     return "\n".join(
         subprocess.run(
             [str(Path(sys.executable).parent / "py-spy"), "dump", "--pid", str(process.pid)],

@@ -1,4 +1,4 @@
-"""Commands of docs/gpus.md: each passes the checks of its cluster, recorded here; on smaller cards none does."""
+"""Commands of docs/gpus.md: each passes the checks of its cluster, and on smaller cards none does."""
 
 from __future__ import annotations
 
