@@ -46,7 +46,7 @@ class RunConfig(Section):
     ray_address: str | None = Free(
         None, description="cluster to join; default: RAY_ADDRESS, else a private local one"
     )
-    tracker: Annotated[str, one_of("none")] = Free(
+    tracker: Annotated[str, one_of("none", "tensorboard", "wandb", "trackio")] = Free(
         "none", description="told each step and event; package.module:NAME that makes a Tracker"
     )
     metrics_port: int | None = Free(None, ge=1024, le=65535, description="Prometheus port of a local cluster")

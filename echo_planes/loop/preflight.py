@@ -24,6 +24,7 @@ from echo_planes.fleet.instance_types import SAME
 from echo_planes.fleet.sku_facts import SKU_FACTS
 from echo_planes.learning.footprint import GIB, footprint, shape_of
 from echo_planes.loop.spending import check_budget
+from echo_planes.loop.trackers import check_installed
 from echo_planes.reporting.metrics import METRICS_FILE
 from echo_planes.weights.store.objects import check_store
 from echo_planes.weights.wire.signing import Signer
@@ -75,6 +76,7 @@ def check_extensions(config: Config) -> None:
     ):
         if ":" in name:
             extension(key, name, {})
+    check_installed(config.run.tracker)
     in_parts = config.learner.micro_batch_groups is not None
     if ":" in config.objective.name or in_parts:
         from echo_planes.learning.objectives import OBJECTIVES, Objective, check_parts  # loads torch

@@ -13,6 +13,7 @@ from echo_planes.config.extensions import extension, in_words
 from echo_planes.config.schema import Config
 from echo_planes.loop.observers import QuietObserver
 from echo_planes.loop.planes import Observer
+from echo_planes.loop.trackers import tensorboard, trackio, wandb
 from echo_planes.reporting.metrics import METRICS_FILE, Record
 from echo_planes.types import BufferCounts, StepStats, TrainBatch
 
@@ -40,7 +41,7 @@ class Tracker(Protocol):
 
 
 MakeTracker = Callable[[Config, Path], Tracker]  # takes the run's settings and its folder
-TRACKERS: dict[str, MakeTracker] = {}  # besides `none`
+TRACKERS: dict[str, MakeTracker] = {"tensorboard": tensorboard, "wandb": wandb, "trackio": trackio}
 
 
 class Tracking:
