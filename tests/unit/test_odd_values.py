@@ -203,7 +203,7 @@ def test_every_field_takes_it_as_written_or_refuses_it_in_one_line(name: str, qu
 def test_groups_and_keys_that_are_odd_are_refused_in_one_line(name: str, quick: None) -> None:
     text = ODD[name]
     words = [f"{group}={text}" for group in cli.GROUPS] + [
-        f"model={text}/nowhere",
+        f"model={text}/no/where",
         f"fleet={text}.yaml",
         f"task={text}:X",
         f"task.adapter={text}.x:Y",
