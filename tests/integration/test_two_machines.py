@@ -18,6 +18,11 @@ pytestmark = [
     pytest.mark.integration,
     pytest.mark.timeout(600),
     pytest.mark.skipif(bool(missing()), reason=f"not shown: {missing()}"),
+    # On busy cores the second rank hangs in about one start of ten, in the constructor of its TCPStore.
+    pytest.mark.skipif(
+        "ECHO_PLANES_THOROUGH" not in os.environ,
+        reason="hangs in one start of ten on busy cores: set ECHO_PLANES_THOROUGH=1",
+    ),
 ]
 
 STEPS = 3
