@@ -1,7 +1,8 @@
 """A model of half a billion weights through the whole loop: `python -m bench.size [--json FILE]`.
 
-The model has the shape of Qwen2.5-0.5B and random weights from a seed. Its answers are noise, and a reward by
-chance-like words of the answer differs within every group, so every step has gradients. Six steps run on real
+The model has the shape of Qwen2.5-0.5B and random weights from a seed. Its answers are noise, and the
+reward, the share of an answer's tokens with an even id, differs within every group, so every step has
+gradients. Six steps run on real
 Ray, vLLM and DeepSpeed, on the CPU of one machine. Printed: seconds by part of a step, bytes of publications,
 the peak of memory of every process, and of the learner beside the arithmetic of `learning/footprint.py`.
 """

@@ -315,8 +315,13 @@ def check_memory(config: Config, machines: Sequence[Machine], host_bytes: float)
     learner = config.learner
     gpu, num_ranks = learner.rank_resources.get("GPU", 0.0), 1
     if gpu:
-        known = [gib for machine in machines if (gib := _card_gib(machine))]
-        has, where = max(known, default=math.inf) * GIB * gpu, "a rank's part of a card"
+        cards = [_card_gib(machine) for machine in machines if machine.resources.get("GPU")]
+        if None in cards:  # ranks may be on one of these
+            return
+        has, where = (
+            max((gib for gib in cards if gib), default=math.inf) * GIB * gpu,
+            "a rank's part of a card",
+        )
     elif cluster_address(config):
         return
     else:

@@ -201,6 +201,24 @@ def run_to_end(work_dir: Path, run_dir: Path, *words: str, command: Sequence[str
     return finished
 
 
+def told_by(module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Any:
+    """Run a test module as a program, without settings of Ray and of ours; return its last line, JSON."""
+    plain = {
+        name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ECHO_PLANES_"))
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT,
+        env=plain | dict(environment or {}),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 # --- what a run wrote ----------------------------------------------------------------------------
 
 

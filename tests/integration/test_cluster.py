@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.integration.harness import ROOT
+from tests.integration.harness import told_by
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -21,19 +19,7 @@ GRANTED_S = 30.0
 
 def told(failures: int) -> dict[str, Any]:
     """Run `main` in a process of its own; return what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.integration.test_cluster", str(failures)],
-        cwd=ROOT,
-        env={
-            name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ECHO_PLANES_"))
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    said: dict[str, Any] = told_by("tests.integration.test_cluster", str(failures))
     return said
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.integration.harness import ROOT
+from tests.integration.harness import told_by
 
 pytestmark = [
     pytest.mark.integration,
@@ -26,20 +24,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 @pytest.fixture(scope="module")
 def said() -> dict[str, Any]:
     """Return what `main` prints, run in a process of its own to which a card is visible."""
-    plain = {
-        name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ECHO_PLANES_"))
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.integration.test_learner_gpu"],
-        cwd=ROOT,
-        env={**plain, VISIBLE: "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = told_by("tests.integration.test_learner_gpu", environment={VISIBLE: "0"})
     return found
 
 

@@ -1,4 +1,4 @@
-"""Verdicts of the benchmark of a model of half a billion weights, and the layout of its rewards."""
+"""Verdicts of the benchmark of a model of half a billion weights."""
 
 from __future__ import annotations
 

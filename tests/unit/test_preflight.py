@@ -588,6 +588,7 @@ def test_a_model_whose_learner_cannot_fit_is_refused_with_its_parts(tmp_path: Pa
     words = [f"model.path={folder}", "learner.resources={GPU: 1}"]
     preflight.check_memory(load_config(words), [card("H100")], 1)
     preflight.check_memory(load_config(words), [card("no such card"), Machine("n", {}, {})], 1)
+    preflight.check_memory(load_config(words), [card("T4"), card("no such card")], 1)
     with pytest.raises(ConfigError, match=r"a rank's part of a card has 16\.0 GiB; .*learner\.zero_stage=3"):
         preflight.check_memory(load_config(words), [card("T4")], 1)
     shared = [*words[:1], "learner.resources={GPU: 0.2}"]
