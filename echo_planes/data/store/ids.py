@@ -54,12 +54,18 @@ class GroupIds:
         """Enter the ids of the next groups."""
         # Before any change: a text that cannot be encoded raises here.
         texts = [group_id.encode() for group_id in ids]
-        sizes = array("I", map(len, texts))
-        first = len(self._starts)
-        self._recent.update(zip(ids, range(first, first + len(ids)), strict=True))
-        self._starts.extend(itertools.islice(itertools.accumulate(sizes, initial=len(self._texts)), len(ids)))
-        self._sizes.extend(sizes)
-        self._texts += b"".join(texts)
+        first, start = len(self._starts), len(self._texts)
+        if len(ids) == 1:  # of most appends, where the general way takes three times as long
+            self._recent[ids[0]] = first
+            self._starts.append(start)
+            self._sizes.append(len(texts[0]))
+            self._texts += texts[0]
+        else:
+            sizes = array("I", map(len, texts))
+            self._recent.update(zip(ids, range(first, first + len(ids)), strict=True))
+            self._starts.extend(itertools.islice(itertools.accumulate(sizes, initial=start), len(ids)))
+            self._sizes.extend(sizes)
+            self._texts += b"".join(texts)
         if len(self._recent) > max(_FEWEST_RECENT, len(self._hashes) // _RECENT_SHARE):
             self._sort_recent()
 
@@ -84,6 +90,8 @@ class GroupIds:
         """Return the sequence number of the group with that id; None if there is none."""
         if (recent := self._recent.get(group_id)) is not None:
             return recent
+        if not len(self._hashes):
+            return None
         value = hash(group_id)
         first = int(self._hashes.searchsorted(value))
         stop = first
