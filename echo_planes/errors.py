@@ -81,31 +81,38 @@ class CollapsedError(RunError):
 
 
 class WaitTimeoutError(RunError):
-    """A wait reached its limit.
+    """A wait reached its limit, or nothing moved for that long in it.
 
     Args:
         phase: the phase that was waited for, in a few words ("engine start", "weight install").
         limit_s: the limit that was reached, seconds.
         worker: the worker or rank waited for, if any.
         version: the policy version concerned, if any.
+        seen: where the work stood all that time, if it was watched.
     """
 
-    def __init__(self, phase: str, limit_s: float, *, worker: str = "-", version: int | None = None) -> None:
+    def __init__(
+        self, phase: str, limit_s: float, *, worker: str = "-", version: int | None = None, seen: str = ""
+    ) -> None:
         shown = "-" if version is None else str(version)
+        still = f" without progress ({seen})" if seen else ""
         super().__init__(
-            f"timed out after {limit_s:.0f} s in phase '{phase}' (worker {worker}, version {shown})"
+            f"timed out after {limit_s:.0f} s{still} in phase '{phase}' (worker {worker}, version {shown})"
         )
+        self.seen = seen
         self.phase = phase
         self.limit_s = limit_s
         self.worker = worker
         self.version = version
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_timeout, (self.phase, self.limit_s, self.worker, self.version))
+        return (_rebuild_timeout, (self.phase, self.limit_s, self.worker, self.version, self.seen))
 
 
-def _rebuild_timeout(phase: str, limit_s: float, worker: str, version: int | None) -> WaitTimeoutError:
-    return WaitTimeoutError(phase, limit_s, worker=worker, version=version)
+def _rebuild_timeout(
+    phase: str, limit_s: float, worker: str, version: int | None, seen: str
+) -> WaitTimeoutError:
+    return WaitTimeoutError(phase, limit_s, worker=worker, version=version, seen=seen)
 
 
 class WorkerGoneError(RunError):

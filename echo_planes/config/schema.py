@@ -42,7 +42,9 @@ class RunConfig(Section):
     resume: str | None = Free(None, description="run folder to continue from its newest checkpoint")
     seed: int = Fixed(0, ge=0, description="seeds prompts, learner and selectors")
     steps: PositiveInt = Free(120, description="learner steps in all, those before a resume too")
-    wait_limit_s: PositiveFloat = Free(600.0, description="longest wait for an engine, an install or a batch")
+    wait_limit_s: PositiveFloat = Free(
+        600.0, description="longest wait without progress: for the learner, an engine, an install, a batch"
+    )
     ray_address: str | None = Free(
         None, description="cluster to join; default: RAY_ADDRESS, else a private local one"
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from echo_planes.cluster.clock import MonotonicClock
-from echo_planes.cluster.process import LOOPBACK, enter_actor, free_port, settle
+from echo_planes.cluster.process import LOOPBACK, enter_actor, free_port, io_mib, settle
 from echo_planes.config.schema import Config
 from echo_planes.errors import RunError
 from echo_planes.types import Adjustment, BroadcastStats, FloatArray, Manifest, StepStats, TrainBatch
@@ -28,6 +28,9 @@ from echo_planes.weights.wire.signing import Signer
 
 if TYPE_CHECKING:
     from echo_planes.learning.learner import Learner
+
+
+PROGRESS = "progress"  # concurrency group, of one thread of its own
 
 
 class LearnerProcess:
@@ -101,6 +104,12 @@ class LearnerProcess:
         if checkpoint:
             self._learner.load(checkpoint)
         settle()
+
+    @ray.method(concurrency_group=PROGRESS)  # type: ignore[untyped-decorator]
+    def progress(self) -> str:
+        """Return where the rank is, as a text that changes as it moves. Answers during other calls."""
+        doing = self._learner_or_none.doing if self._learner_or_none else "not started"
+        return f"{doing}, {io_mib()} MiB read and written"
 
     def train_step(self, batch: TrainBatch) -> StepStats:
         return self._learner.train_step(batch)

@@ -152,6 +152,7 @@ class Learner:
         self._rate_left = 1.0  # share of the peak rate that the decay leaves
         self._adjustment = Adjustment()
         self._diverged = ""
+        self.doing = "loading the model"  # changes as the rank moves on; other threads read it
         self._parts: list[_Part] = []  # of the present step, in the gradient already
         self._objective = extension("objective.name", config.objective.name, OBJECTIVES, Objective)
         self.drift = DriftControl(config.learner.drift_target, config.learner.drift_floor)
@@ -184,8 +185,10 @@ class Learner:
         )
         self._packs = model.packs(config.model.max_model_len)
         if config.objective.kl_beta > 0:
+            self.doing = "loading the reference"
             reference = load_policy(config.model.folder, dtype, sampling.temperature, sampling.top_p)
             self._reference = reference.eval().requires_grad_(False).to(device)
+        self.doing = "meeting the other ranks"
         self._engine_or_none = DeepSpeedEngine(
             model,
             config.learner,
@@ -196,6 +199,7 @@ class Learner:
             master_port=self._master_port,
             timeout_s=config.run.wait_limit_s,
         )
+        self.doing = "probing the layout of batches"
         probe_layout(
             model,
             lambda micro: self._engine.forward(**self._inputs(micro))[0],
@@ -286,11 +290,13 @@ class Learner:
         The next call may write to the same arrays.
         """
         self._refuse_if_diverged()
+        self.doing = f"collecting the weights of update {self._num_updates}"
         return self._engine.state_bits()
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint into an empty folder. The caller makes it durable and final."""
         self._refuse_if_diverged()
+        self.doing = f"saving the state of update {self._num_updates}"
         counters = {
             "num_updates": self._num_updates,
             "rate_left": self._rate_left,
@@ -301,6 +307,7 @@ class Learner:
 
     def load(self, folder: Path) -> None:
         """Continue from `save`, bit for bit. Call right after `start`; raises as `DeepSpeedEngine.load`."""
+        self.doing = "loading the checkpoint"
         counters = self._engine.load(folder)
         self._num_updates = int(counters["num_updates"])
         self._rate_left = counters.get("rate_left", 1.0)
@@ -370,7 +377,8 @@ class Learner:
         """Return logprobs and entropies (2, T), summed over ranks, and the tokens put through the model."""
         values = torch.zeros(2, len(batch.token_ids), device=self._engine.device)
         micro_batches, forwarded = self._micro_batches(batch, inputs)
-        for micro in micro_batches:
+        for number, micro in enumerate(micro_batches, start=1):
+            self.doing = f"step {batch.step + 1}: scoring micro-batch {number} of {len(micro_batches)}"
             columns = torch.from_numpy(micro.columns).to(values.device)
             values[0, columns], values[1, columns] = self._engine.forward(**self._inputs(micro))
         return self._engine.sum_over_ranks(values), forwarded
@@ -402,6 +410,7 @@ class Learner:
         weight = torch.from_numpy(weights).to(self._engine.device)
         micro_batches, forwarded = self._micro_batches(batch, replace(inputs, lengths=lengths))
         for number, micro in enumerate(micro_batches, start=1):
+            self.doing = f"step {batch.step + 1}: training micro-batch {number} of {len(micro_batches)}"
             loss = self._micro_loss(micro, weight, step)
             self._engine.backward(loss.loss, last=batch.last and number == len(micro_batches))
             step.sums += torch.stack([loss.loss.detach(), loss.tis.sum(), loss.kl.sum()])
@@ -412,6 +421,7 @@ class Learner:
     def _finish_update(self, whole: _Part, *, done: float) -> None:
         """Make the update whose gradient is complete. `done`: steps of the run before it."""
         step = whole.step
+        self.doing = f"step {whole.batch.step + 1}: update {self._num_updates + 1}"
         value, tis, kl = self._engine.sum_over_ranks(step.sums).tolist()
         step.sums.zero_()
         if step.factor is None:

@@ -121,7 +121,9 @@ class Controller:
         self._todo: list[Action] = []  # actions that wait for the learner, in order
         self._starved_since_s: float | None = None
         self._starved_again_s = STARVED_AGAIN_S
-        self._waiting_since_s: float | None = None
+        self._waiting_since_s: float | None = None  # for a batch, without progress
+        self._asked_s = 0.0  # when a batch was last asked for
+        self._moves = 0  # of the data plane, when no batch was ready
         self._evaluations_due: set[int] = set()
         self._evaluating = False
         self._complete_since_s: float | None = None
@@ -249,6 +251,7 @@ class Controller:
 
     def _form_batch(self, now_s: float) -> list[Action]:
         self._busy = True
+        self._asked_s = now_s
         self._waiting_since_s = self._waiting_since_s if self._waiting_since_s is not None else now_s
         if self.seeding is None:
             return [FormBatch(self._step)]
@@ -330,14 +333,21 @@ class Controller:
 
     def _on_not_ready(self, event: BatchNotReady, now_s: float) -> list[Action]:
         starting = not any(worker.up for worker in self._workers.values())
-        if starting and self._config.fleet.scale == "fixed":
-            self._waiting_since_s = now_s  # engines start within limits of their own, and so often
-        waited_s = now_s - (self._waiting_since_s if self._waiting_since_s is not None else now_s)
+        # Engines start, and weights arrive, within limits of their own.
+        elsewhere = starting and self._config.fleet.scale == "fixed"
+        elsewhere = elsewhere or any(worker.installing >= 0 for worker in self._workers.values())
+        since_s = self._waiting_since_s
+        if since_s is None or event.moves != self._moves:
+            since_s = now_s
+        self._waiting_since_s = min(now_s, since_s + (now_s - self._asked_s if elsewhere else 0.0))
+        self._moves = event.moves
+        waited_s = now_s - self._waiting_since_s
         if waited_s > self._config.run.wait_limit_s:
             return self._finish(
                 "failed",
-                f"timed out after {waited_s:.0f} s waiting for the batch of step {self._step + 1} "
-                f"({event.reason}: {event.detail}); on a slow machine raise run.wait_limit_s",
+                f"timed out after {waited_s:.0f} s without progress, waiting for the batch of step "
+                f"{self._step + 1} ({event.reason}: {event.detail}); on a slow machine raise "
+                "run.wait_limit_s",
             )
         if self._stop and not self._parts:
             return self._learner_free(now_s)

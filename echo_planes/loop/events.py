@@ -96,6 +96,7 @@ class SeedersParked:
 class BatchNotReady:
     reason: Literal["starved", "holding", "filling"]
     detail: str
+    moves: int = 0  # accepted groups and messages with tokens so far: another number renews the wait
 
 
 @dataclass(frozen=True, slots=True)

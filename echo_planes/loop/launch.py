@@ -35,7 +35,7 @@ from echo_planes.errors import (
 )
 from echo_planes.fleet.actuators.actuator import Actuator, StaticActuator
 from echo_planes.fleet.actuators.ray_nodes import RayNodes
-from echo_planes.learning.actor import LearnerProcess
+from echo_planes.learning.actor import PROGRESS, LearnerProcess
 from echo_planes.loop.builders import ScorerBuilder, TaskBuilder
 from echo_planes.loop.reconcile import instance_types_of
 from echo_planes.rollout.actor import WorkerProcess
@@ -60,6 +60,7 @@ from echo_planes.weights.link import WeightLink, reachable
 from echo_planes.weights.wire.signing import Signer
 
 CLOSE_S = 10.0
+PROGRESS_S = 3.0  # longest wait for a rank's word of where it is
 NODE_ID = "ray.io/node-id"  # label that every node of Ray has
 
 
@@ -194,7 +195,7 @@ class RemoteLearner:
         self._reference = reference
         settings = config.learner
         self._group, options = _ranks_together(settings, lasting_machines(config, machines()))
-        remote = ray.remote(LearnerProcess)
+        remote = ray.remote(concurrency_groups={PROGRESS: 1})(LearnerProcess)
         checkpoints = run_dir / "checkpoints"
         self._start_step = start_step
         self._places: list[str] = []
@@ -252,6 +253,17 @@ class RemoteLearner:
         stats: list[BroadcastStats] = await self._ranks[0].call("broadcasts")
         return stats
 
+    async def progress(self) -> dict[str, str]:
+        """Return where all ranks are, as one text."""
+        texts = await asyncio.gather(*(self._progress_of(rank) for rank in self._ranks))
+        return {"": "; ".join(f"rank {number} {text}" for number, text in enumerate(texts))}
+
+    async def _progress_of(self, rank: _Actor) -> str:
+        with suppress(RunError, TimeoutError):  # the call that is waited for reports a rank that is gone
+            async with asyncio.timeout(PROGRESS_S):
+                return str(await rank.call("progress"))
+        return "does not answer"
+
     async def mismatch(self, trajectories: Sequence[Trajectory]) -> float:
         """Return the mean |learner logprob - sampler logprob| on sampled tokens, nats."""
         batch = make_batch(0, [Group("probe", tuple(trajectories))], train_everything)
@@ -299,6 +311,9 @@ class RemoteWorker:
     ) -> list[Trajectory]:
         answers: list[Trajectory] = await self._actor.call("evaluate", indices, samples_per_prompt, draw)
         return answers
+
+    async def progress(self) -> dict[str, str]:
+        return dict(await self._actor.call("progress"))
 
     async def stats(self) -> WorkerStats:
         stats: WorkerStats = await self._actor.call("stats")

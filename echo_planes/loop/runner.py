@@ -7,6 +7,7 @@ raises a `RunError`.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from echo_planes.loop import events as ev
 from echo_planes.loop.controller import Controller
 from echo_planes.loop.evaluation import eval_draw, report_of
 from echo_planes.loop.planes import DataPlane, LearnerPlane, Observer, Planes, Worker
+from echo_planes.loop.watch import STALLED_S, Progress, Watch
 from echo_planes.types import (
     BufferCounts,
     Manifest,
@@ -34,6 +36,8 @@ T = TypeVar("T")
 STATS_EVERY_STEPS = 5
 STATS_S = 10.0  # longest wait for a worker's counters
 PAUSE_S = 30.0  # longest wait for a seeder to hand over its leases
+QUIET = ("learner start", "engine start")  # compiling, they may neither read nor write for a minute
+LEARNER = ""
 LEAVE_SHARE = 0.7  # of a leaving worker's time limit, to finish scoring its answers
 
 
@@ -104,6 +108,7 @@ class Runner:
         self._beside = beside
         self._ending = False
         self.stop_requested: ev.StopRequested | None = None  # the first request
+        self._watch = Watch(clock, self._ask_for_progress, self._tell_stall)
         self._collecting = asyncio.Lock()  # two collections at once could report counters in the wrong order
 
     def request_stop(self, reason: str, status: Literal["stopped", "spent"] = "stopped") -> None:
@@ -130,6 +135,7 @@ class Runner:
         """
         finish: ev.Finish | None = None
         try:
+            self._spawn(self._watch.run())
             self._spawn(self._start_learner())
             if self._beside:
                 self._spawn(self._beside(self))
@@ -184,12 +190,16 @@ class Runner:
             case ev.Publish(version):
                 await self._publish(version)
             case ev.FormBatch(step, wait_s, whole):
-                batch = await self._planes.data.next_batch(step, wait_s, whole)
+                limit_s = (
+                    wait_s + self._config.run.wait_limit_s
+                )  # of the buffer, which is to answer in wait_s
+                asked = self._planes.data.next_batch(step, wait_s, whole)
+                batch = await self._within("replay buffer", limit_s, asked)
                 await self._hear_complaints()
                 if isinstance(batch, TrainBatch):
                     self._events.put_nowait(ev.BatchReady(batch))
                 else:
-                    self._events.put_nowait(ev.BatchNotReady(batch.reason, batch.detail))
+                    self._events.put_nowait(ev.BatchNotReady(batch.reason, batch.detail, batch.moves))
             case ev.OpenWindow(seeders):
                 await asyncio.gather(*(self._let_sample(one, sample=True) for one in seeders))
             case ev.CloseWindow(seeders):
@@ -200,13 +210,13 @@ class Runner:
             case ev.Evaluate(step, worker_ids):
                 await self._evaluate(step, worker_ids)
             case ev.Checkpoint(step):
-                await self._save_checkpoint(step, self._planes.data, self._planes.learner)
+                saving = self._save_checkpoint(step, self._planes.data, self._planes.learner)
+                await self._moving("checkpoint", saving)
                 self._observer.on_event("checkpoint", f"step {step} saved")
                 self._free_since_s = self._clock.now_s()
                 self._events.put_nowait(ev.Checkpointed(step))
             case ev.AdjustLearner(adjustment):
-                limit_s = self._config.run.wait_limit_s
-                await self._within("learner adjustment", limit_s, self._planes.learner.adjust(adjustment))
+                await self._moving("learner adjustment", self._planes.learner.adjust(adjustment))
                 self._events.put_nowait(ev.Adjusted())
             case ev.LimitStaleness(max_staleness):
                 await self._planes.data.limit_staleness(max_staleness)
@@ -231,7 +241,7 @@ class Runner:
         with self._observer.phase("replay buffer"):
             await self._within("replay buffer start", limit_s, self._planes.data.ready())
         with self._observer.phase("learner"):
-            step = await self._within("learner start", limit_s, self._planes.learner.start(self._resume_dir))
+            step = await self._moving("learner start", self._planes.learner.start(self._resume_dir))
         self._steps_begun = step
         self._free_since_s = self._clock.now_s()
         self._events.put_nowait(ev.LearnerReady(step))
@@ -244,13 +254,12 @@ class Runner:
         if (worker_id, epoch) in self._ended:
             return
         self._observer.on_worker(replace(info, epoch=epoch), alive=True)
-        limit_s = self._config.run.wait_limit_s
         try:
             with self._observer.phase(f"rollout worker {worker_id} ({info.sku})"):
                 worker = await self._planes.spawn_worker(worker_id, epoch)
                 self._workers[worker_id] = (epoch, worker)
                 if (worker_id, epoch) not in self._ended:
-                    await self._within("engine start", limit_s, worker.start(), worker=worker_id)
+                    await self._moving("engine start", worker.start(), worker=worker_id)
             if (worker_id, epoch) not in self._ended:
                 await self._planes.data.register(worker_id, epoch)
                 if worker_id in self._seeders:  # until a window opens
@@ -260,7 +269,8 @@ class Runner:
                 return
             self._built.add((worker_id, epoch))
             self._events.put_nowait(ev.WorkerReady(worker_id, epoch))
-            await worker.run()
+            with self._watch.over("sampling", worker_id):
+                await worker.run()
         except (RunError, LeaseError, ClusterError) as why:  # LeaseError: the data plane fenced the worker
             await self._hear_complaints()
             self._lost(worker_id, epoch, str(why))
@@ -302,15 +312,14 @@ class Runner:
     async def _publish(self, version: int) -> None:
         begun_s = self._clock.now_s()
         self._idle_s += begun_s - self._free_since_s  # a starved learner publishes while it waits
-        limit_s = self._config.run.wait_limit_s
         is_first = self._manifest is None
         with self._observer.phase("first publication") if is_first else nullcontext():
-            manifest = await self._within(
-                "publication", limit_s, self._planes.learner.publish(version), version=version
+            manifest = await self._moving(
+                "publication", self._planes.learner.publish(version), version=version
             )
             # The data plane must know a version before any worker can have it.
             await self._planes.data.publish(manifest.version, manifest.digest)
-            await self._within("commit", limit_s, self._planes.learner.commit(version), version=version)
+            await self._moving("commit", self._planes.learner.commit(version), version=version)
         self._manifest = manifest
         self._observer.on_published(manifest, self._clock.now_s() - begun_s)
         self._free_since_s = self._clock.now_s()
@@ -322,12 +331,8 @@ class Runner:
             return
         version = manifest.version
         try:
-            report = await self._within(
-                "weight install",
-                self._config.run.wait_limit_s,
-                current[1].install(manifest, fresh),
-                worker=worker_id,
-                version=version,
+            report = await self._moving(
+                "weight install", current[1].install(manifest, fresh), worker=worker_id, version=version
             )
         except RunError as why:
             self._lost(worker_id, epoch, str(why))
@@ -346,16 +351,16 @@ class Runner:
         self._events.put_nowait(ev.Installed(report, epoch))
 
     async def _train(self, batch: TrainBatch, whole: TrainBatch) -> None:
-        learner, limit_s = self._planes.learner, self._config.run.wait_limit_s
+        learner = self._planes.learner
         self._idle_s += self._clock.now_s() - self._free_since_s
         if not batch.last:
-            await self._within("learner step", limit_s, learner.train_part(batch))
+            await self._moving("learner step", learner.train_part(batch))
             self._free_since_s = self._clock.now_s()
             self._events.put_nowait(ev.PartDone())
             return
         idle_s, self._idle_s = self._idle_s, 0.0
         self._steps_begun = batch.step + 1
-        stats = await self._within("learner step", limit_s, learner.train_step(batch))
+        stats = await self._moving("learner step", learner.train_step(batch))
         self._free_since_s = self._clock.now_s()
         # Report before any action on the step, so that its figures show the settings it was trained with.
         if self.controller.seeding is not None:
@@ -393,12 +398,8 @@ class Runner:
         epoch, worker = current
         num_samples = self._config.eval.samples_per_prompt
         try:
-            answers = await self._within(
-                "evaluation",
-                self._config.run.wait_limit_s,
-                worker.evaluate(share, num_samples, eval_draw(self._config)),
-                worker=worker_id,
-            )
+            asked = worker.evaluate(share, num_samples, eval_draw(self._config))
+            answers = await self._moving("evaluation", asked, worker=worker_id)
         except RunError as why:
             self._lost(worker_id, epoch, str(why))
             return None
@@ -449,8 +450,8 @@ class Runner:
         await self.collect_worker_stats()
         with suppress(RunError):  # the next call that needs the learner reports its loss
             # The learner answers only between two steps, and a step may be long.
-            asked, limit_s = self._planes.learner.broadcasts(), self._config.run.wait_limit_s
-            self._observer.on_broadcasts(await self._within("broadcast statistics", limit_s, asked))
+            asked = self._planes.learner.broadcasts()
+            self._observer.on_broadcasts(await self._moving("broadcast statistics", asked))
 
     async def _within(
         self, phase: str, limit_s: float, wait: Awaitable[T], *, worker: str = "-", version: int | None = None
@@ -460,6 +461,30 @@ class Runner:
                 return await wait
         except TimeoutError as why:
             raise WaitTimeoutError(phase, limit_s, worker=worker, version=version) from why
+
+    async def _moving(
+        self, phase: str, wait: Awaitable[T], *, worker: str = LEARNER, version: int | None = None
+    ) -> T:
+        """Wait for the learner, or a worker, as long as it moves: `run.wait_limit_s` is without progress."""
+        limit_s = self._config.run.wait_limit_s
+        stalled_s = math.inf if phase in QUIET else STALLED_S
+        progress: Progress | None = None
+        try:
+            async with asyncio.timeout(limit_s) as deadline:
+                with self._watch.over(phase, worker, deadline, limit_s, stalled_s) as progress:
+                    return await wait
+        except TimeoutError as why:
+            seen = progress.seen if progress else ""
+            raise WaitTimeoutError(phase, limit_s, worker=worker or "-", version=version, seen=seen) from why
+
+    async def _ask_for_progress(self, who: str) -> Mapping[str, str]:
+        if who == LEARNER:
+            return await self._planes.learner.progress()
+        current = self._workers.get(who)
+        return await current[1].progress() if current else {}
+
+    def _tell_stall(self, text: str, who: str) -> None:
+        self._observer.on_event("stalled", text, worker=who)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import aiohttp
 import ray
 
-from echo_planes.cluster.process import enter_actor
+from echo_planes.cluster.process import enter_actor, io_mib
 from echo_planes.config.fleet import WorkerConfig
 from echo_planes.config.schema import Config
 from echo_planes.errors import RunError
@@ -66,6 +66,7 @@ class WorkerProcess:
         self._weights = NodeSource(link.lineage, 0.9 * config.run.wait_limit_s)
         self._node: WorkerNode | None = None
         self._started: RolloutWorker | None = None
+        self._is_starting = False
         self._ends_unix_s: float | None = None  # when the cloud will take the machine
 
     async def join(self, sender: str) -> None:
@@ -94,7 +95,9 @@ class WorkerProcess:
             kind=kind,
             sampling=config.sampling,
         )
+        self._is_starting = True
         await asyncio.gather(self._started.start(), self._scorer.start())
+        self._is_starting = False
 
     @property
     def _worker(self) -> RolloutWorker:
@@ -132,6 +135,14 @@ class WorkerProcess:
         self, indices: Sequence[int], samples_per_prompt: int, draw: Draw | None
     ) -> list[Trajectory]:
         return await self._worker.evaluate(indices, samples_per_prompt, draw)
+
+    async def progress(self) -> dict[str, str]:
+        """Return how far the worker is with what may be waited for; see `loop.watch`."""
+        found = await self._started.progress() if self._started else {}
+        if self._is_starting:
+            found["engine start"] = f"{io_mib()} MiB read and written"
+        found["weight install"] = f"{await self._weights.received_bytes()} bytes of weights received"
+        return found
 
     async def stats(self) -> WorkerStats:
         stats = await self._worker.stats()

@@ -99,6 +99,7 @@ class RolloutWorker:
         self._sending = asyncio.Lock()  # one message at a time, so that their order is kept
         self._stopping = False
         self._evaluating = False
+        self._evaluated_tokens = 0
         self._leaving = False  # takes no new leases any more
         self._paused = False  # takes none until `resume`
         self._trajectories = 0
@@ -239,6 +240,10 @@ class RolloutWorker:
         """Answer held-out prompts with the weights that serve now. `draw`: None means as for training."""
         self._evaluating = True
         self._account()
+
+        def on_piece(number: int, context: tuple[int, ...], piece: Sample) -> None:
+            self._evaluated_tokens += len(piece.token_ids)
+
         try:
             groups = await asyncio.gather(
                 *(
@@ -246,7 +251,7 @@ class RolloutWorker:
                         f"eval-{i}",
                         self._task.eval_prompt(i),
                         samples_per_prompt,
-                        lambda *_: None,
+                        on_piece,
                         lambda: None,
                         draw=draw,
                     )
@@ -257,6 +262,19 @@ class RolloutWorker:
             self._evaluating = False
             self._account()
         return [trajectory for group in groups for trajectory in group.trajectories]
+
+    async def progress(self) -> dict[str, str]:
+        """Return how far "sampling" and "evaluation" are, as texts that change with every token and group."""
+        found = {}
+        if self._work:
+            scoring = sum(not work.sampling for work in self._work.values())
+            found["sampling"] = (
+                f"{self._load.tokens} tokens sampled, {len(self._work)} groups in flight, {scoring} of them "
+                "wait for rewards"
+            )
+        if self._evaluating:
+            found["evaluation"] = f"{self._evaluated_tokens} tokens sampled for evaluations"
+        return found
 
     async def stats(self) -> WorkerStats:
         """Return the counters of this incarnation."""

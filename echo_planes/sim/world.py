@@ -194,7 +194,7 @@ class World:
 
     def _on_batch(self, step: int, found: list[Accepted] | NotReady) -> None:
         if isinstance(found, NotReady):
-            self.tell(ev.BatchNotReady(found.reason, found.detail))
+            self.tell(ev.BatchNotReady(found.reason, found.detail, found.moves))
             return
         self._chosen += found
         self._num_new = len(found)

@@ -92,6 +92,7 @@ class Faults:
     broken_workers: set[str] = field(default_factory=set)  # refuse all weights
     learner_dies_at_step: int | None = None
     learner_dies_after: int = 0  # parts of that step
+    learner_stands_still_at_step: int | None = None
     k3: Callable[[int, Adjustment], float] | None = None  # k3 of a step under the guard's adjustment, nats
     forgets_at: int | None = None  # first version whose answers are all wrong
     mismatch: float = 0.0  # between learner and sampler on the same version, nats
@@ -191,6 +192,7 @@ class FakeLearner:
         self._faults = faults
         self._last = -1
         self._adjustment = Adjustment()
+        self._stands_still = False
         self.step = 0
         self.parts = 0  # of the present step, begun
 
@@ -219,11 +221,19 @@ class FakeLearner:
     async def train_part(self, batch: TrainBatch) -> None:
         await self._train(batch)
 
+    async def progress(self) -> dict[str, str]:
+        """Return a text that changes with time, unless the learner stands still."""
+        now_s = asyncio.get_running_loop().time()
+        return {"": "micro-batch 1 of 2" if self._stands_still else f"micro-batch {now_s:.0f}"}
+
     async def _train(self, batch: TrainBatch) -> None:
         """Die if that is due, else take the time of a step, or of this part of one."""
         self.parts += 1
         if self._faults.learner_dies_at_step == batch.step and self.parts > self._faults.learner_dies_after:
             raise RunError(f"the learner was killed at step {batch.step}")
+        if self._faults.learner_stands_still_at_step == batch.step:
+            self._stands_still = True
+            await asyncio.get_running_loop().create_future()  # never answers
         share = batch.num_trajectories / batch.step_trajectories if batch.step_trajectories else 1.0
         await asyncio.sleep(self._t_train_s * share)
 

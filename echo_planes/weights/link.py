@@ -98,7 +98,7 @@ class NodeSource:
 
     Args:
         lineage: lineage of the versions to ask for.
-        wait_s: seconds that a version may take to arrive.
+        wait_s: longest wait for a version without a byte of weights, seconds.
     """
 
     def __init__(self, lineage: str, wait_s: float) -> None:
@@ -117,6 +117,10 @@ class NodeSource:
     async def settled(self, version: int, ok: bool) -> str:
         """See `WeightSource.settled`."""
         return await self._running().settled(version, ok)
+
+    async def received_bytes(self) -> int:
+        """Return the bytes of weights that the node has received; 0 before it runs."""
+        return 0 if self.node is None else int((await self.node.status())["bytes_received"])
 
     def _running(self) -> WorkerNode:
         if self.node is None:

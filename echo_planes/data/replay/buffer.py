@@ -106,6 +106,10 @@ class ReplayBuffer:
         self._part_groups = part_groups
         self._taken = 0  # groups of the present step, in parts that were formed
         self.accepted_s = 0.0  # when the youngest buffered group was accepted
+        # Accepted groups, and messages with tokens. After a batch of leases in a row that came to nothing,
+        # tokens count no more: without that, a run whose every answer is refused would never end.
+        self.moves = 0
+        self._ended_in_vain = 0  # leases since the last accepted group
         self._samples = samples_per_prompt
         self._lineage = lineage
         self._rng = np.random.default_rng(seed)
@@ -331,6 +335,7 @@ class ReplayBuffer:
             except LeaseError as why:
                 fault = Fault("unspanned", f"lease {message.lease_id}: {why}")
             if fault is None:
+                self.moves += bool(message.pieces) and self._ended_in_vain < self._groups_per_step
                 kept[message.lease_id] = message  # a lease may have several messages, and counts once
             else:
                 self._give_back([self._leases.give_up(message.lease_id)])
@@ -359,7 +364,10 @@ class ReplayBuffer:
         self._count(accepted=self._samples, accepted_tokens=sampled)
         self._partials.finished(sampled)
         taken = Accepted.of(group)
-        if not is_admissible(taken.version, self._step, self._staleness.max_staleness):
+        admissible = is_admissible(taken.version, self._step, self._staleness.max_staleness)
+        self.moves += admissible
+        self._ended_in_vain = 0 if admissible else self._ended_in_vain + 1
+        if not admissible:
             self._drop(taken)
         elif self._is_to_be_replaced(group):
             self._count(uninformative=self._samples, uninformative_tokens=sampled)
@@ -377,6 +385,7 @@ class ReplayBuffer:
         ended = self._leases.expire(now_s)
         if ended:
             self._count(expired=len(ended))
+            self._ended_in_vain += len(ended)
             self._give_back(ended)
         return len(ended)
 
@@ -420,7 +429,8 @@ class ReplayBuffer:
         )
         if urgent is None:
             held = min(self._admissible_leases(), key=lambda lease: lease.version)
-            return NotReady("holding", f"for version {held.version} on worker {held.worker_id}")
+            detail = f"for version {held.version} on worker {held.worker_id}"
+            return NotReady("holding", detail, self.moves)
         sequences = choose(
             self._index,
             num_new,
@@ -515,8 +525,10 @@ class ReplayBuffer:
         newest = max(self._workers.versions, default=-1)
         serving = newest >= 0 and is_admissible(newest, self._step, self._staleness.max_staleness)
         if not serving and self._outstanding() < self._groups_per_step:
-            return NotReady("starved", f"{have}; newest version any worker serves is {newest}")
-        return NotReady("filling", f"{have}; {len(self._leases)} leased to {len(self._workers)} workers")
+            detail = f"{have}; newest version any worker serves is {newest}"
+            return NotReady("starved", detail, self.moves)
+        detail = f"{have}; {len(self._leases)} leased to {len(self._workers)} workers"
+        return NotReady("filling", detail, self.moves)
 
     def _attempt_failed(self, lease: Lease, group: Group, fault: Fault) -> None:
         """Count a refused group, and return its prompt unless this was the last attempt.
@@ -525,6 +537,7 @@ class ReplayBuffer:
         """
         self.last_failure = fault.detail
         self._count(refused=self._samples)
+        self._ended_in_vain += 1
         attempts = self._attempts.get(lease.prompt.index, 0) + 1
         self._attempts[lease.prompt.index] = attempts
         is_last = attempts >= MAX_ATTEMPTS

@@ -20,6 +20,7 @@ class NotReady:
 
     reason: Literal["starved", "holding", "filling"]
     detail: str = ""
+    moves: int = 0  # `ReplayBuffer.moves`
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,15 +43,22 @@ class RemoteObjects:
         loop: the event loop of `session`.
         url: base URL of the store or the snapshot at the sender's node.
         shown: this node's credential with the sender's node.
+        received: called with the number of bytes of each piece that arrives.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, session: aiohttp.ClientSession, url: str, shown: str
+        self,
+        loop: asyncio.AbstractEventLoop,
+        session: aiohttp.ClientSession,
+        url: str,
+        shown: str,
+        received: Callable[[int], None],
     ) -> None:
         self._loop = loop
         self._session = session
         self._url = url
         self._shown = shown
+        self._received = received
 
     def read(self, name: str, max_bytes: int) -> bytes:
         """See `ObjectReader`."""
@@ -88,6 +95,7 @@ class RemoteObjects:
                 data = bytearray()
                 async for piece in response.content.iter_any():
                     data += piece
+                    self._received(len(piece))
                     if len(data) > max_bytes:
                         raise WeightsError(f"{path} has more than {max_bytes} bytes")
                 return bytes(data)

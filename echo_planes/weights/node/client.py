@@ -172,11 +172,11 @@ class WorkerNode:
         `full`. The manifest describes it. The node removes it at `settled`, or after staging two newer files.
 
         Args:
-            wait_s: how long to wait, seconds.
+            wait_s: longest wait without a byte, seconds.
             fresh: ask for a full file, whatever the engine has: after damage, or for a new engine.
 
         Raises:
-            WaitTimeoutError: not staged within `wait_s`; ask again, the transfer goes on.
+            WaitTimeoutError: no byte came for `wait_s`; ask again, the transfer goes on.
             WeightsError: `version` is here and was refused: another model's shapes, another digest.
             ClusterError: there is no room for the file.
         """

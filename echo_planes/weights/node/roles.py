@@ -66,6 +66,7 @@ class _Role:
             "node_id": self.settings.node_id,
             "role": self.settings.role,
             "bytes_sent": self.feeds.bytes_sent,
+            "bytes_received": self.shelf.received_bytes,
             "publications": [_described(holding) for holding in self.shelf.holdings.values()],
         }
 
@@ -265,7 +266,11 @@ class WorkerRole(_Role):
         if self.session is None:
             raise WeightsError("this node has not begun yet")
         url = f"{self.settings.sender}/v1/{path}"
-        return RemoteObjects(asyncio.get_running_loop(), self.session, url, self.settings.token)
+        token, loop = self.settings.token, asyncio.get_running_loop()
+        return RemoteObjects(loop, self.session, url, token, self._caught_up)
+
+    def _caught_up(self, size_bytes: int) -> None:
+        self.shelf.received_bytes += size_bytes
 
     async def _staged(self, request: web.Request) -> web.Response:
         asked = await read_message(request, StagedAsked)

@@ -95,6 +95,7 @@ class Shelf:
         self.limits = limits
         self.admission = Admission(lineage)
         self.changed = asyncio.Event()  # set at the next change, then replaced
+        self.received_bytes = 0  # of sound chunks and of catch-ups, since the node's start
         self._verifier = verifier
         self._folder = folder
         self.unwanted: dict[PublicationKey, None] = {}  # cancelled, refused by `admission`, or superseded
@@ -144,6 +145,7 @@ class Shelf:
             )
             transfer.keep(frame.segment_index, frame.chunk_index)
             holding.arrivals.append(transfer.chunk_number(frame.segment_index, frame.chunk_index))
+            self.received_bytes += len(frame.data)
             self._progressed(holding)
         return verdict
 

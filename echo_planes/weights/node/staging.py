@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 CatchUp = Callable[[Holding], Awaitable[None]]  # stages the way to a publication, and the publication
 FIRST_RETRY_S = 1.0  # after an attempt to catch up that failed; doubled each time
 MAX_RETRY_S = 30.0
+LOOK_S = 5.0  # between two looks at the bytes received, while a version is waited for
 
 
 class Staging:
@@ -65,13 +66,13 @@ class Staging:
             self._notify()
 
     async def staged(self, lineage: str, version: int, wait_s: float, fresh: bool) -> Staged | None:
-        """Return the file for `version` or a later one of `lineage`; None if none came within `wait_s`.
+        """Return the file for `version` or a later one of `lineage`; None if no byte came for `wait_s`.
 
         Raises:
             WeightsError: the version is here and was refused.
             ClusterError: there is no room for the file.
         """
-        deadline_s = time.monotonic() + wait_s
+        deadline_s, received_bytes = time.monotonic() + wait_s, self._shelf.received_bytes
         while True:
             advanced = self._advanced
             position = self.position
@@ -80,11 +81,12 @@ class Staging:
             for key, reason in self.refused.items():
                 if (key.lineage, key.version) == (lineage, version) and not self._may_still_come(key):
                     raise WeightsError(reason)
+            if received_bytes != self._shelf.received_bytes:
+                deadline_s, received_bytes = time.monotonic() + wait_s, self._shelf.received_bytes
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 return None
-            if not await happens(advanced, left_s):
-                return None
+            await happens(advanced, min(left_s, LOOK_S))
 
     async def settled(self, version: int, ok: bool) -> None:
         """Note that the engine has installed `version` (`ok`) or refused it."""
