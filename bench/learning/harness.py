@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echo_planes.cluster.process import free_port
 from echo_planes.config.schema import Config
 from echo_planes.data.tasks.adapter import TaskAdapter
 from echo_planes.data.tasks.registry import build_adapter, load_tokenizer
 from echo_planes.errors import DivergedError
 from echo_planes.learning.guard import GuardFigures, figures_of
 from echo_planes.learning.learner import Learner
+from echo_planes.learning.meeting import alone
 from echo_planes.learning.policy_model import load_policy
 from echo_planes.types import Episode, Prompt, Span, TrainBatch
 
@@ -121,7 +121,7 @@ class Loop:
         tokenizer = load_tokenizer(config.model.folder)
         self._sampler = Sampler(config, build_adapter(config.task, tokenizer, setup.seed))
         torch.manual_seed(setup.seed)
-        self.learner = Learner(config, 0, 1, free_port(), folder)
+        self.learner = Learner(config, 0, 1, alone(), folder)
         self.learner.start()
         self.lag = setup.lag  # may be lowered while it runs
         self._versions: deque[Weights] = deque(maxlen=setup.lag + 1)

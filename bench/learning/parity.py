@@ -41,11 +41,11 @@ import torch
 
 from bench.learning.harness import Setup, train
 from bench.learning.intervals import Interval, interval
-from echo_planes.cluster.process import free_port
 from echo_planes.config.schema import Config
 from echo_planes.data.tasks.registry import build_adapter, load_tokenizer
 from echo_planes.errors import DataError
 from echo_planes.learning.learner import Learner
+from echo_planes.learning.meeting import alone
 from echo_planes.types import FloatArray, IntArray, TrainBatch
 
 BASELINE = Path(__file__).resolve().parents[1] / "trl_baseline.py"
@@ -199,7 +199,7 @@ def replay(recording: Path, *, given_advantages: bool = False, objective: str = 
     )
     start = np.load(recording / "start.npz")
     with tempfile.TemporaryDirectory() as folder:
-        learner = Learner(config, 0, 1, free_port(), Path(folder))
+        learner = Learner(config, 0, 1, alone(), Path(folder))
         learner.start()
         try:
             tap = _Tap(learner)

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import secrets
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -119,10 +118,3 @@ def io_mib() -> int:
             counters = process.io_counters()
             total_bytes += counters.read_bytes + counters.write_bytes
     return int(total_bytes) >> 20
-
-
-def free_port(host: str = LOOPBACK) -> int:
-    """Return a port that is free now on an address of this machine, or on all of them ("")."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

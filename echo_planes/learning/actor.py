@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from echo_planes.cluster.clock import MonotonicClock
-from echo_planes.cluster.process import LOOPBACK, enter_actor, free_port, io_mib, settle
+from echo_planes.cluster.process import LOOPBACK, enter_actor, io_mib, settle
 from echo_planes.config.schema import Config
 from echo_planes.errors import RunError
 from echo_planes.types import Adjustment, BroadcastStats, FloatArray, Manifest, StepStats, TrainBatch
@@ -27,6 +27,8 @@ from echo_planes.weights.publisher import Publisher
 from echo_planes.weights.wire.signing import Signer
 
 if TYPE_CHECKING:
+    from torch.distributed import Store
+
     from echo_planes.learning.learner import Learner
 
 
@@ -53,6 +55,7 @@ class LearnerProcess:
         self._config = config
         self._make_learner = partial(Learner, config, rank, world_size, failure_dir=failure_dir)
         self._learner_or_none: Learner | None = None
+        self._store: Store | None = None  # at which the ranks meet
         self._node: SenderNode | None = None
         self._publisher: Publisher | None = None
         self._choice: CodecChoice | None = None
@@ -81,11 +84,17 @@ class LearnerProcess:
         """Return the address and port at which the ranks are to meet. Rank 0 only.
 
         The address is MASTER_ADDR if that is set, else loopback for ranks that are `together` on one machine,
-        else this machine's. The port is `learner.master_port`, else one that is free.
+        else this machine's. The port is `learner.master_port`, else one that is free. Raises as `open_store`.
         """
-        own = LOOPBACK if together else str(ray.util.get_node_ip_address())
-        # Free on every address: MASTER_ADDR may name another than Ray's.
-        return os.environ.get("MASTER_ADDR", own), self._config.learner.master_port or free_port("")
+        from echo_planes.learning.meeting import alone, open_store
+
+        ranks = self._config.learner.num_ranks
+        if ranks == 1:
+            self._store = alone()
+            return LOOPBACK, 0
+        host = os.environ.get("MASTER_ADDR", LOOPBACK if together else str(ray.util.get_node_ip_address()))
+        self._store, port = open_store(host, self._config.learner.master_port, ranks)
+        return host, port
 
     def start(self, checkpoint: Path | None, host: str, port: int) -> None:
         """Load the model, meet the other ranks, and load the state in the folder `checkpoint`, if any.
@@ -97,7 +106,11 @@ class LearnerProcess:
 
             check_gpu(self._config.learner.rank_resources["GPU"])
         os.environ["MASTER_ADDR"] = host
-        self._learner_or_none = self._make_learner(master_port=port)
+        if self._store is None:
+            from echo_planes.learning.meeting import join_store
+
+            self._store = join_store(host, port, self._config.learner.num_ranks)
+        self._learner_or_none = self._make_learner(store=self._store)
         self._learner.start()
         if self._publisher is not None:
             warm_up()

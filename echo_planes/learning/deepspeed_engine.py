@@ -9,17 +9,17 @@ import gc
 import json
 import os
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from echo_planes.config.schema import LearnerConfig
 from echo_planes.errors import ClusterError, ConfigError, DataError
 from echo_planes.learning.device_scan import DeviceMirror, host_copy, leaves_room
-from echo_planes.learning.meeting import meet
+from echo_planes.learning.meeting import MEETING_LIMIT
 from echo_planes.learning.policy_model import PolicyModel, layers_of
 from echo_planes.weights.digest import BitArray
 
@@ -64,8 +64,7 @@ class DeepSpeedEngine:
     Args:
         model: the policy, its parameters in `dtype`.
         config: `learner` settings.
-        master_port: torch.distributed port on MASTER_ADDR (this host unless the environment says otherwise).
-        timeout_s: longest wait for another rank.
+        store: store of the ranks' group (`meeting`).
     """
 
     def __init__(
@@ -77,15 +76,14 @@ class DeepSpeedEngine:
         dtype: torch.dtype,
         rank: int,
         world_size: int,
-        master_port: int,
-        timeout_s: float,
+        store: Store,
     ) -> None:
         self.device = device
         self._config = config
         self._rank = rank
         self._world_size = world_size
         self._dtype = dtype
-        _set_environment(device, rank, world_size, master_port)
+        _set_environment(device, rank, world_size)
         import deepspeed
         from deepspeed.ops import __compatible_ops__
 
@@ -95,13 +93,12 @@ class DeepSpeedEngine:
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
         # Keep DeepSpeed's errors, without its progress report on standard output.
         deepspeed.logger.setLevel("ERROR")
-        backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
-        store = meet(rank, world_size, master_port, timeout)
+        backend = "nccl" if device.type == "cuda" else "gloo"
         # DeepSpeed uses a group that exists already. One that it made itself would listen on all addresses.
         torch.distributed.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+            backend, store=store, rank=rank, world_size=world_size, timeout=MEETING_LIMIT
         )
-        deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout)
+        deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=MEETING_LIMIT)
         self._mirror: DeviceMirror | None = None
         self._trained = False  # whether this engine has made an update: its peak of memory is then known
         self._deepspeed = deepspeed
@@ -261,10 +258,9 @@ class DeepSpeedEngine:
             torch.distributed.barrier()
 
 
-def _set_environment(device: torch.device, rank: int, world_size: int, master_port: int) -> None:
+def _set_environment(device: torch.device, rank: int, world_size: int) -> None:
     """Set the environment variables that torchrun would have set."""
     os.environ.update(
-        MASTER_PORT=str(master_port),
         RANK=str(rank),
         WORLD_SIZE=str(world_size),
         LOCAL_RANK=str(device.index or 0),

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
 from transformers import PreTrainedModel
 
 from echo_planes.config.extensions import extension
@@ -126,13 +127,11 @@ class Learner:
     Args:
         config: the run's settings.
         rank, world_size: place among the data-parallel ranks, and their number.
-        master_port: torch.distributed port, the same on all ranks.
+        store: store at which the ranks meet (`meeting`).
         failure_dir: folder for a batch that made the loss or gradient non-finite.
     """
 
-    def __init__(
-        self, config: Config, rank: int, world_size: int, master_port: int, failure_dir: Path
-    ) -> None:
+    def __init__(self, config: Config, rank: int, world_size: int, store: Store, failure_dir: Path) -> None:
         budget = config.learner.micro_batch_tokens
         if budget < config.model.max_model_len:
             raise ConfigError(
@@ -142,7 +141,7 @@ class Learner:
         self._config = config
         self._rank = rank
         self._world_size = world_size
-        self._master_port = master_port
+        self._store = store
         self._failure_dir = failure_dir
         self._engine_or_none: DeepSpeedEngine | None = None
         self._reference: PolicyModel | None = None
@@ -196,8 +195,7 @@ class Learner:
             dtype=dtype,
             rank=self._rank,
             world_size=self._world_size,
-            master_port=self._master_port,
-            timeout_s=config.run.wait_limit_s,
+            store=self._store,
         )
         self.doing = "probing the layout of batches"
         probe_layout(

@@ -18,42 +18,71 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 from echo_planes.cluster.process import LOOPBACK
 from echo_planes.errors import ClusterError, ConfigError
 
+# Of one wait of a rank for the others. The run's own limits, which progress renews, are far shorter.
+MEETING_LIMIT = timedelta(days=1)
 
-def meet(rank: int, world_size: int, port: int, timeout: timedelta) -> Store:
-    """Return the store of a process group: in memory for one rank, else at MASTER_ADDR (default: loopback).
 
-    Also restrict gloo and NCCL to the interface of that address, unless the environment names another.
+def alone() -> Store:
+    """Return the store of a group of one rank. It is in memory, and nothing listens."""
+    _keep_to(LOOPBACK)
+    return HashStore()
+
+
+def open_store(host: str, port: int | None, world_size: int) -> tuple[Store, int]:
+    """Open the store at which `world_size` ranks meet; return it with its port. Rank 0 only.
+
+    It listens when this returns, so the others are told where only then. A rank that comes before would try
+    again after ever longer pauses (27 s after 100 s), and look up the address's name for each try, which takes
+    10 s where no name server answers.
+
+    Args:
+        host: MASTER_ADDR: this machine, as the others reach it.
+        port: a port; None: one that is free.
+        world_size: number of ranks.
 
     Raises:
-        ConfigError: MASTER_ADDR cannot be resolved, or is not an address at which other machines find rank 0.
+        ConfigError: `host` cannot be resolved, or is not an address at which other machines find rank 0.
         ClusterError: the port is taken.
     """
-    host = os.environ.setdefault("MASTER_ADDR", LOOPBACK)
-    address = LOOPBACK if world_size == 1 else master_address(host, _resolved(host))
-    name = interface(_own_address(rank, address), _addresses())
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # NCCL takes a name without = as a prefix
-    if world_size == 1:
-        return HashStore()
-    if rank > 0:
-        return TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+    address = master_address(host, _resolved(host))
+    _keep_to(address)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, port), family=family, backlog=world_size)
+        listener = socket.create_server((address, port or 0), family=family, backlog=world_size)
     except OSError as error:
         raise ClusterError(
             f"learner.master_port={port}: rank 0 cannot listen on {address} ({error.strerror}); choose "
             "another port, or leave it out for a free one"
         ) from error
-    return TCPStore(
+    number = int(listener.getsockname()[1])
+    store = TCPStore(
         address,
-        port,
+        number,
         world_size,
         is_master=True,
-        timeout=timeout,
+        timeout=MEETING_LIMIT,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
+    return store, number
+
+
+def join_store(host: str, port: int, world_size: int) -> Store:
+    """Join the store that rank 0 has opened.
+
+    Raises:
+        ConfigError: `host` cannot be resolved.
+    """
+    address = _resolved(host)
+    _keep_to(_own_address(address))
+    return TCPStore(address, port, world_size, is_master=False, timeout=MEETING_LIMIT)
+
+
+def _keep_to(address: str) -> None:
+    """Restrict gloo and NCCL to the interface of an address, unless the environment names another one."""
+    name = interface(address, _addresses())
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # NCCL takes a name without = as a prefix
 
 
 def master_address(host: str, address: str) -> str:
@@ -93,10 +122,8 @@ def _resolved(host: str) -> str:
         raise ConfigError(f"MASTER_ADDR={host}: no such host ({error.strerror})") from error
 
 
-def _own_address(rank: int, master: str) -> str:
+def _own_address(master: str) -> str:
     """Return the address from which this machine reaches rank 0."""
-    if rank == 0:
-        return master
     family = socket.AF_INET6 if ":" in master else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((master, 9))  # on a datagram socket this sends nothing

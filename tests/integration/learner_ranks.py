@@ -11,19 +11,21 @@ part of its step. `chunk_logits`: most logits held at once.
 from __future__ import annotations
 
 import json
-import socket
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from echo_planes.config.schema import Config
 from echo_planes.types import TrainBatch
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 VOCABULARY = 48
 TOKEN_COLUMNS = ("token_ids", "loss_mask", "sampler_logprobs", "token_versions")
@@ -91,19 +93,21 @@ def parts_of(batch: TrainBatch, sizes: Sequence[int]) -> list[TrainBatch]:
     return parts
 
 
-def agreed_port(path: Path, rank: int) -> int:
-    """A port that is free now, found by rank 0 and told to the others in a file."""
+def meet(path: Path, rank: int, world_size: int) -> Store:
+    """The store of the ranks; rank 0 tells its port to the others in a file."""
+    from echo_planes.learning.meeting import join_store, open_store
+
     if rank == 0:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        store, port = open_store("127.0.0.1", None, world_size)
         path.with_suffix(".new").write_text(str(port))
         path.with_suffix(".new").rename(path)
+        return store
     deadline_s = time.monotonic() + LIMIT_S
     while not path.exists():
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"rank 0 has not written {path} within {LIMIT_S:.0f} s")
         time.sleep(0.02)
-    return int(path.read_text())
+    return join_store("127.0.0.1", int(path.read_text()), world_size)
 
 
 def main(spec: dict[str, Any], rank: int) -> None:
@@ -114,8 +118,8 @@ def main(spec: dict[str, Any], rank: int) -> None:
     if spec.get("killed"):
         begin_a_step({**spec, "out": f"{spec['out']}-killed"}, rank)
     config = Config.model_validate(spec["config"])
-    port = agreed_port(Path(f"{spec['out']}.port"), rank)
-    learner = Learner(config, rank, spec["world_size"], port, Path(spec["out"]).parent / "failures")
+    store = meet(Path(f"{spec['out']}.port"), rank, spec["world_size"])
+    learner = Learner(config, rank, spec["world_size"], store, Path(spec["out"]).parent / "failures")
     learner.start()
     if spec.get("load_from"):
         learner.load(Path(spec["load_from"]))
@@ -153,8 +157,8 @@ def begin_a_step(spec: dict[str, Any], rank: int) -> None:
     from echo_planes.learning.learner import Learner
 
     config = Config.model_validate(spec["config"])
-    port = agreed_port(Path(f"{spec['out']}.port"), rank)
-    learner = Learner(config, rank, spec["world_size"], port, Path(spec["out"]).parent / "failures")
+    store = meet(Path(f"{spec['out']}.port"), rank, spec["world_size"])
+    learner = Learner(config, rank, spec["world_size"], store, Path(spec["out"]).parent / "failures")
     learner.start()
     learner.load(Path(spec["load_from"]))
     learner.train_part(parts_of(make_batch(spec["first_step"]), spec["parts"])[0])

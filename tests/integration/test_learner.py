@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from transformers import (
 from echo_planes.config.schema import Config
 from echo_planes.errors import ConfigError, DataError, DivergedError, ModelError
 from echo_planes.learning.learner import Learner
+from echo_planes.learning.meeting import alone
 from echo_planes.learning.policy_model import load_policy, nucleus
 from echo_planes.types import TrainBatch
 from tests.integration.learner_ranks import LIMIT_S, VOCABULARY, make_batch
@@ -385,11 +385,8 @@ def test_a_ratio_against_the_sampler_equals_the_plain_loop(
 @contextmanager
 def learner_here(tmp_path: Path, folder: Path, **changes: Any) -> Iterator[Learner]:
     """A one-rank learner in this process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     config = Config.model_validate(settings(folder, 1, "fp32", **changes))
-    learner = Learner(config, 0, 1, port, tmp_path / "failures")
+    learner = Learner(config, 0, 1, alone(), tmp_path / "failures")
     learner.start()
     try:
         yield learner
@@ -665,4 +662,4 @@ def test_a_folder_without_a_model_is_a_users_mistake(tmp_path: Path) -> None:
 def test_a_learner_that_was_never_started_closes(model_folder: Path, tmp_path: Path) -> None:
     """Its owner closes what else it has then, such as the node that sends weights."""
     config = Config.model_validate(settings(model_folder, 0, "fp32"))
-    Learner(config, 0, 1, 0, tmp_path).close()
+    Learner(config, 0, 1, alone(), tmp_path).close()

@@ -50,7 +50,7 @@ def main() -> None:
     import ray
 
     from echo_planes.cluster import session as cluster
-    from echo_planes.learning.actor import LearnerProcess
+    from echo_planes.learning.actor import PROGRESS, LearnerProcess
 
     class Rank(LearnerProcess):
         def visible(self) -> str:
@@ -60,7 +60,7 @@ def main() -> None:
     ray.init = lambda **options: init(**options, num_gpus=1)
     with cluster.ray_session(load_config(["fleet=single"])) as config:
         ranks = {
-            amount: ray.remote(Rank)
+            amount: ray.remote(concurrency_groups={PROGRESS: 1})(Rank)
             .options(num_cpus=0, num_gpus=amount)
             .remote(config, 0, 1, Path("failures"))
             for amount in (0, 1)

@@ -13,17 +13,11 @@ import pytest
 from bench.chaos.machines import USUAL, Machines, shut_off, up
 from tests.integration.harness import ROOT, program, summary
 from tests.integration.netns import missing
-from tests.thorough import THOROUGH
 
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.timeout(600),
     pytest.mark.skipif(bool(missing()), reason=f"not shown: {missing()}"),
-    # On busy cores the second rank hangs in about one start of ten, in the constructor of its TCPStore.
-    pytest.mark.skipif(
-        not THOROUGH,
-        reason="hangs in one start of ten on busy cores: set ECHO_PLANES_THOROUGH=1",
-    ),
 ]
 
 STEPS = 3

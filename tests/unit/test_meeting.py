@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 
 import psutil
 import pytest
 
-from echo_planes.cluster.process import free_port
 from echo_planes.errors import ClusterError, ConfigError
 from echo_planes.learning import meeting
-from echo_planes.learning.meeting import interface, master_address, meet
+from echo_planes.learning.meeting import alone, interface, join_store, master_address, open_store
 
-LIMIT = timedelta(seconds=20)
-VARIABLES = ("MASTER_ADDR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @pytest.fixture(autouse=True)
@@ -34,16 +30,17 @@ def listening() -> set[tuple[str, int]]:
 
 def test_one_rank_meets_nobody_and_listens_nowhere() -> None:
     before = listening()
-    store = meet(0, 1, free_port(), LIMIT)
+    store = alone()
     store.set("key", "value")
     assert store.get("key") == b"value"
     assert listening() == before
 
 
 def test_several_ranks_of_one_machine_meet_on_loopback_alone() -> None:
-    before, port = listening(), free_port()
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda rank: meet(rank, 2, port, LIMIT), (0, 1))
+    before = listening()
+    first, port = open_store("127.0.0.1", None, 2)
+    assert listening() - before == {("127.0.0.1", port)}  # so the others may be told
+    second = join_store("127.0.0.1", port, 2)
     first.set("key", "value")
     assert second.get("key") == b"value"
     assert listening() - before == {("127.0.0.1", port)}
@@ -53,7 +50,7 @@ def test_several_ranks_of_one_machine_meet_on_loopback_alone() -> None:
 
 def test_what_the_environment_names_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    meet(0, 1, free_port(), LIMIT)
+    alone()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
@@ -61,7 +58,7 @@ def test_a_taken_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ClusterError, match=f"learner.master_port={port}: .* choose another"):
-            meet(0, 2, port, LIMIT)
+            open_store("127.0.0.1", port, 2)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +86,5 @@ def test_a_host_that_nobody_knows_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(meeting.socket, "getaddrinfo", fails)
-    monkeypatch.setenv("MASTER_ADDR", "nowhere")
     with pytest.raises(ConfigError, match="MASTER_ADDR=nowhere: no such host"):
-        meet(0, 2, free_port(), LIMIT)
+        open_store("nowhere", None, 2)
