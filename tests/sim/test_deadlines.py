@@ -1,0 +1,125 @@
+"""Deadlines of a run in virtual time: slow but honest work has none, what stands still is named and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+
+from echo_planes.errors import WaitTimeoutError
+from echo_planes.testing import simulation as simulations
+from echo_planes.testing.fakes import FakeEngine, FakeWeights
+from echo_planes.testing.simulation import Faults, Simulation, Trace, tiny_config
+from echo_planes.types import Manifest, Publication, Sample, Span, joined
+
+LIMIT_S = 300.0  # tiny_config's run.wait_limit_s
+SLOW_S = 1500.0  # of a step's training, of a group's sampling
+ANSWER_TOKENS = 60
+TRANSFER_S = 1310.0  # 16 GB at 100 Mbit/s
+
+
+def stalls(trace: Trace) -> list[str]:
+    return [line for line in trace.lines if line.startswith("stalled ")]
+
+
+def test_a_step_of_1500_s_is_trained(tmp_path: Path) -> None:
+    outcome, trace = Simulation(tiny_config(steps=3), tmp_path, t_train_s=SLOW_S).run()
+    assert (outcome.status, len(trace.batches), stalls(trace)) == ("done", 3, [])
+
+
+@pytest.mark.parametrize("max_staleness", [0, 3])
+def test_answers_of_1500_s_are_waited_for(
+    tmp_path: Path, max_staleness: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulations, "FakeEngine", Steady)
+    config = tiny_config(steps=3, max_staleness=max_staleness)
+    outcome, trace = Simulation(config, tmp_path, seconds_per_token=(SLOW_S / ANSWER_TOKENS, 20.0)).run()
+    assert (outcome.status, len(trace.batches)) == ("done", 3)
+
+
+class Steady(FakeEngine):
+    """An engine whose answers have 60 tokens; one that another worker began goes on where that one ended."""
+
+    async def generate(self, prompt_ids, *, num_samples, max_new_tokens, on_tokens, draw=None):  # type: ignore[no-untyped-def]
+        pieces: list[list[Sample]] = [[] for _ in range(num_samples)]
+        begun = prompt_ids.count(ord("x"))
+        for position in range(begun, ANSWER_TOKENS):
+            await asyncio.sleep(self._seconds_per_token)
+            last = "stop" if position == ANSWER_TOKENS - 1 else ""
+            spans = (Span(0, 1, self.version, self.digest),)
+            for number in range(num_samples):
+                piece = Sample((ord("x"),), (-0.5,), spans, last)
+                pieces[number].append(piece)
+                on_tokens(number, piece)
+        return [joined(sample) for sample in pieces]
+
+
+class Slow(FakeWeights):
+    """Weights that take as long as 16 GB at 100 Mbit/s."""
+
+    begun_s: float | None = None
+
+    async def staged(self, manifest: Manifest, fresh: bool) -> Publication:
+        Slow.begun_s = asyncio.get_running_loop().time()
+        await asyncio.sleep(TRANSFER_S)
+        return await super().staged(manifest, fresh)
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_weights_that_arrive_for_1310_s_are_waited_for_as_long_as_bytes_come(
+    tmp_path: Path, moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Receiving(simulations._LossyWorker):
+        async def progress(self) -> dict[str, str]:
+            now_s = asyncio.get_running_loop().time() if moves else 0.0
+            return {**await super().progress(), "weight install": f"{now_s:.0f} MB"}
+
+    monkeypatch.setattr(simulations, "FakeWeights", Slow)
+    monkeypatch.setattr(simulations, "_LossyWorker", Receiving)
+    config = tiny_config(steps=2, max_staleness=1)
+    outcome, trace = Simulation(config, tmp_path).run()
+    if moves:
+        assert (outcome.status, len(trace.batches)) == ("done", 2)
+    else:
+        assert outcome.status == "failed"
+        assert "without progress" in outcome.error
+        assert any("weight install has stood still" in line for line in stalls(trace))
+
+
+def test_a_learner_that_stands_still_is_named_within_a_minute_and_ends_the_run(tmp_path: Path) -> None:
+    simulation = Simulation(tiny_config(), tmp_path, faults=Faults(learner_stands_still_at_step=2))
+    told: list[tuple[float, str]] = []
+    tell = Trace.on_event
+
+    def on_event(self: Trace, kind: str, text: str, **where: object) -> None:
+        told.append((asyncio.get_running_loop().time(), f"{kind}: {text}"))
+        tell(self, kind, text, **where)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trace, "on_event", on_event)
+        with pytest.raises(WaitTimeoutError) as ended:
+            simulation.run()
+    assert "micro-batch 1 of 2" in str(ended.value)
+    assert "learner step" in str(ended.value)
+    ((at_s, line),) = [one for one in told if one[1].startswith("stalled: ")]
+    stood_s = re.search(r"learner step has stood still for (\d+) s: micro-batch 1 of 2", line)
+    assert stood_s
+    assert float(stood_s[1]) <= 60.0
+
+
+def test_a_worker_that_samples_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hanging(FakeEngine):
+        async def generate(self, prompt_ids, **asked):  # type: ignore[no-untyped-def]
+            if self._id == "w1" and self.version >= 2:
+                await asyncio.sleep(200.0)
+            return await super().generate(prompt_ids, **asked)
+
+    monkeypatch.setattr(simulations, "FakeEngine", Hanging)
+    outcome, trace = Simulation(tiny_config(steps=30), tmp_path, t_train_s=20.0).run()
+    assert outcome.status == "done"
+    lines = stalls(trace)
+    assert all(line.startswith("stalled w1 None sampling ") for line in lines)
+    assert "sampling has stood still for" in lines[0]
+    assert "groups in flight" in lines[0]
