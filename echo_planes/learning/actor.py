@@ -27,7 +27,7 @@ from echo_planes.weights.publisher import Publisher
 from echo_planes.weights.wire.signing import Signer
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
     from echo_planes.learning.learner import Learner
 

@@ -32,8 +32,8 @@ def open_store(host: str, port: int | None, world_size: int) -> tuple[Store, int
     """Open the store at which `world_size` ranks meet; return it with its port. Rank 0 only.
 
     It listens when this returns, so the others are told where only then. A rank that comes before would try
-    again after ever longer pauses (27 s after 100 s), and look up the address's name for each try, which takes
-    10 s where no name server answers.
+    again after ever longer pauses (27 s after 100 s), and look up the address's name for each try, which
+    takes 10 s where no name server answers.
 
     Args:
         host: MASTER_ADDR: this machine, as the others reach it.

@@ -7,7 +7,6 @@ raises a `RunError`.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from echo_planes.loop import events as ev
 from echo_planes.loop.controller import Controller
 from echo_planes.loop.evaluation import eval_draw, report_of
 from echo_planes.loop.planes import DataPlane, LearnerPlane, Observer, Planes, Worker
-from echo_planes.loop.watch import STALLED_S, Progress, Watch
+from echo_planes.loop.watch import Progress, Watch
 from echo_planes.types import (
     BufferCounts,
     Manifest,
@@ -467,11 +466,11 @@ class Runner:
     ) -> T:
         """Wait for the learner, or a worker, as long as it moves: `run.wait_limit_s` is without progress."""
         limit_s = self._config.run.wait_limit_s
-        stalled_s = math.inf if phase in QUIET else STALLED_S
         progress: Progress | None = None
         try:
             async with asyncio.timeout(limit_s) as deadline:
-                with self._watch.over(phase, worker, deadline, limit_s, stalled_s) as progress:
+                named = phase not in QUIET
+                with self._watch.over(phase, worker, deadline, limit_s, named=named) as progress:
                     return await wait
         except TimeoutError as why:
             seen = progress.seen if progress else ""

@@ -66,6 +66,8 @@ class Watch:
         ask: returns the progress of the learner ("") or of a worker, by id: texts by what is waited for, or
             one for all ("").
         tell: called with (text, worker id) when a wait stalls, and when it moves again.
+        look_s: time between two looks, seconds.
+        stalled_s: time without a change after which a wait is named, seconds.
     """
 
     def __init__(
@@ -73,10 +75,14 @@ class Watch:
         clock: Clock,
         ask: Callable[[str], Awaitable[Mapping[str, str]]],
         tell: Callable[[str, str], None],
+        look_s: float = LOOK_S,
+        stalled_s: float = STALLED_S,
     ) -> None:
         self._clock = clock
         self._ask = ask
         self._tell = tell
+        self._look_s = look_s
+        self._stalled_s = stalled_s
         self._waits: list[_Wait] = []
 
     @contextmanager
@@ -86,9 +92,14 @@ class Watch:
         who: str,
         deadline: asyncio.Timeout | None = None,
         limit_s: float = math.inf,
-        stalled_s: float = STALLED_S,
+        *,
+        named: bool = True,
     ) -> Iterator[Progress]:
-        """Watch a wait for `who`; progress moves `deadline` to `limit_s` seconds later."""
+        """Watch a wait for `who`; progress moves `deadline` to `limit_s` seconds later.
+
+        `named`: tell it if the wait stalls.
+        """
+        stalled_s = self._stalled_s if named else math.inf
         wait = _Wait(what, who, Progress(self._clock.now_s(), stalled_s), deadline, limit_s)
         self._waits.append(wait)
         try:
@@ -99,7 +110,7 @@ class Watch:
     async def run(self) -> None:
         """Look at all waits, again and again, until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(self._look_s)
             await asyncio.gather(*(self._look_at(who) for who in {wait.who for wait in self._waits}))
 
     async def _look_at(self, who: str) -> None:

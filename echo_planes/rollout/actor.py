@@ -26,6 +26,7 @@ from echo_planes.weights.node.client import WorkerNode
 
 NOTICE_EVERY_S = 2.0  # the shortest notice any cloud gives is 30 s
 NOTICE_LIMIT_S = 2.0
+NODE_ANSWER_S = 2.0  # longest wait for the weight node's word of its progress
 NOTICE_FAILURES = 10  # in a row; after more the worker ends, because it would miss a notice
 
 
@@ -141,8 +142,12 @@ class WorkerProcess:
         found = await self._started.progress() if self._started else {}
         if self._is_starting:
             found["engine start"] = f"{io_mib()} MiB read and written"
-        found["weight install"] = f"{await self._weights.received_bytes()} bytes of weights received"
-        return found
+        try:
+            async with asyncio.timeout(NODE_ANSWER_S):
+                received = f"{await self._weights.received_bytes()} bytes of weights received"
+        except (TimeoutError, RunError) as why:
+            received = str(why) or "its weight node does not answer"
+        return {**found, "weight install": received}
 
     async def stats(self) -> WorkerStats:
         stats = await self._worker.stats()

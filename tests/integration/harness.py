@@ -1,13 +1,16 @@
 """Runs the program the way a person does: a process of its own, its output in files.
 
 `python -m tests.integration.harness lossy WORDS` is the program on a network that loses publications,
-`watched WORDS` one whose data plane writes down what it is told, `slow WORDS` one with a slow learner;
+`watched WORDS` one whose data plane writes down what it is told, `slow WORDS` one with a slow learner,
+`heavy WORDS` one whose every micro-batch takes seconds, `mute WORDS` that one without word of its progress,
+`impatient WORDS` one that soon names what stands still;
 `python -m tests.integration.harness several < CASES` is the program many times in one process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
 import json
 import os
@@ -37,6 +40,7 @@ SLOW_STEP_S = 1.0  # more for every step of the slow program
 SLOWER_FROM, SLOWER_STEP_S = 20, 8.0  # and from this step on
 SLOW_PROGRAM = ("tests.integration.harness", "slow")
 WATCHED_PROGRAM = ("tests.integration.harness", "watched")
+MICRO_BATCH_S = 4.0  # of the heavy program
 LOST_VERSIONS = (4, 5)  # what the lossy network does not deliver
 
 T = TypeVar("T")
@@ -327,6 +331,42 @@ def slow_run(words: list[str]) -> int:
     return _run_on(launch.RayPlanes, words)
 
 
+def heavy_run(words: list[str], *, mute: bool = False) -> int:
+    """The program with a learner whose micro-batches take `MICRO_BATCH_S`; `mute`: it tells no progress."""
+    from echo_planes.learning.actor import LearnerProcess
+    from echo_planes.loop import launch
+    from echo_planes.types import StepStats, TrainBatch
+
+    class HeavyRank(LearnerProcess):
+        def train_step(self, batch: TrainBatch) -> StepStats:
+            learner: Any = self._learner
+            micro_loss = type(learner)._micro_loss
+
+            def heavy(*arguments: Any) -> Any:
+                time.sleep(MICRO_BATCH_S)
+                return micro_loss(learner, *arguments)
+
+            learner._micro_loss = heavy
+            return super().train_step(batch)
+
+    class MuteLearner(launch.RemoteLearner):
+        async def progress(self) -> dict[str, str]:
+            return {}
+
+    setattr(launch, LearnerProcess.__name__, HeavyRank)
+    if mute:
+        setattr(launch, launch.RemoteLearner.__name__, MuteLearner)
+    return _run_on(launch.RayPlanes, words)
+
+
+def impatient_run(words: list[str]) -> int:
+    """The program, but what stands still is named after 4 s."""
+    from echo_planes.loop import launch, runner
+
+    setattr(runner, runner.Watch.__name__, functools.partial(runner.Watch, look_s=1.0, stalled_s=4.0))
+    return _run_on(launch.RayPlanes, words)
+
+
 def watched_run(words: list[str]) -> int:
     """The program, but the data plane writes down every message of its workers, in RUN/watched.jsonl."""
     from echo_planes.data.actor import DataService
@@ -454,7 +494,14 @@ def _several() -> None:
 
 
 if __name__ == "__main__":
-    others = {"lossy": lossy_run, "slow": slow_run, "watched": watched_run}
+    others = {
+        "heavy": heavy_run,
+        "impatient": impatient_run,
+        "lossy": lossy_run,
+        "mute": functools.partial(heavy_run, mute=True),
+        "slow": slow_run,
+        "watched": watched_run,
+    }
     if sys.argv[1] in others:
         sys.exit(others[sys.argv[1]](sys.argv[2:]))
     _several()

@@ -23,9 +23,11 @@ from echo_planes.types import (
     IntArray,
     Lease,
     LeaseTokens,
+    PartialRollout,
     Prompt,
     Receipt,
     Reward,
+    Sample,
     Span,
     Trajectory,
 )
@@ -125,6 +127,13 @@ def answer(
             for i in range(lease.num_samples)
         ),
     )
+
+
+def tokens(lease: Lease) -> LeaseTokens:
+    """One new token of a lease, with the context of its call."""
+    span = Span(0, 1, lease.version, f"d{lease.version}")
+    piece = PartialRollout(lease.prompt.token_ids, Sample((1,), (-1.0,), (span,), ""))
+    return LeaseTokens(lease.lease_id, ((0, piece),))
 
 
 def submit(buffer: ReplayBuffer, lease: Lease, group: Group, *, epoch: int = 0, now_s: float = 0.0) -> str:
@@ -290,6 +299,43 @@ def test_streamed_tokens_renew_a_lease() -> None:
     (one,) = lease(buffer)
     assert buffer.stream("w0", 0, [LeaseTokens(one.lease_id, ())], now_s=9.0) == ()
     assert submit(buffer, one, answer(one), now_s=15.0) == "accepted"
+
+
+def moved(buffer: Buffer) -> int:
+    missing = buffer.next_batch(buffer.step, 0.0)
+    assert isinstance(missing, NotReady)
+    return missing.moves
+
+
+def test_tokens_and_accepted_groups_are_progress_and_empty_messages_are_none() -> None:
+    buffer = make_buffer()
+    one, other = lease(buffer, 2)
+    before = moved(buffer)
+    buffer.stream("w0", 0, [LeaseTokens(one.lease_id, ())], 1.0)
+    assert moved(buffer) == before
+    buffer.stream("w0", 0, [tokens(one)], 1.0)
+    assert moved(buffer) == before + 1
+    assert submit(buffer, other, answer(other), now_s=1.0) == "accepted"
+    assert moved(buffer) == before + 2
+
+
+def test_tokens_are_no_progress_once_as_many_leases_as_a_batch_has_came_to_nothing() -> None:
+    """Else a run whose every answer is refused would never end; an accepted group makes them count again."""
+    buffer = make_buffer()
+    for failures in range(R):
+        (one,) = lease(buffer)
+        before = moved(buffer)
+        buffer.stream("w0", 0, [tokens(one)], 1.0)
+        assert moved(buffer) == before + 1, failures
+        assert submit(buffer, one, answer(one, status="failed"), now_s=1.0) == "failed"
+    one, other = lease(buffer, 2)
+    before = moved(buffer)
+    buffer.stream("w0", 0, [tokens(one)], 1.0)
+    assert moved(buffer) == before
+    assert submit(buffer, one, answer(one), now_s=1.0) == "accepted"
+    assert moved(buffer) == before + 1
+    buffer.stream("w0", 0, [tokens(other)], 1.0)
+    assert moved(buffer) == before + 2
 
 
 def test_a_failing_prompt_is_set_aside_after_three_attempts() -> None:

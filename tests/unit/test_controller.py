@@ -473,6 +473,37 @@ def test_waiting_for_a_batch_has_an_end_that_says_what_was_missing() -> None:
         assert part in end.error
 
 
+def test_progress_renews_the_wait_for_a_batch() -> None:
+    loop = Loop(settings(wait_limit_s=100.0))
+    loop.start()
+    for moves in range(1, 20):
+        loop.now_s += 90.0
+        assert loop.tell(ev.BatchNotReady("filling", "", moves)) == [ev.FormBatch(0)]
+    loop.now_s += 90.0
+    assert loop.tell(ev.BatchNotReady("filling", "", moves)) == [ev.FormBatch(0)]
+    loop.now_s += 11.0
+    (end,) = loop.tell(ev.BatchNotReady("filling", "", moves))
+    assert isinstance(end, ev.Finish)
+
+
+def test_the_time_in_which_weights_arrive_does_not_count_for_the_wait() -> None:
+    """An install has a limit of its own."""
+    loop = Loop(settings(wait_limit_s=100.0), workers=("w0", "w1"))
+    loop.start()
+    loop.train(0)
+    loop.tell(ev.Published(manifest(1)))  # version 1 is on its way to both
+    for _ in range(30):
+        loop.now_s += 15.0
+        assert not any(isinstance(a, ev.Finish) for a in loop.tell(ev.BatchNotReady("filling", "")))
+    for worker in ("w0", "w1"):
+        loop.installed(1, worker)
+    ends: list[ev.Action] = []
+    for _ in range(7):
+        loop.now_s += 15.0
+        ends = [a for a in loop.tell(ev.BatchNotReady("filling", "")) if isinstance(a, ev.Finish)]
+    assert ends
+
+
 def test_the_wait_for_a_batch_begins_when_an_engine_is_there() -> None:
     loop = Loop(settings(wait_limit_s=100.0))
     loop.tell(ev.LearnerReady(0))
