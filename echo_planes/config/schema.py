@@ -33,6 +33,7 @@ BUILTIN_MODELS = {
 }
 
 BUILTIN_LR, MODEL_LR = 2.5e-4, 1e-6  # learner.lr where it is not set
+LORA_TIMES = 10.0  # with adapters: Thinking Machines, "LoRA Without Regret" (2025), across models and sizes
 
 
 class RunConfig(Section):
@@ -316,7 +317,16 @@ class LearnerConfig(Section):
         "auto", description="compute type over fp32 masters; auto: bf16 on GPUs, fp32 on CPUs"
     )
     lr: NonNegativeFloat | None = Free(
-        None, description="peak learning rate of AdamW; default 2.5e-4 for builtin models, 1e-6 for others"
+        None,
+        description="peak learning rate of AdamW; default 2.5e-4 for builtin models, 1e-6 for others; "
+        "with adapters ten times that",
+    )
+    lora_rank: int = Fixed(
+        0, ge=0, description="train adapters of this rank beside frozen weights (LoRA); 0: all weights"
+    )
+    lora_alpha: PositiveFloat = Fixed(32.0, description="adapters count alpha / rank times")
+    lora_targets: list[str] | None = Fixed(
+        None, description="linear layers with adapters, by last name (q_proj); default: all in the layers"
     )
     drift_target: NonNegativeFloat = Free(
         0.1,
@@ -487,7 +497,8 @@ class Config(Section):
         """Peak learning rate; the built-in models' default is far too high for larger models."""
         if self.learner.lr is not None:
             return self.learner.lr
-        return BUILTIN_LR if self.model.path in BUILTIN_MODELS else MODEL_LR
+        rate = BUILTIN_LR if self.model.path in BUILTIN_MODELS else MODEL_LR
+        return LORA_TIMES * rate if self.learner.lora_rank else rate
 
     @property
     def refill(self) -> Literal["off", "reward", "correct"]:

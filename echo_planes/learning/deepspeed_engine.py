@@ -18,6 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from echo_planes.config.schema import LearnerConfig
 from echo_planes.errors import ClusterError, ConfigError, DataError
+from echo_planes.learning.adapters import A, Adapters, B
 from echo_planes.learning.device_scan import DeviceMirror, host_copy, leaves_room
 from echo_planes.learning.meeting import MEETING_LIMIT
 from echo_planes.learning.policy_model import PolicyModel, layers_of
@@ -65,6 +66,7 @@ class DeepSpeedEngine:
         model: the policy, its parameters in `dtype`.
         config: `learner` settings.
         store: store of the ranks' group (`meeting`).
+        adapters: of `model`, if it has any: then only they are trained and saved.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class DeepSpeedEngine:
         rank: int,
         world_size: int,
         store: Store,
+        adapters: Adapters | None = None,
     ) -> None:
         self.device = device
         self._config = config
@@ -100,13 +103,14 @@ class DeepSpeedEngine:
         )
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=MEETING_LIMIT)
         self._mirror: DeviceMirror | None = None
+        self._adapters = adapters
         self._trained = False  # whether this engine has made an update: its peak of memory is then known
         self._deepspeed = deepspeed
         self._masters_apart = dtype == torch.bfloat16 or config.zero_stage > 0
         # A tied lm_head is one parameter with two names. It is listed, and saved, under the first one.
         self._names = [name.removeprefix("model.") for name, _ in model.named_parameters()]
         optimizer = torch.optim.AdamW(
-            model.parameters(),
+            [parameter for parameter in model.parameters() if parameter.requires_grad],
             lr=0.0,  # set at every step
             betas=(config.beta1, config.beta2),
             eps=config.eps,
@@ -167,16 +171,26 @@ class DeepSpeedEngine:
         """Return the weights' bf16 bits: {Hugging Face name: (uint16 (elements,), shape)} on rank 0, else {}.
 
         Names and order are those of `save_pretrained`; a tied lm_head appears once. fp32 weights are rounded
-        to nearest even. The next call may write to the same arrays: copy them to keep them. From a GPU with
-        room for a `DeviceMirror` only changed bits are copied.
+        to nearest even; adapters are added to the weights beside them. The next call may write to the same
+        arrays: copy them to keep them. From a GPU with room for a `DeviceMirror` only changed bits are
+        copied.
         """
         bits: StateBits = {}
         mirror = self._mirror_if_room()
-        parameters = self._engine.module.parameters()
-        for name, parameter in zip(self._names, parameters, strict=True):
-            with self._deepspeed.zero.GatheredParameters([parameter], enabled=self._config.zero_stage == 3):
+        parameters = dict(zip(self._names, self._engine.module.parameters(), strict=True))
+        sharded = self._config.zero_stage == 3
+        for name, parameter in parameters.items():
+            layer, _, kind = name.rpartition(".")
+            if kind in (A, B):
+                continue
+            pair = [parameters[f"{layer}.{one}"] for one in (A, B) if f"{layer}.{one}" in parameters]
+            pair = pair if kind == "weight" else []
+            with self._deepspeed.zero.GatheredParameters([parameter, *pair], enabled=sharded):
                 if self._rank == 0:
-                    half = parameter.detach().to(torch.bfloat16)
+                    whole = parameter.detach()
+                    if pair and self._adapters is not None:
+                        whole = self._adapters.merged(whole, *(one.detach() for one in pair))
+                    half = whole.to(torch.bfloat16)
                     host = host_copy(half) if mirror is None else mirror.bits(name, half)
                     bits[name] = (host.bits, host.shape)
         return bits
@@ -203,7 +217,9 @@ class DeepSpeedEngine:
         if self.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.device)
         torch.save(rng, folder / f"rng-{self._rank}.pt")
-        self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+        self._engine.save_checkpoint(
+            str(folder), tag=TAG, save_latest=False, exclude_frozen_parameters=self._adapters is not None
+        )
         if self._rank == 0:
             (folder / ABOUT).write_text(json.dumps(self._layout() | counters, indent=2))
         self._barrier()
@@ -222,7 +238,9 @@ class DeepSpeedEngine:
         for key, now in self._layout().items():
             if about.pop(key, None) != now:
                 raise ConfigError(f"the checkpoint in {folder} was not made with learner.{key}={now}")
-        path, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
+        path, _ = self._engine.load_checkpoint(
+            str(folder), tag=TAG, load_module_strict=self._adapters is None
+        )
         if path is None:
             raise DataError(f"the learner checkpoint in {folder} is incomplete")
         rng = torch.load(folder / f"rng-{self._rank}.pt", weights_only=True)

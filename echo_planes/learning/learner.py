@@ -23,6 +23,7 @@ from echo_planes.config.extensions import extension
 from echo_planes.config.schema import Config
 from echo_planes.errors import ConfigError, DivergedError
 from echo_planes.learning import packing
+from echo_planes.learning.adapters import Adapters
 from echo_planes.learning.advantages import compute_advantages, zero_groups
 from echo_planes.learning.deepspeed_engine import DeepSpeedEngine, StateBits, pick_device, pick_dtype
 from echo_planes.learning.memory import needs_recompute
@@ -144,7 +145,8 @@ class Learner:
         self._store = store
         self._failure_dir = failure_dir
         self._engine_or_none: DeepSpeedEngine | None = None
-        self._reference: PolicyModel | None = None
+        self._reference: PolicyModel | None = None  # unless it is the policy without its adapters
+        self._adapters: Adapters | None = None
         self._packs = False  # whether a row may hold several trajectories
         self._num_updates = 0
         self._skipped_in_a_row = 0
@@ -183,7 +185,10 @@ class Learner:
             recompute=self._recomputes,
         )
         self._packs = model.packs(config.model.max_model_len)
-        if config.objective.kl_beta > 0:
+        if rank := config.learner.lora_rank:
+            targets, alpha = config.learner.lora_targets, config.learner.lora_alpha
+            self._adapters = Adapters(model.model, rank, alpha, targets, config.run.seed)
+        elif config.objective.kl_beta > 0:
             self.doing = "loading the reference"
             reference = load_policy(config.model.folder, dtype, sampling.temperature, sampling.top_p)
             self._reference = reference.eval().requires_grad_(False).to(device)
@@ -196,6 +201,7 @@ class Learner:
             rank=self._rank,
             world_size=self._world_size,
             store=self._store,
+            adapters=self._adapters,
         )
         self.doing = "probing the layout of batches"
         probe_layout(
@@ -451,10 +457,6 @@ class Learner:
             step.mine[0, columns], step.mine[1, columns] = old, entropy
         else:
             old = step.old[columns]
-        reference = None
-        if self._reference is not None:
-            with torch.no_grad():
-                reference, _ = self._reference(**arguments)
         loss = self.loss(
             Tokens(
                 logprobs=logprobs,
@@ -464,7 +466,7 @@ class Learner:
                 weights=weight[trajectories],
                 trajectory=trajectories,
                 num_trajectories=len(step.advantages),
-                reference_logprobs=reference,
+                reference_logprobs=self._reference_logprobs(arguments),
             )
         )
         one = torch.ones_like(loss.tis)
@@ -472,6 +474,19 @@ class Learner:
             0, step.lags[columns], torch.stack([one, loss.truncated, loss.masked, loss.clipped], 1).float()
         )
         return loss
+
+    @torch.no_grad()
+    def _reference_logprobs(self, arguments: dict[str, Tensor | None]) -> Tensor | None:
+        """Return the logprobs of the model that the run began with, if the objective has a KL term."""
+        if self._config.objective.kl_beta == 0:
+            return None
+        if self._adapters is not None:
+            with self._adapters.off():
+                return self._engine.forward(**arguments)[0]
+        if self._reference is None:
+            return None
+        logprobs: Tensor = self._reference(**arguments)[0]
+        return logprobs
 
     def _policy_loss(self, tokens: Tokens) -> Loss:
         config = self._config.objective
@@ -549,7 +564,7 @@ class Learner:
             truncated_fraction=truncated / trained if trained else None,
             tis_mean=step.tis / trained if updates else None,
             entropy=float(entropy.mean()) if len(entropy) else None,
-            kl_reference=step.kl / trained if updates and self._reference is not None else None,
+            kl_reference=step.kl / trained if updates and self._config.objective.kl_beta > 0 else None,
             groups_skipped=len(np.unique(batch.advantage_groups[whole.empty])),
             num_updates=self._num_updates,
             updates_skipped=step.skipped,

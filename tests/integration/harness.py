@@ -40,7 +40,7 @@ SLOW_STEP_S = 1.0  # more for every step of the slow program
 SLOWER_FROM, SLOWER_STEP_S = 20, 8.0  # and from this step on
 SLOW_PROGRAM = ("tests.integration.harness", "slow")
 WATCHED_PROGRAM = ("tests.integration.harness", "watched")
-MICRO_BATCH_S = 4.0  # of the heavy program
+MICRO_BATCH_S = 8.0  # of the heavy program
 LOST_VERSIONS = (4, 5)  # what the lossy network does not deliver
 
 T = TypeVar("T")

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from safetensors import safe_open
+from torch.nn.utils import parametrize
 from transformers import (
     AutoModelForCausalLM,
     Gemma3ForCausalLM,
@@ -27,6 +28,7 @@ from transformers import (
 
 from echo_planes.config.schema import Config
 from echo_planes.errors import ConfigError, DataError, DivergedError, ModelError
+from echo_planes.learning.adapters import first_a
 from echo_planes.learning.learner import Learner
 from echo_planes.learning.meeting import alone
 from echo_planes.learning.policy_model import load_policy, nucleus
@@ -104,7 +106,7 @@ class Run:
 
     `twice`: of two updates each, with a reference model; `sampler`: its ratio is against the sampler;
     `saving`: of memory, with chunks of three tokens at lm_head and layers that are run again in the backward
-    pass.
+    pass; `lora`: of adapters.
     """
 
     world_size: int
@@ -113,10 +115,12 @@ class Run:
     twice: bool = False
     sampler: bool = False
     saving: bool = False
+    lora: bool = False
 
     @property
     def name(self) -> str:
         more = "-twice" * self.twice + "-sampler" * self.sampler + "-saving" * self.saving
+        more += "-lora" * self.lora
         return f"{self.world_size}-{self.zero_stage}-{self.dtype}{more}"
 
     def settings(self, model_folder: Path) -> dict[str, Any]:
@@ -125,6 +129,8 @@ class Run:
             changes = {"learner": {"updates_per_step": 2}, "objective": {"kl_beta": 0.3}}
         if self.saving:
             changes = {"learner": {"activation_checkpointing": True}}
+        if self.lora:
+            changes["learner"] = {**changes.get("learner", {}), "lora_rank": RANK, "lora_alpha": ALPHA}
         if self.sampler:
             changes = {"objective": {"anchor": "sampler", "clip_delta": 4.0}}
         return settings(model_folder, self.zero_stage, self.dtype, **changes)
@@ -132,11 +138,15 @@ class Run:
 
 FP32 = [Run(2, zero_stage, "fp32") for zero_stage in (0, 1, 2, 3)]
 FP32 += [Run(2, zero_stage, "fp32", saving=True) for zero_stage in (1, 3)]
+RANK, ALPHA = 2, 8.0
+LORA = [Run(2, zero_stage, "fp32", lora=True) for zero_stage in (0, 1, 3)]
+LORA_TWICE = Run(1, 1, "fp32", twice=True, lora=True)
 BF16 = [Run(2, zero_stage, "bf16") for zero_stage in (0, 1)]
 TWICE = Run(1, 1, "fp32", twice=True)
 SAMPLER = Run(1, 0, "fp32", sampler=True)
 # Each leaves a checkpoint on the way, from which new processes go on.
 SAVED = [Run(1, 0, "fp32"), Run(2, 1, "fp32"), Run(1, 1, "bf16"), Run(1, 2, "fp32"), Run(2, 3, "bf16")]
+SAVED += [Run(1, 0, "fp32", lora=True), LORA[2]]
 SAVED_AT = 3
 
 
@@ -193,7 +203,7 @@ def unbroken(
 ) -> dict[Run, Arrays]:
     """Every run from its first step to its last."""
     specs: dict[Run, dict[str, Any]] = {}
-    for run in dict.fromkeys([*FP32, *BF16, *SAVED, TWICE, SAMPLER]):
+    for run in dict.fromkeys([*FP32, *BF16, *SAVED, *LORA, LORA_TWICE, TWICE, SAMPLER]):
         saves = {"save_at": SAVED_AT, "save_to": str(checkpoints / run.name)} if run in SAVED else {}
         chunks = {"chunk_logits": 3 * VOCABULARY} if run.saving else {}
         specs[run] = {
@@ -264,12 +274,45 @@ def reference_loss(
     return total / len(members)
 
 
+class Product(torch.nn.Module):
+    """A weight as W + s B A, computed whole."""
+
+    def __init__(self, name: str, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.a = torch.nn.Parameter(first_a(0, name, RANK, weight.shape[1]))
+        self.b = torch.nn.Parameter(torch.zeros(weight.shape[0], RANK))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + ALPHA / RANK * (self.b @ self.a)
+
+
+def with_products(model: Any) -> dict[str, torch.nn.Parameter]:
+    """Freeze a model but for products at all linear layers of its layers; return them by our names."""
+    model.requires_grad_(False)
+    found = {}
+    for name, module in list(model.model.layers.named_modules()):
+        if isinstance(module, torch.nn.Linear):
+            product = Product(name, module.weight)
+            parametrize.register_parametrization(module, "weight", product)
+            full = f"model.layers.{name}"
+            found |= {f"{full}.lora_a": product.a, f"{full}.lora_b": product.b}
+    return found
+
+
 def reference_run(
-    folder: Path, steps: int, updates_per_step: int = 1, *, kl: bool = False, against_sampler: bool = False
+    folder: Path,
+    steps: int,
+    updates_per_step: int = 1,
+    *,
+    kl: bool = False,
+    against_sampler: bool = False,
+    lora: bool = False,
 ) -> Arrays:
     """Losses, gradient norms, weights and probe logprobs of the plain loop, in fp32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)
+    products = with_products(model) if lora else {}
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)
     losses, norms, updates = [], [], 0
     frozen_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) if kl else None
     for step in range(steps):
@@ -282,7 +325,7 @@ def reference_run(
             loss = reference_loss(model, batch, part.tolist(), old, frozen, against_sampler=against_sampler)
             optimizer.zero_grad()
             torch.autograd.backward(loss)
-            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+            norms.append(float(torch.nn.utils.clip_grad_norm_(trained, CLIP)))
             updates += 1
             optimizer.param_groups[0]["lr"] = LR * min(1.0, updates / WARMUP)
             optimizer.step()
@@ -294,7 +337,12 @@ def reference_run(
             start, stop = probe_batch.offsets[i], probe_batch.offsets[i + 1]
             probe[start + 1 : stop] = reference_logprobs(model, probe_batch, i).numpy()
     assert min(norms) > CLIP  # clipping is part of what is compared
-    weights = {f"fp32/{n}": p.detach().numpy().reshape(-1) for n, p in model.named_parameters()}
+    kept = products or dict(model.named_parameters())
+    weights = {f"fp32/{n}": p.detach().numpy().reshape(-1) for n, p in kept.items()}
+    if lora:
+        whole = {f"model.layers.{n}.weight": m for n, m in model.model.layers.named_modules()}
+        linear = {n: m.weight for n, m in whole.items() if isinstance(m, torch.nn.Linear)}
+        weights |= {f"merged/{n}": w.detach().numpy().reshape(-1) for n, w in linear.items()}
     return {
         "loss": np.array(losses).reshape(steps, -1).mean(1),
         "grad_norm": np.array(norms).reshape(steps, -1).mean(1),
@@ -331,6 +379,53 @@ def test_two_ranks_equal_the_plain_loop(
         assert found[f"bits/{name}"].shape == shape
         rounded = torch.from_numpy(found[f"fp32/{name}"]).to(torch.bfloat16).view(torch.int16).numpy()
         assert (found[f"bits/{name}"].reshape(-1).view(np.int16) == rounded).all()
+
+
+@pytest.fixture(scope="module")
+def lora_reference(model_folder: Path) -> Arrays:
+    return reference_run(model_folder, STEPS, lora=True)
+
+
+def check_adapters(found: Arrays, expected: Arrays, model_folder: Path) -> None:
+    np.testing.assert_allclose(found["loss"], expected["loss"], atol=1e-5)
+    np.testing.assert_allclose(found["grad_norm"], expected["grad_norm"], rtol=1e-4)
+    np.testing.assert_allclose(found["probe"], expected["probe"], atol=1e-4)
+    assert largest_difference(found, expected) < 1e-5
+    merged = [name.removeprefix("merged/") for name in expected if name.startswith("merged/")]
+    with safe_open(model_folder / "model.safetensors", framework="pt") as saved:
+        assert {n.removeprefix("bits/") for n in found if n.startswith("bits/")} == set(saved.keys())
+        for name in saved.keys():  # noqa: SIM118
+            published = torch.from_numpy(found[f"bits/{name}"].view(np.int16)).view(torch.bfloat16).float()
+            first = saved.get_tensor(name)
+            if name in merged:
+                whole = torch.from_numpy(expected[f"merged/{name}"]).reshape(first.shape)
+                assert not torch.equal(whole, first)
+                torch.testing.assert_close(published, whole, atol=1e-5, rtol=2**-8)
+            else:  # frozen
+                assert torch.equal(published, first.bfloat16().float())
+
+
+@pytest.mark.parametrize("run", LORA, ids=lambda run: run.name)
+def test_adapters_equal_the_plain_loop_with_whole_products(
+    run: Run, unbroken: dict[Run, Arrays], model_folder: Path, lora_reference: Arrays
+) -> None:
+    check_adapters(unbroken[run], lora_reference, model_folder)
+
+
+def test_the_reference_of_adapters_is_the_model_without_them(
+    unbroken: dict[Run, Arrays], model_folder: Path
+) -> None:
+    expected = reference_run(model_folder, STEPS, 2, kl=True, lora=True)
+    check_adapters(unbroken[LORA_TWICE], expected, model_folder)
+
+
+def test_a_checkpoint_of_adapters_holds_no_frozen_weights(
+    unbroken: dict[Run, Arrays], checkpoints: Path
+) -> None:
+    folder = checkpoints / Run(1, 0, "fp32", lora=True).name
+    (path,) = folder.rglob("*model_states.pt")
+    names = torch.load(path, weights_only=False)["module"].keys()  # our own, of a moment ago
+    assert {name.rpartition(".")[2] for name in names} == {"lora_a", "lora_b"}
 
 
 @pytest.mark.parametrize("run", BF16, ids=lambda run: run.name)

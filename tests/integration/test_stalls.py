@@ -13,7 +13,7 @@ from tests.thorough import THOROUGH
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
-# A trajectory a micro-batch: up to 64 of them in a step, of 4 s each.
+# A trajectory a micro-batch: up to 64 of them in a step, of 8 s each.
 LIMIT_S = 60
 HEAVY = ("model.max_model_len=16", "learner.micro_batch_tokens=16", "sampling.max_new_tokens=6")
 
