@@ -6,7 +6,9 @@ layers run again where they are many), buffers of collectives, and fragmentation
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,9 @@ class Shape:
     layers: int
     hidden: int
     vocabulary: int
+    linear: Mapping[str, int] = field(
+        default_factory=dict
+    )  # inputs + outputs, summed over layers, by last name
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +69,14 @@ def shape_of(folder: Path) -> Shape:
     said: dict[str, Any] = read_json(folder / "config.json", MODEL_JSON_BYTES)
     text: dict[str, Any] = said.get("text_config", said)
     tied = said.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-    weights = sum(
-        tensor.bits.size
-        for name, tensor in load_tensors(folder).items()
-        if not (tied and name == "lm_head.weight")
-    )
-    return Shape(weights, text["num_hidden_layers"], text["hidden_size"], text["vocab_size"])
+    weights, linear = 0, Counter[str]()
+    for name, tensor in load_tensors(folder).items():
+        if not (tied and name == "lm_head.weight"):
+            weights += tensor.bits.size
+        *path, kind = name.split(".")
+        if kind == "weight" and len(tensor.shape) == 2 and any(part.isdecimal() for part in path[:-1]):
+            linear[path[-1]] += sum(tensor.shape)
+    return Shape(weights, text["num_hidden_layers"], text["hidden_size"], text["vocab_size"], linear)
 
 
 def footprint(config: Config, shape: Shape, *, on_gpu: bool) -> Footprint:
@@ -77,21 +84,24 @@ def footprint(config: Config, shape: Shape, *, on_gpu: bool) -> Footprint:
     learner, ranks = config.learner, config.learner.num_ranks
     is_bf16 = learner.dtype == "bf16" or (learner.dtype == "auto" and on_gpu)
     width = 2 if is_bf16 else 4
+    adapted = [name for name in shape.linear if learner.lora_targets is None or name in learner.lora_targets]
+    adapters = learner.lora_rank * sum(shape.linear[name] for name in adapted)
+    trained = adapters if learner.lora_rank else shape.weights
 
-    def shared(stage: int) -> float:
-        return shape.weights / (ranks if learner.zero_stage >= stage else 1)
+    def shared(count: int, stage: int) -> float:
+        return count / (ranks if learner.zero_stage >= stage else 1)
 
     tokens = learner.micro_batch_tokens
     chunk = min(tokens * shape.vocabulary, CHUNK_LOGITS)
     return Footprint(
-        weights=width * shared(3),
-        gradients=(width if learner.zero_stage == 0 else 4) * shared(2),
-        masters=4 * shared(1) if is_bf16 or learner.zero_stage > 0 else 0.0,
-        moments=8 * shared(1),
-        reference=width * shape.weights if config.objective.kl_beta > 0 else 0.0,
+        weights=width * shared(shape.weights + adapters, 3),
+        gradients=(width if learner.zero_stage == 0 else 4) * shared(trained, 2),
+        masters=4 * shared(trained, 1) if is_bf16 or learner.zero_stage > 0 else 0.0,
+        moments=8 * shared(trained, 1),
+        reference=width * shape.weights if config.objective.kl_beta > 0 and not adapters else 0.0,
         inputs=width * tokens * shape.layers * shape.hidden,
         logits=4.0 * LOGIT_COPIES * chunk,
-        embedding=width * shape.vocabulary * shape.hidden,
+        embedding=0.0 if adapters else width * shape.vocabulary * shape.hidden,
         program=0.0 if on_gpu else PROGRAM_BYTES,
         published=0.0 if on_gpu else 2.0 * shape.weights,
     )

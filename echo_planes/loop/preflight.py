@@ -41,6 +41,7 @@ def check(config: Config, run_dir: Path) -> None:
         UserError: the first check that fails.
     """
     check_model(config.model.folder)
+    check_adapters(config)
     check_extensions(config)
     check_fleet(config)
     check_seeding(config.seeding, config.learner.rank_resources)
@@ -61,6 +62,27 @@ def check(config: Config, run_dir: Path) -> None:
         check_budget(config.budget.usd, run_dir)
     check_replay(run_dir)
     check_weights(config.weights)
+
+
+def check_adapters(config: Config) -> None:
+    """Check that the linear layers that are to have adapters exist."""
+    learner = config.learner
+    if learner.lora_targets is None:
+        return
+    if not learner.lora_rank:
+        raise ConfigError(
+            "learner.lora_targets is set, but learner.lora_rank=0: set the rank, or leave it out"
+        )
+    try:
+        known = shape_of(config.model.folder).linear
+    except (KeyError, DataError):  # sizes by other words, or weights of other types: the learner will tell
+        return
+    for target in learner.lora_targets:
+        if target not in known:
+            raise ConfigError(
+                f"learner.lora_targets: {target} is no linear layer of {config.model.path}; choose of "
+                f"{', '.join(sorted(known))}"
+            )
 
 
 def check_extensions(config: Config) -> None:

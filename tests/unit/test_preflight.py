@@ -603,3 +603,13 @@ def test_a_model_with_sizes_by_other_names_is_not_judged(tmp_path: Path) -> None
     folder = folder_of(tmp_path / "model", 2**17, 2**13)
     (folder / "config.json").write_text('{"n_layer": 4, "n_embd": 8192, "vocab_size": 131072}')
     preflight.check_memory(load_config([f"model.path={folder}"]), [], 1)
+
+
+def test_adapters_at_layers_that_the_model_has_not(tmp_path: Path) -> None:
+    given = {"lora_rank": 8, "lora_targets": ["q_proj", "query"]}
+    message = refusal(ConfigError, config(learner=given), tmp_path / "run")
+    for part in ("learner.lora_targets: query", "builtin:tiny-math", "down_proj, gate_proj"):
+        assert part in message
+    message = refusal(ConfigError, config(learner={"lora_targets": ["q_proj"]}), tmp_path / "run")
+    assert "learner.lora_rank=0" in message
+    preflight.check(config(learner={**given, "lora_targets": ["q_proj"]}), tmp_path / "run")

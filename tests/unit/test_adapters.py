@@ -1,0 +1,106 @@
+"""Adapters beside frozen weights: what they compute, what of them is published, and their memory."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from echo_planes.config.schema import BUILTIN_MODELS, Config  # noqa: E402
+from echo_planes.errors import ConfigError  # noqa: E402
+from echo_planes.learning.adapters import Adapters  # noqa: E402
+from echo_planes.learning.footprint import Shape, footprint, shape_of  # noqa: E402
+from echo_planes.testing.simulation import replace_section  # noqa: E402
+
+FOLDER = BUILTIN_MODELS["builtin:tiny-math"]
+IDS = torch.arange(5, 25)[None]
+
+
+def tiny() -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits  # type: ignore[no-any-return]
+
+
+def stirred(model: torch.nn.Module) -> None:
+    """As after some updates: B is 0 no more."""
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_b"):
+            parameter.data.normal_(std=0.05)
+
+
+def test_the_first_policy_is_the_models_own_and_only_adapters_are_trained() -> None:
+    model, plain = tiny(), logits(tiny())
+    Adapters(model, 4, 32.0, None, seed=0)
+    assert torch.equal(logits(model), plain)
+    trained = [name for name, one in model.named_parameters() if one.requires_grad]
+    assert {name.rpartition(".")[2] for name in trained} == {"lora_a", "lora_b"}
+    assert len(trained) == 2 * 7 * 4  # seven linear layers in each of four
+
+
+def test_targets_choose_layers() -> None:
+    model = tiny()
+    Adapters(model, 4, 32.0, ["q_proj", "down_proj"], seed=0)
+    adapted = {name.split(".")[-2] for name, one in model.named_parameters() if one.requires_grad}
+    assert adapted == {"q_proj", "down_proj"}
+
+
+def test_a_target_that_does_not_exist_is_named_with_those_that_do() -> None:
+    with pytest.raises(ConfigError, match=r"learner\.lora_targets: wq .* choose of down_proj, gate_proj"):
+        Adapters(tiny(), 4, 32.0, ["wq"], seed=0)
+
+
+def test_merged_weights_compute_what_adapters_compute() -> None:
+    model = tiny()
+    adapters = Adapters(model, 4, 8.0, None, seed=0)
+    stirred(model)
+    plain, whole = logits(tiny()), tiny()
+    parameters = dict(model.named_parameters())
+    for name, weight in whole.named_parameters():
+        layer = name.removesuffix("weight")
+        if f"{layer}lora_a" in parameters:
+            pair = (parameters[f"{layer}lora_a"].data, parameters[f"{layer}lora_b"].data)
+            weight.data = adapters.merged(weight.data, *pair)
+    assert not torch.allclose(logits(model), plain, atol=1e-2)
+    torch.testing.assert_close(logits(whole), logits(model), atol=1e-4, rtol=1e-4)
+    with adapters.off():
+        assert torch.equal(logits(model), plain)
+    assert not torch.equal(logits(model), plain)
+
+
+def test_another_seed_gives_other_matrices_and_the_same_one_the_same() -> None:
+    first = []
+    for seed in (0, 0, 1):
+        model = tiny()
+        Adapters(model, 4, 32.0, ["q_proj"], seed)
+        first.append(next(one for name, one in model.named_parameters() if name.endswith("lora_a")))
+    assert torch.equal(first[0], first[1])
+    assert not torch.equal(first[0], first[2])
+
+
+def test_the_arithmetic_counts_adapters_as_they_are() -> None:
+    model = tiny()
+    frozen = sum(one.numel() for one in model.parameters())
+    Adapters(model, 4, 32.0, ["q_proj", "up_proj"], seed=0)
+    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    base = Config()
+    lora = {"lora_rank": 4, "lora_targets": ["q_proj", "up_proj"], "dtype": "fp32", "zero_stage": 0}
+    config = replace_section(
+        base,
+        learner={**base.learner.model_dump(), **lora},
+        objective={**base.objective.model_dump(), "kl_beta": 0.1},
+    )
+    shape = shape_of(FOLDER)
+    needs = footprint(config, shape, on_gpu=False)
+    assert needs.weights == 4 * (frozen + trained)
+    assert (needs.gradients, needs.moments) == (4 * trained, 8 * trained)
+    assert needs.masters == needs.reference == needs.embedding == 0.0
+    assert (
+        footprint(base, Shape(1, 1, 1, 1), on_gpu=False).moments == 8.0
+    )  # all of the weights without adapters
