@@ -362,8 +362,9 @@ def heavy_run(words: list[str], *, mute: bool = False) -> int:
 def impatient_run(words: list[str]) -> int:
     """The program, but what stands still is named after 4 s."""
     from echo_planes.loop import launch, runner
+    from echo_planes.loop.watch import Watch
 
-    setattr(runner, runner.Watch.__name__, functools.partial(runner.Watch, look_s=1.0, stalled_s=4.0))
+    setattr(runner, Watch.__name__, functools.partial(Watch, look_s=1.0, stalled_s=4.0))
     return _run_on(launch.RayPlanes, words)
 
 
@@ -494,7 +495,7 @@ def _several() -> None:
 
 
 if __name__ == "__main__":
-    others = {
+    others: dict[str, Callable[[list[str]], int]] = {
         "heavy": heavy_run,
         "impatient": impatient_run,
         "lossy": lossy_run,
