@@ -151,7 +151,9 @@ async def _run(
     with ExitStack() as stack:
         with view.phase("Ray"):
             config = stack.enter_context(cluster.ray_session(config, folder / "ray_logs"))
-            preflight.check_memory(config, cluster.machines(), psutil.virtual_memory().total)
+            machines = cluster.machines()
+            preflight.check_cards(config.fleet, machines)
+            preflight.check_memory(config, machines, psutil.virtual_memory().total)
         await asyncio.sleep(HEAR_S)
         # The run folder is made only now, so that a mistake leaves none behind.
         meta = open_folder(config, folder, checkpoint, meta)

@@ -33,6 +33,17 @@ LEAVE_S = 3.0  # for the processes of a private cluster to end after `ray.shutdo
 _TOO_SLOW = "timed out during startup"
 
 
+def take_gpus() -> list[str]:
+    """Return the ids of the GPUs that Ray gave this actor, and hide all cards from one without any.
+
+    Ray leaves every card visible to an actor that asked for none, and the first may be another's.
+    """
+    ids = [str(one) for one in ray.get_gpu_ids()]
+    if not ids:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return ids
+
+
 @contextmanager
 def ray_session(config: Config, logs: Path | None = None) -> Iterator[Config]:
     """Join the configured cluster, or start a private one, and leave it at the end without remains.

@@ -71,7 +71,9 @@ class WorkerConfig(Section):
     slowdown_s: NonNegativeFloat = Free(
         0.0, description="pause before each group, seconds: for trying out slow workers"
     )
-    resources: dict[str, float] = Free({"CPU": 1.0}, description="Ray resources of one worker (GPU: n, ...)")
+    resources: dict[str, NonNegativeFloat] = Free(
+        {"CPU": 1.0}, description="Ray resources of one worker (GPU: n, ...)"
+    )
     labels: dict[str, str] = Free({}, description="Ray label selector")
     region: str = Free("", description="where it stands: a chain of workers enters each region once")
     market: Literal["on_demand", "spot"] = Free("on_demand", description="spot machines may be taken away")
@@ -174,7 +176,7 @@ class SeedingConfig(Section):
     usd_per_hour: NonNegativeFloat = Free(
         0.0, description="price of one engine; 0: the learner's price has it"
     )
-    resources: dict[str, float] = Free(
+    resources: dict[str, NonNegativeFloat] = Free(
         {"CPU": 0.0},
         description="Ray resources of one engine, on the machine of a rank (GPU: 0.5, ...)",
     )

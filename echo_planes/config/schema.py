@@ -363,7 +363,7 @@ class LearnerConfig(Section):
     )
     threads: PositiveInt = Free(1, description="CPU threads per rank")
     usd_per_hour: NonNegativeFloat = Free(0.0, description="price of one rank")
-    resources: dict[str, float] | None = Free(
+    resources: dict[str, NonNegativeFloat] | None = Free(
         None,
         description="Ray resources of one rank; default: a CPU, and a GPU that no worker needs where the "
         "cluster has GPUs. A rank trains on a GPU only if it has one here",
@@ -383,6 +383,11 @@ class LearnerConfig(Section):
             raise ValueError(
                 f"resources: a rank trains on one GPU, and this gives it {amount:g}; "
                 f"set GPU: 1, and num_ranks={amount:g} for all of them"
+            )
+        if 0 < amount < 1 and self.num_ranks > 1:
+            raise ValueError(
+                f"resources: {self.num_ranks} ranks with GPU: {amount:g} each would share cards, which NCCL "
+                "refuses; set GPU: 1, or num_ranks=1"
             )
         return self
 
@@ -523,6 +528,15 @@ class Config(Section):
     def first_workers(self) -> dict[str, WorkerConfig]:
         """Return the workers to begin with, by id: a fleet of fixed size, and the seeders."""
         return {**self.fleet.fixed(), **self.seeding.workers()}
+
+    @model_validator(mode="after")
+    def _fits_a_row(self) -> Self:
+        if (budget := self.learner.micro_batch_tokens) < self.model.max_model_len:
+            raise ValueError(
+                f"learner.micro_batch_tokens={budget} is less than model.max_model_len="
+                f"{self.model.max_model_len}: the longest answer would not fit; raise it, or lower the other"
+            )
+        return self
 
     @model_validator(mode="after")
     def _seeds(self) -> Self:

@@ -14,6 +14,7 @@ import ray
 
 from echo_planes.cluster.clock import MonotonicClock
 from echo_planes.cluster.process import LOOPBACK, enter_actor, io_mib, settle
+from echo_planes.cluster.session import take_gpus
 from echo_planes.config.schema import Config
 from echo_planes.errors import RunError
 from echo_planes.types import Adjustment, BroadcastStats, FloatArray, Manifest, StepStats, TrainBatch
@@ -46,10 +47,7 @@ class LearnerProcess:
 
     def __init__(self, config: Config, rank: int, world_size: int, failure_dir: Path) -> None:
         enter_actor()
-        self._gpus = ray.get_gpu_ids()
-        if not self._gpus:
-            # Ray leaves the cards visible to an actor without one, and the first may be a worker's.
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        self._gpus = take_gpus()
         from echo_planes.learning.learner import Learner
 
         self._config = config

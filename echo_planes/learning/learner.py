@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from echo_planes.config.extensions import extension
 from echo_planes.config.schema import Config
-from echo_planes.errors import ConfigError, DivergedError
+from echo_planes.errors import DivergedError
 from echo_planes.learning import packing
 from echo_planes.learning.adapters import Adapters
 from echo_planes.learning.advantages import compute_advantages, zero_groups
@@ -133,12 +133,6 @@ class Learner:
     """
 
     def __init__(self, config: Config, rank: int, world_size: int, store: Store, failure_dir: Path) -> None:
-        budget = config.learner.micro_batch_tokens
-        if budget < config.model.max_model_len:
-            raise ConfigError(
-                f"learner.micro_batch_tokens={budget} is less than "
-                f"model.max_model_len={config.model.max_model_len}: the longest answer would not fit"
-            )
         self._config = config
         self._rank = rank
         self._world_size = world_size

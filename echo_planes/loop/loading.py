@@ -291,7 +291,10 @@ def _explain(error: ValidationError, tree: dict[str, Any]) -> str:
         return f"{path}=...: this setting is needed, it has no default"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
-        return f"{path}: {message}"
+        if not path or path in message:
+            return message
+        is_of_a_key = message.partition(":")[0] in _fields_at(location, tree)
+        return f"{path}.{message}" if is_of_a_key else f"{path}: {message}"
     hint = ""
     if first["type"] == "literal_error":
         allowed = [word.strip("' ") for word in str(first.get("ctx", {}).get("expected", "")).split(" or ")]

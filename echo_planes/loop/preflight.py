@@ -366,6 +366,21 @@ def check_memory(config: Config, machines: Sequence[Machine], host_bytes: float)
         )
 
 
+def check_cards(fleet: FleetConfig, machines: Sequence[Machine]) -> None:
+    """Check that workers of an instance type with a card ask for one, in a cluster that has cards.
+
+    Ray would count such a worker as one without a card, and give the card to another too.
+    """
+    if not any(machine.resources.get("GPU") for machine in machines):
+        return
+    for number, worker_config in enumerate(fleet.workers):
+        if worker_config.sku in SKU_FACTS and not worker_config.resources.get("GPU"):
+            raise ConfigError(
+                f"fleet.workers.{number}.resources has no GPU, but sku={worker_config.sku} is a card; set "
+                f"'fleet.workers.{number}.resources={{CPU: 1, GPU: 1}}'"
+            )
+
+
 def _card_gib(machine: Machine) -> float | None:
     """Return the memory of a card of the machine, or of the largest that Ray calls so; None: unknown."""
     kind = machine.labels.get("ray.io/accelerator-type", "")

@@ -12,6 +12,7 @@ import aiohttp
 import ray
 
 from echo_planes.cluster.process import enter_actor, io_mib
+from echo_planes.cluster.session import take_gpus
 from echo_planes.config.fleet import WorkerConfig
 from echo_planes.config.schema import Config
 from echo_planes.errors import RunError
@@ -55,6 +56,7 @@ class WorkerProcess:
         build_scorer: Callable[[float], ProcessScorer],
     ) -> None:
         enter_actor()
+        take_gpus()
         self._config = config
         self._id = worker_id
         self._epoch = epoch

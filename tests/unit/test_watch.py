@@ -41,7 +41,7 @@ class Sleeper:
 
 
 def watched(until_s: float, *, limit_s: float = 100.0, answers: bool = True) -> tuple[float, list[str]]:
-    """When a wait without end was ended, and what was told."""
+    """Seconds after which a wait without end was ended, and what was told."""
     told: list[str] = []
 
     async def main(loop: VirtualTimeLoop) -> float:
