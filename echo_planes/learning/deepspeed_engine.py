@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -167,13 +168,13 @@ class DeepSpeedEngine:
             torch.distributed.all_reduce(values)
         return values
 
-    def state_bits(self) -> StateBits:
+    def state_bits(self, tell: Callable[[str], None]) -> StateBits:
         """Return the weights' bf16 bits: {Hugging Face name: (uint16 (elements,), shape)} on rank 0, else {}.
 
         Names and order are those of `save_pretrained`; a tied lm_head appears once. fp32 weights are rounded
         to nearest even; adapters are added to the weights beside them. The next call may write to the same
         arrays: copy them to keep them. From a GPU with room for a `DeviceMirror` only changed bits are
-        copied.
+        copied. `tell` is called with each name before its weights are collected.
         """
         bits: StateBits = {}
         mirror = self._mirror_if_room()
@@ -183,6 +184,7 @@ class DeepSpeedEngine:
             layer, _, kind = name.rpartition(".")
             if kind in (A, B):
                 continue
+            tell(name)
             pair = [parameters[f"{layer}.{one}"] for one in (A, B) if f"{layer}.{one}" in parameters]
             pair = pair if kind == "weight" else []
             with self._deepspeed.zero.GatheredParameters([parameter, *pair], enabled=sharded):

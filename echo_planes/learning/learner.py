@@ -288,8 +288,11 @@ class Learner:
         The next call may write to the same arrays.
         """
         self._refuse_if_diverged()
-        self.doing = f"collecting the weights of update {self._num_updates}"
-        return self._engine.state_bits()
+
+        def tell(name: str) -> None:
+            self.doing = f"collecting {name} of update {self._num_updates}"
+
+        return self._engine.state_bits(tell)
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint into an empty folder. The caller makes it durable and final."""
