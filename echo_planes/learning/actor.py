@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from echo_planes.cluster.clock import MonotonicClock
-from echo_planes.cluster.process import LOOPBACK, enter_actor, io_mib, settle
+from echo_planes.cluster.process import LOOPBACK, enter_actor, io_mib, release_freed, settle
 from echo_planes.cluster.session import take_gpus
 from echo_planes.config.schema import Config
 from echo_planes.errors import RunError
@@ -141,7 +141,10 @@ class LearnerProcess:
         if self._publisher is None:
             return None
         tensors = {name: BitTensor(array, "bfloat16", shape) for name, (array, shape) in bits.items()}
-        return self._publisher.publish(version, self._learner.num_updates, tensors)
+        manifest = self._publisher.publish(version, self._learner.num_updates, tensors)
+        del bits, tensors
+        release_freed()
+        return manifest
 
     def commit(self) -> None:
         """Let workers install the last publication. Rank 0 only."""

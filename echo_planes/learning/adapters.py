@@ -81,9 +81,9 @@ class Adapters:
         finally:
             self._are_on = True
 
-    def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Return W + s B A in fp32, shape of `weight`."""
-        return torch.addmm(weight.float(), b.float(), a.float(), alpha=self._scale)
+    def merged(self, weight: Tensor, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return W + s B A in fp32, shape of `weight`; in `out`, if that is given."""
+        return torch.addmm(weight.float(), b.float(), a.float(), alpha=self._scale, out=out)
 
 
 def first_a(seed: int, name: str, rank: int, inputs: int) -> Tensor:

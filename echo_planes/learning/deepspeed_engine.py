@@ -23,7 +23,7 @@ from echo_planes.learning.adapters import A, Adapters, B
 from echo_planes.learning.device_scan import DeviceMirror, host_copy, leaves_room
 from echo_planes.learning.meeting import MEETING_LIMIT
 from echo_planes.learning.policy_model import PolicyModel, layers_of
-from echo_planes.weights.digest import BitArray
+from echo_planes.weights.digest import BitArray, bit_tensor
 
 StateBits = dict[str, tuple[BitArray, tuple[int, ...]]]
 TAG = "engine"  # DeepSpeed's files lie in <checkpoint>/engine
@@ -180,6 +180,8 @@ class DeepSpeedEngine:
         mirror = self._mirror_if_room()
         parameters = dict(zip(self._names, self._engine.module.parameters(), strict=True))
         sharded = self._config.zero_stage == 3
+        # Memory for the fp32 sums, by shape: new memory for each would leave as much again in fragments.
+        sums: dict[torch.Size, Tensor] = {}
         for name, parameter in parameters.items():
             layer, _, kind = name.rpartition(".")
             if kind in (A, B):
@@ -191,9 +193,14 @@ class DeepSpeedEngine:
                 if self._rank == 0:
                     whole = parameter.detach()
                     if pair and self._adapters is not None:
-                        whole = self._adapters.merged(whole, *(one.detach() for one in pair))
+                        a, b = (one.detach() for one in pair)
+                        whole = self._adapters.merged(whole, a, b, sums.get(whole.shape))
+                        sums[whole.shape] = whole
                     half = whole.to(torch.bfloat16)
-                    host = host_copy(half) if mirror is None else mirror.bits(name, half)
+                    if half.device.type == "cpu" and half.dtype != parameter.dtype:
+                        host = bit_tensor(half)  # a copy of the weights already
+                    else:
+                        host = host_copy(half) if mirror is None else mirror.bits(name, half)
                     bits[name] = (host.bits, host.shape)
         return bits
 

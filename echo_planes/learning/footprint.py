@@ -52,7 +52,10 @@ class Footprint:
 
     @property
     def total(self) -> float:
-        return float(sum(getattr(self, one.name) for one in fields(self)))
+        """Most that is held at once: in the middle of a step, or beside another copy to be published."""
+        step = self.gradients + self.inputs + self.logits + self.embedding
+        lasting = self.weights + self.masters + self.moments + self.reference + self.program + self.published
+        return lasting + max(step, self.published)
 
     def __str__(self) -> str:
         parts = [(one.name, getattr(self, one.name)) for one in fields(self)]
@@ -80,7 +83,7 @@ def shape_of(folder: Path) -> Shape:
 
 
 def footprint(config: Config, shape: Shape, *, on_gpu: bool) -> Footprint:
-    """Return what one rank holds in the middle of a step (DeepSpeed's ZeRO, Rajbhandari et al. 2020, 3)."""
+    """Return what one rank holds (DeepSpeed's ZeRO, Rajbhandari et al. 2020, 3)."""
     learner, ranks = config.learner, config.learner.num_ranks
     is_bf16 = learner.dtype == "bf16" or (learner.dtype == "auto" and on_gpu)
     width = 2 if is_bf16 else 4
