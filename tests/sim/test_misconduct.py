@@ -22,9 +22,11 @@ EVIL = ("w1", 0)  # the first incarnation of w1
 
 def simulation(folder: Path, **more: Any) -> Simulation:
     config = tiny_config(steps=12)
-    return Simulation(
-        replace_section(config, fleet=replace_section(config.fleet, restarts=1)), folder, **more
-    )
+    changed = {
+        "fleet": replace_section(config.fleet, restarts=1),
+        "eval": replace_section(config.eval, every=2),  # so often that each worker takes part
+    }
+    return Simulation(replace_section(config, **changed), folder, **more)
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, *workers: tuple[str, int], kind: str = "group") -> None:

@@ -81,6 +81,9 @@ def test_every_setting_says_whether_a_resume_may_change_it() -> None:
         "learner.num_ranks",
         "learner.zero_stage",
         "learner.dtype",
+        "learner.lora_rank",
+        "learner.lora_alpha",
+        "learner.lora_targets",
     }
 
 
