@@ -38,6 +38,7 @@ from echo_planes.fleet.actuators.ray_nodes import RayNodes
 from echo_planes.learning.actor import PROGRESS, LearnerProcess
 from echo_planes.loop.builders import ScorerBuilder, TaskBuilder
 from echo_planes.loop.reconcile import instance_types_of
+from echo_planes.loop.watch import SILENT
 from echo_planes.rollout.actor import WorkerProcess
 from echo_planes.types import (
     Adjustment,
@@ -199,6 +200,7 @@ class RemoteLearner:
         checkpoints = run_dir / "checkpoints"
         self._start_step = start_step
         self._places: list[str] = []
+        self._seen = ["not started"] * settings.num_ranks  # where each rank was when it last answered
         self._ranks = [
             _Actor(
                 remote.options(**options).remote(config, rank, settings.num_ranks, run_dir / "failures"),
@@ -254,15 +256,18 @@ class RemoteLearner:
         return stats
 
     async def progress(self) -> dict[str, str]:
-        """Return where all ranks are, as one text."""
-        texts = await asyncio.gather(*(self._progress_of(rank) for rank in self._ranks))
-        return {"": "; ".join(f"rank {number} {text}" for number, text in enumerate(texts))}
+        """Return where all ranks are, as one text: of a rank that does not answer, where it was last."""
+        answers = await asyncio.gather(*(self._progress_of(rank) for rank in self._ranks))
+        silent = [f"rank {number}" for number, answer in enumerate(answers) if not answer]
+        self._seen = [answer or seen for answer, seen in zip(answers, self._seen, strict=True)]
+        text = "; ".join(f"rank {number} {seen}" for number, seen in enumerate(self._seen))
+        return {"": text, **({SILENT: ", ".join(silent)} if silent else {})}
 
     async def _progress_of(self, rank: _Actor) -> str:
         with suppress(RunError, TimeoutError):  # the call that is waited for reports a rank that is gone
             async with asyncio.timeout(PROGRESS_S):
                 return str(await rank.call("progress"))
-        return "does not answer"
+        return ""
 
     async def mismatch(self, trajectories: Sequence[Trajectory]) -> float:
         """Return the mean |learner logprob - sampler logprob| on sampled tokens, nats."""

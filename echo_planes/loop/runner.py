@@ -189,10 +189,8 @@ class Runner:
             case ev.Publish(version):
                 await self._publish(version)
             case ev.FormBatch(step, wait_s, whole):
-                limit_s = (
-                    wait_s + self._config.run.wait_limit_s
-                )  # of the buffer, which is to answer in wait_s
                 asked = self._planes.data.next_batch(step, wait_s, whole)
+                limit_s = wait_s + self._config.run.wait_limit_s  # it is to answer within wait_s
                 batch = await self._within("replay buffer", limit_s, asked)
                 await self._hear_complaints()
                 if isinstance(batch, TrainBatch):

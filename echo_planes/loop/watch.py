@@ -18,9 +18,10 @@ from echo_planes.cluster.clock import Clock
 from echo_planes.errors import RunError
 
 LOOK_S = 10.0
-ANSWER_S = 5.0  # longest wait for an answer of somebody who is asked for his progress
+ANSWER_S = 5.0  # longest wait for word of a worker's progress, or the learner's
 STALLED_S = 30.0
-SILENT, UNKNOWN = "does not answer", "progress unknown"
+SILENT = "silent"  # key under which an answer names a part that does not answer itself
+UNKNOWN = "progress unknown"
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Watch:
     Args:
         clock: seconds.
         ask: returns the progress of the learner ("") or of a worker, by id: texts by what is waited for, or
-            one for all ("").
+            one for all (""), and under `SILENT` a part that does not answer.
         tell: called with (text, worker id) when a wait stalls, and when it moves again.
         look_s: time between two looks, seconds.
         stalled_s: time without a change after which a wait is named, seconds.
@@ -111,7 +112,7 @@ class Watch:
         """Look at all waits, again and again, until cancelled."""
         while True:
             await asyncio.sleep(self._look_s)
-            await asyncio.gather(*(self._look_at(who) for who in {wait.who for wait in self._waits}))
+            await asyncio.gather(*map(self._look_at, dict.fromkeys(wait.who for wait in self._waits)))
 
     async def _look_at(self, who: str) -> None:
         texts: Mapping[str, str] | None = None
@@ -122,12 +123,14 @@ class Watch:
             pass  # told below, by those who wait for it; a process that is gone ends the wait itself
         now_s = self._clock.now_s()
         for wait in [one for one in self._waits if one.who == who]:
+            # Silence changes no text: somebody who answers only now and then does not move by that.
+            last = wait.progress.seen or UNKNOWN
             if texts is None:
-                text, silent = wait.progress.seen or SILENT, f" and {SILENT}"
+                text, silent = last, " and does not answer"
             else:
                 # A wait that must end has something to do, though it may be unknown how far it is.
-                unknown = (wait.progress.seen or UNKNOWN) if wait.deadline else ""
-                text, silent = texts.get(wait.what, texts.get("", unknown)), ""
+                text = texts.get(wait.what, texts.get("", last if wait.deadline else ""))
+                silent = f" ({texts[SILENT]} does not answer)" if SILENT in texts else ""
             stood_s = now_s - wait.progress.since_s
             match wait.progress.look(text, now_s):
                 case "stalls":

@@ -70,6 +70,7 @@ class WorkerProcess:
         self._node: WorkerNode | None = None
         self._started: RolloutWorker | None = None
         self._is_starting = False
+        self._received_bytes = 0  # of weights, when the node last answered
         self._ends_unix_s: float | None = None  # when the cloud will take the machine
 
     async def join(self, sender: str) -> None:
@@ -146,10 +147,10 @@ class WorkerProcess:
             found["engine start"] = f"{io_mib()} MiB read and written"
         try:
             async with asyncio.timeout(NODE_ANSWER_S):
-                received = f"{await self._weights.received_bytes()} bytes of weights received"
-        except (TimeoutError, RunError) as why:
-            received = str(why) or "its weight node does not answer"
-        return {**found, "weight install": received}
+                self._received_bytes = await self._weights.received_bytes()
+        except (TimeoutError, RunError):
+            found["silent"] = "its weight node"
+        return {**found, "weight install": f"{self._received_bytes} bytes of weights received"}
 
     async def stats(self) -> WorkerStats:
         stats = await self._worker.stats()

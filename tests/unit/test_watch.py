@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from echo_planes.errors import WorkerGoneError
-from echo_planes.loop.watch import ANSWER_S, LOOK_S, STALLED_S, Progress, Watch
+from echo_planes.loop.watch import ANSWER_S, LOOK_S, SILENT, STALLED_S, Progress, Watch
 from echo_planes.testing.virtual_time import VirtualTimeLoop, run_virtual
 
 
@@ -95,3 +95,31 @@ def test_a_worker_that_is_gone_does_not_end_the_watch() -> None:
         return alive
 
     assert run_virtual(main)
+
+
+def test_somebody_who_answers_now_and_then_does_not_move_by_that() -> None:
+    told: list[str] = []
+
+    async def main(loop: VirtualTimeLoop) -> float:
+        answers = iter(range(10**6))
+
+        async def ask(who: str) -> Mapping[str, str]:
+            if next(answers) % 2:
+                raise WorkerGoneError("no word")
+            return {"": "micro-batch 3", **({SILENT: "rank 1"} if next(answers) % 3 else {})}
+
+        watch = Watch(loop, ask, lambda text, who: told.append(text))
+        looking = asyncio.create_task(watch.run())
+        try:
+            async with asyncio.timeout(100.0) as deadline:
+                with watch.over("learner step", "", deadline, 100.0):
+                    await loop.create_future()
+        except TimeoutError:
+            return loop.time()
+        finally:
+            looking.cancel()
+        raise AssertionError("the wait has ended")
+
+    assert run_virtual(main) <= 100.0 + LOOK_S + ANSWER_S
+    assert len(told) == 1
+    assert told[0].endswith("micro-batch 3")
