@@ -150,7 +150,7 @@ class WorkerProcess:
                 self._received_bytes = await self._weights.received_bytes()
         except (TimeoutError, RunError):
             found["silent"] = "its weight node"
-        return {**found, "weight install": f"{self._received_bytes} bytes of weights received"}
+        return {"weight install": f"{self._received_bytes} bytes of weights received", **found}
 
     async def stats(self) -> WorkerStats:
         stats = await self._worker.stats()

@@ -100,6 +100,7 @@ class RolloutWorker:
         self._stopping = False
         self._evaluating = False
         self._evaluated_tokens = 0
+        self._installing = -1  # version that the engine is taking in; -1: none
         self._leaving = False  # takes no new leases any more
         self._paused = False  # takes none until `resume`
         self._trajectories = 0
@@ -224,9 +225,11 @@ class RolloutWorker:
             raise WeightsError(
                 f"version {staged.version} came as {staged.digest}, the learner's is {manifest.digest}"
             )
+        self._installing = staged.version
         try:
             await self._engine.install(publication)
         finally:
+            self._installing = -1
             caught_up = await self._weights.settled(staged.version, self._engine.version == staged.version)
         return caught_up
 
@@ -264,8 +267,13 @@ class RolloutWorker:
         return [trajectory for group in groups for trajectory in group.trajectories]
 
     async def progress(self) -> dict[str, str]:
-        """Return how far "sampling" and "evaluation" are, as texts that change with every token and group."""
+        """Return how far "sampling" and "evaluation" are, as texts that change with every token and group.
+
+        Also "weight install", once the engine takes it in: bytes of later versions are no progress then.
+        """
         found = {}
+        if self._installing >= 0:
+            found["weight install"] = f"the engine installs version {self._installing}"
         if self._work:
             scoring = sum(not work.sampling for work in self._work.values())
             found["sampling"] = (

@@ -98,6 +98,33 @@ def test_weights_that_arrive_for_1310_s_are_waited_for_as_long_as_bytes_come(
         assert any("weight install has stood still" in line for line in stalls(trace))
 
 
+def test_an_engine_that_hangs_in_an_install_is_replaced_though_later_versions_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Hanging(FakeEngine):
+        async def install(self, publication: Publication) -> None:
+            if (self._id, self._epoch, publication.manifest.version) == ("w1", 0, 2):
+                await asyncio.get_running_loop().create_future()  # never answers
+            await super().install(publication)
+
+        def __init__(self, worker_id: str, epoch: int, *others: Any) -> None:
+            super().__init__(worker_id, epoch, *others)
+            self._epoch = epoch
+
+    class Receiving(simulations._LossyWorker):
+        async def progress(self) -> dict[str, str]:
+            now_s = asyncio.get_running_loop().time()
+            return {"weight install": f"{now_s:.0f} MB", **await super().progress()}
+
+    monkeypatch.setattr(simulations, "FakeEngine", Hanging)
+    monkeypatch.setattr(simulations, "_LossyWorker", Receiving)
+    outcome, trace = Simulation(tiny_config(steps=60), tmp_path, t_train_s=20.0).run()
+    assert outcome.status == "done"
+    (line,) = [line for line in trace.lines if line.startswith("worker lost w1")]
+    assert "without progress (the engine installs version 2)" in line
+    assert any("weight install has stood still" in line for line in stalls(trace))
+
+
 def test_a_learner_that_stands_still_is_named_within_a_minute_and_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -433,3 +433,44 @@ def test_an_evaluation_draws_its_answers_as_it_is_told_and_training_does_not() -
 
     virtual(both())
     assert sorted(engine.draws, key=repr) == [draw, None]
+
+
+# --- progress, for whoever waits ------------------------------------------------------------------
+
+
+def test_progress_tells_tokens_while_it_samples_and_rewards_that_are_waited_for() -> None:
+    worker = make(Engine(seconds=4.0), Source(1), scorer=SlowScorer(fake_task()))
+    seen = []
+
+    async def main() -> None:
+        seen.append((await worker.progress()).get("sampling", ""))
+        running = asyncio.ensure_future(worker.run())
+        for at_s in (1.5, 2.5, 8.0, 9.0, 5 * LEASE_S):
+            await asyncio.sleep(at_s - asyncio.get_running_loop().time())
+            seen.append((await worker.progress()).get("sampling", ""))
+        await end(running)
+
+    virtual(main())
+    nothing, first, second, scoring, still, after = seen
+    assert (nothing, after) == ("", "")
+    assert first != second  # tokens came
+    assert scoring == still
+    assert scoring.endswith("1 groups in flight, 1 of them wait for rewards")
+
+
+def test_progress_of_an_install_is_the_engines_once_it_has_the_bytes() -> None:
+    class Slow(Engine):
+        async def install(self, publication: Publication) -> None:
+            await asyncio.sleep(5.0)
+            await super().install(publication)
+
+    worker = make(Slow(), Source(0), weights=Weights())
+
+    async def main() -> list[dict[str, str]]:
+        installing = asyncio.ensure_future(worker.install(manifest(2), False))
+        await asyncio.sleep(1.0)
+        during = await worker.progress()
+        await installing
+        return [during, await worker.progress()]
+
+    assert virtual(main()) == [{"weight install": "the engine installs version 2"}, {}]
