@@ -113,14 +113,15 @@ def release_freed() -> None:
             ctypes.CDLL(None).malloc_trim(0)
 
 
-def io_mib() -> int:
+def io_mib(apart: int | None) -> int:
     """Return the MiB that this process and its children have read from disks and written to them.
 
-    What a process logs while it stands still is far less.
+    What a process logs while it stands still is far less. `apart`: a child that is left out, by its pid: a
+    weight node goes on while the process that it belongs to stands still.
     """
     own = psutil.Process()
     total_bytes = 0
-    for process in [own, *own.children(recursive=True)]:
+    for process in [own, *(child for child in own.children(recursive=True) if child.pid != apart)]:
         with suppress(psutil.Error):  # a child that has just ended
             counters = process.io_counters()
             total_bytes += counters.read_bytes + counters.write_bytes

@@ -120,7 +120,7 @@ class LearnerProcess:
     def progress(self) -> str:
         """Return where the rank is, as a text that changes as it moves. Answers during other calls."""
         doing = self._learner_or_none.doing if self._learner_or_none else "not started"
-        return f"{doing}, {io_mib()} MiB read and written"
+        return f"{doing}, {io_mib(self._node.pid if self._node else None)} MiB read and written"
 
     def train_step(self, batch: TrainBatch) -> StepStats:
         return self._learner.train_step(batch)

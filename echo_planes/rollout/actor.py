@@ -144,7 +144,7 @@ class WorkerProcess:
         """Return how far the worker is with what may be waited for; see `loop.watch`."""
         found = await self._started.progress() if self._started else {}
         if self._is_starting:
-            found["engine start"] = f"{io_mib()} MiB read and written"
+            found["engine start"] = f"{io_mib(self._node.pid if self._node else None)} MiB read and written"
         try:
             async with asyncio.timeout(NODE_ANSWER_S):
                 self._received_bytes = await self._weights.received_bytes()
