@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-import psutil
-
 from echo_planes.cluster.scratch import join
 
 PR_SET_PDEATHSIG = 1
@@ -119,6 +117,8 @@ def io_mib(apart: int | None) -> int:
     What a process logs while it stands still is far less. `apart`: a child that is left out, by its pid: a
     weight node goes on while the process that it belongs to stands still.
     """
+    import psutil  # not above: the sandbox's warden imports this module on a Python without packages
+
     own = psutil.Process()
     total_bytes = 0
     for process in [own, *(child for child in own.children(recursive=True) if child.pid != apart)]:
