@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from echo_planes.config.schema import BUILTIN_MODELS
 from echo_planes.reporting.weights.cli import main
 from tests.integration.harness import (
     SMALL,
@@ -218,6 +219,8 @@ def test_an_exported_version_goes_on_as_the_model_of_another_run(tmp_path: Path)
     assert main(["export", str(first.run_dir), str(out)]) == 0
     second = run_to_end(tmp_path / "other", tmp_path / "second", "run.steps=1", f"model.path={out}", *words)
     began, ended = summary(first.run_dir), summary(second.run_dir)
-    assert began["eval_last"] != began["eval_first"]
+    # Accuracy may be the same after six steps: 127 of 128 at the start are right.
+    start = BUILTIN_MODELS["builtin:tiny-math"] / "model.safetensors"
+    assert (out / "model.safetensors").read_bytes() != start.read_bytes()
     assert ended["eval_first"] == began["eval_last"]
     assert ended["digest_mismatches"] == 0
