@@ -30,9 +30,7 @@ class Shape:
     layers: int
     hidden: int
     vocabulary: int
-    linear: Mapping[str, int] = field(
-        default_factory=dict
-    )  # inputs + outputs, summed over layers, by last name
+    linear: Mapping[str, int] = field(default_factory=dict)  # inputs + outputs of all layers, by last name
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +99,10 @@ def footprint(config: Config, shape: Shape, *, on_gpu: bool) -> Footprint:
         gradients=(width if learner.zero_stage == 0 else 4) * shared(trained, 2),
         masters=4 * shared(trained, 1) if is_bf16 or learner.zero_stage > 0 else 0.0,
         moments=8 * shared(trained, 1),
-        reference=width * shape.weights if config.objective.kl_beta > 0 and not adapters else 0.0,
+        reference=width * shape.weights if config.objective.kl_beta > 0 and not learner.lora_rank else 0.0,
         inputs=width * tokens * shape.layers * shape.hidden,
         logits=4.0 * LOGIT_COPIES * chunk,
-        embedding=0.0 if adapters else width * shape.vocabulary * shape.hidden,
+        embedding=0.0 if learner.lora_rank else width * shape.vocabulary * shape.hidden,
         program=0.0 if on_gpu else PROGRAM_BYTES,
         published=0.0 if on_gpu else 2.0 * shape.weights,
     )

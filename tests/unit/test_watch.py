@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import pytest
 
@@ -40,16 +40,15 @@ class Sleeper:
         return {"work": f"token {min(now_s, self.until_s):.0f}"}
 
 
-def watched(until_s: float, *, limit_s: float = 100.0, answers: bool = True) -> tuple[float, list[str]]:
+def ended(
+    make_ask: Callable[[VirtualTimeLoop], Callable[[str], Awaitable[Mapping[str, str]]]],
+    limit_s: float = 100.0,
+) -> tuple[float, list[str]]:
     """Seconds after which a wait without end was ended, and what was told."""
     told: list[str] = []
 
     async def main(loop: VirtualTimeLoop) -> float:
-        watch = Watch(
-            loop,
-            Sleeper(loop, until_s, answers=answers),
-            lambda text, who: told.append(f"{loop.time():.0f} {who} {text}"),
-        )
+        watch = Watch(loop, make_ask(loop), lambda text, who: told.append(f"{loop.time():.0f} {who} {text}"))
         looking = asyncio.create_task(watch.run())
         try:
             async with asyncio.timeout(limit_s) as deadline:
@@ -62,6 +61,11 @@ def watched(until_s: float, *, limit_s: float = 100.0, answers: bool = True) -> 
         raise AssertionError("the wait has ended")
 
     return run_virtual(main), told
+
+
+def watched(until_s: float, *, answers: bool = True) -> tuple[float, list[str]]:
+    """The same of a worker that moves until then."""
+    return ended(lambda loop: Sleeper(loop, until_s, answers=answers))
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -98,28 +102,16 @@ def test_a_worker_that_is_gone_does_not_end_the_watch() -> None:
 
 
 def test_somebody_who_answers_now_and_then_does_not_move_by_that() -> None:
-    told: list[str] = []
+    turns = iter(range(10**6))
 
-    async def main(loop: VirtualTimeLoop) -> float:
-        answers = iter(range(10**6))
+    async def ask(who: str) -> Mapping[str, str]:
+        turn = next(turns)
+        if turn % 2:
+            raise WorkerGoneError("no word")
+        return {"": "micro-batch 3", **({SILENT: "rank 1"} if turn % 4 else {})}
 
-        async def ask(who: str) -> Mapping[str, str]:
-            if next(answers) % 2:
-                raise WorkerGoneError("no word")
-            return {"": "micro-batch 3", **({SILENT: "rank 1"} if next(answers) % 3 else {})}
-
-        watch = Watch(loop, ask, lambda text, who: told.append(text))
-        looking = asyncio.create_task(watch.run())
-        try:
-            async with asyncio.timeout(100.0) as deadline:
-                with watch.over("learner step", "", deadline, 100.0):
-                    await loop.create_future()
-        except TimeoutError:
-            return loop.time()
-        finally:
-            looking.cancel()
-        raise AssertionError("the wait has ended")
-
-    assert run_virtual(main) <= 100.0 + LOOK_S + ANSWER_S
+    ended_s, told = ended(lambda _: ask)
+    assert ended_s <= 100.0 + LOOK_S + ANSWER_S
+    assert next(turns) > 5  # it was asked in all three ways
     assert len(told) == 1
     assert told[0].endswith("micro-batch 3")
