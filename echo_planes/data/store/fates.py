@@ -31,6 +31,7 @@ FATES_SCHEMA = pa.schema(
 )
 FATE_ENTRY = np.dtype([("sequence", "<i8"), ("step", "<i8"), ("fate", "<i8")])
 _ROWS_PER_MESSAGE = 65536  # in a rewritten log
+_NAMES = pa.array([fate.name.lower() for fate in Fate], pa.string())  # by number, which starts at 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ class FateLog:
             [
                 pa.array(entries["sequence"]),
                 pa.array(group_ids, pa.string()),
-                pa.array([Fate(fate).name.lower() for fate in entries["fate"].tolist()], pa.string()),
+                _NAMES.take(pa.array(entries["fate"])),
                 pa.array(entries["step"]),
             ],
             schema=FATES_SCHEMA,
