@@ -35,6 +35,17 @@ def unknown_key(path: str, hint: str) -> str:
     return f"this key is called {_RENAMED[path]} now" if path in _RENAMED else f"unknown key{hint}"
 
 
+def with_present_keys(recorded: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that an earlier version recorded, with the renamed ones under their present keys."""
+    sections = {name: dict(one) if isinstance(one, dict) else one for name, one in recorded.items()}
+    for old, present in _RENAMED.items():
+        name, _, key = old.partition(".")
+        section = sections.get(name)
+        if isinstance(section, dict) and key in section:
+            section.setdefault(present.partition(".")[2], section.pop(key))
+    return sections
+
+
 def Fixed(default: Any, **field: Any) -> Any:
     """Declare a setting that a resume must not change: recorded and trained data depend on it."""
     return Field(default, json_schema_extra={_MARK: "fixed"}, **field)

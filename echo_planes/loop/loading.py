@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from echo_planes.config.fields import unknown_key
+from echo_planes.config.fields import unknown_key, with_present_keys
 from echo_planes.config.hub import is_hub_name
 from echo_planes.config.plain_yaml import dump_yaml, parse_word, read_yaml
 from echo_planes.config.schema import Config, TaskConfig
@@ -157,7 +157,7 @@ def _resumed(folder: Path, default: dict[str, Any]) -> dict[str, Any]:
     path = folder / "config.yaml"
     if not os.path.exists(path):
         raise ConfigError(f"run.resume={folder}: no config.yaml there; give the folder of an earlier run")
-    tree = read_yaml(path)
+    tree = with_present_keys(read_yaml(path))
     _merge(tree, {"run": {"dir": str(folder)}})
     return tree
 

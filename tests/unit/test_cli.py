@@ -12,7 +12,7 @@ import yaml
 from echo_planes import run
 from echo_planes.config.schema import Config
 from echo_planes.errors import ConfigError
-from echo_planes.loop.loading import dump_config, load_config
+from echo_planes.loop.loading import dump_config, load_config, recorded_config
 
 
 def refusal(*words: str) -> str:
@@ -101,14 +101,20 @@ def test_what_is_dumped_is_read_back_equal() -> None:
     assert Config.model_validate(yaml.safe_load(dump_config(config))) == config
 
 
-def test_an_old_key_in_a_run_folder_is_told_with_its_file(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(
-        dump_config(load_config([])).replace("snapshot_every", "anchor_every")
-    )
+def test_an_old_key_in_a_run_folder_is_read_under_its_present_name(tmp_path: Path) -> None:
+    recorded = dump_config(load_config(["weights.snapshot_every=7"]))
+    (tmp_path / "config.yaml").write_text(recorded.replace("snapshot_every", "anchor_every"))
+    assert load_config([f"run.resume={tmp_path}"]).weights.snapshot_every == 7
+    assert recorded_config(tmp_path).weights.snapshot_every == 7
+    names(refusal(f"run.resume={tmp_path}", "weights.anchor_every=3"), "is called weights.snapshot_every now")
+
+
+def test_an_unknown_key_in_a_run_folder_is_told_with_its_file(tmp_path: Path) -> None:
+    recorded = dump_config(load_config([]))
     path = str(tmp_path / "config.yaml")
-    told = refusal(f"run.resume={tmp_path}")
-    names(told, f"{path}: weights.anchor_every=", "is called weights.snapshot_every now")
-    (tmp_path / "config.yaml").write_text(dump_config(load_config([])))
+    (tmp_path / "config.yaml").write_text(recorded.replace("snapshot_every", "snapshot_evry"))
+    names(refusal(f"run.resume={tmp_path}"), f"{path}: weights.snapshot_evry=", "snapshot_every")
+    (tmp_path / "config.yaml").write_text(recorded)
     assert path not in refusal(f"run.resume={tmp_path}", "weights.anchor_every=3")
 
 
