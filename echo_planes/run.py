@@ -21,7 +21,7 @@ from echo_planes.config.hub import pinned
 from echo_planes.config.schema import Config
 from echo_planes.data.tasks.registry import adapter_options
 from echo_planes.errors import CollapsedError, EchoPlanesError, RunError, StoppedError, UserError
-from echo_planes.loop import preflight
+from echo_planes.loop import memory, preflight
 from echo_planes.loop.checkpoint import CheckpointMeta, newest_checkpoint, resume_command
 from echo_planes.loop.inputs import check_inputs, digest_of_model, digest_of_prompts, keep_inputs
 from echo_planes.loop.loading import describe, dump_resolved, load_config, recorded_config
@@ -153,7 +153,7 @@ async def _run(
             config = stack.enter_context(cluster.ray_session(config, folder / "ray_logs"))
             machines = cluster.machines()
             preflight.check_cards(config.fleet, machines)
-            preflight.check_memory(config, machines, psutil.virtual_memory().total)
+            memory.check_memory(config, machines, psutil.virtual_memory().total)
         await asyncio.sleep(HEAR_S)
         # The run folder is made only now, so that a mistake leaves none behind.
         meta = open_folder(config, folder, checkpoint, meta)

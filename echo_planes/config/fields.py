@@ -36,7 +36,7 @@ def unknown_key(path: str, hint: str) -> str:
 
 
 def with_present_keys(recorded: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that an earlier version recorded, with the renamed ones under their present keys."""
+    """Return settings that an earlier version recorded, the renamed ones under their present keys."""
     sections = {name: dict(one) if isinstance(one, dict) else one for name, one in recorded.items()}
     for old, present in _RENAMED.items():
         name, _, key = old.partition(".")

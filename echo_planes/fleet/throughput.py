@@ -74,6 +74,9 @@ def size_of_params(num_params: float, kv_bytes_per_token: float | None) -> Model
 def size_of_folder(folder: Path) -> ModelSize:
     """Read a model's size: the weights from its safetensors files, the KV cache from its config.json.
 
+    Of layers of several kinds, those with full attention count: the others' cache does not grow with the
+    answer. Where all look back a limited number of tokens, or compress the cache, it is an upper estimate.
+
     Raises:
         ModelError: no config.json, or one without the numbers of layers and heads.
         DataError: no safetensors files, or damaged ones.
@@ -85,6 +88,10 @@ def size_of_folder(folder: Path) -> ModelSize:
         fields = fields["text_config"]  # a model of several modalities
     try:
         layers, heads = int(fields["num_hidden_layers"]), int(fields["num_attention_heads"])
+        kinds = fields.get("layer_types")
+        full = kinds.count("full_attention") if isinstance(kinds, list) else 0
+        is_limited = bool(fields.get("sliding_window")) and fields.get("use_sliding_window") is not False
+        layers, is_less = full or layers, bool(fields.get("kv_lora_rank")) or (is_limited and not full)
         kv_heads = int(fields.get("num_key_value_heads") or heads)
         head_dim = int(fields.get("head_dim") or int(fields["hidden_size"]) // heads)
         if not 0 < min(layers, heads, kv_heads, head_dim) <= max(layers, heads, kv_heads, head_dim) < _MOST:
@@ -94,7 +101,8 @@ def size_of_folder(folder: Path) -> ModelSize:
             f"{path} does not say its layers and heads ({error}); give params_b=N and kv_kib_per_token=N"
         ) from error
     kv_bytes = 2.0 * layers * kv_heads * head_dim * BYTES_PER_WEIGHT
-    return ModelSize(float(sum(t.bits.size for t in load_tensors(folder).values())), kv_bytes, "given")
+    num_params = float(sum(tensor.bits.size for tensor in load_tensors(folder).values()))
+    return ModelSize(num_params, kv_bytes, "estimated" if is_less else "given")
 
 
 def estimated_tokens_per_s(

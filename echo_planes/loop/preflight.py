@@ -11,10 +11,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from echo_planes.cluster.placement import Machine, cluster_address
+from echo_planes.cluster.placement import Machine
 from echo_planes.config.extensions import extension
 from echo_planes.config.files import MIB, MODEL_JSON_BYTES, check_regular, read_json
-from echo_planes.config.fleet import FleetConfig, SeedingConfig, WorkerConfig
+from echo_planes.config.fleet import EngineConfig, FleetConfig, SeedingConfig, WorkerConfig
 from echo_planes.config.schema import Config, WeightsConfig
 from echo_planes.data.store.files import LOCK_NAME, REPLAY_FOLDER, Lock
 from echo_planes.data.store.recovery import STORE_NAME, read_store_id
@@ -22,7 +22,8 @@ from echo_planes.data.tasks.registry import TOKENIZER_SETTINGS, check_model_file
 from echo_planes.errors import ClusterError, ConfigError, DataError, ModelError
 from echo_planes.fleet.instance_types import SAME
 from echo_planes.fleet.sku_facts import SKU_FACTS
-from echo_planes.learning.footprint import GIB, footprint, shape_of
+from echo_planes.learning.footprint import shape_of
+from echo_planes.loop.memory import check_engine_memory
 from echo_planes.loop.spending import check_budget
 from echo_planes.loop.trackers import check_installed
 from echo_planes.reporting.metrics import METRICS_FILE
@@ -41,12 +42,14 @@ def check(config: Config, run_dir: Path) -> None:
         UserError: the first check that fails.
     """
     check_model(config.model.folder)
+    check_positions(config)
     check_adapters(config)
     check_extensions(config)
     check_fleet(config)
     check_seeding(config.seeding, config.learner.rank_resources)
     check_engines([*config.fleet.workers, *config.seeding.workers().values()])
     check_lengths(config)
+    check_engine_memory(config, [])
     for key, port in (
         ("run.metrics_port", config.run.metrics_port),
         ("learner.master_port", config.learner.master_port),
@@ -167,7 +170,26 @@ def check_model(folder: Path) -> None:
         )
 
 
+def check_positions(config: Config) -> None:
+    """Check that the model has a position for each token of the longest answer, where config.json says it.
+
+    Positions that are scaled beyond those of the training (YaRN, linear) are left to the engine.
+    """
+    fields = read_json(config.model.folder / "config.json", MODEL_JSON_BYTES)
+    text = fields.get("text_config", fields) if isinstance(fields, dict) else {}
+    most = text.get("max_position_embeddings") if isinstance(text, dict) else None
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {} if most else {}
+    is_plain = isinstance(rope, dict) and rope.get("rope_type", "default") in ("default", "llama3")
+    if isinstance(most, int) and is_plain and config.model.max_model_len > most:
+        raise ConfigError(
+            f"model.max_model_len={config.model.max_model_len} is above the max_position_embeddings={most} "
+            f"of {config.model.path}: engines refuse longer answers; set at most {most}"
+        )
+
+
 def check_fleet(config: Config) -> None:
+    for number, worker_config in enumerate(config.fleet.workers):
+        _check_share(f"fleet.workers.{number}", worker_config.resources, worker_config.engine)
     if config.fleet.num_workers == 0 and not config.seeding.engines:
         raise ConfigError(
             "fleet.workers: the fleet has zero workers, so nothing would ever be sampled; set a count of at "
@@ -231,17 +253,23 @@ def check_seeding(seeding: SeedingConfig, learner: Mapping[str, float]) -> None:
         seeding: the settings.
         learner: Ray resources of one rank of the learner, which has the rest of the GPU.
     """
-    share, memory = seeding.resources.get("GPU", 0.0), seeding.engine.gpu_memory_utilization
-    if seeding.engines and learner.get("GPU") and not share:
+    if not seeding.engines:
+        return
+    if learner.get("GPU") and not seeding.resources.get("GPU"):
         raise ConfigError(
             f"seeding.resources has no GPU, learner.resources has GPU: {learner['GPU']:g}: a seeder shares "
             "the learner's card; set e.g. learner.resources='{GPU: 0.5}' seeding.resources='{GPU: 0.5}' "
             "seeding.engine.gpu_memory_utilization=0.4"
         )
-    if seeding.engines and 0 < share < 1 and memory > share:
+    _check_share("seeding", seeding.resources, seeding.engine)
+
+
+def _check_share(key: str, resources: Mapping[str, float], engine: EngineConfig) -> None:
+    share, memory = resources.get("GPU", 0.0), engine.gpu_memory_utilization
+    if 0 < share < 1 and memory > share:
         raise ConfigError(
-            f"seeding.engine.gpu_memory_utilization={memory:g} is {memory - share:.2g} of the card more than "
-            f"seeding.resources.GPU={share:g}, and the learner needs the rest of it; set at most {share:g}"
+            f"{key}.engine.gpu_memory_utilization={memory:g} is {memory - share:.2g} of the card more than "
+            f"{key}.resources.GPU={share:g}, and others need the rest of it; set at most {share:g}"
         )
 
 
@@ -323,49 +351,6 @@ def check_lengths(config: Config) -> None:
         )
 
 
-def check_memory(config: Config, machines: Sequence[Machine], host_bytes: float) -> None:
-    """Check that learner ranks have the memory that they need at least, as far as it is known.
-
-    Args:
-        config: with `learner.resources` settled.
-        machines: of the cluster. The memory of a card follows from its type, which Ray reports.
-        host_bytes: memory of this machine, where ranks on CPUs run unless a cluster is joined.
-
-    Raises:
-        ConfigError: gives the parts, and the keys to change.
-    """
-    learner = config.learner
-    gpu, num_ranks = learner.rank_resources.get("GPU", 0.0), 1
-    if gpu:
-        cards = [_card_gib(machine) for machine in machines if machine.resources.get("GPU")]
-        if None in cards:  # ranks may be on one of these
-            return
-        has, where = (
-            max((gib for gib in cards if gib), default=math.inf) * GIB * gpu,
-            "a rank's part of a card",
-        )
-    elif cluster_address(config):
-        return
-    else:
-        num_ranks, has, where = learner.num_ranks, host_bytes, "this machine"
-    try:
-        needs = footprint(config, shape_of(config.model.folder), on_gpu=gpu > 0)
-    except (KeyError, DataError):  # sizes by other words, or weights of other types
-        return
-    if num_ranks * needs.total > has:
-        less = (
-            "a smaller learner.micro_batch_tokens"
-            if needs.inputs + needs.logits > has / 4
-            else "a smaller model"
-        )
-        ranks = f"{num_ranks} ranks with " if num_ranks > 1 else ""
-        more = ", or learner.zero_stage=3 and more learner.num_ranks" if gpu else ""
-        raise ConfigError(
-            f"model.path={config.model.path}: the learner needs at least {ranks}{needs.total / GIB:.1f} GiB "
-            f"({needs}), {where} has {has / GIB:.1f} GiB; choose {less}{more}"
-        )
-
-
 def check_cards(fleet: FleetConfig, machines: Sequence[Machine]) -> None:
     """Check that workers of an instance type with a card ask for one, in a cluster that has cards.
 
@@ -379,15 +364,6 @@ def check_cards(fleet: FleetConfig, machines: Sequence[Machine]) -> None:
                 f"fleet.workers.{number}.resources has no GPU, but sku={worker_config.sku} is a card; set "
                 f"'fleet.workers.{number}.resources={{CPU: 1, GPU: 1}}'"
             )
-
-
-def _card_gib(machine: Machine) -> float | None:
-    """Return the memory of a card of the machine, or of the largest that Ray calls so; None: unknown."""
-    kind = machine.labels.get("ray.io/accelerator-type", "")
-    sizes = [
-        facts.memory_gib for name, facts in SKU_FACTS.items() if name == kind or name.startswith(f"{kind}-")
-    ]
-    return max(sizes, default=None)
 
 
 def check_port(key: str, port: int) -> None:

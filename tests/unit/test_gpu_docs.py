@@ -12,8 +12,9 @@ import pytest
 from echo_planes.cluster.placement import Machine, check_fit, check_nodes, with_learner_resources
 from echo_planes.config.schema import Config
 from echo_planes.errors import ConfigError
+from echo_planes.fleet.throughput import ModelSize
 from echo_planes.learning.footprint import GIB, Shape, footprint
-from echo_planes.loop import preflight
+from echo_planes.loop import memory, preflight
 from echo_planes.loop.loading import load_config
 
 DOCS = Path(__file__).parents[2] / "docs" / "gpus.md"
@@ -23,6 +24,12 @@ SHAPES = {
     "Qwen/Qwen2.5-0.5B-Instruct": Shape(494_032_768, 24, 896, 151_936),
     "Qwen/Qwen3-32B": Shape(32_762_123_264, 64, 5120, 151_936),
 }
+KV_BYTES = {  # of a token: keys and values, layers, heads of keys, their dimension, bf16
+    "Qwen/Qwen3-8B": 2 * 36 * 8 * 128 * 2,
+    "Qwen/Qwen2.5-0.5B-Instruct": 2 * 24 * 2 * 64 * 2,
+    "Qwen/Qwen3-32B": 2 * 64 * 8 * 128 * 2,
+}
+SIZES = {name: ModelSize(shape.weights, KV_BYTES[name], "given") for name, shape in SHAPES.items()}
 
 
 def machine(gpus: int, card: str) -> Machine:
@@ -74,11 +81,12 @@ def test_a_command_fits_its_cluster_and_no_smaller_cards(case: Case, monkeypatch
     check_fit(config, has, [one.labels for one in case.machines])
     check_nodes(config.fleet, [one.resources for one in case.machines])
     monkeypatch.setattr(type(config.model), "folder", Path("no such folder"))
-    monkeypatch.setattr(preflight, "shape_of", lambda folder: SHAPES[config.model.path])
-    preflight.check_memory(config, case.machines, 0.0)
+    monkeypatch.setattr(memory, "shape_of", lambda folder: SHAPES[config.model.path])
+    monkeypatch.setattr(memory, "size_of_folder", lambda folder: SIZES[config.model.path])
+    memory.check_memory(config, case.machines, 0.0)
     small = [replace(one, labels={"ray.io/accelerator-type": case.too_small}) for one in case.machines]
     with pytest.raises(ConfigError, match="the learner needs at least"):
-        preflight.check_memory(config, small, 0.0)
+        memory.check_memory(config, small, 0.0)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)

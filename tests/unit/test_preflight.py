@@ -18,7 +18,7 @@ from echo_planes.config.fleet import WorkerConfig
 from echo_planes.config.schema import Config
 from echo_planes.data.store.store import ReplayStore
 from echo_planes.errors import ClusterError, ConfigError, DataError, ModelError, UserError
-from echo_planes.loop import preflight
+from echo_planes.loop import memory, preflight
 from echo_planes.loop.loading import load_config
 from echo_planes.loop.spending import SPENDING_FILE
 from echo_planes.run import run_folder
@@ -550,13 +550,36 @@ def test_gpus_of_bought_machines_are_not_the_learners() -> None:
     assert placement.with_learner_resources(bought, [machine(CPU=8, GPU=1), *has]).learner.resources
 
 
+@pytest.mark.parametrize(
+    ("fields", "fits"),
+    [
+        ({"max_position_embeddings": 4095}, False),
+        ({"max_position_embeddings": 4096}, True),
+        ({}, True),
+        ({"max_position_embeddings": 2048, "rope_parameters": {"rope_type": "default"}}, False),
+        ({"max_position_embeddings": 2048, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, True),
+        ({"text_config": {"max_position_embeddings": 2048}}, False),
+    ],
+)
+def test_an_answer_has_no_more_tokens_than_the_model_has_positions(
+    model: Path, fields: dict[str, Any], fits: bool
+) -> None:
+    (model / "config.json").write_text(json.dumps(fields))
+    settings = load_config([f"model.path={model}", "model.max_model_len=4096"])
+    if fits:
+        preflight.check_positions(settings)
+        return
+    with pytest.raises(ConfigError, match=r"model\.max_model_len=4096 is above the max_position_embeddings="):
+        preflight.check_positions(settings)
+
+
 # --- memory of the learner ---
 
 
-def folder_of(folder: Path, vocabulary: int, hidden: int) -> Path:
+def folder_of(folder: Path, vocabulary: int, hidden: int, **more: Any) -> Path:
     """Write a model folder whose weight file is all hole: it takes no space on disk."""
     folder.mkdir()
-    shape = {"num_hidden_layers": 4, "hidden_size": hidden, "vocab_size": vocabulary}
+    shape = {"num_hidden_layers": 4, "hidden_size": hidden, "vocab_size": vocabulary, **more}
     (folder / "config.json").write_text(json.dumps(shape))
     size = 2 * vocabulary * hidden
     entry = {"dtype": "BF16", "shape": [vocabulary, hidden], "data_offsets": [0, size]}
@@ -577,32 +600,90 @@ def test_a_model_whose_learner_cannot_fit_is_refused_with_its_parts(tmp_path: Pa
     on_cpu = load_config([f"model.path={folder}", "learner.micro_batch_tokens=512", "learner.num_ranks=2"])
     # In fp32 under ZeRO-1: weights 4, gradients 4, masters and moments 12 / 2 GiB, logits 0.5 GiB,
     # embedding 4 GiB, the program 0.4 GiB, published 2 GiB.
-    preflight.check_memory(on_cpu, [], 43 * gib)
+    memory.check_memory(on_cpu, [], 43 * gib)
     parts = (
         r"at least 2 ranks with 21\.0 GiB \(weights 4\.0, gradients 4\.0, masters 2\.0, moments 4\.0, "
         r"inputs 0\.1, logits 0\.5, embedding 4\.0, program 0\.4, published 2\.0\), this machine "
         r"has 24\.0 GiB; choose a smaller model"
     )
     with pytest.raises(ConfigError, match=parts):
-        preflight.check_memory(on_cpu, [], 24 * gib)
+        memory.check_memory(on_cpu, [], 24 * gib)
     words = [f"model.path={folder}", "learner.resources={GPU: 1}"]
-    preflight.check_memory(load_config(words), [card("H100")], 1)
-    preflight.check_memory(load_config(words), [card("no such card"), Machine("n", {}, {})], 1)
-    preflight.check_memory(load_config(words), [card("T4"), card("no such card")], 1)
+    memory.check_memory(load_config(words), [card("H100")], 1)
+    memory.check_memory(load_config(words), [card("no such card"), Machine("n", {}, {})], 1)
+    memory.check_memory(load_config(words), [card("T4"), card("no such card")], 1)
     with pytest.raises(ConfigError, match=r"a rank's part of a card has 16\.0 GiB; .*learner\.zero_stage=3"):
-        preflight.check_memory(load_config(words), [card("T4")], 1)
+        memory.check_memory(load_config(words), [card("T4")], 1)
     shared = [*words[:1], "learner.resources={GPU: 0.2}"]
     with pytest.raises(ConfigError, match=r"a rank's part of a card has 9\.6 GiB"):
-        preflight.check_memory(load_config(shared), [card("L40S")], 1)
+        memory.check_memory(load_config(shared), [card("L40S")], 1)
     long = [*words, "learner.micro_batch_tokens=131072"]
     with pytest.raises(ConfigError, match=r"choose a smaller learner\.micro_batch_tokens"):
-        preflight.check_memory(load_config(long), [card("L4")], 1)
+        memory.check_memory(load_config(long), [card("L4")], 1)
+
+
+def test_engines_on_this_machine_count_beside_the_learner(tmp_path: Path) -> None:
+    gib = 2**30
+    folder = folder_of(tmp_path / "model", 2**17, 2**13, num_attention_heads=64, num_key_value_heads=2)
+    words = [f"model.path={folder}", "learner.micro_batch_tokens=512"]
+    fleet = load_config([*words, "fleet=laptop"]).fleet.num_workers
+    assert fleet == 2
+    # The learner alone, with ZeRO-1 on one rank: 4 + 4 + 4 + 8 + 4.6 + 0.4 + 2 GiB. An engine and its node
+    # have 2 GiB of weights each, a cache of 0.25 and a program of 0.4.
+    memory.check_memory(load_config(words), [], 37 * gib)
+    told = r"at least 27\.0 GiB \(.*\) and 2 engines together 9\.3 GiB, this machine has 36\.0 GiB; choose"
+    with pytest.raises(ConfigError, match=told):
+        memory.check_memory(load_config(words), [], 36 * gib)
+
+
+@pytest.mark.parametrize(
+    ("more", "tokens", "fits"),
+    [
+        ({}, 65_536, True),  # 4 layers x 2 heads x 128 x keys and values x 2 bytes: 4 KiB a token
+        ({}, 65_537, False),
+        ({"layer_types": ["full_attention", *["sliding_attention"] * 3]}, 262_144, True),
+        ({"layer_types": ["full_attention", *["sliding_attention"] * 3]}, 262_145, False),
+        ({"layer_types": ["sliding_attention"] * 4, "sliding_window": 512}, 10**6, True),
+        ({"kv_lora_rank": 512}, 10**6, True),
+        ({"sliding_window": 4096, "use_sliding_window": False}, 65_537, False),
+    ],
+)
+def test_an_engine_on_cpus_holds_one_answer(
+    tmp_path: Path, more: dict[str, Any], tokens: int, fits: bool
+) -> None:
+    shape = {"num_attention_heads": 64, "num_key_value_heads": 2, **more}
+    folder = folder_of(tmp_path / "model", 2**10, 2**13, **shape)
+    words = [f"model.path={folder}", f"model.max_model_len={tokens}", f"learner.micro_batch_tokens={tokens}"]
+    words.append("fleet=single")
+    settings = load_config([*words, "fleet.workers.0.engine.kv_cache_gib=0.25"])
+    if fits:
+        memory.check_memory(settings, [], 2**50)
+        return
+    with pytest.raises(ConfigError) as told:
+        memory.check_memory(settings, [], 2**50)
+    for part in (
+        "fleet.workers.0.engine.kv_cache_gib=0.25",
+        f"model.max_model_len={tokens}",
+        "takes 0.25 GiB",
+    ):
+        assert part in str(told.value)
+
+
+def test_a_card_without_a_known_size_is_looked_up_in_the_cluster(tmp_path: Path) -> None:
+    shape = {"num_attention_heads": 64, "num_key_value_heads": 2}
+    folder = folder_of(tmp_path / "model", 2**18, 2**13, **shape)  # 4 GiB in bf16
+    words = [f"model.path={folder}", "fleet=single", "fleet.workers.0.resources={GPU: 1}"]
+    settings = load_config([*words, "fleet.workers.0.engine.gpu_memory_utilization=0.2"])
+    memory.check_memory(settings, [card("no such card")], 2**50)
+    memory.check_memory(settings, [card("L4")], 2**50)
+    with pytest.raises(ConfigError, match=r"fleet\.workers\.0\.engine: weights of 4\.0 GiB .* of 1 x 16 GiB"):
+        memory.check_memory(settings, [card("T4")], 2**50)
 
 
 def test_a_model_with_sizes_by_other_names_is_not_judged(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "model", 2**17, 2**13)
     (folder / "config.json").write_text('{"n_layer": 4, "n_embd": 8192, "vocab_size": 131072}')
-    preflight.check_memory(load_config([f"model.path={folder}"]), [], 1)
+    memory.check_memory(load_config([f"model.path={folder}"]), [], 1)
 
 
 def test_adapters_at_layers_that_the_model_has_not(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import pytest
 from echo_planes.cluster.placement import Machine, check_fit, check_nodes, with_learner_resources
 from echo_planes.errors import UserError
 from echo_planes.learning.footprint import Shape
-from echo_planes.loop import preflight
+from echo_planes.loop import memory, preflight
 from echo_planes.loop.loading import load_config
-from tests.unit.test_gpu_docs import CASES, SHAPES, Case, machine, section
+from tests.unit.test_gpu_docs import CASES, SHAPES, SIZES, Case, machine, section
 
 ONE, SPOT, CARD, LARGE = CASES
 LINEAR = {"q_proj": 1, "k_proj": 1, "v_proj": 1}
@@ -59,6 +59,20 @@ WRONG: list[tuple[Case, str, Sequence[Machine] | None, str]] = [
     (CARD, "model.path=Qwen/Qwen3-8B", None, "model.path=Qwen/Qwen3-8B"),
     (LARGE, "learner.zero_stage=2", None, "learner.zero_stage=3"),
     (LARGE, "learner.num_ranks=4", None, "more learner.num_ranks"),
+    # memory of an engine
+    (ONE, "fleet.workers.0.sku=T4", None, "of 1 x 16 GiB; choose a larger card"),
+    (ONE, "fleet.workers.0.engine.gpu_memory_utilization=0.2", None, "gpu_memory_utilization=0.2 of 1 x 80"),
+    (ONE, "fleet.workers.0.engine.dtype=float32 fleet.workers.0.sku=A100", None, "weights of 30.5 GiB and"),
+    (
+        SPOT,
+        "fleet.workers.0.sku=T4",
+        None,
+        "the KV of an answer of model.max_model_len=16384 tokens, 2.2 GiB",
+    ),
+    (SPOT, "fleet.workers.0.resources={CPU: 8, GPU: 0.5}", None, "fleet.workers.0.resources.GPU=0.5"),
+    (CARD, "seeding.engine.gpu_memory_utilization=0.03", None, "seeding.engine: weights of 0.9 GiB"),
+    (LARGE, "fleet.workers.0.sku=T4", None, "larger tensor_parallel_size"),
+    (LARGE, "fleet.workers.0.engine.tensor_parallel_size=1 fleet.workers.0.sku=A40", None, "of 1 x 48 GiB"),
     # lengths and engines
     (ONE, "learner.micro_batch_tokens=8192", None, "learner.micro_batch_tokens=8192"),
     (ONE, "sampling.max_new_tokens=16384", None, "model.max_model_len=16384"),
@@ -109,7 +123,7 @@ def check(
     """The line that refuses the documented command with these changes; "": none does."""
     (code,) = re.findall(r"```bash\n(.*?)```", section(case), re.DOTALL)
     documented = shlex.split(code.replace("\\\n", " "))[3:]
-    changed = re.split(r" (?=learner\.)", changes) if changes else []
+    changed = re.split(r" (?=learner\.|fleet\.)", changes) if changes else []
     keys = {word.partition("=")[0] for word in changed}
     words = [word for word in documented if word.partition("=")[0] not in keys] + changed
     machines = list(cluster or case.machines)
@@ -122,6 +136,8 @@ def check(
         config = load_config(words)
         monkeypatch.setattr(type(config.model), "folder", Path("no such folder"))
         monkeypatch.setattr(preflight, "shape_of", shape_of)
+        monkeypatch.setattr(memory, "shape_of", shape_of)
+        monkeypatch.setattr(memory, "size_of_folder", lambda folder: SIZES[config.model.path])
         preflight.check_adapters(config)
         preflight.check_extensions(config)
         preflight.check_fleet(config)
@@ -133,7 +149,7 @@ def check(
         check_fit(config, has, [one.labels for one in machines])
         check_nodes(config.fleet, [one.resources for one in machines])
         preflight.check_cards(config.fleet, machines)
-        preflight.check_memory(config, machines, 0.0)
+        memory.check_memory(config, machines, 0.0)
     except UserError as error:
         return str(error)
     return ""

@@ -21,7 +21,7 @@ import numpy as np
 
 from echo_planes.config.fleet import EngineConfig
 from echo_planes.config.schema import SamplingConfig
-from echo_planes.errors import ConfigError, ModelError, RunError, TaskError, WeightsError
+from echo_planes.errors import ConfigError, ModelError, RunError, TaskError, WeightsError, one_line
 from echo_planes.rollout.vllm.answers import Answer, Origins, label
 from echo_planes.rollout.vllm.environment import ENVIRONMENT, engine_environment, staging_parent
 from echo_planes.types import Draw, Manifest, Publication, Sample, joined
@@ -184,9 +184,8 @@ class VllmEngine:
                     **self._config.extra,
                 ).create_engine_config(UsageContext.ENGINE_CONTEXT)
             except (TypeError, ValueError) as error:
-                if not self._config.extra:
-                    raise
-                raise ConfigError(f"engine.extra={self._config.extra}: vLLM refuses it: {error}") from error
+                extra = f"engine.extra={self._config.extra}" if self._config.extra else "the engine's options"
+                raise ConfigError(f"{extra}: vLLM refuses it: {one_line(str(error))}") from error
             try:
                 return AsyncLLM(
                     settings,
@@ -194,8 +193,8 @@ class VllmEngine:
                     log_stats=False,
                     log_requests=False,
                 )
-            except RuntimeError as error:
-                raise RunError(f"the vLLM engine did not start: {error}") from error
+            except (RuntimeError, ValueError) as error:
+                raise RunError(f"the vLLM engine did not start: {one_line(str(error))}") from error
 
     def _cpu_options(self) -> dict[str, Any]:
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
