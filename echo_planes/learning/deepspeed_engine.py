@@ -9,7 +9,8 @@ import gc
 import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from echo_planes.errors import ClusterError, ConfigError, DataError
 from echo_planes.learning.adapters import A, Adapters, B
 from echo_planes.learning.device_scan import DeviceMirror, host_copy, leaves_room
 from echo_planes.learning.meeting import MEETING_LIMIT
+from echo_planes.learning.model_files import Place
 from echo_planes.learning.policy_model import PolicyModel, layers_of
 from echo_planes.weights.digest import BitArray, bit_tensor
 
@@ -60,13 +62,57 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if name == "bf16" else torch.float32
 
 
+@contextmanager
+def joined(device: torch.device, rank: int, world_size: int, store: Store) -> Iterator[None]:
+    """Join the ranks' group, in which the other ranks wait; leave it if what is done in it fails.
+
+    Args:
+        device: of this rank.
+        rank, world_size: place among the ranks, and their number.
+        store: store of the group (`meeting`).
+    """
+    _set_environment(device, rank, world_size)
+    import deepspeed
+    from deepspeed.ops import __compatible_ops__
+
+    # On a CPU the first init would spend a minute compiling a shared-memory collective. gloo needs none.
+    __compatible_ops__["deepspeed_shm_comm"] = False
+    # ZeRO-3 calls collectives by deprecated names, and torch would warn of them at every step.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+    # Keep DeepSpeed's errors, without its progress report on standard output.
+    deepspeed.logger.setLevel("ERROR")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    # DeepSpeed uses a group that exists already. One that it made itself would listen on all addresses.
+    torch.distributed.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=MEETING_LIMIT
+    )
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=MEETING_LIMIT)
+    try:
+        yield
+    except BaseException:
+        deepspeed.comm.destroy_process_group()
+        raise
+
+
+def keeping_shares(config: LearnerConfig, dtype: torch.dtype) -> Place | None:
+    """Return a function that divides the parameters of a module among the ranks (ZeRO-3); else None.
+
+    Rank 0's values count. Each rank has its share on its device afterwards.
+    """
+    if config.zero_stage < 3:
+        return None
+    import deepspeed
+
+    settings = _settings(config, dtype)
+    return lambda module: deepspeed.zero.Init(module=module, config_dict_or_path=settings, dtype=dtype)
+
+
 class DeepSpeedEngine:
-    """One data-parallel rank. Every method is collective: all ranks call it, in the same order.
+    """One data-parallel rank that has joined its group. Every method is collective: all ranks call it alike.
 
     Args:
         model: the policy, its parameters in `dtype`.
         config: `learner` settings.
-        store: store of the ranks' group (`meeting`).
         adapters: of `model`, if it has any: then only they are trained and saved.
     """
 
@@ -79,7 +125,6 @@ class DeepSpeedEngine:
         dtype: torch.dtype,
         rank: int,
         world_size: int,
-        store: Store,
         adapters: Adapters | None = None,
     ) -> None:
         self.device = device
@@ -87,22 +132,8 @@ class DeepSpeedEngine:
         self._rank = rank
         self._world_size = world_size
         self._dtype = dtype
-        _set_environment(device, rank, world_size)
         import deepspeed
-        from deepspeed.ops import __compatible_ops__
 
-        # On a CPU the first init would spend a minute compiling a shared-memory collective. gloo needs none.
-        __compatible_ops__["deepspeed_shm_comm"] = False
-        # ZeRO-3 calls collectives by deprecated names, and torch would warn of them at every step.
-        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
-        # Keep DeepSpeed's errors, without its progress report on standard output.
-        deepspeed.logger.setLevel("ERROR")
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        # DeepSpeed uses a group that exists already. One that it made itself would listen on all addresses.
-        torch.distributed.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=MEETING_LIMIT
-        )
-        deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=MEETING_LIMIT)
         self._mirror: DeviceMirror | None = None
         self._adapters = adapters
         self._trained = False  # whether this engine has made an update: its peak of memory is then known
@@ -118,7 +149,10 @@ class DeepSpeedEngine:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        if config.zero_stage == 3:
+        if keep_share := keeping_shares(config, dtype):
+            keep_share(model)  # adapters, and what was loaded whole
+            for buffer in model.buffers():  # DeepSpeed moves those of whole models only
+                buffer.data = buffer.data.to(device)
             for parameter in model.head.borrowed:
                 deepspeed.zero.register_external_parameter(model.head, parameter)
             # Gather a layer whole. Otherwise one that runs again in the backward pass would release the

@@ -11,22 +11,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
-from transformers import PreTrainedModel
 
 from echo_planes.config.extensions import extension
 from echo_planes.config.schema import Config
 from echo_planes.errors import DivergedError
-from echo_planes.learning import packing
+from echo_planes.learning import deepspeed_engine, packing
 from echo_planes.learning.adapters import Adapters
 from echo_planes.learning.advantages import compute_advantages, zero_groups
-from echo_planes.learning.deepspeed_engine import DeepSpeedEngine, StateBits, pick_device, pick_dtype
-from echo_planes.learning.memory import needs_recompute
+from echo_planes.learning.deepspeed_engine import DeepSpeedEngine, StateBits, joined, keeping_shares
+from echo_planes.learning.memory import recomputes
 from echo_planes.learning.objectives import (
     OBJECTIVES,
     Loss,
@@ -37,7 +37,7 @@ from echo_planes.learning.objectives import (
     token_weights,
 )
 from echo_planes.learning.packing import Inputs, Layout, MicroBatch
-from echo_planes.learning.policy_model import PolicyModel, layers_of, load_policy
+from echo_planes.learning.policy_model import PolicyModel, load_policy
 from echo_planes.learning.probe import probe_layout
 from echo_planes.learning.rate import DriftControl, decay_left, warm_up
 from echo_planes.learning.statistics import lag_stats, weight_stats
@@ -147,7 +147,7 @@ class Learner:
         self._rate_left = 1.0  # share of the peak rate that the decay leaves
         self._adjustment = Adjustment()
         self._diverged = ""
-        self.doing = "loading the model"  # changes as the rank moves on; other threads read it
+        self.doing = "starting"  # changes as the rank moves on; other threads read it
         self._parts: list[_Part] = []  # of the present step, in the gradient already
         self._objective = extension("objective.name", config.objective.name, OBJECTIVES, Objective)
         self.drift = DriftControl(config.learner.drift_target, config.learner.drift_floor)
@@ -167,16 +167,24 @@ class Learner:
         config = self._config
         torch.set_num_threads(config.learner.threads)
         torch.manual_seed(config.run.seed)
-        device = pick_device(self._rank)
-        dtype = pick_dtype(config.learner.dtype, device)
+        device = deepspeed_engine.pick_device(self._rank)
+        self.doing = "meeting the other ranks"
+        with joined(device, self._rank, self._world_size, self._store):
+            self._load(device)
+
+    def _load(self, device: torch.device) -> None:
+        config = self._config
+        dtype = deepspeed_engine.pick_dtype(config.learner.dtype, device)
         sampling = config.sampling
+        self.doing = "loading the model"
         model = load_policy(
             config.model.folder,
             dtype,
             sampling.temperature,
             sampling.top_p,
             dropout=config.learner.dropout,
-            recompute=self._recomputes,
+            recompute=partial(recomputes, config.learner),
+            place=keeping_shares(config.learner, dtype),
         )
         self._packs = model.packs(config.model.max_model_len)
         if rank := config.learner.lora_rank:
@@ -186,7 +194,7 @@ class Learner:
             self.doing = "loading the reference"
             reference = load_policy(config.model.folder, dtype, sampling.temperature, sampling.top_p)
             self._reference = reference.eval().requires_grad_(False).to(device)
-        self.doing = "meeting the other ranks"
+        self.doing = "starting DeepSpeed"
         self._engine_or_none = DeepSpeedEngine(
             model,
             config.learner,
@@ -194,7 +202,6 @@ class Learner:
             dtype=dtype,
             rank=self._rank,
             world_size=self._world_size,
-            store=self._store,
             adapters=self._adapters,
         )
         self.doing = "probing the layout of batches"
@@ -320,14 +327,6 @@ class Learner:
         if self._engine_or_none is not None:
             self._engine_or_none.close()
         self._engine_or_none = None
-
-    def _recomputes(self, model: PreTrainedModel) -> bool:
-        """Return whether layers keep only their inputs for the backward pass."""
-        config = self._config.learner
-        if config.activation_checkpointing is not None:
-            return config.activation_checkpointing
-        may = len(layers_of(model)) > 0
-        return may and needs_recompute(model.config, model.dtype, config.micro_batch_tokens)
 
     @property
     def _engine(self) -> DeepSpeedEngine:

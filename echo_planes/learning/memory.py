@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from echo_planes.learning.policy_model import recompute_layers
+from echo_planes.config.schema import LearnerConfig
+from echo_planes.learning.policy_model import layers_of, recompute_layers
 
 TOKENS = 512  # of the forward pass that is counted
 FUSED = "counted_fused_attention"
@@ -76,6 +77,14 @@ def kept_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype, *, recomp
     total = sum(one.untyped_storage().nbytes() for key, one in kept.items() if key not in not_counted)
     del output
     return total / TOKENS
+
+
+def recomputes(config: LearnerConfig, model: PreTrainedModel) -> bool:
+    """Return whether a learner's layers keep only their inputs for the backward pass."""
+    if config.activation_checkpointing is not None:
+        return config.activation_checkpointing
+    may = len(layers_of(model)) > 0
+    return may and needs_recompute(model.config, model.dtype, config.micro_batch_tokens)
 
 
 def needs_recompute(config: PretrainedConfig, dtype: torch.dtype, micro_batch_tokens: int) -> bool:

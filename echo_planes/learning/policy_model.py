@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from echo_planes.errors import ModelError
 from echo_planes.learning.footprint import CHUNK_LOGITS
 from echo_planes.learning.layer_kinds import may_pack
+from echo_planes.learning.model_files import Place, load_by_module
 
 # Settings by which a model changes its logits after lm_head, or its attention logits (which sdpa leaves out).
 # `PolicyModel` ignores them and would score such a model wrongly.
@@ -200,8 +201,17 @@ def load_policy(
     *,
     dropout: bool = False,
     recompute: Callable[[PreTrainedModel], bool] = lambda model: False,
+    place: Place | None = None,
 ) -> PolicyModel:
-    """Load the model in a Hugging Face folder. `recompute` decides for the loaded model.
+    """Load the model in a Hugging Face folder.
+
+    Args:
+        folder: with config.json and safetensors files.
+        dtype: of the parameters.
+        temperature, top_p: of the sampling whose log-probabilities are computed.
+        dropout: whether the model's own dropout is on.
+        recompute: decides for the loaded model whether layers run again in the backward pass.
+        place: takes each module as it is read (`model_files`); None: the whole model is loaded.
 
     Raises:
         ModelError: the folder holds no model, or one that cannot be loaded or is not supported.
@@ -210,11 +220,13 @@ def load_policy(
         raise ModelError(f"no model in {folder}: config.json is missing")
     disable_progress_bar()  # a bar in a log file is noise
     try:
-        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.from_pretrained(folder, local_files_only=True))]
-        attention = "sdpa" if kind._supports_sdpa else "eager"
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=attention, local_files_only=True
-        )
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        attention = "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa else "eager"
+        model = load_by_module(folder, config, dtype, attention, place) if place else None
+        if model is None:
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, attn_implementation=attention, local_files_only=True
+            )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"the model in {folder} cannot be loaded: {error}") from error
     settings = model.config.get_text_config()

@@ -1,0 +1,110 @@
+"""A model that ranks divide as they read it: the same weights, and no rank ever holds them all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.harness import ROOT
+
+LAYERS, HIDDEN, INNER, VOCABULARY = (
+    24,
+    512,
+    2048,
+    1024,
+)  # 0.1 billion weights, of which no tensor has a share of note
+RANKS = 2
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    words = [sys.executable, "-m", "tests.integration.test_model_files", "write", str(path)]
+    subprocess.run(words, cwd=ROOT, check=True, timeout=120)
+    return path
+
+
+@pytest.mark.parametrize(("zero_stage", "low", "high"), [(3, 0.45, 0.7), (1, 0.95, 2.1)])
+def test_no_rank_holds_a_whole_model(
+    folder: Path, tmp_path: Path, zero_stage: int, low: float, high: float
+) -> None:
+    told = [tmp_path / f"{rank}.json" for rank in range(RANKS)]
+    module = [sys.executable, "-m", "tests.integration.test_model_files", "load"]
+    common = [str(folder), str(zero_stage), str(tmp_path / "meeting")]
+    ranks = [
+        subprocess.Popen([*module, *common, str(rank), str(out)], cwd=ROOT) for rank, out in enumerate(told)
+    ]
+    try:
+        assert [rank.wait(timeout=240) for rank in ranks] == [0] * RANKS
+    finally:
+        for rank in ranks:
+            rank.kill()
+    found = [json.loads(out.read_text()) for out in told]
+    for one in found:
+        # ZeRO-1, where a rank holds the model, is the control.
+        assert low < one["peak_bytes"] / one["model_bytes"] < high
+        assert one["sum"] == pytest.approx(found[0]["sum"], rel=1e-6)
+
+
+def write(folder: Path) -> None:
+    """Write a model in bf16, from a seed."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS}
+    config = LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=8, num_key_value_heads=8, **sizes)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that is no file's."""
+    (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+def load(folder: Path, zero_stage: int, meeting: str, rank: int, out: Path) -> None:
+    """Load it as one rank, and write how much memory that took at most."""
+    import deepspeed
+    import torch
+
+    from echo_planes.config.schema import LearnerConfig
+    from echo_planes.learning.deepspeed_engine import joined, keeping_shares
+    from echo_planes.learning.policy_model import load_policy
+
+    config, dtype = LearnerConfig(num_ranks=RANKS, zero_stage=zero_stage), torch.float32
+    store = torch.distributed.FileStore(meeting, RANKS)
+    with joined(torch.device("cpu"), rank, RANKS, store):
+        before, peak, done = anonymous_bytes(), [0], threading.Event()
+
+        def watch() -> None:
+            while not done.is_set():
+                peak[0] = max(peak[0], anonymous_bytes())
+                time.sleep(0.002)
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        model = load_policy(folder, dtype, 1.0, 1.0, place=keeping_shares(config, dtype))
+        done.set()
+        thread.join()
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=zero_stage == 3):
+            total = sum(float(parameter.detach().double().abs().sum()) for parameter in model.parameters())
+            size = sum(parameter.numel() for parameter in model.parameters())
+        told = {"peak_bytes": peak[0] - before, "model_bytes": 4 * size, "sum": total}
+        out.write_text(json.dumps(told))
+        torch.distributed.barrier()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "write":
+        write(Path(sys.argv[2]))
+    else:
+        load(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5]), Path(sys.argv[6]))
