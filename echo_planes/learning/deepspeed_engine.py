@@ -107,6 +107,69 @@ def keeping_shares(config: LearnerConfig, dtype: torch.dtype) -> Place | None:
     return lambda module: deepspeed.zero.Init(module=module, config_dict_or_path=settings, dtype=dtype)
 
 
+def _divide(model: PolicyModel, keep_share: Place, device: torch.device) -> None:
+    """Prepare a model for ZeRO-3, which divides it by layers."""
+    import deepspeed
+
+    keep_share(model)  # adapters, and what was loaded whole
+    for buffer in model.buffers():  # DeepSpeed moves those of whole models only
+        buffer.data = buffer.data.to(device)
+    for parameter in model.head.borrowed:
+        deepspeed.zero.register_external_parameter(model.head, parameter)
+    # Gather a layer whole. Otherwise one that runs again in the backward pass would release the weights of
+    # its parts at the end of that, before their gradients are computed.
+    for layer in layers_of(model.model):
+        deepspeed.utils.set_z3_leaf_module(layer, True)
+
+
+class Frozen:
+    """Model that is not trained: on each rank, or divided among the ranks as the policy is (ZeRO-3).
+
+    Args:
+        model: the reference of the KL term.
+        config: `learner` settings.
+        device: of this rank.
+        dtype: of the model's parameters.
+    """
+
+    def __init__(
+        self, model: PolicyModel, config: LearnerConfig, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._model: Any = model.eval().requires_grad_(False)
+        keep_share = keeping_shares(config, dtype)
+        if keep_share is None:
+            self._model.to(device)
+            return
+        import deepspeed
+
+        _divide(model, keep_share, device)
+        self._model, *_ = deepspeed.initialize(
+            model=model, config=_settings(config, dtype), dist_init_required=False
+        )
+        self._model.eval()
+
+    def logprobs(self, **inputs: Tensor | None) -> Tensor:
+        """Return the log-probabilities of `PolicyModel.forward`. Collective, as all of the policy's calls."""
+        logprobs: Tensor = self._model(**inputs)[0]
+        return logprobs
+
+    def close(self) -> None:
+        """Drop the model, before the policy's engine leaves the group."""
+        if not isinstance(self._model, PolicyModel):
+            self._model.destroy()
+            _empty(self._model)
+        del self._model
+
+
+def _empty(engine: Any) -> None:
+    """Empty the objects of a DeepSpeed engine, which its hooks keep alive for good."""
+    optimizer = engine.optimizer
+    owners = [getattr(optimizer, "parameter_offload", None), optimizer, engine]
+    for owner in [*engine.module.parameters(), *owners]:
+        if owner is not None:
+            vars(owner).clear()
+
+
 class DeepSpeedEngine:
     """One data-parallel rank that has joined its group. Every method is collective: all ranks call it alike.
 
@@ -150,15 +213,7 @@ class DeepSpeedEngine:
             fused=True,
         )
         if keep_share := keeping_shares(config, dtype):
-            keep_share(model)  # adapters, and what was loaded whole
-            for buffer in model.buffers():  # DeepSpeed moves those of whole models only
-                buffer.data = buffer.data.to(device)
-            for parameter in model.head.borrowed:
-                deepspeed.zero.register_external_parameter(model.head, parameter)
-            # Gather a layer whole. Otherwise one that runs again in the backward pass would release the
-            # weights of its parts at the end of that, before their gradients are computed.
-            for layer in layers_of(model.model):
-                deepspeed.utils.set_z3_leaf_module(layer, True)
+            _divide(model, keep_share, device)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=_settings(config, dtype), dist_init_required=False
         )
@@ -296,17 +351,12 @@ class DeepSpeedEngine:
         """Leave the process group. The engine cannot be used afterwards.
 
         Gloo's threads end with the last reference to their group. A thread that releases a tensor while the
-        interpreter ends aborts the process, so this method leaves no reference. DeepSpeed's hooks keep
-        their objects alive for good, so this method empties those objects.
+        interpreter ends aborts the process, so this method leaves no reference.
         """
         self._engine.destroy()
         # DeepSpeed's own call also drops its cached groups, so that another engine can start in this process.
         self._deepspeed.comm.destroy_process_group()
-        optimizer = self._engine.optimizer
-        owners = [getattr(optimizer, "parameter_offload", None), optimizer, self._engine]
-        for owner in [*self._engine.module.parameters(), *owners]:
-            if owner is not None:
-                vars(owner).clear()
+        _empty(self._engine)
         del self._engine, self._optimizer
         gc.collect()
 

@@ -88,6 +88,7 @@ def footprint(config: Config, shape: Shape, *, on_gpu: bool) -> Footprint:
     adapted = [name for name in shape.linear if learner.lora_targets is None or name in learner.lora_targets]
     adapters = learner.lora_rank * sum(shape.linear[name] for name in adapted)
     trained = adapters if learner.lora_rank else shape.weights
+    has_reference = config.objective.kl_beta > 0 and not learner.lora_rank
 
     def shared(count: int, stage: int) -> float:
         return count / (ranks if learner.zero_stage >= stage else 1)
@@ -99,7 +100,7 @@ def footprint(config: Config, shape: Shape, *, on_gpu: bool) -> Footprint:
         gradients=(width if learner.zero_stage == 0 else 4) * shared(trained, 2),
         masters=4 * shared(trained, 1) if is_bf16 or learner.zero_stage > 0 else 0.0,
         moments=8 * shared(trained, 1),
-        reference=width * shape.weights if config.objective.kl_beta > 0 and not learner.lora_rank else 0.0,
+        reference=width * shared(shape.weights, 3) if has_reference else 0.0,
         inputs=width * tokens * shape.layers * shape.hidden,
         logits=4.0 * LOGIT_COPIES * chunk,
         embedding=0.0 if learner.lora_rank else width * shape.vocabulary * shape.hidden,

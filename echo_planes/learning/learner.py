@@ -25,7 +25,7 @@ from echo_planes.errors import DivergedError
 from echo_planes.learning import deepspeed_engine, packing
 from echo_planes.learning.adapters import Adapters
 from echo_planes.learning.advantages import compute_advantages, zero_groups
-from echo_planes.learning.deepspeed_engine import DeepSpeedEngine, StateBits, joined, keeping_shares
+from echo_planes.learning.deepspeed_engine import DeepSpeedEngine, Frozen, StateBits, joined, keeping_shares
 from echo_planes.learning.memory import recomputes
 from echo_planes.learning.objectives import (
     OBJECTIVES,
@@ -37,7 +37,7 @@ from echo_planes.learning.objectives import (
     token_weights,
 )
 from echo_planes.learning.packing import Inputs, Layout, MicroBatch
-from echo_planes.learning.policy_model import PolicyModel, load_policy
+from echo_planes.learning.policy_model import load_policy
 from echo_planes.learning.probe import probe_layout
 from echo_planes.learning.rate import DriftControl, decay_left, warm_up
 from echo_planes.learning.statistics import lag_stats, weight_stats
@@ -139,7 +139,7 @@ class Learner:
         self._store = store
         self._failure_dir = failure_dir
         self._engine_or_none: DeepSpeedEngine | None = None
-        self._reference: PolicyModel | None = None  # unless it is the policy without its adapters
+        self._reference: Frozen | None = None  # unless it is the policy without its adapters
         self._adapters: Adapters | None = None
         self._packs = False  # whether a row may hold several trajectories
         self._num_updates = 0
@@ -192,8 +192,14 @@ class Learner:
             self._adapters = Adapters(model.model, rank, alpha, targets, config.run.seed)
         elif config.objective.kl_beta > 0:
             self.doing = "loading the reference"
-            reference = load_policy(config.model.folder, dtype, sampling.temperature, sampling.top_p)
-            self._reference = reference.eval().requires_grad_(False).to(device)
+            reference = load_policy(
+                config.model.folder,
+                dtype,
+                sampling.temperature,
+                sampling.top_p,
+                place=keeping_shares(config.learner, dtype),
+            )
+            self._reference = Frozen(reference, config.learner, device, dtype)
         self.doing = "starting DeepSpeed"
         self._engine_or_none = DeepSpeedEngine(
             model,
@@ -324,6 +330,9 @@ class Learner:
 
     def close(self) -> None:
         """Leave the process group, if `start` has joined it. The learner cannot be used afterwards."""
+        if self._reference is not None:
+            self._reference.close()
+        self._reference = None
         if self._engine_or_none is not None:
             self._engine_or_none.close()
         self._engine_or_none = None
@@ -479,10 +488,7 @@ class Learner:
         if self._adapters is not None:
             with self._adapters.off():
                 return self._engine.forward(**arguments)[0]
-        if self._reference is None:
-            return None
-        logprobs: Tensor = self._reference(**arguments)[0]
-        return logprobs
+        return None if self._reference is None else self._reference.logprobs(**arguments)
 
     def _policy_loss(self, tokens: Tokens) -> Loss:
         config = self._config.objective

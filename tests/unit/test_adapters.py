@@ -101,6 +101,13 @@ def test_the_arithmetic_counts_adapters_as_they_are() -> None:
     assert needs.weights == 4 * (frozen + trained)
     assert (needs.gradients, needs.moments) == (4 * trained, 8 * trained)
     assert needs.masters == needs.reference == needs.embedding == 0.0
+    divided = {"num_ranks": 4, "zero_stage": 3, "resources": {"CPU": 0.25}}
+    kl = replace_section(
+        base,
+        learner={**base.learner.model_dump(), **divided},
+        objective={**base.objective.model_dump(), "kl_beta": 0.1},
+    )
+    assert footprint(kl, Shape(8, 1, 1, 1), on_gpu=False).reference == 4 * 8 / 4  # under ZeRO-3
     assert (
         footprint(base, Shape(1, 1, 1, 1), on_gpu=False).moments == 8.0
     )  # all of the weights without adapters
