@@ -390,6 +390,9 @@ def _settings(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": config.zero_stage},
     }
+    if config.offload_optimizer:
+        settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        settings["zero_force_ds_cpu_optimizer"] = False  # torch's runs there too, and needs no compiler
     if dtype == torch.bfloat16:
         settings["bf16"] = {"enabled": True}
         settings["communication_data_type"] = "fp32"

@@ -47,6 +47,7 @@ class Footprint:
     embedding: float  # gradient of its matrix, before it is added to the update's
     program: float  # Python with torch, where it is in the same memory
     published: float  # bf16 weights of the newest publication, where they stay in the same memory
+    offloaded: float = 0.0  # masters and moments in host memory, beside all of these
 
     @property
     def total(self) -> float:
@@ -56,7 +57,7 @@ class Footprint:
         return lasting + max(step, self.published)
 
     def __str__(self) -> str:
-        parts = [(one.name, getattr(self, one.name)) for one in fields(self)]
+        parts = [(one.name, getattr(self, one.name)) for one in fields(self) if one.name != "offloaded"]
         return ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size >= 0.05 * GIB)
 
 
@@ -88,22 +89,26 @@ def footprint(config: Config, shape: Shape, *, on_gpu: bool) -> Footprint:
     adapted = [name for name in shape.linear if learner.lora_targets is None or name in learner.lora_targets]
     adapters = learner.lora_rank * sum(shape.linear[name] for name in adapted)
     trained = adapters if learner.lora_rank else shape.weights
+    is_offloaded = learner.offload_optimizer and on_gpu
     has_reference = config.objective.kl_beta > 0 and not learner.lora_rank
 
     def shared(count: int, stage: int) -> float:
         return count / (ranks if learner.zero_stage >= stage else 1)
 
     tokens = learner.micro_batch_tokens
+    masters = 4 * shared(trained, 1) if is_bf16 or learner.zero_stage > 0 else 0.0
+    moments = 8 * shared(trained, 1)
     chunk = min(tokens * shape.vocabulary, CHUNK_LOGITS)
     return Footprint(
         weights=width * shared(shape.weights + adapters, 3),
         gradients=(width if learner.zero_stage == 0 else 4) * shared(trained, 2),
-        masters=4 * shared(trained, 1) if is_bf16 or learner.zero_stage > 0 else 0.0,
-        moments=8 * shared(trained, 1),
+        masters=0.0 if is_offloaded else masters,
+        moments=0.0 if is_offloaded else moments,
         reference=width * shared(shape.weights, 3) if has_reference else 0.0,
         inputs=width * tokens * shape.layers * shape.hidden,
         logits=4.0 * LOGIT_COPIES * chunk,
         embedding=0.0 if learner.lora_rank else width * shape.vocabulary * shape.hidden,
         program=0.0 if on_gpu else PROGRAM_BYTES,
         published=0.0 if on_gpu else 2.0 * shape.weights,
+        offloaded=masters + moments if is_offloaded else 0.0,
     )

@@ -77,8 +77,14 @@ def _check_learner(
     if gpu:
         gib = _card_gib(machines)
         if gib is not None and needs.total > gib * GIB * gpu:
-            more = ", or learner.zero_stage=3 and more learner.num_ranks"
+            more = ", or learner.zero_stage=3 and more learner.num_ranks, or learner.offload_optimizer=true"
             raise _too_much(config, needs, told, "a rank's part of a card", gib * GIB * gpu, more)
+        if not cluster_address(config) and num_ranks * needs.offloaded > host_bytes:
+            raise ConfigError(
+                f"learner.offload_optimizer=true: masters and moments of {num_ranks} ranks take "
+                f"{num_ranks * needs.offloaded / GIB:.1f} GiB of host memory, this machine has "
+                f"{host_bytes / GIB:.1f}; choose a smaller model, or learner.lora_rank"
+            )
     elif not cluster_address(config):
         on_cpu = [one for one in _engines(config) if size and not one.has_gpu]
         engines_bytes = math.fsum(one.count * _host_bytes(one.engine, size) for one in on_cpu if size)

@@ -68,8 +68,13 @@ def check(config: Config, run_dir: Path) -> None:
 
 
 def check_adapters(config: Config) -> None:
-    """Check that the linear layers that are to have adapters exist."""
+    """Check that layers which are to have adapters exist, and that ZeRO has an optimizer to offload."""
     learner = config.learner
+    if learner.offload_optimizer and learner.zero_stage == 0:
+        raise ConfigError(
+            "learner.offload_optimizer=true with learner.zero_stage=0: only ZeRO keeps masters and moments "
+            "apart from the weights; set learner.zero_stage=1"
+        )
     if learner.lora_targets is None:
         return
     if not learner.lora_rank:

@@ -106,7 +106,7 @@ class Run:
 
     `twice`: of two updates each, with a reference model; `sampler`: its ratio is against the sampler;
     `saving`: of memory, with chunks of three tokens at lm_head and layers that are run again in the backward
-    pass; `lora`: of adapters.
+    pass; `lora`: of adapters; `offload`: its optimizer is in host memory.
     """
 
     world_size: int
@@ -116,11 +116,12 @@ class Run:
     sampler: bool = False
     saving: bool = False
     lora: bool = False
+    offload: bool = False
 
     @property
     def name(self) -> str:
         more = "-twice" * self.twice + "-sampler" * self.sampler + "-saving" * self.saving
-        more += "-lora" * self.lora
+        more += "-lora" * self.lora + "-offload" * self.offload
         return f"{self.world_size}-{self.zero_stage}-{self.dtype}{more}"
 
     def settings(self, model_folder: Path) -> dict[str, Any]:
@@ -131,6 +132,8 @@ class Run:
             changes = {"learner": {"activation_checkpointing": True}}
         if self.lora:
             changes["learner"] = {**changes.get("learner", {}), "lora_rank": RANK, "lora_alpha": ALPHA}
+        if self.offload:
+            changes = {"learner": {"offload_optimizer": True}}
         if self.sampler:
             changes = {"objective": {"anchor": "sampler", "clip_delta": 4.0}}
         return settings(model_folder, self.zero_stage, self.dtype, **changes)
@@ -138,6 +141,7 @@ class Run:
 
 FP32 = [Run(2, zero_stage, "fp32") for zero_stage in (0, 1, 2, 3)]
 FP32 += [Run(2, zero_stage, "fp32", saving=True) for zero_stage in (1, 3)]
+FP32 += [Run(2, zero_stage, "fp32", offload=True) for zero_stage in (1, 3)]
 RANK, ALPHA = 2, 8.0
 LORA = [Run(2, zero_stage, "fp32", lora=True) for zero_stage in (0, 1, 3)]
 LORA_TWICE = Run(1, 1, "fp32", twice=True, lora=True)
@@ -148,6 +152,7 @@ SAMPLER = Run(1, 0, "fp32", sampler=True)
 # Each leaves a checkpoint on the way, from which new processes go on.
 SAVED = [Run(1, 0, "fp32"), Run(2, 1, "fp32"), Run(1, 1, "bf16"), Run(1, 2, "fp32"), Run(2, 3, "bf16")]
 SAVED += [Run(1, 0, "fp32", lora=True), LORA[2]]
+SAVED += [FP32[-1]]
 SAVED_AT = 3
 
 
@@ -494,6 +499,13 @@ def learner_here(tmp_path: Path, folder: Path, **changes: Any) -> Iterator[Learn
 
 def all_bits(learner: Learner) -> bytes:
     return b"".join(array.tobytes() for array, _ in learner.state_bits().values())
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_an_optimizer_is_offloaded_where_asked(tmp_path: Path, model_folder: Path, offload: bool) -> None:
+    with learner_here(tmp_path, model_folder, learner={"offload_optimizer": offload}) as learner:
+        # By DeepSpeed's own word: on CPUs the memory is the same.
+        assert learner._engine._engine.zero_cpu_offload() == offload
 
 
 @pytest.mark.parametrize("column", ["rewards", "sampler_logprobs"])

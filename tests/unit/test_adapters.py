@@ -108,6 +108,13 @@ def test_the_arithmetic_counts_adapters_as_they_are() -> None:
         objective={**base.objective.model_dump(), "kl_beta": 0.1},
     )
     assert footprint(kl, Shape(8, 1, 1, 1), on_gpu=False).reference == 4 * 8 / 4  # under ZeRO-3
+    offloaded = replace_section(kl, learner={**kl.learner.model_dump(), "offload_optimizer": True})
+    shape = Shape(800, 1, 1, 1)
+    on_card, apart = (footprint(one, shape, on_gpu=True) for one in (kl, offloaded))
+    assert (apart.masters, apart.moments, on_card.offloaded) == (0.0, 0.0, 0.0)
+    assert apart.offloaded == on_card.masters + on_card.moments == 12 * 800 / 4
+    assert on_card.total - apart.total == apart.offloaded
+    assert footprint(offloaded, shape, on_gpu=False) == footprint(kl, shape, on_gpu=False)
     assert (
         footprint(base, Shape(1, 1, 1, 1), on_gpu=False).moments == 8.0
     )  # all of the weights without adapters

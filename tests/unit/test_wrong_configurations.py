@@ -73,6 +73,8 @@ WRONG: list[tuple[Case, str, Sequence[Machine] | None, str]] = [
     (CARD, "seeding.engine.gpu_memory_utilization=0.03", None, "seeding.engine: weights of 0.9 GiB"),
     (LARGE, "fleet.workers.0.sku=T4", None, "larger tensor_parallel_size"),
     (LARGE, "fleet.workers.0.engine.tensor_parallel_size=1 fleet.workers.0.sku=A40", None, "of 1 x 48 GiB"),
+    (ONE, "learner.offload_optimizer=true learner.zero_stage=0", None, "set learner.zero_stage=1"),
+    (LARGE, "learner.offload_optimizer=true", None, "of host memory, this machine has 0.0"),
     # lengths and engines
     (ONE, "learner.micro_batch_tokens=8192", None, "learner.micro_batch_tokens=8192"),
     (ONE, "sampling.max_new_tokens=16384", None, "model.max_model_len=16384"),
