@@ -155,6 +155,27 @@ class NodeWatch:
             self._lost.set_result(None)
 
 
+@contextmanager
+def _group_of_their_own() -> Iterator[None]:
+    """Have Ray start its daemons in process groups of their own.
+
+    SIGTERM to the group of a run, as `timeout` and schedulers send it, would end them before the run can save
+    a checkpoint. They end with this process in any case.
+    """
+    services = ray._private.services
+    usual = services.ConsolePopen
+
+    class Apart(usual):  # type: ignore[valid-type, misc]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options, process_group=0)
+
+    services.ConsolePopen = Apart
+    try:
+        yield
+    finally:
+        services.ConsolePopen = usual
+
+
 def _start(options: Mapping[str, Any]) -> None:
     """Call `ray.init`, up to `STARTS` times if Ray's own processes start too slowly.
 
@@ -164,7 +185,8 @@ def _start(options: Mapping[str, Any]) -> None:
     before = set(psutil.Process().children(recursive=True))
     for _ in range(STARTS):
         try:
-            ray.init(**options)
+            with _group_of_their_own():
+                ray.init(**options)
             return
         except Exception as error:  # Ray raises no narrower class for a slow start
             if _TOO_SLOW not in str(error):

@@ -129,9 +129,9 @@ class Program:
 
         self.wait_until(reached, f"step {step}")
 
-    def interrupt(self) -> None:
-        """Ctrl-C in a terminal: every process of the foreground group hears it."""
-        os.killpg(self.process.pid, signal.SIGINT)
+    def interrupt(self, number: int = signal.SIGINT) -> None:
+        """Ctrl-C in a terminal: every process of the foreground group hears it. `timeout` sends SIGTERM so."""
+        os.killpg(self.process.pid, number)
 
     def left_behind(self) -> list[str]:
         """Processes that outlive the run by more than a moment."""

@@ -145,8 +145,10 @@ def test_both_workers_work_and_the_large_one_does_more(tmp_path: Path) -> None:
     with program(tmp_path / "work", tmp_path / "run", *words) as run:
         run.wait_for_step(1)
         run.wait_until(lambda: min(by_worker_since_both_began(run.run_dir)) >= 32, "both at work")
-        run.interrupt()
-        run.wait()
+        run.interrupt(signal.SIGTERM)  # Ray's daemons do not hear it: a checkpoint is saved first
+        assert run.wait() == 130
+        assert run.left_behind() == []
+        assert "go on      python -m echo_planes.run run.resume=" in run.stdout
         large, small = by_worker_since_both_began(run.run_dir)
     assert large > small
     assert all(worker["tokens"] > 0 for worker in summary(run.run_dir)["workers"])
