@@ -157,9 +157,9 @@ def check_model(folder: Path) -> None:
     name = f"model.path={folder}"
     if not os.path.isdir(folder):  # unlike Path.is_dir, it never raises
         raise ModelError(f"{name}: no such folder; give a Hugging Face model folder, or builtin:tiny-math")
-    check_model_files(folder)
-    if not (folder / "config.json").is_file():
+    if not os.path.exists(folder / "config.json"):
         raise ModelError(f"{name}: no config.json there; give a Hugging Face model folder")
+    check_model_files(folder)
     if not any(folder.glob("*.safetensors")):
         raise ModelError(
             f"{name}: no *.safetensors there; other weight formats can run code and are not read"

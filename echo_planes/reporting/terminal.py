@@ -186,7 +186,7 @@ def closing_lines(
         f"{show('steps')}{of_all} steps in {show('seconds', '.1f')} s{of_part}",
     ]
     if summary.get("error"):
-        label = "budget" if status == "spent" else "error"
+        label = {"spent": "budget", "stopped": "by"}.get(status, "error")
         lines.append(f"  {label:9s}  {summary['error']}")
     lines += [
         f"  eval       {show('eval_first', '.3f')} -> {show('eval_last', '.3f')} held-out accuracy"

@@ -93,6 +93,8 @@ def named(path: str, key: str) -> Any:
         ConfigError: there is no such callable.
     """
     module_name, _, name = path.partition(":")
+    if not name:
+        raise ConfigError(f"{key}='{path}' is not of the form module:name")
     try:
         found = getattr(importlib.import_module(module_name), name, None)
     except (ModuleNotFoundError, ValueError) as error:

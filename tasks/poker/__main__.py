@@ -1,7 +1,4 @@
-"""`python -m tasks.poker records|warmstart|evaluate`: converts logs, trains on them, evaluates a model.
-
-In a wheel: `python -m echo_planes.tasks.poker`.
-"""
+"""`python -m echo_planes.tasks.poker`: `records` converts logs, `warmstart` trains, `evaluate` plays."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ from .table import TableRules
 TRAINER = "echo_planes.loop.warm_start"  # run as a separate command: tasks do not import the learning plane
 READER = "echo_planes.tasks.poker.offline:read_examples"
 
-USAGE = """usage: python -m tasks.poker COMMAND ...
+USAGE = """usage: python -m echo_planes.tasks.poker COMMAND ...
 
   records    --out offline.arrow [--hands N] [LOG.phh ...]    hand histories and rule-based play as a table
   warmstart  --table offline.arrow --model M --steps N --out FOLDER      train a model on such a table
@@ -66,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _records(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tasks.poker records")
+    parser = argparse.ArgumentParser(prog="python -m echo_planes.tasks.poker records")
     parser.add_argument("--out", type=Path, required=True, help="the table to write")
     parser.add_argument("--hands", type=int, default=0, help="of rule-based play to add")
     parser.add_argument("--seed", type=int, default=0, help="of that play")
@@ -95,7 +92,7 @@ def _warm_start(words: Sequence[str]) -> int:
 
 def _evaluate(words: Sequence[str]) -> int:
     rules = [opponent.name for opponent in all_opponents()]
-    parser = argparse.ArgumentParser(prog="python -m tasks.poker evaluate")
+    parser = argparse.ArgumentParser(prog="python -m echo_planes.tasks.poker evaluate")
     parser.add_argument("--model", required=True, help="Hugging Face folder, or builtin:tiny-poker")
     parser.add_argument("--hands", type=int, required=True, help="per opponent; rounded up to whole deals")
     parser.add_argument("--seed", type=int, default=0, help="which held-out deals, and the model's luck")

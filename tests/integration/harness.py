@@ -130,7 +130,7 @@ class Program:
         self.wait_until(reached, f"step {step}")
 
     def interrupt(self, number: int = signal.SIGINT) -> None:
-        """Ctrl-C in a terminal: every process of the foreground group hears it. `timeout` sends SIGTERM so."""
+        """Ctrl-C in a terminal: every process of the foreground group hears it. `timeout` sends SIGTERM."""
         os.killpg(self.process.pid, number)
 
     def left_behind(self) -> list[str]:

@@ -214,7 +214,10 @@ def test_a_wrong_choice_lists_the_choices_and_the_nearest(word: str, parts: list
         (["task=maths"], ["task=maths", "did you mean 'math'?"]),
         (["fleet=nowhere/mine.yaml"], ["nowhere/mine.yaml", "No such file"]),
         (["task=no.such.module:Task"], ["task.adapter", "no.such.module:Task", "no module named 'no'"]),
-        (["task=examples.own_task:Task"], ["examples.own_task:Task", "'Task'", "not a TaskAdapter"]),
+        (
+            ["task=examples.own_task:Task"],
+            ["examples.own_task:Task", "there is no 'Task'", "did you mean 'OwnTask'?"],
+        ),
         (["task.adapter=examples.own_task"], ["task.adapter", "package.module:Class"]),
         (["fleet.workers.2.count=1"], ["fleet.workers.2.count", "'2'", "index below 2"]),
         (["fleet.workers.first.count=1"], ["fleet.workers.first.count", "'first'", "index below 2"]),

@@ -741,7 +741,7 @@ def test_a_place_that_holds_nothing_of_use_is_told_before_anything_starts(
     if place == "nowhere_at_all:X":
         said = "no module named 'nowhere_at_all'; check the spelling and that it can be imported from the "
         said += "current folder"
-    elif key == "task.adapter":
+    elif key == "task.adapter" and name != "MISSING":
         said = f"'{name}' is not a TaskAdapter in mistakes"
     else:
         said = f"it is a {KEYS[key]}" if name == "NUMBER" else "there is no 'MISSING' in mistakes"

@@ -23,7 +23,7 @@ from echo_planes.config.extensions import imported, in_words, raised_at
 from echo_planes.config.files import MODEL_JSON_BYTES, check_regular, read_json
 from echo_planes.config.schema import TaskConfig
 from echo_planes.data.tasks.adapter import TaskAdapter, TaskOptions, Tokenizer
-from echo_planes.errors import ConfigError, EchoPlanesError, ModelError, TaskError, one_line
+from echo_planes.errors import ConfigError, EchoPlanesError, ModelError, TaskError, nearest, one_line
 
 ENTRY_POINTS = "echo_planes.tasks"
 TOKENIZER_SETTINGS = "tokenizer_config.json"
@@ -67,6 +67,9 @@ def adapter_class(path: str) -> type[TaskAdapter]:
         raise ConfigError(f"task.adapter='{path}' is not of the form package.module:Class")
     where = f"task.adapter='{path}'"
     found = _library_task(path) or getattr(imported(module_name, where), class_name, None)
+    if found is None:
+        own = [name for name, one in vars(sys.modules[module_name]).items() if isinstance(one, type)]
+        raise ConfigError(f"{where}: there is no '{class_name}' in {module_name}{nearest(class_name, own)}")
     if not (isinstance(found, type) and issubclass(found, TaskAdapter)):
         raise ConfigError(f"task.adapter='{path}': '{class_name}' is not a TaskAdapter in {module_name}")
     return found

@@ -127,6 +127,8 @@ def _inspect(path: str) -> int:
 
 def _verify(path: str, key: str | None) -> int:
     found = _find_store(path)
+    if found is None and not user_path(path).exists():
+        raise DataError(f"{path}: no such file or folder; give a run's folder, or that of a store")
     if found is None:
         raise DataError(f"{path} is no store: only stores are signed; `inspect` shows a file's digest")
     place, only = found
