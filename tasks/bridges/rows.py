@@ -25,7 +25,7 @@ class RowOptions(TaskOptions):
         default="prompt", description='field that holds the prompt: text, or {"role":, "content":} messages'
     )
     row_fields: list[str] = Field(default=["answer"], description="further fields that rows must have")
-    holdout: int = Field(default=20, ge=2, description="1 row in so many is held out")
+    holdout: int = Field(default=20, ge=2, description="1 row in so many is held out, at least 1")
 
 
 class Rows:
@@ -74,11 +74,8 @@ class Rows:
         path = Path(self._options.data).expanduser()
         fields: dict[str, FieldType] = dict.fromkeys(self._options.row_fields, _ANYTHING)
         rows = load_rows(path, {**fields, self._options.prompt_field: (str, list)}, what="prompt")
-        if len(rows) < self._options.holdout:
-            raise DataError(
-                f"{path}: {len(rows)} rows are too few to hold 1 out in task.holdout="
-                f"{self._options.holdout}; lower it or give more rows"
-            )
+        if len(rows) < 2:
+            raise DataError(f"{path}: one row is held out, so none is left to train on; give 2 rows or more")
         return rows
 
 

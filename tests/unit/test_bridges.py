@@ -96,7 +96,7 @@ def test_a_function_with_a_file_is_a_task(tmp_path: Path) -> None:
     [
         ({"reward": "nowhere.at_all:f"}, ConfigError, "no module named 'nowhere'"),
         ({"reward": f"{HERE}:missing"}, ConfigError, "nothing called 'missing'"),
-        ({"holdout": 11}, DataError, "10 rows are too few"),
+        ({"reward": f"{HERE}:"}, ConfigError, "is not of the form module:name"),
         ({"row_fields": ["gold"]}, DataError, r"row 1.*no field 'gold'"),
         ({"prompt_field": "question"}, DataError, r"no field 'question'"),
     ],
@@ -107,6 +107,15 @@ def test_mistakes_are_told_in_one_line(
     with pytest.raises(error, match=why) as caught:
         function_task(tmp_path, **options).prompt(0)
     assert "\n" not in str(caught.value)
+
+
+def test_of_few_rows_one_is_held_out(tmp_path: Path) -> None:
+    task = function_task(tmp_path, holdout=11)
+    assert {task.eval_prompt(i).text for i in range(3)} == {"0+1="}
+    assert sorted(task.prompt(i).text for i in range(9)) == sorted(row["prompt"] for row in ROWS[1:])
+    (tmp_path / "one.jsonl").write_text('{"prompt": "0+1=", "answer": "1"}\n')
+    with pytest.raises(DataError, match="none is left to train on; give 2 rows or more"):
+        function_task(tmp_path, data=str(tmp_path / "one.jsonl")).prompt(0)
 
 
 class Scripted:
