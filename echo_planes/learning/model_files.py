@@ -34,28 +34,28 @@ def load_by_module(
         config: its settings.
         dtype: of the parameters.
         attention: implementation of attention.
-        place: called once for each module with parameters of its own, in the order of the model.
+        place: called once for each module with parameters of its own, after the modules within it.
     """
     with _parameters_on_meta():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention
         )
-    wanted = {name for name, _ in model.named_parameters()}
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - wanted
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}.difference(names.values())
     with ExitStack() as stack:
         found: dict[str, Any] = {}  # the file of each tensor
         for path in sorted(folder.glob("*.safetensors")):
             file = stack.enter_context(safe_open(path, framework="pt"))
             found |= dict.fromkeys(file.keys(), file)
-        if found.keys() - tied != wanted or model._keep_in_fp32_modules:
+        if found.keys() - tied != set(names.values()) or model._keep_in_fp32_modules:
             return None
         read: dict[int, nn.Parameter] = {}  # by the parameter that it replaces: tied ones stay one
         freed_bytes = 0
-        for prefix, module in model.named_modules():
+        for module in reversed(list(model.modules())):
             before = len(read)
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if id(parameter) not in read:
-                    full = f"{prefix}.{name}" if prefix else name
+                    full = names[id(parameter)]
                     tensor = found[full].get_tensor(full)
                     if tensor.shape != parameter.shape:
                         return None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -227,7 +228,7 @@ def load_policy(
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, attn_implementation=attention, local_files_only=True
             )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelError(f"the model in {folder} cannot be loaded: {error}") from error
     settings = model.config.get_text_config()
     changed = [name for name in LOGIT_SETTINGS if getattr(settings, name, None) not in (None, 1.0)]

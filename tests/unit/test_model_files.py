@@ -8,9 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+)
 
 from echo_planes.config.schema import BUILTIN_MODELS
+from echo_planes.errors import ModelError
 from echo_planes.learning.model_files import load_by_module
 from echo_planes.learning.policy_model import load_policy
 
@@ -56,13 +63,39 @@ def test_a_model_is_what_transformers_loads(name: str, dtype: torch.dtype) -> No
 
 
 def test_each_module_is_placed_once_when_its_own_parameters_are_there() -> None:
+    folder = BUILTIN_MODELS["builtin:tiny-math"]
     seen: list[nn.Module] = []
-    found = load(BUILTIN_MODELS["builtin:tiny-math"], seen)
+
+    def place(module: nn.Module) -> None:
+        assert not any(parameter.is_meta for parameter in module.parameters())
+        seen.append(module)
+
+    found = load_by_module(folder, AutoConfig.from_pretrained(folder), torch.float32, "sdpa", place)
     assert found is not None
     own = [module for module in found.modules() if list(module.named_parameters(recurse=False))]
-    tied = [found.lm_head] if found.config.tie_word_embeddings else []
-    assert [id(module) for module in seen] == [id(module) for module in own if module not in tied]
-    assert not any(parameter.is_meta for module in seen for parameter in module.parameters())
+    assert found.config.tie_word_embeddings  # so that the weights of the embedding came with lm_head
+    expected = [module for module in reversed(own) if module is not found.get_input_embeddings()]
+    assert [id(module) for module in seen] == [id(module) for module in expected]
+
+
+def test_a_damaged_file_is_a_users_mistake(tmp_path: Path) -> None:
+    folder = copied(tmp_path / "model", {})
+    (folder / "model.safetensors").write_bytes(b"not a model")
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_policy(folder, torch.float32, 1.0, 1.0, place=lambda module: None)
+
+
+def test_a_module_comes_after_those_within_it(tmp_path: Path) -> None:
+    sizes = MambaConfig(vocab_size=64, hidden_size=32, state_size=4, num_hidden_layers=2)
+    MambaForCausalLM(sizes).save_pretrained(tmp_path)
+
+    def place(module: nn.Module) -> None:  # a mixer has parameters and modules of its own
+        assert not any(parameter.is_meta for parameter in module.parameters())
+
+    found = load_by_module(tmp_path, AutoConfig.from_pretrained(tmp_path), torch.float32, "eager", place)
+    assert found is not None
+    expected = MambaForCausalLM.from_pretrained(tmp_path)
+    assert all(map(torch.equal, found.parameters(), expected.parameters()))
 
 
 def test_modules_are_made_as_ever_afterwards() -> None:
