@@ -26,6 +26,18 @@ from echo_planes.errors import ConfigError, nearest, shown
 
 GROUPS = ("task", "model", "fleet")
 MAX_KEY = 200  # characters
+_USUAL = {  # settings by the names that other trainers have for them
+    "learning_rate": "lr",
+    "train_batch_size": "prompts_per_step",
+    "batch_size": "prompts_per_step",
+    "num_generations": "samples_per_prompt",
+    "group_size": "samples_per_prompt",
+    "max_tokens": "max_new_tokens",
+    "max_completion_length": "max_new_tokens",
+    "beta": "kl_beta",
+    "kl_coef": "kl_beta",
+    "max_steps": "steps",
+}
 
 
 def config_dir() -> Path:
@@ -284,7 +296,10 @@ def _explain(error: ValidationError, tree: dict[str, Any]) -> str:
     if first["type"] == "extra_forbidden":
         allowed = sorted(_fields_at(location[:-1], tree))
         hint = _elsewhere(str(location[0])) if len(location) == 1 else ""
-        hint = hint or nearest(str(location[-1]), allowed)
+        usual = _USUAL.get(str(location[-1]))
+        hint = hint or (
+            f"; did you mean '{usual}'?" if usual in allowed else nearest(str(location[-1]), allowed)
+        )
         words = unknown_key(path, hint or "; allowed: " + ", ".join(allowed))
         return f"{path}={_value(first['input'])}: {words}"
     if first["type"] == "missing":

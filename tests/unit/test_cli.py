@@ -12,7 +12,7 @@ import yaml
 from echo_planes import run
 from echo_planes.config.schema import Config
 from echo_planes.errors import ConfigError
-from echo_planes.loop.loading import dump_config, load_config, recorded_config
+from echo_planes.loop.loading import _USUAL, dump_config, load_config, recorded_config
 
 
 def refusal(*words: str) -> str:
@@ -94,6 +94,16 @@ def test_a_group_may_be_a_file_or_a_folder_or_a_class(tmp_path: Path) -> None:
 
 def test_task_options_go_to_the_adapter() -> None:
     assert load_config(["task.max_operand=20"]).task.options == {"dataset": "addition", "max_operand": 20}
+
+
+def test_names_of_other_trainers_lead_to_settings() -> None:
+    known = {
+        name
+        for section in Config.model_fields.values()
+        for name in getattr(section.annotation, "model_fields", {})
+    }
+    assert set(_USUAL.values()) <= known
+    assert not known & _USUAL.keys()
 
 
 def test_what_is_dumped_is_read_back_equal() -> None:
@@ -189,6 +199,9 @@ def test_a_wrong_value_is_named_with_what_is_allowed(word: str, parts: list[str]
     ("word", "parts"),
     [
         ("steps=20", ["steps=20", "unknown key", "did you mean 'run.steps'?"]),
+        ("learner.learning_rate=1e-4", ["learner.learning_rate", "unknown key", "did you mean 'lr'?"]),
+        ("sampling.num_generations=8", ["unknown key", "did you mean 'samples_per_prompt'?"]),
+        ("objective.beta=0.1", ["unknown key", "did you mean 'kl_beta'?"]),
         ("staleness.policy=waits", ["staleness.policy", "'waits'", "'drop'", "did you mean 'wait'?"]),
         ("staleness.selector=fresh", ["staleness.selector", "'uniform'", "did you mean 'freshest'?"]),
         ("objective.name=drgrpo", ["objective.name", "'grpo'", "'gspo'", "did you mean 'dr_grpo'?"]),
