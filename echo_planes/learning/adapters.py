@@ -7,12 +7,15 @@ the name of W: workers, patches and digests know nothing of adapters.
 
 from __future__ import annotations
 
+import json
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -20,6 +23,7 @@ from echo_planes.errors import ConfigError
 from echo_planes.learning.policy_model import layers_of
 
 A, B = "lora_a", "lora_b"  # parameters of an adapted linear layer, beside its weight
+PEFT_NAMES = {A: "lora_A.weight", B: "lora_B.weight"}
 
 
 class Adapters:
@@ -31,15 +35,23 @@ class Adapters:
         alpha: scale s times `rank`.
         targets: last names of the linear layers to adapt ("q_proj"); None: all in transformer layers.
         seed: of the A matrices.
+        base: name of the model, for those who load the adapters beside it.
 
     Raises:
         ConfigError: a target is no linear layer of the model's transformer layers.
     """
 
     def __init__(
-        self, model: PreTrainedModel, rank: int, alpha: float, targets: Sequence[str] | None, seed: int
+        self,
+        model: PreTrainedModel,
+        rank: int,
+        alpha: float,
+        targets: Sequence[str] | None,
+        seed: int,
+        base: str | None = None,
     ) -> None:
         self._scale = alpha / rank
+        self._settings = {"r": rank, "lora_alpha": alpha, "base_model_name_or_path": base}
         self._are_on = True
         model.requires_grad_(False)
         # Else no gradient would leave the first layer, by which ZeRO-3 sees the end of its backward pass.
@@ -71,6 +83,24 @@ class Adapters:
             return outputs + self._scale * nn.functional.linear(low, getattr(module, B))
 
         module.forward = forward  # type: ignore[assignment,method-assign]
+
+    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Write adapters in PEFT's format, which PEFT and vLLM load beside the frozen model.
+
+        Args:
+            folder: made if it is missing.
+            tensors: by the names of the parameters in the model.
+        """
+        folder.mkdir(exist_ok=True)
+        named = {}
+        for name, tensor in tensors.items():
+            layer, _, kind = name.rpartition(".")
+            named[f"base_model.model.{layer}.{PEFT_NAMES[kind]}"] = tensor
+        targets = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in tensors})
+        about = {**self._settings, "peft_type": "LORA", "task_type": "CAUSAL_LM", "target_modules": targets}
+        about |= {"bias": "none", "lora_dropout": 0.0, "fan_in_fan_out": False, "inference_mode": True}
+        save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        (folder / "adapter_config.json").write_text(json.dumps(about, indent=2))
 
     @contextmanager
     def off(self) -> Iterator[None]:

@@ -30,6 +30,7 @@ from echo_planes.weights.digest import BitArray, bit_tensor
 StateBits = dict[str, tuple[BitArray, tuple[int, ...]]]
 TAG = "engine"  # DeepSpeed's files lie in <checkpoint>/engine
 ABOUT = "engine.json"
+ADAPTER = "adapter"  # folder in a checkpoint, in PEFT's format
 
 
 def pick_device(rank: int) -> torch.device:
@@ -318,9 +319,21 @@ class DeepSpeedEngine:
         self._engine.save_checkpoint(
             str(folder), tag=TAG, save_latest=False, exclude_frozen_parameters=self._adapters is not None
         )
+        if self._adapters is not None:
+            self._write_adapters(self._adapters, folder / ADAPTER)
         if self._rank == 0:
             (folder / ABOUT).write_text(json.dumps(self._layout() | counters, indent=2))
         self._barrier()
+
+    def _write_adapters(self, adapters: Adapters, folder: Path) -> None:
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in zip(self._names, self._engine.module.parameters(), strict=True):
+            if name.rpartition(".")[2] in (A, B):
+                with self._deepspeed.zero.GatheredParameters(parameter, enabled=self._config.zero_stage == 3):
+                    if self._rank == 0:
+                        tensors[name] = parameter.detach().cpu().clone()
+        if self._rank == 0:
+            adapters.write(folder, tensors)
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Continue from `save`, bit for bit, and return its counters.

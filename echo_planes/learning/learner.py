@@ -189,7 +189,7 @@ class Learner:
         self._packs = model.packs(config.model.max_model_len)
         if rank := config.learner.lora_rank:
             targets, alpha = config.learner.lora_targets, config.learner.lora_alpha
-            self._adapters = Adapters(model.model, rank, alpha, targets, config.run.seed)
+            self._adapters = Adapters(model.model, rank, alpha, targets, config.run.seed, config.model.path)
         elif config.objective.kl_beta > 0:
             self.doing = "loading the reference"
             reference = load_policy(

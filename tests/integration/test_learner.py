@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch.nn.utils import parametrize
 from transformers import (
     AutoModelForCausalLM,
@@ -499,6 +500,44 @@ def learner_here(tmp_path: Path, folder: Path, **changes: Any) -> Iterator[Learn
 
 def all_bits(learner: Learner) -> bytes:
     return b"".join(array.tobytes() for array, _ in learner.state_bits().values())
+
+
+def test_a_checkpoint_has_the_adapter_in_the_usual_format(tmp_path: Path, model_folder: Path) -> None:
+    from vllm.lora.peft_helper import PEFTHelper
+
+    with learner_here(tmp_path, model_folder, learner={"lora_rank": RANK, "lora_alpha": ALPHA}) as learner:
+        for step in range(2):
+            learner.train_step(make_batch(step))
+        learner.save(tmp_path / "checkpoint")
+        published = {name: array.copy() for name, (array, _) in learner.state_bits().items()}
+    folder = tmp_path / "checkpoint" / "adapter"
+    told = PEFTHelper.from_local_dir(str(folder), None)  # as vLLM reads it
+    assert (told.r, told.lora_alpha, told.bias) == (RANK, ALPHA, "none")
+    adapter = load_file(folder / "adapter_model.safetensors")
+    base = load_file(model_folder / "model.safetensors")
+    merged = dict(base)
+    for name in [name for name in adapter if name.endswith("lora_A.weight")]:
+        layer = name.removesuffix(".lora_A.weight")
+        assert layer.rpartition(".")[2] in told.target_modules
+        a, b = adapter[name], adapter[f"{layer}.lora_B.weight"]
+        assert b.any()
+        weight = f"{layer.removeprefix('base_model.model.')}.weight"
+        merged[weight] = torch.addmm(base[weight].float(), b, a, alpha=ALPHA / RANK)
+    assert len(adapter) > 0
+    assert merged.keys() == published.keys()
+    for name, array in published.items():  # what workers got is the base with this adapter, bit for bit
+        assert array.tobytes() == merged[name].to(torch.bfloat16).view(torch.int16).numpy().tobytes(), name
+
+
+def test_ranks_that_divide_an_adapter_write_it_whole(checkpoints: Path, unbroken: dict[Run, Arrays]) -> None:
+    assert unbroken  # which leaves the checkpoints
+    alone_, divided = (
+        load_file(checkpoints / run.name / "adapter" / "adapter_model.safetensors")
+        for run in (Run(1, 0, "fp32", lora=True), LORA[2])
+    )
+    assert alone_.keys() == divided.keys()
+    for name, tensor in alone_.items():
+        torch.testing.assert_close(divided[name], tensor, atol=1e-5, rtol=0.0)
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -176,7 +176,9 @@ def test_every_section_refuses_unknown_keys() -> None:
 def test_pages_name_only_settings_files_and_pages_that_exist(page: Path) -> None:
     text = page.read_text()
     groups = {f"{path.parent.name}={path.stem}" for path in GROUP_FILES}
-    for group, name in re.findall(rf"\b({'|'.join(GROUPS)})=([a-z0-9_]+)\b(?![.:/])", text):
+    for group, name in re.findall(
+        rf"\b({'|'.join(GROUPS)})=([a-z][a-z0-9_-]*(?:\.[0-9][a-z0-9-]*)*)(?![.:/\w])", text
+    ):
         assert f"{group}={name}" in groups, f"{page.name}: {group}={name}"
     sections = "|".join(set(Config.model_fields) - {"task"})  # a task has keys of its own
     known = {re.sub(r"\.\d+\.", ".0.", path) for path, _ in ALL_KEYS}

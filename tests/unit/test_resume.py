@@ -79,6 +79,7 @@ def test_every_setting_says_whether_a_resume_may_change_it() -> None:
         "sampling.temperature",
         "sampling.top_p",
         "learner.num_ranks",
+        "learner.offload_optimizer",
         "learner.zero_stage",
         "learner.dtype",
         "learner.lora_rank",
