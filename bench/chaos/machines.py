@@ -32,9 +32,13 @@ USUAL = {"RAY_worker_niceness": "0", "RAY_AUTH_MODE": "disabled"}
 
 
 def shut_off(words: Sequence[str]) -> list[str]:
-    """Command that runs `words` in namespaces of their own. When the first process ends, all end."""
+    """Command that runs `words` in namespaces of their own. When the first process ends, all end.
+
+    Interfaces have other names there than a learner of the caller's own process may have left for gloo.
+    """
+    unset = "-u GLOO_SOCKET_IFNAME -u NCCL_SOCKET_IFNAME"
     mounts = " && ".join(_mounts("/run/netns", *PRIVATE))
-    script = f'{mounts} && ip link set lo up && exec "$@"'
+    script = f'{mounts} && ip link set lo up && exec env {unset} "$@"'
     return ["unshare", *NAMESPACES, "--", "sh", "-c", script, "sh", *words]
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from echo_planes.cluster.process import release_freed
 
-RELEASE_BYTES = 64 * 2**20
+RELEASE_BYTES = 32 * 2**20
 Place = Callable[[nn.Module], object]  # takes a module whose own parameters have been read
 
 

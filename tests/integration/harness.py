@@ -152,10 +152,14 @@ class Program:
 def _environment() -> dict[str, str]:
     """This one's, less what would change a run, with the checkout importable from any folder.
 
+    A learner in this process leaves gloo's interface in its environment: not that of a run's machines.
+
     Ray gives actors the lowest priority but four, so that a desktop stays usable. Beside a test of usual
     priority on the same core a worker would take many minutes to start.
     """
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "ECHO_PLANES_"))}
+    kept = {
+        k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "ECHO_PLANES_", "GLOO_", "NCCL_"))
+    }
     return {**kept, "PYTHONPATH": str(ROOT), "RAY_worker_niceness": "0"}
 
 
