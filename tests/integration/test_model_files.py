@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -72,11 +73,14 @@ def loaded(folder: Path, zero_stage: int) -> dict[str, float]:
     import deepspeed
     import torch
 
+    from echo_planes.cluster.process import release_freed
     from echo_planes.config.schema import LearnerConfig
     from echo_planes.learning.deepspeed_engine import keeping_shares
     from echo_planes.learning.policy_model import load_policy
 
     place = keeping_shares(LearnerConfig(num_ranks=RANKS, zero_stage=zero_stage), torch.float32)
+    gc.collect()
+    release_freed()  # what an earlier model has left would hide as much of this one
     before, peak, done = anonymous_bytes(), [0], threading.Event()
 
     def watch() -> None:
