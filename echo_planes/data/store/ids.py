@@ -13,6 +13,7 @@ from typing import overload
 
 import numpy as np
 
+_FEW = 16  # ids of an append, for which the general way takes longer
 _FEWEST_RECENT = 4096
 _RECENT_SHARE = 8  # at most 1 / 8 of all ids are in the dict
 
@@ -55,11 +56,12 @@ class GroupIds:
         # Before any change: a text that cannot be encoded raises here.
         texts = [group_id.encode() for group_id in ids]
         first, start = len(self._starts), len(self._texts)
-        if len(ids) == 1:  # of most appends, where the general way takes three times as long
-            self._recent[ids[0]] = first
-            self._starts.append(start)
-            self._sizes.append(len(texts[0]))
-            self._texts += texts[0]
+        if len(ids) <= _FEW:
+            for sequence, (group_id, text) in enumerate(zip(ids, texts, strict=True), first):
+                self._recent[group_id] = sequence
+                self._starts.append(len(self._texts))
+                self._sizes.append(len(text))
+                self._texts += text
         else:
             sizes = array("I", map(len, texts))
             self._recent.update(zip(ids, range(first, first + len(ids)), strict=True))
