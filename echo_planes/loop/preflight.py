@@ -43,7 +43,7 @@ def check(config: Config, run_dir: Path) -> None:
     """
     check_model(config.model.folder)
     check_positions(config)
-    check_adapters(config)
+    check_learner(config)
     check_extensions(config)
     check_fleet(config)
     check_seeding(config.seeding, config.learner.rank_resources)
@@ -67,7 +67,7 @@ def check(config: Config, run_dir: Path) -> None:
     check_weights(config.weights)
 
 
-def check_adapters(config: Config) -> None:
+def check_learner(config: Config) -> None:
     """Check that layers which are to have adapters exist, and that ZeRO has an optimizer to offload."""
     learner = config.learner
     if learner.offload_optimizer and learner.zero_stage == 0:

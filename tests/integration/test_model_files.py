@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -84,9 +83,8 @@ def loaded(folder: Path, zero_stage: int) -> dict[str, float]:
     before, peak, done = anonymous_bytes(), [0], threading.Event()
 
     def watch() -> None:
-        while not done.is_set():
+        while not done.wait(0.002):
             peak[0] = max(peak[0], anonymous_bytes())
-            time.sleep(0.002)
 
     thread = threading.Thread(target=watch)
     thread.start()

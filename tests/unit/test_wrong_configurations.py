@@ -140,7 +140,7 @@ def check(
         monkeypatch.setattr(preflight, "shape_of", shape_of)
         monkeypatch.setattr(memory, "shape_of", shape_of)
         monkeypatch.setattr(memory, "size_of_folder", lambda folder: SIZES[config.model.path])
-        preflight.check_adapters(config)
+        preflight.check_learner(config)
         preflight.check_extensions(config)
         preflight.check_fleet(config)
         preflight.check_seeding(config.seeding, config.learner.rank_resources)
