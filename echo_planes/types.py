@@ -173,12 +173,9 @@ def sampled_tokens(group: Group) -> int:
 
 def cover(spans: Sequence[Span], length: int) -> bool:
     """Return whether spans cover [0, length) exactly, in order."""
-    end = 0
-    for span in spans:
-        if span.start != end or span.stop <= span.start:
-            return False
-        end = span.stop
-    return end == length
+    ends = [0, *(span.stop for span in spans)]
+    follow = all(span.start == end < span.stop for span, end in zip(spans, ends, strict=False))
+    return follow and ends[-1] == length
 
 
 # --- leases --------------------------------------------------------------------------------------

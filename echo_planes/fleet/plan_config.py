@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated
 
 from pydantic import Field, ValidationError
@@ -12,6 +12,16 @@ from echo_planes.config.schema import StalenessConfig
 from echo_planes.errors import ConfigError, nearest
 
 Count = Annotated[int, Field(ge=0)]
+
+EXAMPLE = (
+    "prices=configs/prices/example.csv params_b=7 learner_sku=H100 uplink_mbit=1000 worker_mbit=200 "
+    "changed_share=0.02"
+)
+# Of each group one is needed, for which no single key is: how it is given, by the keys that give it.
+ONE_OF = {
+    ("params_b", "model"): "params_b=BILLIONS (or model=FOLDER)",
+    ("learner_sku", "t_train_s"): "learner_sku=GPU (or t_train_s=SECONDS)",
+}
 
 
 class PlanConfig(Section):
@@ -108,13 +118,13 @@ def load_plan(words: Sequence[str]) -> PlanConfig:
         config = PlanConfig.model_validate_strings(tree)
         StalenessConfig(max_staleness=config.max_staleness, publish_every=config.publish_every)
     except ValidationError as error:
-        raise ConfigError(_explain(error)) from error
-    if (config.model is None) == (config.params_b is None):
-        raise ConfigError("give one of model=FOLDER and params_b=N: the size of the model is needed")
+        raise ConfigError(_explain(error, tree)) from error
+    if config.model is not None and config.params_b is not None:
+        raise ConfigError("give one of model=FOLDER and params_b=N: both say how large the model is")
     if config.changed_share is not None and config.payload_mib is not None:
         raise ConfigError("give one of changed_share and payload_mib: both say how large a publication is")
-    if config.t_train_s is None and config.learner_sku is None:
-        raise ConfigError("give t_train_s=SECONDS, or learner_sku=GPU and learner_gpus=N for an estimate")
+    if needed := _needed((), tree):
+        raise ConfigError(needed)
     if config.max_staleness == 0:
         raise ConfigError(
             "max_staleness=0: nothing overlaps, so that no fleet hides the wait; give 1 or more"
@@ -122,7 +132,7 @@ def load_plan(words: Sequence[str]) -> PlanConfig:
     return config
 
 
-def _explain(error: ValidationError) -> str:
+def _explain(error: ValidationError, given: Collection[str]) -> str:
     # An unknown key may be why a needed one is missing.
     first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     path = ".".join(str(part) for part in first["loc"])
@@ -131,11 +141,18 @@ def _explain(error: ValidationError) -> str:
         return f"{path}={first['input']}: {unknown_key(path, hint)}"
     if first["type"] == "missing":
         missing = [".".join(map(str, one["loc"])) for one in error.errors() if one["type"] == "missing"]
-        return f"{'=..., '.join(missing)}=...: needed, there is no default; see --help"
+        return _needed(missing, given)
     message = first["msg"].removeprefix("Value error, ")
     if not path:
         return message
     return f"{path}={first['input']}: {message[0].lower()}{message[1:]}"
+
+
+def _needed(missing: Sequence[str], given: Collection[str]) -> str:
+    """Return all that has to be given still, in one line with an example, or an empty text."""
+    words = [f"{key}=..." for key in missing]
+    words += [form for keys, form in ONE_OF.items() if not set(keys) & set(given)]
+    return f"{', '.join(words)}: needed, there is no default; for example: {EXAMPLE}" if words else ""
 
 
 def describe() -> str:

@@ -173,6 +173,7 @@ def closing_lines(
     )
     if number(summary.get("uninformative")):  # otherwise both prices are nearly the same
         cost += f", {dollars('usd_per_million_generated_tokens')} per million generated"
+    cost += f"; {show('wasted_share', '.1f', 100.0)} % of it wasted (booting, waiting, tokens not trained)"
     if number(summary.get("usd_total")) == 0.0:
         cost = "none: no price is set (usd_per_hour of learner, fleet.workers), or nothing had started"
     status = summary.get("status", "unknown")
@@ -185,12 +186,12 @@ def closing_lines(
         f"{status}: {summary.get('task', '-')} with {summary.get('model', '-')}, "
         f"{show('steps')}{of_all} steps in {show('seconds', '.1f')} s{of_part}",
     ]
+    first_eval = f"{show('eval_first', '.3f')} -> " if len(summary.get("evals", [])) > 1 else ""
     if summary.get("error"):
         label = {"spent": "budget", "stopped": "by"}.get(status, "error")
         lines.append(f"  {label:9s}  {summary['error']}")
     lines += [
-        f"  eval       {show('eval_first', '.3f')} -> {show('eval_last', '.3f')} held-out accuracy"
-        f"{_pass_at(summary)}",
+        f"  eval       {first_eval}{show('eval_last', '.3f')} held-out accuracy{_pass_at(summary)}",
         f"  reward     {show('reward_first', '.3f')} -> {show('reward_last', '.3f')}",
         f"  staleness  mean {show('staleness_mean', '.2f')}, max {show('max_staleness_observed')} "
         f"(bound {show('max_staleness')})",
@@ -200,7 +201,7 @@ def closing_lines(
         f"{show('tokens_truncated_share', '.2f', 100.0)} % truncated",
         f"  bubble     {show('bubble_ratio', '.1f', 100.0)} % of the learner's time",
         f"  tokens     {show('tokens_trained')} trained",
-        f"  cost       {cost}, {show('wasted_share', '.1f', 100.0)} % wasted",
+        f"  cost       {cost}",
         f"  weights    {show('versions_published')} versions published, "
         f"{show('digest_mismatches')} digest mismatches",
         f"  ledger     {ledger_equation(summary)}; {show('lost_trajectories')} lost, "

@@ -380,8 +380,8 @@ def test_a_mistake_is_told_in_one_line(
 @pytest.mark.parametrize(
     ("left_out", "said"),
     [
-        ("params_b", "give one of model=FOLDER and params_b=N"),
-        ("t_train_s", "give t_train_s=SECONDS, or learner_sku=GPU"),
+        ("params_b", "params_b=BILLIONS (or model=FOLDER): needed"),
+        ("t_train_s", "learner_sku=GPU (or t_train_s=SECONDS): needed"),
         ("uplink_mbit", "uplink_mbit=...: needed"),
     ],
 )
@@ -389,6 +389,17 @@ def test_what_is_needed_is_asked_for(
     capsys: pytest.CaptureFixture[str], one: str, left_out: str, said: str
 ) -> None:
     assert said in refused(capsys, one, *(word for word in BY_HAND if not word.startswith(left_out)))
+
+
+def test_all_that_is_needed_is_asked_for_in_one_line_with_an_example_that_works(
+    capsys: pytest.CaptureFixture[str], one: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = refused(capsys, one)
+    for key in ("uplink_mbit", "worker_mbit", "params_b", "learner_sku"):
+        assert f"{key}=" in message.split("for example")[0], key
+    monkeypatch.chdir(ROOT)
+    assert main(message.split("for example: ")[1].split()) == 0
+    assert "Needed" in capsys.readouterr().out
 
 
 def test_a_key_that_plan_does_not_have_is_told_before_one_that_is_missing(
