@@ -16,10 +16,13 @@ quiet() { "$@" >.venv/setup.log 2>&1 || { tail -n 20 .venv/setup.log >&2; fail "
 step "virtual environment .venv"
 "$PYTHON" -m venv .venv
 step "torch (CPU build, 190 MB)"
-.venv/bin/python -m pip install -q --disable-pip-version-check "$TORCH" >.venv/setup.log 2>&1 \
-  || quiet .venv/bin/python -m pip install -q --disable-pip-version-check "$TORCH" --index-url "$TORCH_INDEX"
+.venv/bin/python -m pip install -q --disable-pip-version-check --no-compile "$TORCH" >.venv/setup.log 2>&1 \
+  || quiet .venv/bin/python -m pip install -q --disable-pip-version-check --no-compile "$TORCH" --index-url "$TORCH_INDEX"
 step "ray, vllm, deepspeed and their dependencies (pinned by hash, 1-4 minutes)"
-quiet .venv/bin/python -m pip install -q --disable-pip-version-check --no-deps --require-hashes -r requirements/cpu.lock
+quiet .venv/bin/python -m pip install -q --disable-pip-version-check --no-compile --no-deps --require-hashes -r requirements/cpu.lock
+step "bytecode (on all cores; pip would use one)"
+# Packages ship a few files that are for other versions of Python: these do not compile, and are never imported.
+.venv/bin/python -m compileall -q -j 0 .venv/lib >.venv/compile.log 2>&1 || true
 step "echo_planes"
 rm -rf echo_planes.egg-info  # an old one in the checkout would be believed before the new one
 quiet .venv/bin/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
