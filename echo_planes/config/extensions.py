@@ -54,9 +54,11 @@ def extension(key: str, name: str, table: Mapping[str, T], kind: type[T] | None 
     where = f"{key}='{name}'"
     if not (separator and attribute and all(part.isidentifier() for part in module_name.split("."))):
         raise ConfigError(f"{where} is not of the form package.module:NAME")
-    found: Any = getattr(imported(module_name, where), attribute, None)
+    module = imported(module_name, where)
+    found: Any = getattr(module, attribute, None)
     if found is None:
-        raise ConfigError(f"{where}: there is no '{attribute}' in {module_name}")
+        own = [one for one in vars(module) if not one.startswith("_")]
+        raise ConfigError(f"{where}: there is no '{attribute}' in {module_name}{nearest(attribute, own)}")
     if not (callable(found) if kind is None else isinstance(found, kind)):
         wanted = "a function or a class" if kind is None else f"an instance of {kind.__name__}"
         raise ConfigError(f"{where}: it is a {type(found).__name__}, not {wanted}")
@@ -72,9 +74,10 @@ def imported(module_name: str, where: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        ending = "leave out '.py', and " if module_name.endswith(".py") else ""
         raise ConfigError(
-            f"{where}: no module named '{error.name}'; check the spelling and that it can be imported from "
-            "the current folder"
+            f"{where}: no module named '{error.name}'; {ending}check the spelling and that it can be "
+            "imported from the current folder"
         ) from error
     except KeyboardInterrupt:
         raise

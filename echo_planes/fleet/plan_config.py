@@ -15,7 +15,7 @@ Count = Annotated[int, Field(ge=0)]
 
 EXAMPLE = (
     "prices=configs/prices/example.csv params_b=7 learner_sku=H100 uplink_mbit=1000 worker_mbit=200 "
-    "changed_share=0.02"
+    "changed_share=0.02 learner_usd_per_hour=20"
 )
 # Of each group one is needed, for which no single key is: how it is given, by the keys that give it.
 ONE_OF = {

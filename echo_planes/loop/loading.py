@@ -28,6 +28,7 @@ GROUPS = ("task", "model", "fleet")
 MAX_KEY = 200  # characters
 _USUAL = {  # settings by the names that other trainers have for them
     "learning_rate": "lr",
+    "lrate": "lr",
     "train_batch_size": "prompts_per_step",
     "batch_size": "prompts_per_step",
     "num_generations": "samples_per_prompt",
@@ -315,6 +316,8 @@ def _explain(error: ValidationError, tree: dict[str, Any]) -> str:
         allowed = [word.strip("' ") for word in str(first.get("ctx", {}).get("expected", "")).split(" or ")]
         options = [option.strip("' ") for part in allowed for option in part.split(",")]
         hint = nearest(str(first["input"]), options)
+        if path == "task.reward" and ":" in str(first["input"]):
+            hint = "; a function of your own is the reward of task=function"
     if first["type"] == "string_type" and isinstance(first["input"], int | float):
         hint = "; as a text it has quotes of its own: '\"...\"'"
     return f"{path}={shown(first['input'])}: {message[0].lower()}{message[1:]}{hint}"
@@ -322,6 +325,7 @@ def _explain(error: ValidationError, tree: dict[str, Any]) -> str:
 
 def _elsewhere(name: str) -> str:
     """Return the end of a message about a key without its section: the whole key; "" if there is none."""
+    name = _USUAL.get(name, name)
     sections = {section: _section_in(field) for section, field in Config.model_fields.items()}
     found = [f"{section}.{name}" for section, cls in sections.items() if cls and name in cls.model_fields]
     return f"; did you mean '{found[0]}'?" if found else ""

@@ -222,6 +222,8 @@ def _pass_at(summary: Mapping[str, Any]) -> str:
     if not curves or len(curves[-1]) < 2:
         return ""
     n, last = next(reversed(curves[-1].items()))
+    if len(curves) == 1:
+        return f", pass@{n} {last:.3f}"
     first = number(curves[0].get(n))
     return f", pass@{n} {'-' if first is None else format(first, '.3f')} -> {last:.3f}"
 

@@ -16,17 +16,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
 
 from pydantic import Field
 
+from echo_planes.config.extensions import extension
 from echo_planes.data.tasks.adapter import Policy, TaskOptions, Tokenizer
 from echo_planes.data.tasks.environment import Environment, EpisodeOptions, EpisodeTask, Turn
 from echo_planes.errors import TaskError
 from echo_planes.types import Prompt, Reward
 
-from .rows import RowOptions, Rows, named
+from .rows import RowOptions, Rows
 
 
 class GymOptions(EpisodeOptions, RowOptions):
@@ -47,7 +48,7 @@ class GymTask(EpisodeTask):
     def __init__(self, options: TaskOptions, tokenizer: Tokenizer, seed: int) -> None:
         super().__init__(options, tokenizer, seed)
         settings = cast(GymOptions, options)
-        self._make = named(settings.env, "task.env")
+        self._make: Callable[..., Any] = extension("task.env", settings.env, {})
         self._rows = Rows(settings, seed)
 
     def prompt(self, index: int) -> Prompt:

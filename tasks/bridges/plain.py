@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import json
 import numbers
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, cast
 
 from pydantic import Field
 
+from echo_planes.config.extensions import extension
 from echo_planes.data.tasks.adapter import TaskAdapter, TaskOptions, Tokenizer
 from echo_planes.data.tasks.chat import Chat
 from echo_planes.types import Episode, Prompt, Reward
 
-from .rows import RowOptions, Rows, named
+from .rows import RowOptions, Rows
 
 
 class FunctionOptions(RowOptions):
@@ -41,7 +43,7 @@ class FunctionTask(TaskAdapter):
     def __init__(self, options: TaskOptions, tokenizer: Tokenizer, seed: int) -> None:
         super().__init__(options, tokenizer, seed)
         self._options = cast(FunctionOptions, options)
-        self._function = named(self._options.reward, "task.reward")
+        self._function: Callable[..., Any] = extension("task.reward", self._options.reward, {})
         self._rows = Rows(self._options, seed)
         self._chat = Chat(tokenizer) if self._options.template == "chat" else None
 

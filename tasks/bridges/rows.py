@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +11,7 @@ from pydantic import Field
 
 from echo_planes.data.tasks.adapter import TaskOptions
 from echo_planes.data.tasks.datasets import FieldType, load_rows
-from echo_planes.errors import ConfigError, DataError
+from echo_planes.errors import DataError
 
 _ANYTHING: FieldType = (str, int, float, bool, list, dict)
 
@@ -73,30 +72,13 @@ class Rows:
     def _rows(self) -> tuple[dict[str, Any], ...]:
         path = Path(self._options.data).expanduser()
         fields: dict[str, FieldType] = dict.fromkeys(self._options.row_fields, _ANYTHING)
-        rows = load_rows(path, {**fields, self._options.prompt_field: (str, list)}, what="prompt")
+        name = self._options.prompt_field
+        try:
+            rows = load_rows(path, {**fields, name: (str, list)}, what="prompt")
+        except DataError as error:
+            if f"no field '{name}'" not in str(error):
+                raise
+            raise DataError(f"{error}; task.prompt_field names the one that holds the prompt") from error
         if len(rows) < 2:
             raise DataError(f"{path}: one row is held out, so none is left to train on; give 2 rows or more")
         return rows
-
-
-def named(path: str, key: str) -> Any:
-    """Import the callable that `package.module:name` stands for.
-
-    Args:
-        path: module and name.
-        key: setting that holds `path`, for the error.
-
-    Raises:
-        ConfigError: there is no such callable.
-    """
-    module_name, _, name = path.partition(":")
-    if not name:
-        raise ConfigError(f"{key}='{path}' is not of the form module:name")
-    try:
-        found = getattr(importlib.import_module(module_name), name, None)
-    except (ModuleNotFoundError, ValueError) as error:
-        missing = getattr(error, "name", None) or module_name
-        raise ConfigError(f"{key}='{path}': no module named '{missing}'; check the spelling") from error
-    if not callable(found):
-        raise ConfigError(f"{key}='{path}': there is nothing called '{name}' in {module_name}")
-    return found

@@ -95,10 +95,11 @@ def test_a_function_with_a_file_is_a_task(tmp_path: Path) -> None:
     ("options", "error", "why"),
     [
         ({"reward": "nowhere.at_all:f"}, ConfigError, "no module named 'nowhere'"),
-        ({"reward": f"{HERE}:missing"}, ConfigError, "nothing called 'missing'"),
-        ({"reward": f"{HERE}:"}, ConfigError, "is not of the form module:name"),
+        ({"reward": f"{HERE}:missing"}, ConfigError, "there is no 'missing' in"),
+        ({"reward": f"{HERE}:"}, ConfigError, "is not of the form package.module:NAME"),
         ({"row_fields": ["gold"]}, DataError, r"row 1.*no field 'gold'"),
-        ({"prompt_field": "question"}, DataError, r"no field 'question'"),
+        ({"reward": "rewards.py:f"}, ConfigError, "no module named 'rewards'; leave out '.py'"),
+        ({"prompt_field": "question"}, DataError, r"no field 'question'.*task.prompt_field names"),
     ],
 )
 def test_mistakes_are_told_in_one_line(

@@ -226,6 +226,9 @@ def test_a_wrong_choice_lists_the_choices_and_the_nearest(word: str, parts: list
         (["model=qqqq"], ["model=qqqq", "allowed: ", "tiny"]),
         (["task=maths"], ["task=maths", "did you mean 'math'?"]),
         (["fleet=nowhere/mine.yaml"], ["nowhere/mine.yaml", "No such file"]),
+        (["learner.lrate=1"], ["unknown key; did you mean 'lr'?"]),
+        (["batch_size=4"], ["did you mean 'sampling.prompts_per_step'?"]),
+        (["task.reward=mine:score"], ["'exact' or 'composite'", "the reward of task=function"]),
         (["task=no.such.module:Task"], ["task.adapter", "no.such.module:Task", "no module named 'no'"]),
         (
             ["task=examples.own_task:Task"],
