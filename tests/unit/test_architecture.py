@@ -171,6 +171,7 @@ def test_heavy_dependencies_stay_in_their_files() -> None:
 
 def test_tasks_import_only_the_public_interface() -> None:
     public = {
+        "echo_planes.config.extensions",
         "echo_planes.data.tasks.chat",
         "echo_planes.data.tasks.datasets",
         "echo_planes.data.tasks.environment",
