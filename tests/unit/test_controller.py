@@ -437,14 +437,14 @@ def starve(loop: Loop) -> list[ev.Action]:
 
 
 def test_a_starved_learner_publishes_again_and_again() -> None:
-    loop = Loop(settings())
+    loop = Loop(settings(wait_limit_s=1000.0))
     loop.start()
     loop.train(0)
     assert starve(loop) == [ev.FormBatch(1)]
-    for times in (1, 2, 4):  # ever later, because it may only be slow on its way
-        loop.now_s += times * STARVED_AGAIN_S / 2
+    for seconds in (2, 4, 8, 16, 32, 64, 120, 120):  # ever later, because it may only be slow on its way
+        loop.now_s += seconds - 0.5
         assert starve(loop) == [ev.FormBatch(1)]
-        loop.now_s += times * STARVED_AGAIN_S / 2
+        loop.now_s += 0.5
         assert starve(loop) == [ev.Publish(1)]
         # Also where an earlier install never came back: that one is given up.
         assert loop.tell(ev.Published(manifest(1))) == [ev.Install("w0", 0, fresh=False), ev.FormBatch(1)]
