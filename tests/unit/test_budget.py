@@ -521,4 +521,4 @@ def test_the_step_line_shows_what_the_run_will_have_cost(tmp_path: Path) -> None
     assert projected[-1] == so_far[-1]
     assert projected[4] == pytest.approx(so_far[-1], rel=0.3)
     whole = read_summary(job.folder)
-    assert f"a step, ${whole['usd_per_million_tokens']:,.2f} per million tokens, " in job.screen.getvalue()
+    assert f"a step, ${whole['usd_per_million_tokens']:,.2f} per million tokens; " in job.screen.getvalue()

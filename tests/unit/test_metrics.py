@@ -366,7 +366,7 @@ def test_the_closing_block_says_what_matters() -> None:
         "mean 0.051 nats, rate factor at least 0.25; of the tokens 1.25 % clipped, - % masked",
         "max 2 (bound 3)",
         "0 digest mismatches",
-        "$1.5000: $0.5 a step, $12.35 per million tokens, 6.2 % wasted",
+        "$1.5000: $0.5 a step, $12.35 per million tokens; 6.2 % of it wasted",
         "runs/x/report.html",
     ):
         assert expected in text
