@@ -43,6 +43,8 @@ LOGS = ("metrics.jsonl", "events.jsonl")  # grow with every step, as they should
 MOST_GROWTH = {"rss_bytes": (0.05, 24 * 2**20), "descriptors": (0.05, 6), "threads": (0.05, 4)}
 MOST_DISK_GROWTH = (0.05, 16 * 2**20)
 MOST_PROCESS_GROWTH = (0.05, 2)
+# On a slow machine two hours may not fill a segment of the replay store, and then the run goes on by so many.
+MORE_STEPS, MORE_S = (1000,) * 12, 1800.0
 MOST_BYTES_PER_GROUP = 400.0  # on disk
 WHOLE = "all processes"
 UNASSIGNED = "ray::IDLE"  # a process that plays no part yet
@@ -89,9 +91,14 @@ def soak(folder: Path, hours: float, *, real_engine: bool) -> dict[str, Any]:
                     print(f"[soak] {at_s:6.0f} s  step {lineage.last_step()}  {faults[-1]}", flush=True)
         running.interrupt()
         running.wait(START_S)
-    with lineage.life(2, lineage.last_step() + 3) as running:
-        if running.wait(START_S) != 0:
-            raise RuntimeError(f"the run does not go on: {running.tail()}")
+    kept = 0.0
+    for number, steps in enumerate((3, *MORE_STEPS), start=2):
+        with lineage.life(number, lineage.last_step() + steps) as running:
+            if running.wait(MORE_S) != 0:
+                raise RuntimeError(f"the run does not go on: {running.tail()}")
+        kept = replay_bytes_per_group(lineage.run_dir / REPLAY_FOLDER)
+        if kept:
+            break
     waits = [one for one in events(lineage.run_dir, "worker lost") if "timed out after" in one["text"]]
     lines = read_lines(samples)
     told = summary(lineage.run_dir)
@@ -103,7 +110,7 @@ def soak(folder: Path, hours: float, *, real_engine: bool) -> dict[str, Any]:
         "steps": told["steps"],
         "lost": told["lost_trajectories"],
         "trained_twice": len(trained) - len(set(trained)),
-        "replay_bytes_per_group": round(replay_bytes_per_group(lineage.run_dir / REPLAY_FOLDER), 1),
+        "replay_bytes_per_group": round(kept, 1),
         "growth": {part: _shown(of) for part, of in growth(lines, hours * 3600).items()},
         "waits that ended by their limit": [one["text"] for one in waits],
     }
