@@ -65,9 +65,9 @@ def main() -> None:
             .remote(config, 0, 1, Path("failures"))
             for amount in (0, 1)
         }
-        visible = {amount: ray.get(rank.visible.remote(), timeout=60) for amount, rank in ranks.items()}
+        visible = {amount: ray.get(rank.visible.remote(), timeout=200) for amount, rank in ranks.items()}
         try:
-            ray.get(ranks[1].start.remote(None, "127.0.0.1", 0), timeout=60)
+            ray.get(ranks[1].start.remote(None, "127.0.0.1", 0), timeout=200)
             refused = ""
         except ray.exceptions.RayTaskError as error:
             refused = str(error.cause)

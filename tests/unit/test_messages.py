@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 from msgspec.structs import replace
@@ -124,3 +126,44 @@ def test_other_settings_are_refused_with_a_reason(old: str, new: str, why: str) 
 def test_a_file_whose_name_is_no_text_is_said_before_the_node_starts() -> None:
     with pytest.raises(ConfigError, match="tls_cert is not UTF-8 text"):
         replace(SETTINGS, tls_cert="cert\udcff.pem", tls_key="key.pem")
+
+
+FIRST_TOGETHER = """
+import json
+import sys
+import threading
+from msgspec import defstruct
+from echo_planes.weights.wire.messages import Message, check, decode
+
+sys.setswitchinterval(1e-6)
+parts = [[defstruct(f"Part{k}_{i}", [("x", int)], frozen=True) for i in range(8)] for k in range(20)]
+kinds = [
+    defstruct(f"Kind{k}", [(f"part_{i}", part) for i, part in enumerate(own)], bases=(Message,), frozen=True)
+    for k, own in enumerate(parts)
+]
+sent = {f"part_{i}": {"x": 1} for i in range(8)}
+text = json.dumps(sent)
+start = threading.Barrier(8)
+
+def first(index):
+    for kind in kinds:
+        start.wait()
+        if index % 2:
+            decode(text, kind, "a message")
+        else:
+            check(sent, kind, "a message")
+
+threads = [threading.Thread(target=first, args=(index,)) for index in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_threads_that_decode_a_type_for_the_first_time_together_live() -> None:
+    """msgspec alone dies of it: the store's first index reads manifests by several threads."""
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_TOGETHER], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+import threading
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -10,6 +11,9 @@ from echo_planes.errors import WeightsError
 
 MAX_SHOWN = 300  # characters of a reason: it may quote the sender
 T = TypeVar("T")
+
+_lock = threading.Lock()
+_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -26,7 +30,7 @@ def decode(data: bytes | bytearray | memoryview | str, kind: type[T], what: str)
         WeightsError: it is not JSON, has a field too many or too few, or a value of a wrong type or range.
     """
     try:
-        return msgspec.json.decode(data, type=kind)
+        return _decoder(kind).decode(data)
     except (ValueError, RecursionError) as error:
         raise WeightsError(f"{what} is not well formed: {_reason(error)}") from error
 
@@ -37,11 +41,24 @@ def check(message: object, kind: type[Message], what: str) -> None:
     Raises:
         WeightsError: a field has another type or range.
     """
+    _decoder(kind)
     fields = msgspec.structs.asdict(message) if isinstance(message, msgspec.Struct) else message
     try:
         msgspec.convert(fields, type=kind, from_attributes=True)
     except ValueError as error:
         raise WeightsError(f"{what} is not well formed: {_reason(error)}") from error
+
+
+def _decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
+    """Return the decoder of a type, made once, by one thread at a time.
+
+    msgspec enters what it learns about a class into the class before it is complete: a second thread that
+    decodes the same type meanwhile follows a null pointer, and the process dies (seen with 0.22.0).
+    """
+    with _lock:
+        if kind not in _decoders:
+            _decoders[kind] = msgspec.json.Decoder(kind)
+        return _decoders[kind]
 
 
 def _reason(error: Exception) -> str:
