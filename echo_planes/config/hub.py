@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: ORG/NAME or ORG/NAME@REVISION in the place of a model folder.
+"""Models of the Hugging Face hub: ORG/NAME or ORG/NAME@REVISION in place of a model folder, and its upload.
 
 `pinned` decides once, where a command begins, whether a text names a folder or a model of the hub, and
 replaces the revision by its commit. Every machine then fetches that commit, unless it is there, into the
@@ -64,8 +64,9 @@ def fetch(name: str) -> Path:
     except errors.RevisionNotFoundError:
         why = f"the model has no revision {revision!r}; leave it out for the newest"
     except Exception as error:  # noqa: BLE001  the library lets errors of three HTTP stacks through
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        why = f"no such folder here, and the Hugging Face hub does not give it ({reason}); give a folder"
+        why = (
+            f"no such folder here, and the Hugging Face hub does not give it ({_line(error)}); give a folder"
+        )
     raise ModelError(f"model.path={name}: {why}")
 
 
@@ -76,3 +77,49 @@ def cached_file(name: str, file: str) -> Path | None:
     repository, _, commit = name.partition("@")
     found = try_to_load_from_cache(repository, file, revision=commit)
     return Path(found) if isinstance(found, str) else None
+
+
+def create_repository(name: str) -> None:
+    """Make the private model ORG/NAME on the hub, unless it is there. A token that may not write is told.
+
+    Raises:
+        ModelError: it cannot be made, or the hub cannot be reached.
+    """
+    from huggingface_hub import create_repo
+
+    if _NAME.fullmatch(name) is None or "@" in name:
+        raise ModelError(f"--push {name}: no name of a model on the hub; give ORG/NAME")
+    try:
+        create_repo(name, private=True, exist_ok=True)
+    except Exception as error:
+        raise _refused(name, error) from error
+
+
+def push(folder: Path, name: str, message: str) -> str:
+    """Upload a model folder to ORG/NAME as one commit; return the commit's address.
+
+    Files that are there under other names stay.
+
+    Raises:
+        ModelError: the token may not write there, or the hub cannot be reached.
+    """
+    from huggingface_hub import upload_folder
+
+    try:
+        return upload_folder(repo_id=name, folder_path=folder, commit_message=message).commit_url
+    except Exception as error:
+        refused = _refused(name, error)
+        raise ModelError(f"{refused}; once it does, `hf upload {name} {folder}` goes on") from error
+
+
+def _refused(name: str, error: Exception) -> ModelError:
+    from huggingface_hub import errors
+
+    response = getattr(error, "response", None)
+    if isinstance(error, errors.LocalTokenNotFoundError) or getattr(response, "status_code", 0) in (401, 403):
+        return ModelError(f"--push {name}: refused; set HF_TOKEN to a token that may write there")
+    return ModelError(f"--push {name}: the Hugging Face hub does not take it ({_line(error)})")
+
+
+def _line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

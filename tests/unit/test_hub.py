@@ -1,7 +1,8 @@
-"""Models of the hub, from a stand-in server on loopback: fetched once, pinned to a commit, mistakes named."""
+"""Models of the hub, by a stand-in server on loopback: fetched once, pinned to a commit, uploaded."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -18,6 +19,8 @@ import pytest
 
 from echo_planes.config.hub import is_hub_name, pinned
 from echo_planes.config.schema import BUILTIN_MODELS
+from echo_planes.weights.tensor_files import load_tensors
+from tests.unit.stored_states import store_state, writer_at
 
 MODEL = BUILTIN_MODELS["builtin:tiny-math"]
 OLD, NEW = "a" * 40, "b" * 40
@@ -26,9 +29,11 @@ FILES = {path.name: path.read_bytes() for path in MODEL.iterdir()} | {"weights.b
 
 
 class Hub(BaseHTTPRequestHandler):
-    """One model, org/tiny, and one that is gated, org/gated."""
+    """One model, org/tiny, one that is gated, org/gated, and uploads for who has the token "writes"."""
 
     asked: list[str] = []  # noqa: RUF012  of all requests
+    uploaded: dict[str, bytes] = {}  # noqa: RUF012  files of the last commit by name
+    made: dict[str, object] = {}  # noqa: RUF012  the last request to make a model
 
     def log_message(self, *_: object) -> None:
         pass
@@ -38,6 +43,27 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._answer()
+
+    def do_POST(self) -> None:
+        self.asked.append(f"POST {self.path}")
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers["Authorization"] != "Bearer writes":
+            return self._send(403, b"", {})
+        if self.path == "/api/repos/create":
+            self.made.update(json.loads(body))
+            return self._json({"url": f"http://{self.headers['Host']}/org/new"})
+        if self.path == "/api/models/org/new/preupload/main":
+            told = [
+                {"uploadMode": "regular", "shouldIgnore": False, **one} for one in json.loads(body)["files"]
+            ]
+            return self._json({"files": told})
+        if self.path == "/api/models/org/new/commit/main":
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.uploaded[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            address = f"http://{self.headers['Host']}/org/new/commit/{NEW}"
+            return self._json({"commitUrl": address, "commitOid": NEW})
+        return self._send(500, b"", {})
 
     def _answer(self) -> None:
         self.asked.append(f"{self.command} {self.path}")
@@ -73,13 +99,14 @@ class Hub(BaseHTTPRequestHandler):
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body)
 
 
 @pytest.fixture
 def hub() -> Iterator[str]:
-    Hub.asked.clear()
+    for kept in (Hub.asked, Hub.uploaded, Hub.made):
+        kept.clear()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -89,11 +116,13 @@ def hub() -> Iterator[str]:
     thread.join()
 
 
-def said(code: str, endpoint: str, home: Path) -> str:
+def said(code: str, endpoint: str, home: Path, token: str | None = None) -> str:
     """Output of a program that looks for models there; the library reads its environment once."""
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
     for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE"):
         environment.pop(name, None)
+    if token is not None:
+        environment["HF_TOKEN"] = token
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=environment,
@@ -197,3 +226,56 @@ def test_folders_and_builtin_models_are_no_names_of_the_hub(
         assert pinned(text) == text
     for text in ("org/other", "Qwen/Qwen2.5-0.5B", "org/other@v1.0", "org/other@refs/pr/3"):
         assert is_hub_name(text)
+
+
+EXPORT = "import sys; from echo_planes.reporting.weights.cli import main; sys.stderr = sys.stdout; " \
+    "main(['export', {0!r}, {1!r}, '--model', {2!r}, '--push', {3!r}])"  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder whose store holds one version."""
+    store_state(writer_at(tmp_path / "run" / "weights"), 0, load_tensors(MODEL))
+    return tmp_path / "run"
+
+
+def test_an_exported_version_is_uploaded_as_a_private_model(hub: str, run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    text = said(EXPORT.format(str(run), str(out), str(MODEL), "org/new"), hub, tmp_path, "writes")
+    assert text.splitlines()[-1] == f"pushed: {hub}/org/new/commit/{NEW}"
+    assert Hub.made["visibility"] == "private"
+    assert Hub.uploaded == {path.name: path.read_bytes() for path in out.iterdir()}
+    assert "model.safetensors" in Hub.uploaded
+
+
+@pytest.mark.parametrize(
+    ("name", "token", "why"),
+    [
+        ("new", "writes", "no name of a model on the hub; give ORG/NAME"),
+        ("org/new@main", "writes", "no name of a model on the hub; give ORG/NAME"),
+        ("org/new", "reads", "refused; set HF_TOKEN to a token that may write there"),
+        ("org/new", None, "refused; set HF_TOKEN to a token that may write there"),
+    ],
+)
+def test_what_may_not_be_uploaded_is_said_before_anything_is_written(
+    name: str, token: str | None, why: str, hub: str, run: Path, tmp_path: Path
+) -> None:
+    text = said(EXPORT.format(str(run), str(tmp_path / "out"), str(MODEL), name), hub, tmp_path, token)
+    assert text == f"error: --push {name}: {why}"
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_upload_that_breaks_off_says_how_to_go_on(hub: str, run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    text = said(EXPORT.format(str(run), str(out), str(MODEL), "org/broken"), hub, tmp_path, "writes")
+    line = text.splitlines()[-1]
+    assert line.startswith("error: --push org/broken: the Hugging Face hub does not take it (")
+    assert line.endswith(f"); once it does, `hf upload org/broken {out}` goes on")
+    assert (out / "model.safetensors").exists()
+
+
+def test_a_hub_that_is_not_there_takes_nothing(run: Path, tmp_path: Path) -> None:
+    words = EXPORT.format(str(run), str(tmp_path / "out"), str(MODEL), "org/new")
+    text = said(words, "http://127.0.0.1:9", tmp_path, "writes")
+    assert text.startswith("error: --push org/new: the Hugging Face hub does not take it (")
+    assert "\n" not in text

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from echo_planes.config.files import KIB, SETTINGS_BYTES, in_units, read_text, user_path
-from echo_planes.config.hub import pinned
+from echo_planes.config.hub import create_repository, pinned, push
 from echo_planes.config.schema import ModelConfig
 from echo_planes.errors import DataError, EchoPlanesError, UserError, WeightsError
 from echo_planes.reporting.formats import count
@@ -75,6 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("version", metavar="STORE[@VERSION]", help="default: the newest version")
     command.add_argument("folder", metavar="FOLDER", help="a new folder")
     command.add_argument("--model", help="model folder that the run began with; default: of its config.yaml")
+    command.add_argument(
+        "--push", metavar="ORG/NAME", help="upload FOLDER to the hub too, by HF_TOKEN; what is new is private"
+    )
     for command in commands.choices.values():
         command.add_argument("--codec", default="auto", help="weights.codec of the run, where it is its own")
     options = parser.parse_args(arguments)
@@ -98,7 +101,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "diff":
         return _diff(options.a, options.b)
     if options.command == "export":
-        return _export(options.version, options.folder, options.model)
+        return _export(options.version, options.folder, options.model, options.push)
     if options.command == "verify":
         return _verify(options.path, options.key)
     if options.command == "sparsity":
@@ -161,9 +164,11 @@ def _diff(a: str, b: str) -> int:
     return DIFFERENT if any(row.num_changed for row in rows) else 0
 
 
-def _export(text: str, folder: str, model: str | None) -> int:
+def _export(text: str, folder: str, model: str | None, target: str | None) -> int:
     place, version = _split(text)
     store, manifest = _version(place, version)
+    if target is not None:
+        create_repository(target)  # before the weights are rebuilt, which takes minutes for large ones
     base = ModelConfig(path=pinned(model)).folder if model is not None else _trained_model(place)
     state = rebuild(store, manifest.lineage, manifest.version)
     done = export_state(state, manifest.digest, base, user_path(folder))
@@ -171,6 +176,9 @@ def _export(text: str, folder: str, model: str | None) -> int:
         f"version {manifest.version} of lineage {manifest.lineage}: {done.num_tensors} tensors, "
         f"{in_units(done.num_bytes)} in {count(done.num_files, 'file')}, digest {manifest.digest}: {folder}"
     )
+    if target is not None:
+        message = f"Version {manifest.version} of lineage {manifest.lineage}, digest {manifest.digest}"
+        print(f"pushed: {push(user_path(folder), target, message)}")
     return 0
 
 
