@@ -266,7 +266,7 @@ class Runner:
                 return
             self._built.add((worker_id, epoch))
             self._events.put_nowait(ev.WorkerReady(worker_id, epoch))
-            with self._watch.over("sampling", worker_id):
+            with self._watch.over("sampling", worker_id), self._watch.over("reward", worker_id):
                 await worker.run()
         except (RunError, LeaseError, ClusterError) as why:  # LeaseError: the data plane fenced the worker
             await self._hear_complaints()

@@ -33,6 +33,10 @@ class Scorer(Protocol):
         """Return one outcome for each episode, in order."""
         ...
 
+    def longest(self) -> str:
+        """Return the answer whose reward has been computed for longest, as text; "": none is."""
+        ...
+
     async def close(self) -> None:
         """End everything that the scorer has started."""
         ...
@@ -55,6 +59,7 @@ class ProcessScorer:
         self._children: set[_Child] = set()
         self._starting = 0
         self._closed = False
+        self._scoring: dict[_Child, str] = {}  # the present answer of each child, the oldest first
         self._freed = asyncio.Event()
 
     async def start(self) -> None:
@@ -76,7 +81,9 @@ class ProcessScorer:
         is_done = False  # all answers came; otherwise a late one could be taken for the next group's
         try:
             child.send([prompt, list(episodes)])
-            for _ in episodes:
+            for number in range(1, len(episodes) + 1):
+                self._scoring.pop(child, None)
+                self._scoring[child] = f"answer {number} of {len(episodes)} to prompt {prompt.index}"
                 outcomes.append(_outcome(await child.reply(self._limit_s)))
             is_done = True
         except TimeoutError:
@@ -84,6 +91,7 @@ class ProcessScorer:
         except (EOFError, OSError):
             outcomes.append(RewardFailure("reward_error", f"its process ended ({await child.ended()})"))
         finally:
+            self._scoring.pop(child, None)
             if is_done and not self._closed:
                 self._idle.append(child)
             else:
@@ -91,6 +99,10 @@ class ProcessScorer:
             self._freed.set()
         missing = RewardFailure("failed", "not scored: the reward of another answer failed")
         return outcomes + [missing] * (len(episodes) - len(outcomes))
+
+    def longest(self) -> str:
+        """Do `Scorer.longest`."""
+        return next(iter(self._scoring.values()), "")
 
     async def close(self) -> None:
         """Kill all children; no more are started."""

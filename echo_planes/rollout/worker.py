@@ -269,9 +269,13 @@ class RolloutWorker:
     async def progress(self) -> dict[str, str]:
         """Return how far "sampling" and "evaluation" are, as texts that change with every token and group.
 
-        Also "weight install", once the engine takes it in: bytes of later versions are no progress then.
+        Also "reward", by the answer that has been scored for longest, so that one that hangs shows though
+        others go on; and "weight install", once the engine takes it in: bytes of later versions are no
+        progress then.
         """
         found = {}
+        if longest := self._scorer.longest():
+            found["reward"] = longest
         if self._installing >= 0:
             found["weight install"] = f"the engine installs version {self._installing}"
         if self._work:

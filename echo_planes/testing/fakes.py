@@ -71,6 +71,9 @@ class InlineScorer:
     async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Reward | RewardFailure]:
         return list(outcomes(self._task, prompt, episodes))
 
+    def longest(self) -> str:
+        return ""
+
     async def close(self) -> None:
         """Do nothing: the scorer has started nothing."""
 

@@ -90,12 +90,23 @@ def test_every_answer_gets_its_own_outcome() -> None:
 
 
 def test_a_hanging_reward_meets_its_deadline_and_the_next_group_is_scored() -> None:
+    seen: set[str] = set()
+
     async def main() -> list[list[Reward | RewardFailure]]:
         async with started(limit_s=2.0) as pool:
-            hung = await pool.score(PROMPT, [answer("fine"), answer("hang"), answer("fine")])
-            return [hung, await pool.score(PROMPT, [answer("fine")])]
+            scoring = asyncio.ensure_future(
+                pool.score(PROMPT, [answer("fine"), answer("hang"), answer("fine")])
+            )
+            while not scoring.done():
+                seen.add(pool.longest())
+                await asyncio.sleep(0.05)
+            others = [await scoring, await pool.score(PROMPT, [answer("fine")])]
+            assert pool.longest() == ""
+            return others
 
     hung, after = asyncio.run(main())
+    assert f"answer 2 of 3 to prompt {PROMPT.index}" in seen
+    assert f"answer 3 of 3 to prompt {PROMPT.index}" not in seen
     assert hung[0] == FINE
     assert hung[1] == RewardFailure("reward_timeout", "took longer than 2 s")
     assert isinstance(hung[2], RewardFailure)

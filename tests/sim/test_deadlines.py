@@ -9,12 +9,26 @@ from typing import Any
 
 import pytest
 
+from echo_planes.data.tasks.adapter import TaskAdapter
 from echo_planes.errors import WaitTimeoutError
 from echo_planes.loop.watch import STALLED_S
 from echo_planes.testing import simulation as simulations
-from echo_planes.testing.fakes import FakeEngine, FakeLearner, FakeWeights
+from echo_planes.testing.fakes import FakeEngine, FakeLearner, FakeWeights, InlineScorer
 from echo_planes.testing.simulation import Faults, Simulation, Trace, tiny_config
-from echo_planes.types import Draw, Manifest, Publication, Sample, Span, StepStats, TrainBatch, joined
+from echo_planes.types import (
+    Draw,
+    Episode,
+    Manifest,
+    Prompt,
+    Publication,
+    Reward,
+    RewardFailure,
+    Sample,
+    Span,
+    StepStats,
+    TrainBatch,
+    joined,
+)
 
 LIMIT_S = 300.0  # tiny_config's run.wait_limit_s
 SLOW_S = 1500.0  # of a step's training, of a group's sampling
@@ -167,3 +181,41 @@ def test_a_worker_that_samples_nothing_is_named(tmp_path: Path, monkeypatch: pyt
     assert all(line.startswith("stalled w1 None sampling ") for line in lines)
     assert "sampling has stood still for" in lines[0]
     assert "groups in flight" in lines[0]
+
+
+def test_a_reward_that_hangs_is_named_within_a_minute_though_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hung: list[tuple[int, float]] = []
+    told_s: list[float] = []
+    tell = Trace.on_event
+
+    class Hanging(InlineScorer):
+        def __init__(self, task: TaskAdapter) -> None:
+            super().__init__(task)
+            self.scoring: list[int] = []  # prompts, the oldest first
+
+        async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Reward | RewardFailure]:
+            is_first = not hung
+            if is_first:
+                hung.append((prompt.index, asyncio.get_running_loop().time()))
+            self.scoring.append(prompt.index)
+            await asyncio.sleep(100.0 if is_first else 1.0)
+            self.scoring.remove(prompt.index)
+            return await super().score(prompt, episodes)
+
+        def longest(self) -> str:
+            return f"answer 1 of 2 to prompt {self.scoring[0]}" if self.scoring else ""
+
+    def on_event(self: Trace, kind: str, text: str, **where: Any) -> None:
+        if kind == "stalled" and text.startswith("reward has stood still"):
+            assert text.endswith(f"answer 1 of 2 to prompt {hung[0][0]}")
+            told_s.append(asyncio.get_running_loop().time())
+        tell(self, kind, text, **where)
+
+    monkeypatch.setattr(simulations, "InlineScorer", Hanging)
+    monkeypatch.setattr(Trace, "on_event", on_event)
+    outcome, _ = Simulation(tiny_config(steps=30), tmp_path, t_train_s=20.0).run()
+    assert outcome.status == "done"
+    assert len(told_s) == 1
+    assert STALLED_S <= told_s[0] - hung[0][1] <= 60.0
