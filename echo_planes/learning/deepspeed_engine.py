@@ -98,7 +98,8 @@ def joined(device: torch.device, rank: int, world_size: int, store: Store) -> It
 def keeping_shares(config: LearnerConfig, dtype: torch.dtype) -> Place | None:
     """Return a function that divides the parameters of a module among the ranks (ZeRO-3); else None.
 
-    Rank 0's values count. Each rank has its share on its device afterwards.
+    Rank 0's values count. Each rank has its share on its device afterwards, or in host memory where weights
+    are offloaded.
     """
     if config.zero_stage < 3:
         return None
@@ -406,6 +407,8 @@ def _settings(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any]:
     if config.offload_optimizer:
         settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
         settings["zero_force_ds_cpu_optimizer"] = False  # torch's runs there too, and needs no compiler
+    if config.offload_weights:
+        settings["zero_optimization"]["offload_param"] = {"device": "cpu"}
     if dtype == torch.bfloat16:
         settings["bf16"] = {"enabled": True}
         settings["communication_data_type"] = "fp32"

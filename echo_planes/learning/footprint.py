@@ -1,7 +1,8 @@
 """Memory that a learner rank holds at least, by arithmetic from a model folder's headers and config.json.
 
 Not counted: values that layers keep of a micro-batch beyond their inputs (`memory.py` counts them, and has
-layers run again where they are many), buffers of collectives, and fragmentation.
+layers run again where they are many), the layer that ZeRO-3 has gathered, buffers of collectives, and
+fragmentation.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Footprint:
     embedding: float  # gradient of its matrix, before it is added to the update's
     program: float  # Python with torch, where it is in the same memory
     published: float  # bf16 weights of the newest publication, where they stay in the same memory
-    offloaded: float = 0.0  # masters and moments in host memory, beside all of these
+    offloaded: float = 0.0  # masters, moments and weights in host memory, beside all of these
 
     @property
     def total(self) -> float:
@@ -90,6 +91,7 @@ def footprint(config: Config, shape: Shape, *, on_gpu: bool) -> Footprint:
     adapters = learner.lora_rank * sum(shape.linear[name] for name in adapted)
     trained = adapters if learner.lora_rank else shape.weights
     is_offloaded = learner.offload_optimizer and on_gpu
+    are_weights_offloaded = learner.offload_weights and on_gpu
     has_reference = config.objective.kl_beta > 0 and not learner.lora_rank
 
     def shared(count: int, stage: int) -> float:
@@ -98,17 +100,20 @@ def footprint(config: Config, shape: Shape, *, on_gpu: bool) -> Footprint:
     tokens = learner.micro_batch_tokens
     masters = 4 * shared(trained, 1) if is_bf16 or learner.zero_stage > 0 else 0.0
     moments = 8 * shared(trained, 1)
+    weights = width * shared(shape.weights + adapters, 3)
+    reference = width * shared(shape.weights, 3) if has_reference else 0.0
+    host = [masters, moments] * is_offloaded + [weights, reference] * are_weights_offloaded
     chunk = min(tokens * shape.vocabulary, CHUNK_LOGITS)
     return Footprint(
-        weights=width * shared(shape.weights + adapters, 3),
+        weights=0.0 if are_weights_offloaded else weights,
         gradients=(width if learner.zero_stage == 0 else 4) * shared(trained, 2),
         masters=0.0 if is_offloaded else masters,
         moments=0.0 if is_offloaded else moments,
-        reference=width * shared(shape.weights, 3) if has_reference else 0.0,
+        reference=0.0 if are_weights_offloaded else reference,
         inputs=width * tokens * shape.layers * shape.hidden,
         logits=4.0 * LOGIT_COPIES * chunk,
         embedding=0.0 if learner.lora_rank else width * shape.vocabulary * shape.hidden,
         program=0.0 if on_gpu else PROGRAM_BYTES,
         published=0.0 if on_gpu else 2.0 * shape.weights,
-        offloaded=masters + moments if is_offloaded else 0.0,
+        offloaded=sum(host),
     )

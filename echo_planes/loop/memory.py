@@ -78,10 +78,12 @@ def _check_learner(
         gib = _card_gib(machines)
         if gib is not None and needs.total > gib * GIB * gpu:
             more = ", or learner.zero_stage=3 and more learner.num_ranks, or learner.offload_optimizer=true"
+            if config.learner.offload_optimizer and config.learner.zero_stage == 3:
+                more = ", or more learner.num_ranks, or learner.offload_weights=true"
             raise _too_much(config, needs, told, "a rank's part of a card", gib * GIB * gpu, more)
         if not cluster_address(config) and num_ranks * needs.offloaded > host_bytes:
             raise ConfigError(
-                f"learner.offload_optimizer=true: masters and moments of {num_ranks} ranks take "
+                f"learner.offload_optimizer=true: what {num_ranks} ranks offload takes "
                 f"{num_ranks * needs.offloaded / GIB:.1f} GiB of host memory, this machine has "
                 f"{host_bytes / GIB:.1f}; choose a smaller model, or learner.lora_rank"
             )

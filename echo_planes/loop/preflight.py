@@ -68,12 +68,19 @@ def check(config: Config, run_dir: Path) -> None:
 
 
 def check_learner(config: Config) -> None:
-    """Check that layers which are to have adapters exist, and that ZeRO has an optimizer to offload."""
+    """Check that layers which are to have adapters exist, and that ZeRO can offload what it is to offload."""
     learner = config.learner
     if learner.offload_optimizer and learner.zero_stage == 0:
         raise ConfigError(
             "learner.offload_optimizer=true with learner.zero_stage=0: only ZeRO keeps masters and moments "
             "apart from the weights; set learner.zero_stage=1"
+        )
+    if learner.offload_weights and not (learner.zero_stage == 3 and learner.offload_optimizer):
+        raise ConfigError(
+            f"learner.offload_weights=true with learner.zero_stage={learner.zero_stage} and "
+            f"learner.offload_optimizer={str(learner.offload_optimizer).lower()}: only ZeRO-3 fetches a "
+            "layer when it runs, and the optimizer is offloaded first; set learner.zero_stage=3 "
+            "learner.offload_optimizer=true"
         )
     if learner.lora_targets is None:
         return

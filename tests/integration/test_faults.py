@@ -20,6 +20,7 @@ from tests.integration.harness import (
     summary,
     trajectories,
 )
+from tests.thorough import takes_minutes
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -92,6 +93,7 @@ def test_ctrl_c_while_the_run_starts_ends_it_too(tmp_path: Path) -> None:
 # --- messages are lost ---------------------------------------------------------------------------
 
 
+@takes_minutes
 def test_lost_publications_and_a_slow_worker_neither_hang_the_run_nor_break_the_bound(
     tmp_path: Path,
 ) -> None:

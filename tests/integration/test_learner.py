@@ -107,7 +107,7 @@ class Run:
 
     `twice`: of two updates each, with a reference model; `sampler`: its ratio is against the sampler;
     `saving`: of memory, with chunks of three tokens at lm_head and layers that are run again in the backward
-    pass; `lora`: of adapters; `offload`: its optimizer is in host memory.
+    pass; `lora`: of adapters; `offload`: its optimizer is in host memory, under ZeRO-3 its weights too.
     """
 
     world_size: int
@@ -134,7 +134,8 @@ class Run:
         if self.lora:
             changes["learner"] = {**changes.get("learner", {}), "lora_rank": RANK, "lora_alpha": ALPHA}
         if self.offload:
-            changes = {"learner": {"offload_optimizer": True}}
+            offloaded = {"offload_optimizer": True, "offload_weights": self.zero_stage == 3}
+            changes["learner"] = {**changes.get("learner", {}), **offloaded}
         if self.sampler:
             changes = {"objective": {"anchor": "sampler", "clip_delta": 4.0}}
         return settings(model_folder, self.zero_stage, self.dtype, **changes)
@@ -148,7 +149,7 @@ LORA = [Run(2, zero_stage, "fp32", lora=True) for zero_stage in (0, 1, 3)]
 LORA_TWICE = Run(1, 1, "fp32", twice=True, lora=True)
 BF16 = [Run(2, zero_stage, "bf16") for zero_stage in (0, 1)]
 TWICE = Run(1, 1, "fp32", twice=True)
-TWICE_DIVIDED = Run(2, 3, "fp32", twice=True)  # so is its reference
+TWICE_DIVIDED = Run(2, 3, "fp32", twice=True, offload=True)  # so is its reference, and both are offloaded
 SAMPLER = Run(1, 0, "fp32", sampler=True)
 # Each leaves a checkpoint on the way, from which new processes go on.
 SAVED = [Run(1, 0, "fp32"), Run(2, 1, "fp32"), Run(1, 1, "bf16"), Run(1, 2, "fp32"), Run(2, 3, "bf16")]
@@ -540,11 +541,14 @@ def test_ranks_that_divide_an_adapter_write_it_whole(checkpoints: Path, unbroken
         torch.testing.assert_close(divided[name], tensor, atol=1e-5, rtol=0.0)
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_an_optimizer_is_offloaded_where_asked(tmp_path: Path, model_folder: Path, offload: bool) -> None:
-    with learner_here(tmp_path, model_folder, learner={"offload_optimizer": offload}) as learner:
-        # By DeepSpeed's own word: on CPUs the memory is the same.
-        assert learner._engine._engine.zero_cpu_offload() == offload
+@pytest.mark.parametrize("offload", [(False, False), (True, False), (True, True)], ids=str)
+def test_what_is_to_be_offloaded_is(tmp_path: Path, model_folder: Path, offload: tuple[bool, bool]) -> None:
+    optimizer, weights = offload
+    changes = {"zero_stage": 3, "offload_optimizer": optimizer, "offload_weights": weights}
+    with learner_here(tmp_path, model_folder, learner=changes) as learner:
+        learner.train_step(make_batch(0))
+        deepspeed = learner._engine._engine  # by its own word: on CPUs the memory is the same
+        assert (deepspeed.zero_cpu_offload(), deepspeed.zero_offload_param() is not None) == offload
 
 
 @pytest.mark.parametrize("column", ["rewards", "sampler_logprobs"])

@@ -24,6 +24,7 @@ from tests.integration.harness import (
     trained,
     trajectories,
 )
+from tests.thorough import takes_minutes
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -140,6 +141,7 @@ def by_worker_since_both_began(run_dir: Path) -> list[int]:
     return [counts[who] for who in sorted(firsts)]
 
 
+@takes_minutes
 def test_both_workers_work_and_the_large_one_does_more(tmp_path: Path) -> None:
     """A run of its own, which goes on until both have been at work: on a busy machine one may begin late."""
     words = (*SMALL, "fleet=laptop", "run.steps=100000", "eval.every=0")
@@ -214,6 +216,7 @@ def test_the_checkpoints_are_there_and_whole(run_dir: Path) -> None:
         assert (run_dir / "checkpoints" / name / "meta.json").is_file()
 
 
+@takes_minutes
 def test_an_exported_version_goes_on_as_the_model_of_another_run(tmp_path: Path) -> None:
     """Its first evaluation there is the last one here; both take the likeliest token."""
     words = ("fleet=single", "eval.temperature=0", "eval.samples_per_prompt=1", "learner.warmup_steps=0")

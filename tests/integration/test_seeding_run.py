@@ -23,6 +23,7 @@ from tests.integration.harness import (
     trained,
     trajectories,
 )
+from tests.thorough import takes_minutes
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -99,6 +100,7 @@ def test_the_metrics_tell_of_windows_and_parts(run_dir: Path) -> None:
             ends_s = stop_s
 
 
+@takes_minutes
 def test_one_machine_without_a_fleet_runs_and_learns_in_lockstep(tmp_path: Path) -> None:
     words = (*SMALL, "fleet=colocated", "run.steps=6")
     run_to_end(tmp_path / "work", tmp_path / "run", *words)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.harness import SMALL, check_books, events, metrics, program, summary
-from tests.thorough import THOROUGH
+from tests.thorough import takes_minutes
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -18,6 +18,7 @@ LIMIT_S = 60
 HEAVY = ("model.max_model_len=16", "learner.micro_batch_tokens=16", "sampling.max_new_tokens=6")
 
 
+@takes_minutes  # in virtual time: tests/sim/test_deadlines.py
 def test_a_learner_and_a_worker_that_stand_still_are_named_and_go_on(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     words = (*SMALL, "run.steps=5000", "eval.every=0", "fleet=single")
@@ -44,7 +45,7 @@ def test_a_learner_and_a_worker_that_stand_still_are_named_and_go_on(tmp_path: P
     assert summary(run_dir)["lost_trajectories"] == 0
 
 
-@pytest.mark.skipif(not THOROUGH, reason="takes four minutes: set ECHO_PLANES_THOROUGH=1")
+@takes_minutes
 @pytest.mark.parametrize("kind", ["heavy", "mute"])
 def test_a_step_longer_than_the_limit_is_waited_for_as_long_as_it_moves(tmp_path: Path, kind: str) -> None:
     """The control tells no progress, and ends by the limit."""

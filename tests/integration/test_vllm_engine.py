@@ -21,12 +21,14 @@ from transformers import AutoModelForCausalLM
 from echo_planes.config.fleet import EngineConfig
 from echo_planes.config.schema import BUILTIN_MODELS, SamplingConfig
 from echo_planes.errors import ConfigError, RunError, TaskError, WeightsError
+from echo_planes.learning.adapters import A, Adapters, B
 from echo_planes.rollout.vllm.engine import VllmEngine
 from echo_planes.rollout.vllm.plugin import LiveTensors, WorkerExtension
 from echo_planes.types import Draw, Publication, Sample, is_whole, joined
 from echo_planes.weights.codec.entry import Applied, Change
 from echo_planes.weights.digest import BitTensor, bit_tensor
 from echo_planes.weights.node.stager import Stager
+from tests.thorough import takes_minutes
 from tests.unit.test_receiver import publication as in_memory
 from tests.unit.test_stager import Learner
 
@@ -39,6 +41,7 @@ MAX_MODEL_LEN = 512
 BATCHED_TOKENS = 640  # of a step of the engine
 # bf16 keeps 8 bits of a mantissa and the two implementations round in different places.
 LOGPROB_TOLERANCE = 0.15  # nats, one token; 0.055 was seen
+MERGE_TOLERANCE = 0.03  # nats, one token: W + s B A is rounded to bf16 once, W x + s B (A x) is not
 
 State = dict[str, BitTensor]
 
@@ -144,7 +147,12 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
 
 
 def hf_logprobs(
-    state: State, sample: Sample, folder: Path, prompt: tuple[int, ...] = PROBE, model_folder: Path = MODEL
+    state: State,
+    sample: Sample,
+    folder: Path,
+    prompt: tuple[int, ...] = PROBE,
+    model_folder: Path = MODEL,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> list[float]:
     """Logprobs of the sampled tokens by Hugging Face's model, on these very bits."""
     tensors = {
@@ -153,7 +161,11 @@ def hf_logprobs(
     }
     (folder / "config.json").write_bytes((model_folder / "config.json").read_bytes())
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return logprobs_of(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), sample, prompt)
+
+
+def logprobs_of(model: Any, sample: Sample, prompt: tuple[int, ...] = PROBE) -> list[float]:
+    """Logprobs of the sampled tokens by a model."""
     ids = torch.tensor([[*prompt, *sample.token_ids]])
     with torch.no_grad():
         logprobs = torch.log_softmax(model(ids).logits[0].float(), dim=-1)
@@ -224,6 +236,33 @@ def test_full_then_patch_and_the_new_weights_compute(bench: Bench, tmp_path: Pat
     assert patch.manifest.codec == "overwrite"
     assert bench.live_digest() == patch.manifest.digest
     assert_computes(bench, tmp_path)
+
+
+@takes_minutes
+def test_base_and_adapter_are_served_as_published_to_a_thousandth(tmp_path: Path) -> None:
+    """An engine in fp32, in which no rounding of sums hides a difference, beside transformers in fp32."""
+    bench = Bench(prefix_caching=False, dtype="float32")
+    bench.run(bench.engine.start())
+    try:
+        model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+        adapters = Adapters(model, 4, 8.0, None, seed=0)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for name, module in model.named_modules():
+                if hasattr(module, B):
+                    getattr(module, B).normal_(std=0.05)
+                    merged = adapters.merged(module.weight, getattr(module, A), getattr(module, B))
+                    bench.state[f"{name}.weight"] = bit_tensor(merged.to(torch.bfloat16))
+        base = {name: bit_tensor(one) for name, one in load_file(MODEL / "model.safetensors").items()}
+        assert bench.install(full=True).manifest.digest == bench.live_digest()
+        for sample in bench.sample(n=3):
+            exact = hf_logprobs(bench.state, sample, tmp_path, dtype=torch.float32)
+            assert sample.logprobs == pytest.approx(exact, abs=1e-3)
+            assert sample.logprobs == pytest.approx(logprobs_of(model, sample), abs=MERGE_TOLERANCE)
+            without = hf_logprobs(base, sample, tmp_path, dtype=torch.float32)
+            assert max(abs(a - b) for a, b in zip(exact, without, strict=True)) > 10 * MERGE_TOLERANCE
+    finally:
+        bench.close()
 
 
 def test_samples_are_complete(bench: Bench) -> None:

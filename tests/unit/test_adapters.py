@@ -115,6 +115,11 @@ def test_the_arithmetic_counts_adapters_as_they_are() -> None:
     assert apart.offloaded == on_card.masters + on_card.moments == 12 * 800 / 4
     assert on_card.total - apart.total == apart.offloaded
     assert footprint(offloaded, shape, on_gpu=False) == footprint(kl, shape, on_gpu=False)
+    both = {**kl.learner.model_dump(), "offload_optimizer": True, "offload_weights": True}
+    bare = footprint(replace_section(kl, learner=both), shape, on_gpu=True)
+    assert (bare.weights, bare.reference) == (0.0, 0.0)
+    assert bare.offloaded - apart.offloaded == on_card.weights + on_card.reference == 2 * 2 * 800 / 4
+    assert apart.total - bare.total == on_card.weights + on_card.reference
     assert (
         footprint(base, Shape(1, 1, 1, 1), on_gpu=False).moments == 8.0
     )  # all of the weights without adapters

@@ -80,6 +80,7 @@ def test_every_setting_says_whether_a_resume_may_change_it() -> None:
         "sampling.top_p",
         "learner.num_ranks",
         "learner.offload_optimizer",
+        "learner.offload_weights",
         "learner.zero_stage",
         "learner.dtype",
         "learner.lora_rank",

@@ -75,6 +75,13 @@ WRONG: list[tuple[Case, str, Sequence[Machine] | None, str]] = [
     (LARGE, "fleet.workers.0.engine.tensor_parallel_size=1 fleet.workers.0.sku=A40", None, "of 1 x 48 GiB"),
     (ONE, "learner.offload_optimizer=true learner.zero_stage=0", None, "set learner.zero_stage=1"),
     (LARGE, "learner.offload_optimizer=true", None, "of host memory, this machine has 0.0"),
+    (ONE, "learner.offload_weights=true learner.zero_stage=3", None, "learner.offload_optimizer=true"),
+    (
+        ONE,
+        "learner.offload_weights=true learner.offload_optimizer=true learner.zero_stage=2",
+        None,
+        "set learner.zero_stage=3",
+    ),
     # lengths and engines
     (ONE, "learner.micro_batch_tokens=8192", None, "learner.micro_batch_tokens=8192"),
     (ONE, "sampling.max_new_tokens=16384", None, "model.max_model_len=16384"),
