@@ -239,7 +239,7 @@ def test_full_then_patch_and_the_new_weights_compute(bench: Bench, tmp_path: Pat
 
 
 @takes_minutes
-def test_base_and_adapter_are_served_as_published_to_a_thousandth(tmp_path: Path) -> None:
+def test_base_and_adapter_are_served_as_published_in_fp32(tmp_path: Path) -> None:
     """An engine in fp32, in which no rounding of sums hides a difference, beside transformers in fp32."""
     bench = Bench(prefix_caching=False, dtype="float32")
     bench.run(bench.engine.start())
@@ -250,14 +250,14 @@ def test_base_and_adapter_are_served_as_published_to_a_thousandth(tmp_path: Path
         with torch.no_grad():
             for name, module in model.named_modules():
                 if hasattr(module, B):
-                    getattr(module, B).normal_(std=0.05)
+                    getattr(module, B).normal_(std=0.2)
                     merged = adapters.merged(module.weight, getattr(module, A), getattr(module, B))
                     bench.state[f"{name}.weight"] = bit_tensor(merged.to(torch.bfloat16))
         base = {name: bit_tensor(one) for name, one in load_file(MODEL / "model.safetensors").items()}
         assert bench.install(full=True).manifest.digest == bench.live_digest()
         for sample in bench.sample(n=3):
             exact = hf_logprobs(bench.state, sample, tmp_path, dtype=torch.float32)
-            assert sample.logprobs == pytest.approx(exact, abs=1e-3)
+            assert sample.logprobs == pytest.approx(exact, abs=1e-4)
             assert sample.logprobs == pytest.approx(logprobs_of(model, sample), abs=MERGE_TOLERANCE)
             without = hf_logprobs(base, sample, tmp_path, dtype=torch.float32)
             assert max(abs(a - b) for a, b in zip(exact, without, strict=True)) > 10 * MERGE_TOLERANCE
