@@ -79,7 +79,8 @@ def _check_learner(
         if gib is not None and needs.total > gib * GIB * gpu:
             more = ", or learner.zero_stage=3 and more learner.num_ranks, or learner.offload_optimizer=true"
             if config.learner.offload_optimizer and config.learner.zero_stage == 3:
-                more = ", or more learner.num_ranks, or learner.offload_weights=true"
+                more = ", or more learner.num_ranks"
+                more += "" if config.learner.offload_weights else ", or learner.offload_weights=true"
             raise _too_much(config, needs, told, "a rank's part of a card", gib * GIB * gpu, more)
         if not cluster_address(config) and num_ranks * needs.offloaded > host_bytes:
             raise ConfigError(

@@ -59,6 +59,7 @@ WRONG: list[tuple[Case, str, Sequence[Machine] | None, str]] = [
     (CARD, "model.path=Qwen/Qwen3-8B", None, "model.path=Qwen/Qwen3-8B"),
     (LARGE, "learner.zero_stage=2", None, "learner.zero_stage=3"),
     (LARGE, "learner.num_ranks=4", None, "more learner.num_ranks"),
+    (LARGE, "learner.num_ranks=1 learner.offload_optimizer=true", None, "or learner.offload_weights=true"),
     # memory of an engine
     (ONE, "fleet.workers.0.sku=T4", None, "of 1 x 16 GiB; choose a larger card"),
     (ONE, "fleet.workers.0.engine.gpu_memory_utilization=0.2", None, "gpu_memory_utilization=0.2 of 1 x 80"),
