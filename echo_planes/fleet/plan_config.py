@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError
 from echo_planes.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Section, unknown_key
 from echo_planes.config.schema import StalenessConfig
 from echo_planes.errors import ConfigError, nearest
+from echo_planes.fleet.throughput import Answers
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -88,6 +89,10 @@ class PlanConfig(Section):
     @property
     def kappa(self) -> int:
         return StalenessConfig(max_staleness=self.max_staleness, publish_every=self.publish_every).kappa
+
+    @property
+    def answers(self) -> Answers:
+        return Answers(self.prompt_tokens, self.answer_tokens, self.max_num_seqs)
 
     @property
     def per_step(self) -> int:

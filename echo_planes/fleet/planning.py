@@ -24,7 +24,6 @@ from echo_planes.fleet.prices import PriceRow, instance_types_from_prices, read_
 from echo_planes.fleet.provisioner import greedy
 from echo_planes.fleet.sku_facts import SKU_FACTS
 from echo_planes.fleet.throughput import (
-    Answers,
     ModelSize,
     Source,
     Throughput,
@@ -368,7 +367,7 @@ def _throughputs(
     config: PlanConfig, size: ModelSize, rows: Sequence[PriceRow], notes: list[str]
 ) -> dict[int, Throughput]:
     """Return mu by the row's line. Leave out a machine that the model does not run on, and note it."""
-    answers = Answers(config.prompt_tokens, config.answer_tokens, config.max_num_seqs)
+    answers = config.answers
     mus: dict[int, Throughput] = {}
     for row in rows:
         facts, memory_gib, estimate = SKU_FACTS.get(row.sku), row.gpu_mem_gib, None

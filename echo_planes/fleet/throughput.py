@@ -51,6 +51,10 @@ class Answers:
     answer_tokens: int
     max_num_seqs: int  # most sequences that an engine decodes together
 
+    def kv_bytes(self, size: ModelSize) -> float:
+        """Return the KV cache of a sequence, which is on average half way through its answer."""
+        return size.kv_bytes_per_token * (self.prompt_tokens + self.answer_tokens / 2)
+
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
@@ -110,10 +114,10 @@ def estimated_tokens_per_s(
 ) -> float | None:
     """Estimate the tokens/s of a saturated engine on `num_gpus` GPUs; None if not even one sequence fits.
 
-    The batch is as large as the memory holds, at most `max_num_seqs`. A sequence is on average half way
-    through its answer. The arithmetic of a large batch is a second limit.
+    The batch is as large as the memory holds, at most `max_num_seqs`. The arithmetic of a large batch is a
+    second limit.
     """
-    context_bytes = size.kv_bytes_per_token * (answers.prompt_tokens + answers.answer_tokens / 2)
+    context_bytes = answers.kv_bytes(size)
     room_bytes = MEMORY_SHARE * memory_gib * _GIB * num_gpus - size.weight_bytes
     batch = min(answers.max_num_seqs, math.floor(room_bytes / context_bytes))
     if batch < 1:

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from echo_planes.fleet.instance_types import InstanceType
 from echo_planes.fleet.planning import Fleet, Method, Planned
 from echo_planes.fleet.sku_facts import AS_OF
-from echo_planes.fleet.throughput import Source
+from echo_planes.fleet.throughput import MEMORY_SHARE, Source
 from echo_planes.reporting.formats import count, show_percent, show_seconds, show_usd
 from echo_planes.reporting.html import page
 from echo_planes.reporting.sections.charts import Chart, Point, bar_chart, points_chart
@@ -72,9 +72,16 @@ def _facts(planned: Planned) -> list[tuple[str, str]]:
     config, need, size = planned.config, planned.need, planned.size
     mbit = f"{config.uplink_mbit:g} Mbit/s up, {config.worker_mbit:g} down"
     payload = f"{planned.payload_bytes.value / 2**20:,.1f} MiB"
+    kv_gib = config.answers.kv_bytes(size) / 2**30
     kv_cache = marked(f"{size.kv_bytes_per_token / 1024:.3g} KiB a token", size.kv_source)
     return [
         ("Model", f"{size.num_params / 1e9:.3g} B weights, KV cache {kv_cache}"),
+        (
+            "Worker",
+            f"{size.weight_bytes / 2**30:.3g} GiB of weights, and {kv_gib:.2g} GiB of KV cache for each of "
+            f"up to {config.max_num_seqs} answers at once, in {show_percent(MEMORY_SHARE)} of its GPUs' "
+            f"memory {MARK}",
+        ),
         (
             "Step",
             f"{config.per_step:,} trajectories of {config.answer_tokens:,} tokens; "

@@ -91,6 +91,15 @@ def test_the_numbers_are_those_of_the_formulas(capsys: pytest.CaptureFixture[str
     assert [fleet["method"] for fleet in found["fleets"]] == ["greedy", "exact"]
 
 
+def test_what_a_worker_holds_is_told_by_part(capsys: pytest.CaptureFixture[str], one: str) -> None:
+    lengths = ("kv_kib_per_token=1024", "prompt_tokens=512", "answer_tokens=1024")
+    words = [word for word in BY_HAND if word.partition("=")[0] != "params_b"]
+    said = told(capsys, one, *words, f"params_b={2**33 / 1e9}", *lengths)
+    (line,) = [line for line in said.splitlines() if line.startswith("Worker ")]
+    assert "16 GiB of weights" in line
+    assert "1 GiB of KV cache for each of up to 256 answers" in line
+
+
 def test_a_broadcast_along_fewer_chains_takes_more_hops(capsys: pytest.CaptureFixture[str], one: str) -> None:
     found = tree(capsys, one, *BY_HAND, "uplink_mbit=150")  # one chain of five, 1/1.1 of which are five
     assert found["estimated"]["t_bcast_s"] == pytest.approx(8 * 105 * 2**20 / 100e6 + 5 * 0.05)
