@@ -314,9 +314,7 @@ class LearnerConfig(Section):
         1, ge=0, le=3, description="what ZeRO shards: 1 moments, 2 + gradients, 3 + weights"
     )
     offload_optimizer: bool = Fixed(False, description="masters and moments in host memory (ZeRO-1 to 3)")
-    offload_weights: bool = Fixed(
-        False, description="ranks' shares of the weights too, beside an offloaded optimizer (ZeRO-3)"
-    )
+    offload_weights: bool = Fixed(False, description="beside these, ranks' shares of the weights (ZeRO-3)")
     dtype: Literal["auto", "bf16", "fp32"] = Fixed(
         "auto", description="compute type over fp32 masters; auto: bf16 on GPUs, fp32 on CPUs"
     )

@@ -149,7 +149,8 @@ LORA = [Run(2, zero_stage, "fp32", lora=True) for zero_stage in (0, 1, 3)]
 LORA_TWICE = Run(1, 1, "fp32", twice=True, lora=True)
 BF16 = [Run(2, zero_stage, "bf16") for zero_stage in (0, 1)]
 TWICE = Run(1, 1, "fp32", twice=True)
-TWICE_DIVIDED = Run(2, 3, "fp32", twice=True, offload=True)  # so is its reference, and both are offloaded
+TWICE_DIVIDED = Run(2, 3, "fp32", twice=True)  # so is its reference
+TWICE_OFFLOADED = Run(2, 3, "fp32", twice=True, offload=True)  # and its reference
 SAMPLER = Run(1, 0, "fp32", sampler=True)
 # Each leaves a checkpoint on the way, from which new processes go on.
 SAVED = [Run(1, 0, "fp32"), Run(2, 1, "fp32"), Run(1, 1, "bf16"), Run(1, 2, "fp32"), Run(2, 3, "bf16")]
@@ -211,7 +212,9 @@ def unbroken(
 ) -> dict[Run, Arrays]:
     """Every run from its first step to its last."""
     specs: dict[Run, dict[str, Any]] = {}
-    for run in dict.fromkeys([*FP32, *BF16, *SAVED, *LORA, LORA_TWICE, TWICE, TWICE_DIVIDED, SAMPLER]):
+    for run in dict.fromkeys(
+        [*FP32, *BF16, *SAVED, *LORA, LORA_TWICE, TWICE, TWICE_DIVIDED, TWICE_OFFLOADED, SAMPLER]
+    ):
         saves = {"save_at": SAVED_AT, "save_to": str(checkpoints / run.name)} if run in SAVED else {}
         chunks = {"chunk_logits": 3 * VOCABULARY} if run.saving else {}
         specs[run] = {
@@ -465,7 +468,7 @@ def test_resume_is_bit_identical(run: Run, unbroken: dict[Run, Arrays], resumed:
     assert (whole["loss"][SAVED_AT:] == rest["loss"]).all()
 
 
-@pytest.mark.parametrize("run", [TWICE, TWICE_DIVIDED], ids=lambda run: run.name)
+@pytest.mark.parametrize("run", [TWICE, TWICE_DIVIDED, TWICE_OFFLOADED], ids=lambda run: run.name)
 def test_two_updates_per_step_with_a_reference_equal_the_plain_loop(
     run: Run, unbroken: dict[Run, Arrays], model_folder: Path
 ) -> None:
