@@ -63,7 +63,7 @@ class Hub(BaseHTTPRequestHandler):
                     self.uploaded[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
             address = f"http://{self.headers['Host']}/org/new/commit/{NEW}"
             return self._json({"commitUrl": address, "commitOid": NEW})
-        return self._send(500, b"", {})
+        return self._send(400, b"", {})  # after 500 the library would try again for 25 s
 
     def _answer(self) -> None:
         self.asked.append(f"{self.command} {self.path}")
