@@ -26,7 +26,6 @@ from echo_planes.types import Publication, TensorSpec
 from echo_planes.weights.digest import BitTensor, bit_tensor, state_digest
 from echo_planes.weights.shards import Shard
 from tests.integration.test_vllm_engine import (
-    LOGPROB_TOLERANCE,
     PROBE,
     Bench,
     assert_computes,
@@ -179,7 +178,7 @@ def test_what_is_refused_leaves_the_old_version_serving(bench: ParallelBench, tm
     (sample,) = bench.sample(n=1)
     assert sample.spans[0].version == version
     expected = hf_logprobs(state, sample, tmp_path, PROBE, bench.model)
-    assert sample.logprobs == pytest.approx(expected, abs=LOGPROB_TOLERANCE)
+    assert sample.logprobs == pytest.approx(expected, abs=bench.tolerance)
     bench.run(bench.settle(patch))
     assert bench.live_digest() == patch.manifest.digest
 
