@@ -28,7 +28,7 @@ from transformers import AutoTokenizer
 
 from echo_planes.config.fleet import WorkerConfig
 from echo_planes.config.schema import Config, ModelConfig, SamplingConfig
-from echo_planes.loop.builders import ScorerBuilder
+from echo_planes.loop.builders import build_scorer
 from echo_planes.rollout.vllm.engine import VllmEngine
 from echo_planes.rollout.worker import RolloutWorker
 from echo_planes.tasks.math.adapter import MathTask
@@ -148,7 +148,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, float]:
     kind = WorkerConfig(max_groups=arguments.max_groups)
     task = MathTask(MathOptions(), AutoTokenizer.from_pretrained(model.folder), seed=0)
     engine = VllmEngine(kind.engine, sampling, model.folder, model.max_model_len, seed=0)
-    scorer = ScorerBuilder(Config())(task.reward_limit_s)
+    scorer = build_scorer(Config(), task.reward_limit_s)
     await scorer.start()
     source = ListedWork(sampling.samples_per_prompt)
     worker = RolloutWorker(

@@ -52,10 +52,14 @@ class Machines:
     Args:
         net: a host for each machine.
         environment: of all processes of Ray, and so of every actor.
+        hidden: folders that are empty on all machines but machine 0.
     """
 
-    def __init__(self, net: ShapedNetwork, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, net: ShapedNetwork, environment: Mapping[str, str], hidden: Sequence[Path] = ()
+    ) -> None:
         self.net = net
+        self._private = (*PRIVATE, *map(str, hidden))
         plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         self._environment = {**plain, **USUAL, **environment}
         self.address = f"{net.address(0)}:{GCS_PORT}"
@@ -74,7 +78,7 @@ class Machines:
             *(role if machine == 0 else [f"--address={self.address}"]),
         ]
         if machine > 0:  # a file system of its own, as far as Ray looks
-            script = " && ".join((*_mounts(*PRIVATE), 'exec "$@"'))
+            script = " && ".join((*_mounts(*self._private), 'exec "$@"'))
             command = ["unshare", "--mount", "--", "sh", "-c", script, "sh", *command]
         with self.net.inside(machine):
             started = subprocess.run(
@@ -120,11 +124,16 @@ class Machines:
 
 @contextmanager
 def up(
-    count: int, environment: Mapping[str, str], *, rtt_s: float = RTT_S, loss: float = LOSS
+    count: int,
+    environment: Mapping[str, str],
+    *,
+    rtt_s: float = RTT_S,
+    loss: float = LOSS,
+    hidden: Sequence[Path] = (),
 ) -> Iterator[Machines]:
     """A cluster of so many machines, the head's among them."""
     with ShapedNetwork([MBIT] * count, [MBIT] * count, rtt_s, loss) as net:
-        machines = Machines(net, environment)
+        machines = Machines(net, environment, hidden)
         try:
             for machine in range(count):
                 machines.start(machine)

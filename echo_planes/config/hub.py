@@ -17,8 +17,9 @@ from echo_planes.errors import ModelError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _PINNED = re.compile(r"[^@]+/[^@]+@[0-9a-f]{40}")
+SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")  # settings and tokenizer
 # Weights in other formats can run code when they are read.
-FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+FILES = ("*.safetensors", *SMALL_FILES)
 
 
 def is_hub_name(text: str) -> bool:

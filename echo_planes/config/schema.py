@@ -309,7 +309,8 @@ class ObjectiveConfig(Section):
 class LearnerConfig(Section):
     """DeepSpeed and the optimizer."""
 
-    num_ranks: PositiveInt = Fixed(1, description="learner processes (data parallel)")
+    num_ranks: PositiveInt = Fixed(1, description="learner processes")
+    sequence_ranks: PositiveInt = Free(1, description="of them, those that share each sequence (Ulysses)")
     zero_stage: int = Fixed(
         1, ge=0, le=3, description="what ZeRO shards: 1 moments, 2 + gradients, 3 + weights"
     )

@@ -254,9 +254,10 @@ class DeepSpeedEngine:
         return float(self._engine.get_global_grad_norm() if norm is None else norm)
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """Sum `values` over all ranks, in place, and return them."""
+        """Sum `values` over ranks, in place, and return them; of those that share sequences one counts."""
         if self._world_size > 1:
             torch.distributed.all_reduce(values)
+            values /= self._config.sequence_ranks  # those hold the same values
         return values
 
     def state_bits(self, tell: Callable[[str], None]) -> StateBits:

@@ -97,7 +97,7 @@ def footprint(config: Config, shape: Shape, *, on_gpu: bool) -> Footprint:
     def shared(count: int, stage: int) -> float:
         return count / (ranks if learner.zero_stage >= stage else 1)
 
-    tokens = learner.micro_batch_tokens
+    tokens = learner.micro_batch_tokens / learner.sequence_ranks
     masters = 4 * shared(trained, 1) if is_bf16 or learner.zero_stage > 0 else 0.0
     moments = 8 * shared(trained, 1)
     weights = width * shared(shape.weights + adapters, 3)

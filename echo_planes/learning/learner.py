@@ -40,6 +40,7 @@ from echo_planes.learning.packing import Inputs, Layout, MicroBatch
 from echo_planes.learning.policy_model import load_policy
 from echo_planes.learning.probe import probe_layout
 from echo_planes.learning.rate import DriftControl, decay_left, warm_up
+from echo_planes.learning.sequence import SequenceGroup
 from echo_planes.learning.statistics import lag_stats, weight_stats
 from echo_planes.types import (
     Adjustment,
@@ -141,6 +142,7 @@ class Learner:
         self._engine_or_none: DeepSpeedEngine | None = None
         self._reference: Frozen | None = None  # unless it is the policy without its adapters
         self._adapters: Adapters | None = None
+        self._sequence: SequenceGroup | None = None
         self._packs = False  # whether a row may hold several trajectories
         self._num_updates = 0
         self._skipped_in_a_row = 0
@@ -175,31 +177,26 @@ class Learner:
     def _load(self, device: torch.device) -> None:
         config = self._config
         dtype = deepspeed_engine.pick_dtype(config.learner.dtype, device)
-        sampling = config.sampling
-        self.doing = "loading the model"
-        model = load_policy(
+        ranks = config.learner.sequence_ranks
+        self._sequence = SequenceGroup.joined(self._rank, self._world_size, ranks)
+        load = partial(
+            load_policy,
             config.model.folder,
             dtype,
-            sampling.temperature,
-            sampling.top_p,
-            dropout=config.learner.dropout,
-            recompute=partial(recomputes, config.learner),
+            config.sampling.temperature,
+            config.sampling.top_p,
             place=keeping_shares(config.learner, dtype),
+            sequence=self._sequence,
         )
+        self.doing = "loading the model"
+        model = load(dropout=config.learner.dropout, recompute=partial(recomputes, config.learner))
         self._packs = model.packs(config.model.max_model_len)
         if rank := config.learner.lora_rank:
             targets, alpha = config.learner.lora_targets, config.learner.lora_alpha
             self._adapters = Adapters(model.model, rank, alpha, targets, config.run.seed, config.model.path)
         elif config.objective.kl_beta > 0:
             self.doing = "loading the reference"
-            reference = load_policy(
-                config.model.folder,
-                dtype,
-                sampling.temperature,
-                sampling.top_p,
-                place=keeping_shares(config.learner, dtype),
-            )
-            self._reference = Frozen(reference, config.learner, device, dtype)
+            self._reference = Frozen(load(), config.learner, device, dtype)
         self.doing = "starting DeepSpeed"
         self._engine_or_none = DeepSpeedEngine(
             model,
@@ -333,6 +330,8 @@ class Learner:
         if self._reference is not None:
             self._reference.close()
         self._reference = None
+        if self._sequence is not None:
+            self._sequence.leave()
         if self._engine_or_none is not None:
             self._engine_or_none.close()
         self._engine_or_none = None
@@ -346,13 +345,14 @@ class Learner:
     def _micro_batches(self, batch: TrainBatch, inputs: Inputs) -> tuple[list[MicroBatch], int]:
         """Return this rank's micro-batches (equally many on all ranks), and the tokens in all ranks' ones.
 
-        Without any input there is one, which is empty.
+        Ranks that share sequences have the same ones. Without any input there is one, which is empty.
         """
-        budget = self._config.learner.micro_batch_tokens
+        budget, sharing = self._config.learner.micro_batch_tokens, self._config.learner.sequence_ranks
         units = packing.make_units(batch, inputs, min(budget, packing.MAX_MASK_TOKENS) if self._packs else 0)
         lengths = np.array([unit.length for unit in units], np.int64)
-        layouts = packing.plan(lengths, budget, self._world_size, several=self._packs)[self._rank]
-        layouts = layouts or [Layout(1, ())]
+        num_shards = self._world_size // sharing
+        plans = packing.plan(lengths, budget, num_shards, several=self._packs, multiple=sharing)
+        layouts = plans[self._rank // sharing] or [Layout(sharing, ())]
         return [packing.build(layout, units, batch, inputs) for layout in layouts], int(lengths.sum())
 
     def _inputs(self, micro: MicroBatch) -> dict[str, Tensor | None]:

@@ -84,16 +84,17 @@ def recomputes(config: LearnerConfig, model: PreTrainedModel) -> bool:
     if config.activation_checkpointing is not None:
         return config.activation_checkpointing
     may = len(layers_of(model)) > 0
-    return may and needs_recompute(model.config, model.dtype, config.micro_batch_tokens)
+    tokens = config.micro_batch_tokens // config.sequence_ranks
+    return may and needs_recompute(model.config, model.dtype, tokens)
 
 
-def needs_recompute(config: PretrainedConfig, dtype: torch.dtype, micro_batch_tokens: int) -> bool:
-    """Return whether a micro-batch would keep more than MAX_KEPT_BYTES, or may do so.
+def needs_recompute(config: PretrainedConfig, dtype: torch.dtype, tokens: int) -> bool:
+    """Return whether so many tokens would keep more than MAX_KEPT_BYTES, or may do so.
 
     Layers whose shapes depend on values, such as experts chosen by a router, cannot be counted.
     """
     try:
-        kept_bytes = kept_bytes_per_token(config, dtype) * micro_batch_tokens
+        kept_bytes = kept_bytes_per_token(config, dtype) * tokens
     except Exception:  # noqa: BLE001  the code of any model, in a way that it was not written for
         return True
     return kept_bytes > MAX_KEPT_BYTES

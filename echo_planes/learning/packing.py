@@ -144,7 +144,7 @@ def split_groups(groups: IntArray, parts: int) -> list[IntArray]:
 
 
 def plan(
-    lengths: IntArray, budget_tokens: int, num_shards: int, *, several: bool = True
+    lengths: IntArray, budget_tokens: int, num_shards: int, *, several: bool = True, multiple: int = 1
 ) -> list[list[Layout]]:
     """Return the layouts of each shard; every unit is in exactly one layout.
 
@@ -154,12 +154,17 @@ def plan(
     Args:
         lengths: tokens per unit (n,), positive.
         budget_tokens: tokens of the largest rectangle, padding included.
-        num_shards: data-parallel ranks.
+        num_shards: data-parallel ranks, or groups of ranks that share sequences.
         several: whether a row of at most MAX_MASK_TOKENS may hold more than one unit.
+        multiple: of which each row's length is one; divides `budget_tokens`.
 
     Raises:
         ConfigError: a unit is longer than the budget.
     """
+
+    def pack(numbers: IntArray, several: bool) -> list[Layout]:
+        return _pack(numbers.tolist(), lengths.tolist(), budget_tokens, several, multiple)
+
     longest = int(lengths.max(initial=0))
     if longest > budget_tokens:
         raise ConfigError(
@@ -170,19 +175,25 @@ def plan(
     shard = np.minimum(turn, 2 * num_shards - 1 - turn)
     is_long = lengths[order] > MAX_MASK_TOKENS
     plans = [
-        _pack(order[(shard == s) & is_long].tolist(), lengths.tolist(), budget_tokens, False)
-        + _pack(order[(shard == s) & ~is_long].tolist(), lengths.tolist(), budget_tokens, several)
+        pack(order[(shard == s) & is_long], False) + pack(order[(shard == s) & ~is_long], several)
         for s in range(num_shards)
     ]
     most = max(len(p) for p in plans)
-    return [p + [Layout(1, ())] * (most - len(p)) for p in plans]
+    return [p + [Layout(multiple, ())] * (most - len(p)) for p in plans]
 
 
-def _pack(numbers: list[int], lengths: list[int], budget_tokens: int, several: bool) -> list[Layout]:
+def rounded_up(length: int, multiple: int) -> int:
+    """Return the smallest multiple that is at least `length`."""
+    return -(-length // multiple) * multiple
+
+
+def _pack(
+    numbers: list[int], lengths: list[int], budget_tokens: int, several: bool, multiple: int
+) -> list[Layout]:
     """Pack the units in `numbers` (longest first) into rectangles by first-fit decreasing."""
     layouts: list[Layout] = []
     while numbers:
-        row_len, shortest = lengths[numbers[0]], lengths[numbers[-1]]
+        row_len, shortest = rounded_up(lengths[numbers[0]], multiple), lengths[numbers[-1]]
         max_rows = budget_tokens // row_len
         rows: list[list[int]] = []
         room: dict[int, int] = {}  # tokens left, of the rows that can still take a unit
@@ -206,7 +217,7 @@ def _pack(numbers: list[int], lengths: list[int], budget_tokens: int, several: b
 
 
 def build(layout: Layout, units: list[Unit], batch: TrainBatch, inputs: Inputs) -> MicroBatch:
-    """Fill a layout with the batch's tokens. An empty layout becomes one token of padding, not trained."""
+    """Fill a layout with the batch's tokens. An empty layout becomes a row of padding, not trained."""
     # source, destination, length, segment, branch, position
     runs: list[tuple[int, int, int, int, int, int]] = []
     members: list[tuple[int, int, int, int]] = []  # trajectory, prefix, unit's and own first destination

@@ -18,6 +18,7 @@ from echo_planes.errors import ModelError
 from echo_planes.learning.footprint import CHUNK_LOGITS
 from echo_planes.learning.layer_kinds import may_pack
 from echo_planes.learning.model_files import Place, load_by_module
+from echo_planes.learning.sequence import ATTENTION, SequenceGroup
 
 # Settings by which a model changes its logits after lm_head, or its attention logits (which sdpa leaves out).
 # `PolicyModel` ignores them and would score such a model wrongly.
@@ -38,6 +39,8 @@ class PolicyModel(nn.Module):
             not share it, so the first ratio is not 1.
         recompute: whether layers keep only their inputs for the backward pass, which runs them again
             (activation checkpointing).
+        sequence: ranks that share every row with this one. All of them call `forward` with the same rows, and
+            get the same logprobs; gradients flow through those of this rank's positions.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class PolicyModel(nn.Module):
         *,
         dropout: bool = False,
         recompute: bool = False,
+        sequence: SequenceGroup | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -55,6 +59,7 @@ class PolicyModel(nn.Module):
             recompute_layers(model)
         self.head = Head(model, temperature, top_p)
         self.dropout = dropout
+        self.sequence = sequence
 
     def packs(self, longest: int) -> bool:
         """Return whether rows may hold several trajectories, of at most `longest` tokens each, with a mask.
@@ -66,8 +71,14 @@ class PolicyModel(nn.Module):
         """
         settings = self.model.config.get_text_config()
         # Older models derive more from a mask than visibility, and eager attention adds a mask to its logits.
-        takes_mask = self.model._supports_attention_backend and settings._attn_implementation == "sdpa"
-        return may_pack(settings, longest) and takes_mask
+        takes_mask = self.model._supports_attention_backend and settings._attn_implementation != "eager"
+        packs = may_pack(settings, longest) and takes_mask
+        if self.sequence is not None and not packs:
+            raise ModelError(
+                f"learner.sequence_ranks={self.sequence.size}: the attention of a {settings.model_type} "
+                "cannot be shared among ranks; set it to 1"
+            )
+        return packs
 
     def forward(
         self,
@@ -91,13 +102,22 @@ class PolicyModel(nn.Module):
         training = self.dropout and torch.is_grad_enabled()
         if self.model.training != training:
             self.model.train(training)
+        share = None
+        if self.sequence is not None:
+            if position_ids is None:
+                position_ids = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
+            share = self.sequence.share(token_ids, position_ids, predictors, targets)
+            token_ids, position_ids = share.token_ids, share.position_ids
+            predictors, targets = share.predictors, share.targets
         output = self.model.base_model(
             input_ids=token_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False
         )
-        result: tuple[Tensor, Tensor] = self.head(
+        logprobs, entropies = self.head(
             output.last_hidden_state.flatten(0, 1).index_select(0, predictors), targets
         )
-        return result
+        if self.sequence is None or share is None:
+            return logprobs, entropies
+        return self.sequence.gathered(logprobs, share.mine), self.sequence.gathered(entropies, share.mine)
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
@@ -203,6 +223,7 @@ def load_policy(
     dropout: bool = False,
     recompute: Callable[[PreTrainedModel], bool] = lambda model: False,
     place: Place | None = None,
+    sequence: SequenceGroup | None = None,
 ) -> PolicyModel:
     """Load the model in a Hugging Face folder.
 
@@ -213,6 +234,7 @@ def load_policy(
         dropout: whether the model's own dropout is on.
         recompute: decides for the loaded model whether layers run again in the backward pass.
         place: takes each module as it is read (`model_files`); None: the whole model is loaded.
+        sequence: ranks that share every row with this one.
 
     Raises:
         ModelError: the folder holds no model, or one that cannot be loaded or is not supported.
@@ -222,7 +244,8 @@ def load_policy(
     disable_progress_bar()  # a bar in a log file is noise
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        attention = "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa else "eager"
+        fused = "sdpa" if sequence is None else ATTENTION
+        attention = fused if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa else "eager"
         model = load_by_module(folder, config, dtype, attention, place) if place else None
         if model is None:
             model = AutoModelForCausalLM.from_pretrained(
@@ -240,4 +263,6 @@ def load_policy(
             f"the model in {folder} is not supported: config.json has gradient_checkpointing=true, which "
             "would do nothing here; remove it"
         )
-    return PolicyModel(model, temperature, top_p, dropout=dropout, recompute=recompute(model))
+    return PolicyModel(
+        model, temperature, top_p, dropout=dropout, recompute=recompute(model), sequence=sequence
+    )

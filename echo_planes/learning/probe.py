@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,13 +49,14 @@ def probe_layout(
     units = packing.make_units(batch, inputs, len(batch.token_ids) if packs else 0)
     lengths = [unit.length for unit in units]
     numbers = range(len(units))
+    row_len = partial(packing.rounded_up, multiple=model.sequence.size if model.sequence else 1)
     together = (
-        Layout(sum(lengths), (tuple(numbers),))
+        Layout(row_len(sum(lengths)), (tuple(numbers),))
         if packs
-        else Layout(max(lengths), tuple((n,) for n in numbers))
+        else Layout(row_len(max(lengths)), tuple((n,) for n in numbers))
     )
     single = packing.make_units(batch, inputs, 0)
-    alone = [Layout(unit.length, ((number,),)) for number, unit in enumerate(single)]
+    alone = [Layout(row_len(unit.length), ((number,),)) for number, unit in enumerate(single)]
     found = _run(model, forward, [packing.build(together, units, batch, inputs)])
     expected = _run(model, forward, [packing.build(layout, single, batch, inputs) for layout in alone])
     limit = LIMITS[next(model.parameters()).dtype]
@@ -106,7 +108,10 @@ def _sequences(longest: int, vocab_size: int) -> TrainBatch:
 def _run(
     model: PolicyModel, forward: Callable[[MicroBatch], Tensor], micros: list[MicroBatch]
 ) -> list[Tensor]:
-    """Return every layer's outputs (M, hidden) at the predictors, then logprobs (M,), in token order."""
+    """Return every layer's outputs (M, hidden) at the predictors, then logprobs (M,), in token order.
+
+    Ranks that share the rows hold no layer's whole outputs; then there are the logprobs alone.
+    """
     parts: list[list[Tensor]] = []
     for micro in micros:
         with _outputs(model) as outputs:
@@ -126,7 +131,8 @@ def _outputs(model: PolicyModel) -> Iterator[list[Tensor]]:
     def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
         outputs.append(output[0] if isinstance(output, tuple) else output)
 
-    hooks = [layer.register_forward_hook(keep) for layer in layers_of(model.model)]
+    layers = layers_of(model.model) if model.sequence is None else ()
+    hooks = [layer.register_forward_hook(keep) for layer in layers]
     try:
         yield outputs
     finally:

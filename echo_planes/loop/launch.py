@@ -36,10 +36,11 @@ from echo_planes.errors import (
 from echo_planes.fleet.actuators.actuator import Actuator, StaticActuator
 from echo_planes.fleet.actuators.ray_nodes import RayNodes
 from echo_planes.learning.actor import PROGRESS, LearnerProcess
-from echo_planes.loop.builders import ScorerBuilder, TaskBuilder
+from echo_planes.loop.builders import build_scorer, build_task
 from echo_planes.loop.reconcile import instance_types_of
 from echo_planes.loop.watch import SILENT
 from echo_planes.rollout.actor import WorkerProcess
+from echo_planes.rollout.model_folder import ModelFiles
 from echo_planes.types import (
     Adjustment,
     BroadcastStats,
@@ -368,6 +369,7 @@ class RayPlanes:
     ) -> None:
         self._config = config
         self._worker_configs = dict(worker_configs)
+        self._model_files = ray.put(ModelFiles.of(config.model.folder))
         self._seeders = list(config.seeding.workers())
         self._workers: dict[str, RemoteWorker] = {}
         # Ray may place an actor without resources on any node: the loss of a spot node would end the run.
@@ -421,8 +423,9 @@ class RayPlanes:
                 self._link.of_worker(worker_id, epoch),
                 worker_config,
                 self._data_for_workers,
-                TaskBuilder(self._config),
-                ScorerBuilder(self._config),
+                self._model_files,
+                build_task,
+                build_scorer,
             )
         )
         worker = RemoteWorker(handle, f"worker {worker_id} ({worker_config.sku})", self.learner, self._node)

@@ -82,6 +82,7 @@ def check_learner(config: Config) -> None:
             "layer when it runs, and the optimizer is offloaded first; set learner.zero_stage=3 "
             "learner.offload_optimizer=true"
         )
+    _check_sequence_ranks(config)
     if learner.lora_targets is None:
         return
     if not learner.lora_rank:
@@ -98,6 +99,21 @@ def check_learner(config: Config) -> None:
                 f"learner.lora_targets: {target} is no linear layer of {config.model.path}; choose of "
                 f"{', '.join(sorted(known))}"
             )
+
+
+def _check_sequence_ranks(config: Config) -> None:
+    """Check that ranks can share sequences: each of them takes equally many positions and heads."""
+    ranks = config.learner.sequence_ranks
+    key = f"learner.sequence_ranks={ranks}"
+    for name in ("num_ranks", "micro_batch_tokens"):
+        if (whole := getattr(config.learner, name)) % ranks:
+            raise ConfigError(f"{key} does not divide learner.{name}={whole}; change one of them")
+    fields = read_json(config.model.folder / "config.json", MODEL_JSON_BYTES)
+    heads = fields.get("text_config", fields).get("num_attention_heads")
+    if isinstance(heads, int) and heads % ranks:
+        raise ConfigError(
+            f"{key} does not divide the {heads} attention heads of {config.model.path}; choose a divisor"
+        )
 
 
 def check_extensions(config: Config) -> None:

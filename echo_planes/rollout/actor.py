@@ -6,7 +6,9 @@ import asyncio
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import aiohttp
 import ray
@@ -16,6 +18,7 @@ from echo_planes.cluster.session import take_gpus
 from echo_planes.config.fleet import WorkerConfig
 from echo_planes.config.schema import Config
 from echo_planes.errors import RunError
+from echo_planes.rollout.model_folder import ModelFiles, has_weights, with_weights
 from echo_planes.rollout.notices import Cloud, MetadataService, watch
 from echo_planes.rollout.scoring import ProcessScorer
 from echo_planes.rollout.sources import Task, WorkSource
@@ -40,8 +43,9 @@ class WorkerProcess:
         link: settings of the weight network.
         kind: the worker's hardware and engine options.
         source: the data plane.
-        build_task: builds the task adapter in this process.
-        build_scorer: builds the scorer, given the deadline of one reward in seconds.
+        model_files: settings and tokenizer of the model, for a machine without its folder.
+        build_task: builds the task adapter in this process, given the settings as they are here.
+        build_scorer: builds the scorer, given them and the deadline of one reward in seconds.
     """
 
     def __init__(
@@ -52,22 +56,24 @@ class WorkerProcess:
         link: WeightLink,
         kind: WorkerConfig,
         source: WorkSource,
-        build_task: Callable[[], Task],
-        build_scorer: Callable[[float], ProcessScorer],
+        model_files: ModelFiles,
+        build_task: Callable[[Config], Task],
+        build_scorer: Callable[[Config, float], ProcessScorer],
     ) -> None:
         enter_actor()
         take_gpus()
-        self._config = config
+        self._config = config = model_files.local(config)
         self._id = worker_id
         self._epoch = epoch
         self._link = link
         self._kind = kind
         self._source = source
-        self._task = build_task()
-        self._scorer = build_scorer(self._task.reward_limit_s)
+        self._task = build_task(config)
+        self._scorer = build_scorer(config, self._task.reward_limit_s)
         # Shorter than the limit of the whole install: exceeding that one would end this worker.
         self._weights = NodeSource(link.lineage, 0.9 * config.run.wait_limit_s)
         self._node: WorkerNode | None = None
+        self._joined = asyncio.Event()
         self._started: RolloutWorker | None = None
         self._is_starting = False
         self._received_bytes = 0  # of weights, when the node last answered
@@ -79,9 +85,13 @@ class WorkerProcess:
         host = ray.util.get_node_ip_address() if link.config.host == "node" else link.config.host
         settings = link.worker_settings(self._id, self._epoch, host, self._kind.region)
         self._node = self._weights.node = await WorkerNode.spawn(settings)
+        self._joined.set()
 
     async def start(self) -> None:
-        """Build the engine and start the scorer. May run concurrently with `join`."""
+        """Build the engine and start the scorer.
+
+        Runs beside `join`: without weights in the model folder the engine waits for those of the chain.
+        """
         config, kind, link = self._config, self._kind, self._link
         # Two workers with one seed would sample the same noise.
         seed = zlib.crc32(f"{config.run.seed}/{self._id}/{self._epoch}".encode())
@@ -100,8 +110,15 @@ class WorkerProcess:
             sampling=config.sampling,
         )
         self._is_starting = True
-        await asyncio.gather(self._started.start(), self._scorer.start())
+        async with await self._weights_in(config.model.folder):
+            await asyncio.gather(self._started.start(), self._scorer.start())
         self._is_starting = False
+
+    async def _weights_in(self, folder: Path) -> AbstractAsyncContextManager[None]:
+        if has_weights(folder):
+            return nullcontext()
+        await self._joined.wait()
+        return with_weights(folder, await self._weights.snapshot())
 
     @property
     def _worker(self) -> RolloutWorker:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from echo_planes.config.schema import WeightsConfig
@@ -108,15 +109,27 @@ class NodeSource:
 
     async def staged(self, manifest: Manifest, fresh: bool) -> Publication:
         """See `WeightSource.staged`."""
-        try:
-            staged, path = await self._running().staged(self._lineage, manifest.version, self._wait_s, fresh)
-        except WaitTimeoutError as why:
-            raise WeightsError(f"version {manifest.version} did not arrive: {why}") from why
-        return open_staged(staged, path)
+        return open_staged(*await self._staged(manifest.version, fresh))
 
     async def settled(self, version: int, ok: bool) -> str:
         """See `WeightSource.settled`."""
         return await self._running().settled(version, ok)
+
+    async def snapshot(self) -> Path:
+        """Return a safetensors file of all weights of the newest version here, once there is one.
+
+        The node removes it after staging two newer files.
+
+        Raises:
+            WeightsError: no version arrived.
+        """
+        return (await self._staged(0, fresh=True))[1]
+
+    async def _staged(self, version: int, fresh: bool) -> tuple[Manifest, Path]:
+        try:
+            return await self._running().staged(self._lineage, version, self._wait_s, fresh)
+        except WaitTimeoutError as why:
+            raise WeightsError(f"version {version} did not arrive: {why}") from why
 
     async def received_bytes(self) -> int:
         """Return the bytes of weights that the node has received; 0 before it runs."""

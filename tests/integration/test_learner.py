@@ -106,6 +106,7 @@ class Run:
     """A learner that makes `STEPS` steps.
 
     `twice`: of two updates each, with a reference model; `sampler`: its ratio is against the sampler;
+    `sharing`: two ranks share each sequence;
     `saving`: of memory, with chunks of three tokens at lm_head and layers that are run again in the backward
     pass; `lora`: of adapters; `offload`: its optimizer is in host memory, under ZeRO-3 its weights too.
     """
@@ -118,11 +119,12 @@ class Run:
     saving: bool = False
     lora: bool = False
     offload: bool = False
+    sharing: bool = False
 
     @property
     def name(self) -> str:
         more = "-twice" * self.twice + "-sampler" * self.sampler + "-saving" * self.saving
-        more += "-lora" * self.lora + "-offload" * self.offload
+        more += "-lora" * self.lora + "-offload" * self.offload + "-sharing" * self.sharing
         return f"{self.world_size}-{self.zero_stage}-{self.dtype}{more}"
 
     def settings(self, model_folder: Path) -> dict[str, Any]:
@@ -136,6 +138,8 @@ class Run:
         if self.offload:
             offloaded = {"offload_optimizer": True, "offload_weights": self.zero_stage == 3}
             changes["learner"] = {**changes.get("learner", {}), **offloaded}
+        if self.sharing:
+            changes["learner"] = {**changes.get("learner", {}), "sequence_ranks": 2}
         if self.sampler:
             changes = {"objective": {"anchor": "sampler", "clip_delta": 4.0}}
         return settings(model_folder, self.zero_stage, self.dtype, **changes)
@@ -143,6 +147,7 @@ class Run:
 
 FP32 = [Run(2, zero_stage, "fp32") for zero_stage in (0, 1, 2, 3)]
 FP32 += [Run(2, zero_stage, "fp32", saving=True) for zero_stage in (1, 3)]
+FP32 += [Run(2, 0, "fp32", sharing=True), Run(2, 3, "fp32", saving=True, sharing=True)]
 FP32 += [Run(2, zero_stage, "fp32", offload=True) for zero_stage in (1, 3)]
 RANK, ALPHA = 2, 8.0
 LORA = [Run(2, zero_stage, "fp32", lora=True) for zero_stage in (0, 1, 3)]
@@ -150,6 +155,7 @@ LORA_TWICE = Run(1, 1, "fp32", twice=True, lora=True)
 BF16 = [Run(2, zero_stage, "bf16") for zero_stage in (0, 1)]
 TWICE = Run(1, 1, "fp32", twice=True)
 TWICE_DIVIDED = Run(2, 3, "fp32", twice=True)  # so is its reference
+TWICE_SHARED = Run(2, 1, "fp32", twice=True, sharing=True)
 TWICE_OFFLOADED = Run(2, 3, "fp32", twice=True, offload=True)  # and its reference
 SAMPLER = Run(1, 0, "fp32", sampler=True)
 # Each leaves a checkpoint on the way, from which new processes go on.
@@ -213,7 +219,18 @@ def unbroken(
     """Every run from its first step to its last."""
     specs: dict[Run, dict[str, Any]] = {}
     for run in dict.fromkeys(
-        [*FP32, *BF16, *SAVED, *LORA, LORA_TWICE, TWICE, TWICE_DIVIDED, TWICE_OFFLOADED, SAMPLER]
+        [
+            *FP32,
+            *BF16,
+            *SAVED,
+            *LORA,
+            LORA_TWICE,
+            TWICE,
+            TWICE_DIVIDED,
+            TWICE_SHARED,
+            TWICE_OFFLOADED,
+            SAMPLER,
+        ]
     ):
         saves = {"save_at": SAVED_AT, "save_to": str(checkpoints / run.name)} if run in SAVED else {}
         chunks = {"chunk_logits": 3 * VOCABULARY} if run.saving else {}
@@ -468,7 +485,9 @@ def test_resume_is_bit_identical(run: Run, unbroken: dict[Run, Arrays], resumed:
     assert (whole["loss"][SAVED_AT:] == rest["loss"]).all()
 
 
-@pytest.mark.parametrize("run", [TWICE, TWICE_DIVIDED, TWICE_OFFLOADED], ids=lambda run: run.name)
+@pytest.mark.parametrize(
+    "run", [TWICE, TWICE_DIVIDED, TWICE_SHARED, TWICE_OFFLOADED], ids=lambda run: run.name
+)
 def test_two_updates_per_step_with_a_reference_equal_the_plain_loop(
     run: Run, unbroken: dict[Run, Arrays], model_folder: Path
 ) -> None:
