@@ -31,6 +31,7 @@ class Shape:
     layers: int
     hidden: int
     vocabulary: int
+    heads: int = 0  # of attention; 0: not known
     linear: Mapping[str, int] = field(default_factory=dict)  # inputs + outputs of all layers, by last name
 
 
@@ -79,7 +80,14 @@ def shape_of(folder: Path) -> Shape:
         *path, kind = name.split(".")
         if kind == "weight" and len(tensor.shape) == 2 and any(part.isdecimal() for part in path[:-1]):
             linear[path[-1]] += sum(tensor.shape)
-    return Shape(weights, text["num_hidden_layers"], text["hidden_size"], text["vocab_size"], linear)
+    return Shape(
+        weights,
+        text["num_hidden_layers"],
+        text["hidden_size"],
+        text["vocab_size"],
+        text.get("num_attention_heads", 0),
+        linear,
+    )
 
 
 def footprint(config: Config, shape: Shape, *, on_gpu: bool) -> Footprint:

@@ -27,7 +27,7 @@ SHAPES = {
     "Qwen/Qwen3-4B": Shape(4_022_468_096, 36, 2560, 151_936),
     "Qwen/Qwen3-8B": Shape(8_190_735_360, 36, 4096, 151_936),
     "Qwen/Qwen3-14B": Shape(14_768_307_200, 40, 5120, 151_936),
-    "Qwen/Qwen3-32B": Shape(32_762_123_264, 64, 5120, 151_936),
+    "Qwen/Qwen3-32B": Shape(32_762_123_264, 64, 5120, 151_936, heads=64),
     "meta-llama/Llama-3.2-1B-Instruct": Shape(1_235_814_400, 16, 2048, 128_256),
     "meta-llama/Llama-3.2-3B-Instruct": Shape(3_212_749_824, 28, 3072, 128_256),
     "meta-llama/Llama-3.1-8B-Instruct": Shape(8_030_261_248, 32, 4096, 128_256),

@@ -105,19 +105,24 @@ def test_every_trained_token_is_predicted_once_from_exactly_its_own_past(
     budget=st.integers(40, 200),
     shards=st.integers(1, 4),
     several=st.booleans(),
+    multiple=st.integers(1, 4),
 )
 def test_plan_places_every_unit_once_within_the_budget(
-    lengths: list[int], budget: int, shards: int, several: bool
+    lengths: list[int], budget: int, shards: int, several: bool, multiple: int
 ) -> None:
-    layouts = plan(np.array(lengths, np.int64), budget, shards, several=several)
+    budget *= multiple
+    layouts = plan(np.array(lengths, np.int64), budget, shards, several=several, multiple=multiple)
     placed = [unit for shard in layouts for layout in shard for row in layout.rows for unit in row]
     assert sorted(placed) == list(range(len(lengths)))
     for layout in (layout for shard in layouts for layout in shard if layout.rows):
         totals = [sum(lengths[unit] for unit in row) for row in layout.rows]
-        assert max(totals) <= layout.row_len == max(lengths[u] for row in layout.rows for u in row)
+        longest = max(lengths[u] for row in layout.rows for u in row)
+        assert max(totals) <= layout.row_len
+        assert longest <= layout.row_len < longest + multiple
         assert layout.row_len * len(layout.rows) <= budget
         assert several or all(len(row) == 1 for row in layout.rows)
-    assert plan(np.array(lengths, np.int64), budget, shards, several=several) == layouts
+    assert all(layout.row_len % multiple == 0 for shard in layouts for layout in shard)
+    assert plan(np.array(lengths, np.int64), budget, shards, several=several, multiple=multiple) == layouts
 
 
 def test_short_sequences_stay_one_cheap_rectangle() -> None:
