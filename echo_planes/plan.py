@@ -9,12 +9,18 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from echo_planes.config.hub import pinned
+from echo_planes.config.schema import Config, LearnerConfig
 from echo_planes.errors import ConfigError, EchoPlanesError, UserError
 from echo_planes.fleet.plan_config import describe, load_plan
-from echo_planes.fleet.planning import plan
+from echo_planes.fleet.planning import Planned, plan
 from echo_planes.fleet.prices import convert_skypilot
+from echo_planes.fleet.sku_facts import SKU_FACTS
+from echo_planes.learning.footprint import GIB, footprint, shape_of
+from echo_planes.reporting.formats import count
 from echo_planes.reporting.metrics import write_atomic
 from echo_planes.reporting.plan import as_html, as_json, as_text
 
@@ -47,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parser.parse_intermixed_args(words)
         if options.help:
             return _show(f"{USAGE}\n{describe()}\n")
-        planned = plan(load_plan(options.words))
+        planned = _with_learner_memory(plan(load_plan(options.words)))
         if options.html:
             _write(options.html, as_html(planned))
         _show(as_json(planned) if options.json else as_text(planned))
@@ -58,6 +64,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EchoPlanesError as error:
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+
+
+def _with_learner_memory(planned: Planned) -> Planned:
+    """Add the memory of a learner rank, where the model's folder and the learner's GPU are known."""
+    config = planned.config
+    facts = SKU_FACTS.get(config.learner_sku or "")
+    if config.model is None or facts is None:
+        return planned
+    longest = config.prompt_tokens + config.answer_tokens
+    settings = Config.model_validate(
+        {
+            "model": {"path": pinned(config.model), "max_model_len": longest},
+            "sampling": {"max_new_tokens": config.answer_tokens},
+            "learner": {
+                "num_ranks": config.learner_gpus,
+                "resources": {"GPU": 1},
+                "zero_stage": 3,
+                "micro_batch_tokens": max(longest, LearnerConfig().micro_batch_tokens),
+            },
+        }
+    )
+    try:
+        needs = footprint(settings, shape_of(settings.model.folder), on_gpu=True)
+    except KeyError:  # sizes by other words
+        return planned
+    has_bytes = facts.memory_gib * GIB
+    more = (
+        "" if needs.total < has_bytes else "; that is too much: take more GPUs, or offload (docs/learning.md)"
+    )
+    return replace(
+        planned,
+        learner_memory=f"at least {needs.total / GIB:.2g} of {facts.memory_gib:g} GiB on each of "
+        f"{count(config.learner_gpus, 'GPU')} under ZeRO-3{parts}{more}",
+    )
 
 
 def _convert(words: Sequence[str]) -> int:

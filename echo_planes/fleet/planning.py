@@ -87,6 +87,7 @@ class Planned:
     sweep: tuple[Fleet, ...]  # fleets of growing throughput, for the plot
     advice: tuple[str, ...] | None  # None if a fleet reaches the target
     notes: tuple[str, ...]  # rows that were left out, and fleets that were not found, with the reason
+    learner_memory: str = ""  # of one of its GPUs, where it can be told
 
 
 # --- from settings to a plan ---------------------------------------------------------------------

@@ -82,6 +82,7 @@ def _facts(planned: Planned) -> list[tuple[str, str]]:
             f"up to {config.max_num_seqs} answers at once, in {show_percent(MEMORY_SHARE)} of its GPUs' "
             f"memory {MARK}",
         ),
+        *([("Learner", f"{planned.learner_memory} {MARK}")] if planned.learner_memory else []),
         (
             "Step",
             f"{config.per_step:,} trajectories of {config.answer_tokens:,} tokens; "

@@ -451,3 +451,18 @@ def test_a_page_that_cannot_be_written_is_told(
     assert "cannot be written" in refused(
         capsys, one, *BY_HAND, "--html", str(tmp_path / "none" / "plan.html")
     )
+
+
+def test_a_learners_memory_is_told_where_model_and_card_are_known(
+    capsys: pytest.CaptureFixture[str], one: str
+) -> None:
+    words = [word for word in BY_HAND if word.partition("=")[0] != "params_b"]
+    said = told(capsys, one, *words, "model=builtin:tiny-math", "learner_sku=H100", "learner_gpus=2")
+    (line,) = [line for line in said.splitlines() if line.startswith("Learner ")]
+    assert "of 80 GiB on each of 2 GPUs under ZeRO-3 (estimated)" in line
+    assert "too much" not in line
+    long = ("answer_tokens=90000000", "learner_sku=T4")  # inputs of its layers alone fill the card
+    said = told(capsys, one, *words, "model=builtin:tiny-math", "learner_gpus=1", *long)
+    assert "under ZeRO-3 (inputs " in said
+    assert "that is too much: take more GPUs" in said
+    assert "\nLearner " not in told(capsys, one, *BY_HAND)
