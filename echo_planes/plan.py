@@ -89,6 +89,7 @@ def _with_learner_memory(planned: Planned) -> Planned:
         needs = footprint(settings, shape_of(settings.model.folder), on_gpu=True)
     except KeyError:  # sizes by other words
         return planned
+    parts = f" ({needs})" if str(needs) else ""
     has_bytes = facts.memory_gib * GIB
     more = (
         "" if needs.total < has_bytes else "; that is too much: take more GPUs, or offload (docs/learning.md)"
