@@ -76,6 +76,7 @@ class WorkerProcess:
         self._joined = asyncio.Event()
         self._started: RolloutWorker | None = None
         self._is_starting = False
+        self._waits_for_weights = False  # of the chain, without which the engine cannot start
         self._received_bytes = 0  # of weights, when the node last answered
         self._ends_unix_s: float | None = None  # when the cloud will take the machine
 
@@ -117,8 +118,11 @@ class WorkerProcess:
     async def _weights_in(self, folder: Path) -> AbstractAsyncContextManager[None]:
         if has_weights(folder):
             return nullcontext()
+        self._waits_for_weights = True
         await self._joined.wait()
-        return with_weights(folder, await self._weights.snapshot())
+        weights = await self._weights.snapshot()
+        self._waits_for_weights = False
+        return with_weights(folder, weights)
 
     @property
     def _worker(self) -> RolloutWorker:
@@ -167,7 +171,10 @@ class WorkerProcess:
                 self._received_bytes = await self._weights.received_bytes()
         except (TimeoutError, RunError):
             found["silent"] = "its weight node"
-        return {"weight install": f"{self._received_bytes} bytes of weights received", **found}
+        received = f"{self._received_bytes} bytes of weights received"
+        if self._waits_for_weights:
+            found["engine start"] = received
+        return {"weight install": received, **found}
 
     async def stats(self) -> WorkerStats:
         stats = await self._worker.stats()
