@@ -92,7 +92,9 @@ def _with_learner_memory(planned: Planned) -> Planned:
     parts = f" ({needs})" if str(needs) else ""
     has_bytes = facts.memory_gib * GIB
     more = (
-        "" if needs.total < has_bytes else "; that is too much: take more GPUs, or offload (docs/learning.md)"
+        ""
+        if needs.total < has_bytes
+        else "; that is too much: see learner.sequence_ranks and offloading in docs/learning.md"
     )
     return replace(
         planned,

@@ -17,9 +17,8 @@ from echo_planes.errors import ModelError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _PINNED = re.compile(r"[^@]+/[^@]+@[0-9a-f]{40}")
-SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")  # settings and tokenizer
 # Weights in other formats can run code when they are read.
-FILES = ("*.safetensors", *SMALL_FILES)
+FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 
 
 def is_hub_name(text: str) -> bool:
@@ -69,6 +68,17 @@ def fetch(name: str) -> Path:
             f"no such folder here, and the Hugging Face hub does not give it ({_line(error)}); give a folder"
         )
     raise ModelError(f"model.path={name}: {why}")
+
+
+def cached_folder(name: str) -> Path | None:
+    """Return the folder of ORG/NAME@COMMIT in this machine's cache, complete or not; None: there is none."""
+    from huggingface_hub import errors, snapshot_download
+
+    repository, _, commit = name.partition("@")
+    try:
+        return Path(snapshot_download(repository, revision=commit, local_files_only=True))
+    except errors.LocalEntryNotFoundError:
+        return None
 
 
 def cached_file(name: str, file: str) -> Path | None:

@@ -66,3 +66,14 @@ def may_pack(settings: object, longest: int) -> bool:
         if kind in ROW_BOUND or (kind in WINDOWS and not (isinstance(window, int) and window >= longest)):
             return False
     return True
+
+
+def turns_alike(settings: object) -> bool:
+    """Return whether rotary positions turn alike whatever the length of a call.
+
+    Some stretch them by the largest position of the call, of which ranks that share a row see parts.
+    """
+    found = getattr(settings, "rope_parameters", None) or {}
+    each = [found, *(one for one in found.values() if isinstance(one, dict))]
+    kinds = {str(one.get("rope_type", "default")) for one in each}
+    return not any(kind == "longrope" or "dynamic" in kind for kind in kinds)

@@ -177,8 +177,7 @@ class Learner:
     def _load(self, device: torch.device) -> None:
         config = self._config
         dtype = deepspeed_engine.pick_dtype(config.learner.dtype, device)
-        ranks = config.learner.sequence_ranks
-        self._sequence = SequenceGroup.joined(self._rank, self._world_size, ranks)
+        self._sequence = SequenceGroup.joined(self._rank, self._world_size, config.learner.sequence_ranks)
         load = partial(
             load_policy,
             config.model.folder,
@@ -358,9 +357,10 @@ class Learner:
     def _inputs(self, micro: MicroBatch) -> dict[str, Tensor | None]:
         device = self._engine.device
         mask = micro.attention_mask()
+        usual = mask is None and self._sequence is None  # positions 0, 1, 2, ...
         return {
             "token_ids": torch.from_numpy(micro.token_ids).to(device),
-            "position_ids": None if mask is None else torch.from_numpy(micro.position_ids).to(device),
+            "position_ids": None if usual else torch.from_numpy(micro.position_ids).to(device),
             "attention_mask": None if mask is None else torch.from_numpy(mask).to(device),
             "predictors": torch.from_numpy(micro.predictors).to(device),
             "targets": torch.from_numpy(micro.targets).to(device),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from echo_planes.errors import ModelError
 from echo_planes.learning.footprint import CHUNK_LOGITS
-from echo_planes.learning.layer_kinds import may_pack
+from echo_planes.learning.layer_kinds import may_pack, turns_alike
 from echo_planes.learning.model_files import Place, load_by_module
 from echo_planes.learning.sequence import ATTENTION, SequenceGroup
 
@@ -73,12 +74,25 @@ class PolicyModel(nn.Module):
         # Older models derive more from a mask than visibility, and eager attention adds a mask to its logits.
         takes_mask = self.model._supports_attention_backend and settings._attn_implementation != "eager"
         packs = may_pack(settings, longest) and takes_mask
-        if self.sequence is not None and not packs:
+        if self.sequence is not None and not (packs and turns_alike(settings)):
             raise ModelError(
                 f"learner.sequence_ranks={self.sequence.size}: the attention of a {settings.model_type} "
                 "cannot be shared among ranks; set it to 1"
             )
         return packs
+
+    @contextmanager
+    def unshared(self) -> Iterator[None]:
+        """Let every rank compute whole rows alone, within the context."""
+        settings, sequence = self.model.config.get_text_config(), self.sequence
+        if sequence is None:
+            yield
+            return
+        self.sequence, settings._attn_implementation = None, "sdpa"
+        try:
+            yield
+        finally:
+            self.sequence, settings._attn_implementation = sequence, ATTENTION
 
     def forward(
         self,
@@ -92,7 +106,7 @@ class PolicyModel(nn.Module):
 
         Args:
             token_ids: (rows, row_len) int64.
-            position_ids: (rows, row_len) int64; None: 0, 1, 2, ... in every row.
+            position_ids: (rows, row_len) int64; None: 0, 1, 2, ... in every row, where no ranks share it.
             attention_mask: (rows, 1, row_len, row_len) bool, True: may attend; None: causal.
             predictors: (M,) flat positions in the rectangle, each before the token it predicts.
             targets: (M,) the tokens predicted.
@@ -105,7 +119,7 @@ class PolicyModel(nn.Module):
         share = None
         if self.sequence is not None:
             if position_ids is None:
-                position_ids = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
+                raise RuntimeError("ranks that share rows need position_ids")
             share = self.sequence.share(token_ids, position_ids, predictors, targets)
             token_ids, position_ids = share.token_ids, share.position_ids
             predictors, targets = share.predictors, share.targets

@@ -58,21 +58,23 @@ def probe_layout(
     single = packing.make_units(batch, inputs, 0)
     alone = [Layout(row_len(unit.length), ((number,),)) for number, unit in enumerate(single)]
     found = _run(model, forward, [packing.build(together, units, batch, inputs)])
-    expected = _run(model, forward, [packing.build(layout, single, batch, inputs) for layout in alone])
+    with model.unshared():
+        expected = _run(model, forward, [packing.build(layout, single, batch, inputs) for layout in alone])
     limit = LIMITS[next(model.parameters()).dtype]
     difference = float((found[-1] - expected[-1]).abs().mean())
     if difference <= limit:
         return
     kinds = layer_kinds(settings)
-    where = "at none of its layers, so after the last"
-    for layer, (one, other) in enumerate(zip(found[:-1], expected[:-1], strict=True)):
+    where = ", parting at none of its layers, so after the last" if model.sequence is None else ""
+    for layer, (one, other) in enumerate(zip(found[:-1], expected[:-1], strict=model.sequence is None)):
         if float((one - other).norm() / other.norm()) > limit:
-            where = f"at layer {layer} ('{kinds[layer % len(kinds)]}')"
+            where = f", parting at layer {layer} ('{kinds[layer % len(kinds)]}')"
             break
     layout = "packed into one row" if packs else "in padded rows"
+    layout += " shared by ranks" if model.sequence is not None else ""
     raise ModelError(
         f"the model is not supported: {settings.model_type} gives sequences {layout} other logprobs than "
-        f"alone ({difference:.2g} nats on average, {limit:g} allowed), parting {where}; take another model"
+        f"alone ({difference:.2g} nats on average, {limit:g} allowed){where}; take another model"
     )
 
 

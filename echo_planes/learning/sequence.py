@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from echo_planes.learning.meeting import MEETING_LIMIT
+
 ATTENTION = "echo_planes_sequence"  # implementation of attention, in transformers' words
 
 
@@ -52,7 +54,10 @@ class SequenceGroup:
         if size == 1:
             return None
         firsts = range(0, world_size, size)
-        groups = [torch.distributed.new_group(list(range(first, first + size))) for first in firsts]
+        groups = [
+            torch.distributed.new_group(list(range(first, first + size)), timeout=MEETING_LIMIT)
+            for first in firsts
+        ]
         made = cls(groups[rank // size], rank % size, size)
         AttentionInterface.register(ATTENTION, made.attend)
         return made

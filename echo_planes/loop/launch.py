@@ -39,7 +39,7 @@ from echo_planes.learning.actor import PROGRESS, LearnerProcess
 from echo_planes.loop.builders import build_scorer, build_task
 from echo_planes.loop.reconcile import instance_types_of
 from echo_planes.loop.watch import SILENT
-from echo_planes.rollout.actor import WorkerProcess
+from echo_planes.rollout.actor import FIRST_WEIGHTS, WorkerProcess
 from echo_planes.rollout.model_folder import ModelFiles
 from echo_planes.types import (
     Adjustment,
@@ -200,11 +200,14 @@ class RemoteLearner:
         remote = ray.remote(concurrency_groups={PROGRESS: 1})(LearnerProcess)
         checkpoints = run_dir / "checkpoints"
         self._start_step = start_step
+        self.has_published = False
         self._places: list[str] = []
         self._seen = ["not started"] * settings.num_ranks  # where each rank was when it last answered
         self._ranks = [
             _Actor(
-                remote.options(**options).remote(config, rank, settings.num_ranks, run_dir / "failures"),
+                remote.options(**options, **self._bundle(rank)).remote(
+                    config, rank, settings.num_ranks, run_dir / "failures"
+                ),
                 f"learner rank {rank} (resume with run.resume={run_dir}, checkpoints in {checkpoints})",
                 LearnerLostError,
                 node,
@@ -213,6 +216,12 @@ class RemoteLearner:
         ]
         listening = self._ranks[0].call("listen", link, signing_key)
         self._sender = asyncio.ensure_future(listening)
+
+    def _bundle(self, rank: int) -> dict[str, Any]:
+        """Return the place of a rank: successive ones, which may share sequences, in successive bundles."""
+        if self._group is None:
+            return {}
+        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, rank)}
 
     async def _all(self, method: str, *arguments: Any) -> list[Any]:
         return await asyncio.gather(*(rank.call(method, *arguments) for rank in self._ranks))
@@ -247,6 +256,7 @@ class RemoteLearner:
 
     async def publish(self, version: int) -> Manifest:
         manifest: Manifest = (await self._all("publish", version))[0]
+        self.has_published = True
         return manifest
 
     async def commit(self, version: int) -> None:
@@ -319,7 +329,10 @@ class RemoteWorker:
         return answers
 
     async def progress(self) -> dict[str, str]:
-        return dict(await self._actor.call("progress"))
+        found = dict(await self._actor.call("progress"))
+        if FIRST_WEIGHTS in found and not self._learner.has_published:
+            found["engine start"] = (await self._learner.progress())[""]  # without which nothing can come
+        return found
 
     async def stats(self) -> WorkerStats:
         stats: WorkerStats = await self._actor.call("stats")
@@ -481,7 +494,7 @@ def _ranks_together(settings: LearnerConfig, node_ids: Sequence[str]) -> tuple[A
         bundle_label_selector=[{NODE_ID: f"in({','.join(node_ids)})"} if node_ids else {}]
         * settings.num_ranks,
     )
-    return group, options | {"scheduling_strategy": PlacementGroupSchedulingStrategy(group)}
+    return group, options
 
 
 def _actor_options(resources: Mapping[str, float], labels: Mapping[str, str]) -> dict[str, Any]:

@@ -102,7 +102,9 @@ def _too_much(
     config: Config, needs: Footprint, told: str, where: str, has_bytes: float, more: str = ""
 ) -> ConfigError:
     is_long = needs.inputs + needs.logits > has_bytes / 4
-    less = "a smaller learner.micro_batch_tokens" if is_long else "a smaller model"
+    less = "a smaller model"
+    if is_long:
+        less = "a smaller learner.micro_batch_tokens, or a larger learner.sequence_ranks"
     return ConfigError(
         f"model.path={config.model.path}: the learner needs at least {told}, {where} has "
         f"{has_bytes / GIB:.1f} GiB; choose {less}{more}"

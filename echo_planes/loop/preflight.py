@@ -110,6 +110,11 @@ def _check_sequence_ranks(config: Config) -> None:
     for name in ("num_ranks", "micro_batch_tokens"):
         if (whole := getattr(config.learner, name)) % ranks:
             raise ConfigError(f"{key} does not divide learner.{name}={whole}; change one of them")
+    if config.learner.dropout:
+        raise ConfigError(
+            f"{key} with learner.dropout=true: ranks that share a sequence would leave out the same units; "
+            "set one of them back"
+        )
     try:
         heads = shape_of(config.model.folder).heads
     except (KeyError, DataError):  # sizes by other words, or weights of other types: the learner will tell

@@ -225,6 +225,7 @@ def as_json(planned: Planned) -> str:
         "feasible": planned.advice is None,
         "advice": list(planned.advice or ()),
         "left_out": list(planned.notes),
+        "learner_memory": planned.learner_memory or None,
         "config": planned.config.model_dump(mode="json"),
     }
     for key, figure in (("t_train_s", planned.t_train_s), ("payload_bytes", planned.payload_bytes)):

@@ -6,7 +6,7 @@ import asyncio
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +17,8 @@ from echo_planes.cluster.process import enter_actor, io_mib
 from echo_planes.cluster.session import take_gpus
 from echo_planes.config.fleet import WorkerConfig
 from echo_planes.config.schema import Config
-from echo_planes.errors import RunError
-from echo_planes.rollout.model_folder import ModelFiles, has_weights, with_weights
+from echo_planes.errors import RunError, WeightsError
+from echo_planes.rollout.model_folder import ModelFiles, has_weights
 from echo_planes.rollout.notices import Cloud, MetadataService, watch
 from echo_planes.rollout.scoring import ProcessScorer
 from echo_planes.rollout.sources import Task, WorkSource
@@ -31,6 +31,7 @@ from echo_planes.weights.node.client import WorkerNode
 NOTICE_EVERY_S = 2.0  # the shortest notice any cloud gives is 30 s
 NOTICE_LIMIT_S = 2.0
 NODE_ANSWER_S = 2.0  # longest wait for the weight node's word of its progress
+FIRST_WEIGHTS = "first weights"
 NOTICE_FAILURES = 10  # in a row; after more the worker ends, because it would miss a notice
 
 
@@ -62,6 +63,7 @@ class WorkerProcess:
     ) -> None:
         enter_actor()
         take_gpus()
+        self._model_files = model_files
         self._config = config = model_files.local(config)
         self._id = worker_id
         self._epoch = epoch
@@ -111,18 +113,21 @@ class WorkerProcess:
             sampling=config.sampling,
         )
         self._is_starting = True
-        async with await self._weights_in(config.model.folder):
+        with await self._weights_in(config.model.folder):
             await asyncio.gather(self._started.start(), self._scorer.start())
         self._is_starting = False
 
-    async def _weights_in(self, folder: Path) -> AbstractAsyncContextManager[None]:
+    async def _weights_in(self, folder: Path) -> AbstractContextManager[None]:
         if has_weights(folder):
             return nullcontext()
         self._waits_for_weights = True
         await self._joined.wait()
-        weights = await self._weights.snapshot()
+        try:
+            weights = await self._weights.snapshot()
+        except WeightsError as why:
+            raise RunError(f"the engine has no weights to start with: {why}") from why
         self._waits_for_weights = False
-        return with_weights(folder, weights)
+        return self._model_files.weights_in(folder, weights)
 
     @property
     def _worker(self) -> RolloutWorker:
@@ -162,7 +167,10 @@ class WorkerProcess:
         return await self._worker.evaluate(indices, samples_per_prompt, draw)
 
     async def progress(self) -> dict[str, str]:
-        """Return how far the worker is with what may be waited for; see `loop.watch`."""
+        """Return how far the worker is with what may be waited for; see `loop.watch`.
+
+        Also `FIRST_WEIGHTS` where its engine cannot start without weights that it has not received.
+        """
         found = await self._started.progress() if self._started else {}
         if self._is_starting:
             found["engine start"] = f"{io_mib(self._node.pid if self._node else None)} MiB read and written"
@@ -173,7 +181,7 @@ class WorkerProcess:
             found["silent"] = "its weight node"
         received = f"{self._received_bytes} bytes of weights received"
         if self._waits_for_weights:
-            found["engine start"] = received
+            found |= {"engine start": received, FIRST_WEIGHTS: ""}
         return {"weight install": received, **found}
 
     async def stats(self) -> WorkerStats:

@@ -2,56 +2,77 @@
 
 The driver sends every worker the model's settings and tokenizer, a few MiB. Where the machine has no such
 folder, or one with other files, the worker writes them to a folder of its own. The engine loads its weights
-there: the newest version that the worker's weight node has received.
+there: the newest version that the worker's weight node has received. A worker would need that version anyway,
+so no worker downloads weights from the hub.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
-import shutil
 import tempfile
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from echo_planes.config.hub import SMALL_FILES
-from echo_planes.config.schema import Config
-from echo_planes.errors import ClusterError, ModelError
-from echo_planes.rollout.vllm.environment import staging_parent
+from echo_planes.config.hub import cached_folder, is_pinned
+from echo_planes.config.schema import Config, ModelConfig
+from echo_planes.errors import ClusterError, ModelError, RunError
+from echo_planes.weights.tensor_files import SUFFIX, load_tensors
 
 MAX_BYTES = 256 * 1024**2  # the largest tokenizers take 40 MiB
-WEIGHTS = "*.safetensors"
-_INDEX = "*.safetensors.index.json"  # names the files of weights, which differ in a worker's own folder
+# What vLLM and transformers read of a model folder beside its weights.
+PATTERNS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "chat_template*",
+    "*.jinja",
+    "*.model",
+)
+_TIED = "lm_head.weight"  # published under this name unless it is the embedding
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Files of a model folder without its weights: name -> content."""
+    """A model folder without the bits of its weights.
+
+    Args:
+        contents: name -> content of its other files.
+        weight_files: names of its weight files.
+        tensors: names of the tensors in them.
+    """
 
     contents: Mapping[str, bytes]
+    weight_files: frozenset[str]
+    tensors: frozenset[str] = field(compare=False)
 
     @classmethod
     def of(cls, folder: Path) -> ModelFiles:
-        """Read them.
+        """Read a folder.
 
         Raises:
-            ModelError: they cannot be read, or are larger than `MAX_BYTES` together.
+            ModelError: a file cannot be read, or the files are larger than `MAX_BYTES` together.
+            DataError: a weight file is damaged.
         """
-        paths = {path for pattern in SMALL_FILES for path in folder.glob(pattern) if path.is_file()}
-        paths -= set(folder.glob(_INDEX))
         try:
+            paths = sorted({path for pattern in PATTERNS for path in folder.glob(pattern) if path.is_file()})
             if sum(path.stat().st_size for path in paths) > MAX_BYTES:
                 raise ModelError(
-                    f"model.path={folder}: its files {', '.join(SMALL_FILES)}, which every worker gets, are "
+                    f"model.path={folder}: its files {', '.join(PATTERNS)}, which every worker gets, are "
                     f"larger than {MAX_BYTES // 1024**2} MiB; move those that are not the model's"
                 )
-            return cls({path.name: path.read_bytes() for path in sorted(paths)})
+            contents = {path.name: path.read_bytes() for path in paths}
+            weight_files = frozenset(path.name for path in folder.glob(f"*{SUFFIX}"))
         except OSError as error:
             raise ModelError(
                 f"model.path={folder}: {error.filename} cannot be read: {error.strerror}"
             ) from error
+        return cls(contents, weight_files, frozenset(load_tensors(folder)) if weight_files else frozenset())
 
     def local(self, config: Config) -> Config:
         """Return the settings with a model folder that this machine has, made if need be.
@@ -59,42 +80,51 @@ class ModelFiles:
         Raises:
             ClusterError: the folder cannot be written.
         """
-        with suppress(ModelError):  # a hub that this machine does not reach, or a folder that it cannot read
-            folder = config.model.folder
-            if has_weights(folder) and ModelFiles.of(folder) == self:
+        with suppress(ModelError, OSError):  # a folder that this machine has not, or that it cannot read
+            folder = _folder_here(config.model)
+            if folder is not None and ModelFiles.of(folder) == self:
                 return config
         try:
-            own = Path(tempfile.mkdtemp(prefix="model-", dir=staging_parent()))  # mode 0700
+            own = Path(tempfile.mkdtemp(prefix="model-"))  # mode 0700
             for name, content in self.contents.items():
                 (own / name).write_bytes(content)
         except OSError as error:
             raise ClusterError(f"the model's files cannot be written: {error}; free some space") from error
         return config.model_copy(update={"model": config.model.model_copy(update={"path": str(own)})})
 
+    @contextmanager
+    def weights_in(self, folder: Path, weights: Path) -> Iterator[None]:
+        """Let a model folder hold the weights of a staged safetensors file for the context.
+
+        The file's owner may remove it meanwhile. A link beside it takes no room.
+
+        Raises:
+            RunError: the weights lack tensors of the model, or the folder cannot be written.
+        """
+        missing = self.tensors - load_tensors(weights).keys() - {_TIED}
+        if missing:
+            raise RunError(
+                f"this machine lacks the model's folder, of which {min(missing)!r} is not trained and so not "
+                "published: put the folder at the same path"
+            )
+        held, link = weights.with_name(f"{weights.name}.held"), folder / f"model{SUFFIX}"
+        try:
+            os.link(weights, held)
+            link.symlink_to(held)
+        except OSError as error:
+            held.unlink(missing_ok=True)
+            raise RunError(f"the staged weights cannot be linked into {folder}: {error}") from error
+        try:
+            yield
+        finally:
+            link.unlink()
+            held.unlink(missing_ok=True)
+
 
 def has_weights(folder: Path) -> bool:
     """Return whether a model folder holds weights."""
-    return any(folder.glob(WEIGHTS))
+    return any(folder.glob(f"*{SUFFIX}"))
 
 
-@asynccontextmanager
-async def with_weights(folder: Path, weights: Path) -> AsyncIterator[None]:
-    """Let a model folder hold the weights of a safetensors file, which may be removed, for the context.
-
-    Raises:
-        ClusterError: they cannot be copied. Where both lie in shared memory, as they do if it has room, a
-            link takes the place of a copy.
-    """
-    held = folder / "model.safetensors"
-    try:
-        try:
-            os.link(weights, held)
-        except OSError:
-            await asyncio.to_thread(shutil.copyfile, weights, held)
-    except OSError as error:
-        held.unlink(missing_ok=True)
-        raise ClusterError(f"the weights cannot be copied to {held}: {error}; free some space") from error
-    try:
-        yield
-    finally:
-        held.unlink()
+def _folder_here(model: ModelConfig) -> Path | None:
+    return cached_folder(model.path) if is_pinned(model.path) else model.folder

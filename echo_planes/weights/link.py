@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,11 @@ class NodeSource:
 
     async def staged(self, manifest: Manifest, fresh: bool) -> Publication:
         """See `WeightSource.staged`."""
-        return open_staged(*await self._staged(manifest.version, fresh))
+        try:
+            staged, path = await self._running().staged(self._lineage, manifest.version, self._wait_s, fresh)
+        except WaitTimeoutError as why:
+            raise WeightsError(f"version {manifest.version} did not arrive: {why}") from why
+        return open_staged(staged, path)
 
     async def settled(self, version: int, ok: bool) -> str:
         """See `WeightSource.settled`."""
@@ -118,18 +123,14 @@ class NodeSource:
     async def snapshot(self) -> Path:
         """Return a safetensors file of all weights of the newest version here, once there is one.
 
-        The node removes it after staging two newer files.
+        It waits as long as its caller does. The node removes the file after staging two newer ones.
 
         Raises:
-            WeightsError: no version arrived.
+            WeightsError: what arrived was refused.
         """
-        return (await self._staged(0, fresh=True))[1]
-
-    async def _staged(self, version: int, fresh: bool) -> tuple[Manifest, Path]:
-        try:
-            return await self._running().staged(self._lineage, version, self._wait_s, fresh)
-        except WaitTimeoutError as why:
-            raise WeightsError(f"version {version} did not arrive: {why}") from why
+        while True:
+            with suppress(WaitTimeoutError):
+                return (await self._running().staged(self._lineage, 0, self._wait_s, fresh=True))[1]
 
     async def received_bytes(self) -> int:
         """Return the bytes of weights that the node has received; 0 before it runs."""

@@ -35,6 +35,7 @@ from echo_planes.learning.meeting import alone
 from echo_planes.learning.policy_model import load_policy, nucleus
 from echo_planes.types import TrainBatch
 from tests.integration.learner_ranks import LIMIT_S, VOCABULARY, make_batch
+from tests.thorough import takes_minutes
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -139,7 +140,8 @@ class Run:
             offloaded = {"offload_optimizer": True, "offload_weights": self.zero_stage == 3}
             changes["learner"] = {**changes.get("learner", {}), **offloaded}
         if self.sharing:
-            changes["learner"] = {**changes.get("learner", {}), "sequence_ranks": 2}
+            ranks = {"num_ranks": self.world_size, "sequence_ranks": 2}
+            changes["learner"] = {**changes.get("learner", {}), **ranks}
         if self.sampler:
             changes = {"objective": {"anchor": "sampler", "clip_delta": 4.0}}
         return settings(model_folder, self.zero_stage, self.dtype, **changes)
@@ -497,6 +499,30 @@ def test_two_updates_per_step_with_a_reference_equal_the_plain_loop(
     np.testing.assert_allclose(found["loss"], expected["loss"], atol=1e-5)
     np.testing.assert_allclose(found["grad_norm"], expected["grad_norm"], rtol=1e-4)
     assert largest_difference(found, expected) < 1e-5
+
+
+@takes_minutes
+def test_ranks_share_sequences_in_every_setting(
+    tmp_path: Path, checkpoints: Path, unbroken: dict[Run, Arrays], model_folder: Path, reference: Arrays
+) -> None:
+    """Two groups of two ranks, a divided reference, adapters and a reference, a run that did not share."""
+    four, divided = Run(4, 1, "fp32", sharing=True), Run(2, 3, "fp32", twice=True, sharing=True)
+    adapters, began_alone = replace(LORA_TWICE, world_size=2, sharing=True), Run(2, 1, "fp32", sharing=True)
+    whole = {"first_step": 0, "num_steps": STEPS}
+    rest = {"first_step": SAVED_AT, "num_steps": STEPS - SAVED_AT}
+    before = str(checkpoints / Run(2, 1, "fp32").name)
+    specs = {
+        divided: {"config": divided.settings(model_folder), **whole},
+        adapters: {"config": adapters.settings(model_folder), **whole},
+        began_alone: {"config": began_alone.settings(model_folder), "load_from": before, **rest},
+    }
+    found = run_ranks(tmp_path, specs)
+    found |= run_ranks(tmp_path, {four: {"config": four.settings(model_folder), **whole}})
+    assert largest_difference(found[four], reference) < 1e-5
+    assert largest_difference(found[began_alone], reference) < 1e-5
+    assert largest_difference(found[divided], reference_run(model_folder, STEPS, 2, kl=True)) < 1e-5
+    expected = reference_run(model_folder, STEPS, 2, kl=True, lora=True)
+    check_adapters(found[adapters], expected, model_folder)
 
 
 def test_a_ratio_against_the_sampler_equals_the_plain_loop(

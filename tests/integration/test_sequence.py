@@ -95,7 +95,7 @@ def kept_bytes(group: SequenceGroup | None) -> float:
 
     ids = torch.arange(LONG)[None] % 64
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = policy(ids, None, None, torch.arange(LONG - 1), ids[0, 1:])
+        output = policy(ids, torch.arange(LONG)[None], None, torch.arange(LONG - 1), ids[0, 1:])
     total = sum(one.untyped_storage().nbytes() for at, one in kept.items() if at not in weights)
     assert output[0].shape == (LONG - 1,)
     return float(total)

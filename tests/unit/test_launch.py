@@ -10,6 +10,7 @@ import pytest
 
 from echo_planes.loop import launch
 from echo_planes.loop.launch import RemoteWorker
+from echo_planes.rollout.actor import FIRST_WEIGHTS
 
 
 def test_a_worker_that_does_not_stop_in_time_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +34,24 @@ def test_a_worker_that_does_not_stop_in_time_is_killed(monkeypatch: pytest.Monke
         assert killed == [handle]
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("has_published", [False, True])
+def test_a_worker_without_weights_moves_with_the_learner_until_it_publishes(has_published: bool) -> None:
+    """Before that nothing can come to it; after that only bytes are progress."""
+
+    async def story() -> dict[str, str]:
+        async def of_worker() -> dict[str, str]:
+            return {"engine start": "0 bytes of weights received", FIRST_WEIGHTS: ""}
+
+        async def of_learner() -> dict[str, str]:
+            return {"": "rank 0 loading the model, 7 MiB read"}
+
+        handle = SimpleNamespace(progress=SimpleNamespace(remote=of_worker))
+        learner: Any = SimpleNamespace(has_published=has_published, progress=of_learner)
+        return await RemoteWorker(handle, "w0", learner).progress()
+
+    told = asyncio.run(story())["engine start"]
+    assert told == (
+        "0 bytes of weights received" if has_published else "rank 0 loading the model, 7 MiB read"
+    )

@@ -464,5 +464,5 @@ def test_a_learners_memory_is_told_where_model_and_card_are_known(
     long = ("answer_tokens=90000000", "learner_sku=T4")  # inputs of its layers alone fill the card
     said = told(capsys, one, *words, "model=builtin:tiny-math", "learner_gpus=1", *long)
     assert "under ZeRO-3 (inputs " in said
-    assert "that is too much: take more GPUs" in said
+    assert "that is too much: see learner.sequence_ranks" in said
     assert "\nLearner " not in told(capsys, one, *BY_HAND)

@@ -14,11 +14,12 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from echo_planes.errors import ModelError  # noqa: E402
-from echo_planes.learning.layer_kinds import layer_kinds, may_pack  # noqa: E402
+from echo_planes.learning.layer_kinds import layer_kinds, may_pack, turns_alike  # noqa: E402
 from echo_planes.learning.memory import kept_bytes_per_token, needs_recompute  # noqa: E402
 from echo_planes.learning.packing import MicroBatch, build, find_inputs, make_units, plan  # noqa: E402
 from echo_planes.learning.policy_model import PolicyModel, load_policy  # noqa: E402
 from echo_planes.learning.probe import probe_layout  # noqa: E402
+from echo_planes.learning.sequence import SequenceGroup  # noqa: E402
 from echo_planes.types import TrainBatch  # noqa: E402
 from tests.unit.test_packing import make_batch  # noqa: E402
 
@@ -258,6 +259,32 @@ def test_rows_hold_several_only_where_one_mask_serves_every_layer(
     settings: dict[str, Any], packs: bool
 ) -> None:
     assert may_pack(SimpleNamespace(**settings), 10) == packs
+
+
+@pytest.mark.parametrize(
+    ("rope", "alike"),
+    [
+        (None, True),
+        ({"rope_type": "llama3", "factor": 8.0}, True),
+        ({"rope_type": "longrope", "short_factor": [1.0]}, False),
+        ({"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {"rope_type": "default"}}, False),
+    ],
+)
+def test_ranks_share_rows_only_where_positions_turn_alike(rope: dict[str, Any] | None, alike: bool) -> None:
+    """Each rank sees a part of the positions, of which such models take the largest."""
+    assert turns_alike(SimpleNamespace(rope_parameters=rope)) == alike
+
+
+@pytest.mark.parametrize(("kind", "shares"), [("default", True), ("dynamic", False)])
+def test_a_model_whose_rows_cannot_be_shared_is_refused(kind: str, shares: bool) -> None:
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, rope_parameters=rope))
+    policy = PolicyModel(model, 1.0, 1.0, sequence=SequenceGroup(None, 0, 2))
+    if shares:
+        assert policy.packs(10)
+        return
+    with pytest.raises(ModelError, match=r"learner\.sequence_ranks=2: the attention of a llama cannot be"):
+        policy.packs(10)
 
 
 @pytest.mark.parametrize("setting", ["attn_logit_softcapping", "final_logit_softcapping"])

@@ -91,6 +91,7 @@ WRONG: list[tuple[Case, str, Sequence[Machine] | None, str]] = [
         None,
         "does not divide learner.micro_batch_tokens=16386",
     ),
+    (ONE, "learner.sequence_ranks=2 learner.dropout=true", None, "with learner.dropout=true"),
     (
         LARGE,
         "learner.sequence_ranks=12 learner.num_ranks=12 learner.micro_batch_tokens=24576",
