@@ -37,10 +37,13 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# A claim that fails ends neither: the exit status tells it at the end.
 proof: $(STAMP)
-	$(BIN)/python -m bench.proof $(ARGS)
-	$(BIN)/python -m bench.size --json runs/size.json
-	$(BIN)/python -m bench.chaos all --folder runs/chaos --json runs/chaos.json
+	@failed=0; \
+	$(BIN)/python -m bench.proof $(ARGS) || failed=1; \
+	$(BIN)/python -m bench.size --json runs/size.json || failed=1; \
+	$(BIN)/python -m bench.chaos all --folder runs/chaos --json runs/chaos.json || failed=1; \
+	exit $$failed
 
 # Resolve pyproject.toml again, for all Linux x86-64 machines (needs uv).
 lock:

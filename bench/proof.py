@@ -183,6 +183,20 @@ class Proof:
             ("prompts that move between workers (jsq)", "tests/integration/test_dispatch_job.py"),
             ("engines over two ranks, tensor and pipeline", "tests/integration/test_vllm_parallel.py"),
             ("wheel in an empty folder, submitted as a Ray job", "tests/integration/test_job.py"),
+            ("leftovers of every killed process, Ray's raylet too", "tests/integration/test_leftovers.py"),
+            (
+                "21 machines, 20 seeds: ranks and buffer where they belong",
+                "tests/integration/test_placement.py",
+            ),
+            (
+                "stopped ranks and workers are named; slow steps are no failures",
+                "tests/integration/test_stalls.py",
+            ),
+            ("faults, one by one", "tests/integration/test_faults.py"),
+            ("recovery from cut links and lost machines", "tests/integration/test_recovery.py"),
+            ("a run, its export, and a run of that", "tests/integration/test_run.py"),
+            ("learner and workers on one machine", "tests/integration/test_seeding_run.py"),
+            ("one vLLM engine, adapters too", "tests/integration/test_vllm_engine.py"),
             ("schedules, crashes of the store, seeded faults and bugs: all that is simulated", "tests/sim"),
             ("every unit, with all examples", "tests/unit"),
         ):

@@ -9,14 +9,16 @@
     fuzz [--decoder NAME ...] [--inputs N]            damaged inputs to every decoder
     all                                               each of them at full size, in turn
 
-What is in FOLDER already is not done again: an interrupted campaign goes on. The file gets the figures, and
-`verdicts` {claim: true or false}; the exit status is 1 where one is false.
+What is in FOLDER already is not done again: an interrupted campaign goes on, if the commit is still that of
+the folder. The file gets the commit, the figures, and `verdicts` {claim: true or false}; the exit status is 1
+where one is false, 2 where the folder is of another commit.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from typing import Any
 
 from bench.chaos import fuzz, hostile, kills, network, soak
 from bench.chaos.recovery import recovery, recovery_verdicts
+from tests.integration.harness import ROOT
 
 Options = argparse.Namespace
 Told = tuple[dict[str, Any], dict[str, bool]]  # figures, verdicts
@@ -117,13 +120,26 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run one section, or all of them; returns the exit status."""
     options = _parser().parse_args(words)
     folder: Path = options.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    now, kept = commit(), folder / "commit"
+    if kept.exists() and kept.read_text() != now:
+        print(f"error: {folder} holds a campaign of {kept.read_text()}, this is {now}; give another folder")
+        return 2
+    kept.write_text(now)
     if options.section != "all":
-        return _told({options.section: _run(options, folder)}, options.json)
-    reports = {}
+        return _told({options.section: _run(options, folder, now)}, options.json)
+    reports: dict[str, Any] = {}
     for one in FULL:
         name = "-".join(word.strip("-") for word in one)
-        reports[name] = _run(_parser().parse_args([*one, "--folder", str(folder)]), folder / name)
+        reports[name] = _run(_parser().parse_args([*one, "--folder", str(folder)]), folder / name, now)
+        _told(reports, options.json)  # a later section may raise
     return _told(reports, options.json)
+
+
+def commit() -> str:
+    """Commit of this checkout, marked where files differ from it."""
+    words = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty=+changes"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -138,12 +154,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: Options, folder: Path) -> dict[str, Any]:
+def _run(options: Options, folder: Path, of_commit: str) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     figures, verdicts = SECTIONS[options.section].run(options, folder)
     for claim, holds in verdicts.items():
         print(f"{'holds' if holds else 'FAILS'}  {options.section}: {claim}", flush=True)
-    return {"figures": figures, "verdicts": verdicts}
+    return {"commit": of_commit, "figures": figures, "verdicts": verdicts}
 
 
 def _told(reports: dict[str, Any], path: Path | None) -> int:

@@ -26,16 +26,19 @@ from bench.chaos.lives import (
     find,
     judge,
     kill,
+    orphans,
     read_lines,
     wait_for,
 )
 from tests.integration.harness import Program
+from tests.integration.leftovers import KILLED_S
 
 VICTIMS: tuple[Victim, ...] = ENDS_THE_RUN + GOES_ON
 PER_LIFE = 8  # kills of a process that the run goes on without, before the run is ended and resumed
 PLACE_S = 90.0  # within which an armed place is reached, once the run makes steps
 RESUME_S = 120.0  # until the next step after a kill
 LONGEST_SAVE_S = 0.05  # of the models used here
+EVERY_PLACE = 100  # kills of a victim, from which on each of its places must have been hit
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ def resume(folder: Path, number: int) -> dict[str, Any]:
         part: sum(reference.parts(one["name"]).get(part) != one["digests"][part] for one in loaded)
         for part in PARTS
     }
-    return {**lane.figures(reference), "resumed": len(loaded), "unequal": unequal}
+    return {**lane.figures(reference), "went_on": lane.went_on, "resumed": len(loaded), "unequal": unequal}
 
 
 class Lane:
@@ -124,6 +127,15 @@ class Lane:
         self._ends = folder / "ends.jsonl"  # of lives that were let end
         self.kills, self.ends = read_lines(self._log), read_lines(self._ends)
         self.lives = max((one["life"] for one in self.kills), default=0)
+
+    @property
+    def went_on(self) -> int:
+        """Kills after which a checkpoint was loaded, unless the next kill came before that."""
+        following = [*self.kills[1:], None]
+        return sum(
+            one["checkpoint"] and (then is None or then["steps"] > 0 or then["place"] != "random")
+            for one, then in zip(self.kills, following, strict=True)
+        )
 
     def kill_until(self, kills: int) -> None:
         """Go on until the victim has died so often."""
@@ -184,6 +196,7 @@ class Lane:
             "steps": self.lineage.last_step() - first,
             "resumed_s": resumed_s,
             "left_behind": left,
+            "checkpoint": self.lineage.has_checkpoint(),
         }
         _keep(self._log, self.kills, record)
         print(f"[kills] {self.lineage.folder.name} {len(self.kills)}: {record}", flush=True)
@@ -229,8 +242,14 @@ class Lane:
             running.wait(START_S)
             return self.lineage.left_behind(), None
         begun_s = time.monotonic()
+        try:
+            wait_for(lambda: not orphans(running), KILLED_S, "an end of what belonged to the victim")
+        except TimeoutError:
+            left = "; ".join(orphans(running))
+        else:
+            left = ""
         self._wait_for_step(running)
-        return "", round(time.monotonic() - begun_s, 2)
+        return left, round(time.monotonic() - begun_s, 2)
 
 
 def _keep(path: Path, records: list[dict[str, Any]], record: dict[str, Any]) -> None:
@@ -251,6 +270,14 @@ def kill_verdicts(figures: dict[str, Any], number: int, *, deterministic: bool) 
         "the accounting is exact": all(row["books_exact"] for row in rows),
         "nothing is left 5 s later": all(row["left_behind"] == 0 for row in rows),
     }
+    if number >= EVERY_PLACE:
+        claims["every place was hit, before and after"] = all(
+            row["places"].get(f"{place.name} {side}", 0) > 0
+            for victim, row in figures.items()
+            for place in PLACES
+            if place.victim == victim
+            for side in (SIDES[0], SIDES[-1])
+        )
     if deterministic:
         claims["weights are those of the undisturbed run"] = all(
             row["digests_unequal"] == 0 and row["digests"] > 0 for row in rows
@@ -262,8 +289,12 @@ def resume_verdicts(figures: dict[str, Any], number: int) -> dict[str, bool]:
     """Claims of the campaign, by their words."""
     return {
         f"{number} kills over step, save and publish": figures["kills"] >= number,
-        "every checkpoint that was loaded is that of the undisturbed run": figures["resumed"] > 0
-        and not any(figures["unequal"].values()),
-        "weights are those of the undisturbed run": figures["digests_unequal"] == 0,
+        "every run with a checkpoint went on from one": figures["resumed"] >= figures["went_on"] > number / 2,
+        "every checkpoint that was loaded is that of the undisturbed run": not any(
+            figures["unequal"].values()
+        ),
+        "weights are those of the undisturbed run": figures["digests_unequal"] == 0 < figures["digests"],
         "the accounting is exact": figures["books_exact"] and figures["acknowledged_lost"] == 0,
+        "nothing is trained twice": figures["trained_twice"] == 0,
+        "nothing is left 5 s later": figures["left_behind"] == 0,
     }

@@ -49,6 +49,8 @@ WORDS = (
 )
 ENDS_THE_RUN: tuple[Victim, ...] = ("driver", "learner", "learner's node", "data plane")
 GOES_ON: tuple[Victim, ...] = ("worker", "worker's node", "reward")
+# Processes that live no longer than the actor that started them.
+OWNED = ("echo_planes.weights.node.process", "echo_planes.data.tasks.reward_child", "VLLM::")
 
 
 class Lineage:
@@ -72,7 +74,7 @@ class Lineage:
         shutil.rmtree(work, ignore_errors=True)
         if not (self.folder / "plan.json").exists():
             arm(self.folder, None, real_engine=self.real_engine)
-        goes_on = any((self.run_dir / "checkpoints").glob("step-*/meta.json"))
+        goes_on = self.has_checkpoint()
         if not goes_on and self.run_dir.exists():
             shutil.rmtree(self.run_dir)  # killed before its first checkpoint: begun anew
             (self.folder / "seen.jsonl").unlink(missing_ok=True)
@@ -89,6 +91,10 @@ class Lineage:
         ):
             yield running
         shutil.rmtree(work)
+
+    def has_checkpoint(self) -> bool:
+        """Return whether there is a checkpoint to go on from."""
+        return any((self.run_dir / "checkpoints").glob("step-*/meta.json"))
 
     def left_behind(self) -> str:
         """List what is still there of a life `KILLED_S` after it ended, processes and files; "" if nothing.
@@ -129,6 +135,20 @@ def find(running: Program, victim: Victim) -> psutil.Process | None:
         }[victim]:
             return process
     return None
+
+
+def orphans(running: Program) -> list[str]:
+    """Command lines of a run's living processes whose owner is gone: nodes, reward processes, engines."""
+    found = []
+    for process in running.processes():
+        try:
+            command, parents = " ".join(process.cmdline()), process.parents()
+            owned = any(parent.name().startswith(("ray::WorkerPro", "ray::LearnerPro")) for parent in parents)
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+        if not owned and any(word in command for word in OWNED):
+            found.append(f"{process.pid} {command[:80]}")
+    return found
 
 
 def wait_for(condition: Callable[[], Any], limit_s: float, what: str) -> Any:

@@ -1,13 +1,16 @@
 """`network`: what a whole run unpickles, and what it listens on.
 
 Every Python process of the run writes down who asks for a class while bytes are unpickled (`sys.audit`), and
-every listening socket is asked, without credentials, what it has to say.
+every listening socket is asked, without credentials, what it has to say: as a browser would, and with bytes
+of no protocol.
 """
 
 from __future__ import annotations
 
+import socket
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,8 @@ from tests.integration.harness import Program
 
 STEPS = 8
 PROBE_S = 2.0
+NOISE, NOISE_BYTES = b"\xf5\x00\r\n" * 16 + b"\r\n\r\n", 512
+HTTP2_SETTINGS = b"\x04"  # kind of a frame, after its length of three bytes
 LOOPBACK = ("127.0.0.1", "::1")
 IPV4_IN_IPV6 = "::ffff:"
 # Packages that may unpickle, and why that is no hole. Our own packages are not among them.
@@ -46,6 +51,7 @@ class Port:
     port: int
     is_loopback: bool
     answer: str  # to an HTTP request without credentials; "" where none came
+    bytes_back: str  # hexadecimal: the first bytes to one that only connects, and then sends noise
 
 
 def network(folder: Path, *, real_engine: bool) -> dict[str, Any]:
@@ -86,6 +92,9 @@ def verdicts(figures: dict[str, Any]) -> dict[str, bool]:
         "nothing but Ray's metrics answers without credentials": all(
             not one["answer"].startswith("2") or _is_metrics(one) for one in ports
         ),
+        "noise gets a refusal of HTTP's, gRPC's greeting, or nothing": all(
+            _is_refusal(bytes.fromhex(one["bytes_back"])) for one in ports
+        ),
     }
 
 
@@ -112,7 +121,25 @@ def _asked(process: str, address: str, port: int) -> Port:
     host = address if address in LOOPBACK else "127.0.0.1"
     answers = [_http(host, port, path) for path in RAY_METRICS]
     best = next((one for one in answers if one.startswith("2")), answers[0])
-    return Port(process, address, port, address in LOOPBACK, best)
+    return Port(process, address, port, address in LOOPBACK, best, _noise(host, port).hex())
+
+
+def _noise(host: str, port: int) -> bytes:
+    """Return what comes back before and after bytes that no protocol begins with."""
+    back = b""
+    with suppress(OSError), socket.create_connection((host, port), PROBE_S) as connection:
+        connection.settimeout(PROBE_S / 4)
+        for sent in (b"", NOISE):
+            connection.sendall(sent)
+            with suppress(TimeoutError):
+                back += connection.recv(NOISE_BYTES)
+    return back
+
+
+def _is_refusal(back: bytes) -> bool:
+    """Return whether noise got nothing, an error of HTTP, or the settings with which gRPC begins."""
+    is_error = back.startswith(b"HTTP/1.") and back[9:10] in b"45"
+    return not back or is_error or back[3:4] == HTTP2_SETTINGS
 
 
 def _http(host: str, port: int, path: str) -> str:

@@ -18,8 +18,10 @@ from bench.chaos.checkpoints import PARTS, digests_of
 from bench.chaos.failpoints import PLACES, Armed, Place, arm, fired, seen
 from tests.integration.harness import ROOT
 
+EVERY_PLACE = {f"{place.name} {side}": 5 for place in PLACES for side in ("before", "after")}
 GOOD_KILLS: dict[str, Any] = {
     "kills": 200,
+    "places": EVERY_PLACE,
     "left_behind": 0,
     "acknowledged_lost": 0,
     "trained_twice": 0,
@@ -43,6 +45,7 @@ def broken(good: dict[str, Any], **wrong: Any) -> dict[str, Any]:
         ({"left_behind": 1}, "nothing is left 5 s later"),
         ({"digests_unequal": 1}, "weights are those of the undisturbed run"),
         ({"digests": 0}, "weights are those of the undisturbed run"),
+        ({"places": {**EVERY_PLACE, "publish after": 0}}, "every place was hit, before and after"),
     ],
 )
 def test_each_verdict_on_kills_can_be_false(wrong: dict[str, Any], claim: str) -> None:
@@ -54,11 +57,15 @@ def test_each_verdict_on_kills_can_be_false(wrong: dict[str, Any], claim: str) -
 
 
 def test_each_verdict_on_resumes_can_be_false() -> None:
-    good = {**GOOD_KILLS, "kills": 50, "resumed": 50, "unequal": dict.fromkeys(PARTS, 0)}
+    good = {**GOOD_KILLS, "kills": 50, "went_on": 48, "resumed": 49, "unequal": dict.fromkeys(PARTS, 0)}
     assert all(kills.resume_verdicts(good, 50).values())
     for wrong in (
         {"kills": 49},
-        {"resumed": 0},
+        {"resumed": 47},
+        {"went_on": 20},
+        {"digests": 0},
+        {"trained_twice": 1},
+        {"left_behind": 1},
         {"unequal": {**good["unequal"], "rng": 1}},
         {"digests_unequal": 1},
         {"acknowledged_lost": 1},
@@ -139,6 +146,7 @@ def test_processes_that_stay_are_growth() -> None:
 
 def test_each_verdict_on_the_network_can_be_false() -> None:
     port = {"process": "raylet", "address": "127.0.0.1", "port": 1, "is_loopback": True, "answer": "403"}
+    port["bytes_back"] = b"HTTP/1.1 400 Bad Request".hex()
     good = {"processes watched": 9, "unpickled by": {"ray._private.worker": ["x"]}, "ports": [port]}
     assert all(network.verdicts(good).values())
     for wrong in (
@@ -146,8 +154,12 @@ def test_each_verdict_on_the_network_can_be_false() -> None:
         {"unpickled by": {"echo_planes.weights.node.process": ["os.system"]}},
         {"ports": [{**port, "is_loopback": False}]},
         {"ports": [{**port, "answer": "200 hello"}]},
+        {"ports": [{**port, "bytes_back": b"HTTP/1.1 200 OK".hex()}]},
+        {"ports": [{**port, "bytes_back": b"\xff\0\0\0\0\0\0\0\x01\x7f".hex()}]},  # ZeroMQ's greeting
     ):
         assert list(network.verdicts(broken(good, **wrong)).values()).count(False) == 1
+    silent = [{**port, "bytes_back": back} for back in ("", b"\0\0\x12\x04\0".hex())]
+    assert all(network.verdicts({**good, "ports": silent}).values())
     assert all(
         network.verdicts(
             {**good, "ports": [{**port, "is_loopback": False, "answer": "200 # HELP ray_"}]}
