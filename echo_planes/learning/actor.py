@@ -162,6 +162,10 @@ class LearnerProcess:
             self._choice.rate_bytes_per_s = min(rates)
         return stats
 
+    def sees(self, path: Path) -> bool:
+        """Return whether this machine has a file."""
+        return path.exists()
+
     def save(self, folder: Path) -> None:
         self._learner.save(folder)
 

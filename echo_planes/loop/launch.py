@@ -28,6 +28,7 @@ from echo_planes.data.replay.dispatch import policy_named
 from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.data.tasks.adapter import train_everything
 from echo_planes.errors import (
+    ClusterError,
     EchoPlanesError,
     LearnerLostError,
     RunError,
@@ -199,6 +200,7 @@ class RemoteLearner:
         self._group, options = _ranks_together(settings, lasting_machines(config, machines()))
         remote = ray.remote(concurrency_groups={PROGRESS: 1})(LearnerProcess)
         checkpoints = run_dir / "checkpoints"
+        self._run_dir = run_dir
         self._start_step = start_step
         self.has_published = False
         self._places: list[str] = []
@@ -230,9 +232,30 @@ class RemoteLearner:
         # Rank 0 begins with its node. If that cannot listen, the run ends now, by the node's own message.
         await self.sender()
         together = len(set(await self.places())) == 1
+        if not together:
+            await self._check_shared_disk()
         meeting_place = await self._ranks[0].call("meeting_place", together)
         await self._all("start", resume_dir / "learner" if resume_dir else None, *meeting_place)
         return self._start_step
+
+    async def _check_shared_disk(self) -> None:
+        """Check that all ranks see the run folder, into which each writes its part of a checkpoint.
+
+        Raises:
+            ClusterError: one does not.
+        """
+        mark = self._run_dir / f".seen-by-all-ranks-{secrets.token_hex(8)}"
+        mark.touch()
+        try:
+            found = await self._all("sees", mark)
+        finally:
+            mark.unlink()
+        if not all(found):
+            raise ClusterError(
+                f"run.dir={self._run_dir}: learner rank {found.index(False)} is on a machine without that "
+                "folder, where its part of a checkpoint would stay; give a folder on a disk that all machines "
+                "of the learner share, or set learner.num_ranks so that one machine holds them"
+            )
 
     async def train_part(self, batch: TrainBatch) -> None:
         await self._all("train_part", self._reference(batch))

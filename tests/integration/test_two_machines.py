@@ -24,6 +24,7 @@ pytestmark = [
 ]
 
 STEPS = 3
+PRIVATE = "private"  # a folder of machine 0
 TOLD = ("status", "steps", "digest_mismatches", "reward_first", "mismatch_same_version_mean")
 WORDS = [
     f"run.steps={STEPS}",
@@ -45,9 +46,14 @@ WORKER_APART = [
 ]
 
 
+def apart(folder: Path, *words: str, run: str = "run") -> subprocess.CompletedProcess[str]:
+    here = [sys.executable, "-m", "tests.integration.test_two_machines"]
+    command = shut_off([*here, str(folder), run, *words])
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+
+
 def run_apart(folder: Path, *words: str) -> dict[str, Any]:
-    command = shut_off([sys.executable, "-m", "tests.integration.test_two_machines", str(folder), *words])
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    done = apart(folder, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert (said["status"], said["steps"], said["digest_mismatches"]) == ("done", STEPS, 0)
@@ -67,6 +73,13 @@ def test_a_worker_needs_no_model_folder(tmp_path: Path) -> None:
     assert said["mismatch_same_version_mean"] < 0.05
 
 
+def test_ranks_of_machines_without_a_common_disk_are_refused(tmp_path: Path) -> None:
+    """Each would write its part of a checkpoint where a resume does not find it."""
+    done = apart(tmp_path, *RANKS_APART, run=f"{PRIVATE}/run")
+    assert done.returncode != 0
+    assert "learner rank 1 is on a machine without that folder" in done.stdout + done.stderr
+
+
 def stacks(machines: Machines) -> str:
     """Stack of each rank, as py-spy sees it."""
     return "\n".join(
@@ -82,15 +95,15 @@ def stacks(machines: Machines) -> str:
     )
 
 
-def main(folder: Path, *words: str) -> None:
+def main(folder: Path, run: str, *words: str) -> None:
     """Run the job on two machines; print how many ranks and workers each held, and what came of it."""
     environment = {"PYTHONPATH": str(ROOT)}
-    model = folder / "model"
+    model = folder / PRIVATE / "model"
     shutil.copytree(BUILTIN_MODELS["builtin:tiny-math"], model)
-    with up(2, environment, rtt_s=0.01, loss=0.0, hidden=[model]) as machines:
+    with up(2, environment, rtt_s=0.01, loss=0.0, hidden=[folder / PRIVATE]) as machines:
         joined = {**environment, **USUAL, "RAY_ADDRESS": machines.address}
         settings = [word.replace("@model", str(model)) for word in (*WORDS, *words)]
-        starting = program(folder / "work", folder / "run", *settings, environment=joined)
+        starting = program(folder / "work", folder / run, *settings, environment=joined)
         with machines.net.inside(0), starting as running:
             try:
                 running.wait_for_step(1)
@@ -105,7 +118,7 @@ def main(folder: Path, *words: str) -> None:
             }
             if running.wait():
                 raise RuntimeError(running.tail())
-    books = summary(folder / "run")
+    books = summary(folder / run)
     print(json.dumps({**held, **{key: value for key, value in books.items() if key in TOLD}}))
 
 
