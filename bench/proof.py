@@ -25,6 +25,7 @@ from bench import codec as codec_bench
 from tests.integration.harness import LOSSY_PROGRAM, ROOT, events, metrics, run_to_end, summary
 
 SEEDS = (0, 1, 2)
+ADAPTERS = ("learner.lora_rank=16",)
 STEPS = 120
 BOUNDS = (0, 1, 2, 3, 6)
 DATA_DIR = Path(os.environ.get("ECHO_PLANES_DATA", ROOT.parent / "shared" / "data"))
@@ -101,12 +102,32 @@ class Proof:
             f"{name}: |vLLM - learner logprob|, same version", f"{same:.4f} nats", "<= 0.02", same <= 0.02
         )
 
+    def adapters(self) -> Iterator[Claim]:
+        """The embedded job with adapters (LoRA) alone trained, three seeds, and a control."""
+        for seed in SEEDS:
+            told = summary(self.run(f"lora{seed}", *ADAPTERS, f"run.seed={seed}", f"run.steps={STEPS}"))
+            first, last = told["eval_first"], told["eval_last"]
+            yield Claim(
+                f"adapters, seed {seed}: held-out accuracy, digest mismatches",
+                f"{first:.3f} -> {last:.3f}, {told['digest_mismatches']}",
+                "<= 0.65 -> >= 0.90, 0",
+                first <= 0.65 and last >= 0.90 and told["digest_mismatches"] == 0,
+            )
+        yield from self._control("adapters, ", *ADAPTERS)
+
     def control(self) -> Iterator[Claim]:
         """Nothing is learned at learning rate 0."""
-        told = summary(self.run("lr0", "learner.lr=0.0", "run.steps=60"))
+        yield from self._control("")
+
+    def _control(self, name: str, *words: str) -> Iterator[Claim]:
+        run_dir = self.run(f"{name.partition(',')[0]}lr0", *words, "learner.lr=0.0", "run.steps=60")
+        told = summary(run_dir)
         change = told["eval_last"] - told["eval_first"]
         yield Claim(
-            "control at lr = 0: change of accuracy", f"{change:+.3f}", "within 0.06", abs(change) <= 0.06
+            f"{name}control at lr = 0: change of accuracy",
+            f"{change:+.3f}",
+            "within 0.06",
+            abs(change) <= 0.06,
         )
 
     def synchronous(self) -> Iterator[Claim]:
@@ -381,6 +402,7 @@ def main() -> int:
     sections = [
         "seeds",
         "control",
+        "adapters",
         "synchronous",
         "seeding",
         "trl",

@@ -253,8 +253,8 @@ class RemoteLearner:
         if not all(found):
             raise ClusterError(
                 f"run.dir={self._run_dir}: learner rank {found.index(False)} is on a machine without that "
-                "folder, where its part of a checkpoint would stay; give a folder on a disk that all machines "
-                "of the learner share, or set learner.num_ranks so that one machine holds them"
+                "folder, where its part of a checkpoint would stay; give a folder on a disk that all of the "
+                "learner's machines share, or set learner.num_ranks so that one machine holds them"
             )
 
     async def train_part(self, batch: TrainBatch) -> None:
