@@ -129,7 +129,7 @@ class SequenceGroup:
         return self._positions_shared(output), None
 
     def _heads_shared(self, x: Tensor) -> Tensor:
-        """(rows, heads, positions / size, head size) -> (rows, heads / size, positions, head size)."""
+        """Turn (rows, heads, positions / size, head size) into (rows, heads / size, positions, head size)."""
         rows, heads, part, width = x.shape
         sent = x.reshape(rows, self.size, heads // self.size, part, width).movedim(1, 0)
         got = _Exchange.apply(sent.contiguous(), self.group)  # type: ignore[no-untyped-call]
@@ -138,7 +138,7 @@ class SequenceGroup:
         return whole
 
     def _positions_shared(self, x: Tensor) -> Tensor:
-        """(rows, heads / size, positions, head size) -> (rows, positions / size, heads, head size)."""
+        """Turn (rows, heads / size, positions, head size) into (rows, positions / size, heads, head size)."""
         rows, heads, positions, width = x.shape
         sent = x.reshape(rows, heads, self.size, positions // self.size, width).movedim(2, 0)
         got = _Exchange.apply(sent.contiguous(), self.group)  # type: ignore[no-untyped-call]

@@ -15,10 +15,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from echo_planes.config.hub import cached_folder, is_pinned
 from echo_planes.config.schema import Config, ModelConfig
 from echo_planes.errors import ClusterError, ModelError, RunError
-from echo_planes.weights.tensor_files import SUFFIX, load_tensors
+from echo_planes.weights.tensor_files import SUFFIX
 
 MAX_BYTES = 256 * 1024**2  # the largest tokenizers take 40 MiB
 # What vLLM and transformers read of a model folder beside its weights.
@@ -57,7 +59,6 @@ class ModelFiles:
 
         Raises:
             ModelError: a file cannot be read, or the files are larger than `MAX_BYTES` together.
-            DataError: a weight file is damaged.
         """
         try:
             paths = sorted({path for pattern in PATTERNS for path in folder.glob(pattern) if path.is_file()})
@@ -67,12 +68,11 @@ class ModelFiles:
                     f"larger than {MAX_BYTES // 1024**2} MiB; move those that are not the model's"
                 )
             contents = {path.name: path.read_bytes() for path in paths}
-            weight_files = frozenset(path.name for path in folder.glob(f"*{SUFFIX}"))
-        except OSError as error:
-            raise ModelError(
-                f"model.path={folder}: {error.filename} cannot be read: {error.strerror}"
-            ) from error
-        return cls(contents, weight_files, frozenset(load_tensors(folder)) if weight_files else frozenset())
+            weight_files = sorted(folder.glob(f"*{SUFFIX}"))
+            tensors = {name for path in weight_files for name in _tensors_in(path)}
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"model.path={folder}: a file cannot be read: {error}") from error
+        return cls(contents, frozenset(path.name for path in weight_files), frozenset(tensors))
 
     def local(self, config: Config) -> Config:
         """Return the settings with a model folder that this machine has, made if need be.
@@ -83,14 +83,14 @@ class ModelFiles:
         with suppress(ModelError, OSError):  # a folder that this machine has not, or that it cannot read
             folder = _folder_here(config.model)
             if folder is not None and ModelFiles.of(folder) == self:
-                return config
+                return _with_folder(config, folder) if is_pinned(config.model.path) else config
         try:
             own = Path(tempfile.mkdtemp(prefix="model-"))  # mode 0700
             for name, content in self.contents.items():
                 (own / name).write_bytes(content)
         except OSError as error:
             raise ClusterError(f"the model's files cannot be written: {error}; free some space") from error
-        return config.model_copy(update={"model": config.model.model_copy(update={"path": str(own)})})
+        return _with_folder(config, own)
 
     @contextmanager
     def weights_in(self, folder: Path, weights: Path) -> Iterator[None]:
@@ -101,7 +101,7 @@ class ModelFiles:
         Raises:
             RunError: the weights lack tensors of the model, or the folder cannot be written.
         """
-        missing = self.tensors - load_tensors(weights).keys() - {_TIED}
+        missing = self.tensors - _tensors_in(weights) - {_TIED}
         if missing:
             raise RunError(
                 f"this machine lacks the model's folder, of which {min(missing)!r} is not trained and so not "
@@ -124,6 +124,16 @@ class ModelFiles:
 def has_weights(folder: Path) -> bool:
     """Return whether a model folder holds weights."""
     return any(folder.glob(f"*{SUFFIX}"))
+
+
+def _tensors_in(path: Path) -> set[str]:
+    """Return the names of the tensors in a safetensors file."""
+    with safe_open(path, framework="np") as file:
+        return set(file.keys())
+
+
+def _with_folder(config: Config, folder: Path) -> Config:
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
 
 
 def _folder_here(model: ModelConfig) -> Path | None:
