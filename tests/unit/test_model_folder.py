@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a worker makes its folder."""
+    """Folder in which a worker makes its own."""
     made = tmp_path / "scratch"
     made.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(made))
