@@ -10,6 +10,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -66,8 +67,13 @@ class CorruptibleEngine(VllmEngine):
 
 
 class ParallelBench(Bench):
+    """In bf16: several ranks hold weights as they are published."""
+
     kind = CorruptibleEngine
     began_with = ""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(prefix_caching=False, dtype="bfloat16", **options)
 
     @property
     def pipeline_stages(self) -> int:
@@ -104,9 +110,9 @@ def bench(
     """Tensor parallelism with copies of keys and values; pipeline parallelism with a table on both ends."""
     if request.param == "tensor":
         model = shared_heads(tmp_path_factory.mktemp("model") / "shared_heads")
-        bench = ParallelBench(prefix_caching=False, model=model, tensor_parallel_size=2)
+        bench = ParallelBench(model=model, tensor_parallel_size=2)
     else:
-        bench = ParallelBench(prefix_caching=False, pipeline_parallel_size=2)
+        bench = ParallelBench(pipeline_parallel_size=2)
     try:
         bench.run(bench.engine.start())
         bench.began_with = bench.engine.digest
