@@ -93,7 +93,7 @@ def verdicts(figures: dict[str, Any]) -> dict[str, bool]:
             not one["answer"].startswith("2") or _is_metrics(one) for one in ports
         ),
         "noise gets a refusal of HTTP's, gRPC's greeting, or nothing": all(
-            _is_refusal(bytes.fromhex(one["bytes_back"])) for one in ports
+            _is_metrics(one) or _is_refusal(bytes.fromhex(one["bytes_back"])) for one in ports
         ),
     }
 
