@@ -37,7 +37,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# A claim that fails ends neither: the exit status tells it at the end.
+# A claim that fails ends none of the three: the exit status tells it at the end.
 proof: $(STAMP)
 	@failed=0; \
 	$(BIN)/python -m bench.proof $(ARGS) || failed=1; \

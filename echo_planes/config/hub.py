@@ -102,7 +102,7 @@ def create_repository(name: str) -> None:
         raise ModelError(f"--push {name}: no name of a model on the hub; give ORG/NAME")
     try:
         create_repo(name, private=True, exist_ok=True)
-    except Exception as error:
+    except Exception as error:  # of any HTTP stack, as in `fetch`
         raise _refused(name, error) from error
 
 
@@ -118,7 +118,7 @@ def push(folder: Path, name: str, message: str) -> str:
 
     try:
         return upload_folder(repo_id=name, folder_path=folder, commit_message=message).commit_url
-    except Exception as error:
+    except Exception as error:  # of any HTTP stack, as in `fetch`
         refused = _refused(name, error)
         raise ModelError(f"{refused}; once it does, `hf upload {name} {folder}` goes on") from error
 

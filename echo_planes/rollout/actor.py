@@ -31,7 +31,7 @@ from echo_planes.weights.node.client import WorkerNode
 NOTICE_EVERY_S = 2.0  # the shortest notice any cloud gives is 30 s
 NOTICE_LIMIT_S = 2.0
 NODE_ANSWER_S = 2.0  # longest wait for the weight node's word of its progress
-FIRST_WEIGHTS = "first weights"
+FIRST_WEIGHTS = "first weights"  # in `progress`: the engine waits for them
 NOTICE_FAILURES = 10  # in a row; after more the worker ends, because it would miss a notice
 
 
