@@ -122,8 +122,9 @@ def main(words: Sequence[str] | None = None) -> int:
     folder: Path = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     now, kept = commit(), folder / "commit"
-    if kept.exists() and kept.read_text() != now:
-        print(f"error: {folder} holds a campaign of {kept.read_text()}, this is {now}; give another folder")
+    of = kept.read_text() if kept.exists() else "an unnamed commit" if any(folder.iterdir()) else now
+    if of != now:
+        print(f"error: {folder} holds a campaign of {of}, this is {now}; give another folder")
         return 2
     kept.write_text(now)
     if options.section != "all":

@@ -50,6 +50,7 @@ def battered(tmp_path_factory: pytest.TempPathFactory) -> Program:
     return run
 
 
+@takes_minutes
 def test_a_killed_worker_is_replaced_and_the_run_ends_as_if_nothing_had_happened(battered: Program) -> None:
     (worker,) = check_books(battered.run_dir, STEPS)["workers"]
     assert worker["restarts"] == 1
@@ -59,6 +60,7 @@ def test_a_killed_worker_is_replaced_and_the_run_ends_as_if_nothing_had_happened
     assert battered.stderr == ""
 
 
+@takes_minutes
 def test_rewards_that_hang_raise_or_lie_leave_the_run_going(battered: Program) -> None:
     told = summary(battered.run_dir)
     # Prompts 3, 5 and 7 were among the first. A group's later answers are not scored after one that hung.

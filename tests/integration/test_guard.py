@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.harness import SMALL, events, metrics, program, staleness, summary, trained
+from tests.thorough import takes_minutes
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -28,6 +29,7 @@ DOOMED = (
 )
 
 
+@takes_minutes
 def test_a_doomed_run_goes_back_once_and_ends_as_collapsed(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with program(tmp_path / "work", run_dir, *DOOMED) as doomed:

@@ -1,4 +1,7 @@
-"""Whole runs that end well, or by kill -9 of one of their processes: nothing of them stays on the machine."""
+"""Whole runs that end by kill -9 of one of their processes: nothing of them stays on the machine.
+
+A run that ends well is looked at in test_run.py, a driver that is killed in test_listening.py, too.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +36,6 @@ def room() -> Iterator[Room]:
         yield opened
 
 
-def test_a_run_that_ends_well_leaves_nothing(room: Room, tmp_path: Path) -> None:
-    words = (*SMALL, "fleet=single", f"run.steps={STEPS}")
-    with program(tmp_path / "work", tmp_path / "run", *words, room=room) as run:
-        assert run.wait() == 0, run.tail()
-        assert room.look() == Left()
-
-
 # An engine of two ranks, and nobody else who wants a processor.
 TWO_RANKS = (
     "fleet=single",
@@ -72,7 +68,7 @@ def kill_with_all_it_started(victim: psutil.Process) -> list[str]:
     return []
 
 
-@takes_minutes  # the driver's also in test_listening
+@takes_minutes
 @pytest.mark.parametrize("who", ["driver", "raylet"])
 def test_nothing_is_left_seconds_after_a_kill(room: Room, tmp_path: Path, who: str) -> None:
     with program(tmp_path / "work", tmp_path / "run", *SMALL, "run.steps=1000", room=room) as run:

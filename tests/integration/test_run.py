@@ -1,10 +1,12 @@
-"""One whole run of the embedded job, looked at from outside: exit status, files, processes."""
+"""One whole run of the embedded job, looked at from outside: exit status, files, processes, leftovers."""
 
 from __future__ import annotations
 
 import re
 import signal
 from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 
 from echo_planes.config.schema import BUILTIN_MODELS
 from echo_planes.reporting.weights.cli import main
+from tests.integration import leftovers
 from tests.integration.harness import (
     SMALL,
     Program,
@@ -24,6 +27,7 @@ from tests.integration.harness import (
     trained,
     trajectories,
 )
+from tests.integration.leftovers import Left, Room
 from tests.thorough import takes_minutes
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -68,29 +72,48 @@ STEP_KEYS = {
 }
 
 
+@dataclass(frozen=True)
+class Finished:
+    """A run that has ended, and what it left on the machine; None where that cannot be told."""
+
+    program: Program
+    left: Left | None
+
+
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Program:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """The run that all tests here look at; exit status and processes are checked on the way."""
     base = tmp_path_factory.mktemp("run")
-    return run_to_end(
-        base / "work",
-        base / "run",
-        "fleet=laptop",
-        f"run.steps={STEPS}",
-        f"staleness.max_staleness={MAX_STALENESS}",
-        "checkpoint.every=7",
-    )
+    with ExitStack() as stack:
+        room = None if leftovers.missing() else stack.enter_context(Room())
+        ended = run_to_end(
+            base / "work",
+            base / "run",
+            "fleet=laptop",
+            f"run.steps={STEPS}",
+            f"staleness.max_staleness={MAX_STALENESS}",
+            "checkpoint.every=7",
+            room=room,
+        )
+        return Finished(ended, None if room is None else room.look())
 
 
 @pytest.fixture(scope="module")
-def run_dir(finished: Program) -> Path:
-    return finished.run_dir
+def run_dir(finished: Finished) -> Path:
+    return finished.program.run_dir
 
 
-def test_a_good_run_says_nothing_on_stderr(finished: Program) -> None:
-    assert finished.stderr == ""
-    assert f"step {STEPS}/{STEPS}" in finished.stdout
-    assert str(finished.run_dir / "report.html") in finished.stdout
+def test_a_good_run_says_nothing_on_stderr(finished: Finished) -> None:
+    run = finished.program
+    assert run.stderr == ""
+    assert f"step {STEPS}/{STEPS}" in run.stdout
+    assert str(run.run_dir / "report.html") in run.stdout
+
+
+def test_it_leaves_nothing_on_the_machine(finished: Finished) -> None:
+    if finished.left is None:
+        pytest.skip(f"not shown: {leftovers.missing()}")
+    assert finished.left == Left()
 
 
 def test_the_summary_adds_up(run_dir: Path) -> None:

@@ -70,6 +70,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@takes_minutes
 def test_the_seeder_alone_ends_the_step_and_the_worker_joins_again(run_dir: Path) -> None:
     assert [event["worker"] for event in events(run_dir, "worker lost")] == ["w0"]
     told = summary(run_dir)
@@ -81,12 +82,14 @@ def test_the_seeder_alone_ends_the_step_and_the_worker_joins_again(run_dir: Path
     print(f"steps after the loss took {[round(row['t_step_s'], 2) for row in alone]} s")
 
 
+@takes_minutes
 def test_every_answer_is_of_the_version_it_is_trained_at_and_none_is_trained_twice(run_dir: Path) -> None:
     rows = trained(run_dir)
     assert {staleness(row) for row in rows} == {0}
     assert len({row["trajectory_id"] for row in rows}) == len(rows)
 
 
+@takes_minutes
 def test_the_metrics_tell_of_windows_and_parts(run_dir: Path) -> None:
     rows = metrics(run_dir)
     assert all(row["t_seed_s"] >= 0 <= row["t_train_wait_s"] for row in rows)
@@ -100,7 +103,6 @@ def test_the_metrics_tell_of_windows_and_parts(run_dir: Path) -> None:
             ends_s = stop_s
 
 
-@takes_minutes
 def test_one_machine_without_a_fleet_runs_and_learns_in_lockstep(tmp_path: Path) -> None:
     words = (*SMALL, "fleet=colocated", "run.steps=6")
     run_to_end(tmp_path / "work", tmp_path / "run", *words)

@@ -10,10 +10,12 @@ import pytest
 from echo_planes.sandbox.model import Limits, SandboxError
 from echo_planes.tasks.code.runner import ProgramRunner
 from tests.integration.harness import run_to_end, summary, trained
+from tests.thorough import takes_minutes
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
+@takes_minutes
 def test_programs_are_judged_in_the_sandbox(tmp_path: Path) -> None:
     runner = ProgramRunner(1, Limits())
     try:

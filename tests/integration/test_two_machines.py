@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from bench.chaos.machines import USUAL, Machines, shut_off, up
 from echo_planes.config.schema import BUILTIN_MODELS
 from tests.integration.harness import ROOT, program, summary
 from tests.integration.netns import missing
+from tests.thorough import takes_minutes
 
 pytestmark = [
     pytest.mark.integration,
@@ -60,6 +62,7 @@ def run_apart(folder: Path, *words: str) -> dict[str, Any]:
     return said
 
 
+@takes_minutes
 def test_the_ranks_of_two_machines_meet(tmp_path: Path) -> None:
     said = run_apart(tmp_path, *RANKS_APART)
     assert said["learner"] == [1, 1]
@@ -73,11 +76,15 @@ def test_a_worker_needs_no_model_folder(tmp_path: Path) -> None:
     assert said["mismatch_same_version_mean"] < 0.05
 
 
+@takes_minutes
 def test_ranks_of_machines_without_a_common_disk_are_refused(tmp_path: Path) -> None:
     """Each would write its part of a checkpoint where a resume does not find it."""
     done = apart(tmp_path, *RANKS_APART, run=f"{PRIVATE}/run")
+    said = done.stdout + done.stderr
     assert done.returncode != 0
-    assert "learner rank 1 is on a machine without that folder" in done.stdout + done.stderr
+    assert re.search(r"learner rank [01] is on a machine without that folder", said), (
+        said
+    )  # whichever is there
 
 
 def stacks(machines: Machines) -> str:

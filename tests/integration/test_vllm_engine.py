@@ -148,7 +148,10 @@ class Bench:
         return str(self.run(self.engine.live_digest()))
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"], ids=["plain", "prefix-caching"])
+PLAIN = pytest.param("float32", marks=takes_minutes, id="plain")
+
+
+@pytest.fixture(scope="module", params=[PLAIN, pytest.param("bfloat16", id="prefix-caching")])
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     bench = Bench(prefix_caching=request.param == "bfloat16", dtype=request.param)
     bench.run(bench.engine.start())

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.chaos import __main__ as chaos
 from bench.chaos import fuzz, kills, network, soak
 from bench.chaos.checkpoints import PARTS, digests_of
 from bench.chaos.failpoints import PLACES, Armed, Place, arm, fired, seen
@@ -312,3 +313,27 @@ def test_equal_checkpoints_have_equal_digests_and_each_part_shows_its_own_change
         folder = a_checkpoint(tmp_path / part)
         make(folder)
         assert [name for name, digest in digests_of(folder).items() if digest != base[name]] == [part]
+
+
+@pytest.mark.parametrize("of", ["abc+changes", None])
+def test_a_folder_of_another_commit_is_refused(
+    of: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One without a name was begun before campaigns kept it: of which commit, nobody knows."""
+    if of is None:
+        (tmp_path / "kills.jsonl").touch()
+    else:
+        (tmp_path / "commit").write_text(of)
+    assert chaos.main(["hostile", "--folder", str(tmp_path)]) == 2
+    assert f"{tmp_path} holds a campaign of {of or 'an unnamed commit'}" in capsys.readouterr().out
+
+
+def test_a_campaign_in_a_new_folder_names_its_commit_and_goes_on_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = chaos.Section({}, lambda options, folder: ({"asked": 1}, {"it holds": True}))
+    monkeypatch.setattr(chaos, "SECTIONS", {"hostile": section})
+    told = tmp_path / "told.json"
+    for _ in range(2):
+        assert chaos.main(["hostile", "--folder", str(tmp_path / "new"), "--json", str(told)]) == 0
+    assert json.loads(told.read_text())["hostile"]["commit"] == chaos.commit()
