@@ -331,9 +331,11 @@ class RemoteWorker:
         self.handle = handle
         self._actor = _Actor(handle, name, WorkerGoneError, node)
         self._learner = learner
+        self._has_started = False
 
     async def start(self) -> None:
         await asyncio.gather(self._actor.call("start"), self._join())
+        self._has_started = True
 
     async def _join(self) -> None:
         await self._actor.call("join", await self._learner.sender())
@@ -372,8 +374,11 @@ class RemoteWorker:
 
     async def stop(self) -> None:
         try:
-            with suppress(RunError):  # the process may be gone already, which is no error here
-                await self._actor.call("stop")
+            # One that is still starting hears nothing for as long as its engine is built, and has nothing to end
+            # but processes that go with it.
+            if self._has_started:
+                with suppress(RunError):  # the process may be gone already, which is no error here
+                    await self._actor.call("stop")
         finally:  # also if the caller waits no longer
             if ray.is_initialized():  # a task that outlives the run would have Ray connect again, without end
                 ray.kill(self.handle)

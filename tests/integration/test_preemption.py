@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 STREAM_S = 0.5
 STEPS = 5
-MAX_TOKENS = 440
+MAX_TOKENS = 240
 KILLED = "killed"  # the file beside the run that says when
 
 

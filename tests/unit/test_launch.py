@@ -13,27 +13,42 @@ from echo_planes.loop.launch import RemoteWorker
 from echo_planes.rollout.actor import FIRST_WEIGHTS
 
 
-def test_a_worker_that_does_not_stop_in_time_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_started", [True, False])
+def test_a_worker_is_killed_if_it_does_not_stop_in_time_or_has_never_started(
+    has_started: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it builds its engine it hears nothing: whoever ends a run would wait for that in vain."""
     killed: list[Any] = []
     monkeypatch.setattr(launch, "ray", SimpleNamespace(kill=killed.append, is_initialized=lambda: True))
 
     async def story() -> None:
         asked = asyncio.Event()
 
+        async def at_once(*_: Any) -> str:
+            return "an address"
+
         def stop() -> asyncio.Future[None]:
             asked.set()
             return asyncio.get_running_loop().create_future()
 
-        handle = SimpleNamespace(stop=SimpleNamespace(remote=stop))
-        learner: Any = None
-        stopping = asyncio.create_task(RemoteWorker(handle, "w0", learner).stop())
-        await asked.wait()
-        stopping.cancel()
-        with pytest.raises(asyncio.CancelledError):
+        called = SimpleNamespace(remote=at_once)
+        handle = SimpleNamespace(start=called, join=called, stop=SimpleNamespace(remote=stop))
+        learner: Any = SimpleNamespace(sender=at_once)
+        worker = RemoteWorker(handle, "w0", learner)
+        if has_started:
+            await worker.start()
+        stopping = asyncio.create_task(worker.stop())
+        if has_started:
+            await asked.wait()
+            stopping.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await stopping
+        else:
             await stopping
+            assert not asked.is_set()
         assert killed == [handle]
 
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), 10))
 
 
 @pytest.mark.parametrize("has_published", [False, True])
