@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.integration.harness import told_by
+from tests.thorough import takes_minutes
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -32,6 +33,7 @@ def test_a_start_that_took_too_long_is_made_again_and_leaves_nothing_behind() ->
     assert said["after"] == []
 
 
+@takes_minutes
 def test_a_machine_that_is_always_too_busy_is_one_line() -> None:
     said = told(failures=99)
     assert said["starts"] == 3

@@ -1,7 +1,7 @@
 """Every socket that a whole run listens on, and what it says to somebody who brings no credentials.
 
-The run is the largest of the tests, two learner ranks and two workers. So what a kill -9 of its driver leaves
-behind is looked for here, too.
+The run has two learner ranks, which meet over a socket of torch's. What a kill -9 of its driver leaves behind
+is looked for here, too.
 """
 
 from __future__ import annotations
@@ -112,9 +112,9 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """Of a run of two learner ranks and two workers."""
+    """Of a run of two learner ranks and a worker."""
     folder = tmp_path_factory.mktemp("listening")
-    words = (*SMALL, "run.steps=1000", *TWO_RANKS)
+    words = (*SMALL, "run.steps=1000", "fleet=single", *TWO_RANKS)
     with Room() as room, program(folder / "work", folder / "run", *words, room=room) as run:
         run.wait_for_step(1)
         found = [with_codes(one) for one in listeners(room.processes())]

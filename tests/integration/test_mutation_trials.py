@@ -8,6 +8,7 @@ import pytest
 
 from bench import mutation_trials
 from bench.mutation_trials import ROOT, Bench
+from tests.thorough import takes_minutes
 
 pytestmark = pytest.mark.integration
 
@@ -15,6 +16,7 @@ MODULE = "echo_planes/learning/advantages.py"
 TEST = "tests/unit/test_advantages.py"
 
 
+@takes_minutes
 def test_what_a_change_does_is_told_and_no_file_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     source = (ROOT / MODULE).read_text()
     files = {path: path.stat().st_mtime_ns for path in (ROOT / "echo_planes" / "learning").rglob("*")}

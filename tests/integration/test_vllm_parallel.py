@@ -103,7 +103,9 @@ def shared_heads(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["tensor", pytest.param("pipeline", marks=takes_minutes)])
+@pytest.fixture(
+    scope="module", params=[pytest.param(how, marks=takes_minutes) for how in ("tensor", "pipeline")]
+)
 def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ParallelBench]:

@@ -22,7 +22,7 @@ from echo_planes.sim.draws import KINDS, draw
 from tests.thorough import THOROUGH
 
 PART = 250  # seeds
-PARTS = 8 if THOROUGH else 2
+PARTS = 8 if THOROUGH else 1
 REPLAY_EVERY = 20 if THOROUGH else 50
 ROOT = Path(__file__).resolve().parents[2]
 # Bugs that few seeds find, and the first that does (`first_seed_of_bug` of the campaign's figures). It is

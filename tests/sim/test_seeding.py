@@ -26,7 +26,7 @@ from tests.thorough import THOROUGH
 
 STEPS = 8
 GROUPS, SAMPLES = 4, 2  # of a step
-SCHEDULES = 10_000 if THOROUGH else 120
+SCHEDULES = 10_000 if THOROUGH else 60
 
 
 def seeded(config: Config | None = None, *, parts: int | None = 1, **seeding: Any) -> Config:

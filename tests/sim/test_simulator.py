@@ -23,7 +23,7 @@ from echo_planes.sim.scaling import GroupShape, expected_mu
 from echo_planes.sim.scenario import parse_scenario
 from echo_planes.sim.trace import Record
 from echo_planes.sim.world import Result, World
-from tests.thorough import examples
+from tests.thorough import examples, takes_minutes
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("ECHO_PLANES_DATA", ROOT.parent / "shared" / "data"))
@@ -506,7 +506,7 @@ def test_at_the_end_of_a_run_nothing_is_bought_that_would_not_pay(
     assert until(with_look, pays_until_s) == until(without, pays_until_s)
 
 
-@pytest.mark.parametrize("solved", [0.5, 0.75])
+@pytest.mark.parametrize("solved", [pytest.param(0.5, marks=takes_minutes), 0.75])
 def test_a_provisioned_fleet_samples_what_refill_replaces_as_well(solved: float) -> None:
     changes: dict[str, Any] = {
         "run": {"hours": 4.0},

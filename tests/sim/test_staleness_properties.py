@@ -36,9 +36,9 @@ from tests.unit.test_buffer import Buffer, answer
 from tests.unit.test_checkpoint import of_lineage
 
 STEPS = 12
-SEEDS_PER_SETTING = 40 if THOROUGH else 10
-REFILL_SCHEDULES = 1000 if THOROUGH else 40  # of each of ten settings
-PART_SCHEDULES = 2500 if THOROUGH else 40  # of each of four settings
+SEEDS_PER_SETTING = 40 if THOROUGH else 6
+REFILL_SCHEDULES = 1000 if THOROUGH else 20  # of each of ten settings
+PART_SCHEDULES = 2500 if THOROUGH else 20  # of each of four settings
 LEASE_S = 40.0
 SELECTORS = ("fifo", "freshest", "uniform", "staleness", "reward")
 
