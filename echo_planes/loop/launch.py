@@ -374,8 +374,8 @@ class RemoteWorker:
 
     async def stop(self) -> None:
         try:
-            # One that is still starting hears nothing for as long as its engine is built, and has nothing to end
-            # but processes that go with it.
+            # One that is still starting hears nothing while its engine is built, and has nothing to end but
+            # processes that go with it.
             if self._has_started:
                 with suppress(RunError):  # the process may be gone already, which is no error here
                     await self._actor.call("stop")
