@@ -21,6 +21,7 @@ import dataclasses
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -84,10 +85,12 @@ class Fleet:
         self.net = net
         self.sender = sender
         self.workers = workers
+        self._asking = threading.Lock()  # the sender's client is of one thread at a time
 
     def parents(self) -> dict[str, str]:
         """Parent of each worker, as the tracker has it."""
-        parents: dict[str, str] = self.sender.status()["peers"]
+        with self._asking:
+            parents: dict[str, str] = self.sender.status()["peers"]
         return parents
 
     def hops(self) -> int:
@@ -126,8 +129,10 @@ class Fleet:
 
         def hand_over() -> None:
             for segment, payload in signed.segments:
-                self.sender.add_segment(segment, payload)
-            self.sender.commit(signed.manifest)
+                with self._asking:
+                    self.sender.add_segment(segment, payload)
+            with self._asking:
+                self.sender.commit(signed.manifest)
 
         await asyncio.to_thread(hand_over)
         finished: dict[int, float] = {}
