@@ -1,6 +1,6 @@
 """Whole runs that end by kill -9 of one of their processes: nothing of them stays on the machine.
 
-A run that ends well is looked at in test_run.py, a driver that is killed in test_listening.py, too.
+A run that ends well is looked at in test_run.py.
 """
 
 from __future__ import annotations

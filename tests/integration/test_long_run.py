@@ -37,6 +37,7 @@ from tests.integration.harness import (
     trained,
     trajectories,
 )
+from tests.thorough import takes_minutes
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -263,6 +264,19 @@ def test_ctrl_c_says_how_to_go_on(interrupted: Program, base: Path) -> None:
     assert f"go on      python -m echo_planes.run run.resume={base / 'run'}" in interrupted.stdout
 
 
+def test_a_resumed_run_has_every_step_and_every_trajectory_exactly_once(
+    interrupted: Program, last_step: int
+) -> None:
+    told = summary(interrupted.run_dir)
+    assert [row["step"] for row in metrics(interrupted.run_dir)] == list(range(1, last_step + 1))
+    assert told["lost_trajectories"] == told["duplicate_trajectories"] == told["digest_mismatches"] == 0
+    assert told["accepted"] == told["trained"] + told["dropped_stale"] + told["buffered"]
+    rows = trained(interrupted.run_dir)
+    assert len({row["trajectory_id"] for row in rows}) == len(rows) == told["trained"]
+    assert len(rows) == last_step * PROMPTS_PER_STEP * SAMPLES_PER_PROMPT
+    assert {row["lineage"] for row in rows} == {"L0", "L1"}
+
+
 def test_a_resumed_run_starts_at_its_checkpoint(crash_steps: tuple[int, int], interrupted: Program) -> None:
     publications = events(interrupted.run_dir, "publication")
     times_s = [event["time_s"] for event in publications]
@@ -287,6 +301,7 @@ def test_a_resume_repeats_the_unbroken_run_as_far_as_it_is_determined(
         assert again[key] == crash_rows[saved + 1][key], key
 
 
+@takes_minutes
 def test_a_run_resumed_twice_has_every_step_and_every_trajectory_exactly_once(
     resumed: Program, last_step: int
 ) -> None:
@@ -295,6 +310,7 @@ def test_a_run_resumed_twice_has_every_step_and_every_trajectory_exactly_once(
     assert {row["lineage"] for row in trained(resumed.run_dir)} == {"L0", "L1", "L2"}
 
 
+@takes_minutes
 def test_a_run_resumed_twice_skips_no_prompt(resumed: Program) -> None:
     indices = [row["prompt_index"] for row in trained(resumed.run_dir)]
     done = set(indices)
@@ -310,6 +326,7 @@ def test_a_run_resumed_twice_skips_no_prompt(resumed: Program) -> None:
     assert len(state["returned"]) <= 2 * PROMPTS_PER_STEP
 
 
+@takes_minutes
 def test_the_summary_is_of_all_parts_or_says_of_which(at_the_crash: Path, resumed: Program) -> None:
     first, told = summary(at_the_crash), summary(resumed.run_dir)
     assert (first["parts"], told["parts"]) == (1, 3)
@@ -330,6 +347,7 @@ def test_the_summary_is_of_all_parts_or_says_of_which(at_the_crash: Path, resume
     )
 
 
+@takes_minutes
 def test_a_resume_tells_what_it_changes(resumed: Program, last_step: int) -> None:
     told = [event["text"] for event in events(resumed.run_dir, "setting")]
     assert "checkpoint.every 10 -> 1000000" in told
@@ -338,6 +356,7 @@ def test_a_resume_tells_what_it_changes(resumed: Program, last_step: int) -> Non
     assert len(events(resumed.run_dir, "resume")) == 2
 
 
+@takes_minutes
 @pytest.mark.parametrize(
     ("words", "part"),
     [

@@ -17,6 +17,7 @@ import pytest
 
 from echo_planes.config.schema import BUILTIN_MODELS
 from tests.integration.harness import Answer, program, several
+from tests.thorough import takes_minutes
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -252,6 +253,7 @@ def test_a_fleet_that_does_not_fit_the_cluster(tmp_path: Path) -> None:
     assert not run.run_dir.exists()
 
 
+@takes_minutes
 def test_an_address_that_is_not_this_machines_ends_the_run_by_its_name(tmp_path: Path) -> None:
     """Only the learner's machine can tell, so its node finds it, before the model is loaded."""
     with program(tmp_path / "work", tmp_path / "run", "weights.host=203.0.113.1", "run.steps=1") as run:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.harness import ROOT
+from tests.thorough import takes_minutes
 
 LAYERS, HIDDEN, INNER, VOCABULARY = (
     24,
@@ -32,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@takes_minutes
 def test_no_rank_holds_a_whole_model(folder: Path, tmp_path: Path) -> None:
     told = [tmp_path / f"{rank}.json" for rank in range(RANKS)]
     module = [sys.executable, "-m", "tests.integration.test_model_files", "load"]

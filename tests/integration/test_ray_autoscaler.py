@@ -25,6 +25,7 @@ from echo_planes.fleet.actuators.actuator import Actuator, Machine, node_type
 from tests.integration import fake_cluster
 from tests.integration.fake_cluster import Kind, Plan
 from tests.integration.harness import json_lines, wait_until
+from tests.thorough import takes_minutes
 
 pytestmark = pytest.mark.integration
 SPOT, SURE = "cheap/spot", "dear/on_demand"
@@ -331,6 +332,7 @@ def test_nothing_outlives_the_cluster(told: Told) -> None:
     assert living_in(told["empty"]["namespace"]) == []
 
 
+@takes_minutes
 def test_an_autoscaler_that_ignores_labels_is_refused_and_a_killed_cluster_leaves_nothing(
     tmp_path: Path,
 ) -> None:

@@ -1,4 +1,4 @@
-"""One whole run of the embedded job, looked at from outside: exit status, files, processes, leftovers."""
+"""One whole run of the embedded job, looked at from outside: exit status, files, sockets, leftovers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from echo_planes.config.schema import BUILTIN_MODELS
 from echo_planes.reporting.weights.cli import main
-from tests.integration import leftovers
+from tests.integration import leftovers, listeners
 from tests.integration.harness import (
     SMALL,
     Program,
@@ -28,6 +28,7 @@ from tests.integration.harness import (
     trajectories,
 )
 from tests.integration.leftovers import Left, Room
+from tests.integration.listeners import Listener
 from tests.thorough import takes_minutes
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -74,9 +75,10 @@ STEP_KEYS = {
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that has ended, and what it left on the machine; None where that cannot be told."""
+    """A run that has ended, its sockets while it made steps, and what it left; None: there is no `Room`."""
 
     program: Program
+    listening: list[Listener] | None
     left: Left | None
 
 
@@ -86,16 +88,18 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     base = tmp_path_factory.mktemp("run")
     with ExitStack() as stack:
         room = None if leftovers.missing() else stack.enter_context(Room())
-        ended = run_to_end(
-            base / "work",
-            base / "run",
+        words = (
             "fleet=laptop",
             f"run.steps={STEPS}",
             f"staleness.max_staleness={MAX_STALENESS}",
             "checkpoint.every=7",
-            room=room,
         )
-        return Finished(ended, None if room is None else room.look())
+        run = stack.enter_context(program(base / "work", base / "run", *words, room=room))
+        run.wait_for_step(1)
+        listening = None if room is None else listeners.of(room.processes())
+        assert run.wait() == 0, run.tail()
+        assert run.left_behind() == []
+        return Finished(run, listening, None if room is None else room.look())
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +112,12 @@ def test_a_good_run_says_nothing_on_stderr(finished: Finished) -> None:
     assert run.stderr == ""
     assert f"step {STEPS}/{STEPS}" in run.stdout
     assert str(run.run_dir / "report.html") in run.stdout
+
+
+def test_every_socket_is_local_and_does_nothing_for_strangers(finished: Finished) -> None:
+    if finished.listening is None:
+        pytest.skip(f"not shown: {leftovers.missing()}")
+    listeners.check(finished.listening)
 
 
 def test_it_leaves_nothing_on_the_machine(finished: Finished) -> None:

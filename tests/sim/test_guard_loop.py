@@ -27,7 +27,7 @@ from echo_planes.run import exit_status
 from echo_planes.testing.simulation import Faults, LocalPlanes, Simulation, replace_section, tiny_config
 from echo_planes.testing.virtual_time import VirtualTimeLoop, run_virtual
 from echo_planes.types import Adjustment
-from tests.thorough import examples
+from tests.thorough import examples, takes_minutes
 
 K3 = Callable[
     [int, int, Adjustment], float
@@ -360,7 +360,9 @@ def test_a_good_checkpoint_that_is_gone_is_told(tmp_path: Path) -> None:
 # --- rewards alone -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["act", "warn", "off"])
+@pytest.mark.parametrize(
+    "mode", ["act", *(pytest.param(mode, marks=takes_minutes) for mode in ("warn", "off"))]
+)
 def test_a_run_whose_reward_ends_far_below_its_best_is_not_done(tmp_path: Path, mode: str) -> None:
     """It ends as collapsed in every mode of the guard: only the reward shows it, too late for the guard."""
     given = config(steps=60, every=0, guard={"mode": mode, "reward_drop": 50.0})

@@ -506,7 +506,8 @@ def test_at_the_end_of_a_run_nothing_is_bought_that_would_not_pay(
     assert until(with_look, pays_until_s) == until(without, pays_until_s)
 
 
-@pytest.mark.parametrize("solved", [pytest.param(0.5, marks=takes_minutes), 0.75])
+@takes_minutes
+@pytest.mark.parametrize("solved", [0.5, 0.75])
 def test_a_provisioned_fleet_samples_what_refill_replaces_as_well(solved: float) -> None:
     changes: dict[str, Any] = {
         "run": {"hours": 4.0},
