@@ -489,6 +489,7 @@ class BroadcastStats:
     seconds: float | None  # until the fraction 1/gamma of them had it whole; None: not yet
     repairs: int  # changes of a peer's parent meanwhile
     hop_bytes_per_s: tuple[float, ...]  # mean receiving rate of each peer, where measurable
+    at_fault: tuple[str, ...] = ()  # peers that were moved out of the way, each with the reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,9 @@ class Journal:
         self._write_part([])
 
     def on_broadcasts(self, stats: Sequence[BroadcastStats]) -> None:
-        self.broadcasts.on_broadcasts(stats)
+        for version, peer in self.broadcasts.on_broadcasts(stats):
+            text = f"{peer} while v{version} is on its way: others take its place in the chains"
+            self.on_event("peer at fault", text, version=version)
 
     def on_installed(self, report: InstallReport) -> None:
         self._digest_mismatches += report.digest_mismatches

@@ -67,11 +67,20 @@ class BroadcastLog:
             known.t_bcast_s = now_s - known.published_s
             self._newest_done = max(self._newest_done, report.version)
 
-    def on_broadcasts(self, stats: Sequence[BroadcastStats]) -> None:
-        """Record the statistics of the tracker in the sender's node."""
+    def on_broadcasts(self, stats: Sequence[BroadcastStats]) -> list[tuple[int, str]]:
+        """Record the statistics of the tracker in the sender's node.
+
+        Returns:
+            (version, peer with the reason) for each that was at fault and is not in earlier statistics.
+        """
+        news = []
         for one in stats:
-            if one.version in self._known:
-                self._known[one.version].stats = one
+            known = self._known.get(one.version)
+            if known is not None:
+                before = known.stats.at_fault if known.stats else ()
+                news += [(one.version, peer) for peer in one.at_fault if peer not in before]
+                known.stats = one
+        return news
 
     def newest(self) -> dict[str, Any]:
         """Return the figures of the newest publication that reached 1/gamma of its workers; {} before."""

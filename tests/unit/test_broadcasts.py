@@ -42,6 +42,21 @@ def test_refusals_repeats_and_unknown_versions_do_not_count() -> None:
     assert book.newest()["t_bcast_s"] == pytest.approx(5.0)
 
 
+def test_a_peer_at_fault_is_news_once_for_each_version() -> None:
+    book = BroadcastLog()
+    for version in (1, 2):
+        book.on_published(manifest(version), 0.0, now_s=0.0)
+
+    def told(version: int, *at_fault: str) -> list[tuple[int, str]]:
+        return book.on_broadcasts([BroadcastStats(version, "compact", 500, 2, 1, None, 1, (), at_fault)])
+
+    assert told(1) == []
+    assert told(1, "w3 is silent") == [(1, "w3 is silent")]
+    assert told(1, "w3 is silent", "w4 is slow") == [(1, "w4 is slow")]
+    assert told(2, "w3 is silent") == [(2, "w3 is silent")]
+    assert told(9, "w3 is silent") == []  # of an earlier part of the run
+
+
 def test_a_row_says_what_a_publication_weighed_and_how_it_travelled() -> None:
     book = BroadcastLog()
     book.on_published(manifest(3), 0.5, now_s=1.0)

@@ -118,6 +118,8 @@ def test_a_silent_peer_is_cut_out_and_back_at_a_tail_when_it_speaks() -> None:
     fleet.mute.add("b")
     actions = fleet.run(1.75)
     assert fleet.assigned(actions) == {"c": "a"}
+    (stats,) = fleet.tracker.all_stats()
+    assert stats.at_fault == ("b falls silent in mid-broadcast",)
     assert fleet.run(2.0) == []
     fleet.mute.clear()
     assert fleet.assigned(fleet.run(STEP_S)) == {"b": "d"}

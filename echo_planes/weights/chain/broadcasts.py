@@ -183,5 +183,6 @@ class Broadcasts:
             num_complete=sum(broadcast.of(peer).complete for peer in peers),
             seconds=broadcast.seconds,
             repairs=broadcast.repairs,
+            at_fault=tuple(f"{peer} {why}" for peer, why in broadcast.at_fault.items()),
             hop_bytes_per_s=tuple(rate for rate in rates if rate > 0),
         )

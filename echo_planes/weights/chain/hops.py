@@ -205,6 +205,7 @@ class Broadcast:
     committed: bool = False
     seed_blamed: bool = False  # a slow seed was replaced: if the next is slow too, the source is slow
     repairs: int = 0  # changes of a parent meanwhile
+    at_fault: dict[str, str] = field(default_factory=dict)  # peer -> why it was moved out of the way
     alone: bool = True  # no other publication has been open at the same time
     throttled: bool = False  # the throttle of a link changed meanwhile
     seconds: float | None = None  # until the fraction 1/gamma of the peers was complete

@@ -295,11 +295,11 @@ class Tracker:
             if parent is not None and parent.is_stale(now_s):
                 self._lose(child.parent_id, now_s)
             else:
-                self._dissolve(child_id, "silent", now_s)
+                self._dissolve(child_id, "is silent", now_s)
         elif self._is_slow_hop(child_id, child, now_s):
             child.slow_reports += 1
             if child.slow_reports >= SLOW_REPORTS:
-                self._dissolve(child_id, "slow", now_s)
+                self._dissolve(child_id, "is slow", now_s)
         else:
             child.slow_reports = 0
 
@@ -359,7 +359,7 @@ class Tracker:
             child.moves += 1
             child.assigned_s = now_s
         elif parent is None:
-            if fault == "slow" and not self._broadcasts.may_blame_seed():
+            if fault == "is slow" and not self._broadcasts.may_blame_seed():
                 return
             self._to_tail(child_id, fault, now_s)
         elif child.suspect is not None:
@@ -386,7 +386,7 @@ class Tracker:
             return
         first = not child.starved_by
         child.starved_by.append((parent_id, parent.stats))
-        self._punish(parent_id, "leaves its child without bytes, again and again", now_s)
+        self._punish(parent_id, "leaves its child without bytes", now_s)
         self._topology.remove(parent_id)
         self._topology.hang(parent_id)
         self._reorder = True
@@ -395,7 +395,7 @@ class Tracker:
             self._topology.take_in(child_id)
 
     def _to_tail(self, peer_id: str, fault: str, now_s: float) -> None:
-        self._strike(peer_id, f"{fault}, again and again", now_s)
+        self._strike(peer_id, fault, now_s)
         self._topology.remove(peer_id)
         self._topology.hang(peer_id)
         self._reorder = True
@@ -407,8 +407,10 @@ class Tracker:
     def _punish(self, peer_id: str, why: str, now_s: float) -> None:
         peer = self._peers[peer_id]
         peer.stats, peer.struck = peer.stats.after_failure(now_s), True
+        for broadcast in self._broadcasts:
+            broadcast.at_fault[peer_id] = why
         if peer.stats.consecutive_failures > MAX_CONSECUTIVE_FAILURES:
-            self._demote(peer_id, why)
+            self._demote(peer_id, f"{why}, again and again")
 
     def _demote(self, peer_id: str, why: str) -> None:
         peer = self._peers.get(peer_id)
