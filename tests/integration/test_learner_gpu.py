@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from tests.integration.harness import told_by
+from tests.thorough import takes_minutes
 
 pytestmark = [
     pytest.mark.integration,
+    takes_minutes,
     pytest.mark.timeout(300),
     pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a card"),
 ]

@@ -21,6 +21,7 @@ from tests.thorough import takes_minutes
 
 pytestmark = [
     pytest.mark.integration,
+    takes_minutes,
     pytest.mark.timeout(600),
     pytest.mark.skipif(bool(missing()), reason=f"not shown: {missing()}"),
 ]
@@ -62,7 +63,6 @@ def run_apart(folder: Path, *words: str) -> dict[str, Any]:
     return said
 
 
-@takes_minutes
 def test_the_ranks_of_two_machines_meet(tmp_path: Path) -> None:
     said = run_apart(tmp_path, *RANKS_APART)
     assert said["learner"] == [1, 1]
@@ -76,7 +76,6 @@ def test_a_worker_needs_no_model_folder(tmp_path: Path) -> None:
     assert said["mismatch_same_version_mean"] < 0.05
 
 
-@takes_minutes
 def test_ranks_of_machines_without_a_common_disk_are_refused(tmp_path: Path) -> None:
     """Each would write its part of a checkpoint where a resume does not find it."""
     done = apart(tmp_path, *RANKS_APART, run=f"{PRIVATE}/run")
