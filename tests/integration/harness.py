@@ -200,15 +200,9 @@ def program(
         process.wait()
 
 
-def run_to_end(
-    work_dir: Path,
-    run_dir: Path,
-    *words: str,
-    command: Sequence[str] = PROGRAM,
-    room: Room | None = None,
-) -> Program:
+def run_to_end(work_dir: Path, run_dir: Path, *words: str, command: Sequence[str] = PROGRAM) -> Program:
     """A whole run that must end well and leave no process behind."""
-    with program(work_dir, run_dir, *words, command=command, room=room) as finished:
+    with program(work_dir, run_dir, *words, command=command) as finished:
         status = finished.wait()
         assert status == 0, finished.tail()
         assert finished.left_behind() == []
