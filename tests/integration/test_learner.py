@@ -148,8 +148,8 @@ class Run:
 
 
 SAVING_SHARED = Run(2, 3, "fp32", saving=True, sharing=True)
-DIVIDED = Run(2, 3, "fp32", offload=True)
-FP32 = [Run(2, 1, "fp32"), SAVING_SHARED, DIVIDED]
+OFFLOADED = Run(2, 3, "fp32", offload=True)
+FP32 = [Run(2, 1, "fp32"), SAVING_SHARED, OFFLOADED]
 LORA_DIVIDED = Run(2, 3, "fp32", lora=True)
 LORA = [LORA_DIVIDED]
 if THOROUGH:
@@ -169,7 +169,7 @@ SAMPLER = Run(1, 0, "fp32", sampler=True)
 # Each leaves a checkpoint on the way, from which new processes go on.
 SAVED = [Run(1, 0, "fp32"), Run(2, 1, "fp32"), Run(2, 3, "bf16"), Run(1, 0, "fp32", lora=True), LORA_DIVIDED]
 if THOROUGH:
-    SAVED += [Run(1, 1, "bf16"), Run(1, 2, "fp32"), DIVIDED]
+    SAVED += [Run(1, 1, "bf16"), Run(1, 2, "fp32"), OFFLOADED]
 SAVED_AT = 3
 
 

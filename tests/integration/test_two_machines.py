@@ -81,9 +81,8 @@ def test_ranks_of_machines_without_a_common_disk_are_refused(tmp_path: Path) -> 
     done = apart(tmp_path, *RANKS_APART, run=f"{PRIVATE}/run")
     said = done.stdout + done.stderr
     assert done.returncode != 0
-    assert re.search(r"learner rank [01] is on a machine without that folder", said), (
-        said
-    )  # whichever is there
+    # Ray may put either rank on either machine.
+    assert re.search(r"learner rank [01] is on a machine without that folder", said), said
 
 
 def stacks(machines: Machines) -> str:

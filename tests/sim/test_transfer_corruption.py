@@ -33,7 +33,7 @@ from tests.unit.wire import SIGNER, Signed, signed
 CHUNK_BYTES = 1024
 CHUNKS = 25_000  # of one publication
 SEGMENTS = 10
-PUBLICATIONS = 10  # at each rate: four rates make a million chunks
+PUBLICATIONS = 10  # at each rate: all four rates make a million chunks
 RATES = (1e-4, 1e-3, 1e-2, 1e-1) if THOROUGH else (1e-3, 1e-1)
 FLIP, TRUNCATE, SWAP, REPLAY, REPLAY_OLDER = range(5)
 LIMITS = relay_limits(2 * CHUNKS * CHUNK_BYTES, min_chunk_bytes=CHUNK_BYTES)

@@ -191,6 +191,8 @@ def test_a_child_that_stays_slow_was_at_fault_itself() -> None:
     assert ("d", "a") in moved
     assert fleet.tracker.parents()["c"] == "e"
     assert all(parent != "c" for parent in fleet.tracker.parents().values())
+    (stats,) = fleet.tracker.all_stats()
+    assert [peer.split()[0] for peer in stats.at_fault] == ["c"]  # and not its parent, which was blamed first
 
 
 def test_a_slow_source_is_nobodys_fault() -> None:

@@ -363,9 +363,7 @@ class Tracker:
                 return
             self._to_tail(child_id, fault, now_s)
         elif child.suspect is not None:
-            innocent, record = child.suspect
-            if innocent in self._peers:
-                self._peers[innocent].stats, self._peers[innocent].struck = record, False
+            self._absolve(*child.suspect)
             self._to_tail(child_id, fault, now_s)
         else:
             child.suspect = (child.parent_id, parent.stats)
@@ -378,8 +376,7 @@ class Tracker:
         child.fed_s = now_s
         if parent is None:
             for innocent, record in child.starved_by:
-                if innocent in self._peers:
-                    self._peers[innocent].stats, self._peers[innocent].struck = record, False
+                self._absolve(innocent, record)
             child.starved_by = []
             if not self._topology.is_leaf(child_id):
                 self._to_tail(child_id, "does not take what the sender sends", now_s)
@@ -411,6 +408,13 @@ class Tracker:
             broadcast.at_fault[peer_id] = why
         if peer.stats.consecutive_failures > MAX_CONSECUTIVE_FAILURES:
             self._demote(peer_id, f"{why}, again and again")
+
+    def _absolve(self, peer_id: str, record: PeerStats) -> None:
+        """Give a peer whose child was at fault the record that it had before."""
+        if peer_id in self._peers:
+            self._peers[peer_id].stats, self._peers[peer_id].struck = record, False
+        for broadcast in self._broadcasts:
+            broadcast.at_fault.pop(peer_id, None)
 
     def _demote(self, peer_id: str, why: str) -> None:
         peer = self._peers.get(peer_id)
