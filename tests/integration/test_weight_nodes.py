@@ -523,9 +523,11 @@ def test_a_run_s_own_codec_goes_from_the_learner_to_the_engine_s_file_and_into_t
                     assert manifest.digest == learner.manifest.digest == state_digest(learner.tensors())
                     await worker.settled(version, True)
                 assert (learner.manifest.codec, manifest.codec) == ("xor", "overwrite")
+                async with asyncio.timeout(LIMIT_S):
+                    while "unknown codec" not in (await stranger.status())["trouble"]:
+                        await asyncio.sleep(0.05)
                 with pytest.raises(WaitTimeoutError):
                     await stranger.staged("run", 2, 0.5)
-                assert "unknown codec" in (await stranger.status())["trouble"]
                 await until(lambda: sender.status()["store"]["waiting"] == 0, LIMIT_S, "the store")
                 assert sender.status()["store"]["failed"] == 0
             finally:
