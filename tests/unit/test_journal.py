@@ -28,6 +28,7 @@ from echo_planes.reporting.metrics import (
 from echo_planes.reporting.terminal import View
 from echo_planes.testing.simulation import replace_section, tiny_config
 from echo_planes.types import (
+    BroadcastStats,
     BufferCounts,
     EvalReport,
     InstallReport,
@@ -430,6 +431,19 @@ def test_publications_and_losses_are_events(tmp_path: Path) -> None:
     assert (lost["kind"], lost["worker"], lost["time_s"]) == ("worker lost", "w0", 3.0)
     assert "killed" in books.screen.getvalue()
     assert books.summary()["versions_published"] == 2
+
+
+def test_a_peer_that_is_moved_out_of_a_broadcast_s_way_is_an_event(tmp_path: Path) -> None:
+    books = Books(tmp_path)
+    books.journal.on_published(Manifest("L0", 2, 2, "overwrite", 0, "d0", "d2", "", 1234, 9, 5, 20), 0.5)
+    books.clock.advance(3.0)
+    at_fault = BroadcastStats(2, "overwrite", 1234, 2, 1, None, 1, (), ("w3 falls silent in mid-broadcast",))
+    for _ in range(2):  # told again with every step, an event once
+        books.journal.on_broadcasts([at_fault])
+    (event,) = (event for event in read_events(tmp_path) if event["kind"] == "peer at fault")
+    assert (event["version"], event["time_s"]) == (2, 3.0)
+    assert "w3 falls silent in mid-broadcast while v2 is on its way" in event["text"]
+    assert event["text"] in books.screen.getvalue()
 
 
 def test_uses_of_a_group_are_counted_by_its_number_and_by_its_name() -> None:
