@@ -123,7 +123,10 @@ def test_one_node_has_so_many_connections_and_no_more() -> None:
             connector = aiohttp.TCPConnector(limit=0)
             session = await stack.enter_async_context(
                 aiohttp.ClientSession(
-                    connector=connector, headers=as_node("greedy"), timeout=aiohttp.ClientTimeout(10)
+                    # A feed is one answer without end: a shorter limit would close the first before the last.
+                    connector=connector,
+                    headers=as_node("greedy"),
+                    timeout=aiohttp.ClientTimeout(LIMIT_S),
                 )
             )
             feeds = []
