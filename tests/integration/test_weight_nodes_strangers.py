@@ -117,30 +117,29 @@ def test_a_tls_handshake_that_does_not_go_on_ends(tmp_path_factory: pytest.TempP
 
 
 def test_one_node_has_so_many_connections_and_no_more() -> None:
+    """They rest after their first answer: a feed would end when the next one takes its stream."""
+    shown = "".join(f"{name}: {value}\r\n" for name, value in as_node("greedy").items())
+    asked = f"GET /v1/status HTTP/1.1\r\nHost: x\r\n{shown}\r\n".encode()
+
     async def story() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            fleet = await stack.enter_async_context(Fleet())
-            connector = aiohttp.TCPConnector(limit=0)
-            session = await stack.enter_async_context(
-                aiohttp.ClientSession(
-                    # A feed is one answer without end: a shorter limit would close the first before the last.
-                    connector=connector,
-                    headers=as_node("greedy"),
-                    timeout=aiohttp.ClientTimeout(LIMIT_S),
-                )
-            )
-            feeds = []
-            for number in range(MAX_PER_NODE + 5):  # each of them stays open
-                url = f"{fleet.address}/v1/feed?stream={number % 16}&of=16"
-                feeds.append(await session.post(url, json={}))
-            answers = [feed.status for feed in feeds]
+        async with Fleet() as fleet:
+            resting, answers = [], []
+            for _ in range(MAX_PER_NODE + 5):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port_of(fleet.address))
+                writer.write(asked)
+                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), LIMIT_S)
+                answers.append(int(head.split()[1]))
+                resting.append((reader, writer))
             assert answers == [200] * MAX_PER_NODE + [429] * 5
-            assert "at most" in (await feeds[-1].json())["message"]
-            for feed in feeds:
-                feed.close()
+            assert b"at most" in await asyncio.wait_for(resting[-1][0].read(1000), LIMIT_S)
+            for _, writer in resting:
+                writer.close()
 
             async def again() -> bool:
-                async with session.get(f"{fleet.address}/v1/status") as response:
+                async with (
+                    aiohttp.ClientSession(headers=as_node("greedy")) as session,
+                    session.get(f"{fleet.address}/v1/status") as response,
+                ):
                     return response.status == 200
 
             await until_true(again, LIMIT_S, "its connections to be forgotten")
