@@ -65,11 +65,6 @@ class MicroBatch:
     columns: IntArray  # (M,) the token's index in the batch's (T,) columns
     trajectories: IntArray  # (M,) the token's trajectory, an index in the batch's (N,) columns
 
-    @property
-    def num_inputs(self) -> int:
-        """Tokens without padding."""
-        return int((self.segment_ids >= 0).sum())
-
     def attention_mask(self) -> BoolArray | None:
         """Return the causal mask within units and branches (rows, 1, row_len, row_len), True: may attend.
 

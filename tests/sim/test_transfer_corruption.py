@@ -201,7 +201,8 @@ def test_a_stream_with_damage_anywhere_ends_with_the_true_bytes(seed: int) -> No
         connections += 1
         assert connections < 200, "the repair does not come to an end"
         parser = FrameParser(limits)
-        stream = stream_of(source, list(sender.missing_at(transfer.have)))
+        lacking = transfer.have.missing(sender.num_chunks)
+        stream = stream_of(source, [sender.chunk_span(number) for number in lacking])
         data = damaged(stream, rng, faults=int(rng.integers(4)))
         try:
             for start in range(0, len(data), 1000):

@@ -96,7 +96,7 @@ def test_every_trained_token_is_predicted_once_from_exactly_its_own_past(
             assert visible(micro, int(at)) == list(enumerate(past))
     if share == 0:
         # Nothing shared: every input token is in exactly one place.
-        assert sum(m.num_inputs for m in micros) == inputs.lengths.sum()
+        assert sum(int((m.segment_ids >= 0).sum()) for m in micros) == inputs.lengths.sum()
 
 
 @settings(max_examples=100, deadline=None)
@@ -146,7 +146,7 @@ def test_rows_of_one_trajectory_need_no_mask() -> None:
 def test_samples_of_a_prompt_carry_it_once() -> None:
     batch = make_batch([([1, 2, 3], [4, 5 + i, 6], [True] * 3) for i in range(4)])
     _, [[micro]] = pack(batch, 64, 1, share=64)
-    assert micro.num_inputs == 3 + 4 * 2
+    assert (micro.segment_ids >= 0).sum() == 3 + 4 * 2
     # The four first tokens are predicted from the very same place.
     assert len(set(micro.predictors[np.isin(micro.columns, batch.offsets[:-1] + 3)].tolist())) == 1
 

@@ -245,21 +245,6 @@ def test_verified_bytes_are_known_from_any_offset(have: set[int]) -> None:
     assert one.verified_end(-1) == -1
 
 
-@settings(deadline=None)
-@given(st.sets(st.integers(0, 15)), st.sets(st.integers(0, 15)), st.integers(0, 20))
-def test_a_child_is_sent_what_it_lacks_and_its_parent_has(
-    ours: set[int], theirs: set[int], start: int
-) -> None:
-    parent, child = transfer(), ChunkSet()
-    for number in ours:
-        at = parent.chunk_span(number)[:2]
-        parent.add_chunk(*at, PUBLICATION.chunk(*at))
-    for number in theirs:
-        child.add(number)
-    sent = [parent.chunk_number(*span[:2]) for span in parent.missing_at(child, start)]
-    assert sent == sorted(number for number in ours - theirs if number >= start)
-
-
 # --- what a node has -----------------------------------------------------------------------------
 
 numbers = st.sets(st.integers(0, 200))

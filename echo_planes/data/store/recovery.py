@@ -12,13 +12,12 @@ import numpy as np
 
 from echo_planes.data.store.files import Files, cannot_write, map_file, write_whole
 from echo_planes.data.store.index import GroupIndex
-from echo_planes.data.store.message import FORMAT, STORE_ID_BYTES, Kind, Message, Place, size_of
+from echo_planes.data.store.message import FORMAT, STORE_ID_BYTES, Kind, Message, Place
 from echo_planes.data.store.schema import OLDER_SCHEMAS, SCHEMA, OlderSchema
 from echo_planes.data.store.segment import (
     GROUP_ENTRY,
     Damage,
     check_header,
-    encode_header,
     has_schema,
     segment_numbers,
     segment_path,
@@ -229,8 +228,3 @@ def segment_index(index: GroupIndex, segment: Segment) -> SegmentIndex:
 def sidecar_path(path: Path) -> Path:
     """Return the path of the sidecar of the segment at `path`."""
     return path.with_suffix(".index")
-
-
-def header_size_bytes(store_id: bytes) -> int:
-    """Return the size of a segment's header, which is the offset of its first message."""
-    return size_of(encode_header(SCHEMA, Place(store_id, Kind.HEADER, 0, 0, 0), 0))

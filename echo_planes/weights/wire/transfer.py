@@ -287,12 +287,6 @@ class Transfer:
         size = min(header.chunk_bytes, header.size_bytes - start)
         return ChunkSpan(segment_index, chunk_index, header.offset_bytes + start, size)
 
-    def missing_at(self, theirs: ChunkSet, start: int = 0) -> Iterator[ChunkSpan]:
-        """Yield the chunks from number `start` on that are present here but not in `theirs`, in order."""
-        for number in theirs.missing(self._num_chunks, start):
-            if number in self.have:
-                yield self.chunk_span(number)
-
     def verified_end(self, offset_bytes: int) -> int:
         """Return the end of the run of verified bytes that begins at `offset_bytes` of the payload.
 
