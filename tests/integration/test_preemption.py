@@ -128,7 +128,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"run.steps={STEPS}",
         f"sampling.max_new_tokens={MAX_TOKENS}",
         f"sampling.stream_s={STREAM_S}",
-        "sampling.prompts_per_step=6",
+        "sampling.prompts_per_step=8",
         "staleness.queue_batches=3",  # workers always have something to do
         f"staleness.max_staleness={2 * STEPS}",  # on a slow machine too, no prefix is too old to go on from
         "staleness.publish_every=3",
