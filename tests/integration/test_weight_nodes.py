@@ -39,6 +39,7 @@ from tests.integration.weight_nodes import (
     running,
     settings,
     until,
+    until_true,
 )
 
 CHUNK_BYTES = 32 * 1024
@@ -523,9 +524,11 @@ def test_a_run_s_own_codec_goes_from_the_learner_to_the_engine_s_file_and_into_t
                     assert manifest.digest == learner.manifest.digest == state_digest(learner.tensors())
                     await worker.settled(version, True)
                 assert (learner.manifest.codec, manifest.codec) == ("xor", "overwrite")
-                async with asyncio.timeout(LIMIT_S):
-                    while "unknown codec" not in (await stranger.status())["trouble"]:
-                        await asyncio.sleep(0.05)
+
+                async def is_told() -> bool:
+                    return "unknown codec" in (await stranger.status())["trouble"]
+
+                await until_true(is_told, LIMIT_S, "the stranger to say what it does not know")
                 with pytest.raises(WaitTimeoutError):
                     await stranger.staged("run", 2, 0.5)
                 await until(lambda: sender.status()["store"]["waiting"] == 0, LIMIT_S, "the store")
