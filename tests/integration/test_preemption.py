@@ -238,11 +238,12 @@ def heard_of(run_dir: Path, lease: str) -> list[float]:
     return sorted(note["at_s"] for note in notes if note["lease"] == lease)
 
 
-def test_what_was_not_streamed_yet_is_at_most_one_interval_of_each_request(run_dir: Path) -> None:
+def test_what_was_not_streamed_yet_is_what_came_since_the_last_message(run_dir: Path) -> None:
     """Of the worker that was killed; the one with a notice handed its last tokens over.
 
-    With both cores busy a message now and then takes longer than the interval, so its last messages are
-    held against all its others: twice the longest of them, as the kill may fall on the busiest moment.
+    Messages are as far apart as the engine gives tokens, where both cores are busy. So the last ones are held
+    against all others: twice the longest of them, as the kill may fall on the busiest moment. That they are
+    an interval apart where there are tokens is shown in virtual time (tests/unit/test_worker.py).
     """
     killed_at_s = float((run_dir.parent / KILLED).read_text())
     lost_at_s = next(n["at_s"] for n in told(run_dir, "lose") if n["worker"] == "w1" and in_use(run_dir, n))
@@ -254,8 +255,8 @@ def test_what_was_not_streamed_yet_is_at_most_one_interval_of_each_request(run_d
         f"killed so many seconds after the last message of each of {len(silent)} requests: "
         f"{[round(s, 2) for s in silent]}; missed {lost_at_s - killed_at_s:.2f} s after it"
     )
-    assert statistics.median(gaps) <= 2 * STREAM_S
-    assert max(silent) <= 2 * max(2 * STREAM_S, *gaps)
+    assert silent
+    assert max(silent) <= 2 * max(gaps)
     again = [n for n in told(run_dir, "lease") if n["partials"] and n["at_s"] > lost_at_s]
     print(f"the first of them went on elsewhere after {again[0]['at_s'] - lost_at_s:.2f} s")
 

@@ -153,6 +153,8 @@ def make(
     scorer: Any = None,
     weights: Any = None,
     max_groups: int = 4,
+    stream_s: float = 1.0,
+    lease_s: float = LEASE_S,
     **kind: Any,
 ) -> RolloutWorker:
     task = task or fake_task()
@@ -166,7 +168,7 @@ def make(
         source=source,
         weights=weights or FakeWeights(),
         kind=WorkerConfig(max_groups=max_groups, **kind),
-        sampling=SamplingConfig(lease_s=LEASE_S, max_new_tokens=9),
+        sampling=SamplingConfig(lease_s=lease_s, stream_s=stream_s, max_new_tokens=9),
         clock=LoopClock(),
     )
 
@@ -294,6 +296,18 @@ def test_streamed_tokens_renew_a_lease_and_silence_does_not() -> None:
     quiet = Source(1)
     work(make(Silent(seconds=3 * LEASE_S), quiet), 4 * LEASE_S)
     assert quiet.renewed == []
+
+
+@pytest.mark.parametrize("stream_s", [2.0, 4.0])
+def test_tokens_are_sent_in_the_interval_in_which_they_came(stream_s: float) -> None:
+    """A killed worker takes with it at most one interval's tokens; the engine gives one a second."""
+    source = Source(1, num_samples=1)
+    work(make(Engine(seconds=20.5), source, stream_s=stream_s, lease_s=40.0), 30.0)
+    sent_at_s = [0.0, *(at_s for at_s, _ in source.renewed)]
+    assert [b - a for a, b in pairwise(sent_at_s)] == pytest.approx([stream_s] * int(20 // stream_s))
+    sent = [sum(len(part.sample.token_ids) for _, part in message.pieces) for message in source.streamed]
+    assert sum(sent) >= 20 - stream_s
+    assert max(sent) <= stream_s
 
 
 # --- several turns -------------------------------------------------------------------------------
