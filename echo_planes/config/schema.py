@@ -204,12 +204,8 @@ class WeightsConfig(Section):
     )
     chunk_kib: int = Free(256, ge=4, le=4096, description="verified and forwarded at once, KiB")
     streams_per_link: int = Free(2, ge=1, le=16, description="connections from a worker to its parent")
-    uplink_mbit: PositiveFloat | None = Free(
-        None, description="B0: what the learner can send, Mbit/s; default: learnt from the broadcasts"
-    )
-    worker_mbit: PositiveFloat | None = Free(
-        None, description="Bw: what a worker can receive, Mbit/s; default: learnt from the broadcasts"
-    )
+    uplink_mbit: PositiveFloat | None = Free(None, description="B0, the learner's; default: as measured")
+    worker_mbit: PositiveFloat | None = Free(None, description="Bw, a worker's; default: as measured")
     starved_s: PositiveFloat = Free(4.0, description="with too little of a version so long: another parent")
     snapshot_every: PositiveInt = Free(50, description="publications between full snapshots in the store")
     keep_patches: PositiveInt = Free(100, description="newest patches kept in the store")
@@ -218,7 +214,11 @@ class WeightsConfig(Section):
     key_file: str | None = Free(
         None, description="Ed25519 private key (PEM) that signs publications; default: made in run.dir"
     )
-    host: str = Free("127.0.0.1", description="address that the nodes listen on; 'node': the machine's own")
+    host: str | None = Free(
+        None,
+        description="address that the nodes listen on; 'node': each machine's own; default: loopback on a "
+        "private cluster, 'node' on one that is joined",
+    )
     port: int | None = Free(None, ge=1024, le=65535, description="the learner's port; default: a free one")
     tls_cert: str | None = Free(None, description="certificate (PEM) of every node; default: no TLS")
     tls_key: str | None = Free(None, description="its private key (PEM)")

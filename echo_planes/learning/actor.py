@@ -60,8 +60,7 @@ class LearnerProcess:
 
     def listen(self, link: WeightLink, signing_key: bytes) -> str:
         """Start the node that sends weights, and return its address. Rank 0 only."""
-        host = ray.util.get_node_ip_address() if link.config.host == "node" else link.config.host
-        self._node = SenderNode.spawn(link.sender_settings(host, signing_key))
+        self._node = SenderNode.spawn(link.sender_settings(ray.util.get_node_ip_address(), signing_key))
         if link.config.mode != "full":
             self._choice = CodecChoice(take_codec(link.config.codec), MonotonicClock())
         self._publisher = Publisher(

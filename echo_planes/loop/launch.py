@@ -17,7 +17,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from echo_planes.cluster.clock import Clock
-from echo_planes.cluster.placement import lasting_machines
+from echo_planes.cluster.placement import cluster_address, lasting_machines
 from echo_planes.cluster.session import NodeWatch, machines
 from echo_planes.config.extensions import extension
 from echo_planes.config.fleet import WorkerConfig
@@ -59,7 +59,7 @@ from echo_planes.types import (
     Trajectory,
     WorkerStats,
 )
-from echo_planes.weights.link import WeightLink, reachable
+from echo_planes.weights.link import WeightLink, listening_host
 from echo_planes.weights.wire.signing import Signer
 
 CLOSE_S = 10.0
@@ -431,7 +431,8 @@ class RayPlanes:
             public_key=signer.public_bytes().hex(),
             store=config.weights.store or str(run_dir / "weights"),
             model_bytes=sum(file.stat().st_size for file in config.model.folder.glob("*.safetensors")),
-            config=reachable(config.weights, len([node for node in ray.nodes() if node["Alive"]])),
+            config=config.weights,
+            host=listening_host(config.weights, joined=cluster_address(config) is not None),
         )
         self.learner = RemoteLearner(
             config,

@@ -85,8 +85,8 @@ class WorkerProcess:
     async def join(self, sender: str) -> None:
         """Start the weight node, which receives at once. `sender`: address of the learner's weight node."""
         link = replace(self._link, sender=sender)
-        host = ray.util.get_node_ip_address() if link.config.host == "node" else link.config.host
-        settings = link.worker_settings(self._id, self._epoch, host, self._kind.region)
+        machine = ray.util.get_node_ip_address()
+        settings = link.worker_settings(self._id, self._epoch, machine, self._kind.region)
         self._node = self._weights.node = await WorkerNode.spawn(settings)
         self._joined.set()
 

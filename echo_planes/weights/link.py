@@ -15,16 +15,16 @@ from echo_planes.weights.node.settings import NodeSettings
 from echo_planes.weights.receiver import open_staged
 from echo_planes.weights.wire.credentials import credential
 
+OF_MACHINE = "node"  # as a host: the address of the machine that a node runs on
 
-def reachable(config: WeightsConfig, num_machines: int) -> WeightsConfig:
-    """Return settings by which the nodes reach one another.
 
-    On several machines, unless the user chose a host, each node listens on its machine's address instead of
-    loopback.
+def listening_host(config: WeightsConfig, *, joined: bool) -> str:
+    """Return the host that a run's nodes listen on.
+
+    Unless the user set one: loopback on a private cluster, and the machine's address on one that was joined,
+    where machines may come later.
     """
-    if "host" not in config.model_fields_set and num_machines > 1:
-        return config.model_copy(update={"host": "node"})
-    return config
+    return config.host or (OF_MACHINE if joined else "127.0.0.1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,17 @@ class WeightLink:
     store: str  # folder or s3:// address
     model_bytes: int  # size of the model's files; nodes refuse publications above 6 times this
     config: WeightsConfig
+    host: str = "127.0.0.1"  # that the nodes listen on (`listening_host`)
     sender: str = ""  # address of the learner's node; "": not started yet
 
-    def sender_settings(self, host: str, signing_key: bytes) -> NodeSettings:
-        """Return settings of the learner's node, which listens on `host` and signs the snapshots it makes."""
+    def sender_settings(self, machine: str, signing_key: bytes) -> NodeSettings:
+        """Return settings of the learner's node, which signs the snapshots it makes.
+
+        `machine`: address of the machine that it will run on.
+        """
         config = self.config
         return NodeSettings(
-            **self._common(host),
+            **self._common(machine),
             role="sender",
             node_id="sender",
             port=config.port or 0,
@@ -62,23 +66,23 @@ class WeightLink:
         """Return the copy for one incarnation of a worker, with its credential instead of the secret."""
         return replace(self, token=credential(self.token, _node_id(worker_id, epoch)))
 
-    def worker_settings(self, worker_id: str, epoch: int, host: str, region: str) -> NodeSettings:
-        """Return settings of a worker's node, which listens on `host`. Call it on `of_worker`'s copy."""
+    def worker_settings(self, worker_id: str, epoch: int, machine: str, region: str) -> NodeSettings:
+        """Return settings of a worker's node on that machine. Call it on `of_worker`'s copy."""
         return NodeSettings(
-            **self._common(host),
+            **self._common(machine),
             role="worker",
             node_id=_node_id(worker_id, epoch),
             sender=self.sender,
             region=region,
         )
 
-    def _common(self, host: str) -> dict[str, Any]:
+    def _common(self, machine: str) -> dict[str, Any]:
         config = self.config
         return {
             "token": self.token,
             "public_key": self.public_key,
             "lineage": self.lineage,
-            "host": host,
+            "host": machine if self.host == OF_MACHINE else self.host,
             "digest": config.digest,
             "codec": config.codec,
             # The largest patch, positions (8 bytes) and values of all 16-bit weights, is 5 times the weights.

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo_planes.config.schema import WeightsConfig
-from echo_planes.weights.link import WeightLink
+from echo_planes.config.plain_yaml import parse_yaml
+from echo_planes.config.schema import Config, WeightsConfig
+from echo_planes.loop.loading import dump_config, load_config
+from echo_planes.weights.link import WeightLink, listening_host
 from echo_planes.weights.wire.credentials import MAX_NAME, bearer, credential, is_bearer, may_enter
 
 SECRET = "s" * 64
@@ -37,6 +39,23 @@ def test_any_bytes_are_an_answer_and_not_an_error(raw: bytes) -> None:
     assert not is_bearer(given, SECRET)
     assert not may_enter(given, "w0", SECRET)
     assert not may_enter(bearer("x"), given, SECRET)
+
+
+@pytest.mark.parametrize(
+    ("words", "joined", "machine"),
+    [([], False, "127.0.0.1"), ([], True, "10.0.0.7"), (["weights.host=192.0.2.1"], True, "192.0.2.1")],
+)
+def test_nodes_listen_where_others_reach_them_also_after_a_resume(
+    words: list[str], joined: bool, machine: str
+) -> None:
+    """A joined cluster may get its second machine later, and a resume reads every default from its record."""
+    first = load_config(words)
+    resumed = Config.model_validate(parse_yaml(dump_config(first), "config.yaml"))
+    for config in (first, resumed):
+        host = listening_host(config.weights, joined=joined)
+        link = WeightLink("L0", SECRET, "0" * 64, "", 10, config.weights, host, sender="http://x:1")
+        assert link.sender_settings("10.0.0.7", bytes(32)).host == machine
+        assert link.of_worker("w", 0).worker_settings("w", 0, "10.0.0.7", "").host == machine
 
 
 def test_a_worker_is_given_its_own_credential_and_not_the_secret() -> None:

@@ -676,7 +676,9 @@ def test_with_its_own_codec_a_process_still_refuses_others() -> None:
 
 
 def test_learner_and_workers_are_told_the_run_s_codec() -> None:
-    link = WeightLink("L0", "secret", "0" * 64, "", 1, WeightsConfig(codec="my_codec:CODEC"), "http://x:1")
+    link = WeightLink(
+        "L0", "secret", "0" * 64, "", 1, WeightsConfig(codec="my_codec:CODEC"), sender="http://x:1"
+    )
     assert link.sender_settings("127.0.0.1", b"1" * 32).codec == "my_codec:CODEC"
     assert link.of_worker("w0", 0).worker_settings("w0", 0, "127.0.0.1", "").codec == "my_codec:CODEC"
 

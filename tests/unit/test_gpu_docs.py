@@ -57,7 +57,7 @@ CASES = (
     Case("One machine of 8 x H100", (machine(8, "H100"),), "L4"),
     Case("That learner, and spot", (machine(4, "H100"),), "L4"),
     Case("One card of 24 GB", (machine(1, "L4"),), "T4"),
-    Case("Two machines of 8 x H100", (machine(8, "H100"),) * 3, "L4"),  # the third has the workers
+    Case("Three machines of 8 x H100", (machine(8, "H100"),) * 3, "L4"),
 )
 
 
