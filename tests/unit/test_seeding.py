@@ -287,18 +287,26 @@ def test_the_first_step_leaves_the_window_as_it_is_and_later_ones_move_it() -> N
     assert seeding.report(found.now_s).t_seed_s == pytest.approx(WINDOW_S + (6.0 - 2.0) / 2.0)
 
 
+def alone_with(first_s: float) -> Seeding:
+    """The decisions without a controller around them; the first window has so many seconds."""
+    return Seeding(replace_section(settings(s=0), seeding={"engines": 1, "first_s": first_s}).seeding)
+
+
 def test_a_window_of_no_seconds_does_not_open() -> None:
-    seeding = Seeding(replace_section(settings(s=0), seeding={"engines": 1, "first_s": 0.0}).seeding)
-    present = Present(1, 1, ("s0",), seeder_serves=True)
+    seeding, present = alone_with(0.0), Present(1, 1, ("s0",), seeder_serves=True)
     assert seeding.form_batch(0, 1.0, present, in_parts=False) == [FORM]
-    resumed = Seeding(replace_section(settings(s=0), seeding={"engines": 1, "first_s": WINDOW_S}).seeding)
+    assert alone_with(0.5).form_batch(0, 1.0, present, in_parts=False) == [
+        OPEN,
+        replace(FORM_WHOLE, wait_s=0.5),
+    ]
+    resumed = alone_with(WINDOW_S)
     assert resumed.form_batch(0, 1.0, present, in_parts=True) == [FORM]  # its first parts were trained before
     alone = Present(0, 0, ("s0",), seeder_serves=True)
     assert seeding.form_batch(0, 1.0, alone, in_parts=True) == [OPEN, FORM_WHOLE]
 
 
 def test_the_mean_number_of_remote_workers_is_over_the_step() -> None:
-    seeding = Seeding(replace_section(settings(s=0), seeding={"engines": 1, "first_s": 0.0}).seeding)
+    seeding = alone_with(0.0)
     seeding.form_batch(0, 100.0, Present(0, 0, (), seeder_serves=False), in_parts=False)
     for at_s, num_remote in ((100.0, 1), (110.0, 3)):
         seeding.look(Present(num_remote, num_remote, (), seeder_serves=False), at_s)
@@ -319,10 +327,19 @@ def test_seeders_are_no_remote_workers() -> None:
 
 def test_answers_from_before_the_step_count_from_its_begin() -> None:
     """A resumed run may begin with them."""
-    found = opened()
-    found.now_s = 12.0
-    found.tell(ev.BatchReady(replace(batch(0), waited_s=1e6)))
-    seeding = found.controller.seeding
-    assert seeding is not None
-    told = seeding.report(14.0)
+    seeding, present = alone_with(0.0), Present(1, 1, (), seeder_serves=False)
+    seeding.form_batch(0, 100.0, present, in_parts=False)
+    seeding.batch_ready(old := replace(batch(0), waited_s=1e6), ev.Train(old, whole=True), present, 112.0)
+    told = seeding.report(114.0)
     assert (told.remote_s, told.remote_wait_s) == (0.0, 14.0)
+
+
+def test_after_a_long_step_remote_workers_count_as_stuck_after_twice_its_time() -> None:
+    seeding, present = alone_with(0.0), Present(1, 1, ("s0",), seeder_serves=True)
+    seeding.form_batch(0, 0.0, present, in_parts=False)
+    seeding.step_done(5 * LATE_S)
+    begun_s = 5 * LATE_S
+    for late_s in (0.0, LATE_S + 1.0, 5 * LATE_S + 1.0, 10 * LATE_S):
+        assert seeding.form_batch(1, begun_s + late_s, present, in_parts=False) == [replace(FORM, step=1)]
+    (action, _) = seeding.form_batch(1, begun_s + 10 * LATE_S + 1.0, present, in_parts=False)
+    assert action == OPEN
