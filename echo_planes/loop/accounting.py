@@ -16,6 +16,7 @@ from echo_planes.config.schema import Config
 from echo_planes.fleet.capacity import UninformativeShare, needed_capacity
 from echo_planes.learning.fall import collapse_of
 from echo_planes.loop.evaluation import doublings, drawn, in_words
+from echo_planes.loop.planes import Accepted
 from echo_planes.loop.spending import Spending
 from echo_planes.reporting.broadcasts import BroadcastLog, summary_of
 from echo_planes.reporting.figures import batch_figures, learner_figures
@@ -77,7 +78,7 @@ class Journal:
         self._serving: set[str] = set()  # workers whose current incarnation serves
         self._t_train_s: deque[float] = deque(maxlen=RECENT_STEPS)
         self._uninformative = UninformativeShare(config.sampling.trajectories_per_step)
-        self._stats: dict[tuple[str, int], WorkerStats] = {}
+        self._accepted: Accepted = {}
         self._evals: list[dict[str, Any]] = []
         self._newest_version, self._num_versions = -1, 0
         self._num_installs, self._install_s = 0, 0.0
@@ -116,9 +117,11 @@ class Journal:
         self.spending.worker(info, self._clock.now_s(), alive=alive)
 
     def on_stats(self, epoch: int, stats: WorkerStats) -> None:
-        self._stats[(stats.worker_id, epoch)] = stats
         if stats.worker_id in self._infos and self._infos[stats.worker_id].epoch == epoch:
             self.spending.book.worked(stats.worker_id, stats.busy_s, self._clock.now_s())
+
+    def on_accepted(self, accepted: Accepted) -> None:
+        self._accepted = accepted
 
     def on_published(self, manifest: Manifest, seconds: float) -> None:
         self._num_versions += manifest.version > self._newest_version  # a repeated publication does not count
@@ -324,13 +327,13 @@ class Journal:
         )
 
     def _worker_row(self, info: WorkerInfo, now_s: float) -> dict[str, Any]:
-        lives = [stats for (worker_id, _), stats in self._stats.items() if worker_id == info.worker_id]
+        lives = [counts for (worker_id, _), counts in self._accepted.items() if worker_id == info.worker_id]
         return {
             "id": info.worker_id,
             "sku": info.sku,
             "usd_per_hour": info.usd_per_hour,
-            "trajectories": sum(stats.trajectories for stats in lives),
-            "tokens": sum(stats.tokens for stats in lives),
+            "trajectories": sum(trajectories for _, trajectories in lives),
+            "tokens": sum(tokens for tokens, _ in lives),
             "usd": self.spending.book.usd(info.worker_id, now_s),
             "restarts": self._restarts.get(info.worker_id, 0),
         }

@@ -263,11 +263,10 @@ def _close_books(
     if outcome.status == "rollback":
         return
     write_sparsity(folder, config.weights.store)
-    go_on = ""
+    go_on = resume_command(folder) if outcome.status in ("spent", "stopped") else ""
     if outcome.status == "spent":
-        go_on = journal.spending.way_on(clock.now_s())
-    elif outcome.status == "stopped":
-        go_on = resume_command(folder)
+        budget = journal.spending.larger_budget(clock.now_s())
+        go_on = f"{go_on} {budget}" if go_on else f"there is no checkpoint: start anew, with {budget} or more"
     view.final(summary, write_report(folder), go_on)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from echo_planes.loop.planes import Observer
+from echo_planes.loop.planes import Accepted, Observer
 from echo_planes.types import (
     BroadcastStats,
     BufferCounts,
@@ -34,6 +34,9 @@ class QuietObserver:
         return None
 
     def on_stats(self, epoch: int, stats: WorkerStats) -> None:
+        return None
+
+    def on_accepted(self, accepted: Accepted) -> None:
         return None
 
     def on_published(self, manifest: Manifest, seconds: float) -> None:
@@ -78,6 +81,10 @@ class Observers:
     def on_stats(self, epoch: int, stats: WorkerStats) -> None:
         for one in self._observers:
             one.on_stats(epoch, stats)
+
+    def on_accepted(self, accepted: Accepted) -> None:
+        for one in self._observers:
+            one.on_accepted(accepted)
 
     def on_published(self, manifest: Manifest, seconds: float) -> None:
         for one in self._observers:

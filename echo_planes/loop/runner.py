@@ -20,7 +20,7 @@ from echo_planes.errors import ClusterError, EchoPlanesError, LeaseError, RunErr
 from echo_planes.loop import events as ev
 from echo_planes.loop.controller import Controller
 from echo_planes.loop.evaluation import eval_draw, report_of
-from echo_planes.loop.planes import DataPlane, LearnerPlane, Observer, Planes, Worker
+from echo_planes.loop.planes import Accepted, DataPlane, LearnerPlane, Observer, Planes, Worker
 from echo_planes.loop.watch import Progress, Watch
 from echo_planes.types import (
     BufferCounts,
@@ -428,9 +428,11 @@ class Runner:
         The counts of accepted tokens and trajectories come from the data plane, not from the worker.
         """
         async with self._collecting:
-            await self._ask_for_stats(await self._planes.data.accepted())
+            accepted = await self._planes.data.accepted()
+            self._observer.on_accepted(accepted)
+            await self._ask_for_stats(accepted)
 
-    async def _ask_for_stats(self, accepted: Mapping[tuple[str, int], tuple[int, int]]) -> None:
+    async def _ask_for_stats(self, accepted: Accepted) -> None:
         async def ask(worker_id: str, epoch: int, worker: Worker) -> None:
             with suppress(RunError):  # the worker's run() reports its loss
                 stats = await self._within("worker statistics", STATS_S, worker.stats(), worker=worker_id)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -116,20 +115,16 @@ class Spending:
         """Return the dollars of all parts of the run."""
         return self.earlier_usd + self.book.total_usd(now_s)
 
-    def way_on(self, now_s: float) -> str:
-        """Return advice on how to continue once the budget is spent: a command, if a step was trained.
+    def larger_budget(self, now_s: float) -> str:
+        """Return the setting of a budget with which the run can go on once its own is spent.
 
-        It suggests the projected cost of the whole run, at the recent price of a step, plus a tenth. Where
-        that price is unknown, it suggests twice the dollars spent.
+        It is the projected cost of the whole run, at the recent price of a step, plus a tenth. Where that
+        price is unknown, it is twice the dollars spent.
         """
-        done = self._totals.num_steps
-        projected = self.book.projected_usd(now_s, self._steps - done)
+        projected = self.book.projected_usd(now_s, self._steps - self._totals.num_steps)
         usd = 2 * self.total_usd(now_s) if projected is None else 1.1 * (self.earlier_usd + projected)
         unit = 10.0 ** (math.floor(math.log10(usd)) - 1)
-        budget = f"budget.usd={math.ceil(usd / unit) * unit:.6g}"
-        if not done:
-            return f"nothing was trained, so there is no checkpoint: start anew, with {budget} or more"
-        return f"python -m echo_planes.run {shlex.quote(f'run.resume={self._path.parent}')} {budget}"
+        return f"budget.usd={math.ceil(usd / unit) * unit:.6g}"
 
     # --- events ----------------------------------------------------------------------------------
 

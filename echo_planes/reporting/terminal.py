@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
@@ -42,7 +43,7 @@ class View:
         self._told: tuple[list[str], float] = ([], 0.0)  # phases that were last said to be open, and when
         self._live = ""  # what the tty's last line shows now
         self._has_blocks = _encodes(stream, "█░")
-        self.phase_seconds: dict[str, float] = {}  # finished start-up phases, seconds each
+        self.phase_seconds: dict[str, float] = {}  # of a start-up phase, its first time
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -57,11 +58,15 @@ class View:
         try:
             yield
             outcome = "ready"
+        except asyncio.CancelledError:
+            outcome = "not needed any more"
+            raise
         finally:
             seconds = self._clock.now_s() - began_s
             with self._lock:
                 self._open_phases.remove(name)
-                self.phase_seconds[name] = round(seconds, 3)
+                if outcome == "ready":
+                    self.phase_seconds.setdefault(name, round(seconds, 3))
                 self._live = ""
                 self._line(f"{self._stamp()} {name} ... {outcome}, {seconds:.1f} s")
                 self._show_phases()

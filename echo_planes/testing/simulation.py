@@ -25,7 +25,7 @@ from echo_planes.data.tasks.adapter import TaskAdapter, TaskOptions
 from echo_planes.fleet.actuators.actuator import Actuator, StaticActuator
 from echo_planes.loop.checkpoint import CheckpointMeta, save_checkpoint
 from echo_planes.loop.observers import Observers, QuietObserver
-from echo_planes.loop.planes import Observer
+from echo_planes.loop.planes import Accepted, Observer
 from echo_planes.loop.reconcile import ReconcileLoop
 from echo_planes.loop.runner import Outcome, Runner
 from echo_planes.reporting.broadcasts import BroadcastLog
@@ -83,6 +83,9 @@ class Trace:
 
     def on_stats(self, epoch: int, stats: WorkerStats) -> None:
         self.lines.append(f"stats {stats.worker_id}.{epoch} {stats.trajectories}")
+
+    def on_accepted(self, accepted: Accepted) -> None:
+        return None
 
     def on_published(self, manifest: Manifest, seconds: float) -> None:
         self.versions.append(manifest.version)

@@ -299,20 +299,15 @@ def test_what_a_run_ends_with(status: Any, expected: int | None) -> None:
         assert exit_status(outcome) == expected
 
 
-def test_the_way_on_names_a_budget_that_the_rest_fits_in(tmp_path: Path) -> None:
-    """One of ten steps is made for 100 $, another was in an earlier part; a shell wants the name quoted."""
-    folder = tmp_path / "a run"
-    folder.mkdir()
-    first = Spent(folder)
-    assert first.spending.way_on(3.0) == (
-        "nothing was trained, so there is no checkpoint: start anew, with budget.usd=6 or more"
-    )
+def test_a_larger_budget_is_one_that_the_rest_fits_in(tmp_path: Path) -> None:
+    """One of ten steps is made for 100 $, another was in an earlier part."""
+    first = Spent(tmp_path)
+    assert first.spending.larger_budget(3.0) == "budget.usd=6"  # nothing was trained yet
     first.step(10)
-    resumed = Spent(folder, of_steps(100.0))
+    resumed = Spent(tmp_path, of_steps(100.0))
     resumed.step(10)
-    assert resumed.spending.way_on(100.0) == (  # 100 + 100 + 9 * 100, a tenth more, two digits
-        f"python -m echo_planes.run 'run.resume={folder}' budget.usd=1300"
-    )
+    # 100 + 100 + 9 * 100, a tenth more, two digits
+    assert resumed.spending.larger_budget(100.0) == "budget.usd=1300"
 
 
 class Heard(QuietObserver):
@@ -503,7 +498,7 @@ def test_a_run_stops_at_its_budget_with_a_checkpoint_and_goes_on_with_a_larger_o
 def test_a_run_that_has_not_made_a_step_stops_at_its_budget_too(tmp_path: Path) -> None:
     job = Job(tmp_path / "run", Faults(lose_installs={("w0", 0), ("w1", 0)}))
     assert job.run(2.5).status == "spent"
-    assert "go on      nothing was trained" in job.screen.getvalue()
+    assert "go on      there is no checkpoint: start anew, with budget.usd=" in job.screen.getvalue()
     summary = read_summary(job.folder)
     assert summary["steps"] == 0
     assert 2.5 <= summary["usd_total"] <= 2.5 + 1.5 * LOOK_S  # 1.5 $/s

@@ -28,6 +28,7 @@ from echo_planes.loop.checkpoint import (
     go_back,
     newest_checkpoint,
     open_lineage,
+    resume_command,
     rewind_metrics,
     save_checkpoint,
 )
@@ -81,6 +82,15 @@ def test_what_is_saved_is_found_again(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) == (path, CheckpointMeta(50, 3, 7))
     assert (path / "data" / "part").read_text() == "d"
     assert (path / "learner" / "part").read_text() == "l"
+
+
+def test_the_command_that_resumes_is_quoted_and_needs_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "a run"
+    assert resume_command(folder) == ""
+    save(folder, 0)
+    assert resume_command(folder) == f"python -m echo_planes.run 'run.resume={folder}'"
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ class Books:
         self.clock = ManualClock(1000.0)
         self.screen = io.StringIO()
         self.exported: list[Mapping[str, float]] = []
+        self.accepted: dict[tuple[str, int], tuple[int, int]] = {}
         self.config = config or tiny_config(steps=4)
         self.journal = Journal(
             self.config,
@@ -356,9 +357,8 @@ def test_a_group_trained_twice_is_counted_in_trajectories(tmp_path: Path) -> Non
 def test_a_worker_s_row_adds_its_incarnations(tmp_path: Path) -> None:
     books = Books(tmp_path)
     books.journal.on_worker(info(), alive=True)
-    for epoch, trajectories in ((0, 5), (0, 8), (1, 4)):  # counters of one incarnation grow
-        worker = WorkerStats("w0", 1, "d1", 0, trajectories, 10 * trajectories, 1.0)
-        books.journal.on_stats(epoch, worker)
+    books.journal.on_accepted({("w0", 0): (50, 5), ("w1", 0): (70, 7)})
+    books.journal.on_accepted({("w0", 0): (80, 8), ("w0", 1): (40, 4), ("w1", 0): (70, 7)})
     (row,) = books.summary()["workers"]
     assert (row["id"], row["sku"], row["trajectories"], row["tokens"]) == ("w0", "L4", 12, 120)
 

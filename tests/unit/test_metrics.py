@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import threading
@@ -291,6 +292,23 @@ def test_a_phase_that_fails_says_so_and_lets_the_error_through() -> None:
     with pytest.raises(ClusterError, match="no GPU"):
         start()
     assert "[   2.0 s] engines ... failed, 2.0 s" in stream.getvalue()
+    assert view.phase_seconds == {}
+
+
+def test_a_phase_that_is_cancelled_has_not_failed_and_the_first_time_counts() -> None:
+    view, stream, clock = a_view(is_tty=False)
+    with view.phase("w1"):
+        clock.advance(3.0)
+
+    def start_again() -> None:
+        with view.phase("w1"):
+            clock.advance(2.0)
+            raise asyncio.CancelledError  # the run has ended
+
+    with pytest.raises(asyncio.CancelledError):
+        start_again()
+    assert stream.getvalue().splitlines()[-1] == "[   5.0 s] w1 ... not needed any more, 2.0 s"
+    assert view.phase_seconds == {"w1": 3.0}
 
 
 def test_phases_may_overlap_on_a_tty() -> None:

@@ -15,7 +15,7 @@ from echo_planes.reporting.parts import PARTS_FILE, read_parts, whole_run
 from echo_planes.reporting.report import render
 from echo_planes.reporting.terminal import closing_lines
 from echo_planes.testing.simulation import tiny_config
-from echo_planes.types import EvalReport, InstallReport, Manifest, WorkerStats
+from echo_planes.types import EvalReport, InstallReport, Manifest
 from tests.unit.test_journal import Books, info
 
 
@@ -31,7 +31,8 @@ def published(books: Books, *versions: int) -> None:
 
 def worked(books: Books, worker: str, trajectories: int) -> None:
     books.journal.on_worker(info(worker), alive=True)
-    books.journal.on_stats(0, WorkerStats(worker, 1, "d1", 0, trajectories, 10 * trajectories, 1.0))
+    books.accepted[worker, 0] = (10 * trajectories, trajectories)
+    books.journal.on_accepted(books.accepted)
 
 
 def first_part(folder: Path) -> Books:

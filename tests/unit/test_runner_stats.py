@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from echo_planes.loop.observers import QuietObserver
+from echo_planes.loop.planes import Accepted
 from echo_planes.loop.runner import Runner
 from echo_planes.testing.simulation import tiny_config
 from echo_planes.testing.virtual_time import VirtualTimeLoop, run_virtual
@@ -21,7 +22,7 @@ class Data:
 
     async def accepted(self) -> dict[tuple[str, int], tuple[int, int]]:
         self.num_asked += 1
-        return {("w0", 0): (100 * self.num_asked, self.num_asked)}
+        return {("w0", 0): (100 * self.num_asked, self.num_asked), ("w1", 0): (70, 7)}
 
 
 class Worker:
@@ -45,6 +46,10 @@ class Worker:
 class Books(QuietObserver):
     def __init__(self) -> None:
         self.tokens: list[int] = []
+        self.accepted: Accepted = {}
+
+    def on_accepted(self, accepted: Accepted) -> None:
+        self.accepted = accepted
 
     def on_stats(self, epoch: int, stats: WorkerStats) -> None:
         self.tokens.append(stats.tokens)
@@ -72,3 +77,4 @@ def test_two_that_ask_at_once_are_told_in_order(tmp_path: Path) -> None:
 
     run_virtual(main)
     assert books.tokens == [100, 200]
+    assert books.accepted == {("w0", 0): (200, 2), ("w1", 0): (70, 7)}  # w1 has ended: its work still counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -281,6 +282,23 @@ def test_rewards_that_are_all_equal_are_a_warning() -> None:
 
 
 # --- episodes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "right"),
+    [({"result": 9, "q": "4+5="}, "9"), ({"q": "4+5=", "answer": "9"}, "9"), ({}, "{}"), ([9], "[9]")],
+)
+def test_the_right_answer_of_a_row_is_its_answer_or_its_first_field(row: Any, right: str) -> None:
+    class OfRows(GoodTask):
+        def reward(self, prompt: Prompt, episode: Episode) -> Reward:
+            return Reward(float(episode.text == right), episode.text == right)
+
+        def _ask(self, index: int, n: int) -> Prompt:
+            return replace(super()._ask(index, n), answer=json.dumps(row))
+
+    findings = look(OfRows, "something to learn")
+    assert [finding.level for finding in findings] == ["ok", "ok"], findings
+    assert "from 0 to 1" in findings[-1].text
 
 
 def with_episode(change: Callable[[Episode], Any]) -> type[TaskAdapter]:

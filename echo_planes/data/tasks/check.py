@@ -41,7 +41,7 @@ FAR_INDEX = 1_000_003  # an index that long runs reach
 MAX_TURNS = 256
 PROBE_LIMIT_S = 60.0  # for everything but rewards, which have a limit of their own
 SLOW_BUILD_S = 5.0
-RIGHT = "\0right"  # placeholder of the right answer: `Prompt.answer`, or the field "answer" of its JSON row
+RIGHT = "\0right"  # placeholder of the right answer: see `_text`
 
 # Kinds of answers that a policy gives sooner or later.
 ANSWERS: dict[str, tuple[str, ...]] = {
@@ -296,7 +296,7 @@ class TaskCheck:
             if self._scored(self.twin, prompt, episode) != self._scored(self.task, prompt, episode):
                 about = f"prompt {prompt.index}, answer {_quoted(episode.text)}"
                 raise _Wrong(f"{about} earned two different rewards; is that meant?", "warning")
-        yield "ok", f"{len(ANSWERS[kind])} on three prompts"
+        yield "ok", f"{len(ANSWERS[kind])} to each of three prompts"
 
     def _answered(self, prompt: Prompt, answer: str, is_cut_off: bool = False) -> Episode:
         """Return an episode; a single-turn one with the exact text, of which the tokenizer may lose parts."""
@@ -383,10 +383,14 @@ def _wrong_omegas(omegas: Any, group: Sequence[Trajectory]) -> str:
 def _text(prompt: Prompt, answer: str) -> str:
     if answer != RIGHT:
         return answer
-    row: Any = None  # for tasks over a user's file, Prompt.answer holds the whole row as JSON
+    # For tasks over a user's file, Prompt.answer holds the whole row as JSON, the fields of task.row_fields
+    # first: without one called "answer", the first of them is the likeliest to hold it.
+    row: Any = None
     with suppress(ValueError, RecursionError):
         row = json.loads(prompt.answer)
-    return str(row["answer"]) if isinstance(row, dict) and "answer" in row else prompt.answer
+    if not isinstance(row, dict) or not row:
+        return prompt.answer
+    return str(row.get("answer", next(iter(row.values()))))
 
 
 def _shown(value: object) -> str:

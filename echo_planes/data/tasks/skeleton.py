@@ -67,8 +67,7 @@ class $class_name(TaskAdapter):
         value = 1.0 if correct else 0.1 if is_number else 0.0
         return Reward(value=value, correct=correct, parts={"is_number": float(is_number)})
 
-    # For several turns override `rollout` as well: `await policy.generate(...)` as often as needed, and join
-    # the pieces with `EpisodeBuilder`, which knows whose tokens are whose.
+    # For several turns subclass `EpisodeTask` and write an `Environment` instead: see docs/tasks.md.
 
     @property
     def _limit(self) -> int:
