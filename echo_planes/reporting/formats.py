@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import unicodedata
 from collections.abc import Callable
 
@@ -36,9 +37,13 @@ def show_seconds(value: float) -> str:
 
 
 def show_usd(value: float) -> str:
+    """Format dollars with cents; below a dollar with three significant digits: '$0.60', '$0.000212'."""
     if value == 0:
         return "$0"
-    return f"${value:,.2f}" if abs(value) >= 1 else f"${value:.3g}"
+    if abs(value) >= 1:
+        return f"${value:,.2f}"
+    whole, digits = f"{value:.{2 - math.floor(math.log10(abs(value)))}f}".split(".")
+    return f"${whole}.{digits.rstrip('0'):0<2}"
 
 
 def show_power(value: float) -> str:

@@ -14,6 +14,7 @@ import pytest
 from echo_planes.cluster.clock import ManualClock
 from echo_planes.errors import ClusterError, DataError
 from echo_planes.reporting import terminal
+from echo_planes.reporting.formats import show_usd
 from echo_planes.reporting.metrics import (
     GAUGES,
     Aggregates,
@@ -232,6 +233,21 @@ def a_view(is_tty: bool, steps: int = 120) -> tuple[View, io.StringIO, ManualClo
     return View(stream, steps, is_tty, clock), stream, clock
 
 
+@pytest.mark.parametrize(
+    ("usd", "shown"),
+    [
+        (0.0, "$0"),
+        (1234.5, "$1,234.50"),
+        (0.6, "$0.60"),
+        (0.0087, "$0.0087"),
+        (5e-5, "$0.00005"),
+        (0.9999, "$1.00"),
+    ],
+)
+def test_dollars_are_shown_as_a_person_writes_them(usd: float, shown: str) -> None:
+    assert show_usd(usd) == shown
+
+
 def test_plain_output_is_whole_lines_without_control_codes() -> None:
     view, stream, clock = a_view(is_tty=False)
     with view.phase("Ray"):
@@ -384,7 +400,7 @@ def test_the_closing_block_says_what_matters() -> None:
         "mean 0.051 nats, rate factor at least 0.25; of the tokens 1.25 % clipped, - % masked",
         "max 2 (bound 3)",
         "0 digest mismatches",
-        "$1.5000: $0.5 a step, $12.35 per million tokens; 6.2 % of it wasted",
+        "$1.5000: $0.50 a step, $12.35 per million tokens; 6.2 % of it wasted",
         "runs/x/report.html",
     ):
         assert expected in text

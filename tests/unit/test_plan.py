@@ -219,7 +219,7 @@ def test_every_estimate_is_marked_and_nothing_else(capsys: pytest.CaptureFixture
     assert re.search(r"T_train [\d.]+ s \(estimated\)", text)
     assert re.search(r"KV cache 128 KiB a token \(estimated\)", text)
     assert re.search(r"H100/spot +\$1.10 +9.5 +\$", text)  # measured
-    assert re.search(r"L40S/spot +\$0.4 +[\d.]+ \(estimated\) +\$[\d.]+ \(estimated\)", text)
+    assert re.search(r"L40S/spot +\$0.40 +[\d.]+ \(estimated\) +\$[\d.]+ \(estimated\)", text)
     assert text.count("T_bcast") == len(re.findall(r"T_bcast [\d.]+ s \(estimated\)", text)) == 1
     given = told(capsys, *words, "t_train_s=20", "kv_kib_per_token=128")
     assert "T_train 20 s;" in given
