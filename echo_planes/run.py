@@ -15,7 +15,7 @@ import psutil
 
 from echo_planes.cluster.clock import Clock, MonotonicClock
 from echo_planes.cluster.placement import cluster_address
-from echo_planes.cluster.process import keep_ray_private
+from echo_planes.cluster.process import keep_ray_private, quieten_ray
 from echo_planes.config.files import user_path
 from echo_planes.config.hub import pinned
 from echo_planes.config.schema import Config
@@ -128,6 +128,7 @@ async def _run(
     # The event loop handles SIGINT, since some imports swallow a KeyboardInterrupt.
     task = asyncio.current_task()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: task and task.cancel())
+    quieten_ray()
     if not cluster_address(config):
         keep_ray_private()
     with view.phase("imports"):

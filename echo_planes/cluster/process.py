@@ -19,6 +19,7 @@ from echo_planes.cluster.scratch import join
 PR_SET_PDEATHSIG = 1
 LOOPBACK = "127.0.0.1"
 REMEMBERED_CALLS = "2000"  # calls that Ray's control process keeps, 4 kB each; Ray's default is 100,000
+TOLD_BY_THE_RUN = "A worker died or was killed while executing a task"  # a regular expression
 FORGOTTEN_CALLS = "1000"  # ids of older calls that it keeps, some 50 bytes each; Ray's default is 1,000,000
 
 
@@ -68,6 +69,14 @@ def keep_ray_private() -> None:
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def quieten_ray() -> None:
+    """Leave out what Ray prints about a process that died, a paragraph each: the run says it in one line.
+
+    The caller must call it before Ray is imported.
+    """
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", TOLD_BY_THE_RUN)
 
 
 def settle() -> None:

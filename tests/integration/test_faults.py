@@ -58,6 +58,8 @@ def test_a_killed_worker_is_replaced_and_the_run_ends_as_if_nothing_had_happened
     assert lost["worker"] == worker["id"]
     assert f"worker {worker['id']} (cpu-large): its process is gone" in lost["text"]
     assert battered.stderr == ""
+    assert "(raylet)" not in battered.stdout  # Ray's paragraph about it
+    assert worker["trajectories"] == summary(battered.run_dir)["accepted"]  # its first incarnation's too
 
 
 @takes_minutes

@@ -238,6 +238,7 @@ def test_a_killed_learner_ends_the_run_with_one_line_that_says_how_to_go_on(cras
     (line,) = crashed.stderr.splitlines()
     assert line.startswith("error: learner rank 0 ")
     assert f"run.resume={crashed.run_dir}" in line
+    assert "(raylet)" not in crashed.stdout  # a paragraph of Ray's for each process that died
     assert crashed.left_behind() == []
 
 

@@ -171,6 +171,7 @@ def test_it_ends_with_books_that_add_up(run_dir: Path) -> None:
     accepted = [note["lease"] for note in told(run_dir, "submit") if not note["refused"]]
     assert len(set(accepted)) == len(accepted)
     assert books["accepted"] == 4 * len(accepted)
+    assert sum(row["trajectories"] for row in books["workers"]) == books["accepted"]  # the lost ones' too
 
 
 def ended_without_result(run_dir: Path, worker: str) -> set[str]:
