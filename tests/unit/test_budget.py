@@ -118,9 +118,9 @@ def test_the_fleet_s_dollars_follow_the_ledger(tmp_path: Path) -> None:
     run.step(10, 30, dropped_stale=2, removed=1, buffered=4)  # 20 tokens a trajectory
     of_180 = {"trained": 40, "stale": 40, "lost": 20, "open": 80}
     assert run.parts == pytest.approx({part: tokens / 180 * 100 for part, tokens in of_180.items()})
-    run.step(5, 5, dropped_stale=6, removed=1)  # four more are dropped, of 5 tokens
-    of_130 = {"trained": 50, "stale": 60, "lost": 20}
-    assert run.parts == pytest.approx({part: tokens / 130 * 200 for part, tokens in of_130.items()})
+    run.step(5, 5, dropped_stale=6, removed=3)  # four more are dropped and two removed, of 5 tokens
+    of_140 = {"trained": 50, "stale": 60, "lost": 30}
+    assert run.parts == pytest.approx({part: tokens / 140 * 200 for part, tokens in of_140.items()})
 
 
 def test_tokens_of_groups_that_others_replaced_are_a_part_of_their_own_and_count_as_generated(
