@@ -329,7 +329,7 @@ def test_answers_from_before_the_step_count_from_its_begin() -> None:
     """A resumed run may begin with them."""
     seeding, present = alone_with(0.0), Present(1, 1, (), seeder_serves=False)
     seeding.form_batch(0, 100.0, present, in_parts=False)
-    seeding.batch_ready(old := replace(batch(0), waited_s=1e6), ev.Train(old, whole=True), present, 112.0)
+    seeding.batch_ready(old := replace(batch(0), waited_s=1e6), ev.Train(old, old), present, 112.0)
     told = seeding.report(114.0)
     assert (told.remote_s, told.remote_wait_s) == (0.0, 14.0)
 

@@ -281,9 +281,6 @@ def test_rewards_that_are_all_equal_are_a_warning() -> None:
     assert "all earn 0.5" in text
 
 
-# --- episodes ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("row", "right"),
     [({"result": 9, "q": "4+5="}, "9"), ({"q": "4+5=", "answer": "9"}, "9"), ({}, "{}"), ([9], "[9]")],
@@ -299,6 +296,9 @@ def test_the_right_answer_of_a_row_is_its_answer_or_its_first_field(row: Any, ri
     findings = look(OfRows, "something to learn")
     assert [finding.level for finding in findings] == ["ok", "ok"], findings
     assert "from 0 to 1" in findings[-1].text
+
+
+# --- episodes ------------------------------------------------------------------------------------
 
 
 def with_episode(change: Callable[[Episode], Any]) -> type[TaskAdapter]:
