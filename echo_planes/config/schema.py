@@ -204,8 +204,12 @@ class WeightsConfig(Section):
     )
     chunk_kib: int = Free(256, ge=4, le=4096, description="verified and forwarded at once, KiB")
     streams_per_link: int = Free(2, ge=1, le=16, description="connections from a worker to its parent")
-    uplink_mbit: PositiveFloat | None = Free(None, description="B0, the learner's; default: as measured")
-    worker_mbit: PositiveFloat | None = Free(None, description="Bw, a worker's; default: as measured")
+    uplink_mbit: PositiveFloat | None = Free(
+        None, description="B0: learner's uplink, Mbit/s; default: learnt"
+    )
+    worker_mbit: PositiveFloat | None = Free(
+        None, description="Bw: worker's downlink, Mbit/s; default: learnt"
+    )
     starved_s: PositiveFloat = Free(4.0, description="with too little of a version so long: another parent")
     snapshot_every: PositiveInt = Free(50, description="publications between full snapshots in the store")
     keep_patches: PositiveInt = Free(100, description="newest patches kept in the store")
