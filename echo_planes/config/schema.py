@@ -204,12 +204,8 @@ class WeightsConfig(Section):
     )
     chunk_kib: int = Free(256, ge=4, le=4096, description="verified and forwarded at once, KiB")
     streams_per_link: int = Free(2, ge=1, le=16, description="connections from a worker to its parent")
-    uplink_mbit: PositiveFloat | None = Free(
-        None, description="B0: learner's uplink, Mbit/s; default: learnt"
-    )
-    worker_mbit: PositiveFloat | None = Free(
-        None, description="Bw: worker's downlink, Mbit/s; default: learnt"
-    )
+    uplink_mbit: PositiveFloat | None = Free(None, description="B0: learner's uplink, Mbit/s; None: learnt")
+    worker_mbit: PositiveFloat | None = Free(None, description="Bw: worker's link, Mbit/s; None: learnt")
     starved_s: PositiveFloat = Free(4.0, description="with too little of a version so long: another parent")
     snapshot_every: PositiveInt = Free(50, description="publications between full snapshots in the store")
     keep_patches: PositiveInt = Free(100, description="newest patches kept in the store")
