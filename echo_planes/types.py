@@ -429,7 +429,7 @@ class SeedReport:
     t_seed_s: float  # T_seed, the planned window, seconds
     train_wait_s: float  # t_train_wait: the learner waited for answers while the window was closed
     remote_wait_s: float  # t_remote_wait: from the last answer to the end of the step
-    remote_s: float  # from the begin of the step to the last answer
+    remote_s: float  # from the beginning of the step to the last answer
     mean_remote: float  # remote workers, mean over the step
     num_reserved: int  # N_resv, seeders
     intervals: tuple[Interval, ...]

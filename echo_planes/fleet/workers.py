@@ -60,7 +60,7 @@ class FleetWorker:
     """Worker of a fleet. Times are on the clock of the reconciler's caller."""
 
     instance_type: str
-    since_s: float  # begin of its state
+    since_s: float  # beginning of its state
     asked_s: float  # time of its launch
     spare: bool = False  # a standby, now or once it is ready
     state: State = "asked"

@@ -8,8 +8,8 @@ process. Workers pull their work, so a faster worker does more.
     pull leases -> per lease: n episodes (adapter.rollout) -> rewards (other processes, deadlines) -> submit
                       tokens stream to the data plane ^       install(publication) at any time, between tokens
 
-Tokens reach the data plane every few seconds and renew the lease. If the worker ends, or loses a lease,
-another worker continues from those tokens.
+Tokens reach the data plane every `sampling.stream_s` seconds and renew the lease. If the worker ends, or
+loses a lease, another worker continues from those tokens.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Sandbox for programs that a model wrote.
 
+In: programs and their limits. Out: what each printed, and how it ended.
+Imports: types, errors, config, cluster.
+
 ::
 
     pool.py      SandboxPool: `await pool.run(program)` on a fixed number of slots;
