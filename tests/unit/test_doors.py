@@ -53,6 +53,7 @@ from echo_planes.weights.wire.messages import decode as read_message
 from tests.unit import stored_states, test_receiver
 from tests.unit.codec_states import copied, decoded_onto, model_state, same_bits, specs_of, updated
 from tests.unit.test_budget import Job
+from tests.unit.test_dispatcher import Plane
 from tests.unit.test_reconcile_loop import Scene, kind, settings, until
 from tests.unit.test_stager import Learner
 
@@ -161,12 +162,18 @@ def test_an_objective() -> None:
 
 
 def test_a_dispatch_policy() -> None:
-    policy = policy_named(SamplingConfig(router="my_dispatch:FastestFirst").router, 8)
+    policy = policy_named(SamplingConfig(router="my_dispatch:FreshestFirst").router, 8)
     assert policy is not None
     workers = Workers.named("a", "b", "c")
-    workers.version[:], workers.room[:], workers.tokens_per_s[:] = [0, 0, -1], 5, [1.0, 9.0, 99.0]
+    workers.version[:], workers.room[:] = [3, 4, -1], 5
     assert policy.assign(7, workers).counts.tolist() == [2, 5, 0]
     assert POLICIES["jsq"](8).assign(6, workers).counts.tolist() == [3, 3, 0]
+    plane = Plane("my_dispatch:FreshestFirst", 12)
+    plane.join("behind", slots=40, version=0)
+    plane.buffer.publish(1, "d1")
+    plane.join("newest", slots=40, version=1)
+    first = plane.ask("behind", "newest")
+    assert first["newest"] > 0 == first["behind"]
 
 
 # --- an actuator ---------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ class Workers:
     slots: Ints  # (n,) requests it can execute at once, at least 1
     room: Ints  # (n,) further requests it may be sent
     plateau: Ints  # (n,) B, the batch at which its throughput levels off (`rollout.plateau`); 0: not known
-    tokens_per_s: Floats  # (n,) tau, its estimated speed; 0: not known. `proportional` writes it too
+    tokens_per_s: Floats  # (n,) tau, its speed as `settle` estimates it; 0: not known, as without `splits`
 
     @classmethod
     def named(cls, *ids: str) -> Workers:
@@ -112,7 +112,10 @@ class DispatchPolicy(Protocol):
         ...
 
     def settle(self, workers: Workers, row: int, tokens: int, elapsed_s: float) -> None:
-        """Record that the worker of `row` made `tokens` in `elapsed_s` seconds in which it had work."""
+        """Record that the worker of `row` made `tokens` in `elapsed_s` seconds in which it had work.
+
+        Writes the estimate to `workers.tokens_per_s`. Called once per batch, and only if the policy `splits`.
+        """
         ...
 
 
