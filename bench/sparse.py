@@ -1,0 +1,267 @@
+"""Sparse decoding and stock attention on CPUs: `python -m bench.sparse [parity|audit|speed] [--json FILE]`.
+
+- parity: with a budget of all pages, greedy answers of a random model in float32 equal those of stock
+  attention. The sparse path computes them, a head at a time.
+- audit: dense answers of the embedded model, audited: the dense pass must accept what dense decoding sampled.
+- speed: two engines hold the same long answers, stock vLLM (its own pages) and sparse with a budget of 1,024
+  tokens, and run in turn for a number of tokens each. Only decoding counts, not prefill. The weights are few,
+  so that attention is what costs.
+
+Every context is measured in five alternating pairs. Nothing else should run on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from echo_planes.config.fleet import EngineConfig
+from echo_planes.config.schema import BUILTIN_MODELS, SamplingConfig
+from echo_planes.rollout.sparsity.acceptance import Histogram
+from echo_planes.rollout.sparsity.schedule import PAGE_TOKENS, Schedule
+from echo_planes.rollout.vllm.engine import VllmEngine
+from echo_planes.rollout.vllm.sparse_engine import SparseEngine
+from echo_planes.types import Draw, Sample
+
+VOCABULARY = 259
+BATCH = 8
+BUDGET_TOKENS = 1024
+PAIRS = 5
+CONTEXTS = (1024, 2048, 4096, 8192, 16_384)
+TOKENS = {1024: 96, 2048: 64, 4096: 48, 8192: 32, 16_384: 24}  # decoded by each request in one turn
+SPEEDUP, NO_LOSS, SAME_NATS, LEAST_TOKENS = 1.5, 0.95, 1e-5, 10_000
+AUDITED, DENSE_TAIL = 128, 0.995
+
+
+def write_model(folder: Path, layers: int, hidden: int, heads: int, kv_heads: int, size: int) -> None:
+    """A random model that ends no answer by itself."""
+    torch.manual_seed(5)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=size,
+        max_position_embeddings=32_768,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+    )
+    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    # Without a tokenizer vLLM ends answers at token 0, whose logit is never the largest now.
+    with torch.no_grad():
+        model.model.embed_tokens.weight[0] = 0.0
+    model.save_pretrained(folder)
+
+
+async def parity() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model(folder, 3, 64, 4, 2, 32)
+        engine = SparseEngine(
+            EngineConfig(dtype="float32", kv_cache_gib=0.1, max_num_seqs=16),
+            SamplingConfig(),
+            folder,
+            2048,
+            0,
+        )
+        await engine.start()
+        rng = random.Random(1)
+        told: dict[str, Any] = {
+            "tokens": 0,
+            "answers": 0,
+            "equal answers": 0,
+            "largest difference, nats": 0.0,
+        }
+        while told["tokens"] < LEAST_TOKENS:
+            prompts = [
+                [rng.randrange(VOCABULARY - 1) for _ in range(rng.randrange(3, 900))] for _ in range(16)
+            ]
+            dense, full = [
+                await _answers(engine, prompts, schedule)
+                for schedule in (None, Schedule(pages=(10_000,), dense_layers=0))
+            ]
+            for one, two in zip(dense, full, strict=True):
+                told["answers"] += 1
+                told["tokens"] += len(one.token_ids)
+                told["equal answers"] += one.token_ids == two.token_ids
+                if one.token_ids == two.token_ids:
+                    apart = max(abs(p - q) for p, q in zip(one.logprobs, two.logprobs, strict=True))
+                    told["largest difference, nats"] = max(told["largest difference, nats"], apart)
+        await engine.close()
+    return told
+
+
+async def audit() -> dict[str, Any]:
+    folder = BUILTIN_MODELS["builtin:tiny-math"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    engine = SparseEngine(EngineConfig(kv_cache_gib=0.1), SamplingConfig(top_logprobs=20), folder, 64, 0)
+    await engine.start()
+    rng, histogram = random.Random(2), Histogram()
+    widest = 0.0
+    for _ in range(AUDITED):
+        prompt = tokenizer.encode(
+            f"{rng.randrange(10, 90)}+{rng.randrange(10, 90)}=", add_special_tokens=False
+        )
+        (sample,) = await engine.generate(prompt, num_samples=1, max_new_tokens=8, on_tokens=lambda *_: None)
+        bounds = await engine.audit(prompt, sample)
+        histogram.add([0] * len(bounds), [lower for lower, _ in bounds])
+        widest = max(widest, *(upper - lower for lower, upper in bounds))
+    await engine.close()
+    return {
+        "answers": AUDITED,
+        "mean of lower bounds": histogram.mean(0),
+        "5th percentile of lower bounds": histogram.tail(0),
+        "widest bounds": widest,
+    }
+
+
+async def _answers(engine: SparseEngine, prompts: list[list[int]], schedule: Schedule | None) -> list[Sample]:
+    await engine.set_schedule(schedule)
+    found = await asyncio.gather(*(_answer(engine, prompt, 1000) for prompt in prompts))
+    return [samples[0] for samples in found]
+
+
+def _answer(engine: VllmEngine, prompt: list[int], tokens: int) -> Awaitable[list[Sample]]:
+    return engine.generate(
+        prompt, num_samples=1, max_new_tokens=tokens, on_tokens=lambda *_: None, draw=Draw(0.0, 1.0)
+    )
+
+
+class Turns:
+    """An engine with long answers that runs only in its turns."""
+
+    def __init__(self, engine: VllmEngine, context: int) -> None:
+        self.engine = engine
+        self.counts = [0] * BATCH
+        rng = random.Random(context)
+        prompts = [[rng.randrange(VOCABULARY - 1) for _ in range(context)] for _ in range(BATCH)]
+        self.work = [asyncio.ensure_future(self._hold(place, one)) for place, one in enumerate(prompts)]
+
+    async def _hold(self, place: int, prompt: list[int]) -> None:
+        def count(index: int, piece: Sample) -> None:
+            self.counts[place] += len(piece.token_ids)
+
+        room = (PAIRS + 2) * 2 * TOKENS[len(prompt)] + 200
+        await self.engine.generate(
+            prompt, num_samples=1, max_new_tokens=room, on_tokens=count, draw=Draw(0.0, 1.0)
+        )
+
+    async def run(self, tokens: int) -> float:
+        """Let every request decode so many tokens; seconds of one token of all."""
+        before = min(self.counts)
+        await self.engine.vllm.resume_generation()
+        start_s, first = time.perf_counter(), sum(self.counts)
+        while min(self.counts) < before + tokens:
+            if any(one.done() for one in self.work):
+                raise RuntimeError(f"an answer ended before its time, after {self.counts} tokens")
+            await asyncio.sleep(0.001)
+        taken_s, made = time.perf_counter() - start_s, sum(self.counts) - first
+        await self.engine.vllm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        return taken_s / made * BATCH
+
+    async def end(self) -> None:
+        await self.engine.vllm.resume_generation()
+        for one in self.work:
+            one.cancel()
+        await asyncio.gather(*self.work, return_exceptions=True)
+
+
+async def speed(contexts: tuple[int, ...]) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model(folder, 8, 256, 4, 4, 64)
+        settings = EngineConfig(kv_cache_gib=1.4, max_num_seqs=BATCH)
+        longest = max(contexts) + 2048
+        stock = VllmEngine(settings, SamplingConfig(), folder, longest, 0)
+        sparse = SparseEngine(settings, SamplingConfig(), folder, longest, 0)
+        engines = (stock, sparse)
+        for engine in engines:
+            await engine.start()
+        await sparse.set_schedule(Schedule(pages=(BUDGET_TOKENS // PAGE_TOKENS,)))
+        for context in contexts:
+            turns = []
+            for engine in engines:
+                turns.append(Turns(engine, context))
+                while min(turns[-1].counts) < 2:  # prefilled
+                    await asyncio.sleep(0.05)
+                await turns[-1].run(2)  # ends in a pause
+            pairs = [[await one.run(TOKENS[context]) for one in turns] for _ in range(PAIRS)]
+            told[str(context)] = {
+                "stock, ms a token of all": [1000 * first for first, _ in pairs],
+                "sparse, ms a token of all": [1000 * second for _, second in pairs],
+                "stock / sparse": statistics.median(first / second for first, second in pairs),
+            }
+            print(
+                f"[sparse] {context} tokens: stock / sparse {told[str(context)]['stock / sparse']:.2f}",
+                flush=True,
+            )
+            for one in turns:
+                await one.end()
+        for engine in engines:
+            await engine.close()
+    return told
+
+
+def verdicts(told: dict[str, Any]) -> dict[str, bool]:
+    """Claims, and whether each holds."""
+    found = {}
+    if "parity" in told:
+        one = told["parity"]
+        found["a full budget is stock attention: 10,000 tokens"] = (
+            one["tokens"] >= LEAST_TOKENS
+            and one["equal answers"] == one["answers"]
+            and one["largest difference, nats"] <= SAME_NATS
+        )
+    if "audit" in told:
+        tail = told["audit"]["5th percentile of lower bounds"]
+        found[f"a dense pass accepts dense answers: 5th percentile at least {DENSE_TAIL}"] = (
+            tail >= DENSE_TAIL
+        )
+    if "speed" in told:
+        ratios = {int(context): one["stock / sparse"] for context, one in told["speed"].items()}
+        if 16_384 in ratios:
+            found[f"at 16k at least {SPEEDUP} times as fast"] = ratios[16_384] >= SPEEDUP
+        if 1024 in ratios:
+            found[f"at 1k at least {NO_LOSS} times as fast"] = ratios[1024] >= NO_LOSS
+    return found
+
+
+PARTS = {"parity": parity, "audit": audit}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="parity|audit|speed", help="default: all")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--contexts", type=int, nargs="+", choices=CONTEXTS, default=CONTEXTS)
+    args = parser.parse_args()
+    told: dict[str, Any] = {}
+    for part in args.parts or (*PARTS, "speed"):
+        if part not in (*PARTS, "speed"):
+            parser.error(f"{part}: there are {', '.join(PARTS)} and speed")
+        told[part] = asyncio.run(speed(tuple(args.contexts)) if part == "speed" else PARTS[part]())
+    told["verdicts"] = verdicts(told)
+    print(json.dumps(told, indent=2))
+    if args.json:
+        args.json.write_text(json.dumps(told, indent=2) + "\n")
+    raise SystemExit(0 if all(told["verdicts"].values()) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""Block-sparse decoding in vLLM's engine on CPUs: each sampled token reads a budget of pages (Sparrow, 3.2).
+
+vLLM imports this module in the engine's process, before it loads a model, as that of the worker extension
+`SparseWorkerExtension`. The backend takes the place of vLLM's own for CPUs. Without a schedule it computes
+what that computes, with pages of 16 tokens.
+
+A row that samples reads a shortened block table through vLLM's own paged kernel. Heads choose their pages by
+themselves: the cache, [blocks, heads, ...], is also a cache of blocks x heads pages with one head each, and
+every head of a row becomes a row of its own. Keys hold their rotary positions, so pages can be left out. Rows
+that prefill read everything.
+
+A page's landmark is the sum of its keys, kept beside the cache as they are written; vLLM does not count its
+memory, a 16th of the cache in bf16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm import envs
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from echo_planes.errors import ConfigError
+from echo_planes.rollout.sparsity.pages import add_keys, choose_pages
+from echo_planes.rollout.sparsity.schedule import PAGE_TOKENS, Schedule, read_tokens
+from echo_planes.rollout.vllm.plugin import WorkerExtension
+
+
+class _Engine:
+    """The engine of this process."""
+
+    schedule: Schedule | None = None  # None: dense
+
+
+@dataclass
+class Rows:
+    """Rows of a batch that one call of the kernel computes."""
+
+    tokens: Tensor | None  # (t,) their positions in the batch; None: all, in order
+    query_start_loc: Tensor
+    lengths: Tensor  # (r,) int32
+    block_table: Tensor  # (r, pages)
+    scheduler_metadata: Tensor
+
+
+@dataclass
+class SparseRows:
+    """Rows that sample sparsely. r: rows, h: heads of keys and values."""
+
+    tokens: Tensor  # (r,) positions in the batch
+    block_table: Tensor  # (r, pages), int64
+    pages: Tensor  # (r,) there are, int64
+    budgets: Tensor  # (r,) of them read, int64
+    most: int  # largest budget
+    heads: Rows  # r x h rows of one head each; their table is made in each layer
+
+
+@dataclass
+class SparseMetadata(CPUAttentionMetadata):  # type: ignore[misc]
+    """vLLM's metadata of a batch, and its division."""
+
+    schedule: Schedule | None = None
+    sparse: SparseRows | None = None
+    others: Rows | None = None  # rows that are not in `sparse`; None: there are none
+
+
+class SparseBackend(CPUAttentionBackend):  # type: ignore[misc]
+    """vLLM's attention backend for CPUs, with pages of 16 tokens and sparse decoding."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
+        return [PAGE_TOKENS]  # vLLM rounds a `MultipleOf(16)` up to 128
+
+    @staticmethod
+    def get_impl_cls() -> type[SparseAttention]:
+        return SparseAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[SparseBuilder]:
+        return SparseBuilder
+
+
+class SparseBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
+    """Metadata of a batch: vLLM's, and which rows read how much."""
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> SparseMetadata:
+        stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        common = common_attn_metadata
+        told = SparseMetadata(**{one.name: getattr(stock, one.name) for one in fields(stock)})
+        schedule = _Engine.schedule
+        if schedule is None:
+            return told
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy()
+        samples = np.diff(starts) == 1
+        if common.is_prefilling is not None:
+            samples &= ~common.is_prefilling[: common.num_reqs].numpy()
+        lengths = common.seq_lens[: common.num_reqs].numpy().astype(np.int64)
+        budgets = schedule.budgets(lengths)
+        samples &= np.array(schedule.pages)[schedule.bins(lengths)] > 0
+        rows = np.flatnonzero(samples)
+        if not len(rows):
+            return told
+        told.schedule = schedule
+        told.sparse = self._sparse(stock, rows, starts, lengths[rows], budgets[rows])
+        rest = np.flatnonzero(~samples)
+        if len(rest):
+            tokens = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rest])
+            sizes = np.diff(starts)[rest]
+            told.others = self._rows(
+                tokens,
+                sizes,
+                stock.seq_lens[rest],
+                stock.block_table[rest],
+                self.num_heads,
+                self.num_kv_heads,
+            )
+        return told
+
+    def _sparse(
+        self, stock: CPUAttentionMetadata, rows: Any, starts: Any, lengths: Any, budgets: Any
+    ) -> SparseRows:
+        read = np.repeat(read_tokens(lengths, budgets), self.num_kv_heads)
+        heads = self._rows(
+            None,
+            np.ones(len(read), np.int64),
+            torch.from_numpy(read).to(torch.int32),
+            stock.block_table[:0],
+            self.num_heads // self.num_kv_heads,
+            1,
+        )
+        pages = -(-lengths // PAGE_TOKENS)
+        return SparseRows(
+            torch.from_numpy(starts[rows].astype(np.int64)),
+            stock.block_table[rows, : int(pages.max())].long(),
+            torch.from_numpy(pages),
+            torch.from_numpy(budgets),
+            int(budgets.max()),
+            heads,
+        )
+
+    def _rows(
+        self, tokens: Any, sizes: Any, lengths: Tensor, table: Tensor, num_heads: int, num_kv_heads: int
+    ) -> Rows:
+        starts = torch.zeros(len(sizes) + 1, dtype=torch.int32)
+        starts[1:] = torch.from_numpy(np.cumsum(sizes))
+        metadata = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(sizes),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=self.head_dim,
+            seq_lens=lengths,
+            dtype=self.dtype,
+            query_start_loc=starts,
+            causal=True,
+            sliding_window_size=-1,
+            isa=self.isa,
+            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+        )
+        return Rows(None if tokens is None else torch.from_numpy(tokens), starts, lengths, table, metadata)
+
+
+class SparseAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
+    """Attention of one layer.
+
+    Raises:
+        ConfigError: the layer computes with what pages cannot be left out of.
+    """
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        for name, is_there in (
+            ("ALiBi slopes", self.alibi_slopes is not None),
+            ("a sliding window", self.sliding_window != -1),
+            ("attention sinks", self.sinks is not None),
+            ("an fp8 KV cache", self.is_fp8_kv_cache),
+            ("KV that layers share", self.kv_sharing_target_layer_name is not None),
+        ):
+            if is_there:
+                raise ConfigError(
+                    f"sparse.schedule: the model has {name}, which is not supported; leave it out"
+                )
+        self.landmarks: Tensor | None = None  # (blocks, heads, size) float32: sums of keys
+
+    def do_kv_cache_update(
+        self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        blocks, heads, _, width = kv_cache.shape
+        if self.landmarks is None or self.landmarks.shape[0] != blocks:
+            self.landmarks = torch.zeros(blocks, heads, width // 2)
+        add_keys(self.landmarks.numpy(), slot_mapping.numpy(), key[: len(slot_mapping)].float().numpy())
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: SparseMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        sparse = attn_metadata.sparse if attn_metadata is not None else None
+        if (
+            attn_metadata is None
+            or sparse is None
+            or attn_metadata.schedule is None
+            or extract_layer_index(layer.layer_name) < attn_metadata.schedule.dense_layers
+        ):
+            made: Tensor = super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+            return made
+        blocks, heads, page, _ = kv_cache.shape
+        if attn_metadata.others is not None:
+            rows = attn_metadata.others
+            made = self._attend(query[rows.tokens], kv_cache.view(blocks, heads, 2 * page, -1), rows)
+            output[rows.tokens] = made.view(len(made), *output.shape[1:])
+        asked = query[sparse.tokens]
+        table = self._pages_read(asked, sparse, attn_metadata.schedule)
+        split = Rows(
+            None,
+            sparse.heads.query_start_loc,
+            sparse.heads.lengths,
+            table,
+            sparse.heads.scheduler_metadata,
+        )
+        single = asked.view(len(asked) * heads, self.num_queries_per_kv, -1)
+        made = self._attend(single, kv_cache.view(blocks * heads, 1, 2 * page, -1), split)
+        output[sparse.tokens] = made.view(len(asked), *output.shape[1:])
+        return output
+
+    def _pages_read(self, query: Tensor, sparse: SparseRows, schedule: Schedule) -> Tensor:
+        """Return the block table, (r x h, most), of blocks that have one head each."""
+        if self.landmarks is None:
+            raise RuntimeError("keys are written before they are read")
+        heads = self.num_kv_heads
+        mean = query.view(len(query), heads, self.num_queries_per_kv, -1).float().mean(2)  # (r, h, size)
+        table = torch.zeros(len(query) * heads, sparse.most, dtype=torch.int32)
+        choose_pages(
+            mean.numpy(),
+            self.landmarks.numpy(),
+            sparse.block_table.numpy(),
+            sparse.pages.numpy(),
+            sparse.budgets.numpy(),
+            schedule.first_pages,
+            schedule.last_pages,
+            table.numpy(),
+        )
+        return table
+
+    def _attend(self, query: Tensor, kv_cache: Tensor, rows: Rows) -> Tensor:
+        keys, values = kv_cache.chunk(2, dim=2)
+        output = torch.empty_like(query)
+        ops.cpu_attention_with_kv_cache(
+            query=query,
+            key_cache=keys,
+            value_cache=values,
+            output=output,
+            query_start_loc=rows.query_start_loc,
+            seq_lens=rows.lengths,
+            scale=self.scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=rows.block_table,
+            softcap=self.logits_soft_cap,
+            scheduler_metadata=rows.scheduler_metadata,
+            s_aux=None,
+        )
+        return output
+
+
+class SparseWorkerExtension(WorkerExtension):
+    """Mixin for vLLM's worker class, with the schedule of its engine."""
+
+    def echo_planes_set_schedule(self, schedule: dict[str, Any] | None) -> int:
+        """Decode by this schedule (the fields of `Schedule`) from the next step on; None: dense.
+
+        Returns:
+            The number of the schedule; -1 for none.
+        """
+        if schedule is None:
+            _Engine.schedule = None
+            return -1
+        _Engine.schedule = Schedule(**schedule | {"pages": tuple(schedule["pages"])})
+        return _Engine.schedule.number
+
+
+register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{SparseBackend.__qualname__}")

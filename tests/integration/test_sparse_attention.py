@@ -1,0 +1,173 @@
+"""Sparse decoding on a real vLLM engine, held to stock attention and to a choice of pages by brute force."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from echo_planes.config.fleet import EngineConfig
+from echo_planes.config.schema import SamplingConfig
+from echo_planes.errors import ConfigError
+from echo_planes.rollout.sparsity.schedule import Schedule
+from echo_planes.rollout.vllm.sparse_engine import SparseEngine
+from echo_planes.types import Draw, Sample
+from tests.sparse_reference import Reference
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+VOCABULARY = 259
+GREEDY = Draw(0.0, 1.0)
+SHORT = Schedule(pages=(5, 7), bin_tokens=200, dense_layers=1)
+
+
+class Bench:
+    """One engine, on an event loop of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.loop = asyncio.new_event_loop()
+        # A cache of about 3,000 tokens, and prompts in chunks of 96: blocks change hands.
+        self.engine = SparseEngine(
+            EngineConfig(
+                dtype="float32",
+                kv_cache_gib=0.0045,
+                max_num_seqs=8,
+                extra={"max_num_batched_tokens": 96},
+            ),
+            SamplingConfig(temperature=1.0, top_p=1.0, top_logprobs=20),
+            folder,
+            640,
+            0,
+        )
+        self.run(self.engine.start())
+
+    def run(self, work: Any) -> Any:
+        return self.loop.run_until_complete(work)
+
+    def answers(
+        self,
+        prompts: Sequence[Sequence[int]],
+        schedule: Schedule | None,
+        tokens: int,
+        draw: Draw | None = GREEDY,
+    ) -> list[Sample]:
+        """Answers to all prompts together."""
+
+        async def together() -> list[Sample]:
+            await self.engine.set_schedule(schedule)
+            found = await asyncio.gather(
+                *(
+                    self.engine.generate(
+                        prompt, num_samples=1, max_new_tokens=tokens, on_tokens=lambda *_: None, draw=draw
+                    )
+                    for prompt in prompts
+                )
+            )
+            return [samples[0] for samples in found]
+
+        return list(self.run(together()))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of three layers, whose groups of two heads share keys."""
+    torch.manual_seed(5)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+        eos_token_id=VOCABULARY - 1,
+    )
+    path = tmp_path_factory.mktemp("model")
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def bench(folder: Path) -> Iterator[Bench]:
+    made = Bench(folder)
+    yield made
+    made.run(made.engine.close())
+    made.loop.close()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(3)
+    return [[rng.randrange(VOCABULARY - 1) for _ in range(rng.randrange(3, 330))] for _ in range(12)]
+
+
+def test_a_full_budget_is_stock_attention(bench: Bench, prompts: list[list[int]]) -> None:
+    dense = bench.answers(prompts, None, 200)
+    full = bench.answers(prompts, Schedule(pages=(10_000,), dense_layers=0), 200)
+    assert [one.token_ids for one in full] == [one.token_ids for one in dense]
+    pairs = [
+        (p, q)
+        for one, two in zip(dense, full, strict=True)
+        for p, q in zip(one.logprobs, two.logprobs, strict=True)
+    ]
+    assert len(pairs) > 500
+    assert max(abs(p - q) for p, q in pairs) <= 1e-4
+
+
+def test_the_pages_read_are_those_of_a_choice_by_brute_force(
+    bench: Bench, folder: Path, prompts: list[list[int]]
+) -> None:
+    answers = bench.answers(prompts, SHORT, 120, None)
+
+    def agreeing(reference: Reference) -> int:
+        """Answers whose tokens all have the reference's log-probabilities."""
+        count = 0
+        for prompt, sample in zip(prompts, answers, strict=True):
+            expected = reference.logprobs(prompt, sample.token_ids, SHORT)
+            mine = expected[torch.arange(len(sample.token_ids)), torch.tensor(sample.token_ids)]
+            count += bool((mine - torch.tensor(sample.logprobs)).abs().max() < 1e-3)
+        return count
+
+    best, recent = Reference(folder), Reference(folder, recent=True)
+    # Rounding may decide between two pages of almost the same score, which another answer then shows.
+    assert agreeing(best) >= len(prompts) - 1
+    assert best.rows > 1000
+    assert agreeing(recent) <= len(prompts) / 2
+
+
+def test_an_audit_bounds_the_acceptance_of_every_token(
+    bench: Bench, folder: Path, prompts: list[list[int]]
+) -> None:
+    reference, alphas = Reference(folder), []
+    for prompt, sample in zip(prompts, bench.answers(prompts, SHORT, 60, None), strict=True):
+        bounds = bench.run(bench.engine.audit(prompt, sample))
+        dense, sparse = (reference.logprobs(prompt, sample.token_ids, one).exp() for one in (None, SHORT))
+        exact = torch.minimum(dense, sparse).sum(-1).tolist()
+        assert len(bounds) == len(exact) == len(sample.token_ids)
+        for (lower, upper), alpha in zip(bounds, exact, strict=True):
+            assert lower - 1e-3 <= alpha <= upper + 1e-3
+        alphas += exact
+    assert len(alphas) > 100
+    assert min(alphas) < 0.9
+
+
+def test_options_that_do_not_go_with_it_are_one_line(folder: Path) -> None:
+    sampling = SamplingConfig(temperature=1.0, top_p=1.0, top_logprobs=20)
+    for config, why in (
+        (EngineConfig(extra={"block_size": 32}), "block_size"),
+        (EngineConfig(enable_prefix_caching=True), "enable_prefix_caching"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            SparseEngine(config, sampling, folder, 640, 0)
+    engine = SparseEngine(EngineConfig(), SamplingConfig(temperature=0.8, top_logprobs=20), folder, 640, 0)
+    with pytest.raises(ConfigError, match="temperature"):
+        asyncio.run(engine.audit([1], Sample((1,), (0.0,), (), "stop")))

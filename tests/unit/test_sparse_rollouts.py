@@ -1,0 +1,149 @@
+"""Schedules of KV budgets, the choice of pages, and acceptance: against loops and exact sums."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from echo_planes.errors import ConfigError, TaskError
+from echo_planes.rollout.sparsity.acceptance import Histogram, acceptance_bounds
+from echo_planes.rollout.sparsity.pages import add_keys, choose_pages
+from echo_planes.rollout.sparsity.schedule import PAGE_TOKENS, Schedule, read_tokens
+from tests.sparse_reference import chosen_pages
+
+# --- schedules ---------------------------------------------------------------------------------
+
+
+def test_a_budget_follows_from_the_length_of_the_sequence() -> None:
+    schedule = Schedule(pages=(8, 16, 0), bin_tokens=200)
+    lengths = np.array([1, 128, 129, 200, 201, 400, 401, 5000])
+    assert schedule.bins(lengths).tolist() == [0, 0, 0, 0, 1, 1, 2, 2]
+    assert schedule.budgets(lengths).tolist() == [1, 8, 8, 8, 13, 16, 26, 313]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_tokens_read_are_those_of_the_pages_read(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 3000, 50)
+    pages = Schedule(pages=(int(rng.integers(3, 60)), 0, 99), bin_tokens=500).budgets(lengths)
+    for length, budget, tokens in zip(lengths, pages, read_tokens(lengths, pages), strict=True):
+        # All pages are full but the last one, which is always read.
+        count = -(-length // PAGE_TOKENS)
+        assert tokens == (budget - 1) * PAGE_TOKENS + length - (count - 1) * PAGE_TOKENS
+        assert 1 <= tokens <= length
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"pages": ()}, "no bins"),
+        ({"pages": (8, 2)}, "bin 1 reads 2 pages"),
+        ({"pages": (8,), "last_pages": 0}, "sparse.last_pages=0"),
+        ({"pages": (8,), "bin_tokens": 0}, "sparse.bin_tokens=0"),
+        ({"pages": (8,), "dense_layers": -1}, "sparse.dense_layers=-1"),
+        ({"pages": (-4,)}, "bin 0 reads -4 pages"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_one_line(fields: dict[str, int], why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as error:
+        Schedule(**fields)  # type: ignore[arg-type]
+    assert "\n" not in str(error.value)
+
+
+# --- pages -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_pages_are_those_of_a_loop(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows, heads, size = int(rng.integers(1, 6)), int(rng.integers(1, 4)), 8
+    first, last = int(rng.integers(0, 3)), int(rng.integers(1, 4))
+    pages = rng.integers(1, 40, rows)
+    budgets = np.minimum(pages, rng.integers(first + last, 30, rows))
+    blocks = rng.permutation(1000)[: rows * int(pages.max())].reshape(rows, -1)
+    queries, landmarks = (
+        rng.integers(-3, 4, shape).astype(np.float32)  # small integers: exact, and many are equal
+        for shape in ((rows, heads, size), (1000, heads, size))
+    )
+    table = np.zeros((rows * heads, int(budgets.max())), np.int32)
+    choose_pages(queries, landmarks, blocks, pages, budgets, first, last, table)
+    for row in range(rows):
+        for head in range(heads):
+            scores = landmarks[blocks[row, : pages[row]], head] @ queries[row, head]
+            expected = chosen_pages(scores.astype(np.float64), int(budgets[row]), first, last)
+            read = table[row * heads + head, : budgets[row]]
+            assert read.tolist() == (blocks[row, expected] * heads + head).tolist()
+            assert expected[-1] == pages[row] - 1  # partly filled, so it comes last
+
+
+def test_landmarks_are_the_sums_of_the_keys_that_are_there_now() -> None:
+    rng = np.random.default_rng(0)
+    landmarks = rng.normal(size=(6, 2, 4)).astype(np.float32)  # what others left behind
+    untouched = landmarks.copy()
+    keys = rng.normal(size=(60, 2, 4)).astype(np.float32)
+    slots = np.concatenate([np.arange(48, 74), [-1, -1], np.arange(0, 16), np.arange(48, 64)])
+    for start in range(0, 60, 7):  # pieces, as a batch after another writes them
+        add_keys(landmarks, slots[start : start + 7], keys[start : start + 7])
+    assert landmarks[0] == pytest.approx(keys[28:44].sum(0), abs=1e-5)
+    assert landmarks[3] == pytest.approx(keys[44:60].sum(0), abs=1e-5)  # its block was used twice
+    assert landmarks[4] == pytest.approx(keys[16:26].sum(0), abs=1e-5)
+    for block in (1, 2, 5):
+        assert (landmarks[block] == untouched[block]).all()
+
+
+# --- acceptance --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_bounds_hold_the_exact_acceptance(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    size, k = int(rng.integers(1, 60)), int(rng.integers(1, 25))
+    p, q = rng.dirichlet(np.full(size, rng.choice([0.05, 1.0])), 2)
+    if seed % 3 == 0:
+        q = p + rng.uniform(0, 0.2) * (q - p)
+    exact = float(np.minimum(p, q).sum())
+    top = [
+        [(int(token), math.log(max(float(one[token]), 1e-300))) for token in np.argsort(-one)[:k]]
+        for one in (p, q)
+    ]
+    lower, upper = acceptance_bounds(*top)
+    assert lower - 1e-12 <= exact <= upper + 1e-12
+    if k >= size:
+        assert upper - lower < 1e-9
+    # As tight as the two lists allow: what is left open is at most what both leave out.
+    rests = [1 - sum(math.exp(logprob) for _, logprob in one) for one in top]
+    assert upper - lower <= max(0.0, rests[0]) + max(0.0, rests[1]) + 1e-12
+
+
+def test_equal_distributions_are_accepted_whole() -> None:
+    top = [(1, math.log(0.5)), (2, math.log(0.25)), (3, math.log(0.25))]
+    lower, upper = acceptance_bounds(top, top)
+    assert lower == pytest.approx(1.0) == upper
+    lower, upper = acceptance_bounds(top[:1], [(9, 0.0)])
+    assert (lower, upper) == (0.0, pytest.approx(0.5))
+
+
+def test_without_log_probabilities_there_is_no_acceptance() -> None:
+    with pytest.raises(TaskError, match="top_logprobs"):
+        acceptance_bounds([], [(1, 0.0)])
+
+
+def test_a_histogram_tells_the_tail_and_the_mean_of_each_bin() -> None:
+    rng = np.random.default_rng(0)
+    told = Histogram()
+    kept: dict[int, list[float]] = {0: [], 1: []}
+    for _ in range(40):
+        bins, alphas = rng.integers(0, 2, 100).tolist(), rng.beta(20, 1, 100).tolist()
+        told.add(bins, alphas)
+        for place, alpha in zip(bins, alphas, strict=True):
+            kept[place].append(alpha)
+    for place, alphas in kept.items():
+        assert told.tail(place) == pytest.approx(np.percentile(alphas, 5), abs=2e-3)
+        assert told.mean(place) == pytest.approx(np.mean(alphas), abs=1e-3)
+    assert math.isnan(told.tail(7))
+    assert math.isnan(told.mean(7))
+    whole = Histogram()
+    whole.add([0, 0], [1.0, 1.0])
+    assert whole.tail(0) == 0.999  # the last cell
