@@ -25,8 +25,8 @@ run: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/unit/test_architecture.py
+	@echo "mypy, and beside it:"; $(BIN)/mypy & types=$$!; \
+	$(BIN)/python -m pytest tests/unit/test_architecture.py && wait $$types
 
 test: check
 	@bash scripts/test_tools.sh
