@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from echo_planes.rollout.sparsity.schedule import PAGE_TOKENS, Schedule
+from echo_planes.rollout.sparsity.schedule import Schedule
 
 _NUMBERS = itertools.count()
 
@@ -74,14 +74,13 @@ class Reference:
         """Positions that a row reads, (length,)."""
         schedule = self.schedule
         assert schedule is not None
-        count = row // PAGE_TOKENS + 1
+        size = schedule.page_tokens
+        count = row // size + 1
         place = min(row // schedule.bin_tokens, len(schedule.pages) - 1)
         budget = schedule.pages[place] or count
         asked = query[head * groups : (head + 1) * groups, row].double().mean(0)
         scores = [
-            float(
-                asked @ key[head, page * PAGE_TOKENS : min(row + 1, (page + 1) * PAGE_TOKENS)].double().sum(0)
-            )
+            float(asked @ key[head, page * size : min(row + 1, (page + 1) * size)].double().sum(0))
             for page in range(count)
         ]
         if self.recent:
@@ -90,5 +89,5 @@ class Reference:
         chosen = chosen_pages(np.array(scores), budget, schedule.first_pages, schedule.last_pages)
         self.rows += len(chosen) < count
         for page in chosen:
-            read[page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS] = True
+            read[page * size : (page + 1) * size] = True
         return read

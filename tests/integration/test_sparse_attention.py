@@ -24,14 +24,16 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 VOCABULARY = 259
 GREEDY = Draw(0.0, 1.0)
-SHORT = Schedule(pages=(5, 7), bin_tokens=200, dense_layers=1)
 
 
 class Bench:
-    """One engine, on an event loop of its own."""
+    """One engine, on an event loop of its own, with pages of so many tokens and a tight schedule."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, size: int) -> None:
         self.loop = asyncio.new_event_loop()
+        self.full = Schedule(pages=(10_000,), page_tokens=size, dense_layers=0)
+        pages = (5, 7) if size == 16 else (4, 5)
+        self.short = Schedule(pages=pages, page_tokens=size, bin_tokens=200, dense_layers=1)
         # A cache of about 3,000 tokens, and prompts in chunks of 96: blocks change hands.
         self.engine = SparseEngine(
             EngineConfig(
@@ -44,6 +46,7 @@ class Bench:
             folder,
             640,
             0,
+            page_tokens=size,
         )
         self.run(self.engine.start())
 
@@ -96,9 +99,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def bench(folder: Path) -> Iterator[Bench]:
-    made = Bench(folder)
+@pytest.fixture(scope="module", params=[16, 32])
+def bench(folder: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    made = Bench(folder, request.param)
     yield made
     made.run(made.engine.close())
     made.loop.close()
@@ -112,7 +115,7 @@ def prompts() -> list[list[int]]:
 
 def test_a_full_budget_is_stock_attention(bench: Bench, prompts: list[list[int]]) -> None:
     dense = bench.answers(prompts, None, 200)
-    full = bench.answers(prompts, Schedule(pages=(10_000,), dense_layers=0), 200)
+    full = bench.answers(prompts, bench.full, 200)
     assert [one.token_ids for one in full] == [one.token_ids for one in dense]
     pairs = [
         (p, q)
@@ -126,13 +129,13 @@ def test_a_full_budget_is_stock_attention(bench: Bench, prompts: list[list[int]]
 def test_the_pages_read_are_those_of_a_choice_by_brute_force(
     bench: Bench, folder: Path, prompts: list[list[int]]
 ) -> None:
-    answers = bench.answers(prompts, SHORT, 120, None)
+    answers = bench.answers(prompts, bench.short, 120, None)
 
     def agreeing(reference: Reference) -> int:
         """Answers whose tokens all have the reference's log-probabilities."""
         count = 0
         for prompt, sample in zip(prompts, answers, strict=True):
-            expected = reference.logprobs(prompt, sample.token_ids, SHORT)
+            expected = reference.logprobs(prompt, sample.token_ids, bench.short)
             mine = expected[torch.arange(len(sample.token_ids)), torch.tensor(sample.token_ids)]
             count += bool((mine - torch.tensor(sample.logprobs)).abs().max() < 1e-3)
         return count
@@ -148,9 +151,11 @@ def test_an_audit_bounds_the_acceptance_of_every_token(
     bench: Bench, folder: Path, prompts: list[list[int]]
 ) -> None:
     reference, alphas = Reference(folder), []
-    for prompt, sample in zip(prompts, bench.answers(prompts, SHORT, 60, None), strict=True):
+    for prompt, sample in zip(prompts, bench.answers(prompts, bench.short, 60, None), strict=True):
         bounds = bench.run(bench.engine.audit(prompt, sample))
-        dense, sparse = (reference.logprobs(prompt, sample.token_ids, one).exp() for one in (None, SHORT))
+        dense, sparse = (
+            reference.logprobs(prompt, sample.token_ids, one).exp() for one in (None, bench.short)
+        )
         exact = torch.minimum(dense, sparse).sum(-1).tolist()
         assert len(bounds) == len(exact) == len(sample.token_ids)
         for (lower, upper), alpha in zip(bounds, exact, strict=True):
@@ -158,6 +163,12 @@ def test_an_audit_bounds_the_acceptance_of_every_token(
         alphas += exact
     assert len(alphas) > 100
     assert min(alphas) < 0.9
+
+
+def test_a_schedule_of_another_page_size_is_refused(bench: Bench) -> None:
+    other = Schedule(pages=(8,), page_tokens=48 - bench.full.page_tokens)
+    with pytest.raises(ConfigError, match="its pages have"):
+        bench.run(bench.engine.set_schedule(other))
 
 
 def test_options_that_do_not_go_with_it_are_one_line(folder: Path) -> None:

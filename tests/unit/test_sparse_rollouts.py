@@ -10,7 +10,7 @@ import pytest
 from echo_planes.errors import ConfigError, TaskError
 from echo_planes.rollout.sparsity.acceptance import Histogram, acceptance_bounds
 from echo_planes.rollout.sparsity.pages import add_keys, choose_pages
-from echo_planes.rollout.sparsity.schedule import PAGE_TOKENS, Schedule, read_tokens
+from echo_planes.rollout.sparsity.schedule import Schedule
 from tests.sparse_reference import chosen_pages
 
 # --- schedules ---------------------------------------------------------------------------------
@@ -26,12 +26,19 @@ def test_a_budget_follows_from_the_length_of_the_sequence() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_tokens_read_are_those_of_the_pages_read(seed: int) -> None:
     rng = np.random.default_rng(seed)
+    size = (16, 32)[seed % 2]
     lengths = rng.integers(1, 3000, 50)
-    pages = Schedule(pages=(int(rng.integers(3, 60)), 0, 99), bin_tokens=500).budgets(lengths)
-    for length, budget, tokens in zip(lengths, pages, read_tokens(lengths, pages), strict=True):
+    schedule = Schedule(pages=(int(rng.integers(3, 60)), 0, 99), bin_tokens=500, page_tokens=size)
+    for length, budget, count, tokens in zip(
+        lengths,
+        schedule.budgets(lengths),
+        schedule.pages_of(lengths),
+        schedule.read_tokens(lengths),
+        strict=True,
+    ):
+        assert (count - 1) * size < length <= count * size
         # All pages are full but the last one, which is always read.
-        count = -(-length // PAGE_TOKENS)
-        assert tokens == (budget - 1) * PAGE_TOKENS + length - (count - 1) * PAGE_TOKENS
+        assert tokens == (budget - 1) * size + length - (count - 1) * size
         assert 1 <= tokens <= length
 
 
@@ -44,6 +51,7 @@ def test_the_tokens_read_are_those_of_the_pages_read(seed: int) -> None:
         ({"pages": (8,), "bin_tokens": 0}, "sparse.bin_tokens=0"),
         ({"pages": (8,), "dense_layers": -1}, "sparse.dense_layers=-1"),
         ({"pages": (-4,)}, "bin 0 reads -4 pages"),
+        ({"pages": (8,), "page_tokens": 64}, "sparse.page_tokens=64"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_one_line(fields: dict[str, int], why: str) -> None:
@@ -78,17 +86,19 @@ def test_pages_are_those_of_a_loop(seed: int) -> None:
             assert expected[-1] == pages[row] - 1  # partly filled, so it comes last
 
 
-def test_landmarks_are_the_sums_of_the_keys_that_are_there_now() -> None:
+@pytest.mark.parametrize("size", [16, 32])
+def test_landmarks_are_the_sums_of_the_keys_that_are_there_now(size: int) -> None:
     rng = np.random.default_rng(0)
     landmarks = rng.normal(size=(6, 2, 4)).astype(np.float32)  # what others left behind
     untouched = landmarks.copy()
-    keys = rng.normal(size=(60, 2, 4)).astype(np.float32)
-    slots = np.concatenate([np.arange(48, 74), [-1, -1], np.arange(0, 16), np.arange(48, 64)])
-    for start in range(0, 60, 7):  # pieces, as a batch after another writes them
-        add_keys(landmarks, slots[start : start + 7], keys[start : start + 7])
-    assert landmarks[0] == pytest.approx(keys[28:44].sum(0), abs=1e-5)
-    assert landmarks[3] == pytest.approx(keys[44:60].sum(0), abs=1e-5)  # its block was used twice
-    assert landmarks[4] == pytest.approx(keys[16:26].sum(0), abs=1e-5)
+    keys = rng.normal(size=(3 * size + 12, 2, 4)).astype(np.float32)
+    third, first = np.arange(3 * size, 4 * size + 10), np.arange(size)
+    slots = np.concatenate([third, [-1, -1], first, third[:size]])
+    for start in range(0, len(slots), 7):  # pieces, as a batch after another writes them
+        add_keys(landmarks, slots[start : start + 7], keys[start : start + 7], size)
+    assert landmarks[0] == pytest.approx(keys[size + 12 : 2 * size + 12].sum(0), abs=1e-5)
+    assert landmarks[3] == pytest.approx(keys[2 * size + 12 :].sum(0), abs=1e-5)  # its block was used twice
+    assert landmarks[4] == pytest.approx(keys[size : size + 10].sum(0), abs=1e-5)
     for block in (1, 2, 5):
         assert (landmarks[block] == untouched[block]).all()
 

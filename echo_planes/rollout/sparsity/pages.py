@@ -12,23 +12,22 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from echo_planes.rollout.sparsity.schedule import PAGE_TOKENS
-
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def add_keys(landmarks: Any, slots: Any, keys: Any) -> None:
+def add_keys(landmarks: Any, slots: Any, keys: Any, page_tokens: int) -> None:
     """Add keys to the landmarks of their pages. A page's first key begins it anew, whoever had its block.
 
     Args:
         landmarks: (blocks, heads, size) float32.
-        slots: (n,) int64 places of the keys: block times 16, and the place in the page; negative: none.
+        slots: (n,) int64 places of the keys: block times `page_tokens` plus the place there; negative: none.
         keys: (n, heads, size) float32.
+        page_tokens: of a page.
     """
     for row in range(len(slots)):
         if slots[row] < 0:
             continue
-        block = slots[row] // PAGE_TOKENS
-        if slots[row] % PAGE_TOKENS == 0:
+        block = slots[row] // page_tokens
+        if slots[row] % page_tokens == 0:
             landmarks[block] = keys[row]
         else:
             landmarks[block] += keys[row]
@@ -88,3 +87,11 @@ def choose_pages(
                     equal -= score == least
                 table[line, at] = block_table[row, page] * heads + head
                 at += 1
+
+
+def warm_up() -> None:
+    """Compile, which takes seconds once a machine, or load what was compiled."""
+    marks, table = np.zeros((1, 1, 1), np.float32), np.zeros((1, 1), np.int32)
+    one = np.ones(1, np.int64)
+    add_keys(marks, one - 1, marks, 16)
+    choose_pages(marks, marks, one[:, None] - 1, one, one, 1, 1, table)

@@ -2,7 +2,7 @@
 
 vLLM imports this module in the engine's process, before it loads a model, as that of the worker extension
 `SparseWorkerExtension`. The backend takes the place of vLLM's own for CPUs. Without a schedule it computes
-what that computes, with pages of 16 tokens.
+what that computes, with the engine's page size. In bf16 vLLM's kernel has AMX for pages of 32, not of 16.
 
 A row that samples reads a shortened block table through vLLM's own paged kernel. Heads choose their pages by
 themselves: the cache, [blocks, heads, ...], is also a cache of blocks x heads pages with one head each, and
@@ -10,7 +10,7 @@ every head of a row becomes a row of its own. Keys hold their rotary positions, 
 that prefill read everything.
 
 A page's landmark is the sum of its keys, kept beside the cache as they are written; vLLM does not count its
-memory, a 16th of the cache in bf16.
+memory, a 16th or a 32nd of the cache in bf16.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from echo_planes.errors import ConfigError
-from echo_planes.rollout.sparsity.pages import add_keys, choose_pages
-from echo_planes.rollout.sparsity.schedule import PAGE_TOKENS, Schedule, read_tokens
+from echo_planes.rollout.sparsity.pages import add_keys, choose_pages, warm_up
+from echo_planes.rollout.sparsity.schedule import PAGE_TOKENS, Schedule
 from echo_planes.rollout.vllm.plugin import WorkerExtension
 
 
@@ -78,11 +78,11 @@ class SparseMetadata(CPUAttentionMetadata):  # type: ignore[misc]
 
 
 class SparseBackend(CPUAttentionBackend):  # type: ignore[misc]
-    """vLLM's attention backend for CPUs, with pages of 16 tokens and sparse decoding."""
+    """vLLM's attention backend for CPUs, with small pages and sparse decoding."""
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
-        return [PAGE_TOKENS]  # vLLM rounds a `MultipleOf(16)` up to 128
+        return list(PAGE_TOKENS)  # vLLM rounds a `MultipleOf(16)` up to 128
 
     @staticmethod
     def get_impl_cls() -> type[SparseAttention]:
@@ -113,13 +113,12 @@ class SparseBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         if common.is_prefilling is not None:
             samples &= ~common.is_prefilling[: common.num_reqs].numpy()
         lengths = common.seq_lens[: common.num_reqs].numpy().astype(np.int64)
-        budgets = schedule.budgets(lengths)
         samples &= np.array(schedule.pages)[schedule.bins(lengths)] > 0
         rows = np.flatnonzero(samples)
         if not len(rows):
             return told
         told.schedule = schedule
-        told.sparse = self._sparse(stock, rows, starts, lengths[rows], budgets[rows])
+        told.sparse = self._sparse(stock, schedule, rows, starts[rows], lengths[rows])
         rest = np.flatnonzero(~samples)
         if len(rest):
             tokens = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rest])
@@ -135,9 +134,10 @@ class SparseBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         return told
 
     def _sparse(
-        self, stock: CPUAttentionMetadata, rows: Any, starts: Any, lengths: Any, budgets: Any
+        self, stock: CPUAttentionMetadata, schedule: Schedule, rows: Any, tokens: Any, lengths: Any
     ) -> SparseRows:
-        read = np.repeat(read_tokens(lengths, budgets), self.num_kv_heads)
+        pages, budgets = schedule.pages_of(lengths), schedule.budgets(lengths)
+        read = np.repeat(schedule.read_tokens(lengths), self.num_kv_heads)
         heads = self._rows(
             None,
             np.ones(len(read), np.int64),
@@ -146,9 +146,8 @@ class SparseBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
             self.num_heads // self.num_kv_heads,
             1,
         )
-        pages = -(-lengths // PAGE_TOKENS)
         return SparseRows(
-            torch.from_numpy(starts[rows].astype(np.int64)),
+            torch.from_numpy(tokens.astype(np.int64)),
             stock.block_table[rows, : int(pages.max())].long(),
             torch.from_numpy(pages),
             torch.from_numpy(budgets),
@@ -203,10 +202,15 @@ class SparseAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
         self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        blocks, heads, _, width = kv_cache.shape
+        blocks, heads, page, width = kv_cache.shape
         if self.landmarks is None or self.landmarks.shape[0] != blocks:
             self.landmarks = torch.zeros(blocks, heads, width // 2)
-        add_keys(self.landmarks.numpy(), slot_mapping.numpy(), key[: len(slot_mapping)].float().numpy())
+        add_keys(
+            self.landmarks.numpy(),
+            slot_mapping.numpy(),
+            key[: len(slot_mapping)].float().contiguous().numpy(),
+            page,
+        )
 
     def forward(
         self,
@@ -303,6 +307,7 @@ class SparseWorkerExtension(WorkerExtension):
         if schedule is None:
             _Engine.schedule = None
             return -1
+        warm_up()  # not in the next step, which answers in flight wait for
         _Engine.schedule = Schedule(**schedule | {"pages": tuple(schedule["pages"])})
         return _Engine.schedule.number
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from echo_planes.errors import ConfigError, RunError
 from echo_planes.rollout.sparsity.acceptance import acceptance_bounds
-from echo_planes.rollout.sparsity.schedule import PAGE_TOKENS, Schedule
+from echo_planes.rollout.sparsity.schedule import Schedule
 from echo_planes.rollout.vllm.engine import VllmEngine
 from echo_planes.types import Sample
 
@@ -18,33 +18,43 @@ _MODULE = "echo_planes.rollout.vllm.sparse_attention"
 class SparseEngine(VllmEngine):
     """See `VllmEngine`. Dense until `set_schedule`.
 
+    Args:
+        page_tokens: tokens of a page of the cache, 16 or 32.
+
     Raises:
         ConfigError: an option of the engine, or the sampling, does not go with sparse attention.
     """
 
     worker_extension = f"{_MODULE}.SparseWorkerExtension"
 
-    def __init__(self, *args: Any, **named: Any) -> None:
+    def __init__(self, *args: Any, page_tokens: int = 16, **named: Any) -> None:
         super().__init__(*args, **named)
+        self._page_tokens = page_tokens
         config = self._config
         if "block_size" in config.extra:
             raise ConfigError(
-                f"engine.extra.block_size={config.extra['block_size']} with sparse attention: its pages have "
-                f"{PAGE_TOKENS} tokens; leave it out"
+                f"engine.extra.block_size={config.extra['block_size']} with sparse attention: its schedule "
+                "sets the size of a page; leave it out"
             )
         if config.enable_prefix_caching:
             raise ConfigError(
                 "engine.enable_prefix_caching=true with sparse attention: an answer's KV of sparse layers "
                 "would serve dense requests; set it to false"
             )
-        self._config = config.model_copy(update={"extra": config.extra | {"block_size": PAGE_TOKENS}})
+        self._config = config.model_copy(update={"extra": config.extra | {"block_size": page_tokens}})
 
     async def set_schedule(self, schedule: Schedule | None) -> None:
         """Decode by a schedule from now on, also answers in flight; None: dense.
 
         Raises:
+            ConfigError: the schedule is of another page size.
             RunError: the engine died, or its ranks differ.
         """
+        if schedule is not None and schedule.page_tokens != self._page_tokens:
+            raise ConfigError(
+                f"sparse.schedule: its pages have {schedule.page_tokens} tokens, the engine's have "
+                f"{self._page_tokens}; calibrate one for this engine"
+            )
         fields = None if schedule is None else asdict(schedule)
         numbers = await self.vllm.collective_rpc("echo_planes_set_schedule", args=(fields,))
         if set(numbers) != {-1 if schedule is None else schedule.number}:
