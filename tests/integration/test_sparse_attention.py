@@ -8,16 +8,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from echo_planes.config.fleet import EngineConfig
 from echo_planes.config.schema import SamplingConfig
-from echo_planes.errors import ConfigError
+from echo_planes.errors import ConfigError, RunError
 from echo_planes.rollout.sparsity.schedule import Schedule
 from echo_planes.rollout.vllm.sparse_engine import SparseEngine
-from echo_planes.types import Draw, Sample
+from echo_planes.types import Draw, Sample, Span
 from tests.sparse_reference import Reference
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -150,7 +151,7 @@ def test_the_pages_read_are_those_of_a_choice_by_brute_force(
 def test_an_audit_bounds_the_acceptance_of_every_token(
     bench: Bench, folder: Path, prompts: list[list[int]]
 ) -> None:
-    reference, alphas = Reference(folder), []
+    reference, alphas, widths = Reference(folder), [], []
     for prompt, sample in zip(prompts, bench.answers(prompts, bench.short, 60, None), strict=True):
         bounds = bench.run(bench.engine.audit(prompt, sample))
         dense, sparse = (
@@ -161,8 +162,10 @@ def test_an_audit_bounds_the_acceptance_of_every_token(
         for (lower, upper), alpha in zip(bounds, exact, strict=True):
             assert lower - 1e-3 <= alpha <= upper + 1e-3
         alphas += exact
+        widths += [upper - lower for lower, upper in bounds]
     assert len(alphas) > 100
     assert min(alphas) < 0.9
+    assert np.median(widths) < 0.6
 
 
 def test_a_schedule_of_another_page_size_is_refused(bench: Bench) -> None:
@@ -179,6 +182,22 @@ def test_options_that_do_not_go_with_it_are_one_line(folder: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=why):
             SparseEngine(config, sampling, folder, 640, 0)
-    engine = SparseEngine(EngineConfig(), SamplingConfig(temperature=0.8, top_logprobs=20), folder, 640, 0)
-    with pytest.raises(ConfigError, match="temperature"):
-        asyncio.run(engine.audit([1], Sample((1,), (0.0,), (), "stop")))
+    with pytest.raises(ConfigError, match="page_tokens=48"):
+        SparseEngine(EngineConfig(), sampling, folder, 640, 0, page_tokens=48)
+    for odd in (SamplingConfig(temperature=0.8, top_logprobs=20), SamplingConfig(top_logprobs=0)):
+        engine = SparseEngine(EngineConfig(), odd, folder, 640, 0)
+        with pytest.raises(ConfigError, match="audit"):
+            asyncio.run(engine.audit([1], Sample((1,), (0.0,), (Span(0, 1, -1, ""),), "stop")))
+
+
+def test_an_answer_of_another_version_is_not_audited(bench: Bench) -> None:
+    with pytest.raises(RunError, match="versions"):
+        bench.run(bench.engine.audit([1], Sample((1,), (0.0,), (Span(0, 1, 5, ""),), "stop")))
+
+
+def test_an_answer_that_fills_the_models_length_is_audited(bench: Bench) -> None:
+    prompt = [7] * 637
+    (sample,) = bench.answers([prompt], None, 3, None)
+    bounds = bench.run(bench.engine.audit(prompt, sample))
+    assert len(bounds) == len(sample.token_ids)
+    assert all(upper >= 0.999 for _, upper in bounds)

@@ -52,6 +52,7 @@ def test_the_tokens_read_are_those_of_the_pages_read(seed: int) -> None:
         ({"pages": (8,), "dense_layers": -1}, "sparse.dense_layers=-1"),
         ({"pages": (-4,)}, "bin 0 reads -4 pages"),
         ({"pages": (8,), "page_tokens": 64}, "sparse.page_tokens=64"),
+        ({"pages": (8,), "number": -1}, "sparse.number=-1"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_one_line(fields: dict[str, int], why: str) -> None:
@@ -84,6 +85,22 @@ def test_pages_are_those_of_a_loop(seed: int) -> None:
             read = table[row * heads + head, : budgets[row]]
             assert read.tolist() == (blocks[row, expected] * heads + head).tolist()
             assert expected[-1] == pages[row] - 1  # partly filled, so it comes last
+
+
+@pytest.mark.parametrize("broken", ["a query", "a landmark", "all"])
+def test_nothing_is_written_beyond_a_budget_where_scores_are_no_numbers(broken: str) -> None:
+    """A diverged policy: its answers are lost anyway, the memory beside the table is not."""
+    queries, landmarks = np.ones((2, 1, 4), np.float32), np.ones((40, 1, 4), np.float32)
+    if broken != "a landmark":
+        queries[1] = np.nan
+    if broken != "a query":
+        landmarks[7] = np.nan
+    pages, budgets = np.full(2, 40), np.full(2, 5)
+    guarded = np.full((4, 5), -1, np.int32)
+    table = guarded[:2]
+    choose_pages(queries, landmarks, np.arange(40)[None].repeat(2, 0), pages, budgets, 1, 2, table)
+    assert (guarded[2:] == -1).all()
+    assert table.max() <= 39
 
 
 @pytest.mark.parametrize("size", [16, 32])
@@ -122,9 +139,21 @@ def test_bounds_hold_the_exact_acceptance(seed: int) -> None:
     assert lower - 1e-12 <= exact <= upper + 1e-12
     if k >= size:
         assert upper - lower < 1e-9
-    # As tight as the two lists allow: what is left open is at most what both leave out.
-    rests = [1 - sum(math.exp(logprob) for _, logprob in one) for one in top]
-    assert upper - lower <= max(0.0, rests[0]) + max(0.0, rests[1]) + 1e-12
+
+
+def test_the_upper_bound_shares_out_what_the_lists_leave_open() -> None:
+    """By hand. p = a .5, b .3 and .2 beyond; q = a .4, c .1 and .5 beyond.
+
+    b has at most .3 in both, c at most .1, others at most .1, the rest of p: .4 + .3 + .1 + .1. It is reached
+    by p = a .5, b .3, c .1, d .1 and q = a .4, b .3, c .1, d .1, e .1.
+    """
+    p, q = (
+        [(token, math.log(share)) for token, share in one]
+        for one in (((1, 0.5), (2, 0.3)), ((1, 0.4), (3, 0.1)))
+    )
+    lower, upper = acceptance_bounds(p, q)
+    assert (lower, upper) == (pytest.approx(0.4), pytest.approx(0.9))
+    assert acceptance_bounds(q, p) == (pytest.approx(0.4), pytest.approx(0.9))
 
 
 def test_equal_distributions_are_accepted_whole() -> None:

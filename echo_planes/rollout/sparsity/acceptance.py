@@ -24,8 +24,9 @@ TAIL = 0.05  # Sparrow 3.1: the percentile that tells
 def acceptance_bounds(dense: Top, sparse: Top) -> tuple[float, float]:
     """Return bounds of alpha from the likeliest tokens of both distributions; equal if these are all tokens.
 
-    Mass of tokens that one list alone names lies, in the other, in the rest beyond its list. What is left of
-    the two rests may be of the same tokens.
+    Tokens that one list alone names have, in the other, no more than the rest beyond its list. What is left
+    of the two rests may be of the same tokens. (That a token beyond a list is no likelier than its last is
+    not used.)
 
     Raises:
         TaskError: a list is empty.

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from echo_planes.rollout.sparsity.schedule import PAGE_TOKENS
+
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def add_keys(landmarks: Any, slots: Any, keys: Any, page_tokens: int) -> None:
@@ -23,7 +25,7 @@ def add_keys(landmarks: Any, slots: Any, keys: Any, page_tokens: int) -> None:
         keys: (n, heads, size) float32.
         page_tokens: of a page.
     """
-    for row in range(len(slots)):
+    for row in range(min(len(slots), len(keys))):
         if slots[row] < 0:
             continue
         block = slots[row] // page_tokens
@@ -33,7 +35,8 @@ def add_keys(landmarks: Any, slots: Any, keys: Any, page_tokens: int) -> None:
             landmarks[block] += keys[row]
 
 
-@njit(cache=True, nogil=True, fastmath=True)  # type: ignore[untyped-decorator]
+# Without "nnan" and "ninf": a diverged policy has them.
+@njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})  # type: ignore[untyped-decorator]
 def choose_pages(
     queries: Any,
     landmarks: Any,
@@ -78,13 +81,15 @@ def choose_pages(
                     equal = free - np.sum(scores > least)
             else:
                 scores[:] = 0.0
-            line, at = row * heads + head, 0
+            line, at, left = row * heads + head, 0, free
             for page in range(count):
                 if begin <= page < end:
                     score = scores[page - begin]
-                    if free <= 0 or score < least or (score == least and equal <= 0):
+                    # `left` bounds what is written, also where scores are not numbers.
+                    if left <= 0 or score < least or (score == least and equal <= 0):
                         continue
                     equal -= score == least
+                    left -= 1
                 table[line, at] = block_table[row, page] * heads + head
                 at += 1
 
@@ -93,5 +98,5 @@ def warm_up() -> None:
     """Compile, which takes seconds once a machine, or load what was compiled."""
     marks, table = np.zeros((1, 1, 1), np.float32), np.zeros((1, 1), np.int32)
     one = np.ones(1, np.int64)
-    add_keys(marks, one - 1, marks, 16)
+    add_keys(marks, one - 1, marks, PAGE_TOKENS[0])
     choose_pages(marks, marks, one[:, None] - 1, one, one, 1, 1, table)

@@ -35,7 +35,13 @@ class Schedule:
     dense_layers: int = 2  # first layers, which read everything
 
     def __post_init__(self) -> None:
-        for name, least in (("bin_tokens", 1), ("first_pages", 0), ("last_pages", 1), ("dense_layers", 0)):
+        for name, least in (
+            ("number", 0),
+            ("bin_tokens", 1),
+            ("first_pages", 0),
+            ("last_pages", 1),
+            ("dense_layers", 0),
+        ):
             if (value := getattr(self, name)) < least:
                 raise ConfigError(f"sparse.{name}={value}: set at least {least}")
         if self.page_tokens not in PAGE_TOKENS:

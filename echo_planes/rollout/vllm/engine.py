@@ -393,11 +393,11 @@ class VllmEngine:
         """See `Engine.live_digest`."""
         return str(await self._ask("echo_planes_live_digest"))
 
-    async def _ask(self, method: str) -> Any:
+    async def _ask(self, method: str, *arguments: Any) -> Any:
         """Call a method of the plugin on all ranks, and return the answer, which must be equal on all."""
         try:
             async with self._limit():
-                answers = await self.vllm.collective_rpc(method)
+                answers = await self.vllm.collective_rpc(method, args=arguments)
         except RunError:
             raise
         except Exception as error:  # vLLM hands over what the engine process raised as a bare Exception

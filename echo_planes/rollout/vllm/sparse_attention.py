@@ -7,7 +7,8 @@ what that computes, with the engine's page size. In bf16 vLLM's kernel has AMX f
 A row that samples reads a shortened block table through vLLM's own paged kernel. Heads choose their pages by
 themselves: the cache, [blocks, heads, ...], is also a cache of blocks x heads pages with one head each, and
 every head of a row becomes a row of its own. Keys hold their rotary positions, so pages can be left out. Rows
-that prefill read everything.
+that prefill read everything. After a preemption vLLM prefills an answer's tokens too, so they read everything
+then, but for a last piece of one token.
 
 A page's landmark is the sum of its keys, kept beside the cache as they are written; vLLM does not count its
 memory, a 16th or a 32nd of the cache in bf16.
@@ -24,7 +25,7 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm import envs
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -191,6 +192,7 @@ class SparseAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
             ("attention sinks", self.sinks is not None),
             ("an fp8 KV cache", self.is_fp8_kv_cache),
             ("KV that layers share", self.kv_sharing_target_layer_name is not None),
+            ("attention that is not a decoder's", self.attn_type != AttentionType.DECODER),
         ):
             if is_there:
                 raise ConfigError(
@@ -208,7 +210,7 @@ class SparseAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
         add_keys(
             self.landmarks.numpy(),
             slot_mapping.numpy(),
-            key[: len(slot_mapping)].float().contiguous().numpy(),
+            key.float().contiguous().numpy(),
             page,
         )
 
@@ -236,6 +238,10 @@ class SparseAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
             )
             return made
         blocks, heads, page, _ = kv_cache.shape
+        if page != attn_metadata.schedule.page_tokens:
+            raise RuntimeError(
+                f"vLLM's pages have {page} tokens, the schedule's {attn_metadata.schedule.page_tokens}"
+            )
         if attn_metadata.others is not None:
             rows = attn_metadata.others
             made = self._attend(query[rows.tokens], kv_cache.view(blocks, heads, 2 * page, -1), rows)
@@ -307,9 +313,12 @@ class SparseWorkerExtension(WorkerExtension):
         if schedule is None:
             _Engine.schedule = None
             return -1
-        warm_up()  # not in the next step, which answers in flight wait for
+        layers = self.vllm_config.compilation_config.static_forward_context.values()
+        if not any(isinstance(getattr(layer, "impl", None), SparseAttention) for layer in layers):
+            raise RuntimeError("no layer of this engine can decode sparsely")
         _Engine.schedule = Schedule(**schedule | {"pages": tuple(schedule["pages"])})
         return _Engine.schedule.number
 
 
+warm_up()
 register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{SparseBackend.__qualname__}")

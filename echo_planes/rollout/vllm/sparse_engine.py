@@ -8,7 +8,7 @@ from typing import Any
 
 from echo_planes.errors import ConfigError, RunError
 from echo_planes.rollout.sparsity.acceptance import acceptance_bounds
-from echo_planes.rollout.sparsity.schedule import Schedule
+from echo_planes.rollout.sparsity.schedule import PAGE_TOKENS, Schedule
 from echo_planes.rollout.vllm.engine import VllmEngine
 from echo_planes.types import Sample
 
@@ -31,6 +31,10 @@ class SparseEngine(VllmEngine):
         super().__init__(*args, **named)
         self._page_tokens = page_tokens
         config = self._config
+        if page_tokens not in PAGE_TOKENS:
+            raise ConfigError(
+                f"page_tokens={page_tokens}: there are pages of {PAGE_TOKENS[0]} and {PAGE_TOKENS[1]}"
+            )
         if "block_size" in config.extra:
             raise ConfigError(
                 f"engine.extra.block_size={config.extra['block_size']} with sparse attention: its schedule "
@@ -55,37 +59,53 @@ class SparseEngine(VllmEngine):
                 f"sparse.schedule: its pages have {schedule.page_tokens} tokens, the engine's have "
                 f"{self._page_tokens}; calibrate one for this engine"
             )
-        fields = None if schedule is None else asdict(schedule)
-        numbers = await self.vllm.collective_rpc("echo_planes_set_schedule", args=(fields,))
-        if set(numbers) != {-1 if schedule is None else schedule.number}:
-            raise RunError(f"the ranks of the vLLM engine decode by schedules {numbers}")
+        await self._ask("echo_planes_set_schedule", None if schedule is None else asdict(schedule))
 
     async def audit(self, prompt_ids: Sequence[int], sample: Sample) -> list[tuple[float, float]]:
         """Return bounds of each sampled token's acceptance, by a dense pass over prompt and answer.
 
-        Raises:
-            ConfigError: the sample was not drawn at temperature and top-p 1.
-            RunError: the engine died.
-        """
-        if (self._draw.temperature, self._draw.top_p) != (1.0, 1.0):
-            raise ConfigError(
-                f"an audit of answers at sampling.temperature={self._draw.temperature:g} and "
-                f"top_p={self._draw.top_p:g}: the dense pass tells the model's own distribution; set both "
-                "to 1"
-            )
-        from vllm.inputs.engine import tokens_input
-        from vllm.sampling_params import SamplingParams
+        The last distribution is that of the token which the pass samples behind the others. So an answer may fill
+        the length of the model.
 
+        Args:
+            prompt_ids: the prompt.
+            sample: whole, drawn as the engine's settings say, by the version that serves now.
+
+        Raises:
+            ConfigError: the settings' temperature and top-p are not 1, or keep no top log-probabilities.
+            RunError: the engine died, or the sample is of another version.
+        """
+        settings = self._sampling
+        if (settings.temperature, settings.top_p) != (1.0, 1.0) or not settings.top_logprobs:
+            raise ConfigError(
+                f"an audit of answers with sampling.temperature={settings.temperature:g}, "
+                f"top_p={settings.top_p:g} and top_logprobs={settings.top_logprobs}: the dense pass tells "
+                "the model's own distribution; set the first two to 1, and keep some"
+            )
+        versions = {span.version for span in sample.spans}
+        if versions != {self.version}:
+            raise RunError(f"an audit of tokens of versions {versions}, while {self.version} serves")
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        count = settings.top_logprobs
         params = SamplingParams(
-            max_tokens=1, prompt_logprobs=self._sampling.top_logprobs, detokenize=False, temperature=1.0
+            max_tokens=1,
+            prompt_logprobs=count,
+            logprobs=count,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        prompt = tokens_input([*prompt_ids, *sample.token_ids])
-        dense: Any = None
-        async for output in self.vllm.generate(prompt, params, f"audit-{next(self._request_ids)}"):
-            dense = output.prompt_logprobs or dense
-        if dense is None or len(dense) != len(prompt_ids) + len(sample.token_ids):
-            raise RunError("the vLLM engine returned no log-probabilities of a prompt")
+        prompt = tokens_input([*prompt_ids, *sample.token_ids[:-1]])
+        dense: list[Any] = []
+        try:
+            async for output in self.vllm.generate(prompt, params, f"audit-{next(self._request_ids)}"):
+                dense = [*output.prompt_logprobs[len(prompt_ids) :], *output.outputs[0].logprobs]
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise RunError(f"the vLLM engine died in an audit: {error}") from error
+        drawn = zip(sample.token_ids, sample.logprobs, sample.top_logprobs, strict=True)
         return [
-            acceptance_bounds([(token, one.logprob) for token, one in told.items()], sparse)
-            for told, sparse in zip(dense[len(prompt_ids) :], sample.top_logprobs, strict=True)
+            acceptance_bounds([(one, found.logprob) for one, found in told.items()], [*top, (token, logprob)])
+            for told, (token, logprob, top) in zip(dense, drawn, strict=True)
         ]
