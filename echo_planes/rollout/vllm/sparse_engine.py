@@ -64,8 +64,8 @@ class SparseEngine(VllmEngine):
     async def audit(self, prompt_ids: Sequence[int], sample: Sample) -> list[tuple[float, float]]:
         """Return bounds of each sampled token's acceptance, by a dense pass over prompt and answer.
 
-        The last distribution is that of the token which the pass samples behind the others. So an answer may fill
-        the length of the model.
+        The last distribution is that of the token which the pass samples behind the others. So an answer may
+        fill the length of the model.
 
         Args:
             prompt_ids: the prompt.
