@@ -26,7 +26,8 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	@echo "mypy, and beside it:"; $(BIN)/mypy & types=$$!; \
-	$(BIN)/python -m pytest tests/unit/test_architecture.py && wait $$types
+	$(BIN)/python -m pytest tests/unit/test_architecture.py; tests=$$?; \
+	wait $$types && exit $$tests
 
 test: check
 	@bash scripts/test_tools.sh

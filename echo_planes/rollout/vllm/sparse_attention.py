@@ -41,7 +41,7 @@ from echo_planes.rollout.vllm.plugin import WorkerExtension
 
 
 class _Engine:
-    """The engine of this process."""
+    """State of this process, which has one engine."""
 
     schedule: Schedule | None = None  # None: dense
 

@@ -22,7 +22,7 @@ class SparseEngine(VllmEngine):
         page_tokens: tokens of a page of the cache, 16 or 32.
 
     Raises:
-        ConfigError: an option of the engine, or the sampling, does not go with sparse attention.
+        ConfigError: an option of the engine does not go with sparse attention.
     """
 
     worker_extension = f"{_MODULE}.SparseWorkerExtension"
@@ -52,7 +52,7 @@ class SparseEngine(VllmEngine):
 
         Raises:
             ConfigError: the schedule is of another page size.
-            RunError: the engine died, or its ranks differ.
+            RunError: the engine died, or none of its layers can decode sparsely.
         """
         if schedule is not None and schedule.page_tokens != self._page_tokens:
             raise ConfigError(
