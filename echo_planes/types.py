@@ -40,20 +40,22 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A run of response tokens `[start, stop)` sampled under one published (version, digest)."""
+    """A run of response tokens `[start, stop)` sampled alike, under one published (version, digest)."""
 
     start: int
     stop: int
     version: int
     digest: str
+    schedule: int = -1  # number of the `sparsity.Schedule` they were decoded by; -1: dense attention
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Rule for drawing tokens from the policy's logits."""
+    """Rule for drawing tokens from the policy."""
 
     temperature: float  # divides the logits; 0: always the likeliest token
     top_p: float  # nucleus: only tokens within this probability mass
+    dense: bool = False  # whatever the engine's schedule of KV budgets: for evaluations
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +147,10 @@ def joined(pieces: Sequence[Sample]) -> Sample:
     start = 0
     for piece in pieces:
         for span in piece.spans:
-            if spans and (spans[-1].version, spans[-1].digest) == (span.version, span.digest):
-                spans[-1] = Span(spans[-1].start, start + span.stop, span.version, span.digest)
-            else:
-                spans.append(Span(start + span.start, start + span.stop, span.version, span.digest))
+            moved = replace(span, start=start + span.start, stop=start + span.stop)
+            if spans and replace(spans[-1], stop=moved.stop) == replace(moved, start=spans[-1].start):
+                moved = replace(moved, start=spans.pop().start)
+            spans.append(moved)
         start += len(piece.token_ids)
     return Sample(
         token_ids=tuple(chain.from_iterable(piece.token_ids for piece in pieces)),

@@ -26,11 +26,10 @@ from echo_planes.config.fields import (
 from echo_planes.config.files import user_path
 from echo_planes.config.fleet import FleetConfig, SeedingConfig, WorkerConfig
 from echo_planes.config.hub import fetch, is_pinned
+from echo_planes.config.sparse import SparseConfig
 
-_ASSETS = Path(__file__).parents[1] / "assets"
-BUILTIN_MODELS = {
-    f"builtin:{name}": _ASSETS / name for name in ("tiny-math", "tiny-carry", "tiny-code", "tiny-poker")
-}
+_BUILTIN = ("tiny-math", "tiny-carry", "tiny-code", "tiny-poker")
+BUILTIN_MODELS = {f"builtin:{name}": Path(__file__).parents[1] / "assets" / name for name in _BUILTIN}
 
 BUILTIN_LR, MODEL_LR = 2.5e-4, 1e-6  # learner.lr where it is not set
 LORA_TIMES = 10.0  # with adapters: Thinking Machines, "LoRA Without Regret" (2025), across models and sizes
@@ -499,6 +498,7 @@ class Config(Section):
     replay: ReplayConfig = ReplayConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     guard: GuardConfig = GuardConfig()
+    sparse: SparseConfig = SparseConfig()
 
     @property
     def lr(self) -> float:

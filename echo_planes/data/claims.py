@@ -87,7 +87,7 @@ FORMS: Mapping[type, Mapping[str, Any]] = {
         "num_turns": int,
     },
     Reward: {"value": _NUMBER, "correct": bool, "parts": dict, "notes": str},
-    Span: {"start": int, "stop": int, "version": int, "digest": str},
+    Span: {"start": int, "stop": int, "version": int, "digest": str, "schedule": int},
     LeaseTokens: {"lease_id": str, "pieces": _ROW},
     PartialRollout: {"context": _ROW, "sample": Sample, "first": int},
     Sample: {
@@ -369,6 +369,7 @@ def _check_spans(spans: Sequence[Any], length: int, name: str) -> None:
         raise _Wrong("unspanned", f"{name}: {len(spans)} spans of {length} tokens")
     for span in spans:
         _check_form(span, Span, name)
+        _check_number(span.schedule, -1, MOST_COUNT, f"{name}: the schedule of a span")
 
 
 def _check_row(ids: Sequence[Any], rules: Rules, name: str) -> None:

@@ -38,6 +38,7 @@ from echo_planes.loop.planes import DataPlane, LearnerPlane, Planes
 from echo_planes.loop.price_watch import PriceWatch
 from echo_planes.loop.reconcile import ReconcileLoop, Roster, worker_info
 from echo_planes.loop.runner import Outcome, Runner
+from echo_planes.loop.sparsity import Keeper
 from echo_planes.loop.spending import BudgetGuard, open_budget
 from echo_planes.loop.tracking import Tracking, TrackingNews, open_tracking
 from echo_planes.reporting.metrics import MetricsWriter, write_atomic
@@ -209,6 +210,7 @@ async def _part(
         first_epoch=meta.next_epoch,
         resume_dir=checkpoint,
         guard=meta.guard,
+        keeper=Keeper(config, folder, journal) if config.sparse.schedule else None,
         beside=lambda hands: _together([watch.run(hands) for watch in watches]),
     )
     if stop is not None:

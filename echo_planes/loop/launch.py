@@ -42,6 +42,8 @@ from echo_planes.loop.reconcile import instance_types_of
 from echo_planes.loop.watch import SILENT
 from echo_planes.rollout.actor import FIRST_WEIGHTS, WorkerProcess
 from echo_planes.rollout.model_folder import ModelFiles
+from echo_planes.rollout.sparsity.acceptance import Audit
+from echo_planes.rollout.sparsity.schedule import Schedule
 from echo_planes.types import (
     Adjustment,
     BroadcastStats,
@@ -352,6 +354,13 @@ class RemoteWorker:
     ) -> list[Trajectory]:
         answers: list[Trajectory] = await self._actor.call("evaluate", indices, samples_per_prompt, draw)
         return answers
+
+    async def set_schedule(self, schedule: Schedule) -> None:
+        await self._actor.call("set_schedule", schedule)
+
+    async def audits(self) -> list[Audit]:
+        audits: list[Audit] = await self._actor.call("audits")
+        return audits
 
     async def progress(self) -> dict[str, str]:
         found = dict(await self._actor.call("progress"))

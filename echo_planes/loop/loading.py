@@ -24,7 +24,7 @@ from echo_planes.config.schema import Config, TaskConfig
 from echo_planes.data.tasks.registry import adapter_class, adapter_options, installed_adapter, installed_tasks
 from echo_planes.errors import ConfigError, nearest, shown
 
-GROUPS = ("task", "model", "fleet")
+GROUPS = ("task", "model", "fleet", "sparse")
 MAX_KEY = 200  # characters
 _USUAL = {  # settings by the names that other trainers have for them
     "learning_rate": "lr",
@@ -77,7 +77,7 @@ def _tree(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises:
         ConfigError: a word is no setting, or names a group or a place that does not exist.
     """
-    chosen = {"task": "math", "model": "tiny", "fleet": "laptop"}
+    chosen = {"task": "math", "model": "tiny", "fleet": "laptop", "sparse": "off"}
     overrides: list[tuple[str, Any]] = []
     for word in words:
         key, separator, text = word.partition("=")

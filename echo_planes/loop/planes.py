@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, Protocol
 
+from echo_planes.rollout.sparsity.acceptance import Audit
+from echo_planes.rollout.sparsity.schedule import Schedule
 from echo_planes.types import (
     Adjustment,
     BroadcastStats,
@@ -88,6 +90,8 @@ class Worker(Protocol):
     async def evaluate(
         self, indices: Sequence[int], samples_per_prompt: int, draw: Draw | None
     ) -> list[Trajectory]: ...
+    async def set_schedule(self, schedule: Schedule) -> None: ...
+    async def audits(self) -> list[Audit]: ...
     async def progress(self) -> Mapping[str, str]: ...  # see `watch`
     async def stats(self) -> WorkerStats: ...
     async def pause(self) -> int: ...

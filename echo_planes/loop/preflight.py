@@ -24,6 +24,7 @@ from echo_planes.fleet.instance_types import SAME
 from echo_planes.fleet.sku_facts import SKU_FACTS
 from echo_planes.learning.footprint import shape_of
 from echo_planes.loop.memory import check_engine_memory
+from echo_planes.loop.sparsity import check_sparse
 from echo_planes.loop.spending import check_budget
 from echo_planes.loop.trackers import check_installed
 from echo_planes.reporting.metrics import METRICS_FILE
@@ -50,6 +51,7 @@ def check(config: Config, run_dir: Path) -> None:
     check_engines([*config.fleet.workers, *config.seeding.workers().values()])
     check_lengths(config)
     check_engine_memory(config, [])
+    check_sparse(config)
     for key, port in (
         ("run.metrics_port", config.run.metrics_port),
         ("learner.master_port", config.learner.master_port),

@@ -21,7 +21,9 @@ from echo_planes.loop import events as ev
 from echo_planes.loop.controller import Controller
 from echo_planes.loop.evaluation import eval_draw, report_of
 from echo_planes.loop.planes import Accepted, DataPlane, LearnerPlane, Observer, Planes, Worker
+from echo_planes.loop.sparsity import Keeper
 from echo_planes.loop.watch import Progress, Watch
+from echo_planes.rollout.sparsity.schedule import Schedule
 from echo_planes.types import (
     BufferCounts,
     Manifest,
@@ -64,6 +66,7 @@ class Runner:
         guard: the guard's record in that checkpoint.
         beside: coroutine that runs as long as the run, such as the fleet's loop; its error ends the run.
         rules: for the check of answers to held-out prompts; default: those of the model.
+        keeper: of the schedule of KV budgets; None: attention is dense.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Runner:
         guard: Mapping[str, Any] | None = None,
         beside: Callable[[Runner], Coroutine[Any, Any, None]] | None = None,
         rules: Rules | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         self._config = config
         self._rules = rules or rules_of(config)
@@ -105,6 +109,7 @@ class Runner:
         self._steps_begun = 0  # version that the learner holds, or is making
         self._serving = False  # some worker serves a published version
         self._beside = beside
+        self._keeper = keeper
         self._ending = False
         self.stop_requested: ev.StopRequested | None = None  # the first request
         self._watch = Watch(clock, self._ask_for_progress, self._tell_stall)
@@ -159,6 +164,9 @@ class Runner:
                 )
             counts = await self._within("closing the replay buffer", 60.0, self._planes.data.close())
             await self._collect_stats()
+            if self._keeper is not None:
+                await self._look_at_audits(self._keeper)
+                self._keeper.close()
         finally:
             await self._end()
         return Outcome(finish.status, finish.error, counts)
@@ -265,6 +273,8 @@ class Runner:
                 await self._end_worker(worker_id)
                 return
             self._built.add((worker_id, epoch))
+            if self._keeper is not None:
+                await self._schedule_on(worker_id, worker, self._keeper.schedule)
             self._events.put_nowait(ev.WorkerReady(worker_id, epoch))
             with self._watch.over("sampling", worker_id), self._watch.over("reward", worker_id):
                 await worker.run()
@@ -364,6 +374,8 @@ class Runner:
             self._observer.on_seeding(self.controller.seeding.report(self._clock.now_s()))
         self._observer.on_step(whole, stats, idle_s, await self._planes.data.counts())
         self._events.put_nowait(ev.StepDone(stats))
+        if self._keeper is not None:
+            await self._look_at_audits(self._keeper)
         self._steps_seen += 1
         if self._steps_seen % STATS_EVERY_STEPS == 0:
             await self._collect_stats()
@@ -444,6 +456,33 @@ class Runner:
 
         built = [(w, *current) for w, current in self._workers.items() if (w, current[0]) in self._built]
         await asyncio.gather(*(ask(*one) for one in built))
+
+    async def _look_at_audits(self, keeper: Keeper) -> None:
+        """Ask every worker for its audits, and give all of them the schedule that these call for."""
+        built = [(w, *current) for w, current in self._workers.items() if (w, current[0]) in self._built]
+
+        async def ask(worker_id: str, epoch: int, worker: Worker) -> None:
+            try:
+                audits = await self._within("audits", STATS_S, worker.audits(), worker=worker_id)
+            except RunError as why:
+                self._lost(worker_id, epoch, str(why))
+                return
+            if fault := keeper.hear(worker_id, audits):
+                self._lost(worker_id, epoch, fault)
+
+        async def tell(worker_id: str, epoch: int, worker: Worker) -> None:
+            try:
+                await self._schedule_on(worker_id, worker, keeper.schedule)
+            except RunError as why:
+                self._lost(worker_id, epoch, str(why))
+
+        await asyncio.gather(*(ask(*one) for one in built))
+        if keeper.change() is not None:
+            await asyncio.gather(*(tell(*one) for one in built))
+
+    async def _schedule_on(self, worker_id: str, worker: Worker, schedule: Schedule) -> None:
+        limit_s = self._config.run.wait_limit_s  # an install may be in progress
+        await self._within("KV budgets", limit_s, worker.set_schedule(schedule), worker=worker_id)
 
     async def _collect_stats(self) -> None:
         await self.collect_worker_stats()

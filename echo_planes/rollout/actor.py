@@ -22,7 +22,10 @@ from echo_planes.rollout.model_folder import ModelFiles, has_weights
 from echo_planes.rollout.notices import Cloud, MetadataService, watch
 from echo_planes.rollout.scoring import ProcessScorer
 from echo_planes.rollout.sources import Task, WorkSource
+from echo_planes.rollout.sparsity.acceptance import Audit
+from echo_planes.rollout.sparsity.schedule import Schedule
 from echo_planes.rollout.vllm.engine import VllmEngine
+from echo_planes.rollout.vllm.sparse_engine import SparseEngine
 from echo_planes.rollout.worker import RolloutWorker
 from echo_planes.types import Draw, InstallReport, Manifest, Trajectory, WorkerStats
 from echo_planes.weights.link import NodeSource, WeightLink
@@ -98,13 +101,21 @@ class WorkerProcess:
         config, kind, link = self._config, self._kind, self._link
         # Two workers with one seed would sample the same noise.
         seed = zlib.crc32(f"{config.run.seed}/{self._id}/{self._epoch}".encode())
+        settings = (
+            kind.engine,
+            config.sampling,
+            config.model.folder,
+            config.model.max_model_len,
+            seed % 2**31,
+        )
+        sparse, engine = config.sparse, VllmEngine(*settings)
+        if sparse.schedule:
+            engine = SparseEngine(*settings, page_tokens=sparse.page_tokens, audit_share=sparse.audit_share)
         self._started = RolloutWorker(
             self._id,
             self._epoch,
             link.lineage,
-            engine=VllmEngine(
-                kind.engine, config.sampling, config.model.folder, config.model.max_model_len, seed % 2**31
-            ),
+            engine=engine,
             task=self._task,
             scorer=self._scorer,
             source=self._source,
@@ -157,6 +168,12 @@ class WorkerProcess:
 
     async def install(self, manifest: Manifest, fresh: bool) -> InstallReport:
         return await self._worker.install(manifest, fresh)
+
+    async def set_schedule(self, schedule: Schedule) -> None:
+        await self._worker.set_schedule(schedule)
+
+    async def audits(self) -> list[Audit]:
+        return await self._worker.audits()
 
     async def live_digest(self) -> str:
         return await self._worker.live_digest()

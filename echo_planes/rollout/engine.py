@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from echo_planes.rollout.sparsity.acceptance import Audit
+from echo_planes.rollout.sparsity.schedule import Schedule
 from echo_planes.types import Draw, Publication, Sample
 
 
@@ -74,6 +76,18 @@ class Engine(Protocol):
             RunError: the weights that serve are unknown, or damage was not repaired. Generation stays
                 paused: end this engine.
         """
+        ...
+
+    async def set_schedule(self, schedule: Schedule | None) -> None:
+        """Decode by a schedule of KV budgets from now on; None: dense.
+
+        Raises:
+            RunError: the engine was built for dense attention, or died.
+        """
+        ...
+
+    def take_audits(self) -> list[Audit]:
+        """Return the comparisons of answers with dense attention since the last call."""
         ...
 
     async def live_digest(self) -> str:

@@ -28,6 +28,8 @@ from echo_planes.rollout.engine import Engine
 from echo_planes.rollout.episodes import Player
 from echo_planes.rollout.scoring import Scorer
 from echo_planes.rollout.sources import Task, WeightSource, WorkSource
+from echo_planes.rollout.sparsity.acceptance import Audit
+from echo_planes.rollout.sparsity.schedule import Schedule
 from echo_planes.rollout.work import Load, Plateau, Work, places
 from echo_planes.types import (
     Draw,
@@ -233,6 +235,14 @@ class RolloutWorker:
             caught_up = await self._weights.settled(staged.version, self._engine.version == staged.version)
         return caught_up
 
+    async def set_schedule(self, schedule: Schedule) -> None:
+        """Decode by a schedule of KV budgets from now on."""
+        await self._engine.set_schedule(schedule)
+
+    async def audits(self) -> list[Audit]:
+        """Return the audits of answers since the last call."""
+        return self._engine.take_audits()
+
     async def live_digest(self) -> str:
         """Return the digest of the engine's live tensors, computed now."""
         return await self._engine.live_digest()
@@ -240,7 +250,11 @@ class RolloutWorker:
     async def evaluate(
         self, indices: Sequence[int], samples_per_prompt: int, draw: Draw | None
     ) -> list[Trajectory]:
-        """Answer held-out prompts with the weights that serve now. `draw`: None means as for training."""
+        """Answer held-out prompts with the weights that serve now, and dense attention.
+
+        `draw`: None means as for training.
+        """
+        draw = replace(draw or Draw(self._sampling.temperature, self._sampling.top_p), dense=True)
         self._evaluating = True
         self._account()
 

@@ -24,22 +24,30 @@ from echo_planes.data.store.files import map_file
 from echo_planes.errors import DataError
 from echo_planes.types import PartialRollout, Sample, Span, is_whole
 
-FORMAT = 1  # format of the file; no other is read
-SCHEMA = pa.schema(
-    [
-        ("prompt_index", pa.int64()),
-        ("context", pa.list_(pa.int32())),  # null: equal to that of the row before, which has the same prompt
-        ("token_ids", pa.list_(pa.int32())),
-        ("logprobs", pa.list_(pa.float64())),  # of each token, after temperature and top-p
-        ("span_stops", pa.list_(pa.int32())),
-        ("span_versions", pa.list_(pa.int64())),
-        ("span_digests", pa.list_(pa.string())),
-        ("finish_reason", pa.string()),
-        ("top_ids", pa.list_(pa.list_(pa.int32()))),  # per token, k alternatives; empty unless asked for
-        ("top_logprobs", pa.list_(pa.list_(pa.float64()))),
-    ],
-    metadata={"echo_planes.drafts_format": str(FORMAT)},
+FORMAT = 2  # format of the file; 1, without schedules, is read too
+_FIELDS_1 = (
+    ("prompt_index", pa.int64()),
+    ("context", pa.list_(pa.int32())),  # null: equal to that of the row before, which has the same prompt
+    ("token_ids", pa.list_(pa.int32())),
+    ("logprobs", pa.list_(pa.float64())),  # of each token, after temperature and top-p
+    ("span_stops", pa.list_(pa.int32())),
+    ("span_versions", pa.list_(pa.int64())),
+    ("span_digests", pa.list_(pa.string())),
+    ("finish_reason", pa.string()),
+    ("top_ids", pa.list_(pa.list_(pa.int32()))),  # per token, k alternatives; empty unless asked for
+    ("top_logprobs", pa.list_(pa.list_(pa.float64()))),
 )
+
+
+def _schema(fields: Sequence[tuple[str, pa.DataType]], version: int) -> pa.Schema:
+    return pa.schema(fields, metadata={"echo_planes.drafts_format": str(version)})
+
+
+SCHEMAS = {
+    1: _schema(_FIELDS_1, 1),
+    2: _schema((*_FIELDS_1, ("span_schedules", pa.list_(pa.int64()))), 2),  # -1: dense attention
+}
+SCHEMA = SCHEMAS[FORMAT]
 BATCH_TOKENS = 2**20  # approximate tokens in an Arrow batch; bounds the memory that writing takes
 
 PartialsByPrompt = Mapping[int, tuple[PartialRollout, ...]]  # by prompt index
@@ -77,9 +85,9 @@ def read_partials(path: Path, record: PartialsRecord) -> dict[int, tuple[Partial
     Raises:
         DataError: the file is missing, of another format, or differs from the one that was written.
     """
-    if record.format != FORMAT:
+    if record.format not in SCHEMAS:
         raise DataError(
-            f"{path} is of format {record.format}, this program reads {FORMAT}; update echo_planes"
+            f"{path} is of format {record.format}, this program reads up to {FORMAT}; update echo_planes"
         )
     try:
         data = map_file(path)
@@ -92,7 +100,7 @@ def read_partials(path: Path, record: PartialsRecord) -> dict[int, tuple[Partial
     partials: dict[int, list[PartialRollout]] = {}
     try:
         with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
-            if not reader.schema.equals(SCHEMA, check_metadata=True):
+            if not reader.schema.equals(SCHEMAS[record.format], check_metadata=True):
                 raise DataError(f"{path} has another schema than this program writes; restore it")
             for batch in reader:
                 batch.validate(full=True)
@@ -141,6 +149,7 @@ def _to_batch(rows: Sequence[_Row]) -> pa.RecordBatch:
             [[[p for _, p in top] for top in sample.top_logprobs] for sample in samples],
             pa.list_(pa.list_(pa.float64())),
         ),
+        _column([[span.schedule for span in sample.spans] for sample in samples], np.int64),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
@@ -163,10 +172,13 @@ def _enter(batch: pa.RecordBatch, partials: dict[int, list[PartialRollout]]) -> 
     ids, logprobs = _tuples(column("token_ids")), _tuples(column("logprobs"))
     is_same_context = column("context").is_null().to_pylist()
     contexts = _tuples(column("context"))
+    stops = _tuples(column("span_stops"))
+    has_schedules = "span_schedules" in batch.schema.names
     spans = zip(
-        _tuples(column("span_stops")),
+        stops,
         _tuples(column("span_versions")),
         column("span_digests").to_pylist(),
+        _tuples(column("span_schedules")) if has_schedules else [(-1,) * len(one) for one in stops],
         strict=True,
     )
     tops = zip(column("top_ids").to_pylist(), column("top_logprobs").to_pylist(), strict=True)
@@ -195,6 +207,8 @@ def _tuples(column: pa.ListArray) -> list[tuple[Any, ...]]:
     return [tuple(values[start:stop]) for start, stop in zip([0, *stops], stops, strict=False)]
 
 
-def _spans(stops: Sequence[int], versions: Sequence[int], digests: Iterable[str]) -> tuple[Span, ...]:
+def _spans(
+    stops: Sequence[int], versions: Sequence[int], digests: Iterable[str], schedules: Sequence[int]
+) -> tuple[Span, ...]:
     starts = [0, *stops][: len(stops)]
-    return tuple(Span(*fields) for fields in zip(starts, stops, versions, digests, strict=True))
+    return tuple(Span(*fields) for fields in zip(starts, stops, versions, digests, schedules, strict=True))

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from echo_planes.errors import DataError
 from echo_planes.types import Episode, Group, Prompt, Reward, Span, Trajectory
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 _FIELDS_1 = [
     ("trajectory_id", pa.string()),
@@ -52,13 +53,17 @@ _FIELDS_2 = [
     ("notes", pa.string()),  # notes of the environment (JSON)
     ("created_s", pa.float64()),  # time of acceptance, seconds since 1970; NaN: not known
 ]
+_FIELDS_3 = [
+    *_FIELDS_2,
+    ("span_schedules", pa.list_(pa.int64())),  # numbers of schedules of KV budgets; -1: dense attention
+]
 
 
 def _schema(fields: list[tuple[str, pa.DataType]], version: int) -> pa.Schema:
     return pa.schema(fields, metadata={"echo_planes.schema_version": str(version)})
 
 
-SCHEMA = _schema(_FIELDS_2, SCHEMA_VERSION)
+SCHEMA = _schema(_FIELDS_3, SCHEMA_VERSION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +86,23 @@ def _upgrade_1(batch: pa.RecordBatch) -> pa.RecordBatch:
         pa.array([""] * rows, pa.string()),
         pa.array([float("nan")] * rows, pa.float64()),
     ]
-    return pa.RecordBatch.from_arrays([*batch.columns, *added], schema=SCHEMA)
+    return _upgrade_2(pa.RecordBatch.from_arrays([*batch.columns, *added], schema=_SCHEMA_2))
 
 
-OLDER_SCHEMAS: tuple[OlderSchema, ...] = (OlderSchema(1, _schema(_FIELDS_1, 1), _upgrade_1),)
+def _upgrade_2(batch: pa.RecordBatch) -> pa.RecordBatch:
+    stops = batch.column("span_stops")
+    dense = pa.array(np.full(len(stops.flatten()), -1, np.int64))
+    offsets = np.zeros(batch.num_rows + 1, np.int32)
+    np.cumsum(stops.value_lengths().to_numpy(zero_copy_only=False), out=offsets[1:])
+    schedules = pa.ListArray.from_arrays(offsets, dense)
+    return pa.RecordBatch.from_arrays([*batch.columns, schedules], schema=SCHEMA)
+
+
+_SCHEMA_2 = _schema(_FIELDS_2, 2)
+OLDER_SCHEMAS: tuple[OlderSchema, ...] = (
+    OlderSchema(1, _schema(_FIELDS_1, 1), _upgrade_1),
+    OlderSchema(2, _SCHEMA_2, _upgrade_2),
+)
 
 
 def to_row(trajectory: Trajectory, *, created_s: float) -> dict[str, Any]:
@@ -108,6 +126,7 @@ def to_row(trajectory: Trajectory, *, created_s: float) -> dict[str, Any]:
         "span_stops": [s.stop for s in episode.spans],
         "span_versions": [s.version for s in episode.spans],
         "span_digests": [s.digest for s in episode.spans],
+        "span_schedules": [s.schedule for s in episode.spans],
         "finish_reason": episode.finish_reason,
         "num_turns": episode.num_turns,
         "reward": reward.value,
@@ -127,9 +146,14 @@ def from_row(row: Mapping[str, Any]) -> Trajectory:
     """Convert a row to its trajectory; the exact inverse of `to_row`."""
     stops = row["span_stops"]
     spans = tuple(
-        Span(start, stop, version, digest)
-        for start, stop, version, digest in zip(
-            [0, *stops][: len(stops)], stops, row["span_versions"], row["span_digests"], strict=True
+        Span(*fields)
+        for fields in zip(
+            [0, *stops][: len(stops)],
+            stops,
+            row["span_versions"],
+            row["span_digests"],
+            row["span_schedules"],
+            strict=True,
         )
     )
     tops = tuple(

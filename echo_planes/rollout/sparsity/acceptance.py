@@ -17,6 +17,7 @@ import numpy.typing as npt
 from echo_planes.errors import TaskError
 
 Top = Sequence[tuple[int, float]]  # token ids with their logprobs
+LARGEST = 2**62  # number of a schedule, version or token
 CELLS = 1000  # of a histogram over [0, 1]
 TAIL = 0.05  # Sparrow 3.1: the percentile that tells
 
@@ -40,6 +41,49 @@ def acceptance_bounds(dense: Top, sparse: Top) -> tuple[float, float]:
     q_alone = min(math.fsum(q[token] for token in q.keys() - p.keys()), rest_p)
     neither = min(rest_q - p_alone, rest_p - q_alone)
     return min(1.0, common), min(1.0, common + p_alone + q_alone + neither)
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """Comparison of one answer, decoded whole under one version and one schedule, with dense attention."""
+
+    schedule: int  # its number
+    version: int
+    context_tokens: int  # before the first token of the answer
+    alphas: tuple[float, ...]  # lower bound of each token's acceptance
+    drift: float  # mean |log p_dense - log q_sparse| of the tokens, nats
+
+
+def audit_fault(audit: object) -> str:
+    """Return why a worker's message cannot be an audit; "": it can."""
+    if not isinstance(audit, Audit) or not isinstance(audit.alphas, tuple):
+        return "it is no audit"
+    counts = (audit.schedule, audit.version, audit.context_tokens)
+    if any(type(one) is not int or not -1 <= one <= LARGEST for one in counts) or audit.context_tokens < 0:
+        return "its schedule, version or length is none"
+    if not audit.alphas or any(type(one) is not float or not 0.0 <= one <= 1.0 for one in audit.alphas):
+        return "its acceptance is not between 0 and 1"
+    if type(audit.drift) is not float or not 0.0 <= audit.drift < math.inf:
+        return "its drift is no number"
+    return ""
+
+
+def share_bounds(answers: Sequence[tuple[int, int]], deviations: float) -> tuple[float, float]:
+    """Return bounds of the share of tokens that are below a limit, from whole answers.
+
+    The tokens of one answer go together, so the answers are the sample: the estimate is a ratio of two sums,
+    and its error that of the linearised residuals.
+
+    Args:
+        answers: tokens of each answer, and those of them below the limit. At least two.
+        deviations: half width of the interval, in standard errors.
+    """
+    tokens, below = np.array(answers, np.float64).T
+    share = below.sum() / tokens.sum()
+    count = len(answers)
+    residuals = below - share * tokens
+    error = math.sqrt((residuals**2).sum() * count / (count - 1)) / tokens.sum()
+    return share - deviations * error, share + deviations * error
 
 
 @dataclass(slots=True)

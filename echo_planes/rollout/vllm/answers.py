@@ -28,9 +28,11 @@ class Answer:
 
     Args:
         top_logprobs: number of top log-probabilities to keep per token.
+        dense: the tokens are dense, whatever schedule the engine's labels name.
     """
 
     top_logprobs: int
+    dense: bool = False
     num_tokens: int = 0
 
     def piece(self, completion: CompletionOutput, starts: Sequence[tuple[str, int]]) -> Sample:
@@ -53,7 +55,7 @@ class Answer:
         return Sample(
             token_ids=tuple(tokens),
             logprobs=tuple(p[token].logprob for token, p in zip(tokens, positions, strict=True)),
-            spans=_spans(starts, first, self.num_tokens),
+            spans=_spans(starts, first, self.num_tokens, self.dense),
             finish_reason=_FINISH_REASONS[reason] if reason else "",
             top_logprobs=tuple(_top(position, self.top_logprobs) for position in positions)
             if self.top_logprobs
@@ -89,7 +91,7 @@ class Origins:
         return state.weight_version_starts if state else ()
 
 
-def _spans(starts: Sequence[tuple[str, int]], first: int, stop: int) -> tuple[Span, ...]:
+def _spans(starts: Sequence[tuple[str, int]], first: int, stop: int, dense: bool) -> tuple[Span, ...]:
     """Return the spans of tokens [first, stop) of a sample by their weights; positions count from `first`.
 
     Raises:
@@ -99,8 +101,16 @@ def _spans(starts: Sequence[tuple[str, int]], first: int, stop: int) -> tuple[Sp
     spans = []
     for (name, start), end in zip(starts, ends, strict=True):
         if max(start, first) < min(end, stop):
-            version, _, digest = name.partition(" ")
-            spans.append(Span(max(start, first) - first, min(end, stop) - first, int(version), digest))
+            version, digest, schedule = name.split(" ")
+            spans.append(
+                Span(
+                    max(start, first) - first,
+                    min(end, stop) - first,
+                    int(version),
+                    digest,
+                    -1 if dense else int(schedule),
+                )
+            )
     if sum(span.stop - span.start for span in spans) != stop - first:
         raise RunError(f"the vLLM engine does not say what weights made tokens {first} to {stop}: {starts}")
     return tuple(spans)
@@ -112,6 +122,6 @@ def _top(position: dict[int, Logprob], count: int) -> tuple[tuple[int, float], .
     return tuple((token, position[token].logprob) for rank, token in ranked[:count])
 
 
-def label(version: int, digest: str) -> str:
-    """Return the label of a version in vLLM, which marks every token with the label of its weights."""
-    return f"{version} {digest}"
+def label(version: int, digest: str, schedule: int = -1) -> str:
+    """Return the label that vLLM marks tokens with: their weights, and their schedule's number."""
+    return f"{version} {digest} {schedule}"

@@ -22,6 +22,8 @@ import numpy as np
 from echo_planes.config.fleet import EngineConfig
 from echo_planes.config.schema import SamplingConfig
 from echo_planes.errors import ConfigError, ModelError, RunError, TaskError, WeightsError, one_line
+from echo_planes.rollout.sparsity.acceptance import Audit
+from echo_planes.rollout.sparsity.schedule import Schedule
 from echo_planes.rollout.vllm.answers import Answer, Origins, label
 from echo_planes.rollout.vllm.environment import ENVIRONMENT, engine_environment, staging_parent
 from echo_planes.types import Draw, Manifest, Publication, Sample, joined
@@ -123,7 +125,7 @@ class VllmEngine:
         if self._config.pipeline_parallel_size > 1:
             await self._ask("echo_planes_make_room")
         self._digest = await self.live_digest()
-        await self._vllm.update_weight_version(label(self._version, self._digest))
+        await self._vllm.update_weight_version(self._label(self._version, self._digest))
         await self.generate([0], num_samples=1, max_new_tokens=1, on_tokens=lambda *_: None)
         await self._check_live()
         # The imported objects live as long as the process. Scanning them in every full collection cost three
@@ -245,7 +247,8 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         params = self._sampling_params(num_samples, min(max_new_tokens, room), draw or self._draw)
-        answers = [Answer(self._sampling.top_logprobs) for _ in range(num_samples)]
+        dense = draw is not None and draw.dense
+        answers = [Answer(self._sampling.top_logprobs, dense) for _ in range(num_samples)]
         pieces: list[list[Sample]] = [[] for _ in range(num_samples)]
         # An already rendered input: vLLM would pass a bare prompt through a thread first.
         prompt = tokens_input(list(prompt_ids))
@@ -340,7 +343,7 @@ class VllmEngine:
                 )
             refusal = await self._refusal(request)
             if refusal is None:
-                await vllm.finish_weight_update(label(manifest.version, manifest.digest))
+                await vllm.finish_weight_update(self._label(manifest.version, manifest.digest))
                 await self._resume()
             else:
                 standing = await self._ask("echo_planes_standing")
@@ -363,6 +366,10 @@ class VllmEngine:
                 self._last_pause_s = time.perf_counter() - self._still_since_s
         if refusal is not None:
             raise WeightsError(f"version {manifest.version} was not installed: {refusal}") from refusal
+
+    def _label(self, version: int, digest: str) -> str:
+        """Return the mark of the tokens that these weights sample."""
+        return label(version, digest)
 
     async def _refusal(self, request: WeightTransferUpdateRequest) -> Exception | None:
         """Let the engine process install, and return its error, which does not say if it may continue."""
@@ -388,6 +395,15 @@ class VllmEngine:
             # From the request to pause until generation runs again, including the step in progress.
             self._last_pause_s = time.perf_counter() - self._still_since_s
         self._still_since_s = None
+
+    async def set_schedule(self, schedule: Schedule | None) -> None:
+        """Raise RunError: this engine is dense. See `SparseEngine`."""
+        if schedule is not None:
+            raise RunError("this engine was built for dense attention")
+
+    def take_audits(self) -> list[Audit]:
+        """Return nothing: dense answers have nothing to compare."""
+        return []
 
     async def live_digest(self) -> str:
         """See `Engine.live_digest`."""

@@ -39,11 +39,21 @@ from echo_planes.rollout.sparsity.pages import add_keys, choose_pages, warm_up
 from echo_planes.rollout.sparsity.schedule import PAGE_TOKENS, Schedule
 from echo_planes.rollout.vllm.plugin import WorkerExtension
 
+DENSE = "echo_planes_dense"  # key of a request's extra arguments
+
 
 class _Engine:
     """State of this process, which has one engine."""
 
     schedule: Schedule | None = None  # None: dense
+    runner: Any = None  # vLLM's model runner, which knows the requests of a batch
+
+    @classmethod
+    def dense_rows(cls, count: int) -> Any:
+        """Return, (count,) bool, which rows of the batch are of requests that ask for dense attention."""
+        ids = cls.runner.input_batch.req_ids[:count]
+        extra = [cls.runner.requests[one].sampling_params.extra_args for one in ids]
+        return np.array([bool(one and one.get(DENSE)) for one in extra], np.bool_)
 
 
 @dataclass
@@ -115,6 +125,8 @@ class SparseBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
             samples &= ~common.is_prefilling[: common.num_reqs].numpy()
         lengths = common.seq_lens[: common.num_reqs].numpy().astype(np.int64)
         samples &= np.array(schedule.pages)[schedule.bins(lengths)] > 0
+        if samples.any():
+            samples &= ~_Engine.dense_rows(common.num_reqs)
         rows = np.flatnonzero(samples)
         if not len(rows):
             return told
@@ -316,6 +328,7 @@ class SparseWorkerExtension(WorkerExtension):
         layers = self.vllm_config.compilation_config.static_forward_context.values()
         if not any(isinstance(getattr(layer, "impl", None), SparseAttention) for layer in layers):
             raise RuntimeError("no layer of this engine can decode sparsely")
+        _Engine.runner = self.model_runner
         _Engine.schedule = Schedule(**schedule | {"pages": tuple(schedule["pages"])})
         return _Engine.schedule.number
 

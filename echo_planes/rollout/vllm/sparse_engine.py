@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from echo_planes.errors import ConfigError, RunError
-from echo_planes.rollout.sparsity.acceptance import acceptance_bounds
+from echo_planes.rollout.sparsity.acceptance import Audit, acceptance_bounds
 from echo_planes.rollout.sparsity.schedule import PAGE_TOKENS, Schedule
+from echo_planes.rollout.vllm.answers import label
 from echo_planes.rollout.vllm.engine import VllmEngine
-from echo_planes.types import Sample
+from echo_planes.types import Draw, Sample
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
 
 _MODULE = "echo_planes.rollout.vllm.sparse_attention"
+_DENSE = "echo_planes_dense"  # as `sparse_attention.DENSE`, which only vLLM's process imports
+MOST_WAITING = 16  # answers that wait for their audit, which is dense work; further ones are not audited
 
 
 class SparseEngine(VllmEngine):
-    """See `VllmEngine`. Dense until `set_schedule`.
+    """See `VllmEngine`. Dense until `set_schedule`, and where a request's `Draw` says so.
 
     Args:
         page_tokens: tokens of a page of the cache, 16 or 32.
+        audit_share: share of the answers that are compared with dense attention once they are whole.
 
     Raises:
         ConfigError: an option of the engine does not go with sparse attention.
@@ -27,9 +36,15 @@ class SparseEngine(VllmEngine):
 
     worker_extension = f"{_MODULE}.SparseWorkerExtension"
 
-    def __init__(self, *args: Any, page_tokens: int = 16, **named: Any) -> None:
+    def __init__(self, *args: Any, page_tokens: int = 16, audit_share: float = 0.0, **named: Any) -> None:
         super().__init__(*args, **named)
         self._page_tokens = page_tokens
+        self._audit_share = audit_share
+        self._random = random.Random(self._seed)
+        self._schedule: Schedule | None = None
+        self._audits: list[Audit] = []
+        self._auditing: set[asyncio.Task[None]] = set()
+        self._one_audit = asyncio.Lock()  # at a time: the log-probabilities of a prompt take much memory
         config = self._config
         if page_tokens not in PAGE_TOKENS:
             raise ConfigError(
@@ -45,10 +60,14 @@ class SparseEngine(VllmEngine):
                 "engine.enable_prefix_caching=true with sparse attention: an answer's KV of sparse layers "
                 "would serve dense requests; set it to false"
             )
+        if audit_share:
+            self._check_audits()
         self._config = config.model_copy(update={"extra": config.extra | {"block_size": page_tokens}})
 
     async def set_schedule(self, schedule: Schedule | None) -> None:
         """Decode by a schedule from now on, also answers in flight; None: dense.
+
+        Of two schedules the one with the larger number stays, in whatever order they come.
 
         Raises:
             ConfigError: the schedule is of another page size.
@@ -59,7 +78,77 @@ class SparseEngine(VllmEngine):
                 f"sparse.schedule: its pages have {schedule.page_tokens} tokens, the engine's have "
                 f"{self._page_tokens}; calibrate one for this engine"
             )
-        await self._ask("echo_planes_set_schedule", None if schedule is None else asdict(schedule))
+        async with self._install_lock:
+            if schedule and self._schedule and schedule.number < self._schedule.number:
+                return
+            # No token may be sampled between the change and that of its mark.
+            await self.vllm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+            await self._ask("echo_planes_set_schedule", None if schedule is None else asdict(schedule))
+            self._schedule = schedule
+            await self.vllm.update_weight_version(self._label(self._version, self._digest))
+            if self._still_since_s is None:  # no install has left damaged weights
+                await self.vllm.resume_generation()
+
+    def _label(self, version: int, digest: str) -> str:
+        return label(version, digest, -1 if self._schedule is None else self._schedule.number)
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        num_samples: int,
+        max_new_tokens: int,
+        on_tokens: Callable[[int, Sample], None],
+        draw: Draw | None = None,
+    ) -> list[Sample]:
+        """See `VllmEngine.generate`. A share of the answers is audited afterwards, beside the next ones."""
+        samples = await super().generate(
+            prompt_ids,
+            num_samples=num_samples,
+            max_new_tokens=max_new_tokens,
+            on_tokens=on_tokens,
+            draw=draw,
+        )
+        if draw is None and self._schedule is not None:
+            for sample in samples:
+                is_drawn = self._random.random() < self._audit_share
+                if is_drawn and len(self._auditing) < MOST_WAITING and len(sample.spans) == 1:
+                    task = asyncio.create_task(self._audit_later(prompt_ids, sample))
+                    self._auditing.add(task)
+        return samples
+
+    def _sampling_params(self, num_samples: int, max_tokens: int, draw: Draw) -> SamplingParams:
+        params = super()._sampling_params(num_samples, max_tokens, draw)
+        if draw.dense:
+            params.extra_args = {_DENSE: True}
+        return params
+
+    async def _audit_later(self, prompt_ids: Sequence[int], sample: Sample) -> None:
+        (span,) = sample.spans
+        async with self._one_audit:
+            told = await self._compared(prompt_ids, sample) if span.version == self._version else None
+        if told is None:
+            return  # newer weights came
+        bounds, drift = told
+        alphas = tuple(lower for lower, _ in bounds)
+        self._audits.append(Audit(span.schedule, span.version, len(prompt_ids), alphas, drift))
+
+    def take_audits(self) -> list[Audit]:
+        """Return the audits since the last call.
+
+        Raises:
+            RunError: the engine died in an audit.
+        """
+        for task in [one for one in self._auditing if one.done()]:
+            self._auditing.discard(task)
+            task.result()
+        audits, self._audits = self._audits, []
+        return audits
+
+    async def close(self) -> None:
+        for task in self._auditing:
+            task.cancel()
+        await super().close()
 
     async def audit(self, prompt_ids: Sequence[int], sample: Sample) -> list[tuple[float, float]]:
         """Return bounds of each sampled token's acceptance, by a dense pass over prompt and answer.
@@ -75,6 +164,14 @@ class SparseEngine(VllmEngine):
             ConfigError: the settings' temperature and top-p are not 1, or keep no top log-probabilities.
             RunError: the engine died, or the sample is of another version.
         """
+        self._check_audits()
+        told = await self._compared(prompt_ids, sample)
+        if told is None:
+            versions = {span.version for span in sample.spans}
+            raise RunError(f"an audit of tokens of versions {versions}, while {self.version} serves")
+        return told[0]
+
+    def _check_audits(self) -> None:
         settings = self._sampling
         if (settings.temperature, settings.top_p) != (1.0, 1.0) or not settings.top_logprobs:
             raise ConfigError(
@@ -82,30 +179,47 @@ class SparseEngine(VllmEngine):
                 f"top_p={settings.top_p:g} and top_logprobs={settings.top_logprobs}: the dense pass tells "
                 "the model's own distribution; set the first two to 1, and keep some"
             )
-        versions = {span.version for span in sample.spans}
-        if versions != {self.version}:
-            raise RunError(f"an audit of tokens of versions {versions}, while {self.version} serves")
+
+    async def _compared(
+        self, prompt_ids: Sequence[int], sample: Sample
+    ) -> tuple[list[tuple[float, float]], float] | None:
+        """Return bounds of each token's acceptance, and the mean |log p_dense - log q_sparse| of the tokens.
+
+        None: the sample is not of the weights that the whole pass was made with.
+        """
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind, SamplingParams
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        count = settings.top_logprobs
+        count = self._sampling.top_logprobs
         params = SamplingParams(
             max_tokens=1,
             prompt_logprobs=count,
             logprobs=count,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={_DENSE: True},
         )
+        if {span.version for span in sample.spans} != {self._version}:
+            return None
         prompt = tokens_input([*prompt_ids, *sample.token_ids[:-1]])
         dense: list[Any] = []
+        labels: set[str] = set()
         try:
             async for output in self.vllm.generate(prompt, params, f"audit-{next(self._request_ids)}"):
                 dense = [*output.prompt_logprobs[len(prompt_ids) :], *output.outputs[0].logprobs]
+                labels = {run.version for run in output.outputs[0].weight_versions}
         except (EngineDeadError, EngineGenerateError) as error:
             raise RunError(f"the vLLM engine died in an audit: {error}") from error
+        # Versions only rise: if the last token is of the sample's, so is all that was before it.
+        if {int(one.partition(" ")[0]) for one in labels} != {span.version for span in sample.spans}:
+            return None
         drawn = zip(sample.token_ids, sample.logprobs, sample.top_logprobs, strict=True)
-        return [
+        pairs = list(zip(dense, drawn, strict=True))
+        bounds = [
             acceptance_bounds([(one, found.logprob) for one, found in told.items()], [*top, (token, logprob)])
-            for told, (token, logprob, top) in zip(dense, drawn, strict=True)
+            for told, (token, logprob, top) in pairs
         ]
+        # The last token is not in the pass, so only by chance among its likeliest.
+        apart = [abs(told[token].logprob - logprob) for told, (token, logprob, _) in pairs if token in told]
+        return bounds, sum(apart) / max(1, len(apart))
