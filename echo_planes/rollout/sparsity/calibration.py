@@ -1,0 +1,90 @@
+"""Calibration of a schedule: the smallest budget of each bin that keeps the target (Sparrow 3.2)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from echo_planes.rollout.sparsity.acceptance import TAIL, Histogram, share_bounds
+
+LEAST_ANSWERS = 32  # audited in a bin, without which it has no figure
+DEVIATIONS = 1.96  # standard errors on either side: 95 %
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Acceptance of the tokens of one bin under one budget."""
+
+    answers: int
+    tail: float  # 5th percentile
+    mean: float
+    share: tuple[float, float]  # bounds (95 %) of the share of tokens below the target
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the target is kept beyond doubt: its lower bound of the 5th percentile is above it."""
+        return self.answers >= LEAST_ANSWERS and self.share[1] <= TAIL
+
+
+@dataclass(slots=True)
+class Surface:
+    """Acceptance by budget and bin.
+
+    Args:
+        bin_tokens: sequence lengths in a bin.
+        target: least 5th percentile.
+    """
+
+    bin_tokens: int
+    target: float
+    _histograms: dict[int, Histogram] = field(default_factory=lambda: defaultdict(Histogram))
+    # By budget and bin: tokens of each answer, and those of them below the target.
+    _answers: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, pages: int, context_tokens: int, alphas: Sequence[float]) -> None:
+        """Count an answer, decoded with this budget, whose first token has so many before it."""
+        alpha = np.asarray(alphas)
+        bins = (context_tokens + np.arange(len(alpha))) // self.bin_tokens
+        self._histograms[pages].add(bins.tolist(), alphas)
+        for place in np.unique(bins).tolist():
+            here = alpha[bins == place]
+            self._answers[pages, place].append((len(here), int((here < self.target).sum())))
+
+    @property
+    def budgets(self) -> list[int]:
+        return sorted(self._histograms)
+
+    @property
+    def num_bins(self) -> int:
+        return 1 + max((place for _, place in self._answers), default=-1)
+
+    def cell(self, pages: int, place: int) -> Cell | None:
+        """Return the figures of a budget in a bin; None: fewer than two answers."""
+        answers = self._answers.get((pages, place), [])
+        if len(answers) < 2:
+            return None
+        histogram = self._histograms[pages]
+        return Cell(
+            len(answers), histogram.tail(place), histogram.mean(place), share_bounds(answers, DEVIATIONS)
+        )
+
+    def schedule(self, longest_tokens: int) -> list[int]:
+        """Return the budget of each bin in pages, never falling; 0, all pages, where none keeps the target.
+
+        Bins with too few answers are dense, and so are those beyond the longest answer.
+        """
+        chosen: list[int] = []
+        for place in range(self.num_bins):
+            least = chosen[-1] if chosen else 1
+            kept = [
+                pages
+                for pages in self.budgets
+                if pages >= least and (cell := self.cell(pages, place)) and cell.is_kept
+            ]
+            chosen.append(min(kept) if kept and least else 0)
+        if self.num_bins * self.bin_tokens < longest_tokens:
+            chosen.append(0)
+        return chosen
