@@ -11,7 +11,8 @@ the first run; what had to change is listed there. It is printed after the claim
 5. ECHO-2, appendix B: the bound on staleness;
 6. SparrowRL, table 7: a batch split by speed;
 7. RLBoost: preemptible machines; needs the recorded spot markets (ECHO_PLANES_DATA), else it is left out;
-8. RLBoost: seeding on the learner's machine, and steps in parts (`--only rlboost`: this claim alone).
+8. RLBoost: seeding on the learner's machine, and steps in parts (`--only rlboost`: this claim alone);
+9. Sparrow: sparse decoding, by its cost model (`--only sparrow`: this claim alone).
 
 Each with the main figure under halved and doubled boot delay, throughput and price, where they matter. Ends
 with status 1 where a claim does not hold. About four minutes on one core.
@@ -32,6 +33,7 @@ from bench import (
     papers_faults,
     papers_overlap,
     papers_seeding,
+    papers_sparrow,
     papers_split,
     papers_spot,
     papers_staleness,
@@ -39,7 +41,7 @@ from bench import (
 from bench.papers_base import ASSUMPTIONS, Claim, Row, load
 
 MARK = "simulated"
-RLBOOST = 8
+NAMED = {"rlboost": 8, "sparrow": 9}
 VERDICTS = {True: "holds", False: "DOES NOT HOLD", None: "-"}
 
 
@@ -55,6 +57,7 @@ def claims(only: Iterable[int] = ()) -> Iterable[Claim]:
         6: lambda: papers_split.claim(assumed),
         7: lambda: papers_spot.claim(assumed),
         8: lambda: papers_seeding.claim(assumed),
+        9: lambda: papers_sparrow.claim(assumed),
     }
     for number in only or makers:
         if number == 7 and not papers_spot.traces_are_there():
@@ -114,7 +117,7 @@ def record(claim: Claim) -> dict[str, Any]:
 
 
 def _number(word: str) -> int:
-    return RLBOOST if word == "rlboost" else int(word)
+    return NAMED[word] if word in NAMED else int(word)
 
 
 def main() -> int:
@@ -124,7 +127,12 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, help="write the claims here")
     parser.add_argument(
-        "--only", type=_number, nargs="+", default=[], choices=range(1, 9), help="these claims; rlboost: 8"
+        "--only",
+        type=_number,
+        nargs="+",
+        default=[],
+        choices=range(1, 10),
+        help="these claims; rlboost: 8, sparrow: 9",
     )
     arguments = parser.parse_args()
     found = []

@@ -1,4 +1,4 @@
-"""A model that reads far back, and its task: `python -m bench.recall FOLDER` trains the model in half an hour.
+"""A model that reads far back, and its task: `python -m bench.recall FOLDER` trains it in half an hour.
 
 Sequences repeat a random period, with 3 % of the bytes replaced. To go on with one, the model must find the
 last occurrences of the newest bytes: far back, and anywhere. A random model's attention is flat, so leaving
@@ -31,7 +31,7 @@ BYTES, NOISE = 256, 0.03
 LAYERS, HIDDEN, HEADS, KV_HEADS, SIZE = 3, 128, 4, 2, 32
 
 
-class Options(TaskOptions):
+class RecallOptions(TaskOptions):
     """Options of the task."""
 
     shortest: int = Fixed(200, ge=8, description="tokens of a prompt, at least")
@@ -43,8 +43,8 @@ class Options(TaskOptions):
 class Recall(TaskAdapter):
     """Going on with a periodic sequence. Reward: share of the answer's tokens that are right."""
 
-    Options = Options
-    options: Options
+    Options = RecallOptions
+    options: RecallOptions
 
     def prompt(self, index: int) -> Prompt:
         return self._prompt("train", index)
@@ -109,7 +109,7 @@ def train(folder: Path, minutes: float) -> None:
         hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
         chosen = known[:, 1:]
         loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[chosen]), ids[:, 1:][chosen])
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
             group["lr"] = rate

@@ -12,17 +12,32 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from pydantic import ValidationError
+
+from echo_planes.config.files import user_path
 from echo_planes.config.hub import pinned
+from echo_planes.config.plain_yaml import read_yaml
 from echo_planes.config.schema import Config, LearnerConfig
+from echo_planes.config.sparse import SparseConfig
 from echo_planes.errors import ConfigError, EchoPlanesError, UserError
-from echo_planes.fleet.plan_config import describe, load_plan
+from echo_planes.fleet.instance_types import InstanceType
+from echo_planes.fleet.plan_config import PlanConfig, describe, load_plan
 from echo_planes.fleet.planning import Planned, plan
 from echo_planes.fleet.prices import convert_skypilot
 from echo_planes.fleet.sku_facts import SKU_FACTS
 from echo_planes.learning.footprint import GIB, footprint, shape_of
-from echo_planes.reporting.formats import count
+from echo_planes.loop.sparsity import schedule_of
+from echo_planes.reporting.formats import count, show_usd
 from echo_planes.reporting.metrics import write_atomic
-from echo_planes.reporting.plan import as_html, as_json, as_text
+from echo_planes.reporting.plan import (
+    MARK,
+    MAX_INSTANCE_TYPES,
+    as_html,
+    as_json,
+    as_text,
+    cheapest_instance_types,
+)
+from echo_planes.rollout.sparsity.cost import mean_read_tokens
 
 NO_FLEET = 1  # exit status; 0: a fleet was found, 2: a person's mistake
 CONVERT = "convert-skypilot"
@@ -53,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parser.parse_intermixed_args(words)
         if options.help:
             return _show(f"{USAGE}\n{describe()}\n")
-        planned = _with_learner_memory(plan(load_plan(options.words)))
+        planned = _with_learner_memory(_planned(load_plan(options.words)))
         if options.html:
             _write(options.html, as_html(planned))
         _show(as_json(planned) if options.json else as_text(planned))
@@ -64,6 +79,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EchoPlanesError as error:
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+
+
+def _planned(config: PlanConfig) -> Planned:
+    """Plan, and note what a schedule of KV budgets saves by the cost model, which is an upper bound.
+
+    Raises:
+        ConfigError: `sparse` is no file with a schedule.
+    """
+    if config.sparse is None:
+        return plan(config)
+    try:
+        sparse = SparseConfig.model_validate(read_yaml(user_path(config.sparse)))
+    except ValidationError as error:
+        what = error.errors()[0]
+        raise ConfigError(f"sparse={config.sparse}: {what['loc']}: {what['msg']}") from error
+    if not sparse.schedule:
+        raise ConfigError(f"sparse={config.sparse}: it has no schedule; give one that calibrate wrote")
+    read = mean_read_tokens(schedule_of(sparse), config.prompt_tokens, config.answer_tokens)
+    dense, planned = plan(config), plan(config, read)
+    before = {one.name: one for one in dense.instance_types}
+    whole = mean_read_tokens(None, config.prompt_tokens, config.answer_tokens)
+    lines = [
+        f"Sparse: a token reads the KV of {read:,.0f} tokens, not of {whole:,.0f}. Kernels cost nothing here, so "
+        "what follows are upper bounds of what it saves.",
+        *(
+            f"Sparse on {one.name}: {show_usd(_usd_per_step(one, config))} a step, "
+            f"{show_usd(_usd_per_step(before[one.name], config))} dense {MARK}."
+            for one in cheapest_instance_types(planned)[:MAX_INSTANCE_TYPES]
+        ),
+    ]
+    if dense.fleets and planned.fleets:
+        first, second = (show_usd(one.fleets[0].usd_per_step) for one in (dense, planned))
+        lines.append(f"Sparse, the {planned.fleets[0].title} fleet: {second} a step, {first} dense {MARK}.")
+    return replace(planned, sparse=tuple(lines))
+
+
+def _usd_per_step(instance_type: InstanceType, config: PlanConfig) -> float:
+    """Return the rollouts' dollars of a step that such machines alone sample."""
+    return instance_type.rho * config.per_step / 3600
 
 
 def _with_learner_memory(planned: Planned) -> Planned:

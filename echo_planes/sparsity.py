@@ -31,7 +31,7 @@ from echo_planes.types import Sample
 
 NOTHING = 1  # exit status: no budget keeps the target
 COLORS = 5  # of the style sheet
-USAGE = """usage: python -m echo_planes.sparsity calibrate out=FILE.yaml [budgets=8,16] [prompts=64] key=value ...
+USAGE = """usage: python -m echo_planes.sparsity calibrate out=FILE.yaml [budgets=8,16] [prompts=64] ...
 
 Answers the first prompts of the run's task with each budget (pages that a sampled token reads), compares the
 answers with dense attention, prints the 5th percentile of acceptance by sequence length, and writes the

@@ -42,6 +42,9 @@ class PlanConfig(Section):
     prompt_tokens: PositiveInt = Field(256, description="mean length of a prompt")
     answer_tokens: PositiveInt = Field(1024, description="mean length of an answer")
     max_num_seqs: PositiveInt = Field(256, description="sequences that an engine decodes together")
+    sparse: str | None = Field(
+        None, description="sparse=FILE.yaml of a run: what its schedule of KV budgets saves is told"
+    )
     steps: PositiveInt = Field(100, description="learner steps to be made")
     t_train_s: PositiveFloat | None = Field(
         None, description="T_train, seconds of a learner step; default: estimated from the learner's GPUs"

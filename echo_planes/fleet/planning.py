@@ -24,6 +24,7 @@ from echo_planes.fleet.prices import PriceRow, instance_types_from_prices, read_
 from echo_planes.fleet.provisioner import greedy
 from echo_planes.fleet.sku_facts import SKU_FACTS
 from echo_planes.fleet.throughput import (
+    Answers,
     ModelSize,
     Source,
     Throughput,
@@ -88,13 +89,18 @@ class Planned:
     advice: tuple[str, ...] | None  # None if a fleet reaches the target
     notes: tuple[str, ...]  # rows that were left out, and fleets that were not found, with the reason
     learner_memory: str = ""  # of one of its GPUs, where it can be told
+    sparse: tuple[str, ...] = ()  # sentences on what a schedule of KV budgets saves
 
 
 # --- from settings to a plan ---------------------------------------------------------------------
 
 
-def plan(config: PlanConfig) -> Planned:
+def plan(config: PlanConfig, read_tokens: float | None = None) -> Planned:
     """Plan the fleets for these settings.
+
+    Args:
+        config: the settings.
+        read_tokens: tokens whose KV a sampled token reads, mean, where engines decode sparsely; None: all.
 
     Raises:
         ConfigError: settings that contradict one another, a budget that is spent, links that are too slow.
@@ -103,7 +109,8 @@ def plan(config: PlanConfig) -> Planned:
     """
     size, notes = _size(config), list[str]()
     rows = _chosen_rows(config, notes)
-    mus = _throughputs(config, size, rows, notes)
+    answers = replace(config.answers, read_tokens=read_tokens)
+    mus = _throughputs(config, size, answers, rows, notes)
     instance_types = instance_types_from_prices(
         rows,
         lambda row: mus[row.line].mu if row.line in mus else None,
@@ -365,10 +372,9 @@ def _known(what: str, name: str, known: Iterable[str]) -> None:
 
 
 def _throughputs(
-    config: PlanConfig, size: ModelSize, rows: Sequence[PriceRow], notes: list[str]
+    config: PlanConfig, size: ModelSize, answers: Answers, rows: Sequence[PriceRow], notes: list[str]
 ) -> dict[int, Throughput]:
     """Return mu by the row's line. Leave out a machine that the model does not run on, and note it."""
-    answers = config.answers
     mus: dict[int, Throughput] = {}
     for row in rows:
         facts, memory_gib, estimate = SKU_FACTS.get(row.sku), row.gpu_mem_gib, None

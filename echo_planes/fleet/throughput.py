@@ -50,6 +50,13 @@ class Answers:
     prompt_tokens: int
     answer_tokens: int
     max_num_seqs: int  # most sequences that an engine decodes together
+    read_tokens: float | None = None  # whose KV a sampled token reads, mean; None: all before it
+
+    def read_bytes(self, size: ModelSize) -> float:
+        """Return the KV cache that a sampled token reads, on average."""
+        if self.read_tokens is None:
+            return self.kv_bytes(size)
+        return size.kv_bytes_per_token * self.read_tokens
 
     def kv_bytes(self, size: ModelSize) -> float:
         """Return the KV cache of a sequence, which is on average half way through its answer."""
@@ -122,7 +129,8 @@ def estimated_tokens_per_s(
     batch = min(answers.max_num_seqs, math.floor(room_bytes / context_bytes))
     if batch < 1:
         return None
-    reading_s = (size.weight_bytes + batch * context_bytes) / (facts.bandwidth_gb_s * 1e9 * num_gpus)
+    read_bytes = size.weight_bytes + batch * answers.read_bytes(size)
+    reading_s = read_bytes / (facts.bandwidth_gb_s * 1e9 * num_gpus)
     computing_s = 2 * size.num_params * batch / (facts.bf16_tflops * 1e12 * num_gpus)
     return ENGINE_EFFICIENCY * batch / max(reading_s, computing_s)
 

@@ -64,7 +64,7 @@ def as_text(planned: Planned) -> str:
     if planned.fleets:
         lines += [*_table(COLUMNS, [_cells(fleet) for fleet in planned.fleets]), ""]
         lines += [f"{_name(fleet)}: {_machines(fleet)}" for fleet in planned.fleets]
-    lines += [*_verdict(planned), *(f"Left out: {note}." for note in planned.notes)]
+    lines += [*_verdict(planned), *planned.sparse, *(f"Left out: {note}." for note in planned.notes)]
     return "\n".join(lines) + "\n"
 
 
@@ -226,6 +226,7 @@ def as_json(planned: Planned) -> str:
         "advice": list(planned.advice or ()),
         "left_out": list(planned.notes),
         "learner_memory": planned.learner_memory or None,
+        "sparse": list(planned.sparse),
         "config": planned.config.model_dump(mode="json"),
     }
     for key, figure in (("t_train_s", planned.t_train_s), ("payload_bytes", planned.payload_bytes)):
@@ -276,7 +277,7 @@ def as_html(planned: Planned) -> str:
         as_of=AS_OF,
         columns=COLUMNS,
         fleets=[(_cells(fleet), _machines(fleet)) for fleet in planned.fleets],
-        verdict=_verdict(planned),
+        verdict=[*_verdict(planned), *planned.sparse],
         notes=planned.notes,
         frontier=_frontier(planned),
         instance_types=_instance_type_bars(planned),
