@@ -1,9 +1,11 @@
-"""Sparse decoding and stock attention on CPUs: `python -m bench.sparse [parity|audit|speed] [--json FILE]`.
+"""Sparse decoding and stock attention on CPUs: `python -m bench.sparse [PART ...] [--json FILE]`.
 
 - parity: with a budget of all pages, greedy answers of a random model equal those of stock attention with
   the same pages, in float32 and bfloat16. The sparse path computes them, a head at a time. The control has
   four pages.
 - audit: dense answers of the embedded model, audited: the dense pass must accept what dense decoding sampled.
+- schedule: the model of `bench.recall` with fixed budgets; a schedule calibrated from these, and a fixed
+  budget of its mean, on held-out prompts of three seeds.
 - speed: two engines hold the same long answers, stock vLLM (its own pages) and sparse with a budget of 1,024
   tokens, and run in turn for a number of tokens each. Only decoding counts, not prefill. The weights are few,
   so that attention is what costs; each head has keys of its own. `--page 16` has the pages of the paper; by
@@ -28,6 +30,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+from bench import sparse_schedule
 from echo_planes.config.fleet import EngineConfig
 from echo_planes.config.schema import BUILTIN_MODELS, SamplingConfig
 from echo_planes.rollout.sparsity.acceptance import Histogram
@@ -118,13 +121,13 @@ async def audit(page: int) -> dict[str, Any]:
         )
         (sample,) = await engine.generate(prompt, num_samples=1, max_new_tokens=8, on_tokens=lambda *_: None)
         bounds = await engine.audit(prompt, sample)
-        histogram.add([0] * len(bounds), [lower for lower, _ in bounds])
-        widest = max(widest, *(upper - lower for lower, upper in bounds))
+        histogram.add([0] * len(bounds), [one.likely for one in bounds])
+        widest = max(widest, *(one.upper - one.lower for one in bounds))
     await engine.close()
     return {
         "answers": AUDITED,
-        "mean of lower bounds": histogram.mean(0),
-        "5th percentile of lower bounds": histogram.tail(0),
+        "mean": histogram.mean(0),
+        "5th percentile": histogram.tail(0),
         "widest bounds": widest,
     }
 
@@ -227,10 +230,12 @@ def verdicts(told: dict[str, Any]) -> dict[str, bool]:
             and one["equal answers with 4 pages"] < one["answers"]
         )
     if "audit" in told:
-        tail = told["audit"]["5th percentile of lower bounds"]
+        tail = told["audit"]["5th percentile"]
         found[f"a dense pass accepts dense answers: 5th percentile at least {DENSE_TAIL}"] = (
             tail >= DENSE_TAIL
         )
+    if "schedule" in told:
+        found |= sparse_schedule.schedule_verdicts(told["schedule"])
     if "speed" in told:
         ratios = {int(context): one["stock / sparse"] for context, one in told["speed"].items()}
         if 16_384 in ratios:
@@ -244,7 +249,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = ("parity", "audit", "speed")
+    names = ("parity", "audit", "schedule", "speed")
     parser.add_argument("parts", nargs="*", metavar="|".join(names), help="default: all")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--page", type=int, choices=PAGE_TOKENS, default=32, help="tokens of a page")
@@ -254,7 +259,7 @@ def main() -> None:
         parser.error(f"{', '.join(unknown)}: there are {', '.join(names)}")
     told: dict[str, Any] = {"page": args.page}
     for part in args.parts or names:
-        work = {"parity": parity, "audit": audit}.get(part)
+        work = {"parity": parity, "audit": audit, "schedule": sparse_schedule.schedule}.get(part)
         told[part] = asyncio.run(work(args.page) if work else speed(args.page, args.contexts))
     told["verdicts"] = verdicts(told)
     print(json.dumps(told, indent=2))

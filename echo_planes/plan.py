@@ -101,7 +101,7 @@ def _planned(config: PlanConfig) -> Planned:
     before = {one.name: one for one in dense.instance_types}
     whole = mean_read_tokens(None, config.prompt_tokens, config.answer_tokens)
     lines = [
-        f"Sparse: a token reads the KV of {read:,.0f} tokens, not of {whole:,.0f}. Kernels cost nothing here, so "
+        f"Sparse: a token reads the KV of {read:,.0f} tokens, not of {whole:,.0f}. Kernels are free here: "
         "what follows are upper bounds of what it saves.",
         *(
             f"Sparse on {one.name}: {show_usd(_usd_per_step(one, config))} a step, "

@@ -166,8 +166,8 @@ async def measure(config: Config, budgets: Sequence[int], prompts: int) -> Surfa
             policies = [_Policy(engine, longest) for _ in range(prompts)]
             await asyncio.gather(*(task.rollout(task.prompt(i), policy) for i, policy in enumerate(policies)))
             for context, sample in (call for policy in policies for call in policy.calls):
-                bounds = await engine.audit(context, sample)
-                surface.add(pages, len(context), [lower for lower, _ in bounds])
+                found = await engine.audit(context, sample)
+                surface.add(pages, len(context), [one.likely for one in found])
             print(f"[sparsity] budget of {pages} pages: {prompts} answers compared", flush=True)
     finally:
         await engine.close()

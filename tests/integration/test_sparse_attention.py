@@ -159,10 +159,10 @@ def test_an_audit_bounds_the_acceptance_of_every_token(
         )
         exact = torch.minimum(dense, sparse).sum(-1).tolist()
         assert len(bounds) == len(exact) == len(sample.token_ids)
-        for (lower, upper), alpha in zip(bounds, exact, strict=True):
-            assert lower - 1e-3 <= alpha <= upper + 1e-3
+        for one, alpha in zip(bounds, exact, strict=True):
+            assert one.lower - 1e-3 <= alpha <= one.upper + 1e-3
         alphas += exact
-        widths += [upper - lower for lower, upper in bounds]
+        widths += [one.upper - one.lower for one in bounds]
     assert len(alphas) > 100
     assert min(alphas) < 0.9
     assert np.median(widths) < 0.6
@@ -200,4 +200,4 @@ def test_an_answer_that_fills_the_models_length_is_audited(bench: Bench) -> None
     (sample,) = bench.answers([prompt], None, 3, None)
     bounds = bench.run(bench.engine.audit(prompt, sample))
     assert len(bounds) == len(sample.token_ids)
-    assert all(upper >= 0.999 for _, upper in bounds)
+    assert all(one.upper >= 0.999 for one in bounds)

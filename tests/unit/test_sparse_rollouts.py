@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from echo_planes.errors import ConfigError, TaskError
-from echo_planes.rollout.sparsity.acceptance import Histogram, acceptance_bounds
+from echo_planes.rollout.sparsity.acceptance import Histogram, acceptance
 from echo_planes.rollout.sparsity.pages import add_keys, choose_pages
 from echo_planes.rollout.sparsity.schedule import Schedule
 from tests.sparse_reference import chosen_pages
@@ -135,10 +135,11 @@ def test_bounds_hold_the_exact_acceptance(seed: int) -> None:
         [(int(token), math.log(max(float(one[token]), 1e-300))) for token in np.argsort(-one)[:k]]
         for one in (p, q)
     ]
-    lower, upper = acceptance_bounds(*top)
-    assert lower - 1e-12 <= exact <= upper + 1e-12
+    found = acceptance(*top)
+    assert found.lower - 1e-12 <= exact <= found.upper + 1e-12
+    assert found.lower <= found.likely <= found.upper
     if k >= size:
-        assert upper - lower < 1e-9
+        assert found.upper - found.lower < 1e-9
 
 
 def test_the_upper_bound_shares_out_what_the_lists_leave_open() -> None:
@@ -151,22 +152,25 @@ def test_the_upper_bound_shares_out_what_the_lists_leave_open() -> None:
         [(token, math.log(share)) for token, share in one]
         for one in (((1, 0.5), (2, 0.3)), ((1, 0.4), (3, 0.1)))
     )
-    lower, upper = acceptance_bounds(p, q)
-    assert (lower, upper) == (pytest.approx(0.4), pytest.approx(0.9))
-    assert acceptance_bounds(q, p) == (pytest.approx(0.4), pytest.approx(0.9))
+    for found in (acceptance(p, q), acceptance(q, p)):
+        assert (found.lower, found.upper) == (pytest.approx(0.4), pytest.approx(0.9))
+        # Of what is seen of both, .8, half agrees; so half of the .5 that is open does.
+        assert found.likely == pytest.approx(0.65)
 
 
 def test_equal_distributions_are_accepted_whole() -> None:
     top = [(1, math.log(0.5)), (2, math.log(0.25)), (3, math.log(0.25))]
-    lower, upper = acceptance_bounds(top, top)
-    assert lower == pytest.approx(1.0) == upper
-    lower, upper = acceptance_bounds(top[:1], [(9, 0.0)])
-    assert (lower, upper) == (0.0, pytest.approx(0.5))
+    found = acceptance(top, top)
+    assert found.lower == pytest.approx(1.0) == found.upper
+    found = acceptance(top[:1], top[:1])
+    assert (found.lower, found.likely, found.upper) == (pytest.approx(0.5), pytest.approx(1.0), 1.0)
+    found = acceptance(top[:1], [(9, 0.0)])
+    assert (found.lower, found.likely, found.upper) == (0.0, 0.0, pytest.approx(0.5))
 
 
 def test_without_log_probabilities_there_is_no_acceptance() -> None:
     with pytest.raises(TaskError, match="top_logprobs"):
-        acceptance_bounds([], [(1, 0.0)])
+        acceptance([], [(1, 0.0)])
 
 
 def test_a_histogram_tells_the_tail_and_the_mean_of_each_bin() -> None:

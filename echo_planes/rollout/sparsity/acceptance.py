@@ -2,7 +2,8 @@
 
     alpha = sum over the vocabulary of min(p_dense, q_sparse) = 1 - |p - q| / 2
 
-Engines return the likeliest tokens of each distribution, so alpha is bounded from both sides.
+Engines return the likeliest tokens of each distribution, so alpha is bounded from both sides. Between the
+bounds the estimate has the tokens that neither list names agree as well as the others.
 """
 
 from __future__ import annotations
@@ -22,8 +23,17 @@ CELLS = 1000  # of a histogram over [0, 1]
 TAIL = 0.05  # Sparrow 3.1: the percentile that tells
 
 
-def acceptance_bounds(dense: Top, sparse: Top) -> tuple[float, float]:
-    """Return bounds of alpha from the likeliest tokens of both distributions; equal if these are all tokens.
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Acceptance of a token: bounds of alpha, equal if all tokens are known, and an estimate between them."""
+
+    lower: float
+    likely: float
+    upper: float
+
+
+def acceptance(dense: Top, sparse: Top) -> Acceptance:
+    """Return alpha from the likeliest tokens of both distributions.
 
     Tokens that one list alone names have, in the other, no more than the rest beyond its list. What is left
     of the two rests may be of the same tokens. (That a token beyond a list is no likelier than its last is
@@ -40,7 +50,11 @@ def acceptance_bounds(dense: Top, sparse: Top) -> tuple[float, float]:
     p_alone = min(math.fsum(p[token] for token in p.keys() - q.keys()), rest_q)
     q_alone = min(math.fsum(q[token] for token in q.keys() - p.keys()), rest_p)
     neither = min(rest_q - p_alone, rest_p - q_alone)
-    return min(1.0, common), min(1.0, common + p_alone + q_alone + neither)
+    open_share = p_alone + q_alone + neither
+    agreeing = common / max(common, 1.0 - min(rest_p, rest_q))
+    return Acceptance(
+        min(1.0, common), min(1.0, common + agreeing * open_share), min(1.0, common + open_share)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +64,7 @@ class Audit:
     schedule: int  # its number
     version: int
     context_tokens: int  # before the first token of the answer
-    alphas: tuple[float, ...]  # lower bound of each token's acceptance
+    alphas: tuple[float, ...]  # `Acceptance.likely` of each token
     drift: float  # mean |log p_dense - log q_sparse| of the tokens, nats
 
 

@@ -176,6 +176,7 @@ class VllmEngine:
                     pipeline_parallel_size=self._config.pipeline_parallel_size,
                     enable_prefix_caching=self._config.enable_prefix_caching,
                     seed=self._seed,
+                    max_logprobs=max(20, self._sampling.top_logprobs),
                     logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
                     stream_interval=_STREAM_INTERVAL_TOKENS,
                     disable_log_stats=True,

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from echo_planes.errors import ConfigError, RunError
-from echo_planes.rollout.sparsity.acceptance import Audit, acceptance_bounds
+from echo_planes.rollout.sparsity.acceptance import Acceptance, Audit, acceptance
 from echo_planes.rollout.sparsity.schedule import PAGE_TOKENS, Schedule
 from echo_planes.rollout.vllm.answers import label
 from echo_planes.rollout.vllm.engine import VllmEngine
@@ -129,8 +129,8 @@ class SparseEngine(VllmEngine):
             told = await self._compared(prompt_ids, sample) if span.version == self._version else None
         if told is None:
             return  # newer weights came
-        bounds, drift = told
-        alphas = tuple(lower for lower, _ in bounds)
+        found, drift = told
+        alphas = tuple(one.likely for one in found)
         self._audits.append(Audit(span.schedule, span.version, len(prompt_ids), alphas, drift))
 
     def take_audits(self) -> list[Audit]:
@@ -150,8 +150,8 @@ class SparseEngine(VllmEngine):
             task.cancel()
         await super().close()
 
-    async def audit(self, prompt_ids: Sequence[int], sample: Sample) -> list[tuple[float, float]]:
-        """Return bounds of each sampled token's acceptance, by a dense pass over prompt and answer.
+    async def audit(self, prompt_ids: Sequence[int], sample: Sample) -> list[Acceptance]:
+        """Return each sampled token's acceptance, by a dense pass over prompt and answer.
 
         The last distribution is that of the token which the pass samples behind the others. So an answer may
         fill the length of the model.
@@ -182,8 +182,8 @@ class SparseEngine(VllmEngine):
 
     async def _compared(
         self, prompt_ids: Sequence[int], sample: Sample
-    ) -> tuple[list[tuple[float, float]], float] | None:
-        """Return bounds of each token's acceptance, and the mean |log p_dense - log q_sparse| of the tokens.
+    ) -> tuple[list[Acceptance], float] | None:
+        """Return each token's acceptance, and the mean |log p_dense - log q_sparse| of the tokens.
 
         None: the sample is not of the weights that the whole pass was made with.
         """
@@ -216,10 +216,10 @@ class SparseEngine(VllmEngine):
             return None
         drawn = zip(sample.token_ids, sample.logprobs, sample.top_logprobs, strict=True)
         pairs = list(zip(dense, drawn, strict=True))
-        bounds = [
-            acceptance_bounds([(one, found.logprob) for one, found in told.items()], [*top, (token, logprob)])
+        found = [
+            acceptance([(one, it.logprob) for one, it in told.items()], [*top, (token, logprob)])
             for told, (token, logprob, top) in pairs
         ]
         # The last token is not in the pass, so only by chance among its likeliest.
         apart = [abs(told[token].logprob - logprob) for told, (token, logprob, _) in pairs if token in told]
-        return bounds, sum(apart) / max(1, len(apart))
+        return found, sum(apart) / max(1, len(apart))
