@@ -6,6 +6,9 @@
 - audit: dense answers of the embedded model, audited: the dense pass must accept what dense decoding sampled.
 - schedule: the model of `bench.recall` with fixed budgets; a schedule calibrated from these, and a fixed
   budget of its mean, on held-out prompts of three seeds.
+- guard: a budget cut to a quarter, until the guard raises it.
+- learner: the learner's acceptance beside the audit's, with the same weights and three updates ahead.
+- learning: runs with dense and sparse rollouts, of three seeds (half an hour).
 - speed: two engines hold the same long answers, stock vLLM (its own pages) and sparse with a budget of 1,024
   tokens, and run in turn for a number of tokens each. Only decoding counts, not prefill. The weights are few,
   so that attention is what costs; each head has keys of its own. `--page 16` has the pages of the paper; by
@@ -30,7 +33,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from bench import sparse_schedule
+from bench import sparse_learning, sparse_schedule
 from echo_planes.config.fleet import EngineConfig
 from echo_planes.config.schema import BUILTIN_MODELS, SamplingConfig
 from echo_planes.rollout.sparsity.acceptance import Histogram
@@ -236,6 +239,12 @@ def verdicts(told: dict[str, Any]) -> dict[str, bool]:
         )
     if "schedule" in told:
         found |= sparse_schedule.schedule_verdicts(told["schedule"])
+    if "guard" in told:
+        found |= sparse_schedule.guard_verdicts(told["guard"])
+    if "learner" in told:
+        found |= sparse_schedule.learner_verdicts(told["learner"])
+    if "learning" in told:
+        found |= sparse_learning.learning_verdicts(told["learning"])
     if "speed" in told:
         ratios = {int(context): one["stock / sparse"] for context, one in told["speed"].items()}
         if 16_384 in ratios:
@@ -245,11 +254,20 @@ def verdicts(told: dict[str, Any]) -> dict[str, bool]:
     return found
 
 
+WORK = {
+    "parity": parity,
+    "audit": audit,
+    "schedule": sparse_schedule.schedule,
+    "guard": sparse_schedule.guard,
+    "learner": sparse_schedule.learner,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = ("parity", "audit", "schedule", "speed")
+    names = ("parity", "audit", "schedule", "guard", "learner", "learning", "speed")
     parser.add_argument("parts", nargs="*", metavar="|".join(names), help="default: all")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--page", type=int, choices=PAGE_TOKENS, default=32, help="tokens of a page")
@@ -259,7 +277,10 @@ def main() -> None:
         parser.error(f"{', '.join(unknown)}: there are {', '.join(names)}")
     told: dict[str, Any] = {"page": args.page}
     for part in args.parts or names:
-        work = {"parity": parity, "audit": audit, "schedule": sparse_schedule.schedule}.get(part)
+        if part == "learning":
+            told[part] = sparse_learning.learning(args.page)
+            continue
+        work = WORK.get(part)
         told[part] = asyncio.run(work(args.page) if work else speed(args.page, args.contexts))
     told["verdicts"] = verdicts(told)
     print(json.dumps(told, indent=2))

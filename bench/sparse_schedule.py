@@ -8,18 +8,23 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from bench.recall import MODEL, Recall, RecallOptions
 from echo_planes.config.fleet import EngineConfig
 from echo_planes.config.schema import SamplingConfig
 from echo_planes.data.tasks.registry import load_tokenizer
-from echo_planes.rollout.sparsity.acceptance import TAIL, share_bounds
+from echo_planes.learning.policy_model import load_policy
+from echo_planes.rollout.sparsity.acceptance import TAIL, Audit, acceptance, share_bounds
 from echo_planes.rollout.sparsity.calibration import DEVIATIONS, Surface
+from echo_planes.rollout.sparsity.guard import WINDOW, Guard, Raise
 from echo_planes.rollout.sparsity.schedule import Schedule
 from echo_planes.rollout.vllm.sparse_engine import SparseEngine
+from echo_planes.types import Sample
 
 TARGET = 0.86
 BIN, BINS = 2000, 4
@@ -28,6 +33,8 @@ ANSWERS = 40  # in each bin
 BUDGETS = (64, 88, 112, 144, 184, 232, 296, 376)
 SEEDS = 3
 DENSE_LAYERS = 1  # of three
+CUT_FROM = 96  # pages of 16, which keep the target in the first bin
+LEARNER_LR = 3e-4  # of the three updates
 
 Answer = tuple[int, int, list[float]]  # its bin, tokens before it, acceptance of its tokens
 
@@ -151,4 +158,115 @@ def schedule_verdicts(told: dict[str, Any]) -> dict[str, bool]:
             "range over bins, 5th percentile"
         ]
         >= 3 * told["range over bins, mean"],
+    }
+
+
+async def guard(page: int) -> dict[str, Any]:
+    """A budget that keeps the target is cut to a quarter; answers that are audited until the guard raises it."""
+    engine = await open_engine(page)
+    rises = []
+    for seed in range(SEEDS):
+        whole = Schedule(pages=(CUT_FROM * 16 // page,), page_tokens=page, dense_layers=DENSE_LAYERS)
+        keeper = Guard(whole, TARGET, BIN)
+        asked = prompts(200 + seed, 2 * WINDOW, [0])
+        calm = await _heard(engine, keeper, asked[:WINDOW])
+        cut = replace(
+            keeper.schedule, pages=(keeper.schedule.pages[0] // 4,), number=keeper.schedule.number + 1
+        )
+        keeper = Guard(cut, TARGET, BIN)
+        alarm = await _heard(engine, keeper, asked[WINDOW:])
+        rises.append({"false alarm": calm is not None, "answers until the rise": alarm and alarm[0]})
+        rises[-1]["rise"] = str(alarm[1]) if alarm else ""
+        print(f"[sparse] guard, seed {seed}: {rises[-1]}", flush=True)
+    await engine.close()
+    return {"runs": rises}
+
+
+async def _heard(
+    engine: SparseEngine, keeper: Guard, asked: Sequence[tuple[int, ...]]
+) -> tuple[int, Raise] | None:
+    """Answers audited until the guard asks for a rise, and the rise; None: it does not."""
+    for number, (_, context, alphas) in enumerate(await answers(engine, keeper.schedule, asked), 1):
+        keeper.add(Audit(keeper.schedule.number, 0, context, tuple(alphas), 0.0))
+        if rises := keeper.raises():
+            return number, rises[0]
+    return None
+
+
+def guard_verdicts(told: dict[str, Any]) -> dict[str, bool]:
+    """Claims about the guard on a real engine, and whether each holds."""
+    runs = told["runs"]
+    return {
+        f"a budget cut to a quarter is raised within {WINDOW} audited answers, for every seed": all(
+            one["answers until the rise"] and one["answers until the rise"] <= WINDOW for one in runs
+        ),
+        "the whole budget is not": not any(one["false alarm"] for one in runs),
+    }
+
+
+async def learner(page: int) -> dict[str, Any]:
+    """Acceptance as the learner has it, whose weights are the engine's, then three updates ahead, and the audit's."""
+    engine = await open_engine(page)
+    plan = Schedule(pages=(CUT_FROM * 8 // page,), page_tokens=page, dense_layers=DENSE_LAYERS)
+    await engine.set_schedule(plan)
+    asked = prompts(300, 24, [0])
+    drawn = await asyncio.gather(
+        *(
+            engine.generate(one, num_samples=1, max_new_tokens=TOKENS, on_tokens=lambda *_: None)
+            for one in asked
+        )
+    )
+    answered = [(one, sample) for one, (sample,) in zip(asked, drawn, strict=True)]
+    audited = [token.likely for one, sample in answered for token in await engine.audit(one, sample)]
+    await engine.close()
+    policy = load_policy(MODEL, 1.0, 1.0).model.float()
+    told = {"tokens": len(audited), "S = 0": _apart(_of_learner(policy, answered), audited)}
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNER_LR)
+    for update in range(3):
+        for one, sample in answered[8 * update : 8 * update + 8]:
+            ids = torch.tensor([[*one, *sample.token_ids]])
+            (policy(input_ids=ids, labels=ids).loss / 8).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    told["S = 3"] = _apart(_of_learner(policy, answered), audited)
+    return told
+
+
+def _of_learner(policy: Any, answered: Sequence[tuple[tuple[int, ...], Sample]]) -> list[float]:
+    """Acceptance of all tokens, the dense distribution being the learner's."""
+    alphas = []
+    for one, sample in answered:
+        with torch.inference_mode():
+            logits = policy(input_ids=torch.tensor([[*one, *sample.token_ids]])).logits[0]
+        rows = logits[len(one) - 1 : -1].log_softmax(-1)
+        for row, token, logprob, top in zip(
+            rows, sample.token_ids, sample.logprobs, sample.top_logprobs, strict=True
+        ):
+            best = row.topk(20)
+            dense = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+            alphas.append(acceptance([*dense, (token, float(row[token]))], [*top, (token, logprob)]).likely)
+    return alphas
+
+
+def _apart(learner: Sequence[float], audited: Sequence[float]) -> dict[str, float]:
+    apart = np.abs(np.array(learner) - np.array(audited))
+    return {
+        "median difference": float(np.median(apart)),
+        "largest difference": float(apart.max()),
+        "5th percentile, learner": float(np.quantile(learner, TAIL)),
+        "5th percentile, audit": float(np.quantile(audited, TAIL)),
+        "mean, learner": float(np.mean(learner)),
+        "mean, audit": float(np.mean(audited)),
+    }
+
+
+def learner_verdicts(told: dict[str, Any]) -> dict[str, bool]:
+    """Claims about the learner's acceptance, and whether each holds."""
+    return {
+        "with the engine's weights the learner's acceptance is the audit's, to 0.005 in the median": told[
+            "S = 0"
+        ]["median difference"]
+        <= 0.005,
+        "three updates ahead it is lower: sparsity and staleness mix there": told["S = 3"]["mean, learner"]
+        < told["S = 3"]["mean, audit"],
     }

@@ -106,6 +106,12 @@ def _calibrate(words: Sequence[str]) -> int:
             f"model.max_model_len={config.model.max_model_len}: a sequence has {most} pages, and none can be "
             "left out; raise it, or roll out densely"
         )
+    kept = config.sparse.first_pages + config.sparse.last_pages
+    if budgets[0] < kept:
+        raise ConfigError(
+            f"budgets={budgets[0]}: the first {config.sparse.first_pages} and the last "
+            f"{config.sparse.last_pages} pages are always read; give at least {kept}"
+        )
     # The checks of a run with such a schedule, and those of its own keys.
     check_sparse(_with_schedule(config, budgets))
     surface = asyncio.run(measure(config, budgets, prompts))

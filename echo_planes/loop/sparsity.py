@@ -1,6 +1,6 @@
 """Keeper of the schedule of KV budgets: the same on all workers, raised where the guard asks for it.
 
-`RUN/sparse.json` lists every schedule of the run with its number, which the spans of trajectories name. A
+`RUN/kv_budgets.json` lists every schedule of the run with its number, which the spans of trajectories name. A
 resume goes on with the last one.
 """
 
@@ -22,7 +22,7 @@ from echo_planes.rollout.sparsity.acceptance import Audit, Histogram, audit_faul
 from echo_planes.rollout.sparsity.guard import LEAST, WINDOW, Guard
 from echo_planes.rollout.sparsity.schedule import Schedule
 
-FILE = "sparse.json"
+FILE = "kv_budgets.json"
 TOLD_EVERY = WINDOW  # audited answers between two words of how far they are from dense
 
 
