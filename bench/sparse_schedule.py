@@ -162,7 +162,7 @@ def schedule_verdicts(told: dict[str, Any]) -> dict[str, bool]:
 
 
 async def guard(page: int) -> dict[str, Any]:
-    """A budget that keeps the target is cut to a quarter; answers that are audited until the guard raises it."""
+    """A budget that keeps the target, and a quarter of it: answers audited until the guard raises it."""
     engine = await open_engine(page)
     rises = []
     for seed in range(SEEDS):
@@ -170,13 +170,16 @@ async def guard(page: int) -> dict[str, Any]:
         keeper = Guard(whole, TARGET, BIN)
         asked = prompts(200 + seed, 2 * WINDOW, [0])
         calm = await _heard(engine, keeper, asked[:WINDOW])
-        cut = replace(
-            keeper.schedule, pages=(keeper.schedule.pages[0] // 4,), number=keeper.schedule.number + 1
-        )
+        cut = replace(whole, pages=(whole.pages[0] // 4,), number=1 + seed)
         keeper = Guard(cut, TARGET, BIN)
         alarm = await _heard(engine, keeper, asked[WINDOW:])
-        rises.append({"false alarm": calm is not None, "answers until the rise": alarm and alarm[0]})
-        rises[-1]["rise"] = str(alarm[1]) if alarm else ""
+        rises.append(
+            {
+                "false alarm": calm is not None,
+                "answers until the rise": alarm[0] if alarm else 0,
+                "rise": str(alarm[1]) if alarm else "",
+            }
+        )
         print(f"[sparse] guard, seed {seed}: {rises[-1]}", flush=True)
     await engine.close()
     return {"runs": rises}
@@ -198,14 +201,14 @@ def guard_verdicts(told: dict[str, Any]) -> dict[str, bool]:
     runs = told["runs"]
     return {
         f"a budget cut to a quarter is raised within {WINDOW} audited answers, for every seed": all(
-            one["answers until the rise"] and one["answers until the rise"] <= WINDOW for one in runs
+            0 < one["answers until the rise"] <= WINDOW for one in runs
         ),
         "the whole budget is not": not any(one["false alarm"] for one in runs),
     }
 
 
 async def learner(page: int) -> dict[str, Any]:
-    """Acceptance as the learner has it, whose weights are the engine's, then three updates ahead, and the audit's."""
+    """The learner's acceptance, with the engine's weights and three updates ahead, beside the audit's."""
     engine = await open_engine(page)
     plan = Schedule(pages=(CUT_FROM * 8 // page,), page_tokens=page, dense_layers=DENSE_LAYERS)
     await engine.set_schedule(plan)
@@ -219,7 +222,7 @@ async def learner(page: int) -> dict[str, Any]:
     answered = [(one, sample) for one, (sample,) in zip(asked, drawn, strict=True)]
     audited = [token.likely for one, sample in answered for token in await engine.audit(one, sample)]
     await engine.close()
-    policy = load_policy(MODEL, 1.0, 1.0).model.float()
+    policy = load_policy(MODEL, torch.float32, 1.0, 1.0).model
     told = {"tokens": len(audited), "S = 0": _apart(_of_learner(policy, answered), audited)}
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNER_LR)
     for update in range(3):
@@ -263,10 +266,9 @@ def _apart(learner: Sequence[float], audited: Sequence[float]) -> dict[str, floa
 def learner_verdicts(told: dict[str, Any]) -> dict[str, bool]:
     """Claims about the learner's acceptance, and whether each holds."""
     return {
-        "with the engine's weights the learner's acceptance is the audit's, to 0.005 in the median": told[
-            "S = 0"
-        ]["median difference"]
-        <= 0.005,
+        "with the engine's weights the learner's acceptance is the audit's, median within 0.005": (
+            told["S = 0"]["median difference"] <= 0.005
+        ),
         "three updates ahead it is lower: sparsity and staleness mix there": told["S = 3"]["mean, learner"]
         < told["S = 3"]["mean, audit"],
     }
