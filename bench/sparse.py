@@ -3,6 +3,7 @@
 - parity: with a budget of all pages, greedy answers of a random model equal those of stock attention with
   the same pages, in float32 and bfloat16. The sparse path computes them, a head at a time. The control has
   four pages.
+- pages: those read, beside a choice by brute force and the newest ones.
 - audit: dense answers of the embedded model, audited: the dense pass must accept what dense decoding sampled.
 - schedule: the model of `bench.recall` with fixed budgets; a schedule calibrated from these, and a fixed
   budget of its mean, on held-out prompts of three seeds.
@@ -237,6 +238,8 @@ def verdicts(told: dict[str, Any]) -> dict[str, bool]:
         found[f"a dense pass accepts dense answers: 5th percentile at least {DENSE_TAIL}"] = (
             tail >= DENSE_TAIL
         )
+    if "pages" in told:
+        found |= sparse_schedule.pages_verdicts(told["pages"])
     if "schedule" in told:
         found |= sparse_schedule.schedule_verdicts(told["schedule"])
     if "guard" in told:
@@ -256,6 +259,7 @@ def verdicts(told: dict[str, Any]) -> dict[str, bool]:
 
 WORK = {
     "parity": parity,
+    "pages": sparse_schedule.pages,
     "audit": audit,
     "schedule": sparse_schedule.schedule,
     "guard": sparse_schedule.guard,
@@ -267,7 +271,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = ("parity", "audit", "schedule", "guard", "learner", "learning", "speed")
+    names = ("parity", "pages", "audit", "schedule", "guard", "learner", "learning", "speed")
     parser.add_argument("parts", nargs="*", metavar="|".join(names), help="default: all")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--page", type=int, choices=PAGE_TOKENS, default=32, help="tokens of a page")

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from bench.recall import MODEL, Recall, RecallOptions
+from bench.sparse_reference import Reference
 from echo_planes.config.fleet import EngineConfig
 from echo_planes.config.schema import SamplingConfig
 from echo_planes.data.tasks.registry import load_tokenizer
@@ -35,6 +36,7 @@ SEEDS = 3
 DENSE_LAYERS = 1  # of three
 CUT_FROM = 96  # pages of 16, which keep the target in the first bin
 LEARNER_LR = 3e-4  # of the three updates
+SHORT_BIN = 256  # of the comparison with brute force
 
 Answer = tuple[int, int, list[float]]  # its bin, tokens before it, acceptance of its tokens
 
@@ -271,4 +273,63 @@ def learner_verdicts(told: dict[str, Any]) -> dict[str, bool]:
         ),
         "three updates ahead it is lower: sparsity and staleness mix there": told["S = 3"]["mean, learner"]
         < told["S = 3"]["mean, audit"],
+    }
+
+
+async def pages(page: int) -> dict[str, Any]:
+    """Over 1,000 steps, blocks reused: log-probabilities beside those of a choice of pages by brute force.
+
+    Then the exact acceptance of the same tokens, by bins of 256, with these pages and with the newest ones.
+    """
+    plan = Schedule(
+        pages=(16 * 16 // page,), page_tokens=page, bin_tokens=SHORT_BIN, dense_layers=DENSE_LAYERS
+    )
+    settings = EngineConfig(dtype="float32", kv_cache_gib=0.0022, max_num_seqs=2)
+    engine = SparseEngine(settings, SamplingConfig(top_logprobs=20), MODEL, 1024, 0, page_tokens=page)
+    await engine.start()
+    await engine.set_schedule(plan)
+    options = RecallOptions(shortest=300, longest=700, shortest_period=60, longest_period=150)
+    task = Recall(options, load_tokenizer(MODEL), 0)
+    asked = [task.prompt(i).token_ids for i in range(16)]
+    drawn = await asyncio.gather(
+        *(engine.generate(one, num_samples=1, max_new_tokens=160, on_tokens=lambda *_: None) for one in asked)
+    )
+    await engine.close()
+    best, recent = Reference(MODEL), Reference(MODEL, recent=True)
+    apart: list[float] = []
+    alphas: dict[str, dict[int, list[float]]] = {"best": {}, "newest": {}}
+    for one, (sample,) in zip(asked, drawn, strict=True):
+        rows = {
+            "dense": best.logprobs(one, sample.token_ids, None),
+            "best": best.logprobs(one, sample.token_ids, plan),
+            "newest": recent.logprobs(one, sample.token_ids, plan),
+        }
+        mine = rows["best"][torch.arange(len(sample.token_ids)), torch.tensor(sample.token_ids)]
+        apart += (mine - torch.tensor(sample.logprobs)).abs().tolist()
+        for name, bins in alphas.items():
+            exact = torch.minimum(rows[name].exp(), rows["dense"].exp()).sum(-1).tolist()
+            for i, alpha in enumerate(exact):
+                bins.setdefault((len(one) + i) // SHORT_BIN, []).append(alpha)
+    tails = {
+        name: {place: float(np.quantile(found, TAIL)) for place, found in sorted(bins.items())}
+        for name, bins in alphas.items()
+    }
+    return {
+        "steps": len(apart) // 2,  # of two rows each
+        "rows with pages left out": best.rows,
+        "tokens as by brute force": sum(one < 1e-3 for one in apart) / len(apart),
+        "tails": tails,
+    }
+
+
+def pages_verdicts(told: dict[str, Any]) -> dict[str, bool]:
+    """Claims about the choice of pages, and whether each holds."""
+    tails = told["tails"]
+    return {
+        "1,000 steps read the pages of a choice by brute force (999 tokens in 1,000)": (
+            told["steps"] >= 1000 and told["tokens as by brute force"] >= 0.999
+        ),
+        "the newest pages are worse by 0.05 of the 5th percentile, beyond the first bin": all(
+            tails["newest"][place] <= best - 0.05 for place, best in tails["best"].items() if place > 0
+        ),
     }

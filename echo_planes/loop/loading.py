@@ -77,7 +77,7 @@ def _tree(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises:
         ConfigError: a word is no setting, or names a group or a place that does not exist.
     """
-    chosen = {"task": "math", "model": "tiny", "fleet": "laptop", "sparse": "off"}
+    chosen = {"task": "math", "model": "tiny", "fleet": "laptop", "sparse": "dense"}
     overrides: list[tuple[str, Any]] = []
     for word in words:
         key, separator, text = word.partition("=")

@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from bench.sparse_reference import Reference
 from echo_planes.config.fleet import EngineConfig
 from echo_planes.config.schema import SamplingConfig
 from echo_planes.errors import ConfigError, RunError
 from echo_planes.rollout.sparsity.schedule import Schedule
 from echo_planes.rollout.vllm.sparse_engine import SparseEngine
 from echo_planes.types import Draw, Sample, Span
-from tests.sparse_reference import Reference
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

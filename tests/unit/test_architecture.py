@@ -47,7 +47,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "sim": (*BASE, "weights", "data", "fleet", "reporting", "loop", "testing"),
     "tasks": (),  # `test_tasks_import_only_the_public_interface`
 }
-COMMANDS = ("run", "plan", "simulate", "view", "task")  # which put rooms together
+COMMANDS = ("run", "plan", "simulate", "view", "task", "sparsity")  # which put rooms together
 # Rooms within rooms, lowest first: each may import those before it. Other modules stand for themselves.
 FLOORS: dict[str, tuple[str, ...]] = {
     "weights": (

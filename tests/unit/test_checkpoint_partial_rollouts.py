@@ -13,7 +13,9 @@ import xxhash
 
 from echo_planes.data.replay import checkpoint_partial_rollouts as checkpoint_partial_rollouts
 from echo_planes.data.replay.checkpoint_partial_rollouts import (
+    FORMAT,
     SCHEMA,
+    SCHEMAS,
     PartialsRecord,
     read_partials,
     write_partials,
@@ -27,7 +29,7 @@ HARD = (-0.1, -1.0 / 3.0, -0.0, 5e-324, float("-inf"), -1.7976931348623157e308) 
 
 def partial(context: tuple[int, ...], *tokens: int, finish: str = "", **more: Any) -> PartialRollout:
     middle = len(tokens) // 2
-    spans = [Span(0, middle, 3, "d3"), Span(middle, len(tokens), 4, "d4")]
+    spans = [Span(0, middle, 3, "d3"), Span(middle, len(tokens), 4, "d4", schedule=2)]
     logprobs = tuple(HARD[token % len(HARD)] for token in tokens)
     return PartialRollout(context, Sample(tokens, logprobs, tuple(spans[middle == 0 :]), finish, **more))  # type: ignore[arg-type]
 
@@ -90,14 +92,31 @@ def test_a_file_that_is_not_what_was_written_is_not_read(tmp_path: Path, harm: s
     if harm == "missing":
         path.unlink()
     if harm == "format":
-        record = replace(record, format=2)
+        record = replace(record, format=3)
     with pytest.raises(DataError, match=r"drafts\.arrows"):
         read_partials(path, record)
 
 
+def test_a_file_of_the_first_format_is_of_dense_attention(tmp_path: Path) -> None:
+    record = write_partials(tmp_path / "drafts.arrows", partials())
+    old = SCHEMAS[1]
+    with pa.ipc.open_stream(tmp_path.joinpath("drafts.arrows").read_bytes()) as reader:
+        rows = reader.read_all().select(old.names)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, old) as writer:
+        writer.write_table(rows.cast(old))
+    written = of_bytes(tmp_path / "old.arrows", sink.getvalue().to_pybytes())
+    found = read_partials(tmp_path / "old.arrows", replace(written, format=1))
+    assert {span.schedule for mine in found.values() for one in mine for span in one.sample.spans} == {-1}
+    assert [[one.sample.token_ids for one in mine] for mine in found.values()] == [
+        [one.sample.token_ids for one in mine] for mine in partials().values()
+    ]
+    assert record.format == FORMAT
+
+
 def of_bytes(path: Path, content: bytes) -> PartialsRecord:
     path.write_bytes(content)
-    return PartialsRecord(1, len(content), xxhash.xxh3_128_hexdigest(content), 1)
+    return PartialsRecord(FORMAT, len(content), xxhash.xxh3_128_hexdigest(content), 1)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +125,14 @@ def of_bytes(path: Path, content: bytes) -> PartialsRecord:
         {"logprobs": [-0.5]},
         {"span_stops": [1]},
         {"span_digests": []},
-        {"token_ids": [], "logprobs": [], "span_stops": [], "span_versions": [], "span_digests": []},
+        {
+            "token_ids": [],
+            "logprobs": [],
+            "span_stops": [],
+            "span_versions": [],
+            "span_digests": [],
+            "span_schedules": [],
+        },
         {"context": None},  # of the row before, and there is none
         {"top_ids": [[1]], "top_logprobs": [[]]},
     ],
@@ -122,6 +148,7 @@ def test_rows_that_are_no_partials_are_refused_whatever_their_hash(
         "span_stops": [2],
         "span_versions": [0],
         "span_digests": ["d0"],
+        "span_schedules": [7],
         "finish_reason": "",
         "top_ids": [],
         "top_logprobs": [],

@@ -158,6 +158,7 @@ ABSURD: dict[type, dict[str, tuple[Any, ...]]] = {
         "stop": (*WHOLE, -1),
         "version": (*WHOLE, -1, 99),
         "digest": (*TEXTS, "d9"),
+        "schedule": (*WHOLE, -2),
     },
 }
 

@@ -165,7 +165,7 @@ def test_a_task_brings_settings_that_suit_it_unless_others_are_asked_for() -> No
 
 def test_every_section_refuses_unknown_keys() -> None:
     sections = [field.annotation for name, field in Config.model_fields.items() if name != "task"]
-    assert len(sections) == 14
+    assert len(sections) == 15
     for section in sections:
         assert isinstance(section, type)
         assert issubclass(section, Section)

@@ -159,7 +159,7 @@ def test_partials_that_cannot_be_read_are_counted_and_the_run_goes_on(tmp_path: 
         path, cut = tmp_path / "saved" / "drafts.arrows", tmp_path / "saved" / "state.json"
         content = bytearray(path.read_bytes())
         if harm == "of a newer format":
-            cut.write_text(cut.read_text().replace('"format": 1', '"format": 2'))
+            cut.write_text(cut.read_text().replace('"format": 2', '"format": 3'))
         elif harm == "remove":
             path.unlink()
         else:

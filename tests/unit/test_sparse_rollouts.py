@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pytest
 
+from bench.sparse_reference import chosen_pages
 from echo_planes.errors import ConfigError, TaskError
 from echo_planes.rollout.sparsity.acceptance import Histogram, acceptance
 from echo_planes.rollout.sparsity.pages import add_keys, choose_pages
 from echo_planes.rollout.sparsity.schedule import Schedule
-from tests.sparse_reference import chosen_pages
 
 # --- schedules ---------------------------------------------------------------------------------
 
