@@ -216,9 +216,11 @@ class Controller:
                 actions = self._learner_free(now_s)
             case Adjusted():
                 actions = self._learner_free(now_s)
-            case Evaluated(report):
+            case Evaluated(report, mismatch):
                 self._evaluations_due.discard(report.step)
-                actions = self._on_evaluation_over() + self._finish_if_complete()
+                is_first = report.step == 0 and self._config.sparse.schedule
+                actions = self._compare(mismatch) if is_first else []
+                actions += self._on_evaluation_over() + self._finish_if_complete()
             case EvaluationLost():
                 actions = self._on_evaluation_over()
             case NothingHeard():
@@ -275,7 +277,9 @@ class Controller:
         self._parts.clear()
         if self.seeding is not None:
             self.seeding.step_done(now_s)
-        told = self._compare(stats) if stats.step == 0 else []
+        # A batch that was sampled sparsely differs by that; then the first evaluation, which is dense, tells.
+        is_first = stats.step == 0 and not self._config.sparse.schedule
+        told = self._compare(stats.mismatch_mean) if is_first else []
         if not self._over:
             told += self._guarded(figures)
         if self._over:
@@ -311,9 +315,9 @@ class Controller:
     def _adjustments(self) -> list[Action]:
         return [AdjustLearner(self.guard.adjustment), LimitStaleness(self.guard.max_staleness)]
 
-    def _compare(self, first: StepStats) -> list[Action]:
-        """Return actions if learner and sampler disagree on batch 0, which the same weights sampled."""
-        trouble = "" if first.mismatch_mean is None else self.guard.compare(first.mismatch_mean)
+    def _compare(self, mismatch: float | None) -> list[Action]:
+        """Return actions if learner and sampler disagree on what the first version sampled; None: unknown."""
+        trouble = "" if mismatch is None else self.guard.compare(mismatch)
         if not trouble:
             return []
         told: list[Action] = [TellGuard(self.guard.report, trouble)]

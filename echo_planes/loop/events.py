@@ -122,6 +122,7 @@ class Adjusted:
 @dataclass(frozen=True, slots=True)
 class Evaluated:
     report: EvalReport
+    mismatch: float | None = None  # mean |log pi_learner - log pi_sampler|, where both had one version
 
 
 @dataclass(frozen=True, slots=True)

@@ -398,7 +398,7 @@ class Runner:
         comparable = same and step in (0, self._config.run.steps) and eval_draw(self._config) is None
         mismatch = await self._planes.learner.mismatch(answers) if comparable else None
         self._observer.on_eval(report, mismatch)
-        self._events.put_nowait(ev.Evaluated(report))
+        self._events.put_nowait(ev.Evaluated(report, mismatch))
 
     async def _evaluate_on(self, worker_id: str, share: list[int]) -> list[Trajectory] | None:
         current = self._workers.get(worker_id)
