@@ -35,6 +35,13 @@ def test_a_target_that_may_be_missed_is_not_kept() -> None:
     assert surface({(8, 0): 0.045}, answers=40).schedule(100) == [0]
 
 
+def test_a_bin_with_too_few_answers_takes_the_budget_of_the_next_longer_one() -> None:
+    made = surface({(8, 1): 0.01, (16, 1): 0.01, (16, 3): 0.01})
+    made.add(8, 0, [0.99] * 50)
+    assert made.schedule(400) == [8, 8, 16, 16]
+    assert made.schedule(500) == [8, 8, 16, 16, 0]
+
+
 def test_bins_with_too_few_answers_say_so_and_are_dense() -> None:
     made = surface({(8, 0): 0.01}, answers=LEAST_ANSWERS - 1)
     assert made.schedule(100) == [0]

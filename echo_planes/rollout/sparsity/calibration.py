@@ -74,17 +74,23 @@ class Surface:
     def schedule(self, longest_tokens: int) -> list[int]:
         """Return the budget of each bin in pages, never falling; 0, all pages, where none keeps the target.
 
-        Bins with too few answers are dense, and so are those beyond the longest answer.
+        Longer sequences need larger budgets, so a bin with too few answers takes that of the next longer one
+        that has enough. Behind the last of these, everything is dense.
         """
+        last = self.num_bins * self.bin_tokens < longest_tokens
+        found = [self._least(place) for place in range(self.num_bins)] + [0] * last
+        for place in reversed(range(len(found) - 1)):
+            if found[place] is None:
+                found[place] = found[place + 1]
         chosen: list[int] = []
-        for place in range(self.num_bins):
-            least = chosen[-1] if chosen else 1
-            kept = [
-                pages
-                for pages in self.budgets
-                if pages >= least and (cell := self.cell(pages, place)) and cell.is_kept
-            ]
-            chosen.append(min(kept) if kept and least else 0)
-        if self.num_bins * self.bin_tokens < longest_tokens:
-            chosen.append(0)
+        for pages in found:
+            before = chosen[-1] if chosen else 1
+            chosen.append(max(before, pages) if pages and before else 0)
         return chosen
+
+    def _least(self, place: int) -> int | None:
+        """Return the smallest budget that keeps the target in a bin; 0: none does; None: too few answers."""
+        cells = {pages: cell for pages in self.budgets if (cell := self.cell(pages, place))}
+        if all(cell.answers < LEAST_ANSWERS for cell in cells.values()):
+            return None
+        return min((pages for pages, cell in cells.items() if cell.is_kept), default=0)
