@@ -36,7 +36,7 @@ SEEDS = 3
 DENSE_LAYERS = 1  # of three
 CUT_FROM = 96  # pages of 16, which keep the target in the first bin
 LEARNER_LR = 3e-4  # of the three updates
-SHORT_BIN = 256  # of the comparison with brute force
+SHORT_BIN = 512  # of the comparison with brute force
 
 Answer = tuple[int, int, list[float]]  # its bin, tokens before it, acceptance of its tokens
 
@@ -279,16 +279,16 @@ def learner_verdicts(told: dict[str, Any]) -> dict[str, bool]:
 async def pages(page: int) -> dict[str, Any]:
     """Over 1,000 steps, blocks reused: log-probabilities beside those of a choice of pages by brute force.
 
-    Then the exact acceptance of the same tokens, by bins of 256, with these pages and with the newest ones.
+    Then the exact acceptance of the same tokens, by bins of 512, with these pages and with the newest ones.
     """
     plan = Schedule(
-        pages=(16 * 16 // page,), page_tokens=page, bin_tokens=SHORT_BIN, dense_layers=DENSE_LAYERS
+        pages=(40 * 16 // page,), page_tokens=page, bin_tokens=SHORT_BIN, dense_layers=DENSE_LAYERS
     )
-    settings = EngineConfig(dtype="float32", kv_cache_gib=0.0022, max_num_seqs=2)
-    engine = SparseEngine(settings, SamplingConfig(top_logprobs=20), MODEL, 1024, 0, page_tokens=page)
+    settings = EngineConfig(dtype="float32", kv_cache_gib=0.0065, max_num_seqs=2)
+    engine = SparseEngine(settings, SamplingConfig(top_logprobs=20), MODEL, 2048, 0, page_tokens=page)
     await engine.start()
     await engine.set_schedule(plan)
-    options = RecallOptions(shortest=300, longest=700, shortest_period=60, longest_period=150)
+    options = RecallOptions(shortest=1200, longest=1800, shortest_period=600, longest_period=850)
     task = Recall(options, load_tokenizer(MODEL), 0)
     asked = [task.prompt(i).token_ids for i in range(16)]
     drawn = await asyncio.gather(
