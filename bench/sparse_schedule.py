@@ -168,11 +168,13 @@ async def guard(page: int) -> dict[str, Any]:
     engine = await open_engine(page)
     rises = []
     for seed in range(SEEDS):
-        whole = Schedule(pages=(CUT_FROM * 16 // page,), page_tokens=page, dense_layers=DENSE_LAYERS)
+        whole = Schedule(
+            pages=(CUT_FROM * 16 // page,), number=2 * seed, page_tokens=page, dense_layers=DENSE_LAYERS
+        )
         keeper = Guard(whole, TARGET, BIN)
         asked = prompts(200 + seed, 2 * WINDOW, [0])
         calm = await _heard(engine, keeper, asked[:WINDOW])
-        cut = replace(whole, pages=(whole.pages[0] // 4,), number=1 + seed)
+        cut = replace(whole, pages=(whole.pages[0] // 4,), number=2 * seed + 1)
         keeper = Guard(cut, TARGET, BIN)
         alarm = await _heard(engine, keeper, asked[WINDOW:])
         rises.append(
