@@ -21,7 +21,7 @@ from typing import Any
 
 from bench.recall import MODEL
 
-SEEDS, STEPS = 3, 60
+SEEDS, STEPS = 3, 40
 WITHIN, COLLAPSED = 0.02, 0.1
 COMMON = [
     "task=bench.recall:Recall",
@@ -36,7 +36,7 @@ COMMON = [
     "staleness.max_staleness=1",
     f"eval.every={STEPS}",
     "eval.num_prompts=96",
-    "eval.samples_per_prompt=2",
+    "eval.samples_per_prompt=8",
     "checkpoint.every=0",
     "sparse.dense_layers=1",
     "sparse.bin_tokens=512",

@@ -442,7 +442,9 @@ class CheckpointConfig(Section):
 class GuardConfig(Section):
     """Limits of the guard's signals; `learning/guard.py` documents its actions beyond them."""
 
-    mode: Literal["act", "warn", "off"] = Free("act", description="climb the ladder; only tell; neither")
+    mode: Annotated[Literal["act", "warn", "off"], OFF] = Free(
+        "act", description="climb the ladder; only tell; neither"
+    )
     patience: PositiveInt = Free(
         4,
         description="steps that a signal is beyond its limit, less those it is within, until the next rung; "

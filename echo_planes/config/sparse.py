@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from echo_planes.config.fields import Free, PositiveInt, Section
+from echo_planes.config.fields import OFF, Free, PositiveInt, Section
 
 Pages = Annotated[int, Field(ge=0)]
 
@@ -22,7 +22,7 @@ class SparseConfig(Section):
     target: float = Free(
         0.86, gt=0, lt=1, description="least 5th percentile of the acceptance of tokens, in every bin"
     )
-    guard: Literal["act", "warn", "off"] = Free(
+    guard: Annotated[Literal["act", "warn", "off"], OFF] = Free(
         "act", description="raise the budget of a bin whose acceptance is below target; only tell; neither"
     )
     audit_share: float = Free(
