@@ -451,9 +451,7 @@ class GuardConfig(Section):
         "one twice beyond counts two",
     )
     calm: PositiveInt = Free(50, description="steps without a signal until the last rung is taken back")
-    good_after: PositiveInt = Free(
-        10, description="steps without an alarm after a checkpoint until it counts as good"
-    )
+    good_after: PositiveInt = Free(10, description="steps without an alarm until a checkpoint counts as good")
     max_rollbacks: int = Free(2, ge=0, description="times the run goes back to a good checkpoint")
     k3: PositiveFloat = Free(0.3, description="nats: largest k3 of the tokens of any lag")
     effective_samples: float = Free(

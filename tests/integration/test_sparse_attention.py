@@ -5,21 +5,27 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bench.sparse_reference import Reference
 from echo_planes.config.fleet import EngineConfig
 from echo_planes.config.schema import SamplingConfig
 from echo_planes.errors import ConfigError, RunError
+from echo_planes.rollout.sparsity.acceptance import Audit, audit_fault
 from echo_planes.rollout.sparsity.schedule import Schedule
 from echo_planes.rollout.vllm.sparse_engine import SparseEngine
 from echo_planes.types import Draw, Sample, Span
+from echo_planes.weights.digest import bit_tensor
+from tests.thorough import takes_minutes
+from tests.unit.test_receiver import publication
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -201,3 +207,136 @@ def test_an_answer_that_fills_the_models_length_is_audited(bench: Bench) -> None
     bounds = bench.run(bench.engine.audit(prompt, sample))
     assert len(bounds) == len(sample.token_ids)
     assert all(one.upper >= 0.999 for one in bounds)
+
+
+async def several(
+    engine: SparseEngine, prompts: Sequence[Sequence[int]], tokens: int, draw: Draw | None
+) -> list[Sample]:
+    found = await asyncio.gather(
+        *(
+            engine.generate(one, num_samples=1, max_new_tokens=tokens, on_tokens=lambda *_: None, draw=draw)
+            for one in prompts
+        )
+    )
+    return [samples[0] for samples in found]
+
+
+def test_preempted_answers_and_an_install_midway_are_stock_too(folder: Path) -> None:
+    """Four prompts fit the cache, and their whole answers do not: some must be preempted.
+
+    The weights that come midway are the same ones, so nothing may change but the version of the tokens.
+    """
+    state = {name: bit_tensor(one) for name, one in load_file(folder / "model.safetensors").items()}
+    rng = random.Random(4)
+    prompts = [[rng.randrange(VOCABULARY - 1) for _ in range(300)] for _ in range(6)]
+    full = Schedule(pages=(10_000,), number=4, dense_layers=0)
+
+    async def main() -> tuple[list[Sample], list[Sample]]:
+        engine = SparseEngine(
+            EngineConfig(dtype="float32", kv_cache_gib=0.0023, max_num_seqs=8),
+            SamplingConfig(top_logprobs=20),
+            folder,
+            640,
+            0,
+        )
+        await engine.start()
+        dense = await several(engine, prompts, 200, GREEDY)
+        await engine.set_schedule(full)
+        work = asyncio.ensure_future(several(engine, prompts, 200, GREEDY))
+        await asyncio.sleep(0)
+        while not engine.vllm.output_processor.has_unfinished_requests():
+            await asyncio.sleep(0.001)
+        await engine.install(publication(0, state))
+        sparse = await work
+        await engine.close()
+        return dense, sparse
+
+    dense, sparse = asyncio.run(main())
+    assert [one.token_ids for one in sparse] == [one.token_ids for one in dense]
+    versions = {span.version for one in sparse for span in one.spans}
+    assert 0 in versions
+    assert {span.schedule for one in sparse for span in one.spans} == {4}
+    assert {span.schedule for one in dense for span in one.spans} == {-1}
+
+
+def test_a_dense_request_among_sparse_ones_is_dense(bench: Bench, prompts: list[list[int]]) -> None:
+    dense = bench.answers(prompts, None, 120)
+
+    async def mixed() -> tuple[list[Sample], list[Sample]]:
+        await bench.engine.set_schedule(replace(bench.short, number=8))
+        plain, asked = await asyncio.gather(
+            several(bench.engine, prompts, 120, GREEDY),
+            several(bench.engine, prompts, 120, replace(GREEDY, dense=True)),
+        )
+        await bench.engine.set_schedule(None)
+        return plain, asked
+
+    plain, asked = bench.run(mixed())
+    assert [one.token_ids for one in asked] == [one.token_ids for one in dense]
+    assert [one.token_ids for one in plain] != [one.token_ids for one in dense]
+    assert {span.schedule for one in asked for span in one.spans} == {-1}
+    assert {span.schedule for one in plain for span in one.spans} == {8}
+
+
+def test_a_share_of_the_answers_is_audited_by_itself(folder: Path, prompts: list[list[int]]) -> None:
+    schedule = Schedule(pages=(5,), number=3, dense_layers=1)
+
+    async def main() -> tuple[list[Audit], list[Audit], list[Sample]]:
+        engine = SparseEngine(
+            EngineConfig(kv_cache_gib=0.02),
+            SamplingConfig(top_logprobs=20),
+            folder,
+            640,
+            0,
+            audit_share=1.0,
+        )
+        await engine.start()
+        await several(engine, prompts, 30, None)  # dense still: nothing to compare
+        before = engine.take_audits()
+        await engine.set_schedule(schedule)
+        await several(engine, prompts, 30, replace(GREEDY, dense=True))  # an evaluation
+        drawn = await several(engine, prompts, 30, None)
+        audits: list[Audit] = []
+        async with asyncio.timeout(60):
+            while len(audits) < len(prompts):
+                audits += engine.take_audits()
+                await asyncio.sleep(0.02)
+        await engine.close()
+        return before, audits, drawn
+
+    before, audits, drawn = asyncio.run(main())
+    assert before == []
+    assert sorted((one.context_tokens, len(one.alphas)) for one in audits) == sorted(
+        (len(prompt), len(sample.token_ids)) for prompt, sample in zip(prompts, drawn, strict=True)
+    )
+    assert {one.schedule for one in audits} == {3}
+    assert not any(map(audit_fault, audits))
+    assert max(one.drift for one in audits) > 0.01
+
+
+def test_of_two_schedules_the_later_number_stays(bench: Bench) -> None:
+    bench.run(bench.engine.set_schedule(replace(bench.short, number=9)))
+    bench.run(bench.engine.set_schedule(replace(bench.full, number=8)))
+    (sample,) = bench.run(several(bench.engine, [[1, 2, 3]], 4, None))
+    assert {span.schedule for span in sample.spans} == {9}
+    bench.run(bench.engine.set_schedule(None))
+
+
+@takes_minutes
+def test_two_ranks_with_a_full_budget_are_stock(folder: Path, prompts: list[list[int]]) -> None:
+    async def main() -> tuple[list[Sample], list[Sample], list[Sample]]:
+        engine = SparseEngine(
+            EngineConfig(kv_cache_gib=0.02, tensor_parallel_size=2), SamplingConfig(), folder, 640, 0
+        )
+        await engine.start()
+        dense = await several(engine, prompts, 100, GREEDY)
+        await engine.set_schedule(Schedule(pages=(10_000,), dense_layers=0))
+        full = await several(engine, prompts, 100, GREEDY)
+        await engine.set_schedule(Schedule(pages=(4,), number=1, dense_layers=0))
+        few = await several(engine, prompts, 100, GREEDY)
+        await engine.close()
+        return dense, full, few
+
+    dense, full, few = asyncio.run(main())
+    assert [one.token_ids for one in full] == [one.token_ids for one in dense]
+    assert [one.token_ids for one in few] != [one.token_ids for one in dense]
