@@ -2,7 +2,7 @@
 
 - dense: attention reads everything.
 - schedule: budgets that keep the target, as calibrated.
-- two pages: the newest page and one more, beside which nothing of the period can be seen; without a guard.
+- two pages: the newest page and one more, without either guard: the learner's would stop the run.
 - guarded: two pages to begin with, and the guard, which audits a quarter of the answers.
 
 All runs have the same seeds, prompts and steps. Evaluations are dense, on the same held-out prompts.
@@ -49,6 +49,7 @@ KINDS: dict[str, list[str]] = {
         "sparse.first_pages=0",
         "sparse.last_pages=1",
         "sparse.guard=off",
+        "guard.mode=warn",
         "sparse.audit_share=0.1",
     ],
     "guarded": [
