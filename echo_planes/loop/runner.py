@@ -462,13 +462,10 @@ class Runner:
         built = [(w, *current) for w, current in self._workers.items() if (w, current[0]) in self._built]
 
         async def ask(worker_id: str, epoch: int, worker: Worker) -> None:
-            try:
+            with suppress(RunError):  # the worker's run() reports its loss
                 audits = await self._within("audits", STATS_S, worker.audits(), worker=worker_id)
-            except RunError as why:
-                self._lost(worker_id, epoch, str(why))
-                return
-            if fault := keeper.hear(worker_id, audits):
-                self._lost(worker_id, epoch, fault)
+                if fault := keeper.hear(worker_id, audits):
+                    self._lost(worker_id, epoch, fault)
 
         async def tell(worker_id: str, epoch: int, worker: Worker) -> None:
             try:

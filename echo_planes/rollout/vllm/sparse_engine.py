@@ -101,7 +101,10 @@ class SparseEngine(VllmEngine):
         on_tokens: Callable[[int, Sample], None],
         draw: Draw | None = None,
     ) -> list[Sample]:
-        """See `VllmEngine.generate`. A share of the answers is audited afterwards, beside the next ones."""
+        """See `VllmEngine.generate`. A share of the answers is audited afterwards, beside the next ones.
+
+        Not while every bin is dense: there is nothing to compare.
+        """
         samples = await super().generate(
             prompt_ids,
             num_samples=num_samples,
@@ -109,7 +112,7 @@ class SparseEngine(VllmEngine):
             on_tokens=on_tokens,
             draw=draw,
         )
-        if draw is None and self._schedule is not None:
+        if draw is None and self._schedule is not None and any(self._schedule.pages):
             for sample in samples:
                 is_drawn = self._random.random() < self._audit_share
                 if is_drawn and len(self._auditing) < MOST_WAITING and len(sample.spans) == 1:
