@@ -2,7 +2,7 @@
 
 Sequences repeat a random period, with 3 % of the bytes replaced. To go on with one, the model must find the
 last occurrences of the newest bytes: far back, and anywhere. A random model's attention is flat, so leaving
-pages out says nothing there. `FOLDER` here is `bench/recall`, whose weights are in the repository.
+pages out says nothing there. The one in `bench/recall_model` was trained so.
 
 The task continues such sequences: `task=bench.recall:Recall`.
 """
