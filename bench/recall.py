@@ -2,7 +2,8 @@
 
 Sequences repeat a random period, with 3 % of the bytes replaced. To go on with one, the model must find the
 last occurrences of the newest bytes: far back, and anywhere. A random model's attention is flat, so leaving
-pages out says nothing there. The one in `bench/recall_model` was trained so.
+pages out says nothing there. The one in `bench/recall_model` was trained so, but in two sittings, the
+second of which began with new moments of the optimizer.
 
 The task continues such sequences: `task=bench.recall:Recall`.
 """
