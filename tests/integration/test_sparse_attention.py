@@ -273,6 +273,9 @@ def test_a_dense_request_among_sparse_ones_is_dense(bench: Bench, prompts: list[
 
     plain, asked = bench.run(mixed())
     assert [one.token_ids for one in asked] == [one.token_ids for one in dense]
+    pairs = zip(asked, dense, strict=True)
+    apart = [abs(p - q) for one, two in pairs for p, q in zip(one.logprobs, two.logprobs, strict=True)]
+    assert max(apart) <= 1e-4  # so evaluations and their mismatch are those of a dense run
     assert [one.token_ids for one in plain] != [one.token_ids for one in dense]
     assert {span.schedule for one in asked for span in one.spans} == {-1}
     assert {span.schedule for one in plain for span in one.spans} == {8}
