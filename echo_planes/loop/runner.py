@@ -464,7 +464,7 @@ class Runner:
         async def ask(worker_id: str, epoch: int, worker: Worker) -> None:
             with suppress(RunError):  # the worker's run() reports its loss
                 audits = await self._within("audits", STATS_S, worker.audits(), worker=worker_id)
-                if fault := keeper.hear(worker_id, audits):
+                if fault := keeper.hear(audits):
                     self._lost(worker_id, epoch, fault)
 
         async def tell(worker_id: str, epoch: int, worker: Worker) -> None:

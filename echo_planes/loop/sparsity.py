@@ -12,6 +12,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from echo_planes.config.files import MODEL_JSON_BYTES, read_json
 from echo_planes.config.schema import Config
 from echo_planes.config.sparse import SparseConfig
@@ -154,14 +156,15 @@ class Keeper:
         """Schedule that every worker is to have."""
         return self._guard.schedule
 
-    def hear(self, worker_id: str, audits: object) -> str:
+    def hear(self, audits: object) -> str:
         """Take in a worker's audits. Return why they cannot be any; "": they can."""
         if not isinstance(audits, list):
             return f"malformed audits: {type(audits).__name__}"
         for audit in audits:
             if fault := audit_fault(audit):
                 return f"malformed audit: {fault}"
-            self._count(audit)
+            if audit.schedule == self.schedule.number:  # not one that was on its way when budgets rose
+                self._count(audit)
             self._guard.add(audit)
         return ""
 
@@ -185,9 +188,8 @@ class Keeper:
         return schedule
 
     def _count(self, audit: Audit) -> None:
-        bins = [int((audit.context_tokens + i) // self.schedule.bin_tokens) for i in range(len(audit.alphas))]
-        last = len(self.schedule.pages) - 1
-        bins = [min(one, last) for one in bins]
+        lengths = audit.context_tokens + 1 + np.arange(len(audit.alphas))
+        bins: list[int] = self.schedule.bins(lengths).tolist()
         self._histogram.add(bins, audit.alphas)
         self._answers.update(set(bins))
         self._drift += audit.drift
@@ -229,10 +231,10 @@ def _fixed(schedule: Schedule) -> dict[str, int]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text())
-        for one in record["schedules"]:
+        for one in (*record["schedules"], record["schedules"][-1]):
             Schedule(**one | {"pages": tuple(one["pages"])})
     except FileNotFoundError:
         return {}
-    except (ValueError, LookupError, TypeError) as error:
+    except (ConfigError, ValueError, LookupError, TypeError) as error:
         raise DataError(f"{path} holds no schedules ({error}); restore it, or remove it") from error
     return dict(record)

@@ -172,7 +172,7 @@ def test_a_keeper_writes_down_every_schedule_and_a_resume_goes_on_with_the_last(
     told = Told()
     keeper = Keeper(config(), tmp_path, told)
     assert keeper.schedule == schedule_of(config().sparse)
-    assert keeper.hear("w0", [audit([POOR] * 10 + [GOOD] * 40)] * LEAST) == ""
+    assert keeper.hear([audit([POOR] * 10 + [GOOD] * 40)] * LEAST) == ""
     changed = keeper.change()
     assert changed is not None
     assert (changed.number, changed.pages) == (1, (30, 40))
@@ -191,7 +191,7 @@ def test_a_keeper_writes_down_every_schedule_and_a_resume_goes_on_with_the_last(
 def test_a_guard_that_only_warns_says_it_once(tmp_path: Path, mode: str, words: int) -> None:
     told = Told()
     keeper = Keeper(config(guard=mode), tmp_path, told)
-    keeper.hear("w0", [audit([BAD] * 50)] * LEAST)
+    keeper.hear([audit([BAD] * 50)] * LEAST)
     for _ in range(3):
         assert keeper.change() is None
     assert sum(kind == "sparse guard" for kind, _ in told.events) == words
@@ -201,23 +201,26 @@ def test_a_guard_that_only_warns_says_it_once(tmp_path: Path, mode: str, words: 
 def test_a_keeper_tells_the_acceptance_now_and_then(tmp_path: Path) -> None:
     told = Told()
     keeper = Keeper(config(), tmp_path, told)
-    keeper.hear("w0", [audit([GOOD] * 50)] * WINDOW)
+    keeper.hear([audit([GOOD] * 50)] * WINDOW)
     ((kind, text),) = told.events
     assert kind == "sparse audit"
     assert "bin 0 (20 pages) 5th percentile 0.99" in text
-    keeper.hear("w0", [audit([GOOD] * 50, context=3000)] * 2)
+    keeper.hear([audit([GOOD] * 50, context=3000)] * 2)
     keeper.close()
     assert "bin 1 (40 pages) too few answers (2)" in told.events[-1][1]
 
 
 def test_malformed_audits_are_named(tmp_path: Path) -> None:
     keeper = Keeper(config(), tmp_path, Told())
-    assert "malformed" in keeper.hear("w0", "no list")
-    assert "malformed" in keeper.hear("w0", [audit([GOOD]), audit([2.0])])
+    assert "malformed" in keeper.hear("no list")
+    assert "malformed" in keeper.hear([audit([GOOD]), audit([2.0])])
 
 
-def test_a_damaged_record_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text('{"schedules": [{"pages": "many"}]}')
+@pytest.mark.parametrize(
+    "text", ["no JSON", "{}", '{"schedules": []}', '{"schedules": [{"pages": "many"}]}', '{"schedules": [7]}']
+)
+def test_a_damaged_record_is_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE).write_text(text)
     with pytest.raises(DataError, match="restore it"):
         Keeper(config(), tmp_path, Told())
 
