@@ -37,7 +37,7 @@ from tests.integration.harness import (
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 STREAM_S = 0.5
-STEPS = 5
+STEPS = 12  # enough for a second worker whose engine starts a quarter of a minute later
 MAX_TOKENS = 240
 KILLED = "killed"  # the file beside the run that says when
 
