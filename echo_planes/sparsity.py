@@ -31,6 +31,7 @@ from echo_planes.types import Sample
 
 NOTHING = 1  # exit status: no budget keeps the target
 COLORS = 5  # of the style sheet
+_OWN = ("out", "budgets", "prompts")
 USAGE = """usage: python -m echo_planes.sparsity calibrate out=FILE.yaml [budgets=8,16] [prompts=64] ...
 
 Answers the first prompts of the run's task with each budget (pages that a sampled token reads), compares the
@@ -96,7 +97,7 @@ def _calibrate(words: Sequence[str]) -> int:
     check_lengths(config)
     most = -(-config.model.max_model_len // config.sparse.page_tokens)
     budgets = _numbers("budgets", own.get("budgets", "")) or [8 << i for i in range(12) if 8 << i < most]
-    (prompts,) = _numbers("prompts", own.get("prompts", "64")) or [64]
+    prompts = (_numbers("prompts", own.get("prompts", "64")) or [64])[0]
     if prompts < LEAST_ANSWERS:
         raise ConfigError(
             f"prompts={prompts}: below {LEAST_ANSWERS} answers nothing can be said; ask for more"
@@ -126,9 +127,6 @@ def _calibrate(words: Sequence[str]) -> int:
     write_atomic(out.with_suffix(".html"), as_html(config, surface, schedule))
     print(f"written: {out} and {out.with_suffix('.html').name}")
     return 0
-
-
-_OWN = ("out", "budgets", "prompts")
 
 
 def _numbers(key: str, text: str) -> list[int]:
@@ -200,7 +198,8 @@ def as_text(surface: Surface, schedule: Sequence[int]) -> str:
         [
             *lines,
             f"5th percentile of acceptance. *: at most {TAIL:.0%} of the tokens are below "
-            f"{surface.target:g}, beyond doubt (95 %). too few: below {LEAST_ANSWERS} answers; dense there.",
+            f"{surface.target:g}, beyond doubt (95 %). too few: below {LEAST_ANSWERS} answers."
+            " Such a bin takes the budget of the next longer one, else it is dense.",
         ]
     )
 

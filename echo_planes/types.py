@@ -18,8 +18,7 @@ FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 ByteArray = npt.NDArray[np.uint8]
 
-# Status of a trajectory. failed: its rollout, or its group, failed. The others: its reward took too long,
-# raised an error, or was not a finite reward.
+# failed: the rollout, or its group. The others: the reward took too long, raised an error, or was not finite.
 Status = Literal["ok", "failed", "reward_timeout", "reward_error", "reward_invalid"]
 Market = Literal["on_demand", "spot"]  # a provider may take spot machines away
 Codec = str  # name of a codec: "full", or that of a patch codec (weights/codec/table.py)
@@ -169,7 +168,7 @@ def is_whole(sample: Sample) -> bool:
 
 def sampled_tokens(group: Group) -> int:
     """Return how many tokens of a group the policy sampled."""
-    # A mask of numpy's booleans sums to one of numpy's numbers, which JSON and the claims do not take.
+    # JSON and the claims do not take the numbers that a mask of numpy's booleans sums to.
     return int(sum(sum(trajectory.episode.response_mask) for trajectory in group.trajectories))
 
 

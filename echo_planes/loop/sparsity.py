@@ -60,11 +60,8 @@ def check_sparse(config: Config) -> None:
     sparse, sampling = config.sparse, config.sampling
     if not sparse.schedule:
         return
-    for key, value, why in (
-        ("sampling.temperature", sampling.temperature, 1.0),
-        ("sampling.top_p", sampling.top_p, 1.0),
-    ):
-        if sparse.audit_share and value != why:
+    for key, value in (("sampling.temperature", sampling.temperature), ("sampling.top_p", sampling.top_p)):
+        if sparse.audit_share and value != 1:
             raise ConfigError(
                 f"sparse.audit_share={sparse.audit_share:g} with {key}={value:g}: audits compare with the "
                 f"model's own distribution; set {key}=1, or sparse.audit_share=0 and sparse.guard=off"

@@ -1,8 +1,8 @@
 """Guard of a schedule of KV budgets: raises a budget once the audits of its bin are below target.
 
 A bin keeps the target where at most 5 % of its tokens have an acceptance below it (Sparrow 3.2). The budget
-rises a notch when that share is larger beyond doubt, and to all pages when it is for `FLOOR` of the target:
-there training collapses. Budgets never fall, so a run is at worst as slow as a dense one.
+rises a notch when that share is larger beyond doubt, and to all pages when it is for `FLOOR` of the target.
+Budgets never fall, so a run is at worst as slow as a dense one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WINDOW = 64  # newest audited answers of a bin that count
 LEAST = 16  # answers without which nothing is said
 DEVIATIONS = 3.5  # standard errors beyond which there is no doubt
 NOTCH = 1.5  # times as many pages
-FLOOR = 0.87  # of the target: Sparrow, figure 4, has 0.75 where 0.86 is stable
+FLOOR = 0.87  # of the target: 0.75 of 0.86: the lowest target that Sparrow studies
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
+DENSE = "echo_planes_dense"  # in a request's extra arguments: dense attention, whatever the schedule
 _FINISH_REASONS: dict[str | None, Literal["stop", "length", "abort"]] = {
     "stop": "stop",
     "length": "length",

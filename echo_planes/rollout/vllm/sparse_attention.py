@@ -37,9 +37,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from echo_planes.errors import ConfigError
 from echo_planes.rollout.sparsity.pages import add_keys, choose_pages, warm_up
 from echo_planes.rollout.sparsity.schedule import PAGE_TOKENS, Schedule
+from echo_planes.rollout.vllm.answers import DENSE
 from echo_planes.rollout.vllm.plugin import WorkerExtension
-
-DENSE = "echo_planes_dense"  # key of a request's extra arguments
 
 
 class _Engine:

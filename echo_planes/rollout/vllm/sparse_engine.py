@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from echo_planes.errors import ConfigError, RunError
 from echo_planes.rollout.sparsity.acceptance import Acceptance, Audit, acceptance
 from echo_planes.rollout.sparsity.schedule import PAGE_TOKENS, Schedule
-from echo_planes.rollout.vllm.answers import label
+from echo_planes.rollout.vllm.answers import DENSE, label
 from echo_planes.rollout.vllm.engine import VllmEngine
 from echo_planes.types import Draw, Sample
 
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 _MODULE = "echo_planes.rollout.vllm.sparse_attention"
-_DENSE = "echo_planes_dense"  # as `sparse_attention.DENSE`, which only vLLM's process imports
-MOST_WAITING = 16  # answers that wait for their audit, which is dense work; further ones are not audited
+MOST_WAITING = 16  # audits between two calls of `take_audits`: they are dense work, so more are left out
 
 
 class SparseEngine(VllmEngine):
@@ -123,7 +122,7 @@ class SparseEngine(VllmEngine):
     def _sampling_params(self, num_samples: int, max_tokens: int, draw: Draw) -> SamplingParams:
         params = super()._sampling_params(num_samples, max_tokens, draw)
         if draw.dense:
-            params.extra_args = {_DENSE: True}
+            params.extra_args = {DENSE: True}
         return params
 
     async def _audit_later(self, prompt_ids: Sequence[int], sample: Sample) -> None:
@@ -201,7 +200,7 @@ class SparseEngine(VllmEngine):
             logprobs=count,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={_DENSE: True},
+            extra_args={DENSE: True},
         )
         if {span.version for span in sample.spans} != {self._version}:
             return None
