@@ -7,9 +7,9 @@ The paper draws its schedules in a figure only; the ones assumed here grow in pr
 from __future__ import annotations
 
 from bench.papers_base import Claim, Row, Values
+from echo_planes.config.kv_schedule import Schedule
 from echo_planes.fleet.sku_facts import SKU_FACTS
 from echo_planes.rollout.sparsity.cost import Decoder, mean_read_tokens, token_s
-from echo_planes.rollout.sparsity.schedule import Schedule
 
 # Weights, layers, KV heads and heads of their public config.json; all heads are of 128.
 MODELS = {

@@ -36,9 +36,9 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from bench import sparse_learning, sparse_schedule
 from echo_planes.config.fleet import EngineConfig
+from echo_planes.config.kv_schedule import PAGE_TOKENS, Schedule
 from echo_planes.config.schema import BUILTIN_MODELS, SamplingConfig
 from echo_planes.rollout.sparsity.acceptance import Histogram
-from echo_planes.rollout.sparsity.schedule import PAGE_TOKENS, Schedule
 from echo_planes.rollout.vllm.engine import VllmEngine
 from echo_planes.rollout.vllm.sparse_engine import SparseEngine
 from echo_planes.types import Draw, Sample

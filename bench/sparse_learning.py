@@ -21,7 +21,7 @@ from typing import Any
 
 from bench.recall import MODEL
 
-SEEDS, STEPS = 3, 40
+SEEDS, STEPS = 3, 160
 WITHIN, COLLAPSED = 0.02, 0.1
 COMMON = [
     "task=bench.recall:Recall",
@@ -32,9 +32,9 @@ COMMON = [
     "sampling.samples_per_prompt=4",
     "sampling.max_new_tokens=48",
     "sampling.top_logprobs=20",
-    "learner.lr=6e-4",
+    "learner.lr=4e-4",
     "staleness.max_staleness=1",
-    f"eval.every={STEPS}",
+    "eval.every=40",
     "eval.num_prompts=96",
     "eval.samples_per_prompt=8",
     "checkpoint.every=0",

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from echo_planes.rollout.sparsity.schedule import Schedule
+from echo_planes.config.kv_schedule import Schedule
 
 _NUMBERS = itertools.count()
 

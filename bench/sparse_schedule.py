@@ -17,13 +17,13 @@ import torch
 from bench.recall import MODEL, Recall, RecallOptions
 from bench.sparse_reference import Reference
 from echo_planes.config.fleet import EngineConfig
+from echo_planes.config.kv_schedule import Schedule
 from echo_planes.config.schema import SamplingConfig
 from echo_planes.data.tasks.registry import load_tokenizer
 from echo_planes.learning.policy_model import load_policy
 from echo_planes.rollout.sparsity.acceptance import TAIL, Audit, acceptance, share_bounds
 from echo_planes.rollout.sparsity.calibration import DEVIATIONS, Surface
 from echo_planes.rollout.sparsity.guard import WINDOW, Guard, Raise
-from echo_planes.rollout.sparsity.schedule import Schedule
 from echo_planes.rollout.vllm.sparse_engine import SparseEngine
 from echo_planes.types import Sample
 

@@ -35,6 +35,16 @@ class SparseConfig(Section):
     first_pages: int = Free(1, ge=0, description="first pages, always read")
     last_pages: PositiveInt = Free(2, description="last pages, always read")
     dense_layers: int = Free(2, ge=0, description="first layers, which read everything")
+    distill_rank: int = Free(
+        0,
+        ge=0,
+        description="rank of an adapter that sparse attention alone computes with, trained towards "
+        "dense attention beside the policy (DistillSparse); 0: none",
+    )
+    distill_lr: float = Free(1e-3, gt=0, description="learning rate of that adapter")
+    distill_share: float = Free(
+        0.25, gt=0, le=1, description="share of a step's answers that it is trained on"
+    )
     model: str | None = Free(None, description="shape of the model that the schedule was calibrated for")
 
     @model_validator(mode="after")

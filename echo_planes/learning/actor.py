@@ -15,6 +15,7 @@ import ray
 from echo_planes.cluster.clock import MonotonicClock
 from echo_planes.cluster.process import LOOPBACK, enter_actor, io_mib, release_freed, settle
 from echo_planes.cluster.session import take_gpus
+from echo_planes.config.kv_schedule import Schedule
 from echo_planes.config.schema import Config
 from echo_planes.errors import RunError
 from echo_planes.types import Adjustment, BroadcastStats, FloatArray, Manifest, StepStats, TrainBatch
@@ -25,6 +26,7 @@ from echo_planes.weights.digest import BitTensor
 from echo_planes.weights.link import WeightLink
 from echo_planes.weights.node.client import SenderNode
 from echo_planes.weights.publisher import Publisher
+from echo_planes.weights.sparse_adapter import Distilled
 from echo_planes.weights.wire.signing import Signer
 
 if TYPE_CHECKING:
@@ -144,6 +146,9 @@ class LearnerProcess:
         del bits, tensors
         release_freed()
         return manifest
+
+    def distil(self, schedule: Schedule, version: int) -> Distilled | None:
+        return self._learner.distil(schedule, version)
 
     def commit(self) -> None:
         """Let workers install the last publication. Rank 0 only."""

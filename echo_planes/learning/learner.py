@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,12 +20,14 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from echo_planes.config.extensions import extension
+from echo_planes.config.kv_schedule import Schedule
 from echo_planes.config.schema import Config
 from echo_planes.errors import DivergedError
 from echo_planes.learning import deepspeed_engine, packing
 from echo_planes.learning.adapters import Adapters
 from echo_planes.learning.advantages import compute_advantages, zero_groups
 from echo_planes.learning.deepspeed_engine import DeepSpeedEngine, Frozen, StateBits, joined, keeping_shares
+from echo_planes.learning.distillation import Distiller
 from echo_planes.learning.memory import recomputes
 from echo_planes.learning.objectives import (
     OBJECTIVES,
@@ -42,6 +44,7 @@ from echo_planes.learning.probe import probe_layout
 from echo_planes.learning.rate import DriftControl, decay_left, warm_up
 from echo_planes.learning.sequence import SequenceGroup
 from echo_planes.learning.statistics import lag_stats, weight_stats
+from echo_planes.learning.step_state import Part, Step, joined_parts
 from echo_planes.types import (
     Adjustment,
     BoolArray,
@@ -50,77 +53,10 @@ from echo_planes.types import (
     LagStats,
     StepStats,
     TrainBatch,
-    joined_batch,
 )
+from echo_planes.weights.sparse_adapter import Distilled
 
 OWN_PART = 8  # one in OWN_PART trajectories is scored again to measure how far a step moved the policy
-
-
-@dataclass(slots=True)
-class _Step:
-    """State of a step in progress; sums are over tokens put through a training forward."""
-
-    advantages: Tensor  # (N,)
-    sampler_logprobs: Tensor  # (T,)
-    lags: Tensor  # (T,) int64, t - v of each token's version; 0 outside the response
-    seen: Tensor  # (2, T) logprobs at the start of the step and entropies, nats; 0 where not computed
-    mine: Tensor  # (2, T) like `seen`, of this rank's training forwards alone, before ranks are summed
-    old: Tensor | None  # (T,) logprobs of a first pass; None: the step makes a single update
-    per_lag: Tensor  # (lags, 4): tokens trained, truncated, masked, clipped
-    sums: Tensor  # (3,) loss, importance weights and KL of the micro-batches of the present update
-    factor: float | None = None  # on the scheduled rate, of drift control and guard; None: not known yet
-    drift_factor: float = 1.0  # of drift control alone
-    tokens_forward: int = 0
-    tokens_trained: int = 0  # of them, through training forwards
-    losses: list[float] = field(default_factory=list)  # per update
-    grad_norms: list[float] = field(default_factory=list)
-    learning_rate: float | None = None
-    tis: float = 0.0
-    kl: float = 0.0
-    skipped: int = 0  # updates without a finite gradient
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Part of a step, or the whole of it. N: its trajectories."""
-
-    batch: TrainBatch
-    step: _Step
-    trained: BoolArray  # (N,) of a group that goes through a training forward
-    scored: BoolArray  # (N,) of a group that goes through the model
-    empty: BoolArray  # (N,) of a group without a gradient
-    seconds: float = 0.0  # spent on it
-
-    @property
-    def inputs(self) -> Inputs:
-        return packing.find_inputs(self.batch, self.trained)
-
-
-def _joined_parts(parts: list[_Part]) -> _Part:
-    """Return the parts of a step as one, in their order."""
-    steps = [part.step for part in parts]
-    most = max(len(step.per_lag) for step in steps)
-    per_lag = [torch.nn.functional.pad(step.per_lag, (0, 0, 0, most - len(step.per_lag))) for step in steps]
-    step = _Step(
-        advantages=torch.cat([step.advantages for step in steps]),
-        sampler_logprobs=torch.cat([step.sampler_logprobs for step in steps]),
-        lags=torch.cat([step.lags for step in steps]),
-        seen=torch.cat([step.seen for step in steps], dim=1),
-        mine=torch.cat([step.mine for step in steps], dim=1),
-        old=None,
-        per_lag=torch.stack(per_lag).sum(0),
-        sums=torch.stack([step.sums for step in steps]).sum(0),
-        tokens_forward=sum(step.tokens_forward for step in steps),
-        tokens_trained=sum(step.tokens_trained for step in steps),
-    )
-    return _Part(
-        joined_batch([part.batch for part in parts]),
-        step,
-        np.concatenate([part.trained for part in parts]),
-        np.concatenate([part.scored for part in parts]),
-        np.concatenate([part.empty for part in parts]),
-        sum(part.seconds for part in parts),
-    )
 
 
 class Learner:
@@ -150,7 +86,9 @@ class Learner:
         self._adjustment = Adjustment()
         self._diverged = ""
         self.doing = "starting"  # changes as the rank moves on; other threads read it
-        self._parts: list[_Part] = []  # of the present step, in the gradient already
+        self._parts: list[Part] = []  # of the present step, in the gradient already
+        self._distiller: Distiller | None = None  # unless rollouts have a sparse adapter
+        self._newest: TrainBatch | None = None  # trained on; only where there is a distiller
         self._objective = extension("objective.name", config.objective.name, OBJECTIVES, Objective)
         self.drift = DriftControl(config.learner.drift_target, config.learner.drift_floor)
         self.loss: Callable[[Tokens], Loss] = self._policy_loss
@@ -206,6 +144,8 @@ class Learner:
             world_size=self._world_size,
             adapters=self._adapters,
         )
+        if config.sparse.distill_rank and config.sparse.schedule:
+            self._distiller = Distiller(model, config.sparse, config.run.seed, self._rank, self._world_size)
         self.doing = "probing the layout of batches"
         probe_layout(
             model,
@@ -233,7 +173,7 @@ class Learner:
         began = time.perf_counter()
         if batch.step_trajectories:
             self.train_part(batch)
-            whole, self._parts = _joined_parts(self._parts), []
+            whole, self._parts = joined_parts(self._parts), []
             began = time.perf_counter() - whole.seconds
             step = whole.step
             if step.tokens_trained:
@@ -251,7 +191,18 @@ class Learner:
         self.drift.stepped(step.factor if step.losses and step.factor else 0.0)
         if step.losses and self.drift.target and not step.lags.any():
             self._watch_own_step(whole.batch, whole.scored, step)
+        self._newest = whole.batch if self._distiller is not None else None
         return self._stats(whole, began)
+
+    def distil(self, schedule: Schedule, version: int) -> Distilled | None:
+        """Train the sparse adapter on the newest step's answers (`Distiller.distil`); None: there is none."""
+        if self._distiller is None:
+            return None
+
+        def tell(text: str) -> None:
+            self.doing = f"step {self._num_updates}: {text}"
+
+        return self._distiller.distil(self._newest, schedule, version, tell)
 
     def train_part(self, batch: TrainBatch) -> None:
         """Add a part of a step to the gradient of its update (RLBoost section 4.1).
@@ -269,7 +220,7 @@ class Learner:
         self._accumulate(part, part.inputs, np.arange(batch.num_trajectories), closes=closes)
         self._parts.append(replace(part, seconds=time.perf_counter() - began))
 
-    def _prepare(self, batch: TrainBatch) -> _Part:
+    def _prepare(self, batch: TrainBatch) -> Part:
         """Check a batch, find its advantages, and score those of its groups that are only scored."""
         self._refuse_if_diverged()
         config = self._config.objective
@@ -284,7 +235,7 @@ class Learner:
         if config.score_skipped and skip.any():
             self._see(batch, packing.find_inputs(batch, skip), step)
             scored[:] = True
-        return _Part(batch, step, ~skip, scored, empty)
+        return Part(batch, step, ~skip, scored, empty)
 
     def logprobs(self, batch: TrainBatch) -> FloatArray:
         """Return the trained tokens' logprobs (T,), after temperature and top-p; 0 on other tokens."""
@@ -314,6 +265,8 @@ class Learner:
             "drift_history": self.drift.history,
         }
         self._engine.save(folder, counters)
+        if self._distiller is not None and self._rank == 0:
+            self._distiller.save(folder)
 
     def load(self, folder: Path) -> None:
         """Continue from `save`, bit for bit. Call right after `start`; raises as `DeepSpeedEngine.load`."""
@@ -323,6 +276,8 @@ class Learner:
         self._rate_left = counters.get("rate_left", 1.0)
         self.drift.at_full_rate = counters.get("drift_at_full_rate", 0.0)
         self.drift.history = counters.get("drift_history", [])
+        if self._distiller is not None:
+            self._distiller.load(folder)
 
     def close(self) -> None:
         """Leave the process group, if `start` has joined it. The learner cannot be used afterwards."""
@@ -366,10 +321,10 @@ class Learner:
             "targets": torch.from_numpy(micro.targets).to(device),
         }
 
-    def _begin(self, batch: TrainBatch, advantages: FloatArray) -> _Step:
+    def _begin(self, batch: TrainBatch, advantages: FloatArray) -> Step:
         device, num_tokens = self._engine.device, len(batch.token_ids)
         lags = np.where(batch.token_versions < 0, 0, batch.step - batch.token_versions)
-        return _Step(
+        return Step(
             advantages=torch.from_numpy(advantages).to(device),
             # A copy, because arrays that came through Ray are read-only.
             sampler_logprobs=torch.tensor(batch.sampler_logprobs, device=device),
@@ -392,13 +347,13 @@ class Learner:
             values[0, columns], values[1, columns] = self._engine.forward(**self._inputs(micro))
         return self._engine.sum_over_ranks(values), forwarded
 
-    def _see(self, batch: TrainBatch, inputs: Inputs, step: _Step) -> None:
+    def _see(self, batch: TrainBatch, inputs: Inputs, step: Step) -> None:
         """Score trajectories that no training forward of this step has scored."""
         values, forwarded = self._score(batch, inputs)
         step.seen = step.seen + values
         step.tokens_forward += forwarded
 
-    def _accumulate(self, part: _Part, inputs: Inputs, chosen: IntArray, *, closes: bool = False) -> bool:
+    def _accumulate(self, part: Part, inputs: Inputs, chosen: IntArray, *, closes: bool = False) -> bool:
         """Add the gradient of the trajectories in `chosen`; return whether there was anything to add.
 
         `closes`: complete the update even if there is nothing to add.
@@ -427,7 +382,7 @@ class Learner:
         step.tokens_trained += forwarded
         return True
 
-    def _finish_update(self, whole: _Part, *, done: float) -> None:
+    def _finish_update(self, whole: Part, *, done: float) -> None:
         """Make the update whose gradient is complete. `done`: steps of the run before it."""
         step = whole.step
         self.doing = f"step {whole.batch.step + 1}: update {self._num_updates + 1}"
@@ -451,7 +406,7 @@ class Learner:
         step.tis += tis
         step.kl += kl
 
-    def _micro_loss(self, micro: MicroBatch, weight: Tensor, step: _Step) -> Loss:
+    def _micro_loss(self, micro: MicroBatch, weight: Tensor, step: Step) -> Loss:
         """Return the loss of a micro-batch; count its tokens, and enter their logprobs, in `step`."""
         arguments = self._inputs(micro)
         logprobs, entropy = self._engine.forward(**arguments)
@@ -496,7 +451,7 @@ class Learner:
             config = config.model_copy(update=outlier_masks(config))
         return policy_loss(tokens, config, self._objective)
 
-    def _factor(self, whole: _Part) -> float:
+    def _factor(self, whole: Part) -> float:
         """Return the share of the scheduled rate that drift control and guard allow, from scored tokens."""
         batch, step = whole.batch, whole.step
         if step.old is None:
@@ -507,7 +462,7 @@ class Learner:
         step.drift_factor = self.drift.factor
         return step.drift_factor * self._adjustment.rate_scale
 
-    def _watch_own_step(self, batch: TrainBatch, scored: BoolArray, step: _Step) -> None:
+    def _watch_own_step(self, batch: TrainBatch, scored: BoolArray, step: Step) -> None:
         """Give drift control the distance that this step moved the policy, where no token is stale.
 
         One in `OWN_PART` of the scored trajectories is scored again, now with lag 1.
@@ -523,7 +478,7 @@ class Learner:
                 [LagStats(1, len(moved), drift, k3=0.0, truncated=0.0, masked=0.0, clipped=0.0)]
             )
 
-    def _lags(self, batch: TrainBatch, step: _Step, scored: BoolArray) -> tuple[LagStats, ...]:
+    def _lags(self, batch: TrainBatch, step: Step, scored: BoolArray) -> tuple[LagStats, ...]:
         chosen = scored & batch.loss_mask
         log_weight = (step.seen[0].cpu().numpy() - batch.sampler_logprobs)[chosen]
         return lag_stats(log_weight, step.lags.cpu().numpy()[chosen], step.per_lag.cpu().numpy())
@@ -534,7 +489,7 @@ class Learner:
         self._rate_left = min(self._rate_left, decay_left(config.decay, done / self._config.run.steps))
         return self._config.lr * min(warm_up(config.warmup_steps, self._num_updates), self._rate_left)
 
-    def _stats(self, whole: _Part, began: float) -> StepStats:
+    def _stats(self, whole: Part, began: float) -> StepStats:
         """Return the figures of the step, which began at `began` and was worked on since."""
         batch, step = whole.batch, whole.step
         scored = np.repeat(whole.scored, np.diff(batch.offsets))

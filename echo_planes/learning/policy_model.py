@@ -206,11 +206,26 @@ class Head(nn.Module):
         ]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
-    def _score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def divergence(self, hidden: Tensor, reference: Tensor) -> Tensor:
+        """Return KL(reference || hidden) over the vocabulary, (M,) float32 nats, of states (M, size) each.
+
+        Before top-p. The weights of lm_head must be whole on this rank.
+        """
+        size = max(CHUNK_LOGITS // self._lm_head[0].out_features, 1)
+        pairs = zip(torch.split(hidden, size), torch.split(reference, size), strict=True)
+        return torch.cat([checkpoint(self._apart, *pair, use_reentrant=False) for pair in pairs])
+
+    def _apart(self, hidden: Tensor, reference: Tensor) -> Tensor:
+        ours, theirs = self._logits(hidden).log_softmax(-1), self._logits(reference).log_softmax(-1)
+        return (theirs.exp() * (theirs - ours)).sum(-1)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
         lm_head = self._lm_head[0]
         logits = nn.functional.linear(hidden, lm_head.weight, lm_head.bias).float()
-        if self.temperature != 1.0:
-            logits = logits / self.temperature
+        return logits / self.temperature if self.temperature != 1.0 else logits
+
+    def _score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self._logits(hidden)
         if self.top_p < 1.0:
             logits = logits.masked_fill(~nucleus(logits.detach(), targets, self.top_p), -torch.inf)
         normaliser = logits.logsumexp(-1)

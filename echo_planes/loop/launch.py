@@ -21,6 +21,7 @@ from echo_planes.cluster.placement import cluster_address, lasting_machines
 from echo_planes.cluster.session import NodeWatch, machines
 from echo_planes.config.extensions import extension
 from echo_planes.config.fleet import WorkerConfig
+from echo_planes.config.kv_schedule import Schedule
 from echo_planes.config.schema import Config, LearnerConfig
 from echo_planes.data.actor import DataService
 from echo_planes.data.replay.batch import make_batch
@@ -43,7 +44,6 @@ from echo_planes.loop.watch import SILENT
 from echo_planes.rollout.actor import FIRST_WEIGHTS, WorkerProcess
 from echo_planes.rollout.model_folder import ModelFiles
 from echo_planes.rollout.sparsity.acceptance import Audit
-from echo_planes.rollout.sparsity.schedule import Schedule
 from echo_planes.types import (
     Adjustment,
     BroadcastStats,
@@ -62,6 +62,7 @@ from echo_planes.types import (
     WorkerStats,
 )
 from echo_planes.weights.link import WeightLink, listening_host
+from echo_planes.weights.sparse_adapter import Distilled, SparseAdapter
 from echo_planes.weights.wire.signing import Signer
 
 CLOSE_S = 10.0
@@ -287,6 +288,10 @@ class RemoteLearner:
     async def commit(self, version: int) -> None:
         await self._ranks[0].call("commit")
 
+    async def distil(self, schedule: Schedule, version: int) -> Distilled | None:
+        distilled: Distilled | None = (await self._all("distil", schedule, version))[0]
+        return distilled
+
     async def broadcasts(self) -> list[BroadcastStats]:
         stats: list[BroadcastStats] = await self._ranks[0].call("broadcasts")
         return stats
@@ -357,6 +362,9 @@ class RemoteWorker:
 
     async def set_schedule(self, schedule: Schedule) -> None:
         await self._actor.call("set_schedule", schedule)
+
+    async def set_adapter(self, adapter: SparseAdapter) -> None:
+        await self._actor.call("set_adapter", adapter)
 
     async def audits(self) -> list[Audit]:
         audits: list[Audit] = await self._actor.call("audits")

@@ -10,20 +10,28 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from echo_planes.cluster.clock import Clock
+from echo_planes.config.kv_schedule import Schedule
 from echo_planes.config.schema import Config
 from echo_planes.data.claims import Rules, answers_fault, rules_of, stats_fault
-from echo_planes.errors import ClusterError, EchoPlanesError, LeaseError, RunError, WaitTimeoutError
+from echo_planes.errors import (
+    ClusterError,
+    EchoPlanesError,
+    LeaseError,
+    RunError,
+    WaitTimeoutError,
+    WeightsError,
+)
 from echo_planes.loop import events as ev
 from echo_planes.loop.controller import Controller
 from echo_planes.loop.evaluation import eval_draw, report_of
 from echo_planes.loop.planes import Accepted, DataPlane, LearnerPlane, Observer, Planes, Worker
 from echo_planes.loop.sparsity import Keeper
 from echo_planes.loop.watch import Progress, Watch
-from echo_planes.rollout.sparsity.schedule import Schedule
 from echo_planes.types import (
     BufferCounts,
     Manifest,
@@ -31,6 +39,7 @@ from echo_planes.types import (
     Trajectory,
     WorkerInfo,
 )
+from echo_planes.weights.sparse_adapter import SparseAdapter
 
 T = TypeVar("T")
 
@@ -110,6 +119,7 @@ class Runner:
         self._serving = False  # some worker serves a published version
         self._beside = beside
         self._keeper = keeper
+        self._adapter: SparseAdapter | None = None  # the newest
         self._ending = False
         self.stop_requested: ev.StopRequested | None = None  # the first request
         self._watch = Watch(clock, self._ask_for_progress, self._tell_stall)
@@ -275,6 +285,8 @@ class Runner:
             self._built.add((worker_id, epoch))
             if self._keeper is not None:
                 await self._schedule_on(worker_id, worker, self._keeper.schedule)
+            if self._adapter is not None:
+                await self._adapter_on(worker_id, worker, self._adapter)
             self._events.put_nowait(ev.WorkerReady(worker_id, epoch))
             with self._watch.over("sampling", worker_id), self._watch.over("reward", worker_id):
                 await worker.run()
@@ -331,6 +343,19 @@ class Runner:
         self._observer.on_published(manifest, self._clock.now_s() - begun_s)
         self._free_since_s = self._clock.now_s()
         self._events.put_nowait(ev.Published(manifest))
+        if self._keeper is not None and self._config.sparse.distill_rank:
+            await self._distil(self._keeper, version)
+
+    async def _distil(self, keeper: Keeper, version: int) -> None:
+        """Train the sparse adapter towards the weights just published, and give it to all workers."""
+        asked = self._planes.learner.distil(keeper.schedule, version)
+        distilled = await self._moving("distillation", asked, version=version)
+        self._free_since_s = self._clock.now_s()
+        if distilled is None:
+            return
+        self._adapter = distilled.adapter
+        keeper.hear_distilled(distilled)
+        await self._on_all(partial(self._adapter_on, adapter=distilled.adapter))
 
     async def _install(self, worker_id: str, epoch: int, fresh: bool) -> None:
         manifest, current = self._manifest, self._workers.get(worker_id)
@@ -467,19 +492,29 @@ class Runner:
                 if fault := keeper.hear(audits):
                     self._lost(worker_id, epoch, fault)
 
-        async def tell(worker_id: str, epoch: int, worker: Worker) -> None:
-            try:
-                await self._schedule_on(worker_id, worker, keeper.schedule)
-            except RunError as why:
-                self._lost(worker_id, epoch, str(why))
-
         await asyncio.gather(*(ask(*one) for one in built))
         if keeper.change() is not None:
-            await asyncio.gather(*(tell(*one) for one in built))
+            await self._on_all(partial(self._schedule_on, schedule=keeper.schedule))
+
+    async def _on_all(self, call: Callable[[str, Worker], Awaitable[None]]) -> None:
+        """Make a call to every worker whose engine is ready; one that cannot follow is lost."""
+
+        async def tell(worker_id: str, epoch: int, worker: Worker) -> None:
+            try:
+                await call(worker_id, worker)
+            except (RunError, WeightsError) as why:
+                self._lost(worker_id, epoch, str(why))
+
+        built = [(w, *current) for w, current in self._workers.items() if (w, current[0]) in self._built]
+        await asyncio.gather(*(tell(*one) for one in built))
 
     async def _schedule_on(self, worker_id: str, worker: Worker, schedule: Schedule) -> None:
         limit_s = self._config.run.wait_limit_s  # an install may be in progress
         await self._within("KV budgets", limit_s, worker.set_schedule(schedule), worker=worker_id)
+
+    async def _adapter_on(self, worker_id: str, worker: Worker, adapter: SparseAdapter) -> None:
+        limit_s = self._config.run.wait_limit_s
+        await self._within("sparse adapter", limit_s, worker.set_adapter(adapter), worker=worker_id)
 
     async def _collect_stats(self) -> None:
         await self.collect_worker_stats()

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from echo_planes.config.files import MODEL_JSON_BYTES, read_json
+from echo_planes.config.kv_schedule import Schedule
 from echo_planes.config.schema import Config
 from echo_planes.config.sparse import SparseConfig
 from echo_planes.errors import ConfigError, DataError
@@ -22,7 +23,7 @@ from echo_planes.loop.planes import Observer
 from echo_planes.reporting.metrics import write_atomic
 from echo_planes.rollout.sparsity.acceptance import Audit, Histogram, audit_fault
 from echo_planes.rollout.sparsity.guard import LEAST, WINDOW, Guard
-from echo_planes.rollout.sparsity.schedule import Schedule
+from echo_planes.weights.sparse_adapter import Distilled
 
 FILE = "kv_budgets.json"
 TOLD_EVERY = WINDOW  # audited answers between two words of how far they are from dense
@@ -70,6 +71,13 @@ def check_sparse(config: Config) -> None:
         raise ConfigError(
             f"sparse.audit_share={sparse.audit_share:g} with sampling.top_logprobs=0: audits compare the "
             "likeliest tokens; set sampling.top_logprobs=20"
+        )
+    learner = config.learner
+    if sparse.distill_rank and (learner.zero_stage == 3 or learner.sequence_ranks > 1):
+        raise ConfigError(
+            f"sparse.distill_rank={sparse.distill_rank} with learner.zero_stage={learner.zero_stage} and "
+            f"sequence_ranks={learner.sequence_ranks}: the adapter is trained where a rank has the whole "
+            "policy and whole answers; set zero_stage to at most 2 and sequence_ranks to 1"
         )
     for worker in [*config.fleet.workers, *config.seeding.workers().values()]:
         engine, name = worker.engine, f"the engine of SKU '{worker.sku}'"
@@ -147,6 +155,7 @@ class Keeper:
         self._answers: Counter[int] = Counter()  # audited since the last word, by bin
         self._drift = 0.0  # sum over these answers
         self._audited = 0
+        self._distilled = 0  # updates of the adapter
 
     @property
     def schedule(self) -> Schedule:
@@ -164,6 +173,20 @@ class Keeper:
                 self._count(audit)
             self._guard.add(audit)
         return ""
+
+    def hear_distilled(self, distilled: Distilled) -> None:
+        """Take in an update of the sparse adapter, and report the first one and now and then another."""
+        if not distilled.tokens:
+            return
+        if self._distilled % TOLD_EVERY == 0:
+            size = len(distilled.adapter.tensors)
+            self._observer.on_event(
+                "sparse distillation",
+                f"KL(dense || sparse) was {distilled.divergence:.4f} nats a token of {distilled.tokens:,}, "
+                f"{distilled.seconds:.1f} s, adapter of {size:,} bytes",
+                version=distilled.adapter.version,
+            )
+        self._distilled += 1
 
     def change(self) -> Schedule | None:
         """Return a new schedule for all workers, if the audits ask for one."""

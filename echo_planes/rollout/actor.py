@@ -16,6 +16,7 @@ import ray
 from echo_planes.cluster.process import enter_actor, io_mib
 from echo_planes.cluster.session import take_gpus
 from echo_planes.config.fleet import WorkerConfig
+from echo_planes.config.kv_schedule import Schedule
 from echo_planes.config.schema import Config
 from echo_planes.errors import RunError, WeightsError
 from echo_planes.rollout.model_folder import ModelFiles, has_weights
@@ -23,13 +24,13 @@ from echo_planes.rollout.notices import Cloud, MetadataService, watch
 from echo_planes.rollout.scoring import ProcessScorer
 from echo_planes.rollout.sources import Task, WorkSource
 from echo_planes.rollout.sparsity.acceptance import Audit
-from echo_planes.rollout.sparsity.schedule import Schedule
 from echo_planes.rollout.vllm.engine import VllmEngine
 from echo_planes.rollout.vllm.sparse_engine import SparseEngine
 from echo_planes.rollout.worker import RolloutWorker
 from echo_planes.types import Draw, InstallReport, Manifest, Trajectory, WorkerStats
 from echo_planes.weights.link import NodeSource, WeightLink
 from echo_planes.weights.node.client import WorkerNode
+from echo_planes.weights.sparse_adapter import SparseAdapter
 
 NOTICE_EVERY_S = 2.0  # the shortest notice any cloud gives is 30 s
 NOTICE_LIMIT_S = 2.0
@@ -171,6 +172,9 @@ class WorkerProcess:
 
     async def set_schedule(self, schedule: Schedule) -> None:
         await self._worker.set_schedule(schedule)
+
+    async def set_adapter(self, adapter: SparseAdapter) -> None:
+        await self._worker.set_adapter(adapter)
 
     async def audits(self) -> list[Audit]:
         return await self._worker.audits()

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from echo_planes.config.kv_schedule import Schedule
 from echo_planes.rollout.sparsity.acceptance import Audit
-from echo_planes.rollout.sparsity.schedule import Schedule
 from echo_planes.types import Draw, Publication, Sample
+from echo_planes.weights.sparse_adapter import SparseAdapter
 
 
 class Engine(Protocol):
@@ -82,6 +83,15 @@ class Engine(Protocol):
         """Decode by a schedule of KV budgets from now on; None: dense.
 
         Raises:
+            RunError: the engine was built for dense attention, or died.
+        """
+        ...
+
+    async def set_adapter(self, adapter: SparseAdapter) -> None:
+        """Compute with an adapter where attention is sparse, from now on. An older one than the last is left.
+
+        Raises:
+            WeightsError: it is no adapter of this model.
             RunError: the engine was built for dense attention, or died.
         """
         ...

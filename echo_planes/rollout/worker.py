@@ -22,6 +22,7 @@ from dataclasses import replace
 
 from echo_planes.cluster.clock import Clock, MonotonicClock
 from echo_planes.config.fleet import WorkerConfig
+from echo_planes.config.kv_schedule import Schedule
 from echo_planes.config.schema import SamplingConfig
 from echo_planes.errors import ClusterError, WeightsError
 from echo_planes.rollout.engine import Engine
@@ -29,7 +30,6 @@ from echo_planes.rollout.episodes import Player
 from echo_planes.rollout.scoring import Scorer
 from echo_planes.rollout.sources import Task, WeightSource, WorkSource
 from echo_planes.rollout.sparsity.acceptance import Audit
-from echo_planes.rollout.sparsity.schedule import Schedule
 from echo_planes.rollout.work import Load, Plateau, Work, places
 from echo_planes.types import (
     Draw,
@@ -42,6 +42,7 @@ from echo_planes.types import (
     WorkerStats,
     sampled_tokens,
 )
+from echo_planes.weights.sparse_adapter import SparseAdapter
 
 PULL_WAIT_S = 5.0
 
@@ -238,6 +239,10 @@ class RolloutWorker:
     async def set_schedule(self, schedule: Schedule) -> None:
         """Decode by a schedule of KV budgets from now on."""
         await self._engine.set_schedule(schedule)
+
+    async def set_adapter(self, adapter: SparseAdapter) -> None:
+        """Compute with this adapter where attention is sparse, from now on."""
+        await self._engine.set_adapter(adapter)
 
     async def audits(self) -> list[Audit]:
         """Return the audits of answers since the last call."""

@@ -272,6 +272,9 @@ class FakeLearner:
         self._last = version
         return self._published(version, base)
 
+    async def distil(self, schedule: object, version: int) -> None:
+        return None
+
     async def commit(self, version: int) -> None:
         return None
 

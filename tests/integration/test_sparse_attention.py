@@ -17,13 +17,17 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bench.sparse_reference import Reference
 from echo_planes.config.fleet import EngineConfig
+from echo_planes.config.kv_schedule import Schedule
 from echo_planes.config.schema import SamplingConfig
-from echo_planes.errors import ConfigError, RunError
+from echo_planes.config.sparse import SparseConfig
+from echo_planes.errors import ConfigError, RunError, WeightsError
+from echo_planes.learning.distillation import Distiller, SparseRows
+from echo_planes.learning.policy_model import load_policy
 from echo_planes.rollout.sparsity.acceptance import Audit, audit_fault
-from echo_planes.rollout.sparsity.schedule import Schedule
 from echo_planes.rollout.vllm.sparse_engine import SparseEngine
 from echo_planes.types import Draw, Sample, Span
 from echo_planes.weights.digest import bit_tensor
+from echo_planes.weights.sparse_adapter import SparseAdapter
 from tests.thorough import takes_minutes
 from tests.unit.test_receiver import publication
 
@@ -315,6 +319,68 @@ def test_a_share_of_the_answers_is_audited_by_itself(folder: Path, prompts: list
     assert {one.schedule for one in audits} == {3}
     assert not any(map(audit_fault, audits))
     assert max(one.drift for one in audits) > 0.01
+
+
+def adapted(folder: Path, seed: int = 0) -> tuple[Distiller, SparseAdapter]:
+    """An adapter that does something, with the values that bf16 has."""
+    distiller = Distiller(
+        load_policy(folder, torch.float32, 1.0, 1.0), SparseConfig(distill_rank=4), seed, 0, 1
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for a, b in distiller.pairs.values():
+            a.copy_(a.bfloat16())
+            b.copy_((0.02 * torch.randn(b.shape, generator=generator)).bfloat16())
+    return distiller, SparseAdapter.of(1, distiller.pairs)
+
+
+def test_the_learners_sparse_forward_is_the_engines(
+    bench: Bench, folder: Path, prompts: list[list[int]]
+) -> None:
+    """Prompts in chunks, several lengths, a first bin that is dense; before the adapter and with it."""
+    schedule = replace(bench.short, pages=(0, *bench.short.pages), bin_tokens=100, number=11)
+    distiller, adapter = adapted(folder)
+
+    async def drawn() -> list[list[Sample]]:
+        await bench.engine.set_schedule(schedule)
+        found = [await several(bench.engine, prompts, 60, None)]
+        await bench.engine.set_adapter(adapter)
+        await bench.engine.set_adapter(replace(adapter, version=0, tensors=adapted(folder, 1)[1].tensors))
+        found.append(await several(bench.engine, prompts, 60, None))
+        found.append(await several(bench.engine, prompts, 60, replace(GREEDY, dense=True)))
+        await bench.engine.set_schedule(None)
+        found.append(await several(bench.engine, prompts, 60, GREEDY))
+        return found
+
+    before, after, asked_dense, dense = bench.run(drawn())
+
+    def apart(samples: list[Sample], *, is_on: bool) -> list[float]:
+        worst = []
+        for prompt, sample in zip(prompts, samples, strict=True):
+            decoded = np.arange(len(prompt) + len(sample.token_ids) - 1) >= len(prompt)
+            rows = SparseRows.of(schedule, 4, decoded, torch.device("cpu"))
+            rows = rows if is_on else replace(rows, adapted=rows.adapted[:0])
+            predictors = torch.arange(len(prompt) - 1, len(decoded))
+            ids = torch.tensor([*prompt, *sample.token_ids])
+            with torch.no_grad(), distiller.sparse(rows):
+                hidden = distiller.hidden(ids[:-1], predictors)
+                logprobs = distiller.policy.head(hidden, ids[len(prompt) :])[0]
+            worst.append(float((logprobs - torch.tensor(sample.logprobs)).abs().max()))
+        return worst
+
+    assert max(apart(before, is_on=False)) < 1e-3
+    assert max(apart(after, is_on=True)) < 1e-3
+    assert max(apart(after, is_on=False)) > 1e-2
+    assert [one.token_ids for one in asked_dense] == [one.token_ids for one in dense]
+
+
+def test_an_adapter_of_another_model_is_refused(bench: Bench) -> None:
+    for tensors in (
+        {"model.layers.0.self_attn.q_proj": (torch.ones(2, 8), torch.ones(8, 2))},
+        {"other": (torch.ones(2, 8), torch.ones(8, 2))},
+    ):
+        with pytest.raises((WeightsError, RunError), match="sparse adapter"):
+            bench.run(bench.engine.set_adapter(SparseAdapter.of(9, tensors)))
 
 
 def test_of_two_schedules_the_later_number_stays(bench: Bench) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from echo_planes.config.kv_schedule import Schedule
 from echo_planes.rollout.sparsity.acceptance import Audit
 from echo_planes.rollout.sparsity.guard import Guard
-from echo_planes.rollout.sparsity.schedule import Schedule
 
 TARGET, TOKENS, EVERY = 0.86, 100, 4  # tokens of an answer; audited answers between two looks
 

@@ -52,6 +52,7 @@ COMMANDS = ("run", "plan", "simulate", "view", "task", "sparsity")  # which put 
 FLOORS: dict[str, tuple[str, ...]] = {
     "weights": (
         "digest",
+        "sparse_adapter",
         "lineage",
         "tensor_files",
         "wire",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from echo_planes.config.kv_schedule import Schedule
 from echo_planes.rollout.sparsity.calibration import LEAST_ANSWERS, Surface
 from echo_planes.rollout.sparsity.cost import Decoder, mean_read_tokens, token_s
-from echo_planes.rollout.sparsity.schedule import Schedule
 from echo_planes.sparsity import as_text, main
 
 

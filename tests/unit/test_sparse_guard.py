@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from echo_planes.config.kv_schedule import Schedule
 from echo_planes.config.schema import BUILTIN_MODELS, Config
 from echo_planes.errors import ConfigError, DataError
 from echo_planes.loop.observers import QuietObserver
 from echo_planes.loop.sparsity import FILE, Keeper, check_sparse, model_shape, schedule_of
 from echo_planes.rollout.sparsity.acceptance import Audit, audit_fault, share_bounds
 from echo_planes.rollout.sparsity.guard import LEAST, WINDOW, Guard
-from echo_planes.rollout.sparsity.schedule import Schedule
 
 GOOD, POOR, BAD = 0.99, 0.8, 0.3  # acceptance: above the target of .86; below; below the floor too
 
@@ -253,6 +253,14 @@ def test_a_run_without_a_schedule_is_not_checked() -> None:
         (
             {"fleet": {"workers": [{"sku": "x", "count": 1, "engine": {"extra": {"block_size": 64}}}]}},
             ["block_size=64", "leave block_size out"],
+        ),
+        (
+            {"sparse": {"distill_rank": 8}, "learner": {"zero_stage": 3}},
+            ["distill_rank=8", "zero_stage=3", "at most 2"],
+        ),
+        (
+            {"sparse": {"distill_rank": 8}, "learner": {"sequence_ranks": 2, "num_ranks": 2}},
+            ["sequence_ranks=2"],
         ),
         (
             {"fleet": {"workers": [{"sku": "x", "count": 1, "resources": {"GPU": 1.0}}]}},

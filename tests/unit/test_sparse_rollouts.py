@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from bench.sparse_reference import chosen_pages
+from echo_planes.config.kv_schedule import Schedule
 from echo_planes.errors import ConfigError, TaskError
 from echo_planes.rollout.sparsity.acceptance import Histogram, acceptance
 from echo_planes.rollout.sparsity.pages import add_keys, choose_pages
-from echo_planes.rollout.sparsity.schedule import Schedule
 
 # --- schedules ---------------------------------------------------------------------------------
 

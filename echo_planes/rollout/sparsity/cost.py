@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from echo_planes.rollout.sparsity.schedule import Schedule
+from echo_planes.config.kv_schedule import Schedule
 
 BYTES = 2  # of a number, bf16
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from echo_planes.config.kv_schedule import Schedule
 from echo_planes.rollout.sparsity.acceptance import TAIL, Audit, share_bounds
-from echo_planes.rollout.sparsity.schedule import Schedule
 
 WINDOW = 64  # newest audited answers of a bin that count
 LEAST = 16  # answers without which nothing is said

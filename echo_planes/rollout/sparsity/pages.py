@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from echo_planes.rollout.sparsity.schedule import PAGE_TOKENS
+from echo_planes.config.kv_schedule import PAGE_TOKENS
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]

@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from echo_planes.config.fleet import EngineConfig
+from echo_planes.config.kv_schedule import Schedule
 from echo_planes.config.schema import SamplingConfig
 from echo_planes.errors import ConfigError, ModelError, RunError, TaskError, WeightsError, one_line
 from echo_planes.rollout.sparsity.acceptance import Audit
-from echo_planes.rollout.sparsity.schedule import Schedule
 from echo_planes.rollout.vllm.answers import Answer, Origins, label
 from echo_planes.rollout.vllm.environment import ENVIRONMENT, engine_environment, staging_parent
 from echo_planes.types import Draw, Manifest, Publication, Sample, joined
 from echo_planes.weights.receiver import check_payload
+from echo_planes.weights.sparse_adapter import SparseAdapter
 
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -401,6 +402,10 @@ class VllmEngine:
         """Raise RunError: this engine is dense. See `SparseEngine`."""
         if schedule is not None:
             raise RunError("this engine was built for dense attention")
+
+    async def set_adapter(self, adapter: SparseAdapter) -> None:
+        """Raise RunError: this engine is dense. See `SparseEngine`."""
+        raise RunError(f"this engine was built for dense attention, so adapter {adapter.version} has no use")
 
     def take_audits(self) -> list[Audit]:
         """Return nothing: dense answers have nothing to compare."""

@@ -86,14 +86,14 @@ def placed(pieces: Iterable[Piece]) -> dict[str, tuple[TensorSpec, Shard]]:
     """Return, by name, the whole tensor of each piece and the location of the piece's shard in it."""
     found = {}
     for piece in pieces:
-        shape, dim, start = _whole(piece)
+        shape, dim, start = whole(piece)
         dtype = str(piece.view.dtype).removeprefix("torch.")
         shard = Shard.along(shape, dim, start, start + piece.view.shape[dim])
         found[piece.name] = TensorSpec(piece.name, dtype, shape), shard
     return found
 
 
-def _whole(piece: Piece) -> tuple[tuple[int, ...], int, int]:
+def whole(piece: Piece) -> tuple[tuple[int, ...], int, int]:
     """Return the whole tensor's shape, the dimension of the cut, and the start of this rank's shard."""
     module: Any = piece.module
     dim, num_shards, index = 0, 1, 0

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm import envs
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
@@ -34,11 +35,13 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from echo_planes.config.kv_schedule import PAGE_TOKENS, Schedule
 from echo_planes.errors import ConfigError
 from echo_planes.rollout.sparsity.pages import add_keys, choose_pages, warm_up
-from echo_planes.rollout.sparsity.schedule import PAGE_TOKENS, Schedule
 from echo_planes.rollout.vllm.answers import DENSE
 from echo_planes.rollout.vllm.plugin import WorkerExtension
+from echo_planes.rollout.vllm.sparse_adapter import LiveAdapter
+from echo_planes.weights.sparse_adapter import SparseAdapter
 
 
 class _Engine:
@@ -46,6 +49,7 @@ class _Engine:
 
     schedule: Schedule | None = None  # None: dense
     runner: Any = None  # vLLM's model runner, which knows the requests of a batch
+    adapter: LiveAdapter | None = None  # of the tokens that attend sparsely
 
     @classmethod
     def dense_rows(cls, count: int) -> Any:
@@ -53,6 +57,15 @@ class _Engine:
         ids = cls.runner.input_batch.req_ids[:count]
         extra = [cls.runner.requests[one].sampling_params.extra_args for one in ids]
         return np.array([bool(one and one.get(DENSE)) for one in extra], np.bool_)
+
+    @staticmethod
+    def adapted_tokens() -> Tensor | None:
+        """Return the places, (r,) int64, of the tokens that the adapter is for; None: there are none."""
+        told = get_forward_context().attn_metadata
+        if not isinstance(told, dict):
+            return None  # no batch of the scheduler
+        adapted: Tensor | None = next(iter(told.values())).adapted
+        return adapted
 
 
 @dataclass
@@ -85,6 +98,7 @@ class SparseMetadata(CPUAttentionMetadata):  # type: ignore[misc]
     schedule: Schedule | None = None
     sparse: SparseRows | None = None
     others: Rows | None = None  # rows that are not in `sparse`; None: there are none
+    adapted: Tensor | None = None  # (t,) positions in the batch that the adapter is for; None: there are none
 
 
 class SparseBackend(CPUAttentionBackend):  # type: ignore[misc]
@@ -124,8 +138,10 @@ class SparseBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
             samples &= ~common.is_prefilling[: common.num_reqs].numpy()
         lengths = common.seq_lens[: common.num_reqs].numpy().astype(np.int64)
         samples &= np.array(schedule.pages)[schedule.bins(lengths)] > 0
-        if samples.any():
-            samples &= ~_Engine.dense_rows(common.num_reqs)
+        if samples.any() or _Engine.adapter is not None:
+            asks_dense = _Engine.dense_rows(common.num_reqs)
+            samples &= ~asks_dense
+            told.adapted = self._adapted(schedule, starts, lengths, asks_dense)
         rows = np.flatnonzero(samples)
         if not len(rows):
             return told
@@ -144,6 +160,17 @@ class SparseBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
                 self.num_kv_heads,
             )
         return told
+
+    def _adapted(self, schedule: Schedule, starts: Any, lengths: Any, asks_dense: Any) -> Tensor | None:
+        """Return the tokens of sparse bins, also of prompts; none of requests that ask to be dense."""
+        if _Engine.adapter is None:
+            return None
+        sizes = np.diff(starts)
+        row = np.repeat(np.arange(len(sizes)), sizes)
+        length = lengths[row] - starts[1:][row] + np.arange(len(row)) + 1
+        is_sparse = np.array(schedule.pages)[schedule.bins(length)] > 0
+        places = np.flatnonzero(is_sparse & ~asks_dense[row])
+        return torch.from_numpy(places) if len(places) else None
 
     def _sparse(
         self, stock: CPUAttentionMetadata, schedule: Schedule, rows: Any, tokens: Any, lengths: Any
@@ -330,6 +357,18 @@ class SparseWorkerExtension(WorkerExtension):
         _Engine.runner = self.model_runner
         _Engine.schedule = Schedule(**schedule | {"pages": tuple(schedule["pages"])})
         return _Engine.schedule.number
+
+    def echo_planes_set_adapter(self, version: int, tensors: bytes) -> int:
+        """Compute with an adapter (`SparseAdapter`) where attention is sparse, from the next step on.
+
+        Returns:
+            The version of the one that counts: of two, whatever their order, the newer.
+        """
+        if _Engine.adapter is None:
+            _Engine.adapter = LiveAdapter(self.model_runner.model, _Engine.adapted_tokens)
+        if version >= _Engine.adapter.version:
+            _Engine.adapter.load(version, SparseAdapter(version, tensors).pairs())
+        return _Engine.adapter.version
 
 
 warm_up()

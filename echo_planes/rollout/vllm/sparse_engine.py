@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from echo_planes.config.kv_schedule import PAGE_TOKENS, Schedule
 from echo_planes.errors import ConfigError, RunError
 from echo_planes.rollout.sparsity.acceptance import Acceptance, Audit, acceptance
-from echo_planes.rollout.sparsity.schedule import PAGE_TOKENS, Schedule
 from echo_planes.rollout.vllm.answers import DENSE, label
 from echo_planes.rollout.vllm.engine import VllmEngine
 from echo_planes.types import Draw, Sample
+from echo_planes.weights.sparse_adapter import SparseAdapter
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -87,6 +88,11 @@ class SparseEngine(VllmEngine):
             await self.vllm.update_weight_version(self._label(self._version, self._digest))
             if self._still_since_s is None:  # no install has left damaged weights
                 await self.vllm.resume_generation()
+
+    async def set_adapter(self, adapter: SparseAdapter) -> None:
+        """See `Engine.set_adapter`."""
+        adapter.pairs()  # an error of the engine's process would come as one of the engine
+        await self._ask("echo_planes_set_adapter", adapter.version, adapter.tensors)
 
     def _label(self, version: int, digest: str) -> str:
         return label(version, digest, -1 if self._schedule is None else self._schedule.number)

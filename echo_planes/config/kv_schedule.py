@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from echo_planes.errors import ConfigError
-from echo_planes.types import IntArray
 
+IntArray = npt.NDArray[np.int64]
 # Sparrow 3.3: of 16, 32, 64 and 128, 16 has the best tail at a given cost, 32 nearly so in long answers.
 PAGE_TOKENS = (16, 32)
 

@@ -1,0 +1,175 @@
+"""Part of `bench.sparse` about DistillSparse: acceptance of a fixed budget before and after distillation.
+
+The policy stays as it is (`bench.recall_model`). Answers are drawn sparsely by the engine with the adapter as
+it is, the adapter makes one update by them, and so on. Both are audited on held-out prompts. In the control
+the adapter learns nothing about the choice of pages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.recall import MODEL, Recall, RecallOptions
+from echo_planes.config.fleet import EngineConfig
+from echo_planes.config.kv_schedule import Schedule
+from echo_planes.config.schema import SamplingConfig
+from echo_planes.config.sparse import SparseConfig
+from echo_planes.data.tasks.registry import load_tokenizer
+from echo_planes.learning import distillation
+from echo_planes.learning.distillation import Distiller
+from echo_planes.learning.policy_model import load_policy
+from echo_planes.rollout.sparsity.acceptance import TAIL
+from echo_planes.rollout.vllm.sparse_engine import SparseEngine
+from echo_planes.types import Sample, TrainBatch
+from echo_planes.weights.sparse_adapter import Distilled, SparseAdapter
+
+BIN, BINS = 256, 4
+TOKENS = 48  # of an answer
+BUDGET_TOKENS = 160
+UPDATES, ANSWERS = 60, 24  # of each update
+HELD_OUT = 80  # answers in each bin
+RANK, LEARNING_RATE = 16, 1e-3
+SEEDS = 3
+RESAMPLES = 2000
+
+_RUNS = itertools.count(1)  # of two adapters the newer version counts
+
+Answered = tuple[tuple[int, ...], Sample]
+
+
+def prompts(seed: int, count: int) -> list[tuple[int, ...]]:
+    """So many prompts for each bin, whose answers stay in it; seeds have none in common."""
+    found = []
+    for place in range(BINS):
+        options = RecallOptions(
+            shortest=max(190, place * BIN),
+            longest=(place + 1) * BIN - TOKENS - 1,
+            shortest_period=40,
+            longest_period=95,
+        )
+        task = Recall(options, load_tokenizer(MODEL), seed)
+        found += [task.prompt(100_000 * place + i).token_ids for i in range(count)]
+    return found
+
+
+def batch(step: int, answered: Sequence[Answered]) -> TrainBatch:
+    """These answers as the learner gets them."""
+    lengths = [(len(one), len(sample.token_ids)) for one, sample in answered]
+    mask = np.concatenate([[False] * prompt + [True] * answer for prompt, answer in lengths])
+    ids = np.concatenate([[*one, *sample.token_ids] for one, sample in answered]).astype(np.int64)
+    count = len(answered)
+    zeros = np.zeros(count, np.float32)
+    return TrainBatch(
+        step=step,
+        trajectory_ids=tuple(map(str, range(count))),
+        token_ids=ids,
+        offsets=np.cumsum([0, *map(sum, lengths)]),
+        loss_mask=mask.astype(np.bool_),
+        sampler_logprobs=np.zeros(len(ids), np.float32),
+        rewards=zeros,
+        advantage_groups=np.arange(count),
+        advantages=zeros,
+        versions=np.zeros(count, np.int64),
+        correct=zeros > 0,
+        token_versions=np.where(mask, 0, -1),
+        cut_off=zeros > 0,
+    )
+
+
+async def drawn(engine: SparseEngine, asked: Sequence[tuple[int, ...]]) -> list[Answered]:
+    samples = await asyncio.gather(
+        *(
+            engine.generate(one, num_samples=1, max_new_tokens=TOKENS, on_tokens=lambda *_: None)
+            for one in asked
+        )
+    )
+    return [(one, sample) for one, (sample,) in zip(asked, samples, strict=True)]
+
+
+async def acceptances(engine: SparseEngine, asked: Sequence[tuple[int, ...]]) -> list[list[Any]]:
+    """Of each bin, of each answer, the acceptance of its tokens."""
+    bins: list[list[Any]] = [[] for _ in range(BINS)]
+    for one, sample in await drawn(engine, asked):
+        alphas = np.array([token.likely for token in await engine.audit(one, sample)])
+        bins[len(one) // BIN].append(alphas)
+    return bins
+
+
+def rise(before: Sequence[Any], after: Sequence[Any]) -> tuple[float, float]:
+    """Interval, 95 %, of the rise of the 5th percentile, by resampling answers."""
+    rng = np.random.default_rng(0)
+
+    def tail(answers: Sequence[Any]) -> float:
+        some = rng.integers(0, len(answers), len(answers))
+        return float(np.quantile(np.concatenate([answers[i] for i in some]), TAIL))
+
+    rises = [tail(after) - tail(before) for _ in range(RESAMPLES)]
+    return float(np.quantile(rises, 0.025)), float(np.quantile(rises, 0.975))
+
+
+async def distil(page: int) -> dict[str, Any]:
+    """A fixed budget in each bin, before and after distillation, of three seeds, and the control."""
+    plan = Schedule(pages=(BUDGET_TOKENS // page,) * BINS, page_tokens=page, bin_tokens=BIN, dense_layers=1)
+    settings = EngineConfig(kv_cache_gib=0.3, max_num_seqs=32)
+    engine = SparseEngine(
+        settings, SamplingConfig(top_logprobs=20), MODEL, BIN * BINS + 64, 0, page_tokens=page
+    )
+    await engine.start()
+    await engine.set_schedule(plan)
+    seeds = [await _one(engine, plan, seed, f"seed {seed}") for seed in range(SEEDS)]
+    weight, distillation.SELECTION = distillation.SELECTION, 0.0
+    control = await _one(engine, plan, 0, "KL alone, seed 0")
+    distillation.SELECTION = weight
+    await engine.close()
+    return {"seeds": seeds, "control": control, "updates": UPDATES, "budget tokens": BUDGET_TOKENS}
+
+
+async def _one(engine: SparseEngine, plan: Schedule, seed: int, name: str) -> dict[str, Any]:
+    policy = load_policy(MODEL, torch.float32, 1.0, 1.0)
+    settings = SparseConfig(distill_rank=RANK, distill_lr=LEARNING_RATE, distill_share=1.0)
+    distiller = Distiller(policy, settings, seed, 0, 1)
+    held_out = prompts(900 + seed, HELD_OUT)
+    versions = itertools.count(1_000 * next(_RUNS))
+    await engine.set_adapter(SparseAdapter.of(next(versions), distiller.pairs))
+    before = await acceptances(engine, held_out)
+    made: list[Distilled] = []
+    for update in range(UPDATES):
+        answered = await drawn(engine, prompts(1000 * seed + update, ANSWERS // BINS))
+        made.append(distiller.distil(batch(update, answered), plan, next(versions), lambda _: None))
+        await engine.set_adapter(made[-1].adapter)
+        if update % 20 == 19:
+            print(f"[sparse] distil, {name}: {update + 1}, {made[-1].divergence:.4f} nats", flush=True)
+    after = await acceptances(engine, held_out)
+    rows = []
+    for one, two in zip(before, after, strict=True):
+        old, new = np.concatenate(one), np.concatenate(two)
+        rows.append(
+            {
+                "5th percentile": [float(np.quantile(alphas, TAIL)) for alphas in (old, new)],
+                "mean": [float(alphas.mean()) for alphas in (old, new)],
+                "rise": rise(one, two),
+            }
+        )
+        print(f"[sparse] distil, {name}: {rows[-1]}", flush=True)
+    return {
+        "bins": rows,
+        "divergence": [one.divergence for one in made],
+        "seconds": sum(one.seconds for one in made),
+        "tokens": sum(one.tokens for one in made),
+        "adapter bytes": len(made[-1].adapter.tensors),
+    }
+
+
+def distil_verdicts(told: dict[str, Any]) -> dict[str, bool]:
+    """Claims about distillation, and whether each holds."""
+    return {
+        "the 5th percentile of a fixed budget rises in every bin, 95 %, for every seed": all(
+            row["rise"][0] > 0 for one in told["seeds"] for row in one["bins"]
+        )
+    }
