@@ -32,8 +32,8 @@ from echo_planes.weights.sparse_adapter import Distilled, SparseAdapter
 BIN, BINS = 256, 4
 TOKENS = 48  # of an answer
 BUDGET_TOKENS = 160
-UPDATES, ANSWERS = 60, 24  # of each update
-HELD_OUT = 80  # answers in each bin
+UPDATES, ANSWERS = 60, 16  # of each update
+HELD_OUT = 60  # answers in each bin
 RANK, LEARNING_RATE = 16, 1e-3
 SEEDS = 3
 RESAMPLES = 2000

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.recall import MODEL
 from echo_planes.config.plain_yaml import read_yaml
+from echo_planes.learning.distillation import STATE
 from echo_planes.loop.sparsity import FILE
 from tests.integration.harness import ROOT, events, metrics, run_to_end, summary, trained, trajectories
 
@@ -87,3 +89,25 @@ def test_a_calibration_writes_what_a_run_takes(tmp_path: Path) -> None:
     assert written["schedule"] == [24]
     assert written["model"] == "qwen3, 3 layers of 128, 4/2 heads"
     assert "Schedule of KV budgets" in out.with_suffix(".html").read_text()
+
+
+def test_a_run_distils_and_a_resume_goes_on_with_its_adapter(tmp_path: Path) -> None:
+    """Two ranks that share gradients and moments. The adapter is no weight: nothing of it is published."""
+    words = [word for word in WORDS if not word.startswith("sparse.schedule")]
+    own = ["sparse.schedule=[8]", "sparse.distill_rank=4", "sparse.distill_share=0.5", "sparse.guard=warn"]
+    ranks = ["learner.num_ranks=2", "learner.resources.CPU=0.5", "learner.zero_stage=2"]
+    run = tmp_path / "run"
+    run_to_end(
+        tmp_path / "work", run, *words, *own, *ranks, "run.steps=4", "guard.mode=warn", "checkpoint.every=2"
+    )
+    (told,) = events(run, "sparse distillation")
+    assert told["version"] >= 1
+    assert "KL(dense || sparse) was " in told["text"]
+    (newest,) = (run / "checkpoints" / "step-000004").rglob(STATE)
+    weights = torch.load(newest, weights_only=True)["adapter"]
+    assert len(weights) == 2 * 7 * 3  # A and B of seven linear layers in each of three
+    assert all(one.any() for one in weights)
+    assert not events(run, "worker lost")
+    run_to_end(tmp_path / "later", run, f"run.resume={run}", "run.steps=6")
+    assert summary(run)["steps"] == 6
+    assert len(events(run, "sparse distillation")) == 2  # one a sitting
