@@ -9,7 +9,8 @@
   budget of its mean, on held-out prompts of three seeds.
 - guard: a budget cut to a quarter, until the guard raises it.
 - learner: the learner's acceptance beside the audit's, with the same weights and three updates ahead.
-- learning: runs with dense and sparse rollouts, of three seeds (half an hour).
+- learning: runs with dense and sparse rollouts, of three seeds (an hour).
+- distil: acceptance of budgets before and after distillation, three seeds (a quarter of an hour).
 - speed: two engines hold the same long answers, stock vLLM (its own pages) and sparse with a budget of 1,024
   tokens, and run in turn for a number of tokens each. Only decoding counts, not prefill. The weights are few,
   so that attention is what costs; each head has keys of its own. `--page 16` has the pages of the paper; by
@@ -34,7 +35,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from bench import sparse_learning, sparse_schedule
+from bench import sparse_distil, sparse_learning, sparse_schedule
 from echo_planes.config.fleet import EngineConfig
 from echo_planes.config.kv_schedule import PAGE_TOKENS, Schedule
 from echo_planes.config.schema import BUILTIN_MODELS, SamplingConfig
@@ -248,6 +249,8 @@ def verdicts(told: dict[str, Any]) -> dict[str, bool]:
         found |= sparse_schedule.learner_verdicts(told["learner"])
     if "learning" in told:
         found |= sparse_learning.learning_verdicts(told["learning"])
+    if "distil" in told:
+        found |= sparse_distil.distil_verdicts(told["distil"])
     if "speed" in told:
         ratios = {int(context): one["stock / sparse"] for context, one in told["speed"].items()}
         if 16_384 in ratios:
@@ -264,6 +267,7 @@ WORK = {
     "schedule": sparse_schedule.schedule,
     "guard": sparse_schedule.guard,
     "learner": sparse_schedule.learner,
+    "distil": sparse_distil.distil,
 }
 
 
@@ -271,7 +275,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = ("parity", "pages", "audit", "schedule", "guard", "learner", "learning", "speed")
+    names = ("parity", "pages", "audit", "schedule", "guard", "learner", "learning", "distil", "speed")
     parser.add_argument("parts", nargs="*", metavar="|".join(names), help="default: all")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--page", type=int, choices=PAGE_TOKENS, default=32, help="tokens of a page")

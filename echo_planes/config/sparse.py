@@ -41,7 +41,7 @@ class SparseConfig(Section):
         description="rank of an adapter that sparse attention alone computes with, trained towards "
         "dense attention beside the policy (DistillSparse); 0: none",
     )
-    distill_lr: float = Free(1e-3, gt=0, description="learning rate of that adapter")
+    distill_lr: float = Free(1e-4, gt=0, description="learning rate of that adapter")
     distill_share: float = Free(
         0.25, gt=0, le=1, description="share of a step's answers that it is trained on"
     )

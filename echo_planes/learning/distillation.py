@@ -6,9 +6,7 @@ sparsely, on answers of the newest step and with the weights that this step made
 log-probabilities of the policy's own update. Those are of older weights and of the sampled tokens alone, so
 another dense pass is made here.
 
-A page that is not read has no gradient, so KL alone teaches nothing about the choice of pages. A second term,
-which the paper does not have, does: the scores of the pages are to order them as the layer's own attention to
-all tokens does. DeepSeek-V3.2 trains its indexer so.
+The choice of pages has no gradient: the adapter learns to do with the pages that are read.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from echo_planes.config.sparse import SparseConfig
 from echo_planes.errors import DivergedError
 from echo_planes.learning.adapters import first_a
 from echo_planes.learning.packing import find_inputs
-from echo_planes.learning.page_choice import chosen_pages, page_sums
+from echo_planes.learning.page_choice import chosen_pages, landmarks
 from echo_planes.learning.policy_model import PolicyModel, layers_of
 from echo_planes.types import BoolArray, TrainBatch
 from echo_planes.weights.sparse_adapter import Distilled, SparseAdapter
@@ -41,21 +39,6 @@ ATTENTION = "echo_planes_sparse"  # implementation of attention, in transformers
 STATE = "sparse-adapter.pt"
 CLIP_NORM = 1.0
 _CHUNK_ROWS = 256  # tokens whose choice of pages, and mask, are held at once
-SELECTION = 0.5  # weight of the second term
-_SHARPNESS = 3.0  # logits of a standard deviation of the scores
-_NEVER = -1e30
-
-
-class _Also(torch.autograd.Function):
-    """Loss that is minimised beside the one that `output` leads to. It needs no way out of the layer."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        return gradients[0], torch.ones((), dtype=torch.float32, device=gradients[0].device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +46,14 @@ class SparseRows:
     """Tokens of a sequence that attend sparsely, and their budgets. n: these tokens."""
 
     schedule: Schedule
-    layers: int  # of the model that attend sparsely
     adapted: Tensor  # (m,) positions where the adapter computes: of sparse bins, those of the prompt too
     rows: Tensor  # (n,) positions that attend sparsely
     pages: Tensor  # (n,) that their sequences have
     budgets: Tensor  # (n,) that they read
 
     @classmethod
-    def of(cls, schedule: Schedule, layers: int, decoded: BoolArray, device: torch.device) -> SparseRows:
-        """Return those of a sequence whose tokens (t,) were `decoded` or not, in a model of `layers`."""
+    def of(cls, schedule: Schedule, decoded: BoolArray, device: torch.device) -> SparseRows:
+        """Return those of a sequence whose tokens (t,) were `decoded` or not."""
         lengths = np.arange(1, len(decoded) + 1)
         is_sparse = np.array(schedule.pages)[schedule.bins(lengths)] > 0
         attending = lengths[is_sparse & decoded]
@@ -81,8 +63,7 @@ class SparseRows:
             schedule.pages_of(attending),
             schedule.budgets(attending),
         )
-        sparse_layers = max(1, layers - schedule.dense_layers)
-        return cls(schedule, sparse_layers, *(torch.from_numpy(one).to(device) for one in arrays))
+        return cls(schedule, *(torch.from_numpy(one).to(device) for one in arrays))
 
     def attend(
         self,
@@ -111,50 +92,27 @@ class SparseRows:
         )
         output = attend(query, key, value, is_causal=True)
         if module.layer_idx >= self.schedule.dense_layers:
-            marks = page_sums(key[0].float(), self.schedule.page_tokens)
+            marks = landmarks(key[0].detach(), self.schedule.page_tokens)
             group = query.shape[1] // key.shape[1]
             for part in torch.split(torch.arange(len(self.rows), device=query.device), _CHUNK_ROWS):
                 some = query[:, :, self.rows[part]]
-                scores = _by_group(some[0].float(), group) @ marks.transpose(1, 2)
-                seen = torch.arange(key.shape[2], device=query.device) <= self.rows[part][:, None]
-                read = self._read(scores.detach(), part, key.shape[2]) & seen
-                made = attend(some, key, value, attn_mask=read.repeat_interleave(group, dim=0)[None])
-                if torch.is_grad_enabled():
-                    mass = self._mass(some[0].detach() * scaling, key[0].detach(), seen)
-                    made = _Also.apply(made, self._misordered(scores, mass, part))  # type: ignore[no-untyped-call]
+                mask = self._mask(some[0].detach(), marks, part, key.shape[2]).repeat_interleave(group, dim=0)
+                made = attend(some, key, value, attn_mask=mask[None])
                 output = output.index_copy(2, self.rows[part], made)
         return output.transpose(1, 2), None
 
-    def _read(self, scores: Tensor, part: Tensor, tokens: int) -> Tensor:
-        """Return, (heads, rows, tokens) bool, the tokens in the pages that some rows read."""
-        first, last = self.schedule.first_pages, self.schedule.last_pages
-        chosen = chosen_pages(scores, self.pages[part], self.budgets[part], first, last)
-        return chosen.repeat_interleave(self.schedule.page_tokens, dim=-1)[..., :tokens]
-
-    def _mass(self, query: Tensor, key: Tensor, seen: Tensor) -> Tensor:
-        """Return, (heads, rows, pages), the share of attention to all tokens that falls on each page."""
-        group, size = len(query) // len(key), self.schedule.page_tokens
-        logits = query.float() @ key.float().repeat_interleave(group, dim=0).transpose(1, 2)
-        weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
-        return page_sums(_by_group(weights, group)[..., None], size)[..., 0]
-
-    def _misordered(self, scores: Tensor, mass: Tensor, part: Tensor) -> Tensor:
-        """Return the cross-entropy of the scores, of pages that need not be read, to the attention on them.
-
-        Scores are counted in their standard deviations: the order is what is chosen by.
-        """
-        place, pages = torch.arange(scores.shape[-1], device=scores.device), self.pages[part][:, None]
-        free = (place >= self.schedule.first_pages) & (place < pages - self.schedule.last_pages)
-        count = free.sum(-1, keepdim=True).clamp(min=1)
-        centred = scores - (scores * free).sum(-1, keepdim=True) / count
-        deviation = ((centred**2 * free).sum(-1, keepdim=True) / count).sqrt().clamp(min=1e-6)
-        order = (_SHARPNESS * centred / deviation).masked_fill(~free, _NEVER).log_softmax(-1)
-        return -SELECTION / self.layers * (mass * free * order).sum() / len(scores)
-
-
-def _by_group(values: Tensor, group: int) -> Tensor:
-    """Return the mean of (heads, n, m) over each group of heads that share keys: (heads / group, n, m)."""
-    return values.view(len(values) // group, group, *values.shape[1:]).mean(1)
+    def _mask(self, query: Tensor, marks: Tensor, part: Tensor, tokens: int) -> Tensor:
+        """Return, (heads of keys, rows, tokens) bool, the tokens that some rows (heads, rows, size) read."""
+        mean = query.float().view(len(marks), len(query) // len(marks), *query.shape[1:]).mean(1)
+        chosen = chosen_pages(
+            mean @ marks.transpose(1, 2),
+            self.pages[part],
+            self.budgets[part],
+            self.schedule.first_pages,
+            self.schedule.last_pages,
+        )
+        read = chosen.repeat_interleave(self.schedule.page_tokens, dim=-1)[..., :tokens]
+        return read & (torch.arange(tokens, device=query.device) <= self.rows[part][:, None])
 
 
 class Distiller:
@@ -178,7 +136,6 @@ class Distiller:
         self._rows: SparseRows | None = None  # None: the adapter is off
         self.pairs: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
         layers = layers_of(policy.model)
-        self._layers = len(layers)
         prefix = next(name for name, one in policy.model.named_modules() if one is layers)
         for name, module in layers.named_modules():
             if isinstance(module, nn.Linear):
@@ -244,7 +201,7 @@ class Distiller:
         for number, i in enumerate(mine.tolist(), start=1):
             doing(f"distilling answer {number} of {len(mine)}")
             tokens = slice(inputs.starts[i], inputs.starts[i] + inputs.lengths[i])
-            rows = SparseRows.of(schedule, self._layers, batch.loss_mask[tokens], device)
+            rows = SparseRows.of(schedule, batch.loss_mask[tokens], device)
             if not len(rows.rows):
                 continue
             token_ids = torch.from_numpy(batch.token_ids[tokens]).to(device)

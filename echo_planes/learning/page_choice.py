@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 
-def page_sums(values: Tensor, page_tokens: int) -> Tensor:
-    """Return the sums over each page's tokens, (..., pages, size): of keys, the pages' landmarks.
+def landmarks(keys: Tensor, page_tokens: int) -> Tensor:
+    """Return the sums of the keys of each page, (heads, pages, size) float32.
 
     Args:
-        values: (..., tokens, size). The last page may be partly filled.
+        keys: (heads, tokens, size). The last page may be partly filled.
         page_tokens: of a page.
     """
-    *before, tokens, size = values.shape
-    padded = torch.nn.functional.pad(values, (0, 0, 0, -tokens % page_tokens))
-    return padded.reshape(*before, -1, page_tokens, size).sum(-2)
+    heads, tokens, size = keys.shape
+    padded = torch.nn.functional.pad(keys.float(), (0, 0, 0, -tokens % page_tokens))
+    return padded.view(heads, -1, page_tokens, size).sum(2)
 
 
 def chosen_pages(scores: Tensor, pages: Tensor, budgets: Tensor, first_pages: int, last_pages: int) -> Tensor:

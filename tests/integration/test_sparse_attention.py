@@ -358,7 +358,7 @@ def test_the_learners_sparse_forward_is_the_engines(
         worst = []
         for prompt, sample in zip(prompts, samples, strict=True):
             decoded = np.arange(len(prompt) + len(sample.token_ids) - 1) >= len(prompt)
-            rows = SparseRows.of(schedule, 4, decoded, torch.device("cpu"))
+            rows = SparseRows.of(schedule, decoded, torch.device("cpu"))
             rows = rows if is_on else replace(rows, adapted=rows.adapted[:0])
             predictors = torch.arange(len(prompt) - 1, len(decoded))
             ids = torch.tensor([*prompt, *sample.token_ids])

@@ -38,6 +38,7 @@ GOOD: dict[str, Any] = {
         kind: [{"held out": [0.2, end]} for _ in range(3)]
         for kind, end in (("dense", 0.5), ("schedule", 0.49), ("two pages", 0.2), ("guarded", 0.51))
     },
+    "distil": {"seeds": [{"bins": [{"rise": [0.01, 0.05]}] * 4} for _ in range(3)]},
     "speed": {"1024": {"stock / sparse": 0.95}, "16384": {"stock / sparse": 1.5}},
 }
 
@@ -48,7 +49,7 @@ def _with_numbers(tree: dict[str, Any]) -> dict[str | int, Any]:
 
 
 def test_all_hold_where_all_is_well() -> None:
-    assert len(verdicts(GOOD)) == 17
+    assert len(verdicts(GOOD)) == 18
     assert all(verdicts(GOOD).values())
 
 
@@ -74,6 +75,7 @@ def test_all_hold_where_all_is_well() -> None:
         (("learning", "schedule", 0, "held out", 1), 0.4, "calibrated schedule ends"),
         (("learning", "two pages", 1, "held out", 1), 0.41, "two pages"),
         (("learning", "guarded", 1, "held out", 1), 0.4, "with the guard"),
+        (("distil", "seeds", 2, "bins", 3, "rise", 0), -0.01, "of a budget rises"),
         (("speed", "1024", "stock / sparse"), 0.94, "at 1k"),
         (("speed", "16384", "stock / sparse"), 1.49, "at 16k"),
     ],

@@ -19,9 +19,8 @@ from echo_planes.config.kv_schedule import Schedule  # noqa: E402
 from echo_planes.config.schema import BUILTIN_MODELS  # noqa: E402
 from echo_planes.config.sparse import SparseConfig  # noqa: E402
 from echo_planes.errors import DivergedError, WeightsError  # noqa: E402
-from echo_planes.learning import distillation  # noqa: E402
 from echo_planes.learning.distillation import Distiller, SparseRows  # noqa: E402
-from echo_planes.learning.page_choice import chosen_pages, page_sums  # noqa: E402
+from echo_planes.learning.page_choice import chosen_pages, landmarks  # noqa: E402
 from echo_planes.learning.policy_model import PolicyModel, load_policy  # noqa: E402
 from echo_planes.rollout.sparsity.pages import choose_pages  # noqa: E402
 from echo_planes.types import TrainBatch  # noqa: E402
@@ -29,7 +28,7 @@ from echo_planes.weights import sparse_adapter  # noqa: E402
 from echo_planes.weights.sparse_adapter import SparseAdapter  # noqa: E402
 
 FOLDER = BUILTIN_MODELS["builtin:tiny-math"]
-SCHEDULE = Schedule(pages=(0, 4, 5), bin_tokens=80, first_pages=1, last_pages=1, dense_layers=1)
+SCHEDULE = Schedule(pages=(0, 2, 3), bin_tokens=80, first_pages=1, last_pages=1, dense_layers=1)
 PROMPT, ANSWER = 120, 90
 CPU = torch.device("cpu")
 
@@ -72,7 +71,7 @@ def test_scores_that_are_no_numbers_leave_the_budget_as_it_is() -> None:
 
 
 def test_the_last_page_may_be_partly_filled() -> None:
-    sums = page_sums(torch.ones(2, 21, 3), 16)
+    sums = landmarks(torch.ones(2, 21, 3), 16)
     assert sums[..., 0].tolist() == [[16, 5], [16, 5]]
 
 
@@ -120,7 +119,7 @@ def policy(*, recompute: bool = False) -> PolicyModel:
 
 
 def distiller(model: PolicyModel, **settings: Any) -> Distiller:
-    whole = {"distill_rank": 4, "distill_lr": 3e-3, "distill_share": 1.0} | settings
+    whole = {"distill_rank": 4, "distill_lr": 1e-3, "distill_share": 1.0} | settings
     return Distiller(model, SparseConfig(**whole), 0, 0, 1)
 
 
@@ -160,7 +159,7 @@ def test_the_sparse_forward_is_that_of_brute_force() -> None:
     decoded = batch(1).loss_mask[:-1]
     # The reference counts the last bin's budget from the bin's first token on, and has no dense bins.
     schedule = replace(SCHEDULE, pages=(4, 4, 5))
-    rows = SparseRows.of(schedule, 4, decoded, CPU)
+    rows = SparseRows.of(schedule, decoded, CPU)
     got = logits(distiller(model), model, ids[:-1], rows).log_softmax(-1)
     reference = Reference(Path(FOLDER))
     want = reference.logprobs(ids[:PROMPT].tolist(), ids[PROMPT:].tolist(), schedule)
@@ -171,11 +170,10 @@ def test_the_sparse_forward_is_that_of_brute_force() -> None:
 
 
 def test_tokens_of_dense_bins_are_left_alone() -> None:
-    rows = SparseRows.of(SCHEDULE, 4, np.arange(200) >= 60, CPU)
+    rows = SparseRows.of(SCHEDULE, np.arange(200) >= 60, CPU)
     assert rows.adapted.tolist() == list(range(80, 200))  # of the prompt, none in the second bin
     assert rows.rows.tolist() == list(range(80, 200))
-    assert SparseRows.of(SCHEDULE, 4, np.arange(200) >= 130, CPU).adapted.tolist() == list(range(80, 200))
-    assert rows.layers == 3
+    assert SparseRows.of(SCHEDULE, np.arange(200) >= 130, CPU).adapted.tolist() == list(range(80, 200))
 
 
 def test_distillation_brings_sparse_attention_nearer_and_leaves_the_policy_alone() -> None:
@@ -184,23 +182,12 @@ def test_distillation_brings_sparse_attention_nearer_and_leaves_the_policy_alone
     one = distiller(model)
     made = [update(one, batch(), version) for version in range(1, 13)]
     apart = [each.divergence for each in made]
-    assert apart[-1] < 0.8 * apart[0]
+    assert apart[-1] < 0.7 * apart[0]
     assert made[0].tokens == 4 * (ANSWER - 1)  # the last token is not read
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
     still = distiller(policy(), distill_lr=1e-12)
     assert [update(still, batch()).divergence for _ in range(3)] == pytest.approx([apart[0]] * 3)
-
-
-def test_the_choice_of_pages_is_taught_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without its term the adapter has another gradient, and with it alone it has one."""
-    found = {}
-    for weight in (0.0, 0.5):
-        monkeypatch.setattr(distillation, "SELECTION", weight)
-        one = distiller(policy())
-        update(one, batch())
-        found[weight] = one.pairs["model.layers.2.self_attn.q_proj"][1].detach().clone()
-    assert not torch.equal(found[0.0], found[0.5])
 
 
 def test_layers_that_run_again_give_the_same_adapter() -> None:
