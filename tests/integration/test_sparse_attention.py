@@ -321,7 +321,7 @@ def test_a_share_of_the_answers_is_audited_by_itself(folder: Path, prompts: list
     assert max(one.drift for one in audits) > 0.01
 
 
-def adapted(folder: Path, seed: int = 0) -> tuple[Distiller, SparseAdapter]:
+def adapted(folder: Path, seed: int = 0, scale: float = 0.02) -> tuple[Distiller, SparseAdapter]:
     """An adapter that does something, with the values that bf16 has."""
     distiller = Distiller(
         load_policy(folder, torch.float32, 1.0, 1.0), SparseConfig(distill_rank=4), seed, 0, 1
@@ -330,7 +330,7 @@ def adapted(folder: Path, seed: int = 0) -> tuple[Distiller, SparseAdapter]:
     with torch.no_grad():
         for a, b in distiller.pairs.values():
             a.copy_(a.bfloat16())
-            b.copy_((0.02 * torch.randn(b.shape, generator=generator)).bfloat16())
+            b.copy_((scale * torch.randn(b.shape, generator=generator)).bfloat16())
     return distiller, SparseAdapter.of(1, distiller.pairs)
 
 
@@ -410,3 +410,24 @@ def test_two_ranks_with_a_full_budget_are_stock(folder: Path, prompts: list[list
     dense, full, few = asyncio.run(main())
     assert [one.token_ids for one in full] == [one.token_ids for one in dense]
     assert [one.token_ids for one in few] != [one.token_ids for one in dense]
+
+
+@takes_minutes
+def test_two_ranks_share_an_adapter(folder: Path, prompts: list[list[int]]) -> None:
+    """Each has a share of B's outputs or of A's inputs; beside one rank, in bf16, by the first tokens."""
+    schedule = Schedule(pages=(4,), dense_layers=0)
+
+    async def first(ranks: int) -> list[list[float]]:
+        engine = SparseEngine(
+            EngineConfig(kv_cache_gib=0.02, tensor_parallel_size=ranks), SamplingConfig(), folder, 640, 0
+        )
+        await engine.start()
+        await engine.set_schedule(schedule)
+        found = [await several(engine, prompts, 1, GREEDY)]
+        await engine.set_adapter(adapted(folder, scale=0.2)[1])
+        found.append(await several(engine, prompts, 1, GREEDY))
+        await engine.close()
+        return [[sample.logprobs[0] for sample in samples] for samples in found]
+
+    (plain, one), (_, two) = asyncio.run(first(1)), asyncio.run(first(2))
+    assert np.abs(np.array(one) - two).mean() < 0.2 * np.abs(np.array(one) - plain).mean()
