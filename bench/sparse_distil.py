@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,14 +31,12 @@ from echo_planes.weights.sparse_adapter import Distilled, SparseAdapter
 FOLDER = BUILTIN_MODELS["builtin:tiny-math"]
 BIN, BINS = 128, 4
 TOKENS = 48  # of an answer
-PAGES_OF_16 = 2  # the first and the last
+PAGES = 2  # the first and the last
 UPDATES, ANSWERS = 80, 48  # of each update
 HELD_OUT = 80  # answers in each bin
 RANK, LEARNING_RATE = 16, 5e-4
 SEEDS = 3
 RESAMPLES = 2000
-
-_RUNS = itertools.count(1)  # of two adapters the newer version counts
 
 Answered = tuple[tuple[int, ...], Sample]
 
@@ -111,22 +109,22 @@ def rise(before: Sequence[Any], after: Sequence[Any]) -> tuple[float, float]:
 
 async def distil(page: int) -> dict[str, Any]:
     """A budget that is too small, before and after distillation, of three seeds."""
-    plan = Schedule(pages=(PAGES_OF_16,), page_tokens=page, bin_tokens=BIN, last_pages=1, dense_layers=1)
+    plan = Schedule(pages=(PAGES,), page_tokens=page, bin_tokens=BIN, last_pages=1, dense_layers=1)
     settings = EngineConfig(kv_cache_gib=0.3, max_num_seqs=32)
     engine = SparseEngine(settings, SamplingConfig(top_logprobs=20), FOLDER, BIN * BINS, 0, page_tokens=page)
     await engine.start()
     await engine.set_schedule(plan)
-    seeds = [await _one(engine, plan, seed, f"seed {seed}") for seed in range(SEEDS)]
+    versions = itertools.count()  # of two adapters the newer one counts
+    seeds = [await _one(engine, plan, seed, versions) for seed in range(SEEDS)]
     await engine.close()
-    return {"seeds": seeds, "updates": UPDATES, "pages of 16": PAGES_OF_16}
+    return {"seeds": seeds, "updates": UPDATES, "pages": PAGES}
 
 
-async def _one(engine: SparseEngine, plan: Schedule, seed: int, name: str) -> dict[str, Any]:
+async def _one(engine: SparseEngine, plan: Schedule, seed: int, versions: Iterator[int]) -> dict[str, Any]:
     policy = load_policy(FOLDER, torch.float32, 1.0, 1.0)
     settings = SparseConfig(distill_rank=RANK, distill_lr=LEARNING_RATE, distill_share=1.0)
     distiller = Distiller(policy, settings, seed, 0, 1)
     held_out = prompts(900 + seed, HELD_OUT)
-    versions = itertools.count(1_000 * next(_RUNS))
     await engine.set_adapter(SparseAdapter.of(next(versions), distiller.pairs))
     before = await acceptances(engine, held_out)
     made: list[Distilled] = []
@@ -135,7 +133,7 @@ async def _one(engine: SparseEngine, plan: Schedule, seed: int, name: str) -> di
         made.append(distiller.distil(batch(update, answered), plan, next(versions), lambda _: None))
         await engine.set_adapter(made[-1].adapter)
         if update % 20 == 19:
-            print(f"[sparse] distil, {name}: {update + 1}, {made[-1].divergence:.4f} nats", flush=True)
+            print(f"[sparse] distil, seed {seed}: {update + 1}, {made[-1].divergence:.4f} nats", flush=True)
     after = await acceptances(engine, held_out)
     rows = []
     for one, two in zip(before, after, strict=True):
@@ -147,7 +145,7 @@ async def _one(engine: SparseEngine, plan: Schedule, seed: int, name: str) -> di
                 "rise": rise(one, two),
             }
         )
-        print(f"[sparse] distil, {name}: {rows[-1]}", flush=True)
+        print(f"[sparse] distil, seed {seed}: {rows[-1]}", flush=True)
     return {
         "bins": rows,
         "divergence": [one.divergence for one in made],

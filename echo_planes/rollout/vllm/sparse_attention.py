@@ -49,7 +49,7 @@ class _Engine:
 
     schedule: Schedule | None = None  # None: dense
     runner: Any = None  # vLLM's model runner, which knows the requests of a batch
-    adapter: LiveAdapter | None = None  # of the tokens that attend sparsely
+    adapter: LiveAdapter | None = None  # of the tokens in bins that have a budget
 
     @classmethod
     def dense_rows(cls, count: int) -> Any:
