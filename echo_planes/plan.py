@@ -12,13 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from echo_planes.config.files import user_path
 from echo_planes.config.hub import pinned
-from echo_planes.config.plain_yaml import read_yaml
 from echo_planes.config.schema import Config, LearnerConfig
-from echo_planes.config.sparse import SparseConfig
 from echo_planes.errors import ConfigError, EchoPlanesError, UserError
 from echo_planes.fleet.instance_types import InstanceType
 from echo_planes.fleet.plan_config import PlanConfig, describe, load_plan
@@ -26,7 +22,7 @@ from echo_planes.fleet.planning import Planned, plan
 from echo_planes.fleet.prices import convert_skypilot
 from echo_planes.fleet.sku_facts import SKU_FACTS
 from echo_planes.learning.footprint import GIB, footprint, shape_of
-from echo_planes.loop.sparsity import schedule_of
+from echo_planes.loop.sparsity import read_schedule
 from echo_planes.reporting.formats import count, show_usd
 from echo_planes.reporting.metrics import write_atomic
 from echo_planes.reporting.plan import (
@@ -89,14 +85,7 @@ def _planned(config: PlanConfig) -> Planned:
     """
     if config.sparse is None:
         return plan(config)
-    try:
-        sparse = SparseConfig.model_validate(read_yaml(user_path(config.sparse)))
-    except ValidationError as error:
-        what = error.errors()[0]
-        raise ConfigError(f"sparse={config.sparse}: {what['loc']}: {what['msg']}") from error
-    if not sparse.schedule:
-        raise ConfigError(f"sparse={config.sparse}: it has no schedule; give one that calibrate wrote")
-    read = mean_read_tokens(schedule_of(sparse), config.prompt_tokens, config.answer_tokens)
+    read = mean_read_tokens(read_schedule(config.sparse), config.prompt_tokens, config.answer_tokens)
     dense, planned = plan(config), plan(config, read)
     before = {one.name: one for one in dense.instance_types}
     whole = mean_read_tokens(None, config.prompt_tokens, config.answer_tokens)

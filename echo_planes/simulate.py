@@ -14,19 +14,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from echo_planes.config.files import user_path
-from echo_planes.errors import ClusterError, EchoPlanesError, RunError, UserError
+from echo_planes.config.kv_schedule import Schedule
+from echo_planes.errors import ClusterError, ConfigError, EchoPlanesError, RunError, UserError
+from echo_planes.loop.sparsity import read_schedule
 from echo_planes.reporting.formats import show_percent, show_usd
 from echo_planes.reporting.ledger import ledger_equation
 from echo_planes.reporting.metrics import write_atomic
+from echo_planes.rollout.sparsity.cost import mean_read_tokens
 from echo_planes.sim.report import render
-from echo_planes.sim.scenario import describe, dump_scenario, load_scenario, scenario_names
+from echo_planes.sim.scenario import Scenario, describe, dump_scenario, load_scenario, scenario_names
 from echo_planes.sim.trace import MARK, Record
 from echo_planes.sim.world import Result, World
+
+SEEN_PROMPTS = 64  # whose answers tell the mean of what is read
 
 USAGE = """usage: python -m echo_planes.simulate [--json] [--print] [--help] scenario=NAME|FILE.yaml ...
 
   python -m echo_planes.simulate scenario=steady                     ten workers, a day
   python -m echo_planes.simulate scenario=steady instance_types.0.count=8    ... two fewer
+  python -m echo_planes.simulate scenario=steady sparse=FILE.yaml instance_types.0.kv_share=0.5
+                                        its engines decode by a schedule; an upper bound of what that saves
   python -m echo_planes.simulate scenario=faults out=FOLDER          write trace.jsonl, report.html there, too
 
   --json    print the summary as JSON
@@ -44,7 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0 if words else UserError.exit_status
         outs = [word.removeprefix("out=") for word in words if word.startswith("out=")]
         flags = {word for word in words if word in ("--json", "--print")}
-        scenario = load_scenario([w for w in words if w not in flags and not w.startswith("out=")])
+        schedules = [word.removeprefix("sparse=") for word in words if word.startswith("sparse=")]
+        own = (*flags, *(f"out={one}" for one in outs), *(f"sparse={one}" for one in schedules))
+        scenario = load_scenario([word for word in words if word not in own])
+        if schedules:
+            scenario = _sparse(scenario, read_schedule(schedules[-1]))
         if "--print" in flags:
             _print(dump_scenario(scenario).rstrip())
             return 0
@@ -61,6 +72,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _sparse(scenario: Scenario, schedule: Schedule) -> Scenario:
+    """Return the scenario with engines that decode by a schedule of KV budgets (Sparrow, equations 2 and 3).
+
+    Raises:
+        ConfigError: no engine of the scenario spends time on its KV cache.
+    """
+    engines = [*scenario.instance_types, scenario.seeding]
+    if not any(one.kv_share for one in engines):
+        raise ConfigError(
+            "sparse: every kv_share is 0, so nothing would be saved; set instance_types.0.kv_share to the "
+            "share of a sample's time that reading its KV takes"
+        )
+    model = scenario.length_model()
+    lengths = [length for prompt in range(SEEN_PROMPTS) for length in model.tokens(prompt)]
+    read, whole = (
+        sum(mean_read_tokens(one, scenario.lengths.prompt_tokens, length) * length for length in lengths)
+        for one in (schedule, None)
+    )
+    changed = [one.model_copy(update={"read_share": read / whole}) for one in engines]
+    return scenario.model_copy(update={"instance_types": changed[:-1], "seeding": changed[-1]})
 
 
 def write_result(folder: Path, result: Result, scenario_text: str) -> None:

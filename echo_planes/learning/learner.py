@@ -189,7 +189,7 @@ class Learner:
                 if self._accumulate(whole, inputs, some):
                     self._finish_update(whole, done=batch.step + number / len(mini))
         self.drift.stepped(step.factor if step.losses and step.factor else 0.0)
-        if step.losses and self.drift.target and not step.lags.any():
+        if step.losses and self.drift.target and (self._config.sparse.schedule or not step.lags.any()):
             self._watch_own_step(whole.batch, whole.scored, step)
         self._newest = whole.batch if self._distiller is not None else None
         return self._stats(whole, began)
@@ -456,16 +456,19 @@ class Learner:
         batch, step = whole.batch, whole.step
         if step.old is None:
             step.seen = step.seen + self._engine.sum_over_ranks(step.mine)
-        self.drift.observe(
-            self._lags(batch, step, np.repeat(whole.inputs.lengths > 0, np.diff(batch.offsets)))
-        )
+        if not self._config.sparse.schedule:
+            self.drift.observe(
+                self._lags(batch, step, np.repeat(whole.inputs.lengths > 0, np.diff(batch.offsets)))
+            )
         step.drift_factor = self.drift.factor
         return step.drift_factor * self._adjustment.rate_scale
 
     def _watch_own_step(self, batch: TrainBatch, scored: BoolArray, step: Step) -> None:
-        """Give drift control the distance that this step moved the policy, where no token is stale.
+        """Give drift control the distance that this step moved the policy, where tokens do not tell it.
 
-        One in `OWN_PART` of the scored trajectories is scored again, now with lag 1.
+        They do not where none is stale, nor where they were sampled sparsely: a lower rate would not bring
+        sparse attention nearer to dense. One in `OWN_PART` of the scored trajectories is scored again, now
+        with lag 1. The drift of older tokens is at most that times their lag, and is taken to be.
         """
         part = scored & (np.cumsum(scored) % OWN_PART == 1)
         values, forwarded = self._score(batch, packing.find_inputs(batch, part))
@@ -473,7 +476,8 @@ class Learner:
         chosen = np.repeat(part, np.diff(batch.offsets)) & batch.loss_mask
         moved = np.abs((values[0] - step.seen[0]).cpu().numpy()[chosen])
         if len(moved):
-            drift = float(moved.mean())
+            lag = step.lags.cpu().numpy()[batch.loss_mask].mean()
+            drift = float(moved.mean() * max(1.0, lag))
             self.drift.observe(
                 [LagStats(1, len(moved), drift, k3=0.0, truncated=0.0, masked=0.0, clipped=0.0)]
             )

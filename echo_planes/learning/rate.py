@@ -43,8 +43,9 @@ class DriftControl:
     is the drift that the full rate would have caused, and f = target / (d / F), between the floor and 1. The
     estimate rises at once and falls slowly: a factor that followed d alone would react late, and oscillate.
 
-    Staleness then costs speed instead of the run. Where no token is stale, tokens of the last step, scored
-    again after it, stand for tokens of lag 1. A single step then moves the policy no further than the target.
+    Staleness then costs speed instead of the run. Where no token is stale, or rollouts are sparse, tokens of
+    the last step, scored again after it, stand for tokens of lag 1. A single step then moves the policy no
+    further than the target.
 
     Args:
         target: nats; 0: f stays 1.

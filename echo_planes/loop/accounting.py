@@ -95,6 +95,7 @@ class Journal:
         self.counts = BufferCounts()  # the ledger, as of the last step
         self._guard = GuardReport(0, config.staleness.max_staleness, 1.0)
         self._seeding: SeedReport | None = None  # of the present step
+        self._sparse_drift: float | None = None  # of the newest audits
 
     # --- Observer --------------------------------------------------------------------------------
 
@@ -196,6 +197,7 @@ class Journal:
             **_details(counts),
             **_guarded(self._guard),
             **_seeded(self._seeding),
+            **({} if self._sparse_drift is None else {"mismatch_sparse": self._sparse_drift}),
             "time_s": self._elapsed_s(),
             **self.broadcasts.newest(),
             **self._newest_eval(),
@@ -246,6 +248,9 @@ class Journal:
 
     def on_guard(self, report: GuardReport) -> None:
         self._guard = report
+
+    def on_audited(self, drift: float) -> None:
+        self._sparse_drift = drift
 
     def on_seeding(self, report: SeedReport) -> None:
         self._seeding = report

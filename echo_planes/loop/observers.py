@@ -57,6 +57,9 @@ class QuietObserver:
     def on_guard(self, report: GuardReport) -> None:
         return None
 
+    def on_audited(self, drift: float) -> None:
+        return None
+
     def on_seeding(self, report: SeedReport) -> None:
         return None
 
@@ -109,6 +112,10 @@ class Observers:
     def on_guard(self, report: GuardReport) -> None:
         for one in self._observers:
             one.on_guard(report)
+
+    def on_audited(self, drift: float) -> None:
+        for one in self._observers:
+            one.on_audited(drift)
 
     def on_seeding(self, report: SeedReport) -> None:
         for one in self._observers:

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
-from echo_planes.config.files import MODEL_JSON_BYTES, read_json
+from echo_planes.config.files import MODEL_JSON_BYTES, read_json, user_path
 from echo_planes.config.kv_schedule import Schedule
+from echo_planes.config.plain_yaml import read_yaml
 from echo_planes.config.schema import Config
 from echo_planes.config.sparse import SparseConfig
 from echo_planes.errors import ConfigError, DataError
@@ -40,6 +42,22 @@ def schedule_of(sparse: SparseConfig, number: int = 0) -> Schedule:
         last_pages=sparse.last_pages,
         dense_layers=sparse.dense_layers,
     )
+
+
+def read_schedule(name: str) -> Schedule:
+    """Return the schedule of a file that `calibrate` wrote.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    try:
+        sparse = SparseConfig.model_validate(read_yaml(user_path(name)))
+    except ValidationError as error:
+        what = error.errors()[0]
+        raise ConfigError(f"sparse={name}: {what['loc']}: {what['msg']}") from error
+    if not sparse.schedule:
+        raise ConfigError(f"sparse={name}: it has no schedule; give one that calibrate wrote")
+    return schedule_of(sparse)
 
 
 def model_shape(folder: Path) -> str:
@@ -155,6 +173,7 @@ class Keeper:
         self._answers: Counter[int] = Counter()  # audited since the last word, by bin
         self._drift = 0.0  # sum over these answers
         self._audited = 0
+        self._step_tokens, self._step_drift = 0, 0.0  # audited since the last step, and their sum
         self._distilled = 0  # updates of the adapter
 
     @property
@@ -172,6 +191,8 @@ class Keeper:
             if audit.schedule == self.schedule.number:  # not one that was on its way when budgets rose
                 self._count(audit)
             self._guard.add(audit)
+            self._step_tokens += len(audit.alphas)
+            self._step_drift += audit.drift * len(audit.alphas)
         return ""
 
     def hear_distilled(self, distilled: Distilled) -> None:
@@ -189,7 +210,10 @@ class Keeper:
         self._distilled += 1
 
     def change(self) -> Schedule | None:
-        """Return a new schedule for all workers, if the audits ask for one."""
+        """Report a step's audits. Return a new schedule for all workers, if they ask for one."""
+        if self._step_tokens:
+            self._observer.on_audited(self._step_drift / self._step_tokens)
+        self._step_tokens, self._step_drift = 0, 0.0
         raises = [] if self._mode == "off" else self._guard.raises()
         if self._mode == "warn":
             for one in raises:

@@ -89,6 +89,7 @@ GAUGES: tuple[Gauge, ...] = (
     Gauge("rate_factor", "what drift control multiplies the next step's learning rate by"),
     Gauge("tokens_scored", "trained tokens that went through the model; what follows is of these"),
     Gauge("mismatch_mean", "drift: mean |learner logprob - sampler logprob|, nats"),
+    Gauge("mismatch_sparse", "sparse attention's part of it: mean |log dense - log sparse| of audits, nats"),
     Gauge("mismatch_p99", "99th percentile of |learner logprob - sampler logprob|, nats"),
     Gauge("log_weight_p50", "median of |log importance weight|, nats"),
     Gauge("log_weight_p99", "99th percentile of |log importance weight|, nats"),

@@ -147,6 +147,13 @@ def _ledger(summary: Record) -> str:
     return ledger_equation(summary) + told
 
 
+def _mismatches(charts: StepCharts) -> list[Series]:
+    """Return the drift of all tokens and, where rollouts are sparse, the part that audits found."""
+    parts = [Series("all tokens", charts.column("mismatch_mean"), 5)]
+    sparse = charts.column("mismatch_sparse")
+    return parts if not any(sparse) else [*parts, Series("sparse attention alone (audits)", sparse, 5, "faint")]
+
+
 def _learning(charts: StepCharts, steps: Sequence[Record], summary: Record, config: Record) -> Record:
     """Return the template's values about learning, workers and start-up."""
     workers = summary.get("workers", [])
@@ -156,7 +163,7 @@ def _learning(charts: StepCharts, steps: Sequence[Record], summary: Record, conf
         "reward_parts_chart": reward_parts_chart,
         "pass_at_chart": pass_at_chart,
         "evals": summary.get("evals", []),
-        "by_lag": [*drift_by_lag(steps), Series("all tokens", charts.column("mismatch_mean"), 5)],
+        "by_lag": [*drift_by_lag(steps), *_mismatches(charts)],
         "drift_target": number(_setting(config, "learner", "drift_target")) or 0.0,
         "worker_rows": worker_rows(workers),
         "worker_tokens": [(str(w.get("id", "?")), number(w.get("tokens")) or 0.0) for w in workers],

@@ -21,6 +21,7 @@ from echo_planes.data.replay.dispatch import PolicyName
 from echo_planes.errors import ConfigError, nearest, shown
 from echo_planes.loop.loading import config_dir, describe_section, set_key
 from echo_planes.sim.engine_model import EngineSpec
+from echo_planes.sim.lengths import LengthModel
 from echo_planes.sim.network import Dissemination
 from echo_planes.sim.spot import AtEnd, SpotTrace, read_trace
 from echo_planes.types import Market
@@ -109,6 +110,10 @@ class InstanceTypeModel(Section):
     prefill_tokens_per_s: PositiveFloat | None = Field(
         None, description="prompts, and tokens of other workers, taken in; default: at once"
     )
+    kv_share: float = Field(
+        0.0, ge=0, le=1, description="share of a sample's part of a token's time that reading its KV takes"
+    )
+    read_share: float = Field(1.0, gt=0, le=1, description="share of the KV that a token reads; 1: dense")
     max_groups: PositiveInt = Field(8, description="prompts in flight at once")
     boot_s: NonNegativeFloat = Field(120.0, description="from when its machine is there until its engine is")
     interruptions_per_hour: NonNegativeFloat = Field(0.0, description="of one worker, at random")
@@ -119,7 +124,9 @@ class InstanceTypeModel(Section):
 
     @property
     def engine(self) -> EngineSpec:
-        return EngineSpec(self.peak_tokens_per_s, self.half_batch, self.prefill_tokens_per_s)
+        """Throughput. What a whole batch costs stays; the cost of each sample falls with its reading."""
+        cost = 1 - self.kv_share * (1 - self.read_share)
+        return EngineSpec(self.peak_tokens_per_s / cost, self.half_batch / cost, self.prefill_tokens_per_s)
 
     @property
     def quota(self) -> int:
@@ -147,6 +154,8 @@ class SeedingModel(Section):
     peak_tokens_per_s: PositiveFloat = Field(2500.0, description="of one engine, as of a worker")
     half_batch: NonNegativeFloat = Field(16.0, description="as of a worker")
     prefill_tokens_per_s: PositiveFloat | None = Field(None, description="as of a worker")
+    kv_share: float = Field(0.0, ge=0, le=1, description="as of a worker")
+    read_share: float = Field(1.0, gt=0, le=1, description="as of a worker")
     max_groups: PositiveInt = Field(8, description="prompts in flight at once")
 
     @property
@@ -159,6 +168,8 @@ class SeedingModel(Section):
             peak_tokens_per_s=self.peak_tokens_per_s,
             half_batch=self.half_batch,
             prefill_tokens_per_s=self.prefill_tokens_per_s,
+            kv_share=self.kv_share,
+            read_share=self.read_share,
             max_groups=self.max_groups,
             boot_s=0.0,
         )
@@ -236,6 +247,16 @@ class Scenario(Section):
     def per_step(self) -> int:
         """R, trajectories of a step."""
         return self.sampling.prompts_per_step * self.sampling.samples_per_prompt
+
+    def length_model(self) -> LengthModel:
+        """Return the lengths of its answers."""
+        return LengthModel(
+            self.seed,
+            num_samples=self.sampling.samples_per_prompt,
+            median_tokens=self.lengths.median_tokens,
+            sigma=self.lengths.sigma,
+            max_tokens=self.lengths.max_tokens,
+        )
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

@@ -33,7 +33,6 @@ from echo_planes.sim.context import Context
 from echo_planes.sim.data_plane import SimDataPlane
 from echo_planes.sim.faults import Faults
 from echo_planes.sim.kernel import Kernel
-from echo_planes.sim.lengths import LengthModel
 from echo_planes.sim.scenario import Scenario, instance_type_trace
 from echo_planes.sim.trace import LEARNER, Record, Trace, dump_lines
 from echo_planes.sim.worker import Answers
@@ -71,14 +70,7 @@ class World:
         self.trace = Trace(scenario)
         self.rng = random.Random(f"{scenario.seed}/world")
         self.answers = Answers(LINEAGE)
-        lengths = scenario.lengths
-        self.lengths = LengthModel(
-            scenario.seed,
-            num_samples=scenario.sampling.samples_per_prompt,
-            median_tokens=lengths.median_tokens,
-            sigma=lengths.sigma,
-            max_tokens=lengths.max_tokens,
-        )
+        self.lengths = scenario.length_model()
         self.manifest: Manifest | None = None
         self._events: deque[ev.Event] = deque()
         self._handling = False

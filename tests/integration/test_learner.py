@@ -728,6 +728,26 @@ def test_without_stale_tokens_a_step_is_held_by_how_far_it_moved_the_policy(
     assert second.learning_rate == pytest.approx(LR * second.rate_factor)
 
 
+def test_sparse_rollouts_are_held_by_how_far_the_policy_moved(tmp_path: Path, model_folder: Path) -> None:
+    """Their tokens are far from the learner's, also stale ones, and no rate would bring them nearer."""
+    changes = {
+        "learner": {"warmup_steps": 0, "drift_target": 0.02},
+        "objective": {"skip_zero_advantage": False},
+    }
+    factors = {}
+    for lag, schedule in ((1, []), (1, [4]), (3, [4])):
+        changes["sparse"] = {"schedule": schedule}
+        with learner_here(tmp_path, model_folder, **changes) as learner:
+            for step in (3, 4, 5):
+                batch = make_batch(step)
+                versions = np.where(batch.loss_mask, step - lag, -1)
+                stats = learner.train_step(replace(batch, token_versions=versions))
+            factors[lag, bool(schedule)] = stats.rate_factor
+            assert stats.mismatch_mean > 0.1  # by which dense rollouts are held
+    assert factors[1, False] < 0.7 * factors[1, True]
+    assert factors[3, True] < 0.7 * factors[1, True] < 0.7
+
+
 def test_a_run_that_is_extended_does_not_jump_back_up(tmp_path: Path, model_folder: Path) -> None:
     folder = tmp_path / "checkpoint"
     folder.mkdir()

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from echo_planes.config.plain_yaml import read_yaml
 from echo_planes.reporting.metrics import FLEET_STATE, WORKER_STATE
+from echo_planes.sim.scenario import InstanceTypeModel
 from echo_planes.simulate import main
 from tests.unit.test_report_fleet import table
 
@@ -133,3 +135,34 @@ def test_a_run_that_fails_ends_with_status_1(capsys: pytest.CaptureFixture[str])
     heard = capsys.readouterr()
     assert "failed" in heard.out
     assert "no worker is left" in heard.err
+
+
+def test_a_schedule_makes_engines_faster_by_what_they_do_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All answers have 4,000 tokens: a token reads 2,000.5 densely, and 256 or 512 and half of its pages."""
+    (tmp_path / "mine.yaml").write_text("schedule: [16, 32]\nbin_tokens: 2000\n")
+    words = [*SHORT, "lengths.median_tokens=4000", "lengths.sigma=0", "instance_types.0.kv_share=0.5"]
+    slow = ["instance_types.0.peak_tokens_per_s=500", "learner.t_train_s=1"]  # rollouts are what is waited for
+    steps = {}
+    for name, more in (("dense", []), ("sparse", [f"sparse={tmp_path / 'mine.yaml'}"])):
+        assert main([*words, *slow, *more, f"out={tmp_path / name}"]) == 0
+        steps[name] = json.loads((tmp_path / name / "summary.json").read_text())["trajectories_per_s"]
+    typed = read_yaml(tmp_path / "sparse" / "scenario.yaml")["instance_types"][0]
+    # A budget of 16 pages reads 248 tokens on average (the last page is half full), of 32 pages 504. Scores of
+    # pages cost half a token each: 62 pages at 1,000 tokens, 187 at 3,000. Shorter answers read everything.
+    expected = ((248 + 63 / 2) + (504 + 188 / 2)) / 2 / 2000.5
+    assert typed["read_share"] == pytest.approx(expected, rel=0.03)
+    assert 1.2 < steps["sparse"] / steps["dense"] < 1 / (1 - 0.5 * (1 - typed["read_share"])) + 0.05
+    assert main([*SHORT, f"sparse={tmp_path / 'mine.yaml'}"]) == 2
+    assert "kv_share" in capsys.readouterr().err
+
+
+def test_what_a_batch_shares_costs_the_same_however_little_a_sample_reads() -> None:
+    """A token of a batch takes (half + b) / peak s, of which b x kv_share / peak is for reading."""
+    dense = InstanceTypeModel(name="x", count=1, peak_tokens_per_s=1000, half_batch=10, kv_share=0.4)
+    sparse = dense.model_copy(update={"read_share": 0.25})
+    for batch in (1, 8, 64):
+        token_s = (10 + batch * (0.6 + 0.4 * 0.25)) / 1000
+        assert batch / sparse.engine.tokens_per_s(batch) == pytest.approx(token_s)
+    assert dense.engine.tokens_per_s(8) == pytest.approx(8 / 0.018)

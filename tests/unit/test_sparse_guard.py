@@ -152,6 +152,10 @@ class Told(QuietObserver):
 
     def __init__(self) -> None:
         self.events: list[tuple[str, str]] = []
+        self.drifts: list[float] = []
+
+    def on_audited(self, drift: float) -> None:
+        self.drifts.append(drift)
 
     def on_event(self, kind: str, text: str, *, worker: str = "", version: int | None = None) -> None:
         self.events.append((kind, text))
@@ -208,6 +212,17 @@ def test_a_keeper_tells_the_acceptance_now_and_then(tmp_path: Path) -> None:
     keeper.hear([audit([GOOD] * 50, context=3000)] * 2)
     keeper.close()
     assert "bin 1 (40 pages) too few answers (2)" in told.events[-1][1]
+
+
+def test_a_keeper_tells_each_steps_sparse_drift_by_its_tokens(tmp_path: Path) -> None:
+    told = Told()
+    keeper = Keeper(config(), tmp_path, told)
+    keeper.hear([replace(audit([GOOD] * 30), drift=0.1), replace(audit([GOOD] * 10), drift=0.5)])
+    keeper.change()
+    keeper.change()  # a step without audits
+    keeper.hear([replace(audit([GOOD] * 10), drift=0.4)])
+    keeper.change()
+    assert told.drifts == pytest.approx([(30 * 0.1 + 10 * 0.5) / 40, 0.4])
 
 
 def test_malformed_audits_are_named(tmp_path: Path) -> None:
