@@ -151,7 +151,9 @@ def _mismatches(charts: StepCharts) -> list[Series]:
     """Return the drift of all tokens and, where rollouts are sparse, the part that audits found."""
     parts = [Series("all tokens", charts.column("mismatch_mean"), 5)]
     sparse = charts.column("mismatch_sparse")
-    return parts if not any(sparse) else [*parts, Series("sparse attention alone (audits)", sparse, 5, "faint")]
+    return (
+        parts if not any(sparse) else [*parts, Series("sparse attention alone (audits)", sparse, 5, "faint")]
+    )
 
 
 def _learning(charts: StepCharts, steps: Sequence[Record], summary: Record, config: Record) -> Record:
