@@ -2,6 +2,7 @@
 
 - dense: attention reads everything.
 - schedule: budgets that keep the target, as calibrated.
+- distilled: the same budgets, with an adapter of sparse attention's own (DistillSparse).
 - two pages: the newest page and one more, without either guard: the learner's would stop the run.
 - guarded: two pages to begin with, and the guard, which audits a quarter of the answers.
 
@@ -44,6 +45,7 @@ COMMON = [
 KINDS: dict[str, list[str]] = {
     "dense": [],
     "schedule": ["sparse.schedule=[18]", "sparse.audit_share=0.1"],
+    "distilled": ["sparse.schedule=[18]", "sparse.audit_share=0.1", "sparse.distill_rank=16"],
     "two pages": [
         "sparse.schedule=[2]",
         "sparse.first_pages=0",
@@ -106,6 +108,10 @@ def learning_verdicts(told: dict[str, Any]) -> dict[str, bool]:
     return {
         f"a calibrated schedule ends within {WITHIN} of dense, mean of {SEEDS} seeds": abs(
             statistics.mean(last(told, "schedule")) - dense
+        )
+        <= WITHIN,
+        f"with distillation it ends within {WITHIN} of dense, mean of {SEEDS} seeds": abs(
+            statistics.mean(last(told, "distilled")) - dense
         )
         <= WITHIN,
         f"two pages without a guard end at least {COLLAPSED} below dense, every seed": all(

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from echo_planes.config.files import user_path
 from echo_planes.config.hub import pinned
 from echo_planes.config.schema import Config, LearnerConfig
 from echo_planes.errors import ConfigError, EchoPlanesError, UserError

@@ -36,7 +36,13 @@ GOOD: dict[str, Any] = {
     "learner": {"S = 0": {"median difference": 0.004}, "S = 3": {"mean, learner": 0.8, "mean, audit": 0.9}},
     "learning": {
         kind: [{"held out": [0.2, end]} for _ in range(3)]
-        for kind, end in (("dense", 0.5), ("schedule", 0.49), ("two pages", 0.2), ("guarded", 0.51))
+        for kind, end in (
+            ("dense", 0.5),
+            ("schedule", 0.49),
+            ("distilled", 0.49),
+            ("two pages", 0.2),
+            ("guarded", 0.51),
+        )
     },
     "distil": {"seeds": [{"bins": [{"rise": [0.01, 0.05]}] * 4} for _ in range(3)]},
     "speed": {"1024": {"stock / sparse": 0.95}, "16384": {"stock / sparse": 1.5}},
@@ -73,6 +79,7 @@ def test_all_hold_where_all_is_well() -> None:
         (("learner", "S = 0", "median difference"), 0.006, "median within"),
         (("learner", "S = 3", "mean, learner"), 0.95, "three updates ahead"),
         (("learning", "schedule", 0, "held out", 1), 0.4, "calibrated schedule ends"),
+        (("learning", "distilled", 2, "held out", 1), 0.4, "with distillation"),
         (("learning", "two pages", 1, "held out", 1), 0.41, "two pages"),
         (("learning", "guarded", 1, "held out", 1), 0.4, "with the guard"),
         (("distil", "seeds", 2, "bins", 3, "rise", 0), -0.01, "of a budget rises"),
