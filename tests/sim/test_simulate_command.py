@@ -152,7 +152,7 @@ def test_a_schedule_makes_engines_faster_by_what_they_do_not_read(
         assert main([*words, *slow, *more, f"out={tmp_path / name}"]) == 0
         steps[name] = json.loads((tmp_path / name / "summary.json").read_text())["trajectories_per_s"]
     typed = read_yaml(tmp_path / "sparse" / "scenario.yaml")["instance_types"][0]
-    # A budget of 16 pages reads 248 tokens on average (the last page is half full), of 32 pages 504. Scores of
+    # A budget of 16 pages reads 248 tokens on average (its last page is half full), one of 32 504. Scores of
     # pages cost half a token each: 62 pages at 1,000 tokens, 187 at 3,000. Shorter answers read everything.
     expected = ((248 + 63 / 2) + (504 + 188 / 2)) / 2 / 2000.5
     assert typed["read_share"] == pytest.approx(expected, rel=0.03)
