@@ -80,8 +80,8 @@ def _sparse(scenario: Scenario, schedule: Schedule) -> Scenario:
     Raises:
         ConfigError: no engine of the scenario spends time on its KV cache.
     """
-    engines = [*scenario.instance_types, scenario.seeding]
-    if not any(one.kv_share for one in engines):
+    types, seeding = scenario.instance_types, scenario.seeding
+    if not any(one.kv_share for one in types) and not seeding.kv_share:
         raise ConfigError(
             "sparse: every kv_share is 0, so nothing would be saved; set instance_types.0.kv_share to the "
             "share of a sample's time that reading its KV takes"
@@ -92,8 +92,12 @@ def _sparse(scenario: Scenario, schedule: Schedule) -> Scenario:
         sum(mean_read_tokens(one, scenario.lengths.prompt_tokens, length) * length for length in lengths)
         for one in (schedule, None)
     )
-    changed = [one.model_copy(update={"read_share": read / whole}) for one in engines]
-    return scenario.model_copy(update={"instance_types": changed[:-1], "seeding": changed[-1]})
+    share = {"read_share": read / whole}
+    changed = {
+        "instance_types": [one.model_copy(update=share) for one in types],
+        "seeding": seeding.model_copy(update=share),
+    }
+    return scenario.model_copy(update=changed)
 
 
 def write_result(folder: Path, result: Result, scenario_text: str) -> None:

@@ -113,6 +113,9 @@ class Trace:
     def on_guard(self, report: GuardReport) -> None:
         self.guard.append(report)
 
+    def on_audited(self, drift: float) -> None:
+        self.lines.append(f"audited {drift}")
+
     def on_seeding(self, report: SeedReport) -> None:
         self.seeding.append(report)
         self.lines.append(f"seeding {report}")
