@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from echo_planes.config.kv_pages import chosen_pages, landmarks
 from echo_planes.config.kv_schedule import Schedule
 from echo_planes.config.sparse import SparseConfig
 from echo_planes.errors import DivergedError
 from echo_planes.learning.adapters import first_a
 from echo_planes.learning.packing import find_inputs
-from echo_planes.learning.page_choice import chosen_pages, landmarks
 from echo_planes.learning.policy_model import PolicyModel, layers_of
 from echo_planes.types import BoolArray, TrainBatch
 from echo_planes.weights.sparse_adapter import Distilled, SparseAdapter

@@ -99,10 +99,10 @@ def check_sparse(config: Config) -> None:
         )
     for worker in [*config.fleet.workers, *config.seeding.workers().values()]:
         engine, name = worker.engine, f"the engine of SKU '{worker.sku}'"
-        if worker.resources.get("GPU"):
+        if worker.resources.get("GPU") and sparse.distill_rank and not engine.enforce_eager:
             raise ConfigError(
-                f"sparse.schedule: {name} runs on a GPU, where sparse decoding is not supported yet; leave "
-                "sparse out, or use CPU workers"
+                f"sparse.distill_rank={sparse.distill_rank}: {name} has enforce_eager=false, but compiled "
+                "layers do not call the adapter; set it to true, or sparse.distill_rank=0"
             )
         if engine.enable_prefix_caching:
             raise ConfigError(
@@ -175,6 +175,11 @@ class Keeper:
         self._audited = 0
         self._step_tokens, self._step_drift = 0, 0.0  # audited since the last step, and their sum
         self._distilled = 0  # updates of the adapter
+        if any(worker.resources.get("GPU") for worker in config.fleet.workers):
+            observer.on_event(
+                "sparse on GPUs",
+                "nobody has run this on one yet: look at the first audits, which compare it with dense",
+            )
 
     @property
     def schedule(self) -> Schedule:

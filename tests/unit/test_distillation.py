@@ -15,12 +15,12 @@ from safetensors.torch import save  # noqa: E402
 
 from bench.sparse_reference import Reference  # noqa: E402
 from bench.sparse_reference import chosen_pages as by_brute_force  # noqa: E402
+from echo_planes.config.kv_pages import chosen_pages, landmarks  # noqa: E402
 from echo_planes.config.kv_schedule import Schedule  # noqa: E402
 from echo_planes.config.schema import BUILTIN_MODELS  # noqa: E402
 from echo_planes.config.sparse import SparseConfig  # noqa: E402
 from echo_planes.errors import DivergedError, WeightsError  # noqa: E402
 from echo_planes.learning.distillation import Distiller, SparseRows  # noqa: E402
-from echo_planes.learning.page_choice import chosen_pages, landmarks  # noqa: E402
 from echo_planes.learning.policy_model import PolicyModel, load_policy  # noqa: E402
 from echo_planes.rollout.sparsity.pages import choose_pages  # noqa: E402
 from echo_planes.types import TrainBatch  # noqa: E402

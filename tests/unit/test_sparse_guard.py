@@ -202,6 +202,15 @@ def test_a_guard_that_only_warns_says_it_once(tmp_path: Path, mode: str, words: 
     assert keeper.schedule.pages == (20, 40)
 
 
+def test_a_run_with_gpu_workers_says_that_nobody_has_run_sparse_decoding_there(tmp_path: Path) -> None:
+    told = Told()
+    workers = [{"sku": "x", "count": 1, "resources": {"GPU": 1.0}}]
+    settings = changed({"fleet": {"workers": workers}})
+    check_sparse(settings)
+    Keeper(settings, tmp_path, told)
+    assert [kind for kind, _ in told.events] == ["sparse on GPUs"]
+
+
 def test_a_keeper_tells_the_acceptance_now_and_then(tmp_path: Path) -> None:
     told = Told()
     keeper = Keeper(config(), tmp_path, told)
@@ -278,8 +287,11 @@ def test_a_run_without_a_schedule_is_not_checked() -> None:
             ["sequence_ranks=2"],
         ),
         (
-            {"fleet": {"workers": [{"sku": "x", "count": 1, "resources": {"GPU": 1.0}}]}},
-            ["SKU 'x'", "GPU"],
+            {
+                "fleet": {"workers": [{"sku": "x", "count": 1, "resources": {"GPU": 1.0}}]},
+                "sparse": {"distill_rank": 8},
+            },
+            ["SKU 'x'", "enforce_eager=false", "sparse.distill_rank=0"],
         ),
     ],
 )

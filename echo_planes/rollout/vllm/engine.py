@@ -12,10 +12,10 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -56,6 +56,7 @@ class VllmEngine:
     """
 
     worker_extension = f"{_PLUGIN}.WorkerExtension"
+    environment: ClassVar[Mapping[str, str]] = ENVIRONMENT  # unless the user's has another value
 
     def __init__(
         self,
@@ -155,7 +156,7 @@ class VllmEngine:
             self._staging = None
 
     def _build(self) -> AsyncLLM:
-        os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
+        os.environ.update({name: value for name, value in self.environment.items() if name not in os.environ})
         # The variable would override the configured KV cache, and vLLM reads it as a whole number only.
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         from vllm.engine.arg_utils import AsyncEngineArgs

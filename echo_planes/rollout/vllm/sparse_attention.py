@@ -1,8 +1,9 @@
-"""Block-sparse decoding in vLLM's engine on CPUs: each sampled token reads a budget of pages (Sparrow, 3.2).
+"""Block-sparse decoding in vLLM's engine: each sampled token reads a budget of pages (Sparrow, 3.2).
 
 vLLM imports this module in the engine's process, before it loads a model, as that of the worker extension
-`SparseWorkerExtension`. The backend takes the place of vLLM's own for CPUs. Without a schedule it computes
-what that computes, with the engine's page size. In bf16 vLLM's kernel has AMX for pages of 32, not of 16.
+`SparseWorkerExtension`. It puts our backends in the place of two of vLLM's: of the one for CPUs
+(`sparse_cpu_attention`) and of FlashAttention (`sparse_flash_attention`). Without a schedule they compute
+what those compute, with the engine's page size.
 
 A row that samples reads a shortened block table through vLLM's own paged kernel. Heads choose their pages by
 themselves: the cache, [blocks, heads, ...], is also a cache of blocks x heads pages with one head each, and
@@ -16,35 +17,27 @@ memory, a 16th or a 32nd of the cache in bf16.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from vllm import _custom_ops as ops
-from vllm import envs
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
-from vllm.v1.attention.backends.cpu_attn import (
-    CPUAttentionBackend,
-    CPUAttentionBackendImpl,
-    CPUAttentionMetadata,
-    CPUAttentionMetadataBuilder,
-)
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from echo_planes.config.kv_schedule import PAGE_TOKENS, Schedule
+from echo_planes.config.kv_schedule import IntArray, Schedule
 from echo_planes.errors import ConfigError
-from echo_planes.rollout.sparsity.pages import add_keys, choose_pages, warm_up
 from echo_planes.rollout.vllm.answers import DENSE
 from echo_planes.rollout.vllm.plugin import WorkerExtension
 from echo_planes.rollout.vllm.sparse_adapter import LiveAdapter
+from echo_planes.types import BoolArray
 from echo_planes.weights.sparse_adapter import SparseAdapter
 
 
-class _Engine:
+class EngineState:
     """State of this process, which has one engine."""
 
     schedule: Schedule | None = None  # None: dense
@@ -52,11 +45,13 @@ class _Engine:
     adapter: LiveAdapter | None = None  # of the tokens in bins that have a budget
 
     @classmethod
-    def dense_rows(cls, count: int) -> Any:
-        """Return, (count,) bool, which rows of the batch are of requests that ask for dense attention."""
+    def dense_rows(cls, count: int) -> BoolArray:
+        """Return, (count,), which rows of the batch are of requests that ask for dense attention."""
         ids = cls.runner.input_batch.req_ids[:count]
         extra = [cls.runner.requests[one].sampling_params.extra_args for one in ids]
-        return np.array([bool(one and one.get(DENSE)) for one in extra], np.bool_)
+        dense: BoolArray = np.zeros(count, np.bool_)  # vLLM may pad a batch with rows without tokens
+        dense[: len(extra)] = [bool(one and one.get(DENSE)) for one in extra]
+        return dense
 
     @staticmethod
     def adapted_tokens() -> Tensor | None:
@@ -68,275 +63,90 @@ class _Engine:
         return adapted
 
 
-@dataclass
-class Rows:
-    """Rows of a batch that one call of the kernel computes."""
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Rows of a batch by how they read. All on the host; n: rows."""
 
-    tokens: Tensor | None  # (t,) their positions in the batch; None: all, in order
-    query_start_loc: Tensor
-    lengths: Tensor  # (r,) int32
-    block_table: Tensor  # (r, pages)
-    scheduler_metadata: Tensor
+    schedule: Schedule
+    starts: IntArray  # (n + 1,) of the rows' tokens
+    lengths: IntArray  # (n,) tokens of the sequences, with those of this step
+    sparse: IntArray  # rows that read a budget
+    adapted: Tensor | None  # (t,) places of the tokens that the adapter is for; None: there are none
 
-
-@dataclass
-class SparseRows:
-    """Rows that sample sparsely. r: rows, h: heads of keys and values."""
-
-    tokens: Tensor  # (r,) positions in the batch
-    block_table: Tensor  # (r, pages), int64
-    pages: Tensor  # (r,) there are, int64
-    budgets: Tensor  # (r,) of them read, int64
-    most: int  # largest budget
-    heads: Rows  # r x h rows of one head each; their table is made in each layer
-
-
-@dataclass
-class SparseMetadata(CPUAttentionMetadata):  # type: ignore[misc]
-    """vLLM's metadata of a batch, and its division."""
-
-    schedule: Schedule | None = None
-    sparse: SparseRows | None = None
-    others: Rows | None = None  # rows that are not in `sparse`; None: there are none
-    adapted: Tensor | None = None  # (t,) positions in the batch that the adapter is for; None: there are none
-
-
-class SparseBackend(CPUAttentionBackend):  # type: ignore[misc]
-    """vLLM's attention backend for CPUs, with small pages and sparse decoding."""
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
-        return list(PAGE_TOKENS)  # vLLM rounds a `MultipleOf(16)` up to 128
-
-    @staticmethod
-    def get_impl_cls() -> type[SparseAttention]:
-        return SparseAttention
-
-    @staticmethod
-    def get_builder_cls() -> type[SparseBuilder]:
-        return SparseBuilder
-
-
-class SparseBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
-    """Metadata of a batch: vLLM's, and which rows read how much."""
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> SparseMetadata:
-        stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        common = common_attn_metadata
-        told = SparseMetadata(**{one.name: getattr(stock, one.name) for one in fields(stock)})
-        schedule = _Engine.schedule
+    @classmethod
+    def of(cls, common: CommonAttentionMetadata, lengths: IntArray) -> Division | None:
+        """Divide a batch; None: the engine is dense."""
+        schedule = EngineState.schedule
         if schedule is None:
-            return told
-        starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy()
+            return None
+        count = common.num_reqs
+        starts: IntArray = common.query_start_loc_cpu[: count + 1].numpy().astype(np.int64)
         samples = np.diff(starts) == 1
         if common.is_prefilling is not None:
-            samples &= ~common.is_prefilling[: common.num_reqs].numpy()
-        lengths = common.seq_lens[: common.num_reqs].numpy().astype(np.int64)
+            samples &= ~common.is_prefilling[:count].numpy()
         samples &= np.array(schedule.pages)[schedule.bins(lengths)] > 0
-        if samples.any() or _Engine.adapter is not None:
-            asks_dense = _Engine.dense_rows(common.num_reqs)
+        adapted = None
+        if samples.any() or EngineState.adapter is not None:
+            asks_dense = EngineState.dense_rows(count)
             samples &= ~asks_dense
-            told.adapted = self._adapted(schedule, starts, lengths, asks_dense)
-        rows = np.flatnonzero(samples)
-        if not len(rows):
-            return told
-        told.schedule = schedule
-        told.sparse = self._sparse(stock, schedule, rows, starts[rows], lengths[rows])
-        rest = np.flatnonzero(~samples)
-        if len(rest):
-            tokens = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rest])
-            sizes = np.diff(starts)[rest]
-            told.others = self._rows(
-                tokens,
-                sizes,
-                stock.seq_lens[rest],
-                stock.block_table[rest],
-                self.num_heads,
-                self.num_kv_heads,
-            )
-        return told
+            adapted = _adapted(schedule, starts, lengths, asks_dense)
+        return cls(schedule, starts, lengths, np.flatnonzero(samples), adapted)
 
-    def _adapted(self, schedule: Schedule, starts: Any, lengths: Any, asks_dense: Any) -> Tensor | None:
-        """Return the tokens of sparse bins, also of prompts; none of requests that ask to be dense."""
-        if _Engine.adapter is None:
-            return None
-        sizes = np.diff(starts)
-        row = np.repeat(np.arange(len(sizes)), sizes)
-        length = lengths[row] - starts[1:][row] + np.arange(len(row)) + 1
-        is_sparse = np.array(schedule.pages)[schedule.bins(length)] > 0
-        places = np.flatnonzero(is_sparse & ~asks_dense[row])
-        return torch.from_numpy(places) if len(places) else None
-
-    def _sparse(
-        self, stock: CPUAttentionMetadata, schedule: Schedule, rows: Any, tokens: Any, lengths: Any
-    ) -> SparseRows:
-        pages, budgets = schedule.pages_of(lengths), schedule.budgets(lengths)
-        read = np.repeat(schedule.read_tokens(lengths), self.num_kv_heads)
-        heads = self._rows(
-            None,
-            np.ones(len(read), np.int64),
-            torch.from_numpy(read).to(torch.int32),
-            stock.block_table[:0],
-            self.num_heads // self.num_kv_heads,
-            1,
-        )
-        return SparseRows(
-            torch.from_numpy(tokens.astype(np.int64)),
-            stock.block_table[rows, : int(pages.max())].long(),
-            torch.from_numpy(pages),
-            torch.from_numpy(budgets),
-            int(budgets.max()),
-            heads,
-        )
-
-    def _rows(
-        self, tokens: Any, sizes: Any, lengths: Tensor, table: Tensor, num_heads: int, num_kv_heads: int
-    ) -> Rows:
-        starts = torch.zeros(len(sizes) + 1, dtype=torch.int32)
-        starts[1:] = torch.from_numpy(np.cumsum(sizes))
-        metadata = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=len(sizes),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=self.head_dim,
-            seq_lens=lengths,
-            dtype=self.dtype,
-            query_start_loc=starts,
-            causal=True,
-            sliding_window_size=-1,
-            isa=self.isa,
-            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
-        )
-        return Rows(None if tokens is None else torch.from_numpy(tokens), starts, lengths, table, metadata)
+    @property
+    def others(self) -> tuple[IntArray, IntArray]:
+        """Rows that read everything, and the places of their tokens."""
+        rest = np.setdiff1d(np.arange(len(self.lengths)), self.sparse)
+        places = [np.arange(self.starts[row], self.starts[row + 1]) for row in rest]
+        return rest, np.concatenate([np.empty(0, np.int64), *places])
 
 
-class SparseAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
-    """Attention of one layer.
+def _adapted(schedule: Schedule, starts: IntArray, lengths: IntArray, asks_dense: BoolArray) -> Tensor | None:
+    """Return the tokens of sparse bins, also of prompts; none of requests that ask to be dense."""
+    if EngineState.adapter is None:
+        return None
+    sizes = np.diff(starts)
+    row = np.repeat(np.arange(len(sizes)), sizes)
+    length = lengths[row] - starts[1:][row] + np.arange(len(row)) + 1
+    is_sparse = np.array(schedule.pages)[schedule.bins(length)] > 0
+    places = np.flatnonzero(is_sparse & ~asks_dense[row])
+    return torch.from_numpy(places) if len(places) else None
 
-    Raises:
-        ConfigError: the layer computes with what pages cannot be left out of.
-    """
 
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
-        for name, is_there in (
-            ("ALiBi slopes", self.alibi_slopes is not None),
-            ("a sliding window", self.sliding_window != -1),
-            ("attention sinks", self.sinks is not None),
-            ("an fp8 KV cache", self.is_fp8_kv_cache),
-            ("KV that layers share", self.kv_sharing_target_layer_name is not None),
-            ("attention that is not a decoder's", self.attn_type != AttentionType.DECODER),
-        ):
+class SparseLayer:
+    """Mixin for vLLM's attention of one layer."""
+
+    def refuse_what_needs_every_page(self, **there: bool) -> None:
+        """Check what the layer computes with.
+
+        Raises:
+            ConfigError: pages cannot be left out of it.
+        """
+        layer: Any = self
+        found = {
+            "ALiBi slopes": layer.alibi_slopes is not None,
+            "attention sinks": layer.sinks is not None,
+            "KV that layers share": layer.kv_sharing_target_layer_name is not None,
+            "attention that is not a decoder's": layer.attn_type != AttentionType.DECODER,
+            **{name.replace("_", " "): is_there for name, is_there in there.items()},
+        }
+        for name, is_there in found.items():
             if is_there:
                 raise ConfigError(
                     f"sparse.schedule: the model has {name}, which is not supported; leave it out"
                 )
-        self.landmarks: Tensor | None = None  # (blocks, heads, size) float32: sums of keys
 
-    def do_kv_cache_update(
-        self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        blocks, heads, page, width = kv_cache.shape
-        if self.landmarks is None or self.landmarks.shape[0] != blocks:
-            self.landmarks = torch.zeros(blocks, heads, width // 2)
-        add_keys(
-            self.landmarks.numpy(),
-            slot_mapping.numpy(),
-            key.float().contiguous().numpy(),
-            page,
-        )
 
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: SparseMetadata | None,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        sparse = attn_metadata.sparse if attn_metadata is not None else None
-        if (
-            attn_metadata is None
-            or sparse is None
-            or attn_metadata.schedule is None
-            or extract_layer_index(layer.layer_name) < attn_metadata.schedule.dense_layers
-        ):
-            made: Tensor = super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
-            )
-            return made
-        blocks, heads, page, _ = kv_cache.shape
-        if page != attn_metadata.schedule.page_tokens:
-            raise RuntimeError(
-                f"vLLM's pages have {page} tokens, the schedule's {attn_metadata.schedule.page_tokens}"
-            )
-        if attn_metadata.others is not None:
-            rows = attn_metadata.others
-            made = self._attend(query[rows.tokens], kv_cache.view(blocks, heads, 2 * page, -1), rows)
-            output[rows.tokens] = made.view(len(made), *output.shape[1:])
-        asked = query[sparse.tokens]
-        table = self._pages_read(asked, sparse, attn_metadata.schedule)
-        split = Rows(
-            None,
-            sparse.heads.query_start_loc,
-            sparse.heads.lengths,
-            table,
-            sparse.heads.scheduler_metadata,
-        )
-        single = asked.view(len(asked) * heads, self.num_queries_per_kv, -1)
-        made = self._attend(single, kv_cache.view(blocks * heads, 1, 2 * page, -1), split)
-        output[sparse.tokens] = made.view(len(asked), *output.shape[1:])
-        return output
+def is_sparse(layer: Any, schedule: Schedule, kv_cache: Tensor) -> bool:
+    """Return whether a layer reads budgets.
 
-    def _pages_read(self, query: Tensor, sparse: SparseRows, schedule: Schedule) -> Tensor:
-        """Return the block table, (r x h, most), of blocks that have one head each."""
-        if self.landmarks is None:
-            raise RuntimeError("keys are written before they are read")
-        heads = self.num_kv_heads
-        mean = query.view(len(query), heads, self.num_queries_per_kv, -1).float().mean(2)  # (r, h, size)
-        table = torch.zeros(len(query) * heads, sparse.most, dtype=torch.int32)
-        choose_pages(
-            mean.numpy(),
-            self.landmarks.numpy(),
-            sparse.block_table.numpy(),
-            sparse.pages.numpy(),
-            sparse.budgets.numpy(),
-            schedule.first_pages,
-            schedule.last_pages,
-            table.numpy(),
-        )
-        return table
-
-    def _attend(self, query: Tensor, kv_cache: Tensor, rows: Rows) -> Tensor:
-        keys, values = kv_cache.chunk(2, dim=2)
-        output = torch.empty_like(query)
-        ops.cpu_attention_with_kv_cache(
-            query=query,
-            key_cache=keys,
-            value_cache=values,
-            output=output,
-            query_start_loc=rows.query_start_loc,
-            seq_lens=rows.lengths,
-            scale=self.scale,
-            causal=True,
-            alibi_slopes=None,
-            sliding_window=-1,
-            block_table=rows.block_table,
-            softcap=self.logits_soft_cap,
-            scheduler_metadata=rows.scheduler_metadata,
-            s_aux=None,
-        )
-        return output
+    Raises:
+        RuntimeError: the pages of the cache, (blocks, heads, tokens, ...), are not the schedule's.
+    """
+    if extract_layer_index(layer.layer_name) < schedule.dense_layers:
+        return False
+    if (page := kv_cache.shape[2]) != schedule.page_tokens:
+        raise RuntimeError(f"vLLM's pages have {page} tokens, the schedule's {schedule.page_tokens}")
+    return True
 
 
 class SparseWorkerExtension(WorkerExtension):
@@ -349,14 +159,16 @@ class SparseWorkerExtension(WorkerExtension):
             The number of the schedule; -1 for none.
         """
         if schedule is None:
-            _Engine.schedule = None
+            EngineState.schedule = None
             return -1
         layers = self.vllm_config.compilation_config.static_forward_context.values()
-        if not any(isinstance(getattr(layer, "impl", None), SparseAttention) for layer in layers):
+        if not any(isinstance(getattr(layer, "impl", None), SparseLayer) for layer in layers):
             raise RuntimeError("no layer of this engine can decode sparsely")
-        _Engine.runner = self.model_runner
-        _Engine.schedule = Schedule(**schedule | {"pages": tuple(schedule["pages"])})
-        return _Engine.schedule.number
+        if not hasattr(self.model_runner, "requests"):
+            raise RuntimeError("sparse attention needs vLLM's first model runner: VLLM_USE_V2_MODEL_RUNNER=0")
+        EngineState.runner = self.model_runner
+        EngineState.schedule = Schedule(**schedule | {"pages": tuple(schedule["pages"])})
+        return EngineState.schedule.number
 
     def echo_planes_set_adapter(self, version: int, tensors: bytes) -> int:
         """Compute with an adapter (`SparseAdapter`) where attention is sparse, from the next step on.
@@ -364,12 +176,13 @@ class SparseWorkerExtension(WorkerExtension):
         Returns:
             The version of the one that counts: of two, whatever their order, the newer.
         """
-        if _Engine.adapter is None:
-            _Engine.adapter = LiveAdapter(self.model_runner.model, _Engine.adapted_tokens)
-        if version >= _Engine.adapter.version:
-            _Engine.adapter.load(version, SparseAdapter(version, tensors).pairs())
-        return _Engine.adapter.version
+        if EngineState.adapter is None:
+            EngineState.adapter = LiveAdapter(self.model_runner.model, EngineState.adapted_tokens)
+        if version >= EngineState.adapter.version:
+            EngineState.adapter.load(version, SparseAdapter(version, tensors).pairs())
+        return EngineState.adapter.version
 
 
-warm_up()
-register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{SparseBackend.__qualname__}")
+_HERE = __name__.rpartition(".")[0]
+register_backend(AttentionBackendEnum.CPU_ATTN, f"{_HERE}.sparse_cpu_attention.SparseBackend")
+register_backend(AttentionBackendEnum.FLASH_ATTN, f"{_HERE}.sparse_flash_attention.SparseFlashBackend")

@@ -13,6 +13,7 @@ from echo_planes.errors import ConfigError, RunError
 from echo_planes.rollout.sparsity.acceptance import Acceptance, Audit, acceptance
 from echo_planes.rollout.vllm.answers import DENSE, label
 from echo_planes.rollout.vllm.engine import VllmEngine
+from echo_planes.rollout.vllm.environment import ENVIRONMENT
 from echo_planes.types import Draw, Sample
 from echo_planes.weights.sparse_adapter import SparseAdapter
 
@@ -35,6 +36,8 @@ class SparseEngine(VllmEngine):
     """
 
     worker_extension = f"{_MODULE}.SparseWorkerExtension"
+    # Of vLLM's two model runners for GPUs the first one tells which request a row of a batch is of.
+    environment = ENVIRONMENT | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
     def __init__(self, *args: Any, page_tokens: int = 16, audit_share: float = 0.0, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -93,6 +96,9 @@ class SparseEngine(VllmEngine):
         """See `Engine.set_adapter`."""
         adapter.pairs()  # an error of the engine's process would come as one of the engine
         await self._ask("echo_planes_set_adapter", adapter.version, adapter.tensors)
+
+    def _gpu_options(self) -> dict[str, Any]:
+        return super()._gpu_options() | {"attention_backend": "FLASH_ATTN"}  # which has a backend of ours
 
     def _label(self, version: int, digest: str) -> str:
         return label(version, digest, -1 if self._schedule is None else self._schedule.number)
