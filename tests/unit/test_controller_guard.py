@@ -36,11 +36,13 @@ class Drive:
         guard: Mapping[str, Any] | None = None,
         until: int = 1000,
         mismatch: float | None = None,
+        evaluated: float | None = None,
         stop_at: int | None = None,
     ) -> None:
         self.controller = Controller(given, ["w0"], 0, guard)
         self.asked: list[ev.Action] = []
         self._stats, self._until, self._mismatch, self._stop_at = stats, until, mismatch, stop_at
+        self._evaluated = evaluated  # mismatch of every evaluation
         pending = [*self.controller.begin(), *self._tell(ev.LearnerReady(step))]
         while pending:
             action = pending.pop(0)
@@ -70,7 +72,7 @@ class Drive:
             case ev.AdjustLearner() | ev.LimitStaleness():
                 return [ev.Adjusted()]
             case ev.Evaluate(step):
-                return [ev.Evaluated(report(step))]
+                return [ev.Evaluated(report(step), self._evaluated)]
             case _:
                 return []
 
@@ -185,6 +187,16 @@ def test_otherwise_it_goes_on(mode: Any, mismatch: float | None) -> None:
     run = Drive(config(mode=mode), lambda _: HEALTHY, mismatch=mismatch)
     assert run.finish == ev.Finish("done")
     assert len(run.told) == (mode == "warn")
+
+
+def test_where_rollouts_are_sparse_the_first_evaluation_tells_which_is_dense() -> None:
+    sparse = replace_section(config(), sparse={"schedule": [20]})
+    assert Drive(sparse, lambda _: HEALTHY, mismatch=9.0, evaluated=0.05).finish == ev.Finish("done")
+    run = Drive(sparse, lambda _: HEALTHY, mismatch=9.0, evaluated=0.3)
+    assert run.finish.status == "failed"
+    assert "guard.mismatch=0.1" in run.finish.error
+    # Where they are dense, the first batch has told.
+    assert Drive(config(), lambda _: HEALTHY, mismatch=0.05, evaluated=0.3).finish == ev.Finish("done")
 
 
 # --- a resume ------------------------------------------------------------------------------------
