@@ -113,6 +113,12 @@ def _calibrate(words: Sequence[str]) -> int:
             f"budgets={budgets[0]}: the first {config.sparse.first_pages} and the last "
             f"{config.sparse.last_pages} pages are always read; give at least {kept}"
         )
+    for key in ("temperature", "top_p"):
+        if (value := getattr(config.sampling, key)) != 1:
+            raise ConfigError(
+                f"sampling.{key}={value:g}: every answer is compared with the model's own distribution; set it "
+                "to 1"
+            )
     # The checks of a run with such a schedule, and those of its own keys.
     check_sparse(_with_schedule(config, budgets))
     surface = asyncio.run(measure(config, budgets, prompts))
