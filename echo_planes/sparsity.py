@@ -116,8 +116,8 @@ def _calibrate(words: Sequence[str]) -> int:
     for key in ("temperature", "top_p"):
         if (value := getattr(config.sampling, key)) != 1:
             raise ConfigError(
-                f"sampling.{key}={value:g}: every answer is compared with the model's own distribution; set it "
-                "to 1"
+                f"sampling.{key}={value:g}: every answer is compared with the model's own distribution; "
+                "set it to 1"
             )
     # The checks of a run with such a schedule, and those of its own keys.
     check_sparse(_with_schedule(config, budgets))
