@@ -95,7 +95,7 @@ class Journal:
         self.counts = BufferCounts()  # the ledger, as of the last step
         self._guard = GuardReport(0, config.staleness.max_staleness, 1.0)
         self._seeding: SeedReport | None = None  # of the present step
-        self._sparse_drift: float | None = None  # of the newest audits
+        self._sparse_drift: float | None = None  # of the audits since the last step
 
     # --- Observer --------------------------------------------------------------------------------
 
@@ -202,6 +202,7 @@ class Journal:
             **self.broadcasts.newest(),
             **self._newest_eval(),
         }
+        self._sparse_drift = None
         self._t_train_s.append(stats.t_train_s)
         self._uninformative.observe(counts.uninformative)
         if metrics.get("t_bcast_s") is not None:

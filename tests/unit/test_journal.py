@@ -209,9 +209,19 @@ def test_a_step_line_says_how_long_answers_are_and_which_groups_teach(tmp_path: 
 def test_every_number_of_a_step_has_its_gauge(tmp_path: Path) -> None:
     books = Books(tmp_path)
     books.journal.on_eval(EvalReport(0, 0, 8, 2, 0.5, 0.5, pass_at=(0.5, 0.75)), None)
+    books.journal.on_audited(0.25)
     books.step(0, "a")
     numbers = {key for key, value in books.exported[0].items() if isinstance(value, int | float)}
     assert numbers - {gauge.key for gauge in GAUGES} - set(LEDGER_DETAILS) == set()
+
+
+def test_a_step_line_has_the_sparse_drift_of_the_audits_since_the_last(tmp_path: Path) -> None:
+    books = Books(tmp_path)
+    books.step(0, "a")
+    books.journal.on_audited(0.25)
+    books.step(1, "b")
+    books.step(2, "c")
+    assert [row.get("mismatch_sparse") for row in read_metrics(tmp_path)] == [None, 0.25, None]
 
 
 def test_an_evaluation_goes_into_the_steps_that_follow_it(tmp_path: Path) -> None:
