@@ -468,7 +468,8 @@ class Learner:
 
         They do not where none is stale, nor where they were sampled sparsely: a lower rate would not bring
         sparse attention nearer to dense. One in `OWN_PART` of the scored trajectories is scored again, now
-        with lag 1. The drift of older tokens is at most that times their lag, and is taken to be.
+        with lag 1. The drift of older tokens is taken to be that times their mean lag, as if all steps since
+        had moved the policy as far and the same way.
         """
         part = scored & (np.cumsum(scored) % OWN_PART == 1)
         values, forwarded = self._score(batch, packing.find_inputs(batch, part))

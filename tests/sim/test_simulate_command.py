@@ -143,10 +143,7 @@ def test_a_schedule_makes_engines_faster_by_what_they_do_not_read(
     """All answers have 4,000 tokens: a token reads 2,000.5 densely, and 256 or 512 and half of its pages."""
     (tmp_path / "mine.yaml").write_text("schedule: [16, 32]\nbin_tokens: 2000\n")
     words = [*SHORT, "lengths.median_tokens=4000", "lengths.sigma=0", "instance_types.0.kv_share=0.5"]
-    slow = [
-        "instance_types.0.peak_tokens_per_s=500",
-        "learner.t_train_s=1",
-    ]  # rollouts are what is waited for
+    slow = ["instance_types.0.peak_tokens_per_s=500", "learner.t_train_s=1"]  # the learner waits
     steps = {}
     for name, more in (("dense", []), ("sparse", [f"sparse={tmp_path / 'mine.yaml'}"])):
         assert main([*words, *slow, *more, f"out={tmp_path / name}"]) == 0

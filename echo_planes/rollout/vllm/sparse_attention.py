@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.utils import extract_layer_index
@@ -71,7 +70,7 @@ class Division:
     starts: IntArray  # (n + 1,) of the rows' tokens
     lengths: IntArray  # (n,) tokens of the sequences, with those of this step
     sparse: IntArray  # rows that read a budget
-    adapted: Tensor | None  # (t,) places of the tokens that the adapter is for; None: there are none
+    adapted: IntArray | None  # (t,) places of the tokens that the adapter is for; None: there are none
 
     @classmethod
     def of(cls, common: CommonAttentionMetadata, lengths: IntArray) -> Division | None:
@@ -100,7 +99,9 @@ class Division:
         return rest, np.concatenate([np.empty(0, np.int64), *places])
 
 
-def _adapted(schedule: Schedule, starts: IntArray, lengths: IntArray, asks_dense: BoolArray) -> Tensor | None:
+def _adapted(
+    schedule: Schedule, starts: IntArray, lengths: IntArray, asks_dense: BoolArray
+) -> IntArray | None:
     """Return the tokens of sparse bins, also of prompts; none of requests that ask to be dense."""
     if EngineState.adapter is None:
         return None
@@ -109,11 +110,45 @@ def _adapted(schedule: Schedule, starts: IntArray, lengths: IntArray, asks_dense
     length = lengths[row] - starts[1:][row] + np.arange(len(row)) + 1
     is_sparse = np.array(schedule.pages)[schedule.bins(length)] > 0
     places = np.flatnonzero(is_sparse & ~asks_dense[row])
-    return torch.from_numpy(places) if len(places) else None
+    return places if len(places) else None
 
 
 class SparseLayer:
-    """Mixin for vLLM's attention of one layer."""
+    """Mixin for vLLM's attention of one layer.
+
+    A backend's own part: `_attend`, a call of its kernel, and `_rows_of_heads`, the rows of one head each.
+    """
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Compute vLLM's attention; where rows read budgets, these head by head and the others apart."""
+        sparse = attn_metadata.sparse if attn_metadata is not None else None
+        if sparse is None or not is_sparse(layer, attn_metadata.schedule, kv_cache):
+            made: Tensor = super().forward(  # type: ignore[misc]
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+            return made
+        own: Any = self
+        blocks, heads, *page = kv_cache.shape
+        if (rows := attn_metadata.others) is not None:
+            made = own._attend(query[rows.tokens], kv_cache, rows)
+            output[rows.tokens] = made.view(len(made), *output.shape[1:])
+        asked = query[sparse.tokens]
+        single = asked.view(len(asked) * heads, own.num_queries_per_kv, -1)
+        rows = own._rows_of_heads(asked, sparse, attn_metadata.schedule)
+        made = own._attend(single, kv_cache.view(blocks * heads, 1, *page), rows)
+        output[sparse.tokens] = made.view(len(asked), *output.shape[1:])
+        return output
 
     def refuse_what_needs_every_page(self, **there: bool) -> None:
         """Check what the layer computes with.

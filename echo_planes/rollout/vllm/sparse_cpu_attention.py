@@ -5,7 +5,7 @@ In bf16 vLLM's kernel has AMX for pages of 32, not of 16.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from echo_planes.config.kv_schedule import PAGE_TOKENS, Schedule
 from echo_planes.rollout.sparsity.pages import add_keys, choose_pages, warm_up
-from echo_planes.rollout.vllm.sparse_attention import Division, SparseLayer, is_sparse
+from echo_planes.rollout.vllm.sparse_attention import Division, SparseLayer
 
 
 @dataclass
@@ -91,7 +91,7 @@ class SparseBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         division = Division.of(common, lengths)
         if division is None:
             return told
-        told.adapted = division.adapted
+        told.adapted = None if division.adapted is None else torch.from_numpy(division.adapted)
         rows = division.sparse
         if not len(rows):
             return told
@@ -182,50 +182,8 @@ class SparseAttention(SparseLayer, CPUAttentionBackendImpl):  # type: ignore[mis
             page,
         )
 
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: SparseMetadata | None,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        sparse = attn_metadata.sparse if attn_metadata is not None else None
-        if (
-            attn_metadata is None
-            or sparse is None
-            or attn_metadata.schedule is None
-            or not is_sparse(layer, attn_metadata.schedule, kv_cache)
-        ):
-            made: Tensor = super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
-            )
-            return made
-        blocks, heads, page, _ = kv_cache.shape
-        if attn_metadata.others is not None:
-            rows = attn_metadata.others
-            made = self._attend(query[rows.tokens], kv_cache.view(blocks, heads, 2 * page, -1), rows)
-            output[rows.tokens] = made.view(len(made), *output.shape[1:])
-        asked = query[sparse.tokens]
-        table = self._pages_read(asked, sparse, attn_metadata.schedule)
-        split = Rows(
-            None,
-            sparse.heads.query_start_loc,
-            sparse.heads.lengths,
-            table,
-            sparse.heads.scheduler_metadata,
-        )
-        single = asked.view(len(asked) * heads, self.num_queries_per_kv, -1)
-        made = self._attend(single, kv_cache.view(blocks * heads, 1, 2 * page, -1), split)
-        output[sparse.tokens] = made.view(len(asked), *output.shape[1:])
-        return output
-
-    def _pages_read(self, query: Tensor, sparse: SparseRows, schedule: Schedule) -> Tensor:
-        """Return the block table, (r x h, most), of blocks that have one head each."""
+    def _rows_of_heads(self, query: Tensor, sparse: SparseRows, schedule: Schedule) -> Rows:
+        """Return the rows with the block table, (r x h, most), of blocks that have one head each."""
         if self.landmarks is None:
             raise RuntimeError("keys are written before they are read")
         heads = self.num_kv_heads
@@ -241,10 +199,11 @@ class SparseAttention(SparseLayer, CPUAttentionBackendImpl):  # type: ignore[mis
             schedule.last_pages,
             table.numpy(),
         )
-        return table
+        return replace(sparse.heads, block_table=table)
 
     def _attend(self, query: Tensor, kv_cache: Tensor, rows: Rows) -> Tensor:
-        keys, values = kv_cache.chunk(2, dim=2)
+        blocks, heads, page, _ = kv_cache.shape
+        keys, values = kv_cache.view(blocks, heads, 2 * page, -1).chunk(2, dim=2)
         output = torch.empty_like(query)
         ops.cpu_attention_with_kv_cache(
             query=query,

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from echo_planes.config.kv_pages import chosen_pages
 from echo_planes.config.kv_schedule import PAGE_TOKENS, IntArray, Schedule
-from echo_planes.rollout.vllm.sparse_attention import Division, SparseLayer, is_sparse
+from echo_planes.rollout.vllm.sparse_attention import Division, SparseLayer
 
 if is_flash_attn_varlen_func_available():
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
@@ -139,7 +139,7 @@ def divided(
         there = torch.from_numpy(values).to(dtype)
         return (there.pin_memory() if PIN_MEMORY else there).to(device, non_blocking=True)
 
-    told.adapted = None if division.adapted is None else moved(division.adapted.numpy())
+    told.adapted = None if division.adapted is None else moved(division.adapted)
     rows, schedule = division.sparse, division.schedule
     if not len(rows):
         return told
@@ -194,47 +194,8 @@ class SparseFlashAttention(SparseLayer, FlashAttentionImpl):  # type: ignore[mis
             self.landmarks = torch.zeros(blocks + 1, heads, self.head_size, device=kv_cache.device)
         add_keys(self.landmarks, slot_mapping, key, page)
 
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: SparseFlashMetadata | None,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        sparse = attn_metadata.sparse if attn_metadata is not None else None
-        if (
-            attn_metadata is None
-            or sparse is None
-            or attn_metadata.schedule is None
-            or not is_sparse(layer, attn_metadata.schedule, kv_cache)
-        ):
-            made: Tensor = super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
-            )
-            return made
-        if (rows := attn_metadata.others) is not None:
-            output[rows.tokens] = self._attend(query[rows.tokens], kv_cache, rows).view(
-                len(rows.tokens), *output.shape[1:]
-            )
-        blocks, heads, page, _ = kv_cache.shape
-        asked = query[sparse.tokens]
-        table = self._pages_read(asked, sparse, attn_metadata.schedule)
-        single = Rows(sparse.tokens, sparse.query_start_loc, 1, sparse.lengths, table.shape[1] * page, table)
-        made = self._attend(
-            asked.view(len(asked) * heads, self.num_queries_per_kv, -1),
-            kv_cache.view(blocks * heads, 1, page, -1),
-            single,
-        )
-        output[sparse.tokens] = made.view(len(asked), *output.shape[1:])
-        return output
-
-    def _pages_read(self, query: Tensor, sparse: SparseRows, schedule: Schedule) -> Tensor:
-        """Return the block table, (r x h, most) int32, of blocks that have one head each."""
+    def _rows_of_heads(self, query: Tensor, sparse: SparseRows, schedule: Schedule) -> Rows:
+        """Return the rows with the block table, (r x h, most) int32, of blocks that have one head each."""
         if self.landmarks is None:
             raise RuntimeError("keys are written before they are read")
         rows, heads = len(query), self.num_kv_heads
@@ -247,7 +208,9 @@ class SparseFlashAttention(SparseLayer, FlashAttentionImpl):  # type: ignore[mis
         order = torch.where(read, place, count).sort(-1).values[..., : sparse.most].clamp_(max=count - 1)
         block = sparse.block_table.expand(heads, -1, -1).gather(2, order)  # (h, r, most)
         table: Tensor = block * heads + torch.arange(heads, device=query.device)[:, None, None]
-        return table.transpose(0, 1).reshape(rows * heads, -1).to(torch.int32)
+        table = table.transpose(0, 1).reshape(rows * heads, -1).to(torch.int32)
+        longest = table.shape[1] * schedule.page_tokens
+        return Rows(sparse.tokens, sparse.query_start_loc, 1, sparse.lengths, longest, table)
 
     def _attend(self, query: Tensor, kv_cache: Tensor, rows: Rows) -> Tensor:
         """Return FlashAttention's output, (t, heads, size), for `query` (t, heads, size)."""
