@@ -52,7 +52,8 @@ class WeightSource(Protocol):
         """Record whether the engine installed the staged version (`ok`) or refused it.
 
         Returns:
-            The publications that the version was caught up from, in words; "" for a single publication.
+            The publications that the version was caught up from, in words; "" for a single publication, or if
+            not `ok`.
         """
         ...
 

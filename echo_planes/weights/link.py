@@ -127,7 +127,7 @@ class NodeSource:
     async def snapshot(self) -> Path:
         """Return a safetensors file of all weights of the newest version here, once there is one.
 
-        It waits as long as its caller does. The node removes the file after staging two newer ones.
+        It waits as long as its caller does. The file stays until the node is asked for another version.
 
         Raises:
             WeightsError: what arrived was refused.

@@ -117,8 +117,9 @@ class Program:
         try:
             return wait_until(reached, RUN_LIMIT_S, what)
         except AssertionError as missed:
-            last = json_lines(self.run_dir / "events.jsonl")[-20:]
-            raise AssertionError(f"{missed}; last events: {last}") from None
+            told = json_lines(self.run_dir / "events.jsonl")
+            last = [event for event in told if event["kind"] not in ("publication", "checkpoint")][-20:]
+            raise AssertionError(f"{missed}; last events but publications: {last}") from None
 
     def wait_for_step(self, step: int) -> None:
         """Wait until metrics.jsonl holds `step`."""

@@ -425,7 +425,11 @@ def test_a_late_worker_catches_up_from_the_store_and_then_follows(tmp_path: Path
                 assert manifest.digest == learner.manifest.digest == state_digest(learner.tensors())
                 assert path.stat().st_size == manifest.payload_bytes
                 assert (await late.status())["catch_ups"] == 1
-                await late.settled(12, True)
+                assert await late.settled(12, False) == ""
+                manifest, _ = await late.staged("run", 12, LIMIT_S)
+                assert (manifest.version, manifest.codec) == (12, "full")
+                way = await late.settled(12, True)
+                assert "full" in way, way  # told with the install that succeeded
                 await asyncio.to_thread(learner.publish, 13)
                 manifest, _ = await late.staged("run", 13, LIMIT_S)
                 assert (manifest.version, manifest.codec, manifest.base_version) == (13, "overwrite", 12)

@@ -167,16 +167,22 @@ def test_a_late_engine_takes_three_versions_in_one_install(worker: Worker, learn
     assert same_bits(worker.target.state, learner.state)
 
 
-def test_an_install_that_ends_while_the_next_version_is_staged(worker: Worker, learner: Learner) -> None:
-    first = worker.stager.stage(*learner.publish("compact", bumped(learner.state, {"a": 5})))
-    second = worker.stager.stage(*learner.publish("fast", bumped(learner.state, {"b": 3})))
+@pytest.mark.parametrize("num_later", [1, 2, 5])
+def test_an_install_that_ends_while_later_versions_are_staged(
+    worker: Worker, learner: Learner, num_later: int
+) -> None:
+    worker.stager.stage(*learner.publish("compact", bumped(learner.state, {"a": 5})))
+    first = worker.stager.current()
+    for number in range(num_later):
+        newest = worker.stager.stage(*learner.publish("fast", bumped(learner.state, {"b": number})))
+        assert worker.files() == sorted((first.path.name, newest.path.name))
     worker.install(first)  # its file is still there
-    assert second.manifest.base_version == 0
+    assert newest.manifest.base_version == 0
     current = worker.stager.current()
-    assert (current.manifest.base_version, current.manifest.version) == (1, 2)
+    assert (current.manifest.base_version, current.manifest.version) == (1, 1 + num_later)
     assert worker.stager.current() == current
     assert (
-        current.manifest.payload_bytes < second.manifest.payload_bytes
+        current.manifest.payload_bytes < newest.manifest.payload_bytes
     )  # what is installed is not sent again
     worker.install(current)
     assert same_bits(worker.target.state, learner.state)
@@ -301,7 +307,7 @@ def test_a_full_file_after_a_patch_that_covered_a_flip(worker: Worker, learner: 
             ),
             st.sampled_from([0, 0, 0, 1, 3]),  # flips among what the next file writes to
             st.sampled_from([0, 0, 0, 2]),  # flips elsewhere
-            st.booleans(),  # the engine takes the file before the newest, where there is one
+            st.booleans(),  # the engine takes the first version's file, though others are staged meanwhile
         ),
         min_size=5,
         max_size=10,
@@ -321,11 +327,10 @@ def test_no_false_alarm_and_every_damage_counted_once(
     worker.install(worker.stager.stage(*learner.publish("full")))
     counted = 0
     for steps, num_covered, num_elsewhere, is_late in rounds:
-        files = [
-            (worker.stager.stage(*learner.publish(codec, learner.step(rng, share))), copied(learner.state))
-            for codec, share in steps
-        ]
-        staged, state = files[-2:][0 if is_late else -1]
+        for number, (codec, share) in enumerate(steps):
+            worker.stager.stage(*learner.publish(codec, learner.step(rng, share)))
+            if number == 0 or not is_late:
+                staged, state = worker.stager.current(), copied(learner.state)
         covered = overwritten(staged, specs)
         flipped = [
             places[i]

@@ -169,7 +169,7 @@ class WorkerNode:
         """Wait until `version` or a later one of `lineage` is complete, verified and staged.
 
         The file is one safetensors payload: codec `overwrite`, relative to the version last `settled`, or
-        `full`. The manifest describes it. The node removes it at `settled`, or after staging two newer files.
+        `full`. The manifest describes it. It stays until `settled` or the next call.
 
         Args:
             wait_s: longest wait without a byte, seconds.
@@ -190,7 +190,8 @@ class WorkerNode:
         """Tell the node how the install of `version` went: if `ok`, the next file is relative to it.
 
         Returns:
-            The publications that catch-ups have staged since the last call, as text; "" when none.
+            The publications that catch-ups have staged since the last install, as text; "" when none, or if
+            not `ok`.
         """
         return (await self._post("/control/settled", Settled(version, ok), CaughtUp)).caught_up
 

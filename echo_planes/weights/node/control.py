@@ -50,7 +50,7 @@ class Settled(Message, frozen=True):
 
 
 class CaughtUp(Message, frozen=True):
-    """The answer: publications that catch-ups have staged since the last one, as text."""
+    """The answer: publications that catch-ups have staged since the last install, as text."""
 
     caught_up: str
 

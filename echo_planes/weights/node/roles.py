@@ -280,7 +280,8 @@ class WorkerRole(_Role):
     async def _settled(self, request: web.Request) -> web.Response:
         told = await read_message(request, Settled)
         await self._staging().settled(told.version, told.ok)
-        return say(CaughtUp(self._rescue.take_way() if self._rescue else ""))
+        # After a refusal the way is told with the install that succeeds.
+        return say(CaughtUp(self._rescue.take_way() if self._rescue and told.ok else ""))
 
     def _staging(self) -> Staging:
         if self.staging is None:

@@ -53,8 +53,6 @@ from echo_planes.weights.receiver import (
     trailer,
 )
 
-_KEPT_FILES = 2  # the engine may be reading the one before the newest
-
 
 @dataclass(frozen=True, slots=True)
 class Staged:
@@ -96,7 +94,8 @@ class Stager:
         self._manifest: Manifest | None = None
         self._engine: Installed | None = None  # version that the engine last reported; None: unknown
         self._steps: list[Step] = []  # publications applied since that version, oldest first
-        self._files: list[Staged] = []  # oldest first
+        self._files: list[Staged] = []  # at most the one in the engine's hands and the newest, in this order
+        self._handed: Staged | None = None  # the file that `current` returned last: the engine may open it
         self._num_files = 0
 
     @property
@@ -132,6 +131,8 @@ class Stager:
     def current(self, *, fresh: bool = False) -> Staged:
         """Return the file that brings the engine from the version it last reported to the shadow's.
 
+        It stays, whatever is staged meanwhile, until `settled`, `reset`, or the next call.
+
         Args:
             fresh: write a new full file: for an engine with damaged weights, or one that could not use the
                 last file.
@@ -141,7 +142,8 @@ class Stager:
             ClusterError: the file could not be written.
         """
         with self._lock:
-            return self._current(self._held(), fresh=fresh)
+            self._handed = self._current(self._held(), fresh=fresh)
+            return self._handed
 
     def settled(self, version: int, ok: bool) -> None:
         """Note that the engine has installed `version` (`ok`) or refused it: then its next file is full."""
@@ -280,6 +282,7 @@ class Stager:
             and (newest.codec == "full" or (base and newest.base_digest == base.digest))
         ):
             return self._files[-1]
+        self._drop_files(lambda staged: staged is not self._handed)
         self._num_files += 1  # names are unique: the engine may be reading an earlier file
         path = self._folder / f"v{manifest.version}.{self._num_files}.safetensors"
         try:
@@ -290,10 +293,9 @@ class Stager:
                 path.unlink()
             raise ClusterError(
                 f"cannot stage version {manifest.version} in {self._folder}: {error}; it needs room for "
-                f"{_KEPT_FILES} copies of the model ({manifest.dense_bytes} bytes each)"
+                f"2 copies of the model ({manifest.dense_bytes} bytes each)"
             ) from error
         self._files.append(Staged(written, path))
-        self._drop_files(lambda staged: staged not in self._files[-_KEPT_FILES:])
         return self._files[-1]
 
     def _write_file(self, path: Path, manifest: Manifest, base: Installed | None) -> Manifest:
