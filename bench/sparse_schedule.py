@@ -155,9 +155,8 @@ def schedule_verdicts(told: dict[str, Any]) -> dict[str, bool]:
     kept = [[row["share below target, most"] <= TAIL for row in rows] for rows in told["schedule"]]
     failed = [[row["share below target, least"] > TAIL for row in rows] for rows in told["fixed"]]
     return {
-        f"a calibrated schedule keeps {TARGET} in every bin measured, to {LONGEST:,} tokens, with 95 %, on held-out prompts of 3 seeds": all(
-            map(all, kept)
-        ),
+        f"a calibrated schedule keeps {TARGET} in every bin measured, to {LONGEST:,} tokens, with 95 %, "
+        f"on held-out prompts of {SEEDS} seeds": all(map(all, kept)),
         "a fixed budget of its mean fails in some bin, with 95 %, for every seed": all(map(any, failed)),
         "the tail tells the length, the mean does not: ranges over bins, at least 3 times": told[
             "range over bins, 5th percentile"
