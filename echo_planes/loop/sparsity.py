@@ -175,11 +175,12 @@ class Keeper:
         self._audited = 0
         self._step_tokens, self._step_drift = 0, 0.0  # audited since the last step, and their sum
         self._distilled = 0  # updates of the adapter
-        if any(worker.resources.get("GPU") for worker in config.fleet.workers):
-            observer.on_event(
-                "sparse on GPUs",
-                "nobody has run this on one yet: look at the first audits, which compare it with dense",
-            )
+        workers = [*config.fleet.workers, *config.seeding.workers().values()]
+        if any(worker.resources.get("GPU") for worker in workers):
+            advice = "look at the first audits, which compare it with dense"
+            if not config.sparse.audit_share:
+                advice = "sparse.audit_share=0 leaves a wrong kernel unnoticed, so set it above 0"
+            observer.on_event("sparse on GPUs", f"nobody has run this on one yet: {advice}")
 
     @property
     def schedule(self) -> Schedule:

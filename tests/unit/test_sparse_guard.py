@@ -202,13 +202,23 @@ def test_a_guard_that_only_warns_says_it_once(tmp_path: Path, mode: str, words: 
     assert keeper.schedule.pages == (20, 40)
 
 
-def test_a_run_with_gpu_workers_says_that_nobody_has_run_sparse_decoding_there(tmp_path: Path) -> None:
+WORKERS = {"fleet": {"workers": [{"sku": "x", "count": 1, "resources": {"GPU": 1.0}}]}}
+SEEDERS = {"staleness": {"max_staleness": 0}, "seeding": {"engines": 1, "resources": {"GPU": 0.5}}}
+
+
+@pytest.mark.parametrize("where", [WORKERS, SEEDERS])
+@pytest.mark.parametrize(("share", "advice"), [(0.25, "look at the first audits"), (0.0, "set it above 0")])
+def test_a_run_with_engines_on_gpus_says_that_nobody_has_run_sparse_decoding_there(
+    tmp_path: Path, where: dict[str, Any], share: float, advice: str
+) -> None:
     told = Told()
-    workers = [{"sku": "x", "count": 1, "resources": {"GPU": 1.0}}]
-    settings = changed({"fleet": {"workers": workers}})
+    sparse = {"audit_share": share, "guard": "act" if share else "off"}
+    settings = changed({**where, "sparse": sparse})
     check_sparse(settings)
     Keeper(settings, tmp_path, told)
-    assert [kind for kind, _ in told.events] == ["sparse on GPUs"]
+    ((kind, text),) = told.events
+    assert kind == "sparse on GPUs"
+    assert advice in text
 
 
 def test_a_keeper_tells_the_acceptance_now_and_then(tmp_path: Path) -> None:
