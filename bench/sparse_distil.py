@@ -33,7 +33,7 @@ BIN, BINS = 128, 4
 TOKENS = 48  # of an answer
 PAGES = 2  # the first and the last
 UPDATES, ANSWERS = 80, 48  # of each update
-HELD_OUT = 80  # answers in each bin
+HELD_OUT = (2400, 160, 160, 160)  # answers in each bin: in the first one the rise is small
 RANK, LEARNING_RATE = 16, 5e-4
 SEEDS = 3
 RESAMPLES = 2000
@@ -41,11 +41,11 @@ RESAMPLES = 2000
 Answered = tuple[tuple[int, ...], Sample]
 
 
-def prompts(seed: int, count: int) -> list[tuple[int, ...]]:
+def prompts(seed: int, counts: Sequence[int]) -> list[tuple[int, ...]]:
     """So many prompts of random bytes for each bin, whose answers stay in it."""
     rng = random.Random(seed)
     found = []
-    for place in range(BINS):
+    for place, count in enumerate(counts):
         for _ in range(count):
             length = rng.randint(max(72, place * BIN), (place + 1) * BIN - TOKENS - 1)
             found.append(tuple(rng.randrange(256) for _ in range(length)))
@@ -89,9 +89,10 @@ async def drawn(engine: SparseEngine, asked: Sequence[tuple[int, ...]]) -> list[
 async def acceptances(engine: SparseEngine, asked: Sequence[tuple[int, ...]]) -> list[list[Any]]:
     """Of each bin, of each answer, the acceptance of its tokens."""
     bins: list[list[Any]] = [[] for _ in range(BINS)]
-    for one, sample in await drawn(engine, asked):
-        alphas = np.array([token.likely for token in await engine.audit(one, sample)])
-        bins[len(one) // BIN].append(alphas)
+    answered = await drawn(engine, asked)
+    audits = await asyncio.gather(*(engine.audit(*one) for one in answered))
+    for (one, _), audit in zip(answered, audits, strict=True):
+        bins[len(one) // BIN].append(np.array([token.likely for token in audit]))
     return bins
 
 
@@ -129,7 +130,7 @@ async def _one(engine: SparseEngine, plan: Schedule, seed: int, versions: Iterat
     before = await acceptances(engine, held_out)
     made: list[Distilled] = []
     for update in range(UPDATES):
-        answered = await drawn(engine, prompts(1000 * seed + update, ANSWERS // BINS))
+        answered = await drawn(engine, prompts(1000 * seed + update, [ANSWERS // BINS] * BINS))
         made.append(distiller.distil(batch(update, answered), plan, next(versions), lambda _: None))
         await engine.set_adapter(made[-1].adapter)
         if update % 20 == 19:
