@@ -32,9 +32,9 @@ FOLDER = BUILTIN_MODELS["builtin:tiny-math"]
 BIN, BINS = 128, 4
 TOKENS = 48  # of an answer
 PAGES = 2  # the first and the last
-UPDATES, ANSWERS = 80, 48  # of each update
+UPDATES, ANSWERS = 160, 48  # of each update
 HELD_OUT = (2400, 160, 160, 160)  # answers in each bin: in the first one the rise is small
-RANK, LEARNING_RATE = 16, 5e-4
+RANK, LEARNING_RATE = 16, 3e-4
 SEEDS = 3
 RESAMPLES = 2000
 
