@@ -92,6 +92,9 @@ def fleet_words(url: str) -> list[str]:
     """One spot kind that is cheap and announces its end, one on-demand kind."""
     same = {"engine": {"max_num_seqs": 64}, "max_groups": 8, "resources": {"CPU": 0.25}, "max_count": 1}
     spot = {"sku": "cpu-a", "market": "spot", "usd_per_hour": 0.02, "cloud": "gcp", "metadata_url": url}
+    # So slow that it is in mid-answer for seconds: a notice takes some to come, and while the scorer starts
+    # there is no room for new prompts.
+    spot |= {"engine": {"max_num_seqs": 4}}
     steady = {"sku": "cpu-b", "usd_per_hour": 0.08}
     kinds = [{**same, **spot, "count": 1}, {**same, **steady, "count": 1}]
     return [f"fleet.workers={json.dumps(kinds)}", "fleet.scale=static", "fleet.tick_s=1", "fleet.sustain_s=5"]
