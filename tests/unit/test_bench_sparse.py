@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from bench.sparse import verdicts
+from bench.sparse_distil import distil_verdicts, of_mean
 
 SAME = {
     "tokens": 10_000,
@@ -55,7 +56,7 @@ def _with_numbers(tree: dict[str, Any]) -> dict[str | int, Any]:
 
 
 def test_all_hold_where_all_is_well() -> None:
-    assert len(verdicts(GOOD)) == 19
+    assert len(verdicts(GOOD)) == 20
     assert all(verdicts(GOOD).values())
 
 
@@ -95,3 +96,14 @@ def test_each_verdict_can_be_false(path: tuple[str | int, ...], value: float, cl
     place[path[-1]] = value
     (false,) = (name for name, holds in verdicts(told).items() if not holds)
     assert claim in false
+
+
+def test_a_rise_of_the_mean_may_hold_where_a_seeds_does_not() -> None:
+    def held(*intervals: tuple[float, float]) -> list[bool]:
+        told = {"seeds": [{"bins": [{"rise": list(one)}, {"rise": [0.1, 0.2]}]} for one in intervals]}
+        return list(distil_verdicts(told).values())
+
+    assert of_mean([(0.0, 0.06), (0.0, 0.08)]) == pytest.approx((0.035 - 0.025, 0.035 + 0.025))
+    assert held((0.01, 0.05), (0.02, 0.06)) == [True, True]
+    assert held((-0.01, 0.05), (0.02, 0.06)) == [False, True]
+    assert held((-0.09, 0.05), (-0.02, 0.06)) == [False, False]
