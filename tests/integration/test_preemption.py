@@ -94,7 +94,7 @@ def fleet_words(url: str) -> list[str]:
     spot = {"sku": "cpu-a", "market": "spot", "usd_per_hour": 0.02, "cloud": "gcp", "metadata_url": url}
     # So slow that it is in mid-answer for seconds: a notice takes some to come, and while the scorer starts
     # there is no room for new prompts.
-    spot |= {"engine": {"max_num_seqs": 4}}
+    spot |= {"engine": {"max_num_seqs": 8}}
     steady = {"sku": "cpu-b", "usd_per_hour": 0.08}
     kinds = [{**same, **spot, "count": 1}, {**same, **steady, "count": 1}]
     return [f"fleet.workers={json.dumps(kinds)}", "fleet.scale=static", "fleet.tick_s=1", "fleet.sustain_s=5"]
@@ -131,6 +131,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"run.steps={STEPS}",
         f"sampling.max_new_tokens={MAX_TOKENS}",
         f"sampling.stream_s={STREAM_S}",
+        "sampling.lease_s=60",  # an answer that waits in the slow engine is not given to another worker
         "sampling.prompts_per_step=8",
         "staleness.queue_batches=3",  # workers always have something to do
         f"staleness.max_staleness={2 * STEPS}",  # on a slow machine too, no prefix is too old to go on from
