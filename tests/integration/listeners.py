@@ -12,10 +12,14 @@ from typing import Any
 import grpc
 import psutil
 
+from tests.integration.harness import Program
+from tests.integration.leftovers import Room
+
 QUESTION = b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 PROMETHEUS = b"Content-Type: text/plain; version=0.0.4"
 WAIT_S = 3.0
 ENOUGH = 1000  # bytes of an answer
+EXPECTED = ("raylet", "gcs_server", "ray::DataService", "ray::LearnerProc", "VLLM::EngineCore")
 HTTP2_SETTINGS = b"\0\0\x18\x04"
 METHODS = (
     "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo",
@@ -75,14 +79,31 @@ def with_codes(listener: Listener) -> Listener:
     return replace(listener, codes=frozenset(call(listener.port, method) for method in METHODS))
 
 
-def of(processes: list[psutil.Process]) -> list[Listener]:
-    """Listening sockets of these processes, asked."""
+def listed(processes: list[psutil.Process]) -> list[tuple[str, str, int]]:
+    """Listening sockets of these processes: name of the process, address, port."""
     found = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):  # it ended meanwhile
             sockets = process.net_connections("inet")
             places = [one.laddr for one in sockets if one.status == psutil.CONN_LISTEN]
             found += [(process.name(), place.ip, place.port) for place in places]
+    return found
+
+
+def of(run: Program, room: Room) -> list[Listener]:
+    """Listening sockets of a run that makes steps, asked as soon as all `EXPECTED` processes listen."""
+    missing: set[str] = set(EXPECTED)
+
+    def complete() -> list[tuple[str, str, int]]:
+        found = listed(room.processes())
+        missing.clear()
+        missing.update(name for name in EXPECTED if not any(one[0].startswith(name) for one in found))
+        return [] if missing else found
+
+    try:
+        found = run.wait_until(complete, "the expected processes listen")
+    except AssertionError as error:
+        raise AssertionError(f"no socket of {sorted(missing)}: {error}") from None
     with ThreadPoolExecutor(len(found)) as pool:  # most say nothing, each for `WAIT_S`
         answers = pool.map(lambda one: ask(one[1], one[2]), found)
     return [with_codes(Listener(*one, answer)) for one, answer in zip(found, answers, strict=True)]
@@ -90,9 +111,6 @@ def of(processes: list[psutil.Process]) -> list[Listener]:
 
 def check(found: list[Listener]) -> None:
     """Check that all listen on loopback alone, and tell and do nothing but what SECURITY.md says."""
-    processes = {one.process for one in found}
-    assert {"raylet", "gcs_server", "VLLM::EngineCore"} <= processes  # else there is nothing to look at
-    assert any(name.startswith("ray::LearnerProc") for name in processes)
     assert [one for one in found if not one.is_local] == []
     answering = [one for one in found if one.answers]
     assert len(answering) <= 3  # Ray's Prometheus endpoints

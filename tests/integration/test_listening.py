@@ -28,7 +28,7 @@ def test_every_socket_is_local_and_nothing_is_left_after_a_kill_of_the_driver(tm
     words = (*SMALL, "run.steps=1000", *TWO_RANKS)
     with Room() as room, program(tmp_path / "work", tmp_path / "run", *words, room=room) as run:
         run.wait_for_step(1)
-        found = listeners.of(room.processes())
+        found = listeners.of(run, room)
         run.process.kill()
         # Beside other tests; `bench.chaos kills` holds it to the limit itself.
         left = left_within(room.look, 6 * KILLED_S)
