@@ -17,6 +17,7 @@ memory, a 16th or a 32nd of the cache in bf16.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,7 @@ class Division:
     starts: IntArray  # (n + 1,) of the rows' tokens
     lengths: IntArray  # (n,) tokens of the sequences, with those of this step
     sparse: IntArray  # rows that read a budget
+    others: IntArray  # rows that read everything
     adapted: IntArray | None  # (t,) places of the tokens that the adapter is for; None: there are none
 
     @classmethod
@@ -89,14 +91,12 @@ class Division:
             asks_dense = EngineState.dense_rows(count)
             samples &= ~asks_dense
             adapted = _adapted(schedule, starts, lengths, asks_dense)
-        return cls(schedule, starts, lengths, np.flatnonzero(samples), adapted)
+        return cls(schedule, starts, lengths, np.flatnonzero(samples), np.flatnonzero(~samples), adapted)
 
     @property
-    def others(self) -> tuple[IntArray, IntArray]:
-        """Rows that read everything, and the places of their tokens."""
-        rest = np.setdiff1d(np.arange(len(self.lengths)), self.sparse)
-        places = [np.arange(self.starts[row], self.starts[row + 1]) for row in rest]
-        return rest, np.concatenate([np.empty(0, np.int64), *places])
+    def tokens_of_others(self) -> IntArray:
+        """Places of the tokens of the rows that read everything."""
+        return np.concatenate([np.arange(self.starts[row], self.starts[row + 1]) for row in self.others])
 
 
 def _adapted(
@@ -171,13 +171,16 @@ class SparseLayer:
                 )
 
 
+_index_of = functools.cache(extract_layer_index)  # which is asked in each layer of each step
+
+
 def is_sparse(layer: Any, schedule: Schedule, kv_cache: Tensor) -> bool:
     """Return whether a layer reads budgets.
 
     Raises:
         RuntimeError: the pages of the cache, (blocks, heads, tokens, ...), are not the schedule's.
     """
-    if extract_layer_index(layer.layer_name) < schedule.dense_layers:
+    if _index_of(layer.layer_name) < schedule.dense_layers:
         return False
     if (page := kv_cache.shape[2]) != schedule.page_tokens:
         raise RuntimeError(f"vLLM's pages have {page} tokens, the schedule's {schedule.page_tokens}")

@@ -5,7 +5,7 @@ In bf16 vLLM's kernel has AMX for pages of 32, not of 16.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ class Rows:
 class SparseRows:
     """Rows that sample sparsely. r: rows, h: heads of keys and values."""
 
-    tokens: Tensor  # (r,) positions in the batch
+    tokens: Tensor | slice  # (r,) positions in the batch
     block_table: Tensor  # (r, pages), int64
     pages: Tensor  # (r,) there are, int64
     budgets: Tensor  # (r,) of them read, int64
@@ -86,23 +86,20 @@ class SparseBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
     ) -> SparseMetadata:
         stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
         common = common_attn_metadata
-        told = SparseMetadata(**{one.name: getattr(stock, one.name) for one in fields(stock)})
+        told = SparseMetadata(**vars(stock))
         lengths = common.seq_lens[: common.num_reqs].numpy().astype(np.int64)
         division = Division.of(common, lengths)
         if division is None:
             return told
         told.adapted = None if division.adapted is None else torch.from_numpy(division.adapted)
-        rows = division.sparse
-        if not len(rows):
+        if not len(division.sparse):
             return told
         told.schedule = division.schedule
-        told.sparse = self._sparse(
-            stock, division.schedule, rows, division.starts[rows], division.lengths[rows]
-        )
-        rest, tokens = division.others
+        told.sparse = self._sparse(stock, division)
+        rest = division.others
         if len(rest):
             told.others = self._rows(
-                tokens,
+                division.tokens_of_others,
                 np.diff(division.starts)[rest],
                 stock.seq_lens[rest],
                 stock.block_table[rest],
@@ -111,9 +108,9 @@ class SparseBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
             )
         return told
 
-    def _sparse(
-        self, stock: CPUAttentionMetadata, schedule: Schedule, rows: Any, tokens: Any, lengths: Any
-    ) -> SparseRows:
+    def _sparse(self, stock: CPUAttentionMetadata, division: Division) -> SparseRows:
+        rows, schedule = division.sparse, division.schedule
+        lengths = division.lengths[rows]
         pages, budgets = schedule.pages_of(lengths), schedule.budgets(lengths)
         read = np.repeat(schedule.read_tokens(lengths), self.num_kv_heads)
         heads = self._rows(
@@ -124,8 +121,9 @@ class SparseBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
             self.num_heads // self.num_kv_heads,
             1,
         )
+        tokens = division.starts[rows]
         return SparseRows(
-            torch.from_numpy(tokens.astype(np.int64)),
+            torch.from_numpy(tokens) if len(division.others) else slice(0, len(rows)),
             stock.block_table[rows, : int(pages.max())].long(),
             torch.from_numpy(pages),
             torch.from_numpy(budgets),

@@ -7,7 +7,7 @@ so attention stays outside of CUDA graphs, which are piecewise then.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,7 @@ def add_keys(landmarks: Tensor, slots: Tensor, keys: Tensor, page_tokens: int) -
 class Rows:
     """Rows of a batch that one call of FlashAttention computes."""
 
-    tokens: Tensor  # (t,) their positions in the batch
+    tokens: Tensor | None  # (t,) their positions in the batch; None: all, in order
     query_start_loc: Tensor  # (r + 1,) int32
     longest_query: int
     lengths: Tensor  # (r,) int32
@@ -64,7 +64,7 @@ class Rows:
 class SparseRows:
     """Rows that sample sparsely. r: rows, h: heads of keys and values."""
 
-    tokens: Tensor  # (r,) positions in the batch
+    tokens: Tensor | slice  # (r,) positions in the batch
     block_table: Tensor  # (r, n) int64; n: pages of the longest row
     pages: Tensor  # (r,) there are, int64
     budgets: Tensor  # (r,) of them read, int64
@@ -127,7 +127,7 @@ def divided(
     Raises:
         RuntimeError: the host does not know the lengths, as it does without speculative decoding.
     """
-    told = SparseFlashMetadata(**{one.name: getattr(stock, one.name) for one in fields(stock)})
+    told = SparseFlashMetadata(**vars(stock))
     if common.seq_lens_cpu_upper_bound is None:
         raise RuntimeError("sparse attention: vLLM does not tell the lengths of a batch's sequences")
     lengths = common.seq_lens_cpu_upper_bound[: common.num_reqs].numpy().astype(np.int64)
@@ -147,7 +147,7 @@ def divided(
     its = lengths[rows]
     pages = schedule.pages_of(its)
     told.sparse = SparseRows(
-        moved(division.starts[rows]),
+        moved(division.starts[rows]) if len(division.others) else slice(0, len(rows)),
         stock.block_table[moved(rows), : int(pages.max())].long(),
         moved(pages),
         moved(schedule.budgets(its)),
@@ -155,11 +155,11 @@ def divided(
         moved(np.arange(len(rows) * num_kv_heads + 1), torch.int32),
         moved(np.repeat(schedule.read_tokens(its), num_kv_heads), torch.int32),
     )
-    rest, tokens = division.others
+    rest = division.others
     if len(rest):
         sizes, places = np.diff(division.starts)[rest], moved(rest)
         told.others = Rows(
-            moved(tokens),
+            moved(division.tokens_of_others),
             moved(np.concatenate([[0], np.cumsum(sizes)]), torch.int32),
             int(sizes.max()),
             stock.seq_lens[places],
@@ -210,7 +210,7 @@ class SparseFlashAttention(SparseLayer, FlashAttentionImpl):  # type: ignore[mis
         table: Tensor = block * heads + torch.arange(heads, device=query.device)[:, None, None]
         table = table.transpose(0, 1).reshape(rows * heads, -1).to(torch.int32)
         longest = table.shape[1] * schedule.page_tokens
-        return Rows(sparse.tokens, sparse.query_start_loc, 1, sparse.lengths, longest, table)
+        return Rows(None, sparse.query_start_loc, 1, sparse.lengths, longest, table)
 
     def _attend(self, query: Tensor, kv_cache: Tensor, rows: Rows) -> Tensor:
         """Return FlashAttention's output, (t, heads, size), for `query` (t, heads, size)."""
