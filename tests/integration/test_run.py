@@ -92,7 +92,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
             "fleet=laptop",
             f"run.steps={STEPS}",
             f"staleness.max_staleness={MAX_STALENESS}",
-            "checkpoint.every=14",
+            "checkpoint.every=20",
         )
         run = stack.enter_context(program(base / "work", base / "run", *words, room=room))
         run.wait_for_step(1)
@@ -244,7 +244,7 @@ def test_the_report_is_one_page_that_loads_nothing(run_dir: Path) -> None:
 
 def test_the_checkpoints_are_there_and_whole(run_dir: Path) -> None:
     found = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
-    assert found == ["step-000014", "step-000028"]
+    assert found == ["step-000000", "step-000020", "step-000028"]  # no younger one is known to be good
     for name in found:
         assert (run_dir / "checkpoints" / name / "meta.json").is_file()
 
