@@ -99,8 +99,8 @@ def run(kind: str, seed: int, folder: Path) -> dict[str, Any]:
     }
 
 
-async def accuracies(folder: Path) -> list[float]:
-    """Mean reward of the last version of a run on each of so many held-out prompts, decoded densely."""
+async def accuracy(folder: Path) -> float:
+    """Mean reward of the last version of a run on so many held-out prompts, decoded densely."""
     with tempfile.TemporaryDirectory() as name:
         model = Path(name) / "model"
         if weights(["export", str(folder), str(model)]):
@@ -128,7 +128,7 @@ async def accuracies(folder: Path) -> list[float]:
 
         found = await asyncio.gather(*map(mean, range(LAST_PROMPTS)))
         await engine.close()
-    return found
+    return statistics.mean(found)
 
 
 def learning(page: int) -> dict[str, Any]:
@@ -138,16 +138,15 @@ def learning(page: int) -> dict[str, Any]:
             for kind in KINDS:
                 folder = Path(name) / f"{kind.replace(' ', '-')}-{seed}"
                 one = run(kind, seed, folder)
-                one["last"] = asyncio.run(accuracies(folder))
+                one["last"] = asyncio.run(accuracy(folder))
                 told[kind].append(one)
-                held_out = [*one["held out"], statistics.mean(one["last"])]
-                print(f"[sparse] {kind}, seed {seed}: held out {held_out}", flush=True)
+                print(f"[sparse] {kind}, seed {seed}: {one['held out']}, last {one['last']}", flush=True)
     return told
 
 
 def last(told: dict[str, Any], kind: str) -> list[float]:
     """Accuracy of the last version of each seed."""
-    return [statistics.mean(one["last"]) for one in told[kind]]
+    return [one["last"] for one in told[kind]]
 
 
 def learning_verdicts(told: dict[str, Any]) -> dict[str, bool]:
