@@ -373,15 +373,23 @@ class Guard:
             state.good_step, state.candidate = state.candidate, -1
 
 
-def figures_of(batch: TrainBatch, stats: StepStats) -> GuardFigures:
-    """Return the guard's figures of a step."""
+def figures_of(batch: TrainBatch, stats: StepStats, *, is_sparse: bool = False) -> GuardFigures:
+    """Return the guard's figures of a step.
+
+    In a run that decodes sparsely the tail of |log weight| is sparse attention's, however young the tokens: a
+    few that dense attention would all but never have taken. Their weights are near 0, so they hardly train,
+    and the sharper the policy, the longer that tail. Sparse attention has a guard of its own for them.
+
+    Args:
+        is_sparse: whether rollouts decode by a schedule of KV budgets.
+    """
     lags = stats.lags
     by_lag = [lag.k3 for lag in lags if lag.tokens >= FEW_TOKENS]
     return GuardFigures(
         k3=max(by_lag, default=stats.k3),
         effective_samples=stats.effective_samples,
         truncated=stats.truncated_fraction,
-        log_weight=stats.log_weight[2] if stats.log_weight else None,
+        log_weight=stats.log_weight[2] if stats.log_weight and not is_sparse else None,
         entropy=stats.entropy,
         grad_norm=stats.grad_norm,
         cut_off=float(batch.cut_off.mean()) if len(batch.cut_off) else None,

@@ -273,12 +273,15 @@ class Controller:
 
     def _on_step_done(self, stats: StepStats, now_s: float) -> list[Action]:
         self._step += 1
-        figures = figures_of(self._parts[-1], stats) if self._parts else GuardFigures()
+        is_sparse = bool(self._config.sparse.schedule)
+        figures = GuardFigures()
+        if self._parts:
+            figures = figures_of(self._parts[-1], stats, is_sparse=is_sparse)
         self._parts.clear()
         if self.seeding is not None:
             self.seeding.step_done(now_s)
         # A batch that was sampled sparsely differs by that; then the first evaluation, which is dense, tells.
-        is_first = stats.step == 0 and not self._config.sparse.schedule
+        is_first = stats.step == 0 and not is_sparse
         told = self._compare(stats.mismatch_mean) if is_first else []
         if not self._over:
             told += self._guarded(figures)

@@ -189,6 +189,18 @@ def test_otherwise_it_goes_on(mode: Any, mismatch: float | None) -> None:
     assert len(run.told) == (mode == "warn")
 
 
+def test_the_tail_of_weights_is_not_judged_where_rollouts_are_sparse() -> None:
+    tail = replace(HEALTHY, log_weight=(0.0, 1.0, 12.0, 20.0))
+    assert Drive(config(), lambda _: tail).finish.status == "collapsed"
+    sparse = replace_section(config(), sparse={"schedule": [20]})
+    run = Drive(sparse, lambda _: tail, evaluated=0.05)
+    assert run.finish == ev.Finish("done")
+    assert not run.of(ev.AdjustLearner, ev.LimitStaleness)
+    # The other figures of drift still are: sparse attention that reads far too little ends the run.
+    far = replace(tail, k3=1.0)
+    assert Drive(sparse, lambda _: far, evaluated=0.05).finish.status == "collapsed"
+
+
 def test_where_rollouts_are_sparse_the_first_evaluation_tells_which_is_dense() -> None:
     sparse = replace_section(config(), sparse={"schedule": [20]})
     assert Drive(sparse, lambda _: HEALTHY, mismatch=9.0, evaluated=0.05).finish == ev.Finish("done")
