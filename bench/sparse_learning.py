@@ -8,7 +8,7 @@
 
 All runs have the same seeds, prompts and steps. Evaluations are dense, on the same held-out prompts.
 The runs' own figures are read from their folders. The last version of each is exported and answers more
-prompts, since those of a run's own evaluation leave an error as large as the difference that is asked for.
+prompts, since a run's own evaluation leaves an error larger than the difference that is asked for.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ COMMON = [
     "sampling.top_logprobs=20",
     "learner.lr=4e-4",
     "staleness.max_staleness=1",
-    "eval.every=40",
+    f"eval.every={STEPS}",  # one takes as long as 20 steps
     "eval.num_prompts=96",
-    "eval.samples_per_prompt=8",
+    "eval.samples_per_prompt=2",
     "checkpoint.every=0",
     "sparse.dense_layers=1",
     "sparse.bin_tokens=512",
