@@ -89,12 +89,12 @@ async def drawn(engine: SparseEngine, asked: Sequence[tuple[int, ...]]) -> list[
 
 
 async def acceptances(engine: SparseEngine, asked: Sequence[tuple[int, ...]]) -> list[list[Any]]:
-    """Of each bin, of each answer, the acceptance of its tokens."""
+    """Of each bin, of each answer, the acceptance of its tokens after the first, which is dense."""
     bins: list[list[Any]] = [[] for _ in range(BINS)]
     answered = await drawn(engine, asked)
     audits = await asyncio.gather(*(engine.audit(*one) for one in answered))
     for (one, _), audit in zip(answered, audits, strict=True):
-        bins[len(one) // BIN].append(np.array([token.likely for token in audit]))
+        bins[len(one) // BIN].append(np.array([token.likely for token in audit[1:]]))
     return bins
 
 

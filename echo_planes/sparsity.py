@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ValidationError
+
 from echo_planes.config.files import user_path
 from echo_planes.config.hub import pinned
 from echo_planes.config.plain_yaml import dump_yaml
@@ -148,7 +150,10 @@ def _numbers(key: str, text: str) -> list[int]:
 def _with_schedule(config: Config, schedule: Sequence[int]) -> Config:
     tree = config.model_dump()
     tree["sparse"] |= {"schedule": list(schedule), "model": model_shape(config.model.folder)}
-    return Config.model_validate(tree)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:  # keys that go without a schedule alone
+        raise ConfigError(f"sparse: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
 
 
 async def measure(config: Config, budgets: Sequence[int], prompts: int) -> Surface:
@@ -177,7 +182,7 @@ async def measure(config: Config, budgets: Sequence[int], prompts: int) -> Surfa
             await asyncio.gather(*(task.rollout(task.prompt(i), policy) for i, policy in enumerate(policies)))
             for context, sample in (call for policy in policies for call in policy.calls):
                 found = await engine.audit(context, sample)
-                surface.add(pages, len(context), [one.likely for one in found])
+                surface.add(pages, len(context), [one.likely for one in found[1:]])
             print(f"[sparsity] budget of {pages} pages: {prompts} answers compared", flush=True)
     finally:
         await engine.close()

@@ -249,4 +249,7 @@ class Distiller:
         with torch.no_grad():
             for parameter, saved in zip(self._parameters, state["adapter"], strict=True):
                 parameter.copy_(saved)
+        rates = [group["lr"] for group in self._optimizer.param_groups]
         self._optimizer.load_state_dict(state["moments"])
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate  # as the settings say now

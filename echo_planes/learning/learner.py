@@ -195,14 +195,18 @@ class Learner:
         return self._stats(whole, began)
 
     def distil(self, schedule: Schedule, version: int) -> Distilled | None:
-        """Train the sparse adapter on the newest step's answers (`Distiller.distil`); None: there is none."""
+        """Train the sparse adapter on the newest step's answers (`Distiller.distil`); None: there is none.
+
+        A later call without a step between finds no answers: weights may be published again.
+        """
         if self._distiller is None:
             return None
 
         def tell(text: str) -> None:
             self.doing = f"step {self._num_updates}: {text}"
 
-        return self._distiller.distil(self._newest, schedule, version, tell)
+        batch, self._newest = self._newest, None
+        return self._distiller.distil(batch, schedule, version, tell)
 
     def train_part(self, batch: TrainBatch) -> None:
         """Add a part of a step to the gradient of its update (RLBoost section 4.1).

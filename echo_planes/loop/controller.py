@@ -219,7 +219,7 @@ class Controller:
             case Evaluated(report, mismatch):
                 self._evaluations_due.discard(report.step)
                 is_first = report.step == 0 and self._config.sparse.schedule
-                actions = self._compare(mismatch) if is_first else []
+                actions = self._compare_sparse(mismatch) if is_first else []
                 actions += self._on_evaluation_over() + self._finish_if_complete()
             case EvaluationLost():
                 actions = self._on_evaluation_over()
@@ -325,6 +325,17 @@ class Controller:
             return []
         told: list[Action] = [TellGuard(self.guard.report, trouble)]
         return told + (self._finish("failed", trouble) if self._config.guard.mode == "act" else [])
+
+    def _compare_sparse(self, mismatch: float | None) -> list[Action]:
+        """Return `_compare` of the first evaluation, or say that it could not be compared."""
+        if mismatch is not None or self._config.guard.mode == "off":
+            return self._compare(mismatch)
+        text = (
+            "learner and engine were not compared on the same weights: training began before the first "
+            "evaluation had ended, or that samples otherwise; lower eval.num_prompts, and leave out "
+            "eval.temperature and eval.top_p"
+        )
+        return [TellGuard(self.guard.report, text)]
 
     # --- publications and batches ----------------------------------------------------------------
 

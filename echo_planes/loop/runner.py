@@ -290,7 +290,8 @@ class Runner:
             self._events.put_nowait(ev.WorkerReady(worker_id, epoch))
             with self._watch.over("sampling", worker_id), self._watch.over("reward", worker_id):
                 await worker.run()
-        except (RunError, LeaseError, ClusterError) as why:  # LeaseError: the data plane fenced the worker
+        # LeaseError: the data plane fenced the worker
+        except (RunError, LeaseError, ClusterError, WeightsError) as why:
             await self._hear_complaints()
             self._lost(worker_id, epoch, str(why))
 
@@ -487,10 +488,13 @@ class Runner:
         built = [(w, *current) for w, current in self._workers.items() if (w, current[0]) in self._built]
 
         async def ask(worker_id: str, epoch: int, worker: Worker) -> None:
-            with suppress(RunError):  # the worker's run() reports its loss
+            try:
                 audits = await self._within("audits", STATS_S, worker.audits(), worker=worker_id)
-                if fault := keeper.hear(audits):
-                    self._lost(worker_id, epoch, fault)
+            except RunError as why:  # the worker's run() reports its loss, if it is lost
+                self._observer.on_event("sparse audit", f"none of {worker_id} this time: {why}")
+                return
+            if fault := keeper.hear(audits):
+                self._lost(worker_id, epoch, fault)
 
         await asyncio.gather(*(ask(*one) for one in built))
         if keeper.change() is not None:

@@ -29,6 +29,7 @@ from echo_planes.weights.sparse_adapter import Distilled
 
 FILE = "kv_budgets.json"
 TOLD_EVERY = WINDOW  # audited answers between two words of how far they are from dense
+QUIET_STEPS = 50  # without an audited answer, after which the keeper says so
 
 
 def schedule_of(sparse: SparseConfig, number: int = 0) -> Schedule:
@@ -161,7 +162,14 @@ class Keeper:
         settings = {"schedule": list(asked.pages), **_fixed(asked)}
         schedules: list[dict[str, Any]] = record.get("schedules", [])
         if record.get("settings") == settings:
+            begun = asked.pages
             asked = replace(asked, pages=tuple(schedules[-1]["pages"]), number=schedules[-1]["number"])
+            if asked.pages != begun:
+                observer.on_event(
+                    "sparse guard",
+                    f"sparse.schedule={list(begun)} stays at the budgets it was raised to: "
+                    f"{list(asked.pages)}; any other schedule would hold",
+                )
         else:
             asked = replace(asked, number=schedules[-1]["number"] + 1 if schedules else 0)
             schedules = [*schedules, asdict(asked)]
@@ -175,6 +183,9 @@ class Keeper:
         self._audited = 0
         self._step_tokens, self._step_drift = 0, 0.0  # audited since the last step, and their sum
         self._distilled = 0  # updates of the adapter
+        self._longest_tokens = config.model.max_model_len
+        self._audit_share = config.sparse.audit_share
+        self._quiet_steps = 0  # since an answer was audited
         workers = [*config.fleet.workers, *config.seeding.workers().values()]
         if any(worker.resources.get("GPU") for worker in workers):
             advice = "look at the first audits, which compare it with dense"
@@ -192,13 +203,20 @@ class Keeper:
         if not isinstance(audits, list):
             return f"malformed audits: {type(audits).__name__}"
         for audit in audits:
-            if fault := audit_fault(audit):
+            if fault := audit_fault(audit) or self._fault(audit):
                 return f"malformed audit: {fault}"
             if audit.schedule == self.schedule.number:  # not one that was on its way when budgets rose
                 self._count(audit)
             self._guard.add(audit)
             self._step_tokens += len(audit.alphas)
             self._step_drift += audit.drift * len(audit.alphas)
+        return ""
+
+    def _fault(self, audit: Audit) -> str:
+        if audit.schedule > self.schedule.number:
+            return f"its schedule is {audit.schedule}, the newest {self.schedule.number}"
+        if (tokens := audit.context_tokens + 1 + len(audit.alphas)) > self._longest_tokens:
+            return f"it has {tokens} tokens, more than model.max_model_len={self._longest_tokens}"
         return ""
 
     def hear_distilled(self, distilled: Distilled) -> None:
@@ -217,8 +235,17 @@ class Keeper:
 
     def change(self) -> Schedule | None:
         """Report a step's audits. Return a new schedule for all workers, if they ask for one."""
+        self._quiet_steps += 1
         if self._step_tokens:
             self._observer.on_audited(self._step_drift / self._step_tokens)
+            self._quiet_steps = 0
+        if self._quiet_steps == QUIET_STEPS and self._audit_share and any(self.schedule.pages):
+            self._observer.on_event(
+                "sparse audit",
+                f"no answer in {QUIET_STEPS} steps, so nobody watches the budgets. Only answers that one "
+                "version sampled whole are audited: publish less often (staleness.publish_every), or raise "
+                "sparse.audit_share",
+            )
         self._step_tokens, self._step_drift = 0, 0.0
         raises = [] if self._mode == "off" else self._guard.raises()
         if self._mode == "warn":

@@ -314,7 +314,7 @@ def test_a_share_of_the_answers_is_audited_by_itself(folder: Path, prompts: list
     before, audits, drawn = asyncio.run(main())
     assert before == []
     assert sorted((one.context_tokens, len(one.alphas)) for one in audits) == sorted(
-        (len(prompt), len(sample.token_ids)) for prompt, sample in zip(prompts, drawn, strict=True)
+        (len(prompt), len(sample.token_ids) - 1) for prompt, sample in zip(prompts, drawn, strict=True)
     )
     assert {one.schedule for one in audits} == {3}
     assert not any(map(audit_fault, audits))

@@ -207,6 +207,11 @@ def test_where_rollouts_are_sparse_the_first_evaluation_tells_which_is_dense() -
     run = Drive(sparse, lambda _: HEALTHY, mismatch=9.0, evaluated=0.3)
     assert run.finish.status == "failed"
     assert "guard.mismatch=0.1" in run.finish.error
+    assert not run.told[:-1]
+    # An evaluation that ended too late says so.
+    (late,) = Drive(sparse, lambda _: HEALTHY, mismatch=9.0).told
+    assert "not compared" in late
+    assert not Drive(replace_section(sparse, guard={"mode": "off"}), lambda _: HEALTHY).told
     # Where they are dense, the first batch has told.
     assert Drive(config(), lambda _: HEALTHY, mismatch=0.05, evaluated=0.3).finish == ev.Finish("done")
 

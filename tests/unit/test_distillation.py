@@ -223,6 +223,17 @@ def test_a_checkpoint_continues_bit_for_bit(tmp_path: Path) -> None:
     assert update(one, batch(step=1), 2).adapter == update(two, batch(step=1), 2).adapter
 
 
+def test_a_resume_goes_on_with_the_rate_that_the_settings_say_now(tmp_path: Path) -> None:
+    one = distiller(policy())
+    update(one, batch())
+    one.save(tmp_path)
+    same, other = distiller(policy()), distiller(policy(), distill_lr=1e-12)
+    for each, moves in ((same, True), (other, False)):
+        each.load(tmp_path)
+        before = each.distil(None, SCHEDULE, 1, lambda _: None).adapter
+        assert (update(each, batch(step=1)).adapter != before) == moves
+
+
 def test_a_checkpoint_of_another_rank_or_none_is_a_new_beginning(tmp_path: Path) -> None:
     one = distiller(policy())
     one.load(tmp_path)

@@ -90,6 +90,7 @@ def test_a_token_takes_reading_or_arithmetic_whichever_is_longer() -> None:
             ["calibrate", "out=a.yaml", "budgets=8", "sampling.top_p=0.9", "sparse.audit_share=0"],
             "top_p=0.9: every answer",
         ),
+        (["calibrate", "out=a.yaml", "budgets=8", "sparse.audit_share=0"], "audit_share=0 audits none"),
         (["calibrate", "out=a.yaml", "model.max_model_len=100"], "none can be left out"),
     ],
 )

@@ -16,7 +16,7 @@ from echo_planes.config.kv_schedule import Schedule
 from echo_planes.config.schema import BUILTIN_MODELS, Config
 from echo_planes.errors import ConfigError, DataError
 from echo_planes.loop.observers import QuietObserver
-from echo_planes.loop.sparsity import FILE, Keeper, check_sparse, model_shape, schedule_of
+from echo_planes.loop.sparsity import FILE, QUIET_STEPS, Keeper, check_sparse, model_shape, schedule_of
 from echo_planes.rollout.sparsity.acceptance import Audit, audit_fault, share_bounds
 from echo_planes.rollout.sparsity.guard import LEAST, WINDOW, Guard
 
@@ -186,7 +186,11 @@ def test_a_keeper_writes_down_every_schedule_and_a_resume_goes_on_with_the_last(
         [20, 40],
         [30, 40],
     ]
+    told.events.clear()
     assert Keeper(config(), tmp_path, told).schedule == changed
+    ((_, text),) = told.events  # the settings ask for less
+    assert "[20, 40]" in text
+    assert "[30, 40]" in text
     other = Keeper(config(schedule=[50]), tmp_path, told)
     assert (other.schedule.number, other.schedule.pages) == (2, (50,))
 
@@ -248,6 +252,25 @@ def test_malformed_audits_are_named(tmp_path: Path) -> None:
     keeper = Keeper(config(), tmp_path, Told())
     assert "malformed" in keeper.hear("no list")
     assert "malformed" in keeper.hear([audit([GOOD]), audit([2.0])])
+
+
+def test_audits_that_cannot_be_of_this_run_are_named(tmp_path: Path) -> None:
+    keeper = Keeper(config(), tmp_path, Told())
+    assert keeper.hear([audit([GOOD] * 7, context=8000 - 8)]) == ""
+    assert "max_model_len=8000" in keeper.hear([audit([GOOD] * 8, context=8000 - 8)])
+    assert "newest 0" in keeper.hear([audit([GOOD], schedule=1)])
+
+
+@pytest.mark.parametrize(("sparse", "words"), [({}, 1), ({"guard": "off", "audit_share": 0.0}, 0)])
+def test_a_keeper_says_that_nothing_is_audited(tmp_path: Path, sparse: dict[str, Any], words: int) -> None:
+    told = Told()
+    keeper = Keeper(config(**sparse), tmp_path, told)
+    for _ in range(QUIET_STEPS - 1):
+        keeper.change()
+    assert not told.events
+    for _ in range(QUIET_STEPS):
+        keeper.change()
+    assert [text[:12] for _, text in told.events] == ["no answer in"] * words
 
 
 @pytest.mark.parametrize(

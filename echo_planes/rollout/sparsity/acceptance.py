@@ -59,12 +59,16 @@ def acceptance(dense: Top, sparse: Top) -> Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Comparison of one answer, decoded whole under one version and one schedule, with dense attention."""
+    """Comparison of one answer, decoded whole under one version and one schedule, with dense attention.
+
+    Not of its first token, which the pass over the prompt samples, densely. The token behind alpha number i
+    was decoded where the sequence had context_tokens + 1 + i tokens.
+    """
 
     schedule: int  # its number
     version: int
     context_tokens: int  # before the first token of the answer
-    alphas: tuple[float, ...]  # `Acceptance.likely` of each token
+    alphas: tuple[float, ...]  # `Acceptance.likely` of each token after the first
     drift: float  # mean |log p_dense - log q_sparse| of the tokens, nats
 
 

@@ -45,7 +45,7 @@ class Surface:
     _answers: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, pages: int, context_tokens: int, alphas: Sequence[float]) -> None:
-        """Count an answer, decoded with this budget, whose first token has so many before it."""
+        """Count an answer, decoded with this budget, as an `Audit` has it."""
         alpha = np.asarray(alphas)
         bins = (context_tokens + np.arange(len(alpha))) // self.bin_tokens
         self._histograms[pages].add(bins.tolist(), alphas)

@@ -126,7 +126,8 @@ class SparseEngine(VllmEngine):
         if draw is None and self._schedule is not None and any(self._schedule.pages):
             for sample in samples:
                 is_drawn = self._random.random() < self._audit_share
-                if is_drawn and len(self._auditing) < MOST_WAITING and len(sample.spans) == 1:
+                is_whole = len(sample.spans) == 1 and len(sample.token_ids) > 1
+                if is_drawn and is_whole and len(self._auditing) < MOST_WAITING:
                     task = asyncio.create_task(self._audit_later(prompt_ids, sample))
                     self._auditing.add(task)
         return samples
@@ -144,7 +145,7 @@ class SparseEngine(VllmEngine):
         if told is None:
             return  # newer weights came
         found, drift = told
-        alphas = tuple(one.likely for one in found)
+        alphas = tuple(one.likely for one in found[1:])
         self._audits.append(Audit(span.schedule, span.version, len(prompt_ids), alphas, drift))
 
     def take_audits(self) -> list[Audit]:
@@ -197,7 +198,7 @@ class SparseEngine(VllmEngine):
     async def _compared(
         self, prompt_ids: Sequence[int], sample: Sample
     ) -> tuple[list[Acceptance], float] | None:
-        """Return each token's acceptance, and the mean |log p_dense - log q_sparse| of the tokens.
+        """Return each token's acceptance, and the mean |log p_dense - log q_sparse| of those after the first.
 
         None: the sample is not of the weights that the whole pass was made with.
         """
@@ -235,5 +236,7 @@ class SparseEngine(VllmEngine):
             for told, (token, logprob, top) in pairs
         ]
         # The last token is not in the pass, so only by chance among its likeliest.
-        apart = [abs(told[token].logprob - logprob) for told, (token, logprob, _) in pairs if token in told]
+        apart = [
+            abs(told[token].logprob - logprob) for told, (token, logprob, _) in pairs[1:] if token in told
+        ]
         return found, sum(apart) / max(1, len(apart))
