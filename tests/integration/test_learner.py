@@ -27,6 +27,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from echo_planes.config.kv_schedule import Schedule
 from echo_planes.config.schema import Config
 from echo_planes.errors import ConfigError, DataError, DivergedError, ModelError
 from echo_planes.learning.adapters import first_a
@@ -746,6 +747,18 @@ def test_sparse_rollouts_are_held_by_how_far_the_policy_moved(tmp_path: Path, mo
             assert stats.mismatch_mean > 0.1  # by which dense rollouts are held
     assert factors[1, False] < 0.7 * factors[1, True]
     assert factors[3, True] < 0.7 * factors[1, True] < 0.7
+
+
+def test_the_answers_of_a_step_train_the_sparse_adapter_once(tmp_path: Path, model_folder: Path) -> None:
+    """Weights are published again where no batch comes: without a new step there is nothing to learn from."""
+    sparse = {"schedule": [4], "dense_layers": 1, "distill_rank": 2, "distill_share": 1.0}
+    with learner_here(tmp_path, model_folder, sparse=sparse) as learner:
+        learner.train_step(make_batch(0))
+        first, again = (learner.distil(Schedule(pages=(4,), dense_layers=1), 1) for _ in range(2))
+        assert first is not None
+        assert again is not None
+        assert (first.tokens > 0, again.tokens) == (True, 0)
+        assert again.adapter == first.adapter
 
 
 def test_a_run_that_is_extended_does_not_jump_back_up(tmp_path: Path, model_folder: Path) -> None:
