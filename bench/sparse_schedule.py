@@ -110,7 +110,7 @@ async def schedule(page: int) -> dict[str, Any]:
     """A schedule calibrated on some prompts, and a fixed budget of its mean, on others of three seeds."""
     scale = page // 16
     engine = await open_engine(page)
-    surface = Surface(BIN, TARGET)
+    surface = Surface(BIN, TARGET, TAIL)
     fixed_rows: dict[int, list[dict[str, float]]] = {}
     for tokens in BUDGETS:
         pages = tokens // scale
@@ -173,11 +173,11 @@ async def guard(page: int) -> dict[str, Any]:
         whole = Schedule(
             pages=(CUT_FROM * 16 // page,), number=2 * seed, page_tokens=page, dense_layers=DENSE_LAYERS
         )
-        keeper = Guard(whole, TARGET, BIN)
+        keeper = Guard(whole, TARGET, TAIL, BIN)
         asked = prompts(200 + seed, 2 * WINDOW, [0])
         calm = await _heard(engine, keeper, asked[:WINDOW])
         cut = replace(whole, pages=(whole.pages[0] // 4,), number=2 * seed + 1)
-        keeper = Guard(cut, TARGET, BIN)
+        keeper = Guard(cut, TARGET, TAIL, BIN)
         alarm = await _heard(engine, keeper, asked[WINDOW:])
         rises.append(
             {

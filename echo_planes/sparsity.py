@@ -26,7 +26,6 @@ from echo_planes.loop.sparsity import check_sparse, model_shape, schedule_of
 from echo_planes.reporting.html import page
 from echo_planes.reporting.metrics import write_atomic
 from echo_planes.reporting.sections.charts import Chart, Series, line_chart
-from echo_planes.rollout.sparsity.acceptance import TAIL
 from echo_planes.rollout.sparsity.calibration import LEAST_ANSWERS, Surface
 from echo_planes.rollout.vllm.sparse_engine import SparseEngine
 from echo_planes.types import Sample
@@ -172,7 +171,7 @@ async def measure(config: Config, budgets: Sequence[int], prompts: int) -> Surfa
         config.run.seed,
         page_tokens=sparse.page_tokens,
     )
-    surface = Surface(sparse.bin_tokens, sparse.target)
+    surface = Surface(sparse.bin_tokens, sparse.target, sparse.tail_share)
     longest = task.max_new_tokens or config.sampling.max_new_tokens
     await engine.start()
     try:
@@ -208,7 +207,7 @@ def as_text(surface: Surface, schedule: Sequence[int]) -> str:
     return "\n".join(
         [
             *lines,
-            f"5th percentile of acceptance. *: at most {TAIL:.0%} of the tokens are below "
+            f"5th percentile of acceptance. *: at most {surface.tail_share:.1%} of the tokens are below "
             f"{surface.target:g}, beyond doubt (95 %). too few: below {LEAST_ANSWERS} answers."
             " Such a bin takes the budget of the next longer one, else it is dense.",
         ]

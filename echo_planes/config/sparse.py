@@ -20,7 +20,13 @@ class SparseConfig(Section):
         "longer ones; 0: all of them; []: dense attention, and the other keys say nothing",
     )
     target: float = Free(
-        0.86, gt=0, lt=1, description="least 5th percentile of the acceptance of tokens, in every bin"
+        0.86, gt=0, lt=1, description="least acceptance of a bin's tokens, but for a share of `tail_share`"
+    )
+    tail_share: float = Free(
+        0.05,
+        gt=0,
+        lt=1,
+        description="largest share of a bin's tokens below target; 0.05: the 5th percentile keeps it",
     )
     guard: Annotated[Literal["act", "warn", "off"], OFF] = Free(
         "act", description="raise the budget of a bin whose acceptance is below target; only tell; neither"

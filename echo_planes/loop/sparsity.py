@@ -153,7 +153,6 @@ class Keeper:
 
     def __init__(self, config: Config, run_dir: Path, observer: Observer) -> None:
         self._mode = config.sparse.guard
-        self._target = config.sparse.target
         self._path = run_dir / FILE
         self._observer = observer
         asked = schedule_of(config.sparse)
@@ -175,7 +174,8 @@ class Keeper:
             schedules = [*schedules, asdict(asked)]
         self._record: dict[str, Any] = {"settings": settings, "schedules": schedules}
         self._write()
-        self._guard = Guard(asked, self._target, config.model.max_model_len)
+        sparse = config.sparse
+        self._guard = Guard(asked, sparse.target, sparse.tail_share, config.model.max_model_len)
         self._warned: set[int] = set()  # bins
         self._histogram = Histogram()
         self._answers: Counter[int] = Counter()  # audited since the last word, by bin

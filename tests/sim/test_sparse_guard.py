@@ -26,7 +26,7 @@ def answers_until_a_rise(
     rng: np.random.Generator, tail: float, share: float, together: float, most: int
 ) -> int:
     """Answers after which the guard acts; 0: it did not."""
-    guard = Guard(Schedule(pages=(64,)), TARGET, 10**6)
+    guard = Guard(Schedule(pages=(64,)), TARGET, 0.05, 10**6)
     for number in range(1, most + 1):
         guard.add(Audit(0, 1, 10, answer(rng, tail, share, together), 0.0))
         if number % EVERY == 0 and guard.raises():

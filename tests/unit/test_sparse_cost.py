@@ -11,9 +11,9 @@ from echo_planes.rollout.sparsity.cost import Decoder, mean_read_tokens, token_s
 from echo_planes.sparsity import as_text, main
 
 
-def surface(shares: dict[tuple[int, int], float], answers: int = 200) -> Surface:
+def surface(shares: dict[tuple[int, int], float], answers: int = 200, tail_share: float = 0.05) -> Surface:
     """By budget and bin, the share of tokens below the target."""
-    made, rng = Surface(100, 0.86), np.random.default_rng(0)
+    made, rng = Surface(100, 0.86, tail_share), np.random.default_rng(0)
     for (pages, place), share in shares.items():
         for _ in range(answers):
             made.add(pages, 100 * place, np.where(rng.random(100) < share, 0.5, 0.99).tolist())
@@ -24,6 +24,14 @@ def test_the_smallest_budget_that_keeps_the_target_is_chosen_in_each_bin() -> No
     made = surface({(8, 0): 0.02, (16, 0): 0.01, (8, 1): 0.2, (16, 1): 0.03, (8, 2): 0.3, (16, 2): 0.2})
     assert made.schedule(300) == [8, 16, 0]
     assert made.schedule(1000) == [8, 16, 0, 0]  # what was not measured is dense
+
+
+def test_where_less_may_be_below_the_target_budgets_are_larger() -> None:
+    shares = {(8, 0): 0.02, (16, 0): 0.002}
+    assert surface(shares).schedule(100) == [8]
+    strict = surface(shares, tail_share=0.01)
+    assert strict.schedule(100) == [16]
+    assert "at most 1.0% of the tokens" in as_text(strict, [16])
 
 
 def test_a_budget_does_not_fall_with_the_length() -> None:

@@ -32,8 +32,8 @@ def hear(guard: Guard, count: int, alphas: Sequence[float], **named: int) -> Non
         guard.add(audit(alphas, **named))
 
 
-def guard(pages: tuple[int, ...] = (20, 40), longest: int = 8000) -> Guard:
-    return Guard(Schedule(pages=pages, bin_tokens=2000), 0.86, longest)
+def guard(pages: tuple[int, ...] = (20, 40), longest: int = 8000, tail_share: float = 0.05) -> Guard:
+    return Guard(Schedule(pages=pages, bin_tokens=2000), 0.86, tail_share, longest)
 
 
 # --- the guard ---------------------------------------------------------------------------------
@@ -73,10 +73,15 @@ def test_nothing_is_said_of_few_answers() -> None:
     assert len(one.raises()) == 1
 
 
-def test_a_share_of_five_percent_is_allowed() -> None:
+def test_the_share_that_may_be_below_the_target_is_allowed() -> None:
     one = guard()
     hear(one, WINDOW, [BAD] * 2 + [GOOD] * 48)
     assert one.raises() == []
+    strict = guard(tail_share=0.03)
+    hear(strict, WINDOW, [POOR] * 2 + [GOOD] * 48)
+    (rise,) = strict.raises()
+    assert (rise.after, rise.allowed) == (30, 0.03)
+    assert "3.0% may be" in str(rise)
 
 
 def test_answers_decoded_by_a_budget_that_is_gone_do_not_count() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from echo_planes.rollout.sparsity.acceptance import TAIL, Histogram, share_bounds
+from echo_planes.rollout.sparsity.acceptance import Histogram, share_bounds
 
 LEAST_ANSWERS = 32  # audited in a bin, without which it has no figure
 DEVIATIONS = 1.96  # standard errors on either side: 95 %
@@ -22,11 +22,7 @@ class Cell:
     tail: float  # 5th percentile
     mean: float
     share: tuple[float, float]  # bounds (95 %) of the share of tokens below the target
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether the target is kept beyond doubt: its lower bound of the 5th percentile is above it."""
-        return self.answers >= LEAST_ANSWERS and self.share[1] <= TAIL
+    is_kept: bool  # whether the target is kept beyond doubt: no bound of that share is above what may be
 
 
 @dataclass(slots=True)
@@ -35,11 +31,13 @@ class Surface:
 
     Args:
         bin_tokens: sequence lengths in a bin.
-        target: least 5th percentile.
+        target: least acceptance of a token, but for a share of `tail_share`.
+        tail_share: largest share of a bin's tokens below it.
     """
 
     bin_tokens: int
     target: float
+    tail_share: float
     _histograms: dict[int, Histogram] = field(default_factory=lambda: defaultdict(Histogram))
     # By budget and bin: tokens of each answer, and those of them below the target.
     _answers: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
@@ -66,10 +64,9 @@ class Surface:
         answers = self._answers.get((pages, place), [])
         if len(answers) < 2:
             return None
-        histogram = self._histograms[pages]
-        return Cell(
-            len(answers), histogram.tail(place), histogram.mean(place), share_bounds(answers, DEVIATIONS)
-        )
+        histogram, share = self._histograms[pages], share_bounds(answers, DEVIATIONS)
+        is_kept = len(answers) >= LEAST_ANSWERS and share[1] <= self.tail_share
+        return Cell(len(answers), histogram.tail(place), histogram.mean(place), share, is_kept)
 
     def schedule(self, longest_tokens: int) -> list[int]:
         """Return the budget of each bin in pages, never falling; 0, all pages, where none keeps the target.

@@ -1,8 +1,8 @@
 """Guard of a schedule of KV budgets: raises a budget once the audits of its bin are below target.
 
-A bin keeps the target where at most 5 % of its tokens have an acceptance below it (Sparrow 3.2). The budget
-rises a notch when that share is larger beyond doubt, and to all pages when it is for `FLOOR` of the target.
-Budgets never fall, so a run is at worst as slow as a dense one.
+A bin keeps the target where at most a share of its tokens, 5 % in Sparrow (3.2), have an acceptance below it.
+The budget rises a notch when that share is larger beyond doubt, and to all pages when it is for `FLOOR` of
+the target. Budgets never fall, so a run is at worst as slow as a dense one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from echo_planes.config.kv_schedule import Schedule
-from echo_planes.rollout.sparsity.acceptance import TAIL, Audit, share_bounds
+from echo_planes.rollout.sparsity.acceptance import Audit, share_bounds
 
 WINDOW = 64  # newest audited answers of a bin that count
 LEAST = 16  # answers without which nothing is said
@@ -30,13 +30,14 @@ class Raise:
     before: int  # pages
     after: int  # pages; 0: all
     share: float  # lower bound of the share of tokens below the target
+    allowed: float  # share of them that may be
     answers: int  # audited, in this bin
 
     def __str__(self) -> str:
         after = f"{self.after} pages" if self.after else "all pages"
         return (
             f"bin {self.place} reads {after}, not {self.before}: of {self.answers} audited answers at least "
-            f"{self.share:.1%} of the tokens are below the target, {TAIL:.0%} may be"
+            f"{self.share:.1%} of the tokens are below the target, {self.allowed:.1%} may be"
         )
 
 
@@ -52,13 +53,15 @@ class Guard:
 
     Args:
         schedule: to begin with.
-        target: least 5th percentile of acceptance.
+        target: least acceptance of a token, but for a share of `tail_share`.
+        tail_share: largest share of a bin's tokens below it.
         longest_tokens: most tokens of a sequence.
     """
 
-    def __init__(self, schedule: Schedule, target: float, longest_tokens: int) -> None:
+    def __init__(self, schedule: Schedule, target: float, tail_share: float, longest_tokens: int) -> None:
         self.schedule = schedule
         self._target = target
+        self._tail_share = tail_share
         self._longest_tokens = longest_tokens
         self._bins = [_Bin(schedule.number) for _ in schedule.pages]
 
@@ -82,9 +85,10 @@ class Guard:
                 share_bounds([(row[0], row[column]) for row in one.answers], DEVIATIONS)[0]
                 for column in (1, 2)
             )
-            if share > TAIL:
-                after = 0 if floor > TAIL else self._notch(place, pages)
-                found.append(Raise(place, pages, after, share, len(one.answers)))
+            allowed = self._tail_share
+            if share > allowed:
+                after = 0 if floor > allowed else self._notch(place, pages)
+                found.append(Raise(place, pages, after, share, allowed, len(one.answers)))
         return found
 
     def _notch(self, place: int, pages: int) -> int:
