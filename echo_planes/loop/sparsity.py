@@ -242,8 +242,8 @@ class Keeper:
         if self._quiet_steps == QUIET_STEPS and self._audit_share and any(self.schedule.pages):
             self._observer.on_event(
                 "sparse audit",
-                f"no answer in {QUIET_STEPS} steps, so nobody watches the budgets. Only answers of two tokens "
-                "or more that one version sampled whole are audited: publish less often "
+                f"no answer in {QUIET_STEPS} steps, so nobody watches the budgets. Only answers of two "
+                "tokens or more that one version sampled whole are audited: publish less often "
                 "(staleness.publish_every), or raise sparse.audit_share",
             )
         self._step_tokens, self._step_drift = 0, 0.0
