@@ -121,14 +121,14 @@ class Program:
             last = [event for event in told if event["kind"] not in ("publication", "checkpoint")][-20:]
             raise AssertionError(f"{missed}; last events but publications: {last}") from None
 
+    def has_made(self, step: int) -> bool:
+        """Whether metrics.jsonl holds `step`."""
+        steps = metrics(self.run_dir)
+        return bool(steps) and steps[-1]["step"] >= step
+
     def wait_for_step(self, step: int) -> None:
         """Wait until metrics.jsonl holds `step`."""
-
-        def reached() -> bool:
-            steps = metrics(self.run_dir)
-            return bool(steps) and steps[-1]["step"] >= step
-
-        self.wait_until(reached, f"step {step}")
+        self.wait_until(lambda: self.has_made(step), f"step {step}")
 
     def interrupt(self, number: int = signal.SIGINT) -> None:
         """Ctrl-C in a terminal: every process of the foreground group hears it. `timeout` sends SIGTERM."""

@@ -79,34 +79,39 @@ def with_codes(listener: Listener) -> Listener:
     return replace(listener, codes=frozenset(call(listener.port, method) for method in METHODS))
 
 
-def listed(processes: list[psutil.Process]) -> list[tuple[str, str, int]]:
-    """Listening sockets of these processes: name of the process, address, port."""
-    found = []
+def listed(processes: list[psutil.Process]) -> dict[tuple[str, int], str]:
+    """Listening sockets of these processes: address and port, and the name of the process."""
+    found = {}
     for process in processes:
         with suppress(psutil.NoSuchProcess):  # it ended meanwhile
             sockets = process.net_connections("inet")
             places = [one.laddr for one in sockets if one.status == psutil.CONN_LISTEN]
-            found += [(process.name(), place.ip, place.port) for place in places]
+            found |= {(place.ip, place.port): process.name() for place in places}
     return found
 
 
 def of(run: Program, room: Room) -> list[Listener]:
-    """Listening sockets of a run that makes steps, asked as soon as all `EXPECTED` processes listen."""
-    missing: set[str] = set(EXPECTED)
+    """Sockets that a run listened on until its first step, asked then; called when the run has begun.
 
-    def complete() -> list[tuple[str, str, int]]:
-        found = listed(room.processes())
-        missing.clear()
-        missing.update(name for name in EXPECTED if not any(one[0].startswith(name) for one in found))
-        return [] if missing else found
+    Looked at all along: on a busy machine one look may take seconds, and the run ends soon after that step.
+    """
+    found: dict[tuple[str, int], str] = {}
+    missing = set(EXPECTED)
+
+    def complete() -> bool:
+        found.update(listed(room.processes()))
+        names = tuple(found.values())
+        missing.difference_update([one for one in EXPECTED if any(name.startswith(one) for name in names)])
+        return not missing and run.has_made(1)
 
     try:
-        found = run.wait_until(complete, "the expected processes listen")
+        run.wait_until(complete, "a step, and sockets of the expected processes")
     except AssertionError as error:
         raise AssertionError(f"no socket of {sorted(missing)}: {error}") from None
     with ThreadPoolExecutor(len(found)) as pool:  # most say nothing, each for `WAIT_S`
-        answers = pool.map(lambda one: ask(one[1], one[2]), found)
-    return [with_codes(Listener(*one, answer)) for one, answer in zip(found, answers, strict=True)]
+        answers = pool.map(lambda place: ask(*place), found)
+        both = zip(found.items(), answers, strict=True)
+        return [with_codes(Listener(name, *place, answer)) for (place, name), answer in both]
 
 
 def check(found: list[Listener]) -> None:

@@ -27,7 +27,6 @@ TWO_RANKS = ("learner.num_ranks=2", "learner.resources.CPU=0.5")
 def test_every_socket_is_local_and_nothing_is_left_after_a_kill_of_the_driver(tmp_path: Path) -> None:
     words = (*SMALL, "run.steps=1000", *TWO_RANKS)
     with Room() as room, program(tmp_path / "work", tmp_path / "run", *words, room=room) as run:
-        run.wait_for_step(1)
         found = listeners.of(run, room)
         run.process.kill()
         # Beside other tests; `bench.chaos kills` holds it to the limit itself.

@@ -95,7 +95,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
             "checkpoint.every=20",
         )
         run = stack.enter_context(program(base / "work", base / "run", *words, room=room))
-        run.wait_for_step(1)
         listening = None if room is None else listeners.of(run, room)
         assert run.wait() == 0, run.tail()
         assert run.left_behind() == []
