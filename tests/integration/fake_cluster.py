@@ -39,6 +39,7 @@ HEAD_ID = "fffffffffffffffffffffffffffffffffffffffffffffffffff00000"  # what Ray
 GCS_PORT = 6379  # of a network that nobody else is in
 STORE_BYTES = 80_000_000  # of each node's object store; Ray's least is 75 MiB
 HEAD_LIMIT_S = 120.0  # until the head is up, on busy cores
+HEAD_ATTEMPTS = 3  # Ray gives its own raylet 30 s, which busy cores have exceeded once
 NAMESPACES = ("--pid", "--net", "--mount", "--ipc", "--fork", "--mount-proc", "--kill-child")
 PROVIDER = {
     "type": "external",
@@ -184,17 +185,20 @@ def _start_head(plan: Plan) -> None:
     path.write_text(json.dumps(config))
     environment = _environment(**HEAD, RAY_enable_autoscaler_v2=str(int(plan.autoscaler == "v2")))
     del environment["RAY_ADDRESS"]  # `ray start` refuses it
-    subprocess.run(
-        [
-            *(str(Path(sys.executable).parent / "ray"), "start", "--head", f"--autoscaling-config={path}"),
-            *(f"--port={GCS_PORT}", "--node-ip-address=127.0.0.1", f"--num-cpus={plan.head_cpus}"),
-            *(f"--object-store-memory={STORE_BYTES}", "--include-dashboard=false", "--disable-usage-stats"),
-        ],
-        env=environment,
-        stdout=sys.stderr.fileno(),  # the command's own output is what stdout is for
-        check=True,
-        timeout=HEAD_LIMIT_S,
-    )
+    ray = str(Path(sys.executable).parent / "ray")
+    start = [
+        *(ray, "start", "--head", f"--autoscaling-config={path}"),
+        *(f"--port={GCS_PORT}", "--node-ip-address=127.0.0.1", f"--num-cpus={plan.head_cpus}"),
+        *(f"--object-store-memory={STORE_BYTES}", "--include-dashboard=false", "--disable-usage-stats"),
+    ]
+    for attempts_left in reversed(range(HEAD_ATTEMPTS)):
+        # The command's own output is what stdout is for.
+        started = subprocess.run(
+            start, env=environment, stdout=sys.stderr.fileno(), check=not attempts_left, timeout=HEAD_LIMIT_S
+        )
+        if started.returncode == 0:
+            return
+        subprocess.run([ray, "stop", "--force"], stdout=sys.stderr.fileno(), check=True, timeout=HEAD_LIMIT_S)
 
 
 # --- what a cloud does to its machines -----------------------------------------------------------
