@@ -16,7 +16,6 @@ SAME = {
     "equal answers": 16,
     "largest difference, nats": 0.0,
     "equal answers with 4 pages": 3,
-    "mean error, nats": {"stock": 0.01, "full budget": 0.0105, "4 pages": 0.8},
 }
 GOOD: dict[str, Any] = {
     "parity": {"float32": dict(SAME), "bfloat16": dict(SAME)},
@@ -66,11 +65,8 @@ def test_all_hold_where_all_is_well() -> None:
     [
         (("parity", "float32", "tokens"), 9_999, "float32"),
         (("parity", "float32", "equal answers"), 15, "float32"),
-        (("parity", "float32", "largest difference, nats"), 1e-4, "float32"),
-        (("parity", "float32", "equal answers with 4 pages"), 16, "float32"),
-        (("parity", "bfloat16", "tokens"), 9_999, "bfloat16"),
-        (("parity", "bfloat16", "mean error, nats", "full budget"), 0.0106, "bfloat16"),
-        (("parity", "bfloat16", "mean error, nats", "4 pages"), 0.0104, "bfloat16"),
+        (("parity", "bfloat16", "largest difference, nats"), 1e-4, "bfloat16"),
+        (("parity", "bfloat16", "equal answers with 4 pages"), 16, "bfloat16"),
         (("audit", "5th percentile"), 0.99, "dense pass"),
         (("pages", "steps"), 999, "1,000 steps"),
         (("pages", "tokens as by brute force"), 0.9, "1,000 steps"),
