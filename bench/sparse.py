@@ -5,8 +5,8 @@
   four pages.
 - pages: those read, beside a choice by brute force and the newest ones.
 - audit: dense answers of the embedded model, audited: the dense pass must accept what dense decoding sampled.
-- schedule: the model of `bench.recall` with fixed budgets; a schedule calibrated from these, and a fixed
-  budget of its mean, on held-out prompts of three seeds.
+- schedule: with the model of `bench.recall`, a schedule calibrated from fixed budgets, and a fixed budget of
+  its mean, on held-out prompts of three seeds (an hour; `--answers` in each bin).
 - guard: a budget cut to a quarter, until the guard raises it.
 - learner: the learner's acceptance beside the audit's, with the same weights and three updates ahead.
 - learning: runs with dense and sparse rollouts, of three seeds (an hour).
@@ -273,7 +273,6 @@ WORK = {
     "parity": parity,
     "pages": sparse_schedule.pages,
     "audit": audit,
-    "schedule": sparse_schedule.schedule,
     "guard": sparse_schedule.guard,
     "learner": sparse_schedule.learner,
     "distil": sparse_distil.distil,
@@ -288,6 +287,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="|".join(names), help="default: all")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--page", type=int, choices=PAGE_TOKENS, default=32, help="tokens of a page")
+    parser.add_argument("--answers", type=int, default=sparse_schedule.HELD_OUT, help="of schedule, in a bin")
     parser.add_argument("--contexts", type=int, nargs="+", choices=CONTEXTS, default=CONTEXTS)
     args = parser.parse_args()
     if unknown := set(args.parts) - set(names):
@@ -296,6 +296,9 @@ def main() -> None:
     for part in args.parts or names:
         if part == "learning":
             told[part] = sparse_learning.learning(args.page)
+            continue
+        if part == "schedule":
+            told[part] = asyncio.run(sparse_schedule.schedule(args.page, args.answers))
             continue
         work = WORK.get(part)
         told[part] = asyncio.run(work(args.page) if work else speed(args.page, args.contexts))
