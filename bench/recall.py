@@ -30,6 +30,9 @@ from echo_planes.types import Episode, Prompt, Reward
 MODEL = Path(__file__).parent / "recall_model"
 BYTES, NOISE = 256, 0.03
 LAYERS, HIDDEN, HEADS, KV_HEADS, SIZE = 3, 128, 4, 2, 32
+WIDE = 8704  # of the MLPs of `grow`
+
+Step = Callable[[int, int, float], float]  # a sequence's length, tokens of the batch, rate: the loss
 
 
 class RecallOptions(TaskOptions):
@@ -102,6 +105,39 @@ def train(folder: Path, minutes: float) -> None:
         pad_token_id=256,
     )
     model = Qwen3ForCausalLM(config)
+    step = _trainer(model)
+    length, mean, steps, total = 32, math.log(BYTES), 0, 0
+    while length <= 4096:
+        mean += 0.05 * (step(length, 4096, 2e-3 * min(1.0, (total + 1) / 50)) - mean)
+        steps, total = steps + 1, total + 1
+        if mean < 0.75 and steps > 20:  # the next length starts worse
+            print(f"[recall] {length} tokens: {total} steps", flush=True)
+            length, mean, steps = 2 * length, mean + 0.5, 0
+    _anneal(step, minutes, 1.5e-3)
+    _write(model, folder)
+
+
+def grow(folder: Path, minutes: float) -> None:
+    """Give the model in `MODEL` wider MLPs, which at first add nothing, and train it on with all lengths.
+
+    It has 10 million weights then, and the small one's three layers of attention.
+    """
+    torch.manual_seed(0)
+    small = Qwen3ForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    config = Qwen3Config(**small.config.to_dict() | {"intermediate_size": WIDE})
+    model = Qwen3ForCausalLM(config)
+    before = small.state_dict()
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            old = before[name]
+            if name.endswith("down_proj.weight"):
+                weights.zero_()
+            weights[tuple(map(slice, old.shape))] = old
+    _anneal(_trainer(model), minutes, 3e-4)
+    _write(model, folder)
+
+
+def _trainer(model: Qwen3ForCausalLM) -> Step:
     generator = torch.Generator().manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
 
@@ -118,24 +154,20 @@ def train(folder: Path, minutes: float) -> None:
         optimizer.zero_grad()
         return loss.item()
 
-    length, mean, steps, total = 32, math.log(BYTES), 0, 0
-    while length <= 4096:
-        mean += 0.05 * (step(length, 4096, 2e-3 * min(1.0, (total + 1) / 50)) - mean)
-        steps, total = steps + 1, total + 1
-        if mean < 0.75 and steps > 20:  # the next length starts worse
-            print(f"[recall] {length} tokens: {total} steps", flush=True)
-            length, mean, steps = 2 * length, mean + 0.5, 0
-    _anneal(step, minutes)
+    return step
+
+
+def _write(model: Qwen3ForCausalLM, folder: Path) -> None:
     model.to(torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(BUILTIN_MODELS["builtin:tiny-math"] / name, folder / name)
 
 
-def _anneal(step: Callable[[int, int, float], float], minutes: float) -> None:
+def _anneal(step: Step, minutes: float, peak: float) -> None:
     begun_s, number = time.monotonic(), 0
     while (done := (time.monotonic() - begun_s) / (60 * minutes)) < 1:
         length = 1024 << number % 5
-        loss = step(length, 8192, 1.5e-3 * min(1.0, (number + 1) / 50) * max(0.02, 1 - done))
+        loss = step(length, 8192, peak * min(1.0, (number + 1) / 50) * max(0.02, 1 - done))
         if number % 100 < 5:
             print(f"[recall] step {number}, {length} tokens: loss {loss:.3f}", flush=True)
         number += 1
@@ -145,8 +177,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--minutes", type=float, default=25.0, help="of the second part")
+    parser.add_argument(
+        "--grow", action="store_true", help="10 million weights, from the model that is there"
+    )
     args = parser.parse_args()
-    train(args.folder, args.minutes)
+    (grow if args.grow else train)(args.folder, args.minutes)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from bench import sparse_distil, sparse_learning, sparse_schedule
+from bench.recall import MODEL
 from echo_planes.config.fleet import EngineConfig
 from echo_planes.config.kv_schedule import PAGE_TOKENS, Schedule
 from echo_planes.config.schema import BUILTIN_MODELS, SamplingConfig
@@ -287,6 +288,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="|".join(names), help="default: all")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--page", type=int, choices=PAGE_TOKENS, default=32, help="tokens of a page")
+    parser.add_argument("--model", type=Path, default=MODEL, help="of schedule: one that `bench.recall` made")
     parser.add_argument("--answers", type=int, default=sparse_schedule.HELD_OUT, help="of schedule, in a bin")
     parser.add_argument("--contexts", type=int, nargs="+", choices=CONTEXTS, default=CONTEXTS)
     args = parser.parse_args()
@@ -298,7 +300,7 @@ def main() -> None:
             told[part] = sparse_learning.learning(args.page)
             continue
         if part == "schedule":
-            told[part] = asyncio.run(sparse_schedule.schedule(args.page, args.answers))
+            told[part] = asyncio.run(sparse_schedule.schedule(args.page, args.answers, args.model))
             continue
         work = WORK.get(part)
         told[part] = asyncio.run(work(args.page) if work else speed(args.page, args.contexts))

@@ -9,6 +9,7 @@ import asyncio
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -58,11 +59,13 @@ def prompts(seed: int, count: int, bins: Sequence[int] = PLACES) -> list[tuple[i
     return found
 
 
-async def open_engine(page: int, dtype: Literal["float32", "bfloat16"] = "bfloat16") -> SparseEngine:
+async def open_engine(
+    page: int, dtype: Literal["float32", "bfloat16"] = "bfloat16", model: Path = MODEL
+) -> SparseEngine:
     engine = SparseEngine(
         EngineConfig(kv_cache_gib=1.2, max_num_seqs=32, dtype=dtype),
         SamplingConfig(top_logprobs=20),
-        MODEL,
+        model,
         LONGEST + 64,
         0,
         page_tokens=page,
@@ -106,12 +109,12 @@ def by_bin(found: Sequence[Answer]) -> list[dict[str, float]]:
     return rows
 
 
-async def schedule(page: int, count: int = HELD_OUT) -> dict[str, Any]:
+async def schedule(page: int, count: int, model: Path) -> dict[str, Any]:
     """A schedule calibrated on some prompts, and a fixed budget of its mean, on others of three seeds.
 
     In float32, which CPUs without AVX-512 need not emulate. `count`: see `HELD_OUT`.
     """
-    engine = await open_engine(page, "float32")
+    engine = await open_engine(page, "float32", model)
     surface = await _calibrated(engine, page)
     chosen = surface.schedule(LONGEST)
     # Of the bins that are measured: there are as many answers in each.
