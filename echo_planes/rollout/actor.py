@@ -90,7 +90,9 @@ class WorkerProcess:
         """Start the weight node, which receives at once. `sender`: address of the learner's weight node."""
         link = replace(self._link, sender=sender)
         machine = ray.util.get_node_ip_address()
-        settings = link.worker_settings(self._id, self._epoch, machine, self._kind.region)
+        folder = self._config.model.folder
+        model = folder if has_weights(folder) else None
+        settings = link.worker_settings(self._id, self._epoch, machine, self._kind.region, model)
         self._node = self._weights.node = await WorkerNode.spawn(settings)
         self._joined.set()
 

@@ -66,14 +66,21 @@ class WeightLink:
         """Return the copy for one incarnation of a worker, with its credential instead of the secret."""
         return replace(self, token=credential(self.token, _node_id(worker_id, epoch)))
 
-    def worker_settings(self, worker_id: str, epoch: int, machine: str, region: str) -> NodeSettings:
-        """Return settings of a worker's node on that machine. Call it on `of_worker`'s copy."""
+    def worker_settings(
+        self, worker_id: str, epoch: int, machine: str, region: str, model: Path | None = None
+    ) -> NodeSettings:
+        """Return settings of a worker's node on that machine. Call it on `of_worker`'s copy.
+
+        `model`: the model's folder with its weights; None: the machine has none.
+        """
         return NodeSettings(
             **self._common(machine),
             role="worker",
             node_id=_node_id(worker_id, epoch),
             sender=self.sender,
             region=region,
+            model_folder=str(model or ""),
+            chunk_bytes=self.config.chunk_kib * 1024,
         )
 
     def _common(self, machine: str) -> dict[str, Any]:
@@ -137,8 +144,9 @@ class NodeSource:
                 return (await self._running().staged(self._lineage, 0, self._wait_s, fresh=True))[1]
 
     async def received_bytes(self) -> int:
-        """Return the bytes of weights that the node has received; 0 before it runs."""
-        return 0 if self.node is None else int((await self.node.status())["bytes_received"])
+        """Return the bytes of weights that the node has received, or made of files; 0 before it runs."""
+        status = {} if self.node is None else await self.node.status()
+        return sum(int(status.get(name, 0)) for name in ("bytes_received", "bytes_made"))
 
     def _running(self) -> WorkerNode:
         if self.node is None:

@@ -20,6 +20,7 @@ from echo_planes.weights.codec.entry import encode
 from echo_planes.weights.digest import BitTensor, StateHasher
 from echo_planes.weights.wire.manifest import PublicationKey, SegmentHeader, SignedManifest, SignedSegment
 from echo_planes.weights.wire.signing import Signer
+from echo_planes.weights.wire.transfer import chunk_hashes
 
 
 class Sink(Protocol):
@@ -119,7 +120,7 @@ class Publisher:
                 offset_bytes=offset_bytes,
                 size_bytes=segment.payload.size,
                 chunk_bytes=self._chunk_bytes,
-                chunk_hashes=_chunk_hashes(segment.payload, self._chunk_bytes),
+                chunk_hashes=chunk_hashes(segment.payload.data, self._chunk_bytes),
             )
             self._sink.add_segment(self._signer.segment(header), segment.payload)
             offset_bytes += segment.payload.size
@@ -162,10 +163,3 @@ class Publisher:
                 raise WeightsError(
                     f"tensor {name!r} changed from {self._last[name].spec(name)} to {tensor.spec(name)}"
                 )
-
-
-def _chunk_hashes(payload: ByteArray, chunk_bytes: int) -> bytes:
-    view = payload.data
-    return b"".join(
-        blake3(view[start : start + chunk_bytes]).digest() for start in range(0, len(view), chunk_bytes)
-    )

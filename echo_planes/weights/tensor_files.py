@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from echo_planes.config.files import check_regular
 from echo_planes.errors import DataError, WeightsError
 from echo_planes.types import ByteArray, TensorSpec
-from echo_planes.weights.digest import BIT_DTYPES, BitTensor
+from echo_planes.weights.digest import BIT_DTYPES, BitArray, BitTensor
 
+T = TypeVar("T")
 SUFFIX = ".safetensors"
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _LENGTH_BYTES = 8  # the header's length, little-endian, before the header
@@ -46,15 +48,61 @@ def load_tensors(path: Path) -> dict[str, BitTensor]:
         raise DataError(f"{path} has no {SUFFIX} files; give a file, a model folder or a store")
     tensors: dict[str, BitTensor] = {}
     for file in files:
-        check_regular(file, sys.maxsize, advice="give a safetensors file")
-        try:
-            data = np.memmap(file, dtype=np.uint8, mode="r")
-            tensors |= tensors_in(data)
-        except OSError as error:
-            raise DataError(f"{file} cannot be read: {error.strerror}") from error
-        except (ValueError, WeightsError) as error:  # ValueError: an empty file cannot be mapped
-            raise DataError(f"{file} is not a safetensors file: {error}") from error
+        tensors |= _mapped(file, tensors_in)
     return tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor in a file of a model folder, to be read in parts. The file may change meanwhile."""
+
+    path: Path
+    spec: TensorSpec
+    offset_bytes: int
+
+    def read(self, start: int, stop: int) -> BitArray:
+        """Return a copy of elements [start, stop).
+
+        Raises:
+            DataError: the file is gone or has become shorter.
+        """
+        dtype = BIT_DTYPES[self.spec.dtype]
+        offset_bytes = self.offset_bytes + start * dtype.itemsize
+        try:
+            bits: BitArray = np.fromfile(self.path, dtype, stop - start, offset=offset_bytes)
+        except OSError as error:
+            raise DataError(f"{self.path} cannot be read: {error.strerror}") from error
+        if bits.size != stop - start:
+            raise DataError(f"{self.path} has become shorter: tensor {self.spec.name!r} is not whole")
+        return bits
+
+
+def places_in(folder: Path) -> dict[str, Place]:
+    """Return the place of each tensor of a model folder, by name. Only the files' headers are read.
+
+    Raises:
+        DataError: a file is unreadable or invalid.
+    """
+    places: dict[str, Place] = {}
+    for file in sorted(folder.glob(f"*{SUFFIX}")):
+        header = _mapped(file, lambda data: _header(data, data.size))
+        places |= {name: Place(file, spec, start) for name, (spec, start) in header.items()}
+    return places
+
+
+def _mapped(file: Path, use: Callable[[ByteArray], T]) -> T:
+    """Return what `use` makes of a safetensors file's bytes.
+
+    Raises:
+        DataError: the file is unreadable or invalid.
+    """
+    check_regular(file, sys.maxsize, advice="give a safetensors file")
+    try:
+        return use(np.memmap(file, dtype=np.uint8, mode="r"))
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}") from error
+    except (ValueError, WeightsError) as error:  # ValueError: an empty file cannot be mapped
+        raise DataError(f"{file} is not a safetensors file: {error}") from error
 
 
 def tensors_in(data: ByteArray) -> dict[str, BitTensor]:

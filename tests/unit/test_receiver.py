@@ -186,6 +186,15 @@ def test_a_patch_costs_one_digest_of_the_live_tensors() -> None:
     assert target.reads == names
 
 
+def test_a_first_version_that_the_engine_has_loaded_is_not_written() -> None:
+    state = model_state()
+    target = MemoryTarget(copied(state))
+    target.fail_at = 1  # the first write would fail
+    receiver = Receiver(target)
+    assert receiver.install(publication(0, state)).version == 0
+    assert receiver.standing == "sound"
+
+
 def test_every_flipped_payload_byte_is_found() -> None:
     patch = publication(1, bumped(model_state(), {"a": 5}), model_state())
     check_payload(patch)

@@ -80,6 +80,7 @@ class Broadcasts:
                 damaged = max(0, event.damaged_chunks - progress.damaged)
                 sound = max(0, event.chunks_have - progress.chunks)
                 progress.damaged, progress.chunks = event.damaged_chunks, event.chunks_have
+                progress.made |= event.made
             if broadcast.committed:
                 whole = event.complete and broadcast.key == event.key
                 # The report's installed version belongs to the lineage of its key.

@@ -46,6 +46,7 @@ class Progress:
         self.chunks = 0
         self.damaged = 0  # chunks
         self.complete = False
+        self.made = False  # some were made from the model's files: no rate of a link can be told
 
     def add(self, now_s: float, num_bytes: int) -> None:
         """Record `num_bytes` in all at `now_s`; a smaller number than before counts as no growth."""
@@ -68,9 +69,11 @@ class Progress:
         return self._first[0] if self.have else math.inf
 
     def mean_bytes_per_s(self) -> float:
-        """Return the rate from the first growth to the last; 0 if that is less than `MIN_MEASURED_S`."""
+        """Return the rate from the first growth to the last; 0 if that is less than `MIN_MEASURED_S`, or not
+        that of a link."""
         seconds = self._last[0] - self._first[0]
-        return (self.have - self._first[1]) / seconds if seconds >= MIN_MEASURED_S else 0.0
+        enough = seconds >= MIN_MEASURED_S and not self.made
+        return (self.have - self._first[1]) / seconds if enough else 0.0
 
     def steady_bytes_per_s(self) -> float:
         """Return the rate from the first growth to the last but one; 0 if that is too little to measure.
@@ -78,7 +81,7 @@ class Progress:
         The last growth is left out: the transfer ends somewhere between two reports.
         """
         seconds = self._before[0] - self._first[0]
-        enough = seconds >= MIN_STEADY_S and self.chunks >= MIN_STEADY_CHUNKS
+        enough = seconds >= MIN_STEADY_S and self.chunks >= MIN_STEADY_CHUNKS and not self.made
         return (self._before[1] - self._first[1]) / seconds if enough else 0.0
 
 
@@ -227,13 +230,16 @@ def due_bytes_per_s(
 ) -> float:
     """Return the rate that a hop should carry, bytes/s, at most `most`; 0: not known.
 
-    A parent should forward at the mean rate at which it receives. A seed should receive at its own mean rate,
+    A parent should forward at the mean rate at which it receives. Of a child that makes chunks itself nothing
+    is due. A seed should receive at its own mean rate,
     or at that of the median seed if that is higher.
     """
 
     def mean(peer_id: str) -> float:
         return max((broadcast.of(peer_id).mean_bytes_per_s() for broadcast in wanted), default=0.0)
 
+    if any(broadcast.of(child_id).made for broadcast in wanted):
+        return 0.0
     if parent_id != SENDER_ID:
         return min(most, mean(parent_id))
     means = sorted(map(mean, seeds))

@@ -72,6 +72,22 @@ class FullFile:
         shapes = {spec.name: (spec.dtype, spec.shape) for spec in self._order}
         self.header, self.data_bytes = _header(shapes)
 
+    def cuts(self, segment_bytes: int) -> Iterator[tuple[int, int]]:
+        """Yield (first, last) byte of the data after the header, exclusive, in each segment of a payload.
+
+        There is at least one segment. The first holds the header too.
+        """
+        step = max(segment_bytes // _ALIGN, 1) * _ALIGN
+        for first in range(0, max(self.data_bytes, 1), step):
+            yield first, min(first + step, self.data_bytes)
+
+    def segment(self, first: int, last: int) -> tuple[ByteArray, ByteArray]:
+        """Return a new segment that holds the header if it is the first, and its part for the data."""
+        lead = len(self.header) if first == 0 else 0
+        payload = np.empty(lead + last - first, np.uint8)
+        payload[:lead] = np.frombuffer(self.header[:lead], np.uint8)
+        return payload, payload[lead:]
+
     def pieces(self, first: int, last: int) -> Iterator[_Piece]:
         """Yield the parts of tensors in bytes [first, last) of the data after the header.
 
@@ -99,15 +115,11 @@ def encode_full(
     """Yield a state's safetensors file in segments. Without a base, every element counts as changed."""
     file = FullFile({name: tensor.spec(name) for name, tensor in tensors.items()})
     ahead = _CanonicalHash(tensors, hasher) if hasher else None
-    step = max(segment_bytes // _ALIGN, 1) * _ALIGN
-    for first in range(0, max(file.data_bytes, 1), step):
-        last = min(first + step, file.data_bytes)
-        lead = len(file.header) if first == 0 else 0
-        payload = np.empty(lead + last - first, np.uint8)
-        payload[:lead] = np.frombuffer(file.header[:lead], np.uint8)
+    for first, last in file.cuts(segment_bytes):
+        payload, data = file.segment(first, last)
         changed: dict[str, int] = {}
         for piece in file.pieces(first, last):
-            name, out = piece.spec.name, piece.of(payload[lead:])
+            name, out = piece.spec.name, piece.of(data)
             bits, count = tensors[name].bits, 0
             stride = SLICE_BYTES // bits.itemsize
             for low in range(piece.start, piece.stop, stride):

@@ -332,8 +332,8 @@ class _Feed:
             return True
         have = self.wants.chunks(transfer)
         while (number := share.take()) is not None:
+            cursor.handed.append(number)  # even if the child makes it: it may find that it cannot
             if number not in have:
-                cursor.handed.append(number)
                 span = transfer.chunk_span(number)
                 head = chunk_head(holding.key, span.segment_index, span.chunk_index, span.size_bytes)
                 await self._write(head + holding.chunk(number))

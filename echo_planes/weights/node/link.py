@@ -252,8 +252,9 @@ class ParentLink:
             holding.transfer.num_damaged += 1
 
     def _has_holes(self) -> bool:
-        """Return whether known chunks, or segments of a known manifest, are missing and not under repair."""
-        return not self._repairs and any(
+        """Return whether known chunks, or segments of a known manifest, are missing, and the parent must be
+        asked for them: they are not under repair, and not being made here."""
+        return not (self._repairs or self._shelf.is_making) and any(
             holding.transfer.manifest is not None or len(holding.transfer.have) < holding.transfer.num_chunks
             for holding in self._shelf.incomplete()
         )

@@ -152,6 +152,7 @@ class Membership:
             parent_silent_s=link.silent_s if link else 0.0,
             parent_closed=link is not None and not link.connected,
             complete=holding is not None and holding.completed_s is not None,
+            made=holding is not None and holding.made,
             installed_version=self._installed(lineage),
             staged_version=staged[1] if staged is not None and staged[0] == lineage else -1,
         )

@@ -16,6 +16,7 @@ from echo_planes.weights.node.catch_up import RemoteObjects, Rescue
 from echo_planes.weights.node.control import BroadcastFigures, CaughtUp, Settled, StagedAsked, StagedFile
 from echo_planes.weights.node.dispatch import Dispatch
 from echo_planes.weights.node.feed import Feeds
+from echo_planes.weights.node.maker import Maker
 from echo_planes.weights.node.membership import Membership
 from echo_planes.weights.node.settings import NodeSettings
 from echo_planes.weights.node.shadow import Shadow
@@ -67,6 +68,7 @@ class _Role:
             "role": self.settings.role,
             "bytes_sent": self.feeds.bytes_sent,
             "bytes_received": self.shelf.received_bytes,
+            "bytes_made": self.shelf.made_bytes,
             "publications": [_described(holding) for holding in self.shelf.holdings.values()],
         }
 
@@ -195,6 +197,7 @@ class WorkerRole(_Role):
         self.member: Membership | None = None
         self._rescue: Rescue | None = None
         self.staging: Staging | None = None
+        self._maker = Maker(shelf, Path(settings.model_folder), settings.chunk_bytes, _tell)
         if settings.staging:
             from echo_planes.weights.node.stager import Stager  # loads numba: not for nodes that only relay
 
@@ -220,9 +223,16 @@ class WorkerRole(_Role):
             position=lambda: self.staging.position if self.staging else None,
             installed=self._installed,
         )
-        self._spawn(self.member.run())
+        self._spawn(self._take_part(self.member))
         if self.staging is not None:
             self._spawn(self.staging.run())
+
+    async def _take_part(self, member: Membership) -> None:
+        """Join once the files are read: a parent must know what not to send."""
+        if self.settings.model_folder:
+            await self._maker.open()
+            self._spawn(self._maker.run())
+        await member.run()
 
     async def close(self) -> None:
         """End the tasks and the connections."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aiohttp import web
-from blake3 import blake3
 
 from echo_planes.errors import ClusterError, WeightsError
 from echo_planes.types import ByteArray, Publication
@@ -36,6 +35,7 @@ from echo_planes.weights.wire.manifest import (
     key_of,
 )
 from echo_planes.weights.wire.signing import Signer, Verifier
+from echo_planes.weights.wire.transfer import chunk_hashes
 
 if TYPE_CHECKING:
     from echo_planes.weights.node.stager import Stager
@@ -317,7 +317,7 @@ def _sign(signer: Signer, publication: Publication) -> tuple[list[SignedSegment]
     key = key_of(manifest)
     segments = []
     for index, (offset, part) in enumerate(_parts(payload.data, SEGMENT_BYTES)):
-        hashes = b"".join(blake3(chunk).digest() for _, chunk in _parts(part, CHUNK_BYTES))
+        hashes = chunk_hashes(part, CHUNK_BYTES)
         header = SegmentHeader(key, manifest.base_digest, index, offset, len(part), CHUNK_BYTES, hashes)
         segments.append(signer.segment(header))
     return segments, signer.manifest(replace(manifest, num_segments=len(segments)))

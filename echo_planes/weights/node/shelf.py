@@ -30,7 +30,7 @@ from echo_planes.weights.wire.manifest import (
     parse_key_text,
 )
 from echo_planes.weights.wire.messages import Message
-from echo_planes.weights.wire.transfer import ChunkSet, Transfer, Verdict, Verifies, ordered
+from echo_planes.weights.wire.transfer import ChunkSet, Transfer, Verdict, Verifies, content_name, ordered
 
 KEPT_PATCHES = 8  # newest complete ones: for children that lag, and for peers that join
 KEPT_FULLS = 1
@@ -50,6 +50,8 @@ class Holding:
         self.completed_s: float | None = None
         self.pins = 0  # readers of its bytes: the spool file stays open while there are any
         self.dropped = False
+        self.num_looked_at = 0  # segments of which `maker` has looked whether it can make them
+        self.made = False  # some of its chunks were made from the model's files
         self.senders = 0  # children to which it is being sent: the shelf keeps it while there are any
         self.retired = False  # the shelf drops it once `senders` is 0; no further child gets it
 
@@ -96,6 +98,10 @@ class Shelf:
         self.admission = Admission(lineage)
         self.changed = asyncio.Event()  # set at the next change, then replaced
         self.received_bytes = 0  # of sound chunks and of catch-ups, since the node's start
+        self.made_bytes = 0  # of chunks that this node made from the model's files
+        # Names of the contents of segments that it can make so; a parent does not send them.
+        self.makes: frozenset[str] = frozenset()
+        self.is_making = False
         self._verifier = verifier
         self._folder = folder
         self.unwanted: dict[PublicationKey, None] = {}  # cancelled, refused by `admission`, or superseded
@@ -149,6 +155,18 @@ class Shelf:
             self._progressed(holding)
         return verdict
 
+    def keep_made(self, holding: Holding, segment_index: int) -> None:
+        """Count a segment as present: this node has made it, compared its hashes, and written it."""
+        transfer = holding.transfer
+        for index in range(transfer.segments[segment_index].header.num_chunks):
+            number = transfer.chunk_number(segment_index, index)
+            if number not in transfer.have:
+                transfer.keep(segment_index, index)
+                holding.arrivals.append(number)
+                self.made_bytes += transfer.chunk_span(number).size_bytes
+        holding.made = True
+        self._progressed(holding)
+
     def commit(self, signed: SignedManifest) -> Holding | None:
         """Take the manifest. Return None if the publication is unwanted, or no segment of it is known yet.
 
@@ -193,6 +211,11 @@ class Shelf:
         self._notify()  # the child's feeds may begin another publication
         if holding.retired and not holding.senders and not holding.dropped:
             self._supersede(holding)
+
+    @property
+    def gained_bytes(self) -> int:
+        """Bytes of weights that arrived or were made here; they grow while a publication gets on."""
+        return self.received_bytes + self.made_bytes
 
     def incomplete(self) -> list[Holding]:
         """Return the publications that are still arriving, oldest first."""
@@ -271,6 +294,7 @@ class Wanted(Message, frozen=True):
     have: dict[str, list[tuple[int, int]]] = msgspec.field(default_factory=dict)
     done: tuple[str, ...] = ()  # keys of publications that are complete or unwanted
     newest: Annotated[tuple[str | int, ...], Meta(max_length=2)] = ()  # (lineage, version) staged; (): none
+    makes: tuple[str, ...] = ()  # contents (`content_name`) of segments that the child makes itself
 
 
 class Unwanted(Message, frozen=True):
@@ -290,7 +314,8 @@ class Wants:
         if len(message.have) + len(message.done) > MAX_NAMED:
             raise WeightsError(f"a child names at most {MAX_NAMED} publications")
         self.have = {parse_key_text(text): list(ordered(ranges)) for text, ranges in message.have.items()}
-        self._chunks: dict[PublicationKey, tuple[int, ChunkSet]] = {}  # number known here, the child's set
+        self._makes = frozenset(message.makes)
+        self._chunks: dict[PublicationKey, tuple[int, ChunkSet]] = {}  # segments known here, the child's set
         self.done = {parse_key_text(text) for text in message.done}
         match message.newest:
             case (str(lineage), int(version)):
@@ -309,13 +334,19 @@ class Wants:
         return key in self.done or (key.lineage == lineage and passed)
 
     def chunks(self, transfer: Transfer) -> ChunkSet:
-        """Return the known chunks of a publication that the child has. Other claims take no memory here."""
-        key, num_chunks = transfer.key, transfer.num_chunks
-        known, chunks = self._chunks.get(key, (-1, ChunkSet()))
-        if known != num_chunks:
-            ranges = [(a, min(b, num_chunks)) for a, b in self.have.get(key, ()) if a < num_chunks]
-            chunks = ChunkSet.of(ranges, num_chunks)
-            self._chunks[key] = (num_chunks, chunks)
+        """Return the known chunks that the child has or makes itself. Other claims take no memory here."""
+        key, segments = transfer.key, transfer.segments
+        known, chunks = self._chunks.get(key, (0, ChunkSet()))
+        for signed in segments[known:]:
+            first = transfer.chunk_number(signed.header.index, 0)
+            if self._makes and content_name(signed.header.chunk_hashes) in self._makes:
+                ranges = [(first, first + signed.header.num_chunks)]
+            else:
+                ranges = self.have.get(key, [])
+            for low, high in ranges:
+                for number in range(max(low, first), min(high, first + signed.header.num_chunks)):
+                    chunks.add(number)
+        self._chunks[key] = (len(segments), chunks)
         return chunks
 
     def forget(self, key: PublicationKey) -> None:
@@ -331,6 +362,7 @@ def wants_message(shelf: Shelf, newest: tuple[str, int] | None) -> Wanted:
         newest: (lineage, version) that is staged, or None: the node wants no patch up to that version.
     """
     return Wanted(
+        makes=tuple(shelf.makes),
         have={key_text(h.key): h.transfer.have.ranges() for h in shelf.incomplete()},
         done=tuple(key_text(key) for key in (*(h.key for h in shelf.complete()), *shelf.unwanted)),
         newest=newest or (),

@@ -72,7 +72,7 @@ class Staging:
             WeightsError: the version is here and was refused.
             ClusterError: there is no room for the file.
         """
-        deadline_s, received_bytes = time.monotonic() + wait_s, self._shelf.received_bytes
+        deadline_s, gained_bytes = time.monotonic() + wait_s, self._shelf.gained_bytes
         while True:
             advanced = self._advanced
             position = self.position
@@ -81,8 +81,8 @@ class Staging:
             for key, reason in self.refused.items():
                 if (key.lineage, key.version) == (lineage, version) and not self._may_still_come(key):
                     raise WeightsError(reason)
-            if received_bytes != self._shelf.received_bytes:
-                deadline_s, received_bytes = time.monotonic() + wait_s, self._shelf.received_bytes
+            if gained_bytes != self._shelf.gained_bytes:
+                deadline_s, gained_bytes = time.monotonic() + wait_s, self._shelf.gained_bytes
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 return None

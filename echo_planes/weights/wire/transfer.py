@@ -28,6 +28,7 @@ from echo_planes.weights.wire.manifest import (
     key_of,
 )
 
+CONTENT_NAME_BYTES = 16
 # accepted: write and forward it. duplicate: the node has it already. damaged: it is not what was signed;
 # request it again. unknown: its segment's header is not known (yet); request it later.
 Verdict = Literal["accepted", "duplicate", "damaged", "unknown"]
@@ -39,6 +40,18 @@ class Verifies(Protocol):
     def check_segment(self, signed: SignedSegment) -> None: ...
 
     def check_manifest(self, signed: SignedManifest) -> None: ...
+
+
+def chunk_hashes(data: Buffer, chunk_bytes: int) -> bytes:
+    """Return the hash of each chunk of a segment, as `SegmentHeader.chunk_hashes` has them."""
+    view = memoryview(data)
+    chunks = (view[start : start + chunk_bytes] for start in range(0, len(view), chunk_bytes))
+    return b"".join(blake3(chunk).digest() for chunk in chunks)
+
+
+def content_name(hashes: bytes) -> str:
+    """Return a short name of what a segment holds, from the hashes of its chunks: 32 hex digits."""
+    return blake3(hashes).hexdigest(CONTENT_NAME_BYTES)
 
 
 class ChunkSpan(NamedTuple):
