@@ -120,7 +120,8 @@ class LearnerProcess:
     @ray.method(concurrency_group=PROGRESS)  # type: ignore[untyped-decorator]
     def progress(self) -> str:
         """Return where the rank is, as a text that changes as it moves. Answers during other calls."""
-        doing = self._learner_or_none.doing if self._learner_or_none else "not started"
+        learner = self._learner_or_none
+        doing = f"{learner.doing}, {learner.layers.passes} layer passes" if learner else "not started"
         return f"{doing}, {io_mib(self._node.pid if self._node else None)} MiB read and written"
 
     def train_step(self, batch: TrainBatch) -> StepStats:

@@ -1,8 +1,9 @@
 """Low-rank adapters: training of B A beside frozen weights W (LoRA, Hu et al. 2021, section 4.1).
 
-A linear layer computes x W^T + s x A^T B^T, with A of shape (rank, inputs), B of shape (outputs, rank) and
-s = alpha / rank. B begins at 0, so the first policy is the model's own. Published is W + s B A in bf16, under
-the name of W: workers, patches and digests know nothing of adapters.
+A linear layer computes with M = W + s B A in bf16, with A of shape (rank, inputs), B of shape (outputs, rank)
+and s = alpha / rank. B begins at 0, so the first policy is the model's own. M is what is published, under the
+name of W: workers, patches and digests know nothing of adapters. Gradients are those of x W^T + s x A^T B^T,
+so they pass straight through the rounding, and no gradient of the size of W is made.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -21,6 +23,7 @@ from transformers import PreTrainedModel
 
 from echo_planes.errors import ConfigError
 from echo_planes.learning.policy_model import layers_of
+from echo_planes.learning.rounding import PUBLISHED
 
 A, B = "lora_a", "lora_b"  # parameters of an adapted linear layer, beside its weight
 PEFT_NAMES = {A: "lora_A.weight", B: "lora_B.weight"}
@@ -76,11 +79,11 @@ class Adapters:
 
     def _adapt(self, module: nn.Linear) -> None:
         def forward(inputs: Tensor) -> Tensor:
-            outputs = nn.functional.linear(inputs, module.weight, module.bias)
             if not self._are_on:
-                return outputs
-            low = nn.functional.linear(inputs, getattr(module, A))
-            return outputs + self._scale * nn.functional.linear(low, getattr(module, B))
+                return nn.functional.linear(inputs, module.weight, module.bias)
+            pair = getattr(module, A), getattr(module, B)
+            outputs: Tensor = _MergedLinear.apply(inputs, module.weight, *pair, self._scale)
+            return outputs if module.bias is None else outputs + module.bias
 
         module.forward = forward  # type: ignore[assignment,method-assign]
 
@@ -111,9 +114,37 @@ class Adapters:
         finally:
             self._are_on = True
 
-    def merged(self, weight: Tensor, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return W + s B A in fp32, shape of `weight`; in `out`, if that is given."""
-        return torch.addmm(weight.float(), b.float(), a.float(), alpha=self._scale, out=out)
+    def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Return M in bf16, shape of `weight`."""
+        return _merged(weight.detach(), a.detach(), b.detach(), self._scale)
+
+
+def _merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    # The only place that computes M, on copies of A and B: a library may add up in another order where memory
+    # is aligned otherwise, and forward and publication must get the same bits.
+    low, high = (one.to(torch.float32, copy=True) for one in (a, b))
+    return torch.addmm(weight.float(), high, low, alpha=scale).to(PUBLISHED)
+
+
+class _MergedLinear(torch.autograd.Function):
+    """x M^T, with the gradients of x (W + s B A)^T for x, A and B. M is made anew where it is needed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x, weight, a, b)
+        ctx.scale = scale
+        return nn.functional.linear(x, _merged(weight, a, b, scale).to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, a, b = ctx.saved_tensors
+        (gradient,) = gradients
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = gradient @ _merged(weight, a, b, ctx.scale).to(gradient.dtype)
+        flat, outer = x.flatten(0, -2), ctx.scale * gradient.flatten(0, -2)
+        of_a, of_b = (outer @ b).T @ flat, outer.T @ (flat @ a.T)
+        return of_x, None, of_a, of_b, None
 
 
 def first_a(seed: int, name: str, rank: int, inputs: int) -> Tensor:

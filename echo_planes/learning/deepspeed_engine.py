@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from echo_planes.config.schema import LearnerConfig
-from echo_planes.errors import ClusterError, ConfigError, DataError
+from echo_planes.errors import ClusterError, ConfigError, DataError, RunError
 from echo_planes.learning.adapters import A, Adapters, B
 from echo_planes.learning.device_scan import DeviceMirror, host_copy, leaves_room
 from echo_planes.learning.meeting import MEETING_LIMIT
 from echo_planes.learning.model_files import Place
 from echo_planes.learning.policy_model import PolicyModel, layers_of
+from echo_planes.learning.rounding import PUBLISHED, MasterAdamW
 from echo_planes.weights.digest import BitArray, bit_tensor
 
 StateBits = dict[str, tuple[BitArray, tuple[int, ...]]]
@@ -206,7 +207,9 @@ class DeepSpeedEngine:
         self._masters_apart = dtype == torch.bfloat16 or config.zero_stage > 0
         # A tied lm_head is one parameter with two names. It is listed, and saved, under the first one.
         self._names = [name.removeprefix("model.") for name, _ in model.named_parameters()]
-        optimizer = torch.optim.AdamW(
+        # DeepSpeed keeps masters in bf16 alone. Adapters are not published themselves, so they need none.
+        keeps_masters = dtype == torch.float32 and adapters is None
+        optimizer = (MasterAdamW if keeps_masters else torch.optim.AdamW)(
             [parameter for parameter in model.parameters() if parameter.requires_grad],
             lr=0.0,  # set at every step
             betas=(config.beta1, config.beta2),
@@ -263,17 +266,18 @@ class DeepSpeedEngine:
     def state_bits(self, tell: Callable[[str], None]) -> StateBits:
         """Return the weights' bf16 bits: {Hugging Face name: (uint16 (elements,), shape)} on rank 0, else {}.
 
-        Names and order are those of `save_pretrained`; a tied lm_head appears once. fp32 weights are rounded
-        to nearest even; adapters are added to the weights beside them. The next call may write to the same
-        arrays: copy them to keep them. From a GPU with room for a `DeviceMirror` only changed bits are
-        copied. `tell` is called with each name before its weights are collected.
+        They are the weights that `forward` computes with, bit for bit. Names and order are those of
+        `save_pretrained`; a tied lm_head appears once. The next call may write to the same arrays: copy them
+        to keep them. From a GPU with room for a `DeviceMirror` only changed bits are copied. `tell` is called
+        with each name before its weights are collected.
+
+        Raises:
+            RunError: a weight that `forward` computes with is no bf16 value, so no worker could serve it.
         """
         bits: StateBits = {}
         mirror = self._mirror_if_room()
         parameters = dict(zip(self._names, self._engine.module.parameters(), strict=True))
         sharded = self._config.zero_stage == 3
-        # Memory for the fp32 sums, by shape: new memory for each would leave as much again in fragments.
-        sums: dict[torch.Size, Tensor] = {}
         for name, parameter in parameters.items():
             layer, _, kind = name.rpartition(".")
             if kind in (A, B):
@@ -283,12 +287,12 @@ class DeepSpeedEngine:
             pair = pair if kind == "weight" else []
             with self._deepspeed.zero.GatheredParameters([parameter, *pair], enabled=sharded):
                 if self._rank == 0:
-                    whole = parameter.detach()
                     if pair and self._adapters is not None:
-                        a, b = (one.detach() for one in pair)
-                        whole = self._adapters.merged(whole, a, b, sums.get(whole.shape))
-                        sums[whole.shape] = whole
-                    half = whole.to(torch.bfloat16)
+                        half = self._adapters.merged(parameter, *pair)
+                    else:
+                        half = parameter.detach().to(PUBLISHED)
+                        if not torch.equal(half.to(parameter.dtype), parameter.detach()):
+                            raise RunError(f"the learner computes with a {name!r} that is not in bf16")
                     if half.device.type == "cpu" and half.dtype != parameter.dtype:
                         host = bit_tensor(half)  # a copy of the weights already
                     else:

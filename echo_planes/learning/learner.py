@@ -28,6 +28,7 @@ from echo_planes.learning.adapters import Adapters
 from echo_planes.learning.advantages import compute_advantages, zero_groups
 from echo_planes.learning.deepspeed_engine import DeepSpeedEngine, Frozen, StateBits, joined, keeping_shares
 from echo_planes.learning.distillation import Distiller
+from echo_planes.learning.layer_count import LayerCount
 from echo_planes.learning.memory import recomputes
 from echo_planes.learning.objectives import (
     OBJECTIVES,
@@ -86,6 +87,7 @@ class Learner:
         self._adjustment = Adjustment()
         self._diverged = ""
         self.doing = "starting"  # changes as the rank moves on; other threads read it
+        self.layers = LayerCount()  # within a micro-batch, too
         self._parts: list[Part] = []  # of the present step, in the gradient already
         self._distiller: Distiller | None = None  # unless rollouts have a sparse adapter
         self._newest: TrainBatch | None = None  # trained on; only where there is a distiller
@@ -127,13 +129,16 @@ class Learner:
         )
         self.doing = "loading the model"
         model = load(dropout=config.learner.dropout, recompute=partial(recomputes, config.learner))
+        self.layers.watch(model.model)
         self._packs = model.packs(config.model.max_model_len)
         if rank := config.learner.lora_rank:
             targets, alpha = config.learner.lora_targets, config.learner.lora_alpha
             self._adapters = Adapters(model.model, rank, alpha, targets, config.run.seed, config.model.path)
         elif config.objective.kl_beta > 0:
             self.doing = "loading the reference"
-            self._reference = Frozen(load(), config.learner, device, dtype)
+            reference = load()
+            self.layers.watch(reference.model)
+            self._reference = Frozen(reference, config.learner, device, dtype)
         self.doing = "starting DeepSpeed"
         self._engine_or_none = DeepSpeedEngine(
             model,

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from echo_planes.cluster.process import release_freed
+from echo_planes.learning.rounding import as_published
 
 RELEASE_BYTES = 32 * 2**20
 Place = Callable[[nn.Module], object]  # takes a module whose own parameters have been read
@@ -59,7 +60,7 @@ def load_by_module(
                     tensor = found[full].get_tensor(full)
                     if tensor.shape != parameter.shape:
                         return None
-                    read[id(parameter)] = nn.Parameter(tensor.to(dtype))
+                    read[id(parameter)] = nn.Parameter(as_published(full, tensor).to(dtype))
                     freed_bytes += parameter.nbytes
                 setattr(module, name, read[id(parameter)])
             if len(read) > before:

@@ -19,6 +19,7 @@ from echo_planes.errors import ModelError
 from echo_planes.learning.footprint import CHUNK_LOGITS
 from echo_planes.learning.layer_kinds import may_pack, turns_alike
 from echo_planes.learning.model_files import Place, load_by_module
+from echo_planes.learning.rounding import as_published
 from echo_planes.learning.sequence import ATTENTION, SequenceGroup
 
 # Settings by which a model changes its logits after lm_head, or its attention logits (which sdpa leaves out).
@@ -254,7 +255,7 @@ def load_policy(
     place: Place | None = None,
     sequence: SequenceGroup | None = None,
 ) -> PolicyModel:
-    """Load the model in a Hugging Face folder.
+    """Load the model in a Hugging Face folder, its weights rounded to published values.
 
     Args:
         folder: with config.json and safetensors files.
@@ -280,6 +281,8 @@ def load_policy(
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, attn_implementation=attention, local_files_only=True
             )
+            for name, parameter in model.named_parameters():
+                parameter.data.copy_(as_published(name, parameter.data))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelError(f"the model in {folder} cannot be loaded: {error}") from error
     settings = model.config.get_text_config()

@@ -3,13 +3,14 @@
 SPECS: a list of {"config", "world_size", "first_step", "num_steps", "save_at", "save_to", "load_from",
 "parts", "gradient", "killed", "chunk_logits", "out"}: learners of their own, one after the other. Each writes
 `<out>-<rank>.npz`: per-step loss and grad_norm, the fp32 weights and the published bits of rank 0, and with
-`parts` or `gradient` the first step's gradient. `parts`: groups in each part of a step; none: steps are
+`parts` or `gradient` the first step's gradient; with `shown` the bits to publish after each update. `parts`: groups in each part of a step; none: steps are
 whole. `killed`: before it goes on from its checkpoint, another learner does so, and is gone after the first
 part of its step. `chunk_logits`: most logits held at once.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -125,6 +126,7 @@ def main(spec: dict[str, Any], rank: int) -> None:
         learner.load(Path(spec["load_from"]))
     stats = []
     gradient = watch_gradient(learner) if "parts" in spec or spec.get("gradient") else {}
+    shown = watch_weights(learner) if spec.get("shown") else {}
     for step in range(spec["first_step"], spec["first_step"] + spec["num_steps"]):
         if step == spec.get("save_at"):
             learner.save(Path(spec["save_to"]))
@@ -145,6 +147,7 @@ def main(spec: dict[str, Any], rank: int) -> None:
         **weights,
         **masters,
         **gradient,
+        **shown,
     )
     learner.close()
     left = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
@@ -184,19 +187,44 @@ def watch_gradient(learner: Any) -> dict[str, np.ndarray[Any, np.dtype[np.float3
     return found
 
 
+def watch_weights(learner: Any) -> dict[str, np.ndarray[Any, np.dtype[np.uint16]]]:
+    """The bits to publish after each of the learner's updates, by its number, as they are made."""
+    found: dict[str, Any] = {}
+    engine = learner._engine
+    step, number = engine.step, itertools.count(learner.num_updates)
+
+    def watched(rate: float) -> float:
+        norm = float(step(rate))
+        update = next(number)
+        for name, (bits, shape) in engine.state_bits(lambda _: None).items():
+            found[f"shown/{update}/{name}"] = bits.copy().reshape(shape)
+        return norm
+
+    engine.step = watched
+    return found
+
+
 def master_weights(learner: Any) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
-    """The fp32 weights the optimizer keeps, whatever the ZeRO stage."""
-    from deepspeed.utils import safe_get_full_fp32_param
+    """The fp32 weights the optimizer keeps, whatever the ZeRO stage; of adapters the parameters themselves."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    from echo_planes.learning.rounding import MasterAdamW
 
     result = {}
     engine = learner._engine._engine
+    optimizer = learner._engine._optimizer
+    own = getattr(optimizer, "optimizer", optimizer)  # beneath DeepSpeed's wrapper
     masters = {}
     if hasattr(engine.optimizer, "fp32_groups"):  # bf16 without ZeRO: DeepSpeed's wrapper, two parallel lists
         groups = zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True)
         masters = {id(p): m for half, full in groups for p, m in zip(half, full, strict=True)}
     for name, parameter in engine.module.named_parameters():
-        full = masters.get(id(parameter))
-        full = safe_get_full_fp32_param(parameter) if full is None else full
+        if isinstance(own, MasterAdamW):
+            full = own.state[parameter].get("master") if parameter in own.state else None
+            full = safe_get_full_optimizer_state(parameter, "master") if full is None else full
+        else:
+            full = masters.get(id(parameter))
+            full = safe_get_full_fp32_param(parameter) if full is None else full
         full = parameter if full is None else full
         result[name.removeprefix("model.")] = full.detach().float().cpu().numpy().reshape(-1)
     return result
