@@ -12,10 +12,12 @@ from echo_planes.types import Manifest
 from echo_planes.weights.codec.entry import full_payload
 from echo_planes.weights.digest import BitTensor
 from echo_planes.weights.node.client import WorkerNode
+from echo_planes.weights.node.shelf import KEPT_PATCHES
 from echo_planes.weights.publisher import Publisher
-from tests.integration.weight_nodes import LIMIT_S, Fleet
+from tests.integration.weight_nodes import LIMIT_S, Fleet, until_true
 
 Bits = dict[str, BitTensor]
+KIND = "bfloat16", (900, 1000)
 
 
 def model(seed: int) -> Bits:
@@ -83,9 +85,36 @@ def test_the_first_version_goes_only_to_nodes_without_the_model_s_files(late: bo
 
             bits = first["embed.weight"].bits.copy()
             bits[::100] ^= 1
-            one = await publish(1, first | {"embed.weight": BitTensor(bits, "bfloat16", (900, 1000))})
+            one = await publish(1, first | {"embed.weight": BitTensor(bits, *KIND)})
             figures = [await installed(worker, one) for worker in fleet.workers.values()]
             patch = one.payload_bytes
             assert figures == [(patch, size), (size + patch, 0), (size + patch, 0)]
+
+    asyncio.run(asyncio.wait_for(run(), 90))
+
+
+def test_a_late_node_makes_the_first_version_and_fetches_the_patches(tmp_path: Path) -> None:
+    state = model(1)
+    folder = files_of(state, tmp_path / "same")
+
+    async def run() -> None:
+        nonlocal state
+        async with Fleet(store=str(tmp_path / "store")) as fleet:
+            publisher = Publisher("run", fleet.signer, fleet.sender, choice=_Fast())  # type: ignore[arg-type]
+            for version in range(KEPT_PATCHES + 3):  # the sender's node itself keeps no way from the start
+                bits = state["embed.weight"].bits.copy()
+                bits[version * 1000 : (version + 1) * 1000] ^= 1
+                state = state if version == 0 else state | {"embed.weight": BitTensor(bits, *KIND)}
+                newest = await asyncio.to_thread(publisher.publish, version, version, state)
+                await asyncio.to_thread(publisher.commit)
+
+            async def stored() -> bool:
+                return bool((await fleet.status())["store"]["waiting"] == 0)
+
+            await until_true(stored, LIMIT_S, "the store to have everything")
+            worker = await fleet.add("w", staging=True, model_folder=folder)
+            received, made = await installed(worker, newest)
+            assert made == full_payload(state).size
+            assert received < 0.1 * made  # patches, manifests and headers
 
     asyncio.run(asyncio.wait_for(run(), 90))

@@ -63,7 +63,7 @@ def published(tensors: Mapping[str, torch.Tensor], segment_bytes: int = SEGMENT_
 
 def makes(folder: Path, publication: Signed) -> list[bool]:
     """Which segments are made, each as it was signed."""
-    segments = ModelSegments(folder, CHUNK_BYTES, SEGMENT_BYTES)
+    segments = ModelSegments(folder, CHUNK_BYTES, segment_bytes=SEGMENT_BYTES)
     found = []
     for segment in publication.segments:
         header = segment.header
@@ -121,7 +121,7 @@ def test_only_segments_of_other_weights_are_not_made(tmp_path: Path) -> None:
 
 def test_a_file_that_has_changed_since_makes_nothing(tmp_path: Path) -> None:
     folder, publication = folder_of(weights(), tmp_path), published(weights())
-    segments = ModelSegments(folder, CHUNK_BYTES, SEGMENT_BYTES)
+    segments = ModelSegments(folder, CHUNK_BYTES, segment_bytes=SEGMENT_BYTES)
     folder_of(weights(seed=2), folder)
     with pytest.raises(DataError, match="changed"):
         segments.make(publication.segments[-1].header)
@@ -144,7 +144,7 @@ def test_of_what_a_child_makes_its_parent_sends_the_headers_alone(tmp_path: Path
     async def story(source: Shelf, target: Shelf) -> None:
         put(source, publication)
         folder = folder_of(weights(), tmp_path)
-        target.makes = ModelSegments(folder, CHUNK_BYTES, SEGMENT_BYTES).names
+        target.makes = ModelSegments(folder, CHUNK_BYTES, segment_bytes=SEGMENT_BYTES).names
         await Link(source, target).drain()
         (holding,) = target.incomplete()
         assert len(holding.transfer.segments) == len(publication.segments)
@@ -162,7 +162,7 @@ def test_what_a_child_does_not_make_is_sent(tmp_path: Path) -> None:
 
     async def story(source: Shelf, target: Shelf) -> None:
         put(source, publication, num_chunks=0)
-        target.makes = ModelSegments(folder, CHUNK_BYTES, SEGMENT_BYTES).names
+        target.makes = ModelSegments(folder, CHUNK_BYTES, segment_bytes=SEGMENT_BYTES).names
         link = Link(source, target)
         await link.drain()
         put(source, publication)  # the bytes come after the headers, as from a learner
@@ -178,7 +178,7 @@ def test_what_a_node_makes_is_whole_and_goes_on_to_its_children(tmp_path: Path) 
 
     async def story(source: Shelf, target: Shelf) -> None:
         put(source, publication)
-        maker = Maker(target, folder_of(weights(), tmp_path), CHUNK_BYTES, said.append)
+        maker = Maker(target, folder_of(weights(), tmp_path), CHUNK_BYTES, "xxh3", said.append)
         await maker.open()
         running = asyncio.create_task(maker.run())
         await Link(source, target).drain()
@@ -202,7 +202,7 @@ def test_files_that_fail_are_told_and_their_weights_received(tmp_path: Path) -> 
 
     async def story(source: Shelf, target: Shelf) -> None:
         put(source, publication)
-        maker = Maker(target, folder_of(weights(), tmp_path), CHUNK_BYTES, said.append)
+        maker = Maker(target, folder_of(weights(), tmp_path), CHUNK_BYTES, "xxh3", said.append)
         await maker.open()
         folder_of(weights(seed=2), tmp_path)
         link = Link(source, target)
@@ -225,7 +225,7 @@ def test_a_folder_without_sound_files_is_told_at_once(tmp_path: Path) -> None:
     said: list[str] = []
 
     async def story(source: Shelf, target: Shelf) -> None:
-        await Maker(target, tmp_path, CHUNK_BYTES, said.append).open()
+        await Maker(target, tmp_path, CHUNK_BYTES, "xxh3", said.append).open()
         assert not target.makes
 
     on_shelves(story)

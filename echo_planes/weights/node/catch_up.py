@@ -16,6 +16,7 @@ import numpy as np
 
 from echo_planes.errors import WeightsError
 from echo_planes.types import ByteArray
+from echo_planes.weights.node.maker import Maker
 from echo_planes.weights.node.shelf import Holding, Shelf
 from echo_planes.weights.node.spool import SpoolFile
 from echo_planes.weights.node.transport import showing
@@ -23,7 +24,7 @@ from echo_planes.weights.store.catch_up import CatchUp
 from echo_planes.weights.store.objects import ObjectReader, StoreUnreachableError
 from echo_planes.weights.store.paths import Entry, Position
 from echo_planes.weights.store.reading import Store
-from echo_planes.weights.wire.manifest import key_text
+from echo_planes.weights.wire.manifest import SegmentHeader, key_text
 from echo_planes.weights.wire.messages import decode
 from echo_planes.weights.wire.transfer import Verifies
 
@@ -110,6 +111,7 @@ class _Fetched:
     holding: Holding | None
     spool: SpoolFile | None
     spans: tuple[tuple[int, int], ...]  # (offset, size) of each segment in the spool
+    made_bytes: int = 0  # of segments that were made from the model's files
 
     def segments(self) -> Iterator[tuple[int, ByteArray]]:
         if self.holding is not None:
@@ -129,6 +131,7 @@ class Rescue:
     Args:
         at_sender: opens a path at the sender's node: "store", or "snapshot/<lineage>/<version>".
         folder: folder for the spool files of downloads.
+        maker: makes segments from the model's files; None: every entry is downloaded.
     """
 
     def __init__(
@@ -138,7 +141,9 @@ class Rescue:
         shelf: Shelf,
         stager: Stager,
         folder: Path,
+        maker: Maker | None = None,
     ) -> None:
+        self._maker = maker
         self._at_sender = at_sender
         self._verifier = verifier
         self._store = Store(at_sender("store"), verifier, shelf.limits)
@@ -214,6 +219,7 @@ class Rescue:
                 part = await asyncio.to_thread(self._download, store, entry)
             else:
                 part = _Fetched(holding, None, ())
+            self._shelf.made_bytes += part.made_bytes
             fetched.append(part)
             return part
 
@@ -224,7 +230,7 @@ class Rescue:
                 fetched.remove(part)
                 part.close()
 
-        catch_up = CatchUp(entries, fetch, apply, _cost)
+        catch_up = CatchUp(entries, fetch, apply, self._cost)
         try:
             await catch_up.run(self._position(), goal)
         finally:
@@ -242,15 +248,28 @@ class Rescue:
         A cancelled catch-up does not stop the thread; the file then closes with its last reference.
         """
         spool = SpoolFile(self._folder)
+        made_bytes = 0
+
+        def make(header: SegmentHeader) -> ByteArray | None:
+            nonlocal made_bytes
+            segment = self._maker.make(header) if self._maker else None
+            made_bytes += 0 if segment is None else segment.size
+            return segment
+
         try:
             spans = []
-            for signed, data in store.open(entry).payload():
+            for signed, data in store.open(entry).payload(make):
                 spool.write(signed.header.offset_bytes, data.data)
                 spans.append((signed.header.offset_bytes, signed.header.size_bytes))
         except BaseException:
             spool.close()
             raise
-        return _Fetched(None, spool, tuple(spans))
+        return _Fetched(None, spool, tuple(spans), made_bytes)
+
+    def _cost(self, entry: Entry) -> float:
+        """Return the bytes to fetch: 0 for an entry on the shelf or in the model's files."""
+        here = entry.name.startswith(SHELF) or (self._maker is not None and self._maker.holds(entry.manifest))
+        return 0.0 if here else float(entry.manifest.payload_bytes)
 
 
 def _entries(ours: Mapping[str, Holding]) -> list[Entry]:
@@ -260,11 +279,6 @@ def _entries(ours: Mapping[str, Holding]) -> list[Entry]:
         for number, (name, held) in enumerate(ours.items())
         if held.transfer.signed_manifest is not None
     ]
-
-
-def _cost(entry: Entry) -> float:
-    """Return the bytes to fetch: 0 for an entry on the shelf."""
-    return 0.0 if entry.name.startswith(SHELF) else float(entry.manifest.payload_bytes)
 
 
 def in_short(steps: Sequence[str]) -> str:

@@ -5,6 +5,8 @@ bf16. The node cuts the files' weights as the learner cuts a full publication, a
 segments it can make. The parent sends only their signed headers. A segment that is made here counts only if
 the hash of each of its chunks is the one that the learner signed; it then goes on to children as any other. A
 segment of other weights arrives as always. So do all of them where names or shapes differ from the files'.
+
+A late node makes the first version so, too, where that and later patches are the shortest way to the newest.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from echo_planes.errors import ClusterError, DataError, WeightsError
-from echo_planes.types import ByteArray, TensorSpec
-from echo_planes.weights.digest import BitArray
+from echo_planes.types import ByteArray, Manifest, TensorSpec
+from echo_planes.weights.digest import BitArray, StateHasher
 from echo_planes.weights.node.shelf import Holding, Shelf
 from echo_planes.weights.node.transport import happens
 from echo_planes.weights.tensor_files import Place, places_in
@@ -35,12 +37,15 @@ class ModelSegments:
     Args:
         folder: model folder with safetensors files. They are read once here, and again for each `make`.
         chunk_bytes: size of the learner's chunks.
+        algorithm: of the run's state digests.
 
     Raises:
         DataError: a file cannot be read.
     """
 
-    def __init__(self, folder: Path, chunk_bytes: int, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(
+        self, folder: Path, chunk_bytes: int, algorithm: str = "xxh3", segment_bytes: int = SEGMENT_BYTES
+    ) -> None:
         from echo_planes.weights.codec.dense import FullFile  # loads numba: not for nodes that only relay
 
         self._places = _published(folder)
@@ -48,10 +53,16 @@ class ModelSegments:
             {name: TensorSpec(name, "bfloat16", place.spec.shape) for name, place in self._places.items()}
         )
         self._chunk_bytes = chunk_bytes
-        self._cuts = {
-            content_name(chunk_hashes(self._made(*cut).data, chunk_bytes)): cut
-            for cut in self._file.cuts(segment_bytes)
-        }
+        self._cuts: dict[str, tuple[int, int]] = {}
+        hasher = StateHasher(algorithm)
+        for first, last in self._file.cuts(segment_bytes):
+            segment = self._made(first, last)
+            self._cuts[content_name(chunk_hashes(segment.data, chunk_bytes))] = first, last
+            for piece in self._file.pieces(first, last):
+                if piece.start == 0:
+                    hasher.begin(piece.spec.name, piece.spec.dtype, piece.spec.shape)
+                hasher.update(piece.of(segment[first - last :]))
+        self.digest = hasher.digest()  # of the files' state
 
     @property
     def names(self) -> frozenset[str]:
@@ -90,21 +101,23 @@ class Maker:
 
     Args:
         folder: the model's folder.
-        chunk_bytes: size of the learner's chunks.
+        chunk_bytes, algorithm: as of `ModelSegments`.
         notify: called with one line for people when files cannot be used: their weights are then received.
     """
 
-    def __init__(self, shelf: Shelf, folder: Path, chunk_bytes: int, notify: Callable[[str], None]) -> None:
+    def __init__(
+        self, shelf: Shelf, folder: Path, chunk_bytes: int, algorithm: str, notify: Callable[[str], None]
+    ) -> None:
         self._shelf = shelf
         self._folder = folder
-        self._chunk_bytes = chunk_bytes
+        self._options = (chunk_bytes, algorithm)
         self._notify = notify
         self._segments: ModelSegments | None = None
 
     async def open(self) -> None:
         """Read the files. From then on the shelf tells parents what this node makes."""
         try:
-            self._segments = await asyncio.to_thread(ModelSegments, self._folder, self._chunk_bytes)
+            self._segments = await asyncio.to_thread(ModelSegments, self._folder, *self._options)
         except (DataError, WeightsError) as error:
             self._give_up(error)
         else:
@@ -118,7 +131,20 @@ class Maker:
             if found is None:
                 await happens(changed, None)
             else:
-                await self._make(self._segments, *found)
+                await self._take(*found)
+
+    def holds(self, manifest: Manifest) -> bool:
+        """Return whether a publication is, in full, the state that the files hold."""
+        segments = self._segments
+        return segments is not None and manifest.codec == "full" and manifest.digest == segments.digest
+
+    def make(self, header: SegmentHeader) -> ByteArray | None:
+        """Return `ModelSegments.make`; also None where the files cannot be used. Blocking: for threads."""
+        try:
+            return self._segments.make(header) if self._segments else None
+        except DataError as error:
+            self._give_up(error)
+            return None
 
     def _next(self) -> tuple[Holding, SegmentHeader] | None:
         for holding in self._shelf.incomplete():
@@ -130,14 +156,14 @@ class Maker:
                     return holding, header
         return None
 
-    async def _make(self, segments: ModelSegments, holding: Holding, header: SegmentHeader) -> None:
+    async def _take(self, holding: Holding, header: SegmentHeader) -> None:
         self._shelf.is_making = True
         try:
-            segment = await asyncio.to_thread(segments.make, header)
+            segment = await asyncio.to_thread(self.make, header)
             if segment is not None and not holding.dropped:
                 holding.spool.write(header.offset_bytes, segment.data)
                 self._shelf.keep_made(holding, header.index)
-        except (DataError, ClusterError) as error:
+        except ClusterError as error:
             self._give_up(error)
         finally:
             self._shelf.is_making = False

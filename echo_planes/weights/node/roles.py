@@ -197,7 +197,8 @@ class WorkerRole(_Role):
         self.member: Membership | None = None
         self._rescue: Rescue | None = None
         self.staging: Staging | None = None
-        self._maker = Maker(shelf, Path(settings.model_folder), settings.chunk_bytes, _tell)
+        files = Path(settings.model_folder), settings.chunk_bytes, settings.digest
+        self._maker = Maker(shelf, *files, _tell)
         if settings.staging:
             from echo_planes.weights.node.stager import Stager  # loads numba: not for nodes that only relay
 
@@ -269,7 +270,7 @@ class WorkerRole(_Role):
     async def _catch_up(self, holding: Holding) -> None:
         if self._rescue is None:
             verifier, folder = Verifier(self.settings.public_bytes), Path(self.settings.folder)
-            self._rescue = Rescue(self._at_sender, verifier, self.shelf, self._stager, folder)
+            self._rescue = Rescue(self._at_sender, verifier, self.shelf, self._stager, folder, self._maker)
         await self._rescue.catch_up(holding)
 
     def _at_sender(self, path: str) -> RemoteObjects:
