@@ -41,7 +41,7 @@ class Footprint:
 
     weights: float
     gradients: float
-    masters: float  # fp32 copies of weights that are trained in bf16, or that ranks share
+    masters: float  # fp32 copies beside the weights of the forward; in fp32 ranks that share have one more
     moments: float  # of AdamW, two
     reference: float  # the frozen model of the KL term
     inputs: float  # of the layers, of one micro-batch
@@ -106,7 +106,8 @@ def footprint(config: Config, shape: Shape, *, on_gpu: bool) -> Footprint:
         return count / (ranks if learner.zero_stage >= stage else 1)
 
     tokens = learner.micro_batch_tokens / learner.sequence_ranks
-    masters = 4 * shared(trained, 1) if is_bf16 or learner.zero_stage > 0 else 0.0
+    copies = (is_bf16 or learner.zero_stage > 0) + (not is_bf16 and not learner.lora_rank)
+    masters = 4 * copies * shared(trained, 1)
     moments = 8 * shared(trained, 1)
     weights = width * shared(shape.weights + adapters, 3)
     reference = width * shared(shape.weights, 3) if has_reference else 0.0

@@ -66,12 +66,28 @@ def test_merged_weights_compute_what_adapters_compute() -> None:
         layer = name.removesuffix("weight")
         if f"{layer}lora_a" in parameters:
             pair = (parameters[f"{layer}lora_a"].data, parameters[f"{layer}lora_b"].data)
-            weight.data = adapters.merged(weight.data, *pair)
+            weight.data = adapters.merged(weight.data, *pair).float()
     assert not torch.allclose(logits(model), plain, atol=1e-2)
-    torch.testing.assert_close(logits(whole), logits(model), atol=1e-4, rtol=1e-4)
+    assert torch.equal(logits(whole), logits(model))
     with adapters.off():
         assert torch.equal(logits(model), plain)
     assert not torch.equal(logits(model), plain)
+
+
+def test_gradients_of_adapters_pass_straight_through_the_rounding() -> None:
+    """Those of a weight W + s B A whose rounding is left out of the derivative."""
+    torch.manual_seed(0)
+    model = tiny()
+    adapters = Adapters(model, 4, 8.0, ["q_proj"], seed=0)
+    stirred(model)
+    layer = model.model.layers[1].self_attn.q_proj  # type: ignore[union-attr, index]
+    x = torch.randn(2, 5, layer.in_features, requires_grad=True)
+    found = torch.autograd.grad((layer(x) ** 2).sum(), [x, layer.lora_a, layer.lora_b])
+    whole = layer.weight + 2.0 * layer.lora_b @ layer.lora_a
+    shown = whole + (adapters.merged(layer.weight, layer.lora_a, layer.lora_b).float() - whole).detach()
+    expected = torch.autograd.grad(((x @ shown.T) ** 2).sum(), [x, layer.lora_a, layer.lora_b])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 def test_another_seed_gives_other_matrices_and_the_same_one_the_same() -> None:
