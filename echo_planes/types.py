@@ -358,6 +358,20 @@ class LagStats:
 
 
 @dataclass(frozen=True, slots=True)
+class Noise:
+    """Difference of engine and learner on equal weights, from tokens since whose sampling no update was made.
+
+    The same figures as of a step's tokens (`StepStats`), which are movement of the policy plus this.
+    """
+
+    drift: float  # mean |log w|, nats
+    k3: float  # nats
+    effective_samples: float  # share of the tokens
+    truncated: float  # share of the tokens
+    log_weight: float  # 99.9th percentile of |log w|, nats
+
+
+@dataclass(frozen=True, slots=True)
 class StepStats:
     """Measurements of one learner step, over its scored tokens unless said otherwise; None: there were none.
 
@@ -387,6 +401,7 @@ class StepStats:
     log_weight: tuple[float, float, float, float] | None = None  # |log w|: 50, 99, 99.9 %, largest
     k3: float | None = None  # mean of w - 1 - log w
     lags: tuple[LagStats, ...] = ()  # ascending
+    noise: Noise | None = None  # slow mean so far; None: not measured yet
     updates_skipped: int = 0  # updates of this step left out for a non-finite gradient
 
 

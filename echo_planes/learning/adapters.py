@@ -82,7 +82,9 @@ class Adapters:
             if not self._are_on:
                 return nn.functional.linear(inputs, module.weight, module.bias)
             pair = getattr(module, A), getattr(module, B)
-            outputs: Tensor = _MergedLinear.apply(inputs, module.weight, *pair, self._scale)
+            outputs: Tensor = _MergedLinear.apply(  # type: ignore[no-untyped-call]
+                inputs, module.weight, *pair, self._scale
+            )
             return outputs if module.bias is None else outputs + module.bias
 
         module.forward = forward  # type: ignore[assignment,method-assign]

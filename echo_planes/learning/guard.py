@@ -10,17 +10,23 @@
     4 rollback  return to the newest good checkpoint, with half of S and of the learning rate
     5 stop      end the run as `collapsed`
 
-Each signal has a score. A step beyond the limit adds one to it, a step beyond twice the limit two; a step
-within the limit subtracts one. A score of `patience` is an alarm. Single outliers therefore raise no alarm,
-but a signal that returns often does. After the rungs `limit` and `slow`, S steps are not scored, because
+From k3, effective samples, truncated share and log-weights the noise is taken off first: the difference of
+engine and learner on equal weights (`rate.DriftControl`). Each signal has a score. A step beyond the limit
+adds one to it, a step beyond twice the limit two; a step within the limit subtracts one. A score of
+`patience` is an alarm. Single outliers therefore raise no alarm, but a signal that returns often does.
+After the rungs `limit` and `slow`, S steps are not scored, because
 their data is older than the rung. After `calm` steps without any signal the last rung is taken back.
 
 A checkpoint is good if all scores were 0 when it was written and, since alarms come late, no alarm came in
 the `good_after` steps after it. The checkpoint of step 0 is good.
+
+A learning rate that drift control holds far below its schedule is told with its cause; it calls for no action
+here, since it is one itself.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -28,11 +34,13 @@ from typing import Any, Literal
 
 from echo_planes.config.schema import GuardConfig
 from echo_planes.learning.fall import fall_of, root_mean_square
-from echo_planes.types import Adjustment, GuardReport, StepStats, TrainBatch
+from echo_planes.types import Adjustment, GuardReport, Noise, StepStats, TrainBatch
 
 WINDOW = 10  # steps of a slope and of a mean reward; fewest steps of a median
 HISTORY = 50  # most steps of a median
 FEW_TOKENS = 100  # k3 of fewer tokens is noise
+SLOW = 0.1  # factor of drift control below which the rate is far below its schedule
+SLOW_STEPS = 10  # in a row, until it is told
 
 Rung = Literal["mask", "limit", "slow", "rollback", "stop"]
 MASKED, LIMITED, SLOWED = 1, 2, 3
@@ -52,6 +60,10 @@ class GuardFigures:
     cut_off: float | None = None  # share of the answers
     reward: float | None = None  # mean
     spread: float | None = None  # standard deviation of the rewards
+    rate_factor: float = 1.0  # of drift control
+    drift: float | None = None  # mean |log w|, nats, noise included
+    noise: float | None = None  # of it, on equal weights
+    lag: float = 0.0  # mean, steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +121,7 @@ class _State:
     cut_offs: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     spreads: list[float] = field(default_factory=list)
+    slow: int = 0  # steps in a row with a rate far below its schedule
     reward_start: float | None = None  # mean of the first WINDOW steps
     reward_best: float = 0.0  # best mean of WINDOW steps
 
@@ -220,9 +233,11 @@ class Guard:
         if settings.mode == "off":
             return None
         values = self._measure(figures)
+        state.slow = state.slow + 1 if figures.rate_factor < SLOW else 0
+        slow = Verdict(_why_slow(figures)) if state.slow == SLOW_STEPS else None
         if state.deaf:
             state.deaf -= 1
-            return None
+            return slow
         beyond = [
             s for s in SIGNALS if (value := values[s.setting]) is not None and self._is_beyond(s, value)
         ]
@@ -242,7 +257,7 @@ class Guard:
             worst = max(alarms, key=lambda s: self._excess(s, values[s.setting] or 0.0))
             return self._alarm(worst, values[worst.setting] or 0.0)
         self._age_candidate()
-        return self._relax() if state.rung and state.calm >= settings.calm else None
+        return slow or (self._relax() if state.rung and state.calm >= settings.calm else None)
 
     # --- internals -------------------------------------------------------------------------------
 
@@ -383,19 +398,46 @@ def figures_of(batch: TrainBatch, stats: StepStats, *, is_sparse: bool = False) 
     Args:
         is_sparse: whether rollouts decode by a schedule of KV budgets.
     """
-    lags = stats.lags
-    by_lag = [lag.k3 for lag in lags if lag.tokens >= FEW_TOKENS]
+    lags, noise = stats.lags, stats.noise or Noise(0.0, 0.0, 1.0, 0.0, 0.0)
+    k3 = max((lag.k3 for lag in lags if lag.tokens >= FEW_TOKENS), default=stats.k3)
+    effective, truncated, tail = stats.effective_samples, stats.truncated_fraction, stats.log_weight
     return GuardFigures(
-        k3=max(by_lag, default=stats.k3),
-        effective_samples=stats.effective_samples,
-        truncated=stats.truncated_fraction,
-        log_weight=stats.log_weight[2] if stats.log_weight and not is_sparse else None,
+        k3=None if k3 is None else max(k3 - noise.k3, 0.0),
+        effective_samples=None if effective is None else min(effective / noise.effective_samples, 1.0),
+        truncated=None if truncated is None else max(truncated - noise.truncated, 0.0),
+        log_weight=_without(tail[2], noise.log_weight) if tail and not is_sparse else None,
         entropy=stats.entropy,
         grad_norm=stats.grad_norm,
         cut_off=float(batch.cut_off.mean()) if len(batch.cut_off) else None,
         reward=float(batch.task_rewards.mean()) if len(batch.rewards) else None,
         spread=float(batch.task_rewards.std()) if len(batch.rewards) else None,
+        rate_factor=stats.rate_factor,
+        drift=stats.mismatch_mean,
+        noise=stats.noise.drift if stats.noise else None,
+        lag=sum(one.lag * one.tokens for one in lags) / max(sum(one.tokens for one in lags), 1),
     )
+
+
+def _without(size: float, noise: float) -> float:
+    """Return the size of what is left of a sum of two independent parts without one of them."""
+    return math.sqrt(max(size**2 - noise**2, 0.0))
+
+
+def _why_slow(figures: GuardFigures) -> str:
+    text = (
+        f"drift control has held the learning rate at {figures.rate_factor:.2g} of its schedule or less than "
+        f"{SLOW:g} for {SLOW_STEPS} steps"
+    )
+    if figures.drift is None:
+        return f"{text}: {DRIFT_ADVICE}"
+    moved = _without(figures.drift, figures.noise or 0.0)
+    text += f": the policy moves {moved:.2g} nats under tokens of {figures.lag:.1f} steps"
+    if figures.noise is not None and figures.noise > moved:
+        return (
+            f"{text}, and engine and learner differ by {figures.noise:.2g} nats on equal weights, which "
+            "hides the movement: raise learner.drift_target, or give both the same dtype"
+        )
+    return f"{text} (learner.drift_target): {DRIFT_ADVICE}"
 
 
 def _enter(history: list[float], value: float, length: int) -> None:

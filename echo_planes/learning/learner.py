@@ -44,7 +44,7 @@ from echo_planes.learning.policy_model import load_policy
 from echo_planes.learning.probe import probe_layout
 from echo_planes.learning.rate import DriftControl, decay_left, warm_up
 from echo_planes.learning.sequence import SequenceGroup
-from echo_planes.learning.statistics import lag_stats, weight_stats
+from echo_planes.learning.statistics import lag_stats, noise_of, weight_stats
 from echo_planes.learning.step_state import Part, Step, joined_parts
 from echo_planes.types import (
     Adjustment,
@@ -52,6 +52,7 @@ from echo_planes.types import (
     FloatArray,
     IntArray,
     LagStats,
+    Noise,
     StepStats,
     TrainBatch,
 )
@@ -271,6 +272,7 @@ class Learner:
             "num_updates": self._num_updates,
             "rate_left": self._rate_left,
             "drift_at_full_rate": self.drift.at_full_rate,
+            "drift_noise": asdict(self.drift.noise) if self.drift.noise else None,
             "drift_history": self.drift.history,
         }
         self._engine.save(folder, counters)
@@ -285,6 +287,8 @@ class Learner:
         self._rate_left = counters.get("rate_left", 1.0)
         self.drift.at_full_rate = counters.get("drift_at_full_rate", 0.0)
         self.drift.history = counters.get("drift_history", [])
+        noise = counters.get("drift_noise")
+        self.drift.noise = Noise(**noise) if noise else None
         if self._distiller is not None:
             self._distiller.load(folder)
 
@@ -466,9 +470,9 @@ class Learner:
         if step.old is None:
             step.seen = step.seen + self._engine.sum_over_ranks(step.mine)
         if not self._config.sparse.schedule:
-            self.drift.observe(
-                self._lags(batch, step, np.repeat(whole.inputs.lengths > 0, np.diff(batch.offsets)))
-            )
+            scored = np.repeat(whole.inputs.lengths > 0, np.diff(batch.offsets)) & batch.loss_mask
+            per_lag = self._engine.sum_over_ranks(step.per_lag.clone()).cpu().numpy()
+            self.drift.observe(*self._measured(batch, step, scored, per_lag))
         step.drift_factor = self.drift.factor
         return step.drift_factor * self._adjustment.rate_scale
 
@@ -487,15 +491,16 @@ class Learner:
         moved = np.abs((values[0] - step.seen[0]).cpu().numpy()[chosen])
         if len(moved):
             lag = step.lags.cpu().numpy()[batch.loss_mask].mean()
-            drift = float(moved.mean() * max(1.0, lag))
-            self.drift.observe(
-                [LagStats(1, len(moved), drift, k3=0.0, truncated=0.0, masked=0.0, clipped=0.0)]
-            )
+            self.drift.observe_own_step(float(moved.mean() * max(1.0, lag)))
 
-    def _lags(self, batch: TrainBatch, step: Step, scored: BoolArray) -> tuple[LagStats, ...]:
-        chosen = scored & batch.loss_mask
-        log_weight = (step.seen[0].cpu().numpy() - batch.sampler_logprobs)[chosen]
-        return lag_stats(log_weight, step.lags.cpu().numpy()[chosen], step.per_lag.cpu().numpy())
+    def _measured(
+        self, batch: TrainBatch, step: Step, scored: BoolArray, per_lag: FloatArray
+    ) -> tuple[tuple[LagStats, ...], Noise | None]:
+        """Return the figures of the tokens in `scored` (T,) by lag, and the noise, if some tell it."""
+        log_weight = (step.seen[0].cpu().numpy() - batch.sampler_logprobs)[scored]
+        lags = step.lags.cpu().numpy()[scored]
+        still = [lag for lag in np.unique(lags).tolist() if self.drift.is_still(lag)]
+        return lag_stats(log_weight, lags, per_lag), noise_of(log_weight, lags, per_lag, still)
 
     def _scheduled_rate(self, done: float) -> float:
         """Return the learning rate after `done` steps, by warm-up, plateau and decay."""
@@ -511,8 +516,7 @@ class Learner:
         logprobs, entropies = step.seen.cpu().numpy()
         log_weight = (logprobs - batch.sampler_logprobs)[chosen]
         entropy = entropies[chosen]
-        self._engine.sum_over_ranks(step.per_lag)
-        per_lag = step.per_lag.cpu().numpy()
+        per_lag = self._engine.sum_over_ranks(step.per_lag).cpu().numpy()
         trained, truncated, masked, clipped = per_lag.sum(0).tolist()
         weights = weight_stats(log_weight)
         updates = len(step.losses)
@@ -540,7 +544,8 @@ class Learner:
             num_updates=self._num_updates,
             updates_skipped=step.skipped,
             rate_factor=step.drift_factor if step.factor is not None else self.drift.factor,
-            lags=self._lags(batch, step, scored),
+            lags=lag_stats(log_weight, step.lags.cpu().numpy()[chosen], per_lag),
+            noise=self.drift.noise,
         )
 
     def _check_columns(self, batch: TrainBatch) -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
-from echo_planes.types import LagStats
+from echo_planes.types import LagStats, Noise
 
-RELEASE = 0.1  # share of the gap to a lower value by which the estimate of drift falls in one step
+RELEASE = 0.1  # share of the gap to a lower value by which the estimate falls in one step
+MOST_NOISE = 2.0  # of the target; of more noise than that, only so much is taken off the drift
 LONGEST_LAG = 256  # the factors of this many steps and the newest are kept
 
 
@@ -36,16 +37,21 @@ def decay_left(decay: float, done: float) -> float:
 
 @dataclass
 class DriftControl:
-    """Factor f on the learning rate that holds the drift of the trained tokens near a target.
+    """Factor f on the learning rate that holds the movement of the policy under stale tokens near a target.
 
-    Drift d: mean |log pi_learner - log pi_sampler| over a step's tokens, nats. It grows with the distance
-    that the weights moved since the tokens were sampled. With F the mean factor over the tokens' lags, d / F
-    is the drift that the full rate would have caused, and f = target / (d / F), between the floor and 1. The
-    estimate rises at once and falls slowly: a factor that followed d alone would react late, and oscillate.
+    The drift of tokens, d = mean |log pi_learner - log pi_sampler|, is movement m plus the noise d0 between
+    engine and learner on equal weights, which adds as a square: m^2 = d^2 - d0^2. Tokens since which no
+    update was made measure d0. With F the mean factor of the updates since the others were sampled, m / F is
+    the movement that as many updates at the full rate would have caused, and f = target / (m / F), between
+    the floor and 1. A step without an update says nothing about the length of a step, and counts neither way.
+    The estimate of m / F rises at once and falls slowly, both by the share of the tokens that measured it: a
+    factor that followed the drift alone would react late, and oscillate.
 
     Staleness then costs speed instead of the run. Where no token is stale, or rollouts are sparse, tokens of
-    the last step, scored again after it, stand for tokens of lag 1. A single step then moves the policy no
-    further than the target.
+    the last step, scored again after it, tell how far one step moves the policy.
+
+    Example: engine and learner differ by 0.03 nats on equal weights. Tokens of three updates at the full rate
+    drift by 0.085 nats, of which 0.08 are movement. The target is 0.1, so f stays 1.
 
     Args:
         target: nats; 0: f stays 1.
@@ -54,8 +60,9 @@ class DriftControl:
 
     target: float
     floor: float
-    at_full_rate: float = 0.0  # estimate of d / F, nats
-    history: list[float] = field(default_factory=list)  # factors of the last steps, newest last
+    at_full_rate: float = 0.0  # estimate of m / F, nats
+    noise: Noise | None = None  # slow mean; None: not measured yet
+    history: list[float] = field(default_factory=list)  # factors of the last steps, newest last; 0: no update
 
     @property
     def factor(self) -> float:
@@ -64,15 +71,49 @@ class DriftControl:
             return 1.0
         return min(max(self.target / self.at_full_rate, self.floor), 1.0)
 
-    def observe(self, lags: Sequence[LagStats]) -> None:
-        """Take in the drift of a step's tokens, measured before the step's update."""
-        stale = sum(one.tokens * one.lag for one in lags)
-        travelled = sum(one.tokens * sum(self.history[-one.lag :]) for one in lags if one.lag)
-        drift = sum(one.tokens * one.drift for one in lags)
-        if travelled and math.isfinite(drift):
-            now = drift / sum(one.tokens for one in lags) * stale / travelled
-            self.at_full_rate = max(now, self.at_full_rate + RELEASE * (now - self.at_full_rate))
+    def is_still(self, lag: int) -> bool:
+        """Return whether no update was made since tokens of this lag were sampled."""
+        return not self._updates(lag)
+
+    def observe(self, lags: Sequence[LagStats], noise: Noise | None = None) -> None:
+        """Take in a step's tokens, measured before the step's update.
+
+        Args:
+            lags: of all tokens.
+            noise: of those tokens whose lag `is_still`; None: there are none.
+        """
+        rows = [(one, self._updates(one.lag)) for one in lags if math.isfinite(one.drift)]
+        total = sum(one.tokens for one, _ in rows)
+        still = sum(one.tokens for one, updates in rows if not updates)
+        if noise is not None and still and math.isfinite(noise.drift):
+            self.noise = _between(self.noise or noise, noise, RELEASE * still / total)
+        moved = [(one, updates) for one, updates in rows if updates]
+        if tokens := sum(one.tokens for one, _ in moved):
+            drift = sum(one.tokens * one.drift for one, _ in moved) / tokens
+            known = min(self.noise.drift, MOST_NOISE * self.target) if self.noise else 0.0
+            made = sum(one.tokens * len(updates) for one, updates in moved)
+            went = sum(one.tokens * sum(updates) for one, updates in moved)
+            self._learn(math.sqrt(max(0.0, drift**2 - known**2)) * made / went, tokens / total)
+
+    def observe_own_step(self, movement: float) -> None:
+        """Take in how far the newest step moved the policy, nats, measured by the learner alone."""
+        if updates := self._updates(1):
+            self._learn(movement / updates[0], 1.0)
 
     def stepped(self, factor: float) -> None:
         """Record the share of the scheduled rate of a finished step; 0 for a step without an update."""
         self.history = [*self.history[-LONGEST_LAG:], factor]
+
+    def _updates(self, lag: int) -> list[float]:
+        """Return the factors of those of the last `lag` steps that made an update."""
+        return [factor for factor in self.history[-lag:] if factor] if lag else []
+
+    def _learn(self, now: float, share: float) -> None:
+        if math.isfinite(now):
+            speed = 1.0 if now > self.at_full_rate else RELEASE
+            self.at_full_rate += share * speed * (now - self.at_full_rate)
+
+
+def _between(before: Noise, now: Noise, share: float) -> Noise:
+    new = asdict(now)
+    return Noise(**{name: value + share * (new[name] - value) for name, value in asdict(before).items()})

@@ -1,4 +1,4 @@
-"""The policy is what is served: weights that a forward computes with are bf16 values, whatever its arithmetic.
+"""The policy is what is served: a forward computes with weights that are bf16 values, in any arithmetic.
 
 An update at the rates of real models is far below a weight's bf16 step. Workers get weights in bf16, so a
 learner that computed with its fp32 masters would train a policy that nobody serves (`docs/learning.md`).

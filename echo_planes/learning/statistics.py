@@ -6,11 +6,12 @@ estimate of KL(sampler || learner), never negative; its mean is steadier than th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from echo_planes.types import FloatArray, IntArray, LagStats
+from echo_planes.types import FloatArray, IntArray, LagStats, Noise
 
 LONGEST = 20.0  # nats: larger |log w| count as this in k3 and effective samples, which they would dominate
 QUANTILES = (0.5, 0.99, 0.999, 1.0)
@@ -66,6 +67,23 @@ def lag_stats(log_weight: FloatArray, lags: IntArray, trained: FloatArray) -> tu
         )
         for lag in np.flatnonzero(tokens).tolist()
     )
+
+
+def noise_of(
+    log_weight: FloatArray, lags: IntArray, trained: FloatArray, still: Sequence[int]
+) -> Noise | None:
+    """Return the figures of the tokens of some lags together; None: they have none. Arguments of `lag_stats`.
+
+    Args:
+        still: lags since which no update was made.
+    """
+    chosen = np.isin(lags, still)
+    figures = weight_stats(log_weight[chosen])
+    if figures.mean is None or figures.k3 is None or figures.effective is None or figures.quantiles is None:
+        return None
+    tokens, truncated = trained[list(still), :2].sum(0).tolist()
+    share = truncated / max(tokens, 1.0)
+    return Noise(figures.mean, figures.k3, figures.effective, share, figures.quantiles[2])
 
 
 def _k3(log_weight: FloatArray) -> FloatArray:

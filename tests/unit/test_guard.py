@@ -17,12 +17,13 @@ from echo_planes.config.schema import GuardConfig
 from echo_planes.learning.guard import (
     HISTORY,
     SIGNALS,
+    SLOW_STEPS,
     WINDOW,
     Guard,
     GuardFigures,
     figures_of,
 )
-from echo_planes.types import Adjustment, LagStats, StepStats, TrainBatch
+from echo_planes.types import Adjustment, LagStats, Noise, StepStats, TrainBatch
 
 CALM = GuardFigures(
     k3=0.01,
@@ -466,8 +467,56 @@ def test_figures_are_those_of_the_worst_lag_that_has_tokens_enough() -> None:
     assert (figures.reward, figures.spread, figures.cut_off) == (0.5, 0.5, 0.25)
 
 
+def test_the_noise_of_an_engine_is_no_movement_of_the_policy() -> None:
+    lags = (LagStats(2, 300, 0.1, 0.05, 0.0, 0.0, 0.0),)
+    noise = Noise(0.06, 0.02, 0.8, 0.01, 4.0)
+    given = stats(
+        lags=lags,
+        noise=noise,
+        mismatch_mean=0.1,
+        effective_samples=0.6,
+        truncated_fraction=0.03,
+        log_weight=(0.1, 1.0, 5.0, 8.0),
+        rate_factor=0.7,
+    )
+    figures = figures_of(batch([0.0, 1.0], [True, False]), given)
+    assert figures.k3 == pytest.approx(0.03)
+    assert figures.effective_samples == pytest.approx(0.75)
+    assert figures.truncated == pytest.approx(0.02)
+    assert figures.log_weight == pytest.approx(3.0)
+    assert (figures.drift, figures.noise, figures.lag, figures.rate_factor) == (0.1, 0.06, 2.0, 0.7)
+    quieter = figures_of(
+        batch([0.0, 1.0], [True, False]), replace(given, k3=0.01, lags=(), log_weight=(0,) * 4)
+    )
+    assert (quieter.k3, quieter.log_weight) == (0.0, 0.0)
+
+
+def test_a_rate_far_below_its_schedule_is_told_once_with_its_cause() -> None:
+    watch = guard()
+    slow = replace(CALM, rate_factor=0.05, drift=0.3, noise=0.03, lag=2.0)
+    told = [watch.observe(slow) for _ in range(2 * SLOW_STEPS)]
+    (verdict,) = [one for one in told if one is not None]
+    assert told.index(verdict) == SLOW_STEPS - 1
+    assert verdict.rung is None
+    assert "0.05 of its schedule" in verdict.text
+    assert "moves 0.3 nats under tokens of 2.0 steps" in verdict.text
+    assert "learner.lr" in verdict.text
+    assert watch.observe(CALM) is None
+    again = Guard(GuardConfig(patience=3), 3, json.loads(json.dumps(watch.record())))
+    noisy = [again.observe(replace(slow, drift=0.2, noise=0.18)) for _ in range(SLOW_STEPS)]
+    assert noisy[-1] is not None
+    assert "differ by 0.18 nats on equal weights" in noisy[-1].text
+    assert "learner.drift_target" in noisy[-1].text
+
+
+def test_a_factor_that_is_low_now_and_then_is_no_news() -> None:
+    watch = guard()
+    for step in range(60):
+        assert watch.observe(replace(CALM, rate_factor=0.05 if step % SLOW_STEPS else 0.2)) is None
+
+
 def test_figures_of_a_step_that_scored_nothing_are_none() -> None:
-    figures = figures_of(batch([], []), stats(grad_norm=None, entropy=None))
+    figures = figures_of(batch([], []), stats(grad_norm=None, entropy=None, mismatch_mean=None))
     assert figures == GuardFigures()
     few = stats(lags=(LagStats(1, 5, 0.0, 7.0, 0.0, 0.0, 0.0),), k3=0.3)
     assert figures_of(batch([], []), few).k3 == 0.3  # of all lags together

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from echo_planes.learning.rate import RELEASE, DriftControl, decay_left, warm_up
-from echo_planes.types import LagStats
+from echo_planes.types import LagStats, Noise
 
 
 def test_warm_up_counts_updates() -> None:
@@ -64,11 +64,65 @@ def test_the_estimate_rises_at_once_and_falls_slowly() -> None:
     assert control.factor == 1.0
 
 
-def test_lags_count_by_their_tokens_and_what_was_travelled_meanwhile() -> None:
-    control = DriftControl(0.1, 0.02, history=[0.5, 0.5, 0.0, 1.0])  # one step made no update
-    control.observe([lag_of(0, 0.001, tokens=100), lag_of(4, 0.4, tokens=100)])
-    # Travelled: 2 of 4 steps for half of the tokens, so at the full rate the mean drift is twice 0.2005.
-    assert control.at_full_rate == pytest.approx(0.401)
+def test_a_step_without_an_update_counts_neither_as_way_nor_as_time() -> None:
+    control = DriftControl(0.1, 0.02, history=[0.5, 0.5, 0.0, 1.0])
+    control.observe([lag_of(4, 0.4)])
+    # Three updates at a mean factor of two thirds, so at the full rate they would have moved 0.6 nats.
+    assert control.at_full_rate == pytest.approx(0.6)
+    before = control.factor
+    control.stepped(0.0)
+    control.observe([lag_of(5, 0.4)])
+    assert control.factor == pytest.approx(before)
+
+
+def noise_of(drift: float) -> Noise:
+    return Noise(drift, 0.0, 1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("lag", [1, 3, 6, 32])
+def test_noise_is_not_taken_for_movement(lag: int) -> None:
+    """0.03 nats between engine and learner, every second step without an update."""
+    control = DriftControl(0.1, 0.02)
+    for step in range(20 * lag):
+        moved = 0.02 * sum(control.history[-lag:])
+        drift = math.hypot(moved, 0.03)
+        age = min(lag, step)
+        still = noise_of(drift) if control.is_still(age) else None
+        control.observe([lag_of(age, drift)], still)
+        control.stepped(control.factor if step % 2 else 0.0)
+    full = 0.02 * (lag + 1) // 2 if lag > 1 else 0.02
+    assert control.noise is not None
+    assert control.noise.drift == pytest.approx(0.03)
+    assert control.factor == pytest.approx(min(1.0, 0.1 / max(full, 0.02 * lag / 2)), rel=0.2)
+
+
+def test_movement_much_larger_than_the_noise_is_seen_as_it_is() -> None:
+    quiet, noisy = DriftControl(0.1, 0.001, history=[1.0] * 3), DriftControl(0.1, 0.001, history=[1.0] * 3)
+    noisy.noise = noise_of(0.03)
+    quiet.observe([lag_of(3, 1.0)])
+    noisy.observe([lag_of(3, 1.0)])
+    assert noisy.factor == pytest.approx(quiet.factor, rel=1e-3)
+
+
+def test_of_noise_beyond_twice_the_target_no_more_is_taken_off() -> None:
+    control = DriftControl(0.1, 0.02, history=[1.0], noise=noise_of(5.0))
+    control.observe([lag_of(1, 5.0)])
+    assert control.factor == pytest.approx(0.1 / math.sqrt(5.0**2 - 0.2**2))
+
+
+def test_few_moved_tokens_among_many_still_ones_count_little() -> None:
+    control = DriftControl(0.1, 0.02, history=[1.0])
+    control.observe([lag_of(0, 0.0, tokens=90), lag_of(1, 0.4, tokens=10)], noise_of(0.0))
+    assert control.at_full_rate == pytest.approx(0.04)
+
+
+def test_the_learners_own_step_is_measured_without_an_engine() -> None:
+    control = DriftControl(0.1, 0.02, history=[0.5], noise=noise_of(0.09))
+    control.observe_own_step(0.1)
+    assert control.factor == pytest.approx(0.5)
+    control.stepped(0.0)
+    control.observe_own_step(9.0)  # of a step without an update
+    assert control.factor == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("lags", [[], [lag_of(0, 0.5)], [lag_of(2, math.nan)]])
