@@ -62,7 +62,7 @@ def published(tensors: Mapping[str, torch.Tensor], segment_bytes: int = SEGMENT_
 
 
 def makes(folder: Path, publication: Signed) -> list[bool]:
-    """Which segments are made, each as it was signed."""
+    """Say of each segment if it is made; a made one must be as it was signed."""
     segments = ModelSegments(folder, CHUNK_BYTES, segment_bytes=SEGMENT_BYTES)
     found = []
     for segment in publication.segments:
