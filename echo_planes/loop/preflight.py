@@ -33,6 +33,7 @@ from echo_planes.weights.wire.signing import Signer
 
 MIN_FREE_BYTES = 200 * 1024**2
 RAY_PACKAGES = "working_dir_files"  # holds the working directory of a `ray job submit --working-dir` job
+CPU_PAGE_TOKENS = 32  # vLLM's `CPUAttentionBackend.get_supported_kernel_block_sizes`
 RELEASE_S = 10.0  # longest wait for the processes of a killed run to end
 
 
@@ -313,8 +314,9 @@ def _check_share(key: str, resources: Mapping[str, float], engine: EngineConfig)
 
 
 def check_engines(worker_configs: Sequence[WorkerConfig]) -> None:
-    """Check that an engine of several ranks has a GPU (or CPU) for each, and does not set dtype=float32."""
+    """Check what an engine would refuse: too few devices, float32 on several, a page size of its kernel."""
     for worker_config in worker_configs:
+        _check_page(worker_config)
         resource = "GPU" if worker_config.resources.get("GPU") else "CPU"
         amount, num_ranks = worker_config.resources.get(resource, 0.0), worker_config.engine.num_ranks
         if num_ranks > 1 and amount < num_ranks:
@@ -331,6 +333,17 @@ def check_engines(worker_configs: Sequence[WorkerConfig]) -> None:
                 f"{num_ranks} devices: several ranks hold weights as they are published, in bfloat16; leave "
                 "dtype out, or give each engine one device"
             )
+
+
+def _check_page(worker_config: WorkerConfig) -> None:
+    """Check that vLLM's attention for CPUs has a kernel for the size of a page, in whatever dtype."""
+    page = worker_config.engine.extra.get("block_size")
+    on_cpu = not worker_config.resources.get("GPU")
+    if on_cpu and isinstance(page, int) and (page < 1 or page % CPU_PAGE_TOKENS):
+        raise ConfigError(
+            f"fleet.workers: engine.extra.block_size={page} of SKU '{worker_config.sku}': on CPUs vLLM's "
+            f"attention takes pages of a multiple of {CPU_PAGE_TOKENS} tokens; set one, or leave it out"
+        )
 
 
 def check_standby(fleet: FleetConfig) -> None:

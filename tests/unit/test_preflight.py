@@ -162,6 +162,24 @@ def test_several_ranks_hold_what_is_published(tmp_path: Path) -> None:
     preflight.check(config(fleet={"workers": [{"engine": {"dtype": "float32"}}]}), tmp_path / "run")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("page", "gpus", "fits"),
+    [(16, 0.0, False), (0, 0.0, False), (32, 0.0, True), (96, 0.0, True), (16, 1.0, True)],
+)
+def test_pages_that_no_kernel_for_cpus_takes_are_refused(
+    tmp_path: Path, dtype: str, page: int, gpus: float, fits: bool
+) -> None:
+    engine = {"dtype": dtype, "extra": {"block_size": page}}
+    settings = config(fleet={"workers": [{"sku": "x", "resources": {"GPU": gpus}, "engine": engine}]})
+    if fits:
+        preflight.check(settings, tmp_path / "run")
+    else:
+        message = refusal(ConfigError, settings, tmp_path / "run")
+        assert f"engine.extra.block_size={page} of SKU 'x'" in message
+        assert "a multiple of 32 tokens" in message
+
+
 @pytest.mark.parametrize(("tokens", "fits"), [(511, True), (512, False), (600, False)])
 def test_answers_must_leave_room_for_a_prompt(tmp_path: Path, tokens: int, fits: bool) -> None:
     settings = config(sampling={"max_new_tokens": tokens}, model={"max_model_len": 512})
