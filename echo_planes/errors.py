@@ -13,6 +13,7 @@
     |   |-- CollapsedError        the policy lost what it had learned; names signal, value and limit
     |   |-- WaitTimeoutError      a wait reached its limit; names worker, version and phase
     |   |-- WorkerGoneError       a rollout worker's process or engine died; the run replaces it
+    |   |-- EngineStartError      an engine did not start; holds its output, and if another try is of use
     |   |-- LearnerLostError      a learner rank died; names the checkpoint to resume from
     |   `-- StoppedError          the run was asked to stop (Ctrl-C, SIGTERM)
     |-- RefusedError              a message that is not trusted; counted, never applied
@@ -117,6 +118,28 @@ def _rebuild_timeout(
 
 class WorkerGoneError(RunError):
     """A rollout worker's process or engine died."""
+
+
+class EngineStartError(RunError):
+    """A rollout worker's engine did not start.
+
+    Args:
+        message: why, with the error of the engine's process.
+        output: what its processes wrote, of bounded length.
+        is_final: another start would fail alike.
+    """
+
+    def __init__(self, message: str, output: str = "", *, is_final: bool = False) -> None:
+        super().__init__(message)
+        self.output = output
+        self.is_final = is_final
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_engine_start, (str(self), self.output, self.is_final))
+
+
+def _rebuild_engine_start(message: str, output: str, is_final: bool) -> EngineStartError:
+    return EngineStartError(message, output, is_final=is_final)
 
 
 class LearnerLostError(RunError):

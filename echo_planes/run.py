@@ -173,7 +173,7 @@ async def _run(
             worker_configs=config.first_workers(),
             export=cluster.prometheus((one.key, one.name, one.description) for one in GAUGES),
         )
-    return exit_status(outcome)
+        return exit_status(outcome)  # within the session, which keeps Ray's logs of a run that failed
 
 
 def exit_status(outcome: Outcome) -> int:

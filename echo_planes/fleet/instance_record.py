@@ -47,6 +47,10 @@ class BackOffs:
             known.until_s = now_s + known.next_s
             known.next_s = min(2 * known.next_s, MOST_BACK_OFF_S)
 
+    def refuse(self, instance_type: str) -> None:
+        """Back an instance type off for good."""
+        self._of[instance_type] = _BackOff(next_s=math.inf, until_s=math.inf)
+
     def forgive(self, instance_type: str, now_s: float) -> None:
         """Reset an instance type's back-off to its first length; no effect while a back-off lasts."""
         if not self.holds(instance_type, now_s):

@@ -230,6 +230,10 @@ class Reconciler:
             first_s = FIRST_WITHOUT_S if cause == "never came" else FIRST_BACK_OFF_S
             self._book.back_offs.begin(member.instance_type, first_s, now_s)
 
+    def refuse(self, instance_type: str) -> None:
+        """Buy no machine of an instance type any more: workers on it cannot serve."""
+        self._book.back_offs.refuse(instance_type)
+
     def tick(
         self, now_s: float, need: Need | None, *, published: bool = True, useful: int | None = None
     ) -> list[FleetAction]:

@@ -422,9 +422,11 @@ class Controller:
         worker = self._living(event.worker_id, event.epoch)
         if worker is None:
             return []
-        return self._replace(event.worker_id, worker, event.reason, now_s)
+        return self._replace(event.worker_id, worker, event.reason, now_s, is_final=event.is_final)
 
-    def _replace(self, worker_id: str, worker: _Worker, reason: str, now_s: float) -> list[Action]:
+    def _replace(
+        self, worker_id: str, worker: _Worker, reason: str, now_s: float, *, is_final: bool = False
+    ) -> list[Action]:
         is_of_fleet = self._config.fleet.scale != "fixed" and worker_id not in self._seeders
         if worker.leaving or is_of_fleet:
             return self._forget(worker_id)  # the reconciler decides whether another one starts
@@ -433,7 +435,7 @@ class Controller:
         if worker.ready_s is not None and now_s - worker.ready_s >= STEADY_S:
             worker.in_a_row = 0
         worker.ready_s = None
-        if worker.in_a_row >= self._config.fleet.restarts:
+        if is_final or worker.in_a_row >= self._config.fleet.restarts:
             worker.given_up = True
             # With another scale machines may be booting; the wait for a batch has its limit.
             is_last = all(w.given_up for w in self._workers.values())

@@ -36,6 +36,7 @@ class WorkerLost:
     worker_id: str
     epoch: int
     reason: str
+    is_final: bool = False  # another one would fail alike
 
 
 @dataclass(frozen=True, slots=True)

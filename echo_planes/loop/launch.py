@@ -31,6 +31,7 @@ from echo_planes.data.tasks.adapter import train_everything
 from echo_planes.errors import (
     ClusterError,
     EchoPlanesError,
+    EngineStartError,
     LearnerLostError,
     RunError,
     WorkerGoneError,
@@ -41,6 +42,7 @@ from echo_planes.learning.actor import PROGRESS, LearnerProcess
 from echo_planes.loop.builders import build_scorer, build_task
 from echo_planes.loop.reconcile import instance_types_of
 from echo_planes.loop.watch import SILENT
+from echo_planes.reporting.metrics import write_atomic
 from echo_planes.rollout.actor import FIRST_WEIGHTS, WorkerProcess
 from echo_planes.rollout.model_folder import ModelFiles
 from echo_planes.rollout.sparsity.acceptance import Audit
@@ -332,16 +334,29 @@ class RemoteLearner:
 
 
 class RemoteWorker:
-    """One incarnation of a rollout worker in an actor."""
+    """One incarnation of a rollout worker in an actor.
 
-    def __init__(self, handle: Any, name: str, learner: RemoteLearner, node: NodeWatch | None = None) -> None:
+    Args:
+        output: file for what its engine's processes wrote, if the engine does not start.
+    """
+
+    def __init__(
+        self, handle: Any, name: str, learner: RemoteLearner, output: Path, node: NodeWatch | None = None
+    ) -> None:
         self.handle = handle
+        self._output = output
         self._actor = _Actor(handle, name, WorkerGoneError, node)
         self._learner = learner
         self._has_started = False
 
     async def start(self) -> None:
-        await asyncio.gather(self._actor.call("start"), self._join())
+        try:
+            await asyncio.gather(self._actor.call("start"), self._join())
+        except EngineStartError as why:
+            self._output.parent.mkdir(exist_ok=True)
+            write_atomic(self._output, why.output)
+            told = f"{str(why).rstrip('.')}; all that its processes wrote: {self._output}"
+            raise EngineStartError(told, is_final=why.is_final) from None
         self._has_started = True
 
     async def _join(self) -> None:
@@ -391,8 +406,7 @@ class RemoteWorker:
 
     async def stop(self) -> None:
         try:
-            # One that is still starting hears nothing while its engine is built, and has nothing to end but
-            # processes that go with it.
+            # One that is still starting has nothing to end but processes that go with it.
             if self._has_started:
                 with suppress(RunError):  # the process may be gone already, which is no error here
                     await self._actor.call("stop")
@@ -427,6 +441,7 @@ class RayPlanes:
     ) -> None:
         self._config = config
         self._worker_configs = dict(worker_configs)
+        self._failures = run_dir / "failures"
         self._model_files = ray.put(ModelFiles.of(config.model.folder))
         self._seeders = list(config.seeding.workers())
         self._workers: dict[str, RemoteWorker] = {}
@@ -487,7 +502,9 @@ class RayPlanes:
                 build_scorer,
             )
         )
-        worker = RemoteWorker(handle, f"worker {worker_id} ({worker_config.sku})", self.learner, self._node)
+        name = f"worker {worker_id} ({worker_config.sku})"
+        output = self._failures / f"engine-{worker_id}-{epoch}.txt"
+        worker = RemoteWorker(handle, name, self.learner, output, self._node)
         self._workers[worker_id] = worker
         return worker
 

@@ -52,6 +52,8 @@ MAX_FAILED_LOOKS = 5  # looks at the machines that may fail in a row; one more e
 class WorkerControl(Protocol):
     """Interface of the runner that starts and ends workers (`runner.Runner`)."""
 
+    @property
+    def refused(self) -> Mapping[str, str]: ...  # instance types that cannot serve, and why
     def want_worker(self, info: WorkerInfo) -> None: ...
     def unwant_worker(self, worker_id: str, reason: str, limit_s: float) -> None: ...
     async def collect_worker_stats(self) -> None: ...
@@ -156,7 +158,8 @@ class ReconcileLoop(QuietObserver):
         """Reconcile at intervals until cancelled.
 
         Raises:
-            RunError: more than MAX_FAILED_LOOKS looks at the machines failed in a row.
+            RunError: more than MAX_FAILED_LOOKS looks at the machines failed in a row, or no instance type is
+                left that can serve.
             ClusterError: the cluster can never provide the machines that the fleet's settings permit.
         """
         failed = 0
@@ -175,6 +178,7 @@ class ReconcileLoop(QuietObserver):
                     self._tell("fleet", f"the machines could not be looked at ({failed} in a row): {why}")
                 await asyncio.sleep(self._config.fleet.tick_s)
                 await hands.collect_worker_stats()
+                self._refuse(hands.refused)
                 self.fleet.limits = self._limits()
                 need, useful, now_s = self._need(), self._num_useful(), self._clock.now_s()
                 actions = self.fleet.tick(now_s, need, published=self._published, useful=useful)
@@ -189,6 +193,13 @@ class ReconcileLoop(QuietObserver):
             await asyncio.gather(*self._releases.values(), return_exceptions=True)
             with suppress(RunError):  # the cluster may be gone, which is what ended the run
                 await self._actuator.close()
+
+    def _refuse(self, refused: Mapping[str, str]) -> None:
+        """Buy no more machines of the instance types whose engines cannot start."""
+        for instance_type, why in refused.items():
+            self.fleet.refuse(instance_type)
+            if self._worker_configs.keys() <= refused.keys():
+                raise RunError(f"no instance type is left that can serve; {instance_type}: {why}")
 
     async def _act(self, hands: WorkerControl, actions: list[FleetAction]) -> None:
         for action in actions:

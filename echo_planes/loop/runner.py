@@ -20,9 +20,13 @@ from echo_planes.config.schema import Config
 from echo_planes.data.claims import Rules, answers_fault, rules_of, stats_fault
 from echo_planes.errors import (
     ClusterError,
+    ConfigError,
     EchoPlanesError,
+    EngineStartError,
     LeaseError,
+    ModelError,
     RunError,
+    UserError,
     WaitTimeoutError,
     WeightsError,
 )
@@ -111,6 +115,9 @@ class Runner:
         self._ended: set[tuple[str, int]] = set()  # incarnations that have ended
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: EchoPlanesError | None = None
+        self._mistake: UserError | None = None  # by which a worker could not start
+        self._proven: set[str] = set()  # kinds of workers (`_kind_of`) of which an engine has started
+        self.refused: dict[str, str] = {}  # kinds of which none can start, and why
         self._free_since_s = 0.0  # when the learner became idle
         self._idle_s = 0.0  # waits of the learner since its last step, without the current one
         self._manifest: Manifest | None = None  # of the newest publication
@@ -166,6 +173,8 @@ class Runner:
                         self._tell_guard(action)
                     else:
                         self._spawn(self._carry_out(action))
+            if finish.status == "failed" and self._mistake and not self._built:
+                raise self._mistake
             if finish.status == "done" and (missing := self.controller.missing_evaluations):
                 self._observer.on_event(
                     "evaluation",
@@ -283,6 +292,7 @@ class Runner:
                 await self._end_worker(worker_id)
                 return
             self._built.add((worker_id, epoch))
+            self._proven.add(self._kind_of(worker_id))
             if self._keeper is not None:
                 await self._schedule_on(worker_id, worker, self._keeper.schedule)
             if self._adapter is not None:
@@ -290,6 +300,12 @@ class Runner:
             self._events.put_nowait(ev.WorkerReady(worker_id, epoch))
             with self._watch.over("sampling", worker_id), self._watch.over("reward", worker_id):
                 await worker.run()
+        except (ConfigError, ModelError) as why:  # settings or a model that this worker cannot serve
+            self._mistake = why
+            self._lost(worker_id, epoch, str(why), is_final=True)
+        except EngineStartError as why:
+            has_started = self._kind_of(worker_id) in self._proven
+            self._lost(worker_id, epoch, str(why), is_final=why.is_final and not has_started)
         # LeaseError: the data plane fenced the worker
         except (RunError, LeaseError, ClusterError, WeightsError) as why:
             await self._hear_complaints()
@@ -446,12 +462,22 @@ class Runner:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _lost(self, worker_id: str, epoch: int, reason: str) -> None:
+    def _lost(self, worker_id: str, epoch: int, reason: str, *, is_final: bool = False) -> None:
         if (worker_id, epoch) in self._ended:
             return  # several pending calls report the same loss
         self._gone(worker_id, epoch)
-        self._observer.on_event("worker lost", reason, worker=worker_id)
-        self._events.put_nowait(ev.WorkerLost(worker_id, epoch, reason))
+        told = reason
+        if is_final:
+            kind = self._kind_of(worker_id)
+            self.refused[kind] = reason
+            told = f"{reason}; {kind} is not started again: it would fail alike"
+        self._observer.on_event("worker lost", told, worker=worker_id)
+        self._events.put_nowait(ev.WorkerLost(worker_id, epoch, reason, is_final))
+
+    def _kind_of(self, worker_id: str) -> str:
+        """Return what starts alike: a worker, and in a fleet that buys its machines their instance type."""
+        is_own = self._config.fleet.scale == "fixed" or worker_id in self._seeders
+        return worker_id if is_own else self._fleet[worker_id].instance_type
 
     def _gone(self, worker_id: str, epoch: int) -> None:
         """Mark an incarnation as ended: later failures of it are no loss, and it costs nothing more."""

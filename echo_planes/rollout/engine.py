@@ -40,8 +40,17 @@ class Engine(Protocol):
         """
         ...
 
+    @property
+    def progress(self) -> str:
+        """Text of what the engine has computed, which changes also while it reads long prompts."""
+        ...
+
     async def start(self) -> None:
-        """Build the engine and answer one warm-up request. Slow (tens of seconds)."""
+        """Build the engine and answer one warm-up request. Slow (tens of seconds).
+
+        Raises:
+            EngineStartError: it did not start.
+        """
         ...
 
     async def generate(

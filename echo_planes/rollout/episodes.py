@@ -54,17 +54,18 @@ class Player:
         on_sampled: Callable[[], None],
         partials: Sequence[PartialRollout] = (),
         draw: Draw | None = None,
+        on_asks: Callable[[int], None] = lambda change: None,
     ) -> Group:
         """Play and score all samples of one prompt.
 
         A failed rollout marks every sample of the group as failed; a failed reward marks its own sample, and
         those that the scorer then left out. `on_sampled` is called when all samples are complete, before they
-        are scored. `on_piece`, `partials` and `draw`: see `GroupPolicy`.
+        are scored. `on_piece`, `partials`, `draw` and `on_asks`: see `GroupPolicy`.
 
         Raises:
             RunError: the engine hangs or died, or no process for rewards starts: replace this worker.
         """
-        policy = GroupPolicy(self._engine, self._max_new_tokens, on_piece, partials, draw)
+        policy = GroupPolicy(self._engine, self._max_new_tokens, on_piece, partials, draw, on_asks)
         error = ""
         scored: list[tuple[Episode, Reward | RewardFailure]] = []
         plays = [asyncio.ensure_future(self._task.rollout(prompt, policy)) for _ in range(num_samples)]

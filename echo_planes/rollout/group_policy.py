@@ -25,6 +25,7 @@ class GroupPolicy:
             the tokens that arrived.
         partials: calls of an earlier worker, numbered 0, 1, ...; new calls get the numbers after them.
         draw: temperature and top-p; None: as for training.
+        on_asks: called with 1 when a request to the engine begins, and with -1 when it ends.
     """
 
     def __init__(
@@ -34,8 +35,10 @@ class GroupPolicy:
         on_piece: Callable[[int, tuple[int, ...], Sample], None],
         partials: Sequence[PartialRollout] = (),
         draw: Draw | None = None,
+        on_asks: Callable[[int], None] = lambda change: None,
     ) -> None:
         self._engine = engine
+        self._on_asks = on_asks
         self._draw = draw
         self._max_new_tokens = max_new_tokens
         self._on_piece = on_piece
@@ -71,6 +74,7 @@ class GroupPolicy:
         work: list[Coroutine[Any, Any, list[Sample]]] = [self._go_on(key, *partial) for partial in begun]
         if len(joining) > len(begun):
             work.append(self._begin(key, len(joining) - len(begun)))
+        self._on_asks(1)
         try:
             answers = [sample for samples in await _together(work) for sample in samples]
             if len(answers) != len(joining):  # otherwise some samples would wait for ever
@@ -82,6 +86,8 @@ class GroupPolicy:
                 if not future.done():
                     future.set_exception(why)
             return
+        finally:
+            self._on_asks(-1)
         for future, sample in zip(joining, answers, strict=True):
             if not future.done():
                 future.set_result(sample)

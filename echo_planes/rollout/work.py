@@ -19,6 +19,7 @@ class Work:
     lease: Lease
     sampling: bool = True  # False: all samples are complete and in scoring
     serving: asyncio.Task[None] | None = None  # None: the lease waits for a slot
+    asks: int = 0  # requests that the engine has not answered in full
     # By call, since the last message: context (empty for a call sent before) and pieces of the sample.
     pieces: dict[int, tuple[tuple[int, ...], list[Sample]]] = field(default_factory=dict)
     sent: dict[int, int] = field(default_factory=dict)  # tokens of each call that the data plane has

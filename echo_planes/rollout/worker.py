@@ -288,6 +288,7 @@ class RolloutWorker:
     async def progress(self) -> dict[str, str]:
         """Return how far "sampling" and "evaluation" are, as texts that change with every token and group.
 
+        Also with what the engine has computed of prompts, which may take longer than a wait for tokens.
         Also "reward", by the answer that has been scored for longest, so that one that hangs shows though
         others go on; and "weight install", once the engine takes it in: bytes of later versions are no
         progress then.
@@ -296,16 +297,23 @@ class RolloutWorker:
         if longest := self._scorer.longest():
             found["reward"] = longest
         if self._installing >= 0:
-            found["weight install"] = f"the engine installs version {self._installing}"
+            # It waits for the step that the engine is in.
+            found["weight install"] = self._with_computed(f"the engine installs version {self._installing}")
         if self._work:
             scoring = sum(not work.sampling for work in self._work.values())
-            found["sampling"] = (
+            found["sampling"] = self._with_computed(
                 f"{self._load.tokens} tokens sampled, {len(self._work)} groups in flight, {scoring} of them "
                 "wait for rewards"
             )
         if self._evaluating:
-            found["evaluation"] = f"{self._evaluated_tokens} tokens sampled for evaluations"
+            found["evaluation"] = self._with_computed(
+                f"{self._evaluated_tokens} tokens sampled for evaluations"
+            )
         return found
+
+    def _with_computed(self, text: str) -> str:
+        computed = self._engine.progress
+        return f"{text}; {computed}" if computed else text
 
     async def stats(self) -> WorkerStats:
         """Return the counters of this incarnation."""
@@ -360,6 +368,9 @@ class RolloutWorker:
             work.add(number, context, piece)
             self._load.sampled(len(piece.token_ids))
 
+        def on_asks(change: int) -> None:
+            work.asks += change
+
         def on_sampled() -> None:
             work.sampling = False
             self._begin_queued()
@@ -369,7 +380,13 @@ class RolloutWorker:
             if self._kind.slowdown_s:
                 await asyncio.sleep(self._kind.slowdown_s)
             group = await self._player.group(
-                lease.group_id, lease.prompt, lease.num_samples, on_piece, on_sampled, lease.partials
+                lease.group_id,
+                lease.prompt,
+                lease.num_samples,
+                on_piece,
+                on_sampled,
+                lease.partials,
+                on_asks=on_asks,
             )
             self._finished.append((lease.lease_id, group))
             self._has_finished.set()
@@ -396,16 +413,26 @@ class RolloutWorker:
     async def _stream_tokens(self) -> None:
         """Send the tokens that arrived, at least four times per lease period.
 
-        Empty messages keep leases alive that wait or are in scoring, which has deadlines of its own.
+        Empty messages keep leases alive that wait, that ask an engine which computes (the prompts before
+        theirs may take longer than a lease), or are in scoring, which has deadlines of its own.
         """
         interval_s = min(self._sampling.stream_s, self._sampling.lease_s / 4)
+        computed = self._engine.progress
         while True:
             await asyncio.sleep(interval_s)
             if not self._work:
                 continue
             await self._tell()
+            before, computed = computed, self._engine.progress
             async with self._sending:
-                works = [w for w in self._work.values() if w.pieces or not w.sampling or w.serving is None]
+                works = [
+                    work
+                    for work in self._work.values()
+                    if work.pieces
+                    or not work.sampling
+                    or work.serving is None
+                    or (work.asks and computed != before)
+                ]
                 messages = [work.take_tokens() for work in works]
                 # Sent even without messages: the answer may name a lease that has no tokens yet.
                 refused = set(await self._source.stream(self._id, self._epoch, messages))

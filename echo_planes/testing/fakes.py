@@ -116,6 +116,7 @@ class FakeEngine:
         self.digest = ""
         self.digest_mismatches = 0
         self.last_pause_s = 0.0
+        self.progress = ""  # its prompts take no time
 
     def _check_alive(self) -> None:
         if self._dies_at_s is not None and asyncio.get_running_loop().time() >= self._dies_at_s:

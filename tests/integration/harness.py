@@ -313,7 +313,8 @@ def lossy_run(words: list[str]) -> int:
     class LossyPlanes(launch.RayPlanes):
         async def spawn_worker(self, worker_id: str, epoch: int) -> LossyWorker:
             plain = await super().spawn_worker(worker_id, epoch)
-            worker = LossyWorker(plain.handle, f"worker {worker_id}", self.learner)
+            output = self._failures / f"engine-{worker_id}-{epoch}.txt"
+            worker = LossyWorker(plain.handle, f"worker {worker_id}", self.learner, output)
             worker.undelivered = set(LOST_VERSIONS)
             return worker
 

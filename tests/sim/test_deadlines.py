@@ -14,7 +14,7 @@ from echo_planes.errors import WaitTimeoutError
 from echo_planes.loop.watch import STALLED_S
 from echo_planes.testing import simulation as simulations
 from echo_planes.testing.fakes import FakeEngine, FakeLearner, FakeWeights, InlineScorer
-from echo_planes.testing.simulation import Faults, Simulation, Trace, tiny_config
+from echo_planes.testing.simulation import Faults, Simulation, Trace, replace_section, tiny_config
 from echo_planes.types import (
     Draw,
     Episode,
@@ -181,6 +181,30 @@ def test_a_worker_that_samples_nothing_is_named(tmp_path: Path, monkeypatch: pyt
     assert all(line.startswith("stalled w1 None sampling ") for line in lines)
     assert "sampling has stood still for" in lines[0]
     assert "groups in flight" in lines[0]
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_prompt_that_takes_minutes_to_read_is_no_stall(
+    tmp_path: Path, reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first token only the engine knows that it moves; the control's stands still."""
+
+    class Reading(FakeEngine):
+        async def generate(self, prompt_ids: Sequence[int], **asked: Any) -> list[Sample]:
+            for computed in range(10):
+                await asyncio.sleep(20.0)
+                if reads:
+                    self.progress = f"{asyncio.get_running_loop().time()}: {2048 * computed} tokens computed"
+            return await super().generate(prompt_ids, **asked)
+
+    monkeypatch.setattr(simulations, "FakeEngine", Reading)
+    config = tiny_config(steps=2)
+    config = config.model_copy(update={"eval": replace_section(config.eval, every=1)})
+    outcome, trace = Simulation(config, tmp_path).run()
+    if reads:
+        assert (outcome.status, stalls(trace)) == ("done", [])
+    else:
+        assert {"sampling", "evaluation"} <= {line.split()[3] for line in stalls(trace)}
 
 
 def test_a_reward_that_hangs_is_named_within_a_minute_though_others_go_on(

@@ -368,6 +368,15 @@ def test_a_lost_worker_comes_back_with_a_new_epoch_and_a_growing_delay() -> None
     assert loop.controller.restarts == {"w0": 3, "w1": 0}
 
 
+def test_a_worker_that_would_fail_alike_is_not_started_again() -> None:
+    loop = Loop(settings(restarts=3), ("w0", "w1"))
+    loop.start()
+    assert loop.tell(ev.WorkerLost("w0", 0, "page size", is_final=True)) == [ev.StopWorker("w0")]
+    assert loop.controller.restarts == {"w0": 0, "w1": 0}  # w1 goes on
+    (end,) = loop.tell(ev.WorkerLost("w1", 0, "page size of w1", is_final=True))
+    assert end == ev.Finish("failed", "no worker is left; the last one, w1: page size of w1")
+
+
 def test_losses_far_apart_are_not_in_a_row() -> None:
     """Over weeks every worker is lost more often than a broken one would be started again."""
     loop = Loop(settings(restarts=2), ("w0", "w1"))

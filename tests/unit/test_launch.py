@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from echo_planes.rollout.actor import FIRST_WEIGHTS
 
 @pytest.mark.parametrize("has_started", [True, False])
 def test_a_worker_is_killed_if_it_does_not_stop_in_time_or_has_never_started(
-    has_started: bool, monkeypatch: pytest.MonkeyPatch
+    has_started: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """While it builds its engine it hears nothing: whoever ends a run would wait for that in vain."""
     killed: list[Any] = []
@@ -34,7 +35,7 @@ def test_a_worker_is_killed_if_it_does_not_stop_in_time_or_has_never_started(
         called = SimpleNamespace(remote=at_once)
         handle = SimpleNamespace(start=called, join=called, stop=SimpleNamespace(remote=stop))
         learner: Any = SimpleNamespace(sender=at_once)
-        worker = RemoteWorker(handle, "w0", learner)
+        worker = RemoteWorker(handle, "w0", learner, tmp_path)
         if has_started:
             await worker.start()
         stopping = asyncio.create_task(worker.stop())
@@ -52,7 +53,9 @@ def test_a_worker_is_killed_if_it_does_not_stop_in_time_or_has_never_started(
 
 
 @pytest.mark.parametrize("has_published", [False, True])
-def test_a_worker_without_weights_moves_with_the_learner_until_it_publishes(has_published: bool) -> None:
+def test_a_worker_without_weights_moves_with_the_learner_until_it_publishes(
+    has_published: bool, tmp_path: Path
+) -> None:
     """Before that nothing can come to it; after that only bytes are progress."""
 
     async def story() -> dict[str, str]:
@@ -64,7 +67,7 @@ def test_a_worker_without_weights_moves_with_the_learner_until_it_publishes(has_
 
         handle = SimpleNamespace(progress=SimpleNamespace(remote=of_worker))
         learner: Any = SimpleNamespace(has_published=has_published, progress=of_learner)
-        return await RemoteWorker(handle, "w0", learner).progress()
+        return await RemoteWorker(handle, "w0", learner, tmp_path).progress()
 
     told = asyncio.run(story())["engine start"]
     assert told == (

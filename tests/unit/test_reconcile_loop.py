@@ -13,6 +13,7 @@ from echo_planes.config.fleet import FleetConfig, WorkerConfig
 from echo_planes.config.schema import Config
 from echo_planes.errors import ClusterError, RunError, WaitTimeoutError
 from echo_planes.fleet.actuators.actuator import Machine, MachineState
+from echo_planes.fleet.instance_record import MOST_BACK_OFF_S
 from echo_planes.loop.reconcile import (
     MAX_FAILED_LOOKS,
     NODE_LABEL,
@@ -124,6 +125,7 @@ class Scene:
     kinds: dict[str, WorkerConfig] = field(default_factory=dict)
     stats: dict[str, WorkerStats] = field(default_factory=dict)  # answered at the next tick
     parked: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)  # instance types, and why
 
     @property
     def data(self) -> Scene:
@@ -311,6 +313,25 @@ def test_an_engine_that_never_serves_is_ended_and_a_machine_that_never_comes_is_
         await until(lambda: scene.machines.wanted == {})
 
     scene.play(act)
+
+
+def test_no_machine_of_a_type_that_cannot_serve_is_bought_again() -> None:
+    scene = Scene(settings(kind("a"), kind("b")))
+
+    async def act(scene: Scene) -> None:
+        await until(lambda: set(scene.wanted) == {"w0", "w1"})
+        scene.refused["a/on_demand"] = "page size"
+        scene.gone("w0")
+        scene.gone("w1")  # it died: others of its type follow
+        await until(lambda: "w2" in scene.wanted)
+        await asyncio.sleep(2 * MOST_BACK_OFF_S)  # a type that may serve is left out no longer than this
+        assert {one.instance_type for name, one in scene.wanted.items() if name > "w1"} == {"b/on_demand"}
+        scene.refused["b/on_demand"] = "no kernel"
+        await asyncio.sleep(10 * TICK_S)
+        pytest.fail("it went on without a worker that could serve")
+
+    with pytest.raises(RunError, match=r"no instance type is left that can serve; .*: (page size|no kernel)"):
+        scene.play(act)
 
 
 def test_engines_are_not_given_up_while_the_learner_starts() -> None:

@@ -297,6 +297,30 @@ def test_streamed_tokens_renew_a_lease_and_silence_does_not() -> None:
     work(make(Silent(seconds=3 * LEASE_S), quiet), 4 * LEASE_S)
     assert quiet.renewed == []
 
+    class Reading(Silent):
+        """Its prompts take long."""
+
+        @property
+        def progress(self) -> str:
+            return f"{asyncio.get_running_loop().time():.0f} tokens computed"
+
+        @progress.setter
+        def progress(self, text: str) -> None:
+            return None
+
+    read = Source(1)
+    work(make(Reading(seconds=3 * LEASE_S), read), 4 * LEASE_S)
+    assert read.renewed[-1][0] > 2 * LEASE_S
+    asked = Source(1)  # by a task that does not ask the engine, which computes for others
+    work(make(Reading(), asked, fake_task(Hanging)), 4 * LEASE_S)
+    assert asked.renewed == []
+
+
+class Hanging(FakeTask):
+    async def rollout(self, prompt: Prompt, policy: Policy) -> Episode:
+        await asyncio.get_running_loop().create_future()  # never answers
+        raise AssertionError
+
 
 @pytest.mark.parametrize("stream_s", [2.0, 4.0])
 def test_tokens_are_sent_in_the_interval_in_which_they_came(stream_s: float) -> None:

@@ -22,10 +22,20 @@ import numpy as np
 from echo_planes.config.fleet import EngineConfig
 from echo_planes.config.kv_schedule import Schedule
 from echo_planes.config.schema import SamplingConfig
-from echo_planes.errors import ConfigError, ModelError, RunError, TaskError, WeightsError, one_line
+from echo_planes.errors import (
+    ConfigError,
+    EngineStartError,
+    ModelError,
+    RunError,
+    TaskError,
+    WeightsError,
+    one_line,
+)
 from echo_planes.rollout.sparsity.acceptance import Audit
 from echo_planes.rollout.vllm.answers import Answer, Origins, label
 from echo_planes.rollout.vllm.environment import ENVIRONMENT, engine_environment, staging_parent
+from echo_planes.rollout.vllm.output import DIED, EngineOutput, root_cause, would_fail_again
+from echo_planes.rollout.vllm.work_counter import WorkCounter
 from echo_planes.types import Draw, Manifest, Publication, Sample, joined
 from echo_planes.weights.receiver import check_payload
 from echo_planes.weights.sparse_adapter import SparseAdapter
@@ -42,6 +52,7 @@ _GIB = 1 << 30
 _STREAM_INTERVAL_TOKENS = 16
 # Longest wait for several ranks: the install of a model that fills eight GPUs takes a few minutes.
 _RANKS_LIMIT_S = 600.0
+_ENDING_S = 5.0  # longest wait for the end of processes of an engine that did not start
 
 
 class VllmEngine:
@@ -82,6 +93,8 @@ class VllmEngine:
         self._params: dict[tuple[int, int, Draw], SamplingParams] = {}
         self._install_lock = asyncio.Lock()
         self._staging: Path | None = None
+        self._output = EngineOutput()
+        self._counter: WorkCounter | None = None
 
     @property
     def version(self) -> int:
@@ -98,6 +111,10 @@ class VllmEngine:
     @property
     def last_pause_s(self) -> float:
         return self._last_pause_s
+
+    @property
+    def progress(self) -> str:
+        return "" if self._counter is None else str(self._counter)
 
     @property
     def vllm(self) -> AsyncLLM:
@@ -118,18 +135,25 @@ class VllmEngine:
         Raises:
             ModelError: the model folder cannot be served.
             ConfigError: vLLM refuses `EngineConfig.extra`.
-            RunError: the engine process did not start, or would not compute with installed weights.
+            EngineStartError: the engine did not start, or would not compute with installed weights.
         """
         if not (self._model_folder / "config.json").is_file():
             raise ModelError(f"{self._model_folder} holds no config.json: not a Hugging Face model folder")
         self._staging = Path(tempfile.mkdtemp(prefix="echo_planes_", dir=staging_parent()))  # mode 0700
-        self._vllm = self._build()
-        if self._config.pipeline_parallel_size > 1:
-            await self._ask("echo_planes_make_room")
-        self._digest = await self.live_digest()
-        await self._vllm.update_weight_version(self._label(self._version, self._digest))
-        await self.generate([0], num_samples=1, max_new_tokens=1, on_tokens=lambda *_: None)
-        await self._check_live()
+        self._counter = WorkCounter(counter := self._staging / "computed", create=True)
+        try:
+            # In a thread, so that this process says meanwhile how far it is.
+            await asyncio.to_thread(self._build, counter)
+            if self._config.pipeline_parallel_size > 1:
+                await self._ask("echo_planes_make_room")
+            self._digest = await self.live_digest()
+            await self.vllm.update_weight_version(self._label(self._version, self._digest))
+            await self.generate([0], num_samples=1, max_new_tokens=1, on_tokens=lambda *_: None)
+            await self._check_live()
+        except EngineStartError:
+            raise
+        except RunError as error:
+            raise await asyncio.to_thread(self._not_started, error) from error
         # The imported objects live as long as the process. Scanning them in every full collection cost three
         # times the CPU time of a request.
         gc.collect()
@@ -139,7 +163,24 @@ class VllmEngine:
         # Called after a request, when vLLM has made any copies of the weights that it makes.
         found = await self._ask("echo_planes_check_live")
         if found:
-            raise RunError(f"published weights would not reach what this vLLM computes with: {found}")
+            raise EngineStartError(
+                f"published weights would not reach what this vLLM computes with: {found}", is_final=True
+            )
+
+    def _not_started(self, error: RunError) -> EngineStartError:
+        """Return the error of an engine that did not start, with the cause that its processes printed."""
+        text = self._output.text(_ENDING_S)
+        has_ended = self._vllm is None or DIED in text
+        if has_ended and (cause := root_cause(text)):
+            return EngineStartError(
+                f"the vLLM engine did not start: {cause}", text, is_final=would_fail_again(cause)
+            )
+        why, last = error.__cause__, next((line for line in reversed(text.splitlines()) if line), "nothing")
+        return EngineStartError(
+            one_line(f"{error}; its processes wrote last: {last}"),
+            text,
+            is_final=would_fail_again(f"{type(why).__name__}: {why}"),
+        )
 
     async def close(self) -> None:
         """End the engine and its process. Requests in flight fail with `RunError`."""
@@ -155,7 +196,12 @@ class VllmEngine:
             shutil.rmtree(self._staging, ignore_errors=True)
             self._staging = None
 
-    def _build(self) -> AsyncLLM:
+    def _cause(self, error: Exception) -> str:
+        """Return why the engine died: what its processes printed of it, or what vLLM says."""
+        text = self._output.text()
+        return root_cause(text) if DIED in text else str(error)
+
+    def _build(self, counter: Path) -> None:
         os.environ.update({name: value for name, value in self.environment.items() if name not in os.environ})
         # The variable would override the configured KV cache, and vLLM reads it as a whole number only.
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
@@ -167,7 +213,7 @@ class VllmEngine:
         from echo_planes.rollout.vllm.plugin import OneRank, SeveralRanks
 
         on_cpu = current_platform.is_cpu()
-        with engine_environment(on_cpu, self._config.num_ranks):
+        with engine_environment(on_cpu, self._config.num_ranks, counter):
             try:
                 settings = AsyncEngineArgs(
                     model=str(self._model_folder),
@@ -192,12 +238,13 @@ class VllmEngine:
                 extra = f"engine.extra={self._config.extra}" if self._config.extra else "the engine's options"
                 raise ConfigError(f"{extra}: vLLM refuses it: {one_line(str(error))}") from error
             try:
-                return AsyncLLM(
-                    settings,
-                    OneRank if self._config.num_ranks == 1 else SeveralRanks,
-                    log_stats=False,
-                    log_requests=False,
-                )
+                with self._output.taken():
+                    self._vllm = AsyncLLM(
+                        settings,
+                        OneRank if self._config.num_ranks == 1 else SeveralRanks,
+                        log_stats=False,
+                        log_requests=False,
+                    )
             except (RuntimeError, ValueError) as error:
                 raise RunError(f"the vLLM engine did not start: {one_line(str(error))}") from error
 
@@ -265,7 +312,7 @@ class VllmEngine:
                     pieces[index].append(piece)
                     on_tokens(index, piece)
         except (EngineDeadError, EngineGenerateError) as error:
-            raise RunError(f"the vLLM engine died while it sampled: {error}") from error
+            raise RunError(f"the vLLM engine died while it sampled: {self._cause(error)}") from error
         return [joined(sample) for sample in pieces]
 
     def _sampling_params(self, num_samples: int, max_tokens: int, draw: Draw) -> SamplingParams:
@@ -356,7 +403,10 @@ class VllmEngine:
                     await self._resume()
             self._digest_mismatches = int(await self._ask("echo_planes_digest_mismatches"))
         except EngineDeadError as error:
-            raise RunError(f"the vLLM engine died while it installed version {manifest.version}") from error
+            why = self._cause(error)
+            raise RunError(
+                f"the vLLM engine died in the install of version {manifest.version}: {why}"
+            ) from error
         except RunError:
             raise
         except Exception as error:  # vLLM hands over what the engine process raised as a bare Exception

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from echo_planes.cluster.scratch import shared_folder
+from echo_planes.rollout.vllm.work_counter import COUNTER
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # models are local folders
@@ -24,14 +26,16 @@ def staging_parent() -> str | None:
 
 
 @contextmanager
-def engine_environment(on_cpu: bool, num_ranks: int = 1) -> Iterator[None]:
+def engine_environment(on_cpu: bool, num_ranks: int, counter: Path) -> Iterator[None]:
     """Set the variables that the engine's processes inherit, and restore the environment afterwards.
 
     Args:
         on_cpu: whether the engine computes on the CPU.
         num_ranks: processes of the engine that hold weights.
+        counter: file of its `WorkCounter`.
     """
     variables = {
+        COUNTER: str(counter),
         "PYTHONWARNINGS": "ignore",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         # All ranks are on this machine. Without these settings even a single rank would listen on the

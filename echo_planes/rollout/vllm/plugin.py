@@ -38,6 +38,7 @@ from echo_planes.cluster.process import die_with_parent
 from echo_planes.cluster.scratch import name_shared_memory
 from echo_planes.errors import WeightsError
 from echo_planes.rollout.vllm.shards import GlooRanks, check_loaded, hugging_face_pieces, placed
+from echo_planes.rollout.vllm.work_counter import WorkCounter
 from echo_planes.types import Manifest, TensorSpec
 from echo_planes.weights.codec.changes import exchange
 from echo_planes.weights.codec.entry import Applied, Change
@@ -48,6 +49,7 @@ from echo_planes.weights.shards import ShardedTensors, ShardReceiver, together
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig, WeightTransferConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 BACKEND = "echo_planes"
 _LOW_HALF = 0xFFFF
@@ -307,7 +309,16 @@ class OneRank(UniProcExecutor):  # type: ignore[misc]
 
     def _init_executor(self) -> None:
         enter_process()
+        self._counter = WorkCounter.of_this_process()
         super()._init_executor()
+        if self._counter is not None and current_platform.is_cpu():
+            # There a single step may take a minute. On GPUs layers are compiled: hooks would be in the way.
+            _count_layers(self.driver_worker.worker.get_model(), self._counter)
+
+    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **named: Any) -> Any:
+        if self._counter is not None:
+            self._counter.add_tokens(scheduler_output.total_num_scheduled_tokens)
+        return super().execute_model(scheduler_output, *args, **named)
 
 
 class SeveralRanks(MultiprocExecutor):  # type: ignore[misc]
@@ -315,7 +326,21 @@ class SeveralRanks(MultiprocExecutor):  # type: ignore[misc]
 
     def _init_executor(self) -> None:
         enter_process()
+        self._counter = WorkCounter.of_this_process()
         super()._init_executor()
+
+    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **named: Any) -> Any:
+        if self._counter is not None:
+            self._counter.add_tokens(scheduler_output.total_num_scheduled_tokens)
+        return super().execute_model(scheduler_output, *args, **named)
+
+
+def _count_layers(model: torch.nn.Module, counter: WorkCounter) -> None:
+    """Have the entries of each list of modules, such as the layers, count their forward passes."""
+    for modules in model.modules():
+        if isinstance(modules, torch.nn.ModuleList):
+            for layer in modules:
+                layer.register_forward_pre_hook(lambda *_: counter.add_layer())
 
 
 class WorkerExtension:
