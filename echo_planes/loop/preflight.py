@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from echo_planes.cluster.placement import Machine
 from echo_planes.config.extensions import extension
 from echo_planes.config.files import MIB, MODEL_JSON_BYTES, check_regular, read_json
@@ -188,7 +190,7 @@ def check_weights(weights: WeightsConfig) -> None:
 
 
 def check_model(folder: Path) -> None:
-    """Check that the folder holds a model whose tokenizer has an end token."""
+    """Check that the folder holds a model of floats whose tokenizer has an end token."""
     name = f"model.path={folder}"
     if not os.path.isdir(folder):  # unlike Path.is_dir, it never raises
         raise ModelError(f"{name}: no such folder; give a Hugging Face model folder, or builtin:tiny-math")
@@ -208,6 +210,27 @@ def check_model(folder: Path) -> None:
             f"{name}: its tokenizer has no end token, so answers would never stop; set 'eos_token' in "
             "tokenizer_config.json"
         )
+    _check_types(name, folder)
+
+
+def _check_types(name: str, folder: Path) -> None:
+    """Check that bf16, which is what workers get, can hold the weights, as far as their types tell.
+
+    Buffers of whole numbers may be there: they are neither trained nor published.
+    """
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="np") as file:
+                types = {key: file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
+        except SafetensorError:  # no such file: who loads the weights says it
+            continue
+        for key, code in types.items():
+            is_weight = "weight" in key.rpartition(".")[2] or code.startswith("F")
+            if is_weight and code not in ("BF16", "F16", "F32"):
+                raise ModelError(
+                    f"{name}: tensor {key!r} is {code}: weights are trained and published in bf16, which a "
+                    "quantized model has not; give the model in bf16, fp16 or fp32"
+                )
 
 
 def check_positions(config: Config) -> None:
