@@ -23,6 +23,8 @@ from typing import Any, Self
 
 from echo_planes.cluster.process import die_with_parent
 from echo_planes.config.files import user_path
+from echo_planes.config.gguf_model import is_gguf
+from echo_planes.config.hub import pinned
 from echo_planes.config.schema import BUILTIN_MODELS, Config
 from echo_planes.data.tasks.adapter import Tokenizer
 from echo_planes.data.tasks.check import NUM_PROMPTS, PROBE_LIMIT_S, Finding, Level, Setting, TaskCheck
@@ -33,6 +35,7 @@ from echo_planes.loop.loading import load_config
 from echo_planes.testing.fakes import FakeTokenizer
 
 START_LIMIT_S = 120.0  # for imports on a busy machine
+CONVERT_LIMIT_S = 3600.0  # for a GGUF file; once, and large ones take minutes
 GRACE_S = 5.0  # beyond a limit, at which the child ends itself with a traceback, until it is killed
 FATAL = ("build", "prompts", "held-out prompts")  # an error of these probes ends the check
 OTHER_PROCESS = "another process"  # the last probe, with a second child process
@@ -288,6 +291,11 @@ def answer_parent() -> None:
     arm("importing the task", "error", request["limit_s"])
     try:
         config = load_config(request["words"])
+        if is_gguf(config.model.path):
+            arm("converting the model", "error", CONVERT_LIMIT_S)
+            model = config.model.model_copy(update={"path": pinned(config.model.path)})
+            config = config.model_copy(update={"model": model})
+            arm("importing the task", "error", request["limit_s"])
         tokenizer, vocabulary, said = _tokenizer(config)
         check = TaskCheck(_setting(config, tokenizer, vocabulary), arm)
     except UserError as error:

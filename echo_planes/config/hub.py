@@ -1,8 +1,9 @@
 """Models of the Hugging Face hub: ORG/NAME or ORG/NAME@REVISION in place of a model folder, and its upload.
 
-`pinned` decides once, where a command begins, whether a text names a folder or a model of the hub, and
-replaces the revision by its commit. Every machine then fetches that commit, unless it is there, into the
-cache that all programs of its user share (`HF_HOME`). `HF_TOKEN` opens private and gated models.
+`pinned` decides once, where a command begins, whether a text names a folder, a GGUF file or a model of the
+hub, and replaces the file by its converted folder, the revision by its commit. Every machine then fetches
+that commit, unless it is there, into the cache that all programs of its user share (`HF_HOME`). `HF_TOKEN`
+opens private and gated models.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from echo_planes.config.files import user_path
+from echo_planes.config.gguf_model import converted, is_gguf
 from echo_planes.errors import ModelError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
@@ -23,7 +25,7 @@ FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 
 def is_hub_name(text: str) -> bool:
     """Return whether a text names a model of the hub, and no folder of this machine."""
-    return _NAME.fullmatch(text) is not None and not os.path.isdir(user_path(text))
+    return _NAME.fullmatch(text) is not None and not is_gguf(text) and not os.path.isdir(user_path(text))
 
 
 def is_pinned(text: str) -> bool:
@@ -32,11 +34,15 @@ def is_pinned(text: str) -> bool:
 
 
 def pinned(name: str) -> str:
-    """Return the name of a model with the commit that its revision is now; folders and others as they are.
+    """Return the name of a model with the commit that its revision is now, and the folder of a GGUF file;
+    others as they are.
 
     Raises:
-        ModelError: as `fetch`.
+        ModelError: as `fetch` and `gguf_model.converted`.
+        ClusterError: as `gguf_model.converted`.
     """
+    if is_gguf(name):
+        return str(converted(name))
     if is_pinned(name) or not is_hub_name(name):
         return name
     return f"{name.partition('@')[0]}@{fetch(name).name}"  # the cache names a folder by its commit

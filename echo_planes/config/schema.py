@@ -75,8 +75,8 @@ class ModelConfig(Section):
 
     path: str = Fixed(
         "builtin:tiny-math",
-        description="model folder, ORG/NAME[@REVISION] of the Hugging Face hub, or builtin:tiny-math, "
-        "-carry, -code, -poker",
+        description="model folder, GGUF file, ORG/NAME[@REVISION] of the Hugging Face hub, or "
+        "builtin:tiny-math, -carry, -code, -poker",
     )
     max_model_len: PositiveInt = Free(512, description="prompt + response, tokens")
 

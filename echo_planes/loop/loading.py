@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from echo_planes.config.fields import unknown_key, with_present_keys
+from echo_planes.config.gguf_model import is_gguf
 from echo_planes.config.hub import is_hub_name
 from echo_planes.config.plain_yaml import dump_yaml, parse_word, read_yaml
 from echo_planes.config.schema import Config, TaskConfig
@@ -187,7 +188,7 @@ def _group(group: str, name: str) -> dict[str, Any]:
     if group == "task" and ":" in name:
         return {"name": name.partition(":")[2], "adapter": name}
     # Unlike Path.is_dir, os.path.isdir never raises.
-    if group == "model" and name and (os.path.isdir(name) or is_hub_name(name)):
+    if group == "model" and name and (os.path.isdir(name) or is_hub_name(name) or is_gguf(name)):
         return {"path": name}
     known = _names(group)
     if group == "task":

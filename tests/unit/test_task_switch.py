@@ -41,7 +41,7 @@ JUSTIFIED = {
     ): "advice",
     (
         "config/schema.py",
-        "model folder, ORG/NAME[@REVISION] of the Hugging Face hub, or builtin:tiny-math, "
+        "model folder, GGUF file, ORG/NAME[@REVISION] of the Hugging Face hub, or builtin:tiny-math, "
         "-carry, -code, -poker",
     ): "in --help",
 }
