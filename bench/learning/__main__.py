@@ -40,16 +40,12 @@ def run_gradient(args: argparse.Namespace) -> Figures:
 
 
 def run_staleness(args: argparse.Namespace) -> Figures:
-    jobs = staleness.grid(
-        args.methods,
-        args.lags,
-        args.times,
-        args.updates,
-        staleness.SEEDS[: args.seeds],
-        steps=args.steps,
-        model=args.model,
-        task=args.task,
-    )
+    seeds = staleness.SEEDS[: args.seeds]
+    common = {"steps": args.steps, "model": args.model, "task": args.task}
+    jobs = staleness.grid(args.methods, args.lags, args.times, args.updates, seeds, **common)
+    if args.far:
+        jobs += staleness.grid(["default"], staleness.FAR_LAGS, staleness.FAR_RATES, [1], seeds, **common)
+        jobs += staleness.grid(staleness.DISTURBED, [3], [1], [1], seeds, **common)
     staleness.run_all(jobs, args.cache, args.processes)
     table = staleness.Table(staleness.cached(args.cache))  # with what earlier calls ran
     if args.picture:
@@ -111,7 +107,9 @@ def main() -> int:
         "--seeds", type=int, default=len(staleness.SEEDS), help="of the fixed list, the first"
     )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--methods", nargs="+", choices=staleness.METHODS, default=list(staleness.METHODS))
+    usual = [name for name in staleness.METHODS if name not in staleness.DISTURBED]
+    parser.add_argument("--methods", nargs="*", choices=staleness.METHODS, default=usual)
+    parser.add_argument("--far", action="store_true", help="lags 64 to 256 and a noisy engine too")
     parser.add_argument("--lags", nargs="+", type=int, default=staleness.LAGS)
     parser.add_argument("--times", nargs="+", type=int, default=staleness.RATES, help="of the rate 2.5e-4")
     parser.add_argument("--updates", nargs="+", type=int, default=[1, 2], help="a step")

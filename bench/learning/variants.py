@@ -22,7 +22,7 @@ from bench.learning.harness import Setup
 from echo_planes.learning.learner import Learner
 from echo_planes.learning.objectives import Loss, Tokens
 from echo_planes.learning.rate import DriftControl
-from echo_planes.types import LagStats
+from echo_planes.types import LagStats, Noise
 
 NAMES = ("m2po", "sat", "gac", "rate/(1+lag)", "kl-adaptive")
 M2_LIMIT = 0.04
@@ -87,7 +87,7 @@ class _KlAdaptive(_Fixed):
     def __init__(self) -> None:
         super().__init__(1.0)
 
-    def observe(self, lags: Sequence[LagStats]) -> None:
+    def observe(self, lags: Sequence[LagStats], noise: Noise | None = None) -> None:
         drift = sum(one.tokens * one.drift for one in lags) / sum(one.tokens for one in lags)
         kl = 0.5 * (math.pi / 2) * drift**2
         change = 1 / 1.5 if kl > 2 * KL_TARGET else 1.5 if kl < KL_TARGET / 2 else 1.0
@@ -101,7 +101,7 @@ class Integral(_Fixed):
         super().__init__(1.0)
         self._goal = target
 
-    def observe(self, lags: Sequence[LagStats]) -> None:
+    def observe(self, lags: Sequence[LagStats], noise: Noise | None = None) -> None:
         drift = sum(one.tokens * one.drift for one in lags) / sum(one.tokens for one in lags)
         if drift and math.isfinite(drift):
             change = min(max(self._goal / drift, 0.5), 1.5)

@@ -60,10 +60,10 @@ class GuardFigures:
     cut_off: float | None = None  # share of the answers
     reward: float | None = None  # mean
     spread: float | None = None  # standard deviation of the rewards
-    rate_factor: float = 1.0  # of drift control
+    rate_factor: float | None = None  # of drift control
     drift: float | None = None  # mean |log w|, nats, noise included
     noise: float | None = None  # of it, on equal weights
-    lag: float = 0.0  # mean, steps
+    lag: float | None = None  # mean, steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ class Guard:
         if settings.mode == "off":
             return None
         values = self._measure(figures)
-        state.slow = state.slow + 1 if figures.rate_factor < SLOW else 0
+        state.slow = state.slow + 1 if (figures.rate_factor or 1.0) < SLOW else 0
         slow = Verdict(_why_slow(figures)) if state.slow == SLOW_STEPS else None
         if state.deaf:
             state.deaf -= 1
@@ -399,6 +399,7 @@ def figures_of(batch: TrainBatch, stats: StepStats, *, is_sparse: bool = False) 
         is_sparse: whether rollouts decode by a schedule of KV budgets.
     """
     lags, noise = stats.lags, stats.noise or Noise(0.0, 0.0, 1.0, 0.0, 0.0)
+    tokens = sum(one.tokens for one in lags)
     k3 = max((lag.k3 for lag in lags if lag.tokens >= FEW_TOKENS), default=stats.k3)
     effective, truncated, tail = stats.effective_samples, stats.truncated_fraction, stats.log_weight
     return GuardFigures(
@@ -414,7 +415,7 @@ def figures_of(batch: TrainBatch, stats: StepStats, *, is_sparse: bool = False) 
         rate_factor=stats.rate_factor,
         drift=stats.mismatch_mean,
         noise=stats.noise.drift if stats.noise else None,
-        lag=sum(one.lag * one.tokens for one in lags) / max(sum(one.tokens for one in lags), 1),
+        lag=sum(one.lag * one.tokens for one in lags) / tokens if tokens else None,
     )
 
 
@@ -424,11 +425,8 @@ def _without(size: float, noise: float) -> float:
 
 
 def _why_slow(figures: GuardFigures) -> str:
-    text = (
-        f"drift control has held the learning rate at {figures.rate_factor:.2g} of its schedule or less than "
-        f"{SLOW:g} for {SLOW_STEPS} steps"
-    )
-    if figures.drift is None:
+    text = f"drift control has held the learning rate below {SLOW:g} of its schedule for {SLOW_STEPS} steps"
+    if figures.drift is None or figures.lag is None:
         return f"{text}: {DRIFT_ADVICE}"
     moved = _without(figures.drift, figures.noise or 0.0)
     text += f": the policy moves {moved:.2g} nats under tokens of {figures.lag:.1f} steps"

@@ -30,6 +30,8 @@ def grid() -> list[Result]:
     rows += [result("default", lag, times, seed) for lag, times in ((11, 4), (32, 8)) for seed in SEEDS]
     rows += [result("proximal", 3, 1, seed, 0.88) for seed in SEEDS]
     rows += [result(method, 11, 4, 0, final=0.1) for method in ("uncorrected", "proximal")]
+    rows += [result("default", lag, times, 0) for lag in (64, 128, 256) for times in (1, 4)]
+    rows += [result("noisy", 3, 1, 0, smallest_factor=0.95)]
     return rows
 
 
@@ -39,7 +41,9 @@ def grid() -> list[Result]:
         ("default: lag up to 6 within 5 %", "default", 6, 1, {"area": 0.8}),
         ("lag >= 11 breaks the uncorrected", "uncorrected", 11, 4, {"final": 0.9}),
         ("lag >= 11 breaks the plain", "proximal", 11, 4, {"final": 0.9}),
-        ("default: no collapse", "default", 32, 8, {"final": 0.49}),
+        ("default: no collapse at any lag up to 32", "default", 32, 8, {"final": 0.49}),
+        ("default: no collapse at lag 64", "default", 256, 4, {"final": 0.49}),
+        ("noisy engine", "noisy", 3, 1, {"smallest_factor": 0.89}),
         ("default: reaches 0.9", "default", 11, 4, {"tokens_to_reach": None}),
         ("default: drift control costs nothing", "default", 3, 1, {"area": 0.8}),
     ],

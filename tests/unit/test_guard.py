@@ -498,7 +498,7 @@ def test_a_rate_far_below_its_schedule_is_told_once_with_its_cause() -> None:
     (verdict,) = [one for one in told if one is not None]
     assert told.index(verdict) == SLOW_STEPS - 1
     assert verdict.rung is None
-    assert "0.05 of its schedule" in verdict.text
+    assert "below 0.1 of its schedule" in verdict.text
     assert "moves 0.3 nats under tokens of 2.0 steps" in verdict.text
     assert "learner.lr" in verdict.text
     assert watch.observe(CALM) is None
@@ -517,7 +517,7 @@ def test_a_factor_that_is_low_now_and_then_is_no_news() -> None:
 
 def test_figures_of_a_step_that_scored_nothing_are_none() -> None:
     figures = figures_of(batch([], []), stats(grad_norm=None, entropy=None, mismatch_mean=None))
-    assert figures == GuardFigures()
+    assert figures == GuardFigures(rate_factor=1.0)
     few = stats(lags=(LagStats(1, 5, 0.0, 7.0, 0.0, 0.0, 0.0),), k3=0.3)
     assert figures_of(batch([], []), few).k3 == 0.3  # of all lags together
 
