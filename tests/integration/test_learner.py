@@ -417,9 +417,7 @@ def largest_difference(found: Arrays, reference: Arrays) -> float:
 
 
 @pytest.mark.parametrize("run", FP32, ids=lambda run: run.name)
-def test_two_ranks_equal_the_plain_loop(
-    run: Run, unbroken: dict[Run, Arrays], model_folder: Path
-) -> None:
+def test_two_ranks_equal_the_plain_loop(run: Run, unbroken: dict[Run, Arrays], model_folder: Path) -> None:
     found = unbroken[run]
     reference = reference_run(model_folder, found)
     np.testing.assert_allclose(found["loss"], reference["loss"], atol=1e-5)
@@ -509,7 +507,9 @@ def test_resume_is_bit_identical(run: Run, unbroken: dict[Run, Arrays], resumed:
     assert (whole["loss"][SAVED_AT:] == rest["loss"]).all()
 
 
-def served_logprobs(folder: Path, bits: Mapping[str, npt.NDArray[Any]], batch: TrainBatch) -> npt.NDArray[Any]:
+def served_logprobs(
+    folder: Path, bits: Mapping[str, npt.NDArray[Any]], batch: TrainBatch
+) -> npt.NDArray[Any]:
     """Log-probabilities of a batch's trained tokens by an fp32 model that has only what was published."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
