@@ -106,8 +106,8 @@ class _Actor:
                 str(error).rstrip().rpartition("\n")[2] if error.actor_init_failed else "its process is gone"
             )
             raise self.gone(f"{self.name}: {why}") from error
-        except RayError as error:
-            raise RunError(f"{self.name}: {error}") from error
+        except RayError as error:  # pages of advice may follow its first line
+            raise RunError(f"{self.name}: {str(error).partition(chr(10))[0]}") from error
 
 
 class RemoteData:

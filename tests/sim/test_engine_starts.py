@@ -21,6 +21,7 @@ def run(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     errors: dict[tuple[str, int], EchoPlanesError],
+    steps: int = 5,
     **settings: Any,
 ) -> tuple[Outcome, Trace]:
     """A run whose incarnations (worker, epoch) fail at their start, by these errors."""
@@ -36,7 +37,7 @@ def run(
                 raise self._error
 
     monkeypatch.setattr(simulations, "FakeEngine", Engine)
-    return Simulation(tiny_config(steps=5), folder, **settings).run()
+    return Simulation(tiny_config(steps=steps), folder, **settings).run()
 
 
 def starts(trace: Trace, worker_id: str) -> list[str]:
@@ -90,3 +91,6 @@ def test_a_mistake_in_the_settings_of_one_worker_ends_the_run_only_if_none_can_s
     assert outcome.status == "done"
     with pytest.raises(ConfigError, match="vLLM refuses it"):  # of exit status 2
         run(tmp_path / "all", monkeypatch, {("w0", 0): mistake}, seconds_per_token=(0.05,))
+    dies = simulations.Faults(die_at_s={("w0", epoch): 20.0 for epoch in range(5)})
+    outcome, _ = run(tmp_path / "later", monkeypatch, errors, faults=dies, steps=1000)
+    assert (outcome.status, "w0 was killed" in outcome.error) == ("failed", True)
