@@ -29,7 +29,6 @@ from echo_planes.testing.fakes import FakeTokenizer
 from echo_planes.types import Episode
 
 SEEDS, INDICES = st.integers(0, 2**32), st.integers(0, 2**40)
-COMPUTED = ("sum", "product", "difference")
 SUM = "What is 6 plus 5? Answer with only the number."
 LARGEST = "Which of these numbers is the largest: 12, 67, 3, 45? Answer with only the number."
 WHO = "Tom is 34, Anna is 27 and Ben is 12 years old. Who is 27 years old? Answer with only the name."
@@ -79,18 +78,15 @@ def test_held_out_operands_and_families_are_never_trained(seed: int, index: int,
 
 def test_no_training_question_computes_a_held_out_pair_in_either_order() -> None:
     """The texts decide here, not `operands`."""
-    words = {"plus": "+", "times": "*", "minus": "-"}
     trained = set()
     for index in range(20_000):
-        if match := re.match(r"What is (\d+) (plus|times|minus) (\d)\?", training_question(3, index).text):
-            a, b = match[1], match[3]
-            trained |= {f"{a}{words[match[2]]}{b}"} | ({f"{b}{words[match[2]]}{a}"} - {f"{b}-{a}"})
-    held_out = {q.operands for q in map(held_out_question, range(4000)) if q.family in COMPUTED}
+        if match := re.match(r"What is (\d) (plus|times) (\d)\?", training_question(3, index).text):
+            a, b = sorted((match[1], match[3]))
+            trained.add(f"{a}{'+' if match[2] == 'plus' else '*'}{b}")
+    held_out = {q.operands for q in map(held_out_question, range(4000)) if q.family in ("sum", "product")}
     assert trained.isdisjoint(held_out)
-    ordered = {f"{a}{sign}{b}" for a, sign, b in re.findall(r"(\d+)([+*-])(\d)", " ".join(trained))}
-    pairs = {o for o in ordered if "-" in o or int(o[0]) <= int(o[2])}
-    assert len(pairs | held_out) == 45 + 36 + 81  # every pair of the three families
-    assert len(held_out) > 0.15 * (45 + 36 + 81)
+    assert len(trained | held_out) == 45 + 36  # every pair of 1 to 9, and of 2 to 9
+    assert len(held_out) > 0.15 * (45 + 36)
 
 
 def test_all_families_occur_and_held_out_ones_take_turns() -> None:
@@ -120,10 +116,10 @@ def solved(question: Question) -> str:
             return str(sum(numbers))
         case "product":
             return str(numbers[0] * numbers[1])
-        case "difference":
-            return str(numbers[0] - numbers[1])
         case "largest":
             return str(max(numbers))
+        case "smallest":
+            return str(min(numbers))
         case "last":
             return str(numbers[-1])
         case "older":
