@@ -1,14 +1,19 @@
-"""The outside baseline: TRL's GRPOTrainer on our model, our addition prompts and our reward.
+"""The outside baseline: TRL's GRPOTrainer on our model, our prompts and our reward.
 
     python -m venv .venv-trl && .venv-trl/bin/pip install -r bench/trl_requirements.txt
     .venv-trl/bin/python bench/trl_baseline.py [--json FILE]
+    .venv-trl/bin/python bench/trl_baseline.py --task quiz --model FOLDER --threads 1 [--lines FILE]
     .venv-trl/bin/python bench/trl_baseline.py --steps 20 --record FOLDER
 
-This is what a person would pick on one CPU machine: one process, synchronous, transformers generation, fp32,
-torch's own choice of threads. Settings that matter are those of a default `echo_planes.run`: 32 prompts x 8
-samples a step, one optimizer update per batch, temperature 1, AdamW at 2.5e-4 after 10 steps of warm-up.
-Gradient checkpointing, on by default in TRL, is off, because it only costs time on a model this small.
-Warm-up begins at a tenth of the rate, as ours does; TRL's own schedules give the first update a rate of 0.
+This is what a person would pick on one CPU machine: one process, synchronous, transformers generation,
+fp32, torch's own choice of threads unless --threads says another. Settings that matter are those of a plain
+run of the task here, see SETUPS: prompts and samples a step, rate after 10 steps of warm-up, held-out
+prompts and when they are asked; one optimizer update per batch, temperature 1, AdamW. Gradient
+checkpointing, on by default in TRL, is off, because it only costs time on models this small. Warm-up begins
+at a tenth of the rate, as ours does; TRL's own schedules give the first update a rate of 0.
+
+--lines writes a JSON line for each step and each evaluation when it ends. Its seconds are since the process
+started, without evaluations.
 
 With --record nothing is measured. Written are `start.npz` (names and sizes of the parameters, and the weights
 before the first step, end to end) and for each step `step-000.npz`, ... with its batch in the order of its
@@ -31,9 +36,12 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # TRL's use of it, not ours
@@ -46,16 +54,59 @@ from datasets import Dataset  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
+from echo_planes.data.tasks.adapter import TaskAdapter, TaskOptions  # noqa: E402
 from echo_planes.tasks.math.adapter import MathOptions, MathTask  # noqa: E402
+from echo_planes.tasks.quiz.adapter import QuizTask  # noqa: E402
 from echo_planes.types import Episode, Prompt  # noqa: E402
 
 MODEL = CHECKOUT / "echo_planes" / "assets" / "tiny-math"
-PROMPTS_PER_STEP, SAMPLES_PER_PROMPT = 32, 8
-EVAL_PROMPTS, EVAL_SAMPLES = 128, 4
-RATE, WARM_UP = 2.5e-4, 10
+SAMPLES_PER_PROMPT = 8
+WARM_UP = 10
 TARGET_REWARD, TARGET_WINDOW = 0.9, 5
+TARGET_ACCURACIES = (0.5, 0.7, 0.8, 0.85, 0.9)  # of held-out answers
 PROGRESS_EVERY = 20
 WARM_STEPS = 10  # left out of the steady-state step time
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A task as a plain run of ours asks it."""
+
+    task: Callable[[Any, int], TaskAdapter]  # of a tokenizer and a seed
+    steps: int
+    prompts_per_step: int
+    max_new_tokens: int
+    rate: float
+    eval_prompts: int
+    eval_samples: int
+    eval_every: int  # steps; 0: only first and last
+    is_chat: bool
+
+
+SETUPS = {
+    "math": Setup(
+        task=lambda tokenizer, seed: MathTask(MathOptions(), tokenizer, seed),
+        steps=120,
+        prompts_per_step=32,
+        max_new_tokens=6,
+        rate=2.5e-4,
+        eval_prompts=128,
+        eval_samples=4,
+        eval_every=0,
+        is_chat=False,
+    ),
+    "quiz": Setup(
+        task=lambda tokenizer, seed: QuizTask(TaskOptions(), tokenizer, seed),
+        steps=60,
+        prompts_per_step=8,
+        max_new_tokens=24,
+        rate=2e-5,
+        eval_prompts=64,
+        eval_samples=2,
+        eval_every=15,
+        is_chat=True,
+    ),
+}
 
 
 def process_age_s() -> float:
@@ -64,7 +115,7 @@ def process_age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
 
 
-def score(task: MathTask, prompt: Prompt, ids: list[int]) -> float:
+def score(task: TaskAdapter, prompt: Prompt, ids: list[int]) -> float:
     """Our task's reward for completion `ids`, which keeps its end token where it has one."""
     eos = task.tokenizer.eos_token_id
     text = task.tokenizer.decode(ids, skip_special_tokens=True)
@@ -73,35 +124,75 @@ def score(task: MathTask, prompt: Prompt, ids: list[int]) -> float:
 
 
 class Recorder(TrainerCallback):
-    """Collects what each step earned, how many tokens it trained and when it ended."""
+    """Collects what each step earned, how many tokens it trained, when it ended, and held-out accuracies.
 
-    def __init__(self, task: MathTask) -> None:
-        self.task = task
+    Args:
+        lines: where a JSON line goes for each step and each evaluation.
+    """
+
+    def __init__(self, setup: Setup, tokenizer: Any, seed: int, lines: IO[str] | None = None) -> None:
+        self.setup = setup
+        self.tokenizer = tokenizer
+        self.task = setup.task(tokenizer, seed)
         self.rewards: list[float] = []
         self.tokens: list[int] = []
         self.step_ends_s: list[float] = []
+        self.evaluations: list[dict[str, Any]] = []
         self.train_began_s = 0.0
+        self._eval_s = 0.0  # so far, in none of the other seconds
+        self._lines = lines
 
     def reward(
-        self, prompts: list[str], completion_ids: list[list[int]], answer: list[str], **_: Any
+        self, completion_ids: list[list[int]], question: list[str], answer: list[str], **_: Any
     ) -> list[float]:
         """TRL's reward function: one call a step, all samples of the batch."""
         values = [
             score(self.task, Prompt(0, (), gold, text), ids)
-            for text, ids, gold in zip(prompts, completion_ids, answer, strict=True)
+            for text, ids, gold in zip(question, completion_ids, answer, strict=True)
         ]
         self.rewards.append(statistics.fmean(values))
         self.tokens.append(sum(map(len, completion_ids)))
         return values
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.train_began_s = process_age_s()
+    def evaluate(self, model: Any) -> None:
+        """Measure the held-out accuracy after the steps so far."""
+        began_s = process_age_s()
+        shares = held_out_shares(model, self.setup, self.task)
+        figures = {
+            "step": len(self.rewards),
+            "accuracy": statistics.fmean(shares),
+            "seconds": began_s - self._eval_s,
+            "tokens_trained": sum(self.tokens),
+            "prompt_rewards": list(enumerate(shares)),
+        }
+        self._eval_s += process_age_s() - began_s
+        self.evaluations.append(figures)
+        self._write({"event": "eval", **figures})
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.step_ends_s.append(process_age_s())
-        if len(self.rewards) % PROGRESS_EVERY == 0:
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.train_began_s = process_age_s() - self._eval_s
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        self.step_ends_s.append(process_age_s() - self._eval_s)
+        step, every = len(self.rewards), self.setup.eval_every
+        self._write(
+            {
+                "event": "step",
+                "step": step,
+                "reward": self.rewards[-1],
+                "seconds": self.step_ends_s[-1],
+                "tokens_trained": self.tokens[-1],
+            }
+        )
+        if step % PROGRESS_EVERY == 0:
             recent = statistics.fmean(self.rewards[-TARGET_WINDOW:])
-            print(f"step {len(self.rewards)}, {self.step_ends_s[-1]:.0f} s, reward {recent:.3f}", flush=True)
+            print(f"step {step}, {self.step_ends_s[-1]:.0f} s, reward {recent:.3f}", flush=True)
+        if every and step % every == 0 and step < state.max_steps:
+            self.evaluate(model)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._lines:
+            print(json.dumps(line), file=self._lines, flush=True)
 
 
 class RecordingTrainer(GRPOTrainer):
@@ -160,10 +251,12 @@ class Writer(TrainerCallback):
 
 
 @torch.no_grad()
-def held_out_accuracy(model: Any, tokenizer: Any, task: MathTask) -> float:
-    """avg@4 at temperature 1 over the first 128 held-out prompts."""
-    prompts = [task.eval_prompt(index) for index in range(EVAL_PROMPTS)]
-    batch = tokenizer([p.text for p in prompts], return_tensors="pt", padding=True, padding_side="left")
+def held_out_shares(model: Any, setup: Setup, task: TaskAdapter) -> list[float]:
+    """Share of right answers at temperature 1 to each of the first held-out prompts."""
+    prompts = [task.eval_prompt(index) for index in range(setup.eval_prompts)]
+    batch = task.tokenizer.pad(
+        {"input_ids": [list(p.token_ids) for p in prompts]}, padding_side="left", return_tensors="pt"
+    )
     model.eval()
     output = model.generate(
         **batch,
@@ -171,31 +264,47 @@ def held_out_accuracy(model: Any, tokenizer: Any, task: MathTask) -> float:
         temperature=1.0,
         top_k=0,
         top_p=1.0,
-        max_new_tokens=task.max_new_tokens,
-        num_return_sequences=EVAL_SAMPLES,
+        max_new_tokens=setup.max_new_tokens,
+        num_return_sequences=setup.eval_samples,
     )
     answers = output[:, batch["input_ids"].shape[1] :].tolist()
-    return statistics.fmean(score(task, prompts[i // EVAL_SAMPLES], ids) for i, ids in enumerate(answers))
+    values = [score(task, prompts[i // setup.eval_samples], ids) for i, ids in enumerate(answers)]
+    return np.reshape(values, (-1, setup.eval_samples)).mean(axis=1).tolist()
 
 
-def train(
-    model: Any, tokenizer: Any, recorder: Recorder, steps: int, seed: int, record: Path | None = None
-) -> None:
+def asked(setup: Setup, tokenizer: Any, prompt: Prompt) -> str | list[dict[str, str]]:
+    """Our prompt in TRL's form, of which it makes the tokens.
+
+    Raises:
+        SystemExit: these would be other tokens than ours.
+    """
+    if not setup.is_chat:
+        ids, form = tokenizer(text=prompt.text)["input_ids"], prompt.text
+    else:
+        form = [{"role": "user", "content": prompt.text}]
+        ids = tokenizer.apply_chat_template(form, add_generation_prompt=True, return_dict=True)["input_ids"]
+    if tuple(ids) != prompt.token_ids:
+        raise SystemExit(f"error: TRL would ask {prompt.text!r} in other tokens than we do")
+    return form
+
+
+def train(model: Any, recorder: Recorder, steps: int, seed: int, record: Path | None = None) -> None:
     """Run GRPO for `steps` steps. `record`: an empty folder for what each step trained on and did."""
-    task = recorder.task
-    prompts = [task.prompt(index) for index in range(steps * PROMPTS_PER_STEP)]
+    task, setup, tokenizer = recorder.task, recorder.setup, recorder.tokenizer
+    prompts = [task.prompt(index) for index in range(steps * setup.prompts_per_step)]
+    rows = [{"prompt": asked(setup, tokenizer, p), "question": p.text, "answer": p.answer} for p in prompts]
     arguments = GRPOConfig(
         output_dir=tempfile.gettempdir(),  # nothing is saved
         seed=seed,
         use_cpu=True,
         bf16=False,
         max_steps=steps,
-        per_device_train_batch_size=PROMPTS_PER_STEP * SAMPLES_PER_PROMPT,
+        per_device_train_batch_size=setup.prompts_per_step * SAMPLES_PER_PROMPT,
         num_generations=SAMPLES_PER_PROMPT,
         steps_per_generation=1,
         num_iterations=1,
         shuffle_dataset=False,
-        max_completion_length=task.max_new_tokens,
+        max_completion_length=setup.max_new_tokens,
         temperature=1.0,
         loss_type="grpo",
         beta=0.0,
@@ -208,7 +317,7 @@ def train(
         dataloader_pin_memory=False,
     )
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=RATE, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.0, fused=True
+        model.parameters(), lr=setup.rate, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.0, fused=True
     )
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / WARM_UP))
     kind = GRPOTrainer if record is None else partial(RecordingTrainer, record)
@@ -216,7 +325,7 @@ def train(
         model=model,
         reward_funcs=recorder.reward,
         args=arguments,
-        train_dataset=Dataset.from_list([{"prompt": p.text, "answer": p.answer} for p in prompts]),
+        train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         callbacks=[recorder],
         optimizers=(optimizer, warm_up),
@@ -235,65 +344,85 @@ def steps_to_target(rewards: list[float]) -> int | None:
     return None
 
 
-def summarise(recorder: Recorder, eval_first_s: float) -> dict[str, float | int | None]:
+def mean(values: list[float]) -> float | None:
+    """The mean; None of nothing."""
+    return statistics.fmean(values) if values else None
+
+
+def summarise(recorder: Recorder) -> dict[str, float | int | None]:
     """Plain numbers. Evaluation time is in none of the seconds."""
     rewards, tokens, ends = recorder.rewards, recorder.tokens, recorder.step_ends_s
     step_s = [after - before for before, after in itertools.pairwise(ends)]
+    steady_s = step_s[WARM_STEPS - 1 :]
     first, last = statistics.fmean(rewards[:TARGET_WINDOW]), statistics.fmean(rewards[-TARGET_WINDOW:])
     reached = steps_to_target(rewards)
-    return {
+    figures = {
         "steps": len(rewards),
         "threads": torch.get_num_threads(),
-        "seconds_startup": recorder.train_began_s - eval_first_s,
+        "seconds_startup": recorder.train_began_s,
         "seconds_first_step": ends[0] - recorder.train_began_s,
-        "seconds_per_step_median": statistics.median(step_s[WARM_STEPS - 1 :]),
-        "seconds_to_last_step": ends[-1] - eval_first_s,
-        "seconds_to_090": None if reached is None else ends[reached - 1] - eval_first_s,
+        "seconds_per_step_median": statistics.median(steady_s) if steady_s else None,
+        "seconds_to_last_step": ends[-1],
+        "seconds_to_090": None if reached is None else ends[reached - 1],
         "steps_to_090": reached,
         "tokens_trained": sum(tokens),
         "tokens_trained_to_090": None if reached is None else sum(tokens[:reached]),
-        "tokens_trained_per_s": sum(tokens[WARM_STEPS:]) / (ends[-1] - ends[WARM_STEPS - 1]),
+        "tokens_trained_per_s": sum(tokens[WARM_STEPS:]) / sum(steady_s) if steady_s else None,
         "reward_first": first,
-        "reward_step_30": statistics.fmean(rewards[25:30]),
-        "reward_step_60": statistics.fmean(rewards[55:60]),
+        "reward_step_30": mean(rewards[25:30]),
+        "reward_step_60": mean(rewards[55:60]),
         "reward_last": last,
         "reward_gain_per_million_tokens": (last - first) / (sum(tokens) / 1e6),
+        "held_out_accuracy_first": recorder.evaluations[0]["accuracy"],
+        "held_out_accuracy_last": recorder.evaluations[-1]["accuracy"],
     }
+    for target in TARGET_ACCURACIES:
+        done = next((one for one in recorder.evaluations if one["accuracy"] >= target), {})
+        for name in ("step", "seconds", "tokens_trained"):
+            figures[f"{name}_to_held_out_{target:.2f}"] = done.get(name)
+    return figures
 
 
 def main() -> None:
     """Train once, print a table, write the numbers."""
-    parser = argparse.ArgumentParser(description="TRL GRPOTrainer on the embedded addition model.")
-    parser.add_argument("--steps", type=int, default=120, help="at least 60 where they are measured")
+    parser = argparse.ArgumentParser(description="TRL GRPOTrainer on a task of ours.")
+    parser.add_argument("--task", choices=SETUPS, default="math")
+    parser.add_argument("--steps", type=int, help="default: those of a plain run of ours")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--threads", type=int, help="of torch; default: its own choice")
     parser.add_argument("--json", type=Path, help="file for the numbers")
+    parser.add_argument("--lines", type=Path, help="file for a JSON line of each step and each evaluation")
     parser.add_argument("--record", type=Path, help="folder for batches and gradients; nothing is measured")
     args = parser.parse_args()
-    if args.steps < 60 and not args.record:
-        parser.error("--steps must be at least 60")
+    setup = SETUPS[args.task]
+    steps = setup.steps if args.steps is None else args.steps
+    if args.threads:
+        torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    task = MathTask(MathOptions(), tokenizer, args.seed)
-    recorder = Recorder(task)
     if args.record:
         args.record.mkdir(parents=True, exist_ok=True)
-        train(model, tokenizer, recorder, args.steps, args.seed, args.record)
+        train(model, Recorder(setup, tokenizer, args.seed), steps, args.seed, args.record)
         return
 
-    began_s = time.perf_counter()
-    accuracy_first = held_out_accuracy(model, tokenizer, task)
-    eval_first_s = time.perf_counter() - began_s
-    train(model, tokenizer, recorder, args.steps, args.seed)
-    result = summarise(recorder, eval_first_s)
-    result["held_out_accuracy_first"] = accuracy_first
-    result["held_out_accuracy_last"] = held_out_accuracy(model, tokenizer, task)
+    with args.lines.open("w") if args.lines else nullcontext() as lines:
+        recorder = Recorder(setup, tokenizer, args.seed, lines)
+        recorder.evaluate(model)
+        train(model, recorder, steps, args.seed)
+        recorder.evaluate(model)
+    result = summarise(recorder)
 
     for name, value in result.items():
         print(f"{name:34} {'-' if value is None else format(value, '.4g' if value < 1e4 else '.0f')}")
     if args.json:
-        curve = {"rewards": recorder.rewards, "tokens": recorder.tokens}  # of every step
+        curve = {  # of every step, and of every evaluation
+            "rewards": recorder.rewards,
+            "tokens": recorder.tokens,
+            "step_ends_s": recorder.step_ends_s,
+            "evaluations": recorder.evaluations,
+        }
         args.json.write_text(json.dumps(result | curve, indent=2) + "\n")
 
 
