@@ -300,50 +300,6 @@ class TrainBatch:
         return int(self.loss_mask.sum())
 
 
-def joined_batch(parts: Sequence[TrainBatch]) -> TrainBatch:
-    """Return the parts of one step as one batch, in their order; its advantage groups are numbered anew.
-
-    The batch is the last of its step if the last part is. One part is returned as it is.
-    """
-    if len(parts) == 1:
-        return parts[0]
-    offsets: list[IntArray] = [np.zeros(1, np.int64)]
-    groups: list[IntArray] = []
-    num_tokens = num_groups = 0
-    for part in parts:
-        offsets.append(num_tokens + part.offsets[1:])
-        num_tokens += len(part.token_ids)
-        groups.append(num_groups + part.advantage_groups)
-        num_groups += int(part.advantage_groups.max(initial=-1)) + 1
-    means: dict[str, tuple[float, int]] = {}
-    for name, mean, answers in (one for part in parts for one in part.reward_parts):
-        before, number = means.get(name, (0.0, 0))
-        means[name] = before + (mean - before) * answers / (number + answers), number + answers
-    columns = {
-        name: np.concatenate([getattr(part, name) for part in parts])
-        for name in (
-            "token_ids",
-            "loss_mask",
-            "sampler_logprobs",
-            "rewards",
-            "advantages",
-            "versions",
-            "correct",
-            "token_versions",
-            "cut_off",
-            "scores",
-        )
-    }
-    return replace(
-        parts[-1],
-        trajectory_ids=tuple(one for part in parts for one in part.trajectory_ids),
-        offsets=np.concatenate(offsets),
-        advantage_groups=np.concatenate(groups),
-        reward_parts=tuple((name, *means[name]) for name in sorted(means)),
-        **columns,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class LagStats:
     """Measurements of the scored tokens of one lag t - v, v their version; w: pi_learner / pi_sampler."""

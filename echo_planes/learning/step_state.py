@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from echo_planes.learning import packing
-from echo_planes.learning.packing import Inputs
-from echo_planes.types import BoolArray, TrainBatch, joined_batch
+from echo_planes.learning.packing import Inputs, joined_batch
+from echo_planes.types import BoolArray, TrainBatch
 
 
 @dataclass(slots=True)

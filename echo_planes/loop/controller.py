@@ -28,6 +28,7 @@ from typing import Any
 
 from echo_planes.config.schema import Config
 from echo_planes.learning.guard import Guard, GuardFigures, figures_of
+from echo_planes.learning.packing import joined_batch
 from echo_planes.loop.events import (
     Action,
     Adjusted,
@@ -67,7 +68,7 @@ from echo_planes.loop.events import (
     WorkerWanted,
 )
 from echo_planes.loop.seeding import Present, Seeding
-from echo_planes.types import InstallReport, Manifest, StepStats, TrainBatch, joined_batch
+from echo_planes.types import InstallReport, Manifest, StepStats, TrainBatch
 
 STARVED_AGAIN_S = 2.0  # of starvation before the learner publishes again; doubles with each repetition
 MOST_STARVED_AGAIN_S = 120.0  # upper limit of that time

@@ -20,8 +20,9 @@ from echo_planes.data.tasks.adapter import (
 )
 from echo_planes.errors import TaskError
 from echo_planes.learning.advantages import EPS, compute_advantages
+from echo_planes.learning.packing import joined_batch
 from echo_planes.testing.fakes import FakeTask, FakeTokenizer
-from echo_planes.types import Group, Omega, Prompt, Reward, TrainBatch, joined_batch
+from echo_planes.types import Group, Omega, Prompt, Reward, TrainBatch
 from tests.unit.test_schema import make_group
 
 
