@@ -200,7 +200,7 @@ def test_a_number_at_the_cut_may_be_incomplete_and_is_wrong(said: str, right: bo
 
 @given(st.text(alphabet="0123456789 ,.-=+", max_size=30), st.text(max_size=30))
 def test_no_answer_is_right_for_two_numbers(said: str, more: str) -> None:
-    """Whatever is written names one answer at most: listing candidates cannot pay."""
+    """Each text names one answer at most: listing candidates cannot pay."""
     for text in (said, more, said + more):
         right = [n for n in range(200) if is_right(SUM, str(n), text, ended=True)]
         assert len(right) <= 1
