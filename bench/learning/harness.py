@@ -61,10 +61,11 @@ class Setup:
         }
         if self.task:
             sections["task"] = self.task
-        for name, values in {"learner": {"lr": self.rate}, **self.settings}.items():
+        learner = {"lr": self.rate, "dtype": "fp32"}  # on every machine
+        for name, values in {"learner": learner, **self.settings}.items():
             sections[name] = {**sections.get(name, {}), **values}
         if "learner" in self.settings:
-            sections["learner"].setdefault("lr", self.rate)
+            sections["learner"] = {**learner, **sections["learner"]}
         return Config.model_validate(sections)
 
 

@@ -316,7 +316,8 @@ class LearnerConfig(Section):
     offload_optimizer: bool = Fixed(False, description="masters and moments in host memory (ZeRO-1 to 3)")
     offload_weights: bool = Fixed(False, description="beside these, ranks' shares of the weights (ZeRO-3)")
     dtype: Literal["auto", "bf16", "fp32"] = Fixed(
-        "auto", description="compute type over fp32 masters; auto: bf16 on GPUs, fp32 on CPUs"
+        "auto",
+        description="compute type over fp32 masters; auto: bf16 on GPUs and CPUs with AMX, fp32 on others",
     )
     lr: NonNegativeFloat | None = Free(
         None,

@@ -57,13 +57,6 @@ def check_gpu(amount: float) -> None:
         )
 
 
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the compute type for `learner.dtype`; auto: bf16 on GPUs, fp32 on CPUs (few have bf16 units)."""
-    if name == "auto":
-        name = "bf16" if device.type == "cuda" else "fp32"
-    return torch.bfloat16 if name == "bf16" else torch.float32
-
-
 @contextmanager
 def joined(device: torch.device, rank: int, world_size: int, store: Store) -> Iterator[None]:
     """Join the ranks' group, in which the other ranks wait; leave it if what is done in it fails.

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from echo_planes.config.files import MODEL_JSON_BYTES, read_json
-from echo_planes.config.schema import Config
+from echo_planes.config.schema import BUILTIN_MODELS, Config
 from echo_planes.weights.tensor_files import load_tensors
 
 CHUNK_LOGITS = 2**27  # logits that are held at once: 0.5 GiB in fp32
@@ -63,6 +64,27 @@ class Footprint:
         return ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size >= 0.05 * GIB)
 
 
+def compute_dtype(config: Config, *, on_gpu: bool) -> Literal["bf16", "fp32"]:
+    """Return `learner.dtype`; for auto the faster one on this machine.
+
+    That is bf16 on GPUs, and on CPUs with matrix units (AMX), where a step of a model of 135 million weights
+    takes 0.4 of the time, but for the built-in models, which are too small. Other CPUs have half the speed in
+    bf16, or emulate it.
+    """
+    if config.learner.dtype != "auto":
+        return config.learner.dtype
+    is_large = config.model.path not in BUILTIN_MODELS
+    return "bf16" if on_gpu or (is_large and _has_matrix_units()) else "fp32"
+
+
+@cache
+def _has_matrix_units() -> bool:
+    try:
+        return "amx_bf16" in Path("/proc/cpuinfo").read_text()
+    except OSError:  # no Linux
+        return False
+
+
 def shape_of(folder: Path) -> Shape:
     """Return the size of the model in a Hugging Face folder. Weights are counted, not loaded.
 
@@ -93,7 +115,7 @@ def shape_of(folder: Path) -> Shape:
 def footprint(config: Config, shape: Shape, *, on_gpu: bool) -> Footprint:
     """Return what one rank holds (DeepSpeed's ZeRO, Rajbhandari et al. 2020, 3)."""
     learner, ranks = config.learner, config.learner.num_ranks
-    is_bf16 = learner.dtype == "bf16" or (learner.dtype == "auto" and on_gpu)
+    is_bf16 = compute_dtype(config, on_gpu=on_gpu) == "bf16"
     width = 2 if is_bf16 else 4
     adapted = [name for name in shape.linear if learner.lora_targets is None or name in learner.lora_targets]
     adapters = learner.lora_rank * sum(shape.linear[name] for name in adapted)

@@ -28,6 +28,7 @@ from echo_planes.learning.adapters import Adapters
 from echo_planes.learning.advantages import compute_advantages, zero_groups
 from echo_planes.learning.deepspeed_engine import DeepSpeedEngine, Frozen, StateBits, joined, keeping_shares
 from echo_planes.learning.distillation import Distiller
+from echo_planes.learning.footprint import compute_dtype
 from echo_planes.learning.layer_count import LayerCount
 from echo_planes.learning.memory import recomputes
 from echo_planes.learning.objectives import (
@@ -117,7 +118,8 @@ class Learner:
 
     def _load(self, device: torch.device) -> None:
         config = self._config
-        dtype = deepspeed_engine.pick_dtype(config.learner.dtype, device)
+        is_bf16 = compute_dtype(config, on_gpu=device.type == "cuda") == "bf16"
+        dtype = torch.bfloat16 if is_bf16 else torch.float32
         self._sequence = SequenceGroup.joined(self._rank, self._world_size, config.learner.sequence_ranks)
         load = partial(
             load_policy,

@@ -10,8 +10,10 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from echo_planes.config.schema import BUILTIN_MODELS, Config  # noqa: E402
 from echo_planes.errors import ConfigError  # noqa: E402
+from echo_planes.learning import footprint as footprints  # noqa: E402
 from echo_planes.learning.adapters import Adapters  # noqa: E402
-from echo_planes.learning.footprint import Shape, footprint, shape_of  # noqa: E402
+from echo_planes.learning.footprint import Shape, compute_dtype, footprint, shape_of  # noqa: E402
+from echo_planes.loop.loading import load_config  # noqa: E402
 from echo_planes.testing.simulation import replace_section  # noqa: E402
 
 FOLDER = BUILTIN_MODELS["builtin:tiny-math"]
@@ -98,6 +100,16 @@ def test_another_seed_gives_other_matrices_and_the_same_one_the_same() -> None:
         first.append(next(one for name, one in model.named_parameters() if name.endswith("lora_a")))
     assert torch.equal(first[0], first[1])
     assert not torch.equal(first[0], first[2])
+
+
+def test_auto_is_bf16_where_it_is_fast_but_for_the_built_in_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, builtin = load_config([f"model.path={FOLDER}"]), load_config([])
+    asked = load_config([f"model.path={FOLDER}", "learner.dtype=fp32"])
+    for has_units in (False, True):
+        monkeypatch.setattr(footprints, "_has_matrix_units", lambda has_units=has_units: has_units)
+        assert compute_dtype(own, on_gpu=False) == ("bf16" if has_units else "fp32")
+        assert compute_dtype(builtin, on_gpu=False) == compute_dtype(asked, on_gpu=False) == "fp32"
+        assert compute_dtype(own, on_gpu=True) == compute_dtype(builtin, on_gpu=True) == "bf16"
 
 
 def test_the_arithmetic_counts_adapters_as_they_are() -> None:

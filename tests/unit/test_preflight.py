@@ -644,7 +644,12 @@ def card(kind: str) -> Machine:
 def test_a_model_whose_learner_cannot_fit_is_refused_with_its_parts(tmp_path: Path) -> None:
     gib = 2**30
     folder = folder_of(tmp_path / "model", 2**17, 2**13)  # 2**30 weights
-    on_cpu = load_config([f"model.path={folder}", "learner.micro_batch_tokens=512", "learner.num_ranks=2"])
+    on_cpu = load_config(
+        [
+            *(f"model.path={folder}", "learner.dtype=fp32"),
+            *("learner.micro_batch_tokens=512", "learner.num_ranks=2"),
+        ]
+    )
     # In fp32 under ZeRO-1: weights 4, gradients 4, masters and moments 16 / 2 GiB, logits 0.5 GiB,
     # embedding 4 GiB, the program 0.4 GiB, published 2 GiB.
     memory.check_memory(on_cpu, [], 47 * gib)
@@ -672,7 +677,7 @@ def test_a_model_whose_learner_cannot_fit_is_refused_with_its_parts(tmp_path: Pa
 def test_engines_on_this_machine_count_beside_the_learner(tmp_path: Path) -> None:
     gib = 2**30
     folder = folder_of(tmp_path / "model", 2**17, 2**13, num_attention_heads=64, num_key_value_heads=2)
-    words = [f"model.path={folder}", "learner.micro_batch_tokens=512"]
+    words = [f"model.path={folder}", "learner.micro_batch_tokens=512", "learner.dtype=fp32"]
     fleet = load_config([*words, "fleet=laptop"]).fleet.num_workers
     assert fleet == 2
     # The learner alone, with ZeRO-1 on one rank: 4 + 4 + 8 + 8 + 4.6 + 0.4 + 2 GiB. An engine and its node
