@@ -10,12 +10,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from echo_planes.cluster.clock import Clock
-from echo_planes.config.kv_schedule import Schedule
 from echo_planes.config.schema import Config
 from echo_planes.data.claims import Rules, answers_fault, rules_of, stats_fault
 from echo_planes.errors import (
@@ -33,16 +31,10 @@ from echo_planes.errors import (
 from echo_planes.loop import events as ev
 from echo_planes.loop.controller import Controller
 from echo_planes.loop.evaluation import eval_draw, report_of
-from echo_planes.loop.planes import Accepted, DataPlane, LearnerPlane, Observer, Planes, Worker
+from echo_planes.loop.planes import DataPlane, LearnerPlane, Observer, Planes, Worker
 from echo_planes.loop.sparsity import Keeper
 from echo_planes.loop.watch import Progress, Watch
-from echo_planes.types import (
-    BufferCounts,
-    Manifest,
-    TrainBatch,
-    Trajectory,
-    WorkerInfo,
-)
+from echo_planes.types import BufferCounts, Manifest, TrainBatch, Trajectory, WorkerInfo
 from echo_planes.weights.sparse_adapter import SparseAdapter
 
 T = TypeVar("T")
@@ -116,12 +108,10 @@ class Runner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: EchoPlanesError | None = None
         self._mistake: UserError | None = None  # by which a worker could not start
-        self._proven: set[str] = set()  # kinds of workers (`_kind_of`) of which an engine has started
-        self.refused: dict[str, str] = {}  # kinds of which none can start, and why
+        self.refused: dict[str, str] = {}  # kinds of workers (`_kind_of`) of which none can start, and why
         self._free_since_s = 0.0  # when the learner became idle
         self._idle_s = 0.0  # waits of the learner since its last step, without the current one
         self._manifest: Manifest | None = None  # of the newest publication
-        self._steps_seen = 0
         self._steps_begun = 0  # version that the learner holds, or is making
         self._serving = False  # some worker serves a published version
         self._beside = beside
@@ -129,7 +119,11 @@ class Runner:
         self._adapter: SparseAdapter | None = None  # the newest
         self._ending = False
         self.stop_requested: ev.StopRequested | None = None  # the first request
-        self._watch = Watch(clock, self._ask_for_progress, self._tell_stall)
+        self._watch = Watch(
+            clock,
+            self._ask_for_progress,
+            lambda text, who: observer.on_event("stalled", text, worker=who),
+        )
         self._collecting = asyncio.Lock()  # two collections at once could report counters in the wrong order
 
     def request_stop(self, reason: str, status: Literal["stopped", "spent"] = "stopped") -> None:
@@ -170,7 +164,9 @@ class Runner:
                     if isinstance(action, ev.Finish):
                         finish = action
                     elif isinstance(action, ev.TellGuard):
-                        self._tell_guard(action)
+                        if action.text:
+                            self._observer.on_event("guard", action.text)
+                        self._observer.on_guard(action.report)
                     else:
                         self._spawn(self._carry_out(action))
             if finish.status == "failed" and self._mistake and not self._built:
@@ -246,11 +242,6 @@ class Runner:
                 await self._planes.data.limit_staleness(max_staleness)
                 self._events.put_nowait(ev.Adjusted())
 
-    def _tell_guard(self, told: ev.TellGuard) -> None:
-        if told.text:
-            self._observer.on_event("guard", told.text)
-        self._observer.on_guard(told.report)
-
     async def _hear_complaints(self) -> None:
         """Report malformed messages that the data plane refused, and end workers that it fenced for them."""
         for one in await self._planes.data.complaints():
@@ -292,11 +283,10 @@ class Runner:
                 await self._end_worker(worker_id)
                 return
             self._built.add((worker_id, epoch))
-            self._proven.add(self._kind_of(worker_id))
             if self._keeper is not None:
-                await self._schedule_on(worker_id, worker, self._keeper.schedule)
+                await self._tell("KV budgets", worker_id, worker.set_schedule(self._keeper.schedule))
             if self._adapter is not None:
-                await self._adapter_on(worker_id, worker, self._adapter)
+                await self._tell("sparse adapter", worker_id, worker.set_adapter(self._adapter))
             self._events.put_nowait(ev.WorkerReady(worker_id, epoch))
             with self._watch.over("sampling", worker_id), self._watch.over("reward", worker_id):
                 await worker.run()
@@ -304,7 +294,7 @@ class Runner:
             self._mistake = why
             self._lost(worker_id, epoch, str(why), is_final=True)
         except EngineStartError as why:
-            has_started = self._kind_of(worker_id) in self._proven
+            has_started = self._kind_of(worker_id) in {self._kind_of(one) for one, _ in self._built}
             self._lost(worker_id, epoch, str(why), is_final=why.is_final and not has_started)
         # LeaseError: the data plane fenced the worker
         except (RunError, LeaseError, ClusterError, WeightsError) as why:
@@ -372,7 +362,7 @@ class Runner:
             return
         self._adapter = distilled.adapter
         keeper.hear_distilled(distilled)
-        await self._on_all(partial(self._adapter_on, adapter=distilled.adapter))
+        await self._tell_all("sparse adapter", lambda worker: worker.set_adapter(distilled.adapter))
 
     async def _install(self, worker_id: str, epoch: int, fresh: bool) -> None:
         manifest, current = self._manifest, self._workers.get(worker_id)
@@ -418,8 +408,7 @@ class Runner:
         self._events.put_nowait(ev.StepDone(stats))
         if self._keeper is not None:
             await self._look_at_audits(self._keeper)
-        self._steps_seen += 1
-        if self._steps_seen % STATS_EVERY_STEPS == 0:
+        if (batch.step + 1) % STATS_EVERY_STEPS == 0:
             await self._collect_stats()
 
     async def _evaluate(self, step: int, worker_ids: tuple[str, ...]) -> None:
@@ -491,12 +480,7 @@ class Runner:
 
         The counts of accepted tokens and trajectories come from the data plane, not from the worker.
         """
-        async with self._collecting:
-            accepted = await self._planes.data.accepted()
-            self._observer.on_accepted(accepted)
-            await self._ask_for_stats(accepted)
 
-    async def _ask_for_stats(self, accepted: Accepted) -> None:
         async def ask(worker_id: str, epoch: int, worker: Worker) -> None:
             with suppress(RunError):  # the worker's run() reports its loss
                 stats = await self._within("worker statistics", STATS_S, worker.stats(), worker=worker_id)
@@ -506,12 +490,13 @@ class Runner:
                 tokens, trajectories = accepted.get((worker_id, epoch), (0, 0))
                 self._observer.on_stats(epoch, replace(stats, tokens=tokens, trajectories=trajectories))
 
-        built = [(w, *current) for w, current in self._workers.items() if (w, current[0]) in self._built]
-        await asyncio.gather(*(ask(*one) for one in built))
+        async with self._collecting:
+            accepted = await self._planes.data.accepted()
+            self._observer.on_accepted(accepted)
+            await self._with_all(ask)
 
     async def _look_at_audits(self, keeper: Keeper) -> None:
         """Ask every worker for its audits, and give all of them the schedule that these call for."""
-        built = [(w, *current) for w, current in self._workers.items() if (w, current[0]) in self._built]
 
         async def ask(worker_id: str, epoch: int, worker: Worker) -> None:
             try:
@@ -522,29 +507,29 @@ class Runner:
             if fault := keeper.hear(audits):
                 self._lost(worker_id, epoch, fault)
 
-        await asyncio.gather(*(ask(*one) for one in built))
+        await self._with_all(ask)
         if keeper.change() is not None:
-            await self._on_all(partial(self._schedule_on, schedule=keeper.schedule))
+            await self._tell_all("KV budgets", lambda worker: worker.set_schedule(keeper.schedule))
 
-    async def _on_all(self, call: Callable[[str, Worker], Awaitable[None]]) -> None:
+    async def _tell_all(self, phase: str, tell: Callable[[Worker], Awaitable[None]]) -> None:
         """Make a call to every worker whose engine is ready; one that cannot follow is lost."""
 
-        async def tell(worker_id: str, epoch: int, worker: Worker) -> None:
+        async def call(worker_id: str, epoch: int, worker: Worker) -> None:
             try:
-                await call(worker_id, worker)
+                await self._tell(phase, worker_id, tell(worker))
             except (RunError, WeightsError) as why:
                 self._lost(worker_id, epoch, str(why))
 
+        await self._with_all(call)
+
+    async def _tell(self, phase: str, worker_id: str, wait: Awaitable[None]) -> None:
+        # An install may be in progress.
+        await self._within(phase, self._config.run.wait_limit_s, wait, worker=worker_id)
+
+    async def _with_all(self, call: Callable[[str, int, Worker], Awaitable[None]]) -> None:
+        """Make a call with id, epoch and worker of each whose engine is ready, all at once."""
         built = [(w, *current) for w, current in self._workers.items() if (w, current[0]) in self._built]
-        await asyncio.gather(*(tell(*one) for one in built))
-
-    async def _schedule_on(self, worker_id: str, worker: Worker, schedule: Schedule) -> None:
-        limit_s = self._config.run.wait_limit_s  # an install may be in progress
-        await self._within("KV budgets", limit_s, worker.set_schedule(schedule), worker=worker_id)
-
-    async def _adapter_on(self, worker_id: str, worker: Worker, adapter: SparseAdapter) -> None:
-        limit_s = self._config.run.wait_limit_s
-        await self._within("sparse adapter", limit_s, worker.set_adapter(adapter), worker=worker_id)
+        await asyncio.gather(*(call(*one) for one in built))
 
     async def _collect_stats(self) -> None:
         await self.collect_worker_stats()
@@ -583,9 +568,6 @@ class Runner:
         current = self._workers.get(who)
         return await current[1].progress() if current else {}
 
-    def _tell_stall(self, text: str, who: str) -> None:
-        self._observer.on_event("stalled", text, worker=who)
-
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -594,8 +576,9 @@ class Runner:
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error: BaseException | None
-        if task.cancelled():
-            error = None if self._ending else _cancelled_by_nobody(task)
+        if task.cancelled():  # by code outside the runner, unless it ends; that would end silently
+            outside = RunError(f"a part of the run was cancelled from outside: {task.get_coro()}")
+            error = None if self._ending else outside
         else:
             error = task.exception()
         if error is None:
@@ -614,8 +597,3 @@ class Runner:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         closing = [worker.stop() for _, worker in self._workers.values()] + [self._planes.learner.close()]
         await asyncio.wait([asyncio.ensure_future(work) for work in closing], timeout=20.0)
-
-
-def _cancelled_by_nobody(task: asyncio.Task[None]) -> RunError:
-    """Return the error for a task that code outside the runner cancelled, which would end silently."""
-    return RunError(f"a part of the run was cancelled from outside: {task.get_coro()}")
