@@ -41,27 +41,23 @@ def _product(rng: random.Random) -> _Made:
     return _pair("*", a, b), f"What is {a} times {b}?", a * b
 
 
-def _largest(rng: random.Random) -> _Made:
-    numbers = rng.sample(range(1, 100), 4)
-    return _set(numbers), f"Which of these numbers is the largest: {_listed(numbers)}?", max(numbers)
+def _larger(rng: random.Random) -> _Made:
+    numbers = rng.sample(range(1, 100), 2)
+    return _set(numbers), f"Which number is larger, {numbers[0]} or {numbers[1]}?", max(numbers)
 
 
-def _who(rng: random.Random) -> _Made:
-    names, ages, told = _people(rng, 3)
-    who = rng.randrange(3)
-    return _set(ages), f"{told} Who is {ages[who]} years old?", names[who]
+def _age(rng: random.Random) -> _Made:
+    names, ages = rng.sample(NAMES, 2), rng.sample(range(5, 80), 2)
+    told = _joined([f"{name} is {age}" for name, age in zip(names, ages, strict=True)])
+    who = rng.randrange(2)
+    return _set(ages), f"{told} years old. How old is {names[who]}?", ages[who]
 
 
-def _older(rng: random.Random) -> _Made:
-    names, ages, told = _people(rng, 2)
-    return _set(ages), f"{told} Who is older?", names[ages.index(max(ages))]
-
-
-def _owner(rng: random.Random) -> _Made:
-    names, things = rng.sample(NAMES, 3), rng.sample(_THINGS, 3)
-    told = _joined([f"{name} has the {thing}" for name, thing in zip(names, things, strict=True)])
-    who = rng.randrange(3)
-    return " ".join(sorted(things)), f"{told}. Who has the {things[who]}?", names[who]
+def _has(rng: random.Random) -> _Made:
+    names, counts, thing = rng.sample(NAMES, 2), rng.sample(range(2, 40), 2), rng.choice(_THINGS)
+    told = _joined([f"{name} has {count} {thing}" for name, count in zip(names, counts, strict=True)])
+    who = rng.randrange(2)
+    return _set(counts), f"{told}. How many {thing} does {names[who]} have?", counts[who]
 
 
 def _last(rng: random.Random) -> _Made:
@@ -69,15 +65,16 @@ def _last(rng: random.Random) -> _Made:
     return _set(numbers), f"What is the last number in this list: {_listed(numbers)}?", numbers[-1]
 
 
-def _age(rng: random.Random) -> _Made:
-    names, ages, told = _people(rng, 3)
-    who = rng.randrange(3)
-    return _set(ages), f"{told} How old is {names[who]}?", ages[who]
-
-
-def _smallest(rng: random.Random) -> _Made:
+def _largest(rng: random.Random) -> _Made:
     numbers = rng.sample(range(1, 100), 4)
-    return _set(numbers), f"Which of these numbers is the smallest: {_listed(numbers)}?", min(numbers)
+    return _set(numbers), f"Which of these numbers is the largest: {_listed(numbers)}?", max(numbers)
+
+
+def _owner(rng: random.Random) -> _Made:
+    names, things = rng.sample(NAMES, 3), rng.sample(_THINGS, 3)
+    told = _joined([f"{name} has the {thing}" for name, thing in zip(names, things, strict=True)])
+    who = rng.randrange(3)
+    return " ".join(sorted(things)), f"{told}. Who has the {things[who]}?", names[who]
 
 
 def _pair(operation: str, a: int, b: int) -> str:
@@ -96,23 +93,17 @@ def _joined(parts: list[str]) -> str:
     return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
-def _people(rng: random.Random, count: int) -> tuple[list[str], list[int], str]:
-    names, ages = rng.sample(NAMES, count), rng.sample(range(5, 80), count)
-    told = _joined([f"{name} is {age}" for name, age in zip(names, ages, strict=True)])
-    return names, ages, f"{told} years old."
-
-
 _Draw = Callable[[random.Random], _Made]
 TRAINED: dict[str, _Draw] = {
     "sum": _sum,
     "product": _product,
-    "largest": _largest,
-    "who": _who,
-    "older": _older,
-    "owner": _owner,
+    "larger": _larger,
+    "age": _age,
+    "has": _has,
     "last": _last,
 }
-UNSEEN: dict[str, _Draw] = {"age": _age, "smallest": _smallest}  # asked in evaluations only
+UNSEEN: dict[str, _Draw] = {"largest": _largest, "owner": _owner}  # asked in evaluations only
+_ROUNDS = 2  # of the trained families, before one that is unseen
 
 
 def training_question(seed: int, index: int) -> Question:
@@ -127,9 +118,10 @@ def held_out_question(index: int) -> Question:
 
 
 def held_out_family(index: int) -> str:
-    """Return the family of held-out question `index`: each trained one in turn, then an unseen one."""
-    block, place = divmod(index, len(TRAINED) + 1)
-    return list(TRAINED)[place] if place < len(TRAINED) else list(UNSEEN)[block % len(UNSEEN)]
+    """Return the family of held-out question `index`: each trained one in turn, twice, then an unseen one."""
+    block, place = divmod(index, _ROUNDS * len(TRAINED) + 1)
+    trained = place < _ROUNDS * len(TRAINED)
+    return list(TRAINED)[place % len(TRAINED)] if trained else list(UNSEEN)[block % len(UNSEEN)]
 
 
 def is_held_out(operands: str) -> bool:

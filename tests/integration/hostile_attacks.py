@@ -139,7 +139,7 @@ IDENTITY = {
     "the owner's settled": asks("^404", "POST", "/control/settled", b"{}", at="w0"),
 }
 
-REPORT = to_builtins(Report(MALLORY, "sender", None, 0, 0, 0.0, 0, 0.0, False, False, -1, -1))
+REPORT = to_builtins(Report(MALLORY, "sender", None, 0, 0, 0.0, 0, 0.0, False, False, -1, -1, False))
 JOINED = to_builtins(PeerJoined(MALLORY, "http://127.0.0.1:9", ""))
 ACCUSED = to_builtins(Accusation("w0", MALLORY))
 ABSURD: dict[str, Any] = {
@@ -158,6 +158,7 @@ ABSURD: dict[str, Any] = {
     "complete": 1,
     "installed_version": -2,
     "staged_version": True,
+    "made": "no",
 }
 
 FIELDS = {

@@ -64,7 +64,7 @@ def test_a_peer_that_the_tracker_has_forgotten_is_asked_to_join_again(
         monkeypatch.setattr("echo_planes.weights.node.dispatch.time", clock)
         tracker = Tracker(TrackerSettings())
         dispatch = Dispatch(tracker, Feeds(Shelf(VERIFIER, LIMITS, tmp_path)), lambda line: None, "secret")
-        report = Report("w0", "", None, 0, 0, 0.0, 0, 0.0, False, False, -1, -1)
+        report = Report("w0", "", None, 0, 0, 0.0, 0, 0.0, False, False, -1, -1, False)
 
         async def answer_to(handler: Any, *events: Any) -> dict[str, Any]:
             response = await handler(Request(*events))

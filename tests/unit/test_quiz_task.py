@@ -93,9 +93,9 @@ def test_all_families_occur_and_held_out_ones_take_turns() -> None:
     trained = Counter(training_question(0, index).family for index in range(2000))
     assert trained.keys() == TRAINED.keys()
     assert min(trained.values()) > 2000 / len(TRAINED) * 0.8
-    held_out = [held_out_question(index).family for index in range(64)]
-    assert held_out == [held_out_family(index) for index in range(64)]
-    assert Counter(held_out) == dict.fromkeys(TRAINED, 8) | dict.fromkeys(UNSEEN, 4)
+    held_out = [held_out_question(index).family for index in range(52)]
+    assert held_out == [held_out_family(index) for index in range(52)]
+    assert Counter(held_out) == dict.fromkeys(TRAINED, 8) | dict.fromkeys(UNSEEN, 2)
     assert not TRAINED.keys() & UNSEEN.keys()
 
 
@@ -109,25 +109,25 @@ def test_the_answer_is_right_by_the_question_s_own_words(seed: int, index: int) 
 def solved(question: Question) -> str:
     """The answer, from the text."""
     numbers = [int(n) for n in re.findall(r"\d+", question.text)]
-    told: list[tuple[str, str]] = re.findall(r"(\w+) (?:is|has the) (\w+)(?=,| and|\.| years)", question.text)
+    told: list[tuple[str, str]] = re.findall(
+        r"(\w+) (?:is|has the|has) (\d+|\w+(?=,| and|\.))", question.text
+    )
     asked = re.split(r"\. |[?]", question.text)
     match question.family:
         case "sum":
             return str(sum(numbers))
         case "product":
             return str(numbers[0] * numbers[1])
-        case "largest":
+        case "larger" | "largest":
             return str(max(numbers))
-        case "smallest":
-            return str(min(numbers))
         case "last":
             return str(numbers[-1])
-        case "older":
-            return max(told, key=lambda one: int(one[1]))[0]
-        case "who" | "owner":
+        case "owner":
             return next(name for name, what in told if re.search(rf"\b{what}\b", asked[1]))
         case "age":
             return dict(told)[asked[1].split()[-1]]
+        case "has":
+            return dict(told)[asked[1].split()[-2]]
         case _:
             pytest.fail(f"no rule for {question.family}")
 
@@ -227,6 +227,6 @@ def test_questions_are_asked_in_the_chat_template() -> None:
 def test_the_task_s_file_sets_a_run_that_two_cores_can_do() -> None:
     config = load_config(["task=quiz"])
     assert config.sampling.trajectories_per_step == 64
-    assert (config.sampling.max_new_tokens, config.run.steps, config.learner.lr) == (24, 60, 2e-5)
-    turns = len(UNSEEN) * (len(TRAINED) + 1)
+    assert (config.sampling.max_new_tokens, config.run.steps, config.learner.lr) == (24, 60, 3e-5)
+    turns = len(UNSEEN) * (2 * len(TRAINED) + 1)
     assert config.eval.num_prompts % turns == 0  # every turn is whole

@@ -86,6 +86,7 @@ class Fleet:
                 complete=whole,
                 installed_version=one.version if one and whole else -1,
                 staged_version=-1,
+                made=False,
             )
             self.send(replace(report, **self.extra.get(name, {})))  # type: ignore[arg-type]
         self.parent[name] = getattr(self.tracker.assignment(name), "parent_id", "")

@@ -87,7 +87,7 @@ class Report(_Message, frozen=True):
     complete: bool
     installed_version: Count  # of the key's lineage; without key, of the newest publication's; -1: none
     staged_version: Count  # the same for the version staged, from the chain or the store; -1: none
-    made: bool = False  # some of the chunks were made from the model's files: they say nothing about the link
+    made: bool  # some of the chunks were made from the model's files: they say nothing about the link
 
 
 class Accusation(_Message, frozen=True):

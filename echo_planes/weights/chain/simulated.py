@@ -409,6 +409,7 @@ class BroadcastSim:
             complete=one is not None and node.has(one),
             installed_version=max((p.key.version for p in self.published if node.has(p)), default=-1),
             staged_version=-1,
+            made=False,
         )
 
     def _hear(self, report: Report) -> None:
