@@ -112,6 +112,8 @@ def run(folder: Path, name: str, seed: int, words: Sequence[str]) -> Run:
         if not (place / "summary.json").exists():
             raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
     steps, summary = read_metrics(place), read_summary(place)
+    if summary["status"] != "done":
+        raise RuntimeError(f"{place} ended as {summary['status']}: {summary['error']}; remove it")
     accuracy = [(int(one["step"]), float(one["accuracy"])) for one in summary["evals"]]
     found = Run(
         name,

@@ -19,6 +19,7 @@ warm-up              update k of 10 at (k - 1) / 10         at k / 10; `trl_base
 groups of equal R    in the forward pass, gradient 0        left out of it, counted in the denominators
 forward              a row an answer, left-padded           answers that share their prompt packed in rows
 sampling (runs)      from the fp32 weights                  from the weights as published, bf16
+forward weights      fp32                                   the same: bf16 values of fp32 masters
 random numbers       its own                                its own: only prompts are shared
 ===================  =====================================  =================================================
 """
@@ -230,6 +231,7 @@ class _Tap:
     def __init__(self, learner: Learner) -> None:
         engine = learner._engine
         self._module = engine._engine.module
+        self._optimizer = engine._optimizer  # zero_stage=0: ours, as it is
         self.names = [name.removeprefix("model.") for name, _ in self._module.named_parameters()]
         self.gradient: FloatArray = np.zeros(0, np.float32)
         update = engine.step
@@ -241,8 +243,9 @@ class _Tap:
         engine.step = step  # type: ignore[method-assign]
 
     def weights(self) -> FloatArray:
-        """All weights, end to end."""
-        flat: FloatArray = torch.cat([p.detach().flatten() for p in self._module.parameters()]).numpy()
+        """All masters, end to end: TRL's weights are not rounded either."""
+        masters = [self._optimizer.state[p].get("master", p) for p in self._module.parameters()]
+        flat: FloatArray = torch.cat([one.detach().flatten() for one in masters]).numpy()
         return flat
 
 

@@ -79,6 +79,9 @@ class ModelConfig(Section):
         "builtin:tiny-math, -carry, -code, -poker",
     )
     max_model_len: PositiveInt = Free(512, description="prompt + response, tokens")
+    lr: PositiveFloat | None = Free(
+        None, description="rate of all weights that suits it, in place of learner.lr's default"
+    )
 
     @property
     def folder(self) -> Path:
@@ -321,8 +324,8 @@ class LearnerConfig(Section):
     )
     lr: NonNegativeFloat | None = Free(
         None,
-        description="peak learning rate of AdamW; default 2.5e-4 for builtin models, 1e-6 for others; "
-        "with adapters ten times that",
+        description="peak learning rate of AdamW; default model.lr, else 2.5e-4 for builtin models and 1e-6 "
+        "for others; with adapters ten times that",
     )
     lora_rank: int = Fixed(
         0, ge=0, description="train adapters of this rank beside frozen weights (LoRA); 0: all weights"
@@ -506,7 +509,7 @@ class Config(Section):
         """Peak learning rate; the built-in models' default is far too high for larger models."""
         if self.learner.lr is not None:
             return self.learner.lr
-        rate = BUILTIN_LR if self.model.path in BUILTIN_MODELS else MODEL_LR
+        rate = self.model.lr or (BUILTIN_LR if self.model.path in BUILTIN_MODELS else MODEL_LR)
         return LORA_TIMES * rate if self.learner.lora_rank else rate
 
     @property
