@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -299,28 +299,36 @@ def learning_verdicts(runs: Sequence[Run]) -> dict[str, bool]:
 
 
 def visible_shares(model: Path, rate: float, steps: int) -> list[float]:
-    """Return, after each step, sum |served weight - first| / sum |master - first| over all weights."""
+    """Return, after each step, sum |served weight - first| / sum |master - first| over all weights.
+
+    Full rate from the first step on. Two batches of the first policy's answers take turns: sampling without an
+    engine takes far longer than a step.
+    """
     import torch
 
     from bench.learning.harness import Loop, Setup
 
-    sampling = {"prompts_per_step": 8, "samples_per_prompt": 8, "max_new_tokens": 24}
+    settings: dict[str, dict[str, Any]] = {
+        "sampling": {"prompts_per_step": 4, "max_new_tokens": 24},
+        "learner": {"lr": rate, "drift_target": 0.0, "warmup_steps": 0, "decay": 0.0},
+    }
     task = {"name": "quiz", "adapter": "echo_planes.tasks.quiz.adapter:QuizTask"}
-    setup = Setup(0, rate, 0, {"sampling": sampling}, steps=2 * steps, task=task, model=str(model))
+    setup = Setup(0, rate, 0, settings, steps=steps, task=task, model=str(model))
     shares = []
     with tempfile.TemporaryDirectory() as folder:
         loop = Loop(setup, Path(folder))
+        batches = [loop.sample(0)[0] for _ in range(2)]
         engine = loop.learner._engine
         optimizer = engine._optimizer.optimizer  # beneath ZeRO's wrapper
         (shown,) = engine._optimizer.bit16_groups_flat
         first = shown.detach().clone()
         for step in range(steps):
-            loop.learner.train_step(loop.sample(step)[0])
+            loop.learner.train_step(replace(batches[step % 2], step=step))
             (state,) = optimizer.state.values()
             master = state["master"][: len(first)]
             went = float((master - first).abs().sum(dtype=torch.float64))
             seen = float((shown - first).abs().sum(dtype=torch.float64))
-            shares.append(seen / went if went else 0.0)
+            shares.append(seen / went)
         loop.close()
     return shares
 
@@ -406,7 +414,7 @@ def main() -> int:
     parser.add_argument("--stale", nargs="*", type=int, default=[0, 3, 6], help="S of the learning runs")
     parser.add_argument("--no-adapters", dest="adapters", action="store_false")
     parser.add_argument("--no-controls", dest="controls", action="store_false")
-    parser.add_argument("--steps", type=int, default=24, help="of `visible`")
+    parser.add_argument("--steps", type=int, default=16, help="of `visible`")
     parser.add_argument("--picture", type=Path, help="SVG of `visible`")
     parser.add_argument("--words", nargs="*", default=[], help="more settings of the learning runs")
     parser.add_argument("--trl", type=Path, default=Path(".venv-trl/bin/python"), help="Python with TRL")
