@@ -301,8 +301,8 @@ def learning_verdicts(runs: Sequence[Run]) -> dict[str, bool]:
 def visible_shares(model: Path, rate: float, steps: int) -> list[float]:
     """Return, after each step, sum |served weight - first| / sum |master - first| over all weights.
 
-    Full rate from the first step on. Two batches of the first policy's answers take turns: sampling without an
-    engine takes far longer than a step.
+    Full rate from the first step on. Two batches of the first policy's answers take turns, since sampling
+    without an engine takes far longer than a step.
     """
     import torch
 
