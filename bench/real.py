@@ -37,11 +37,13 @@ import pyarrow as pa
 
 from bench import coo_baseline
 from bench.learning.intervals import interval
+from echo_planes.config.hub import pinned
 from echo_planes.data.store.snapshot import StoreSnapshot
 from echo_planes.loop.loading import load_config, recorded_config
 from echo_planes.reporting.metrics import read_metrics, read_summary
 from echo_planes.reporting.weights.sparsity import changed_elements
 from echo_planes.tasks.quiz.adapter import QuizTask
+from echo_planes.tasks.quiz.questions import TRAINED, held_out_family
 from echo_planes.types import Episode, Prompt, Reward
 from echo_planes.weights.digest import BitTensor
 from echo_planes.weights.store.objects import open_objects
@@ -89,9 +91,10 @@ class Run:
     seconds: float
     step_s: float  # median over the steps
     tokens: int  # trained
-    start: float  # held-out accuracy before the first step
+    start: float  # accuracy on held-out questions of the trained families before the first step
     end: float  # and after the last
-    accuracy: list[tuple[int, float]]  # (step, held out)
+    unseen: float  # after the last, on families that were never trained
+    accuracy: list[tuple[int, float]]  # (step, held out, of the trained families)
     rewards: list[float]  # of each step
     drift: list[float | None]
     factor: list[float]
@@ -114,7 +117,7 @@ def run(folder: Path, name: str, seed: int, words: Sequence[str]) -> Run:
     steps, summary = read_metrics(place), read_summary(place)
     if summary["status"] != "done":
         raise RuntimeError(f"{place} ended as {summary['status']}: {summary['error']}; remove it")
-    accuracy = [(int(one["step"]), float(one["accuracy"])) for one in summary["evals"]]
+    accuracy = [(int(one["step"]), by_kind(one["prompt_rewards"])[0]) for one in summary["evals"]]
     found = Run(
         name,
         seed,
@@ -124,6 +127,7 @@ def run(folder: Path, name: str, seed: int, words: Sequence[str]) -> Run:
         sum(row["tokens"] for row in steps),
         accuracy[0][1],
         accuracy[-1][1],
+        by_kind(summary["evals"][-1]["prompt_rewards"])[1],
         accuracy,
         [row["reward_mean"] for row in steps],
         [row["mismatch_mean"] for row in steps],
@@ -132,6 +136,14 @@ def run(folder: Path, name: str, seed: int, words: Sequence[str]) -> Run:
     )
     print(f"{name:20s} seed {seed} {found.status} {found.start:.3f} -> {found.end:.3f}", flush=True)
     return found
+
+
+def by_kind(prompt_rewards: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Return the mean reward on held-out questions of trained families, and on families never trained."""
+    trained, unseen = list[float](), list[float]()
+    for index, reward in prompt_rewards:
+        (trained if held_out_family(int(index)) in TRAINED else unseen).append(reward)
+    return fmean(trained), fmean(unseen) if unseen else 0.0
 
 
 # --- versions of a run ---------------------------------------------------------------------------
@@ -334,7 +346,7 @@ def visible_shares(model: Path, rate: float, steps: int) -> list[float]:
 
 
 def run_visible(args: argparse.Namespace) -> Figures:
-    model = load_config(BASE).model.folder
+    model = Path(pinned(load_config(BASE).model.path))
     shares = {f"{rate:g}": visible_shares(model, rate, args.steps) for rate in RATES}
     for rate, row in shares.items():
         print(f"rate {rate}: visible {', '.join(f'{share:.2f}' for share in row)}")

@@ -21,7 +21,7 @@ SEEDS = (0, 1, 2)
 
 def run(name: str, seed: int, start: float = 0.15, end: float = 0.9) -> real.Run:
     return real.Run(
-        name, seed, "done", 100.0, 1.0, 1000, start, end + seed / 100, [], [0.5], [0.03], [1.0], 60
+        name, seed, "done", 100.0, 1.0, 1000, start, end + seed / 100, 0.3, [], [0.5], [0.03], [1.0], 60
     )
 
 

@@ -227,6 +227,6 @@ def test_questions_are_asked_in_the_chat_template() -> None:
 def test_the_task_s_file_sets_a_run_that_two_cores_can_do() -> None:
     config = load_config(["task=quiz"])
     assert config.sampling.trajectories_per_step == 64
-    assert (config.sampling.max_new_tokens, config.run.steps, config.learner.lr) == (24, 60, 3e-5)
+    assert (config.sampling.max_new_tokens, config.run.steps, config.lr) == (24, 60, 2e-5)
     turns = len(UNSEEN) * (2 * len(TRAINED) + 1)
     assert config.eval.num_prompts % turns == 0  # every turn is whole
