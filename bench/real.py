@@ -260,6 +260,7 @@ def run_bytes(args: argparse.Namespace) -> Figures:
     for rate in RATES:
         name = f"rate-{rate:g}"
         words = [*SHORT, "run.steps=12", "staleness.max_staleness=0", f"learner.lr={rate}"]
+        words += ["weights.codec=compact"]
         run(args.runs, name, 0, [*words, "learner.warmup_steps=0", "learner.decay=0"])
         rows = figures[name] = patches(args.runs / f"{name}-0")
         moved = [row for row in rows if row["changed"]]
