@@ -75,7 +75,8 @@ class HostileRelay:
             key = signed.key if signed else None
             whole = signed is not None
             version = signed.key.version if signed else -1
-            report = Report(self.name, "sender", key, size, size, 1e9, 0, 0.0, False, whole, version, -1, False)
+            figures = (size, size, 1e9, 0, 0.0, False, whole, version, -1, False)
+            report = Report(self.name, "sender", key, *figures)
             with contextlib.suppress(aiohttp.ClientError):
                 await self.tell("report", report)
             await asyncio.sleep(0.2)

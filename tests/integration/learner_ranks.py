@@ -3,9 +3,9 @@
 SPECS: a list of {"config", "world_size", "first_step", "num_steps", "save_at", "save_to", "load_from",
 "parts", "gradient", "killed", "chunk_logits", "out"}: learners of their own, one after the other. Each writes
 `<out>-<rank>.npz`: per-step loss and grad_norm, the fp32 weights and the published bits of rank 0, and with
-`parts` or `gradient` the first step's gradient; with `shown` the bits to publish after each update. `parts`: groups in each part of a step; none: steps are
-whole. `killed`: before it goes on from its checkpoint, another learner does so, and is gone after the first
-part of its step. `chunk_logits`: most logits held at once.
+`parts` or `gradient` the first step's gradient; with `shown` the bits to publish after each update. `parts`:
+groups in each part of a step; none: steps are whole. `killed`: before it goes on from its checkpoint, another
+learner does so, and is gone after the first part of its step. `chunk_logits`: most logits held at once.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def watch_weights(learner: Any) -> dict[str, np.ndarray[Any, np.dtype[np.uint16]
 
 
 def master_weights(learner: Any) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
-    """The fp32 weights the optimizer keeps, whatever the ZeRO stage; of adapters the parameters themselves."""
+    """The fp32 weights that the optimizer keeps, whatever the ZeRO stage; of adapters the parameters."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     from echo_planes.learning.rounding import MasterAdamW

@@ -349,7 +349,8 @@ def reference_run(
     """Losses, gradient norms, weights and probe logprobs of the plain loop, in fp32 over weights in bf16.
 
     The loop computes with the weights that the learner `found` showed after each update, which must be its
-    own masters rounded, if its arithmetic is `exact`. Otherwise float error that decides the rounding of one weight would part the two.
+    own masters rounded, if its arithmetic is `exact`. Otherwise float error that decides the rounding of one
+    weight would part the two.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     products = with_products(model) if lora else {}
@@ -537,7 +538,7 @@ def test_the_policy_that_is_trained_is_the_one_that_is_published(
 def test_no_rate_parts_the_trained_policy_from_the_published_one(
     tmp_path: Path, model_folder: Path, rate: float, rank: int
 ) -> None:
-    """Most updates at the rates of real models are below a bf16 step: the learner must not see them either."""
+    """Most updates at the rates of real models are below a bf16 step: the learner must not see them."""
     changes = {"lr": rate, "warmup_steps": 0, "lora_rank": rank, "grad_clip": 1.0}
     probe, moved = make_batch(999), []
     with learner_here(tmp_path, model_folder, learner=changes) as learner:

@@ -139,7 +139,8 @@ class LyingParent:
             key = self._signed.key if self._offered.is_set() else None
             num_chunks = sum(segment.header.num_chunks for segment, _ in self._signed.segments)
             size = self._signed.manifest.manifest.payload_bytes
-            report = Report(self._name, "sender", key, num_chunks, size, 1e9, 0, 0.0, False, True, -1, -1, False)
+            figures = (num_chunks, size, 1e9, 0, 0.0, False, True, -1, -1, False)
+            report = Report(self._name, "sender", key, *figures)
             await self._tell("report", report)
             await asyncio.sleep(0.1)
 
