@@ -79,9 +79,7 @@ class ModelConfig(Section):
         "builtin:tiny-math, -carry, -code, -poker",
     )
     max_model_len: PositiveInt = Free(512, description="prompt + response, tokens")
-    lr: PositiveFloat | None = Free(
-        None, description="rate of all weights that suits it, in place of learner.lr's default"
-    )
+    lr: PositiveFloat | None = Free(None, description="rate that suits it, where learner.lr is not set")
 
     @property
     def folder(self) -> Path:
@@ -319,13 +317,12 @@ class LearnerConfig(Section):
     offload_optimizer: bool = Fixed(False, description="masters and moments in host memory (ZeRO-1 to 3)")
     offload_weights: bool = Fixed(False, description="beside these, ranks' shares of the weights (ZeRO-3)")
     dtype: Literal["auto", "bf16", "fp32"] = Fixed(
-        "auto",
-        description="compute type over fp32 masters; auto: bf16 on GPUs and CPUs with AMX, fp32 on others",
+        "auto", description="compute type over fp32 masters; auto: bf16 on GPUs and CPUs with AMX, else fp32"
     )
     lr: NonNegativeFloat | None = Free(
         None,
-        description="peak learning rate of AdamW; default model.lr, else 2.5e-4 for builtin models and 1e-6 "
-        "for others; with adapters ten times that",
+        description="peak learning rate of AdamW; default model.lr, else 2.5e-4 for builtin models, 1e-6 for "
+        "others; with adapters ten times that",
     )
     lora_rank: int = Fixed(
         0, ge=0, description="train adapters of this rank beside frozen weights (LoRA); 0: all weights"
