@@ -44,7 +44,7 @@ from echo_planes.reporting.metrics import read_metrics, read_summary
 from echo_planes.reporting.weights.sparsity import changed_elements
 from echo_planes.tasks.quiz.adapter import QuizTask
 from echo_planes.tasks.quiz.questions import TRAINED, held_out_family
-from echo_planes.types import Episode, Prompt, Reward
+from echo_planes.types import Episode, Prompt, Reward, TrainBatch
 from echo_planes.weights.digest import BitTensor
 from echo_planes.weights.store.objects import open_objects
 from echo_planes.weights.store.reading import Store, read_public_key
@@ -311,8 +311,8 @@ def learning_verdicts(runs: Sequence[Run]) -> dict[str, bool]:
     return verdicts
 
 
-def visible_shares(model: Path, rate: float, steps: int) -> list[float]:
-    """Return, after each step, sum |served weight - first| / sum |master - first| over all weights.
+def visible_shares(model: Path, rates: Sequence[float], steps: int) -> dict[str, list[float]]:
+    """Return by rate, after each step, sum |served weight - first| / sum |master - first| over all weights.
 
     Full rate from the first step on. Two batches of the first policy's answers take turns, since sampling
     without an engine takes far longer than a step.
@@ -321,36 +321,35 @@ def visible_shares(model: Path, rate: float, steps: int) -> list[float]:
 
     from bench.learning.harness import Loop, Setup
 
-    settings: dict[str, dict[str, Any]] = {
-        "sampling": {"prompts_per_step": 4, "max_new_tokens": 24},
-        "learner": {"lr": rate, "drift_target": 0.0, "warmup_steps": 0, "decay": 0.0},
-    }
     task = {"name": "quiz", "adapter": "echo_planes.tasks.quiz.adapter:QuizTask"}
-    setup = Setup(0, rate, 0, settings, steps=steps, task=task, model=str(model))
-    shares = []
-    with tempfile.TemporaryDirectory() as folder:
-        loop = Loop(setup, Path(folder))
-        batches = [loop.sample(0)[0] for _ in range(2)]
-        engine = loop.learner._engine
-        optimizer = engine._optimizer.optimizer  # beneath ZeRO's wrapper
-        (shown,) = engine._optimizer.bit16_groups_flat
-        first = shown.detach().clone()
-        for step in range(steps):
-            loop.learner.train_step(replace(batches[step % 2], step=step))
-            (state,) = optimizer.state.values()
-            master = state["master"][: len(first)]
-            went = float((master - first).abs().sum(dtype=torch.float64))
-            seen = float((shown - first).abs().sum(dtype=torch.float64))
-            shares.append(seen / went)
-        loop.close()
+    batches: list[TrainBatch] = []
+    shares: dict[str, list[float]] = {}
+    for rate in rates:
+        settings: dict[str, dict[str, Any]] = {
+            "sampling": {"prompts_per_step": 4, "max_new_tokens": 24},
+            "learner": {"lr": rate, "drift_target": 0.0, "warmup_steps": 0, "decay": 0.0},
+        }
+        setup = Setup(0, rate, 0, settings, steps=steps, task=task, model=str(model))
+        row = shares[f"{rate:g}"] = []
+        with tempfile.TemporaryDirectory() as folder:
+            loop = Loop(setup, Path(folder))
+            batches = batches or [loop.sample(0)[0] for _ in range(2)]
+            optimizer = loop.learner._engine._optimizer
+            (shown,) = optimizer.bit16_groups_flat
+            first = shown.detach().clone()
+            for step in range(steps):
+                loop.learner.train_step(replace(batches[step % 2], step=step))
+                (state,) = optimizer.optimizer.state.values()  # beneath ZeRO's wrapper
+                master = state["master"][: len(first)]
+                went = float((master - first).abs().sum(dtype=torch.float64))
+                row.append(float((shown - first).abs().sum(dtype=torch.float64)) / went)
+            loop.close()
+        print(f"rate {rate:g}: visible {', '.join(f'{share:.2f}' for share in row)}", flush=True)
     return shares
 
 
 def run_visible(args: argparse.Namespace) -> Figures:
-    model = Path(pinned(load_config(BASE).model.path))
-    shares = {f"{rate:g}": visible_shares(model, rate, args.steps) for rate in RATES}
-    for rate, row in shares.items():
-        print(f"rate {rate}: visible {', '.join(f'{share:.2f}' for share in row)}")
+    shares = visible_shares(Path(pinned(load_config(BASE).model.path)), RATES, args.steps)
     if args.picture:
         args.picture.write_text(picture(shares))
     return {"shares": shares}, {}
