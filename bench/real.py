@@ -67,7 +67,7 @@ CONTROLS = {"rate-0": ["learner.lr=0"], "no-signal": [f"task.adapter={NO_SIGNAL}
 RATES = (1e-6, 3e-6, 1e-5, 2e-5)
 LIMIT_S = 4 * 3600.0
 REACHED, MISMATCH, FACTOR = 0.85, 1e-4, 0.9
-TOKENS_SCORED = 4000  # of each version, at most
+TOKENS_SCORED = 1000  # of each version, at most
 Figures = tuple[dict[str, Any], dict[str, bool]]
 
 

@@ -168,9 +168,10 @@ TWICE_OFFLOADED = Run(2, 3, "fp32", twice=True, offload=True)  # and its referen
 WITH_REFERENCE = [TWICE, TWICE_SHARED, *([TWICE_DIVIDED, TWICE_OFFLOADED] if THOROUGH else [])]
 SAMPLER = Run(1, 0, "fp32", sampler=True)
 # Each leaves a checkpoint on the way, from which new processes go on.
-SAVED = [Run(1, 0, "fp32"), Run(2, 1, "fp32"), Run(2, 3, "bf16"), Run(1, 0, "fp32", lora=True), LORA_DIVIDED]
+SAVED = [Run(1, 0, "fp32"), Run(2, 1, "fp32"), Run(1, 2, "fp32"), OFFLOADED, Run(2, 3, "bf16")]
+SAVED += [Run(1, 0, "fp32", lora=True), LORA_DIVIDED]
 if THOROUGH:
-    SAVED += [Run(1, 1, "bf16"), Run(1, 2, "fp32"), OFFLOADED]
+    SAVED += [Run(1, 1, "bf16")]
 SAVED_AT = 3
 
 
