@@ -77,6 +77,7 @@ def test_rates_are_finite_and_no_smaller_than_nothing(number: str) -> None:
         "complete": False,
         "installed_version": -1,
         "staged_version": -1,
+        "made": False,
     }
     text = json.dumps({"events": [report]})
     decode(text, Heard, "a report")
