@@ -68,13 +68,13 @@ def compute_dtype(config: Config, *, on_gpu: bool) -> Literal["bf16", "fp32"]:
     """Return `learner.dtype`; for auto the faster one on this machine.
 
     That is bf16 on GPUs, and on CPUs with matrix units (AMX), where a step of a model of 135 million weights
-    takes 0.4 of the time, but for the built-in models, which are too small. Other CPUs have half the speed in
-    bf16, or emulate it.
+    takes 0.4 of the time, but for the built-in models, which are too small, and for several ranks, whose CPUs
+    may be of different kinds. Other CPUs have half the speed in bf16, or emulate it.
     """
     if config.learner.dtype != "auto":
         return config.learner.dtype
-    is_large = config.model.path not in BUILTIN_MODELS
-    return "bf16" if on_gpu or (is_large and _has_matrix_units()) else "fp32"
+    may = config.model.path not in BUILTIN_MODELS and config.learner.num_ranks == 1
+    return "bf16" if on_gpu or (may and _has_matrix_units()) else "fp32"
 
 
 @cache

@@ -254,6 +254,7 @@ class Guard:
         state.calm = 0 if beyond or is_blind else state.calm + 1
         alarms = [s for s in beyond if state.scores[s.setting] >= settings.patience]
         if alarms:
+            state.slow -= slow is not None  # to be told at the next step: an alarm comes first
             worst = max(alarms, key=lambda s: self._excess(s, values[s.setting] or 0.0))
             return self._alarm(worst, values[worst.setting] or 0.0)
         self._age_candidate()

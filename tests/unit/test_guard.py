@@ -509,6 +509,18 @@ def test_a_rate_far_below_its_schedule_is_told_once_with_its_cause() -> None:
     assert "learner.drift_target" in noisy[-1].text
 
 
+def test_an_alarm_at_the_same_step_only_puts_it_off() -> None:
+    watch = guard(patience=1)
+    slow = replace(CALM, rate_factor=0.05, drift=0.3, lag=2.0)
+    for _ in range(SLOW_STEPS - 1):
+        assert watch.observe(slow) is None
+    alarm, told = watch.observe(replace(slow, k3=0.4)), watch.observe(slow)
+    assert alarm is not None
+    assert alarm.rung == "mask"
+    assert told is not None
+    assert "of its schedule" in told.text
+
+
 def test_a_factor_that_is_low_now_and_then_is_no_news() -> None:
     watch = guard()
     for step in range(60):
