@@ -59,6 +59,7 @@ EXACT = (
     "learner.dtype=fp32",
     "fleet.workers.0.engine.dtype=float32",
     "fleet.workers.0.engine.kv_cache_gib=1",  # so that no answer is preempted
+    "sampling.prompts_per_step=4",  # fp32 takes its time
 )
 SHORT = ("run.steps=30", "eval.num_prompts=8", "eval.every=0")
 LORA = ("learner.lora_rank=16",)
@@ -99,6 +100,9 @@ class Run:
     drift: list[float | None]
     factor: list[float]
     updates: int
+    to_reach: (
+        tuple[int, int, float] | None
+    )  # step, trained tokens and seconds at the evaluation that reached it
 
     @property
     def smallest_factor(self) -> float:
@@ -133,6 +137,7 @@ def run(folder: Path, name: str, seed: int, words: Sequence[str]) -> Run:
         [row["mismatch_mean"] for row in steps],
         [row["rate_factor"] for row in steps],
         int(steps[-1]["num_updates"]),
+        to_reach(accuracy, [row["tokens"] for row in steps], [row["time_s"] for row in steps]),
     )
     print(f"{name:20s} seed {seed} {found.status} {found.start:.3f} -> {found.end:.3f}", flush=True)
     return found
@@ -144,6 +149,14 @@ def by_kind(prompt_rewards: Sequence[tuple[int, float]]) -> tuple[float, float]:
     for index, reward in prompt_rewards:
         (trained if held_out_family(int(index)) in TRAINED else unseen).append(reward)
     return fmean(trained), fmean(unseen) if unseen else 0.0
+
+
+def to_reach(
+    accuracy: Sequence[tuple[int, float]], tokens: Sequence[int], ends_s: Sequence[float]
+) -> tuple[int, int, float] | None:
+    """Return step, trained tokens and seconds when the first evaluation of at least `REACHED` was asked."""
+    step = next((step for step, share in accuracy if step and share >= REACHED), None)
+    return None if step is None else (step, sum(tokens[:step]), ends_s[step - 1])
 
 
 # --- versions of a run ---------------------------------------------------------------------------
@@ -283,6 +296,7 @@ def run_learning(args: argparse.Namespace) -> Figures:
         run(args.runs, name, seed, [*words, *args.words])
         for seed in SEEDS[: args.seeds]
         for name, words in cells.items()
+        if name != "rate-0" or seed == SEEDS[0]  # its weights never move
     ]
     for name in cells:
         cell = [one for one in runs if one.name == name]
@@ -395,16 +409,56 @@ def run_noise(args: argparse.Namespace) -> Figures:
 
 
 def run_trl(args: argparse.Namespace) -> Figures:
-    figures = {}
+    """TRL beside the runs of `learning`, which come first. Its seconds are without evaluations."""
+    runs = []
     for seed in SEEDS[: args.seeds]:
         path = args.runs / f"trl-{seed}.json"
         if not path.exists():
             model = str(recorded_config(args.runs / "S0-0").model.folder)
             script = [str(ROOT / "bench" / "trl_baseline.py"), "--task", "quiz", "--model", model]
-            command = [str(args.trl), *script, "--seed", str(seed), "--threads", "1", "--json", str(path)]
+            command = [str(args.trl), *script, "--seed", str(seed), *args.trl_words, "--json", str(path)]
             subprocess.run(command, check=True, timeout=LIMIT_S)
-        figures[f"trl-{seed}"] = json.loads(path.read_text())
-    return figures, {}
+        runs.append(trl_run(json.loads(path.read_text()), seed))
+    words = {f"S{stale}": [f"staleness.max_staleness={stale}"] for stale in args.stale}
+    for name in words:
+        runs += [run(args.runs, name, one, [*words[name], *args.words]) for one in SEEDS[: args.seeds]]
+    for one in runs:
+        print(f"{one.name} seed {one.seed}: {one.start:.3f} -> {one.end:.3f}, reached {one.to_reach}")
+    return {"runs": [asdict(one) for one in runs]}, trl_verdicts(runs)
+
+
+def trl_run(found: dict[str, Any], seed: int) -> Run:
+    """Return what `trl_baseline.py` wrote as a run."""
+    kinds = [(one["step"], *by_kind(one["prompt_rewards"])) for one in found["evaluations"]]
+    accuracy = [(step, trained) for step, trained, _ in kinds]
+    return Run(
+        "trl",
+        seed,
+        "done",
+        found["step_ends_s"][-1],
+        found["seconds_per_step_median"],
+        found["tokens_trained"],
+        accuracy[0][1],
+        accuracy[-1][1],
+        kinds[-1][2],
+        accuracy,
+        found["rewards"],
+        [],
+        [],
+        found["steps"],
+        to_reach(accuracy, found["tokens"], found["step_ends_s"]),
+    )
+
+
+def trl_verdicts(runs: Sequence[Run]) -> dict[str, bool]:
+    """Ours ends where TRL does or higher, within the interval of the difference, paired by seed."""
+    theirs = {one.seed: one.end for one in runs if one.name == "trl"}
+    verdicts = {}
+    for name in sorted({one.name for one in runs} - {"trl"}):
+        pairs = [theirs[one.seed] - one.end for one in runs if one.name == name and one.seed in theirs]
+        lost = interval(pairs)
+        verdicts[f"{name}: ends within the interval of TRL"] = lost.mean <= lost.half
+    return verdicts
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Figures]] = {
@@ -430,6 +484,7 @@ def main() -> int:
     parser.add_argument("--picture", type=Path, help="SVG of `visible`")
     parser.add_argument("--words", nargs="*", default=[], help="more settings of the learning runs")
     parser.add_argument("--trl", type=Path, default=Path(".venv-trl/bin/python"), help="Python with TRL")
+    parser.add_argument("--trl-words", nargs="*", default=[], help="as `--trl-words=--bf16`")
     args = parser.parse_args()
     args.runs = args.runs.absolute()
     args.runs.mkdir(parents=True, exist_ok=True)

@@ -2,11 +2,12 @@
 
     python -m venv .venv-trl && .venv-trl/bin/pip install -r bench/trl_requirements.txt
     .venv-trl/bin/python bench/trl_baseline.py [--json FILE]
-    .venv-trl/bin/python bench/trl_baseline.py --task quiz --model FOLDER --threads 1 [--lines FILE]
+    .venv-trl/bin/python bench/trl_baseline.py --task quiz --model FOLDER --bf16 [--lines FILE]
     .venv-trl/bin/python bench/trl_baseline.py --steps 20 --record FOLDER
 
 This is what a person would pick on one CPU machine: one process, synchronous, transformers generation,
-fp32, torch's own choice of threads unless --threads says another. Settings that matter are those of a plain
+fp32 (fp32 weights and bf16 matrices with --bf16), torch's own choice of threads unless --threads says
+another. Settings that matter are those of a plain
 run of the task here, see SETUPS: prompts and samples a step, rate after 10 steps of warm-up, held-out
 prompts and when they are asked; one optimizer update per batch, temperature 1, AdamW. Gradient
 checkpointing, on by default in TRL, is off, because it only costs time on models this small. Warm-up begins
@@ -101,7 +102,7 @@ SETUPS = {
         prompts_per_step=8,
         max_new_tokens=24,
         rate=2e-5,
-        eval_prompts=64,
+        eval_prompts=52,
         eval_samples=2,
         eval_every=15,
         is_chat=True,
@@ -288,7 +289,9 @@ def asked(setup: Setup, tokenizer: Any, prompt: Prompt) -> str | list[dict[str, 
     return form
 
 
-def train(model: Any, recorder: Recorder, steps: int, seed: int, record: Path | None = None) -> None:
+def train(
+    model: Any, recorder: Recorder, steps: int, seed: int, record: Path | None = None, bf16: bool = False
+) -> None:
     """Run GRPO for `steps` steps. `record`: an empty folder for what each step trained on and did."""
     task, setup, tokenizer = recorder.task, recorder.setup, recorder.tokenizer
     prompts = [task.prompt(index) for index in range(steps * setup.prompts_per_step)]
@@ -297,7 +300,7 @@ def train(model: Any, recorder: Recorder, steps: int, seed: int, record: Path | 
         output_dir=tempfile.gettempdir(),  # nothing is saved
         seed=seed,
         use_cpu=True,
-        bf16=False,
+        bf16=bf16,
         max_steps=steps,
         per_device_train_batch_size=setup.prompts_per_step * SAMPLES_PER_PROMPT,
         num_generations=SAMPLES_PER_PROMPT,
@@ -391,6 +394,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--threads", type=int, help="of torch; default: its own choice")
+    parser.add_argument("--bf16", action="store_true", help="multiply in bf16 (autocast)")
     parser.add_argument("--json", type=Path, help="file for the numbers")
     parser.add_argument("--lines", type=Path, help="file for a JSON line of each step and each evaluation")
     parser.add_argument("--record", type=Path, help="folder for batches and gradients; nothing is measured")
@@ -410,7 +414,7 @@ def main() -> None:
     with args.lines.open("w") if args.lines else nullcontext() as lines:
         recorder = Recorder(setup, tokenizer, args.seed, lines)
         recorder.evaluate(model)
-        train(model, recorder, steps, args.seed)
+        train(model, recorder, steps, args.seed, bf16=args.bf16)
         recorder.evaluate(model)
     result = summarise(recorder)
 

@@ -31,7 +31,7 @@ def grid() -> list[Result]:
     rows += [result("proximal", 3, 1, seed, 0.88) for seed in SEEDS]
     rows += [result(method, 11, 4, 0, final=0.1) for method in ("uncorrected", "proximal")]
     rows += [result("default", lag, times, 0) for lag in (64, 128, 256) for times in (1, 4)]
-    rows += [result("noisy", 3, 1, 0, smallest_factor=0.95)]
+    rows += [result("noisy", 3, 1, 0, watched=[{"rate_factor": 0.85}, {"rate_factor": 0.99}])]
     return rows
 
 
@@ -43,7 +43,7 @@ def grid() -> list[Result]:
         ("lag >= 11 breaks the plain", "proximal", 11, 4, {"final": 0.9}),
         ("default: no collapse at any lag up to 32", "default", 32, 8, {"final": 0.49}),
         ("default: no collapse at lag 64", "default", 256, 4, {"final": 0.49}),
-        ("noisy engine", "noisy", 3, 1, {"smallest_factor": 0.89}),
+        ("noisy engine", "noisy", 3, 1, {"watched": [{"rate_factor": 0.89}]}),
         ("default: reaches 0.9", "default", 11, 4, {"tokens_to_reach": None}),
         ("default: drift control costs nothing", "default", 3, 1, {"area": 0.8}),
     ],

@@ -21,7 +21,7 @@ SEEDS = (0, 1, 2)
 
 def run(name: str, seed: int, start: float = 0.15, end: float = 0.9) -> real.Run:
     return real.Run(
-        name, seed, "done", 100.0, 1.0, 1000, start, end + seed / 100, 0.3, [], [0.5], [0.03], [1.0], 60
+        name, seed, "done", 100.0, 1.0, 1000, start, end + seed / 100, 0.3, [], [0.5], [0.03], [1.0], 60, None
     )
 
 
@@ -45,6 +45,19 @@ def test_each_claim_can_fail(claim: str, name: str, changes: dict[str, Any]) -> 
     worse = [replace(one, **changes) if one.name == name else one for one in runs()]
     told = real.learning_verdicts(worse)
     assert [one for one, holds in told.items() if not holds and one.startswith(claim)]
+
+
+def test_an_end_below_that_of_trl_fails() -> None:
+    both = [run(name, seed) for name in ("trl", "S0") for seed in SEEDS]
+    assert real.trl_verdicts(both) == {"S0: ends within the interval of TRL": True}
+    worse = [replace(one, end=0.86) if one.name == "S0" else one for one in both]
+    assert real.trl_verdicts(worse) == {"S0: ends within the interval of TRL": False}
+
+
+def test_what_it_took_to_reach_an_accuracy() -> None:
+    accuracy = [(0, 0.9), (2, 0.5), (4, real.REACHED)]  # what it had before the first step took nothing
+    assert real.to_reach(accuracy, [10, 20, 30, 40], [1.0, 2.0, 3.0, 4.0]) == (4, 100, 4.0)
+    assert real.to_reach(accuracy[:2], [10, 20], [1.0, 2.0]) is None
 
 
 def test_rewards_of_the_control_tell_nothing_and_what_is_right_stays_right() -> None:
