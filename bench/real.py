@@ -60,6 +60,7 @@ EXACT = (
     "fleet.workers.0.engine.dtype=float32",
     "fleet.workers.0.engine.kv_cache_gib=1",  # so that no answer is preempted
     "sampling.prompts_per_step=4",  # fp32 takes its time
+    "learner.threads=2",
 )
 SHORT = ("run.steps=30", "eval.num_prompts=8", "eval.every=0")
 LORA = ("learner.lora_rank=16",)
@@ -68,7 +69,7 @@ CONTROLS = {"rate-0": ["learner.lr=0"], "no-signal": [f"task.adapter={NO_SIGNAL}
 RATES = (1e-6, 3e-6, 1e-5, 2e-5)
 LIMIT_S = 4 * 3600.0
 REACHED, MISMATCH, FACTOR = 0.85, 1e-4, 0.9
-TOKENS_SCORED = 1000  # of each version, at most
+TOKENS_SCORED = 400  # of each version, at most
 Figures = tuple[dict[str, Any], dict[str, bool]]
 
 
