@@ -5,13 +5,13 @@
     .venv-trl/bin/python bench/trl_baseline.py --task quiz --model FOLDER --bf16 [--lines FILE]
     .venv-trl/bin/python bench/trl_baseline.py --steps 20 --record FOLDER
 
-This is what a person would pick on one CPU machine: one process, synchronous, transformers generation,
-fp32 (fp32 weights and bf16 matrices with --bf16), torch's own choice of threads unless --threads says
-another. Settings that matter are those of a plain
-run of the task here, see SETUPS: prompts and samples a step, rate after 10 steps of warm-up, held-out
-prompts and when they are asked; one optimizer update per batch, temperature 1, AdamW. Gradient
-checkpointing, on by default in TRL, is off, because it only costs time on models this small. Warm-up begins
-at a tenth of the rate, as ours does; TRL's own schedules give the first update a rate of 0.
+This is what a person would pick on one CPU machine: one process, synchronous, transformers generation, fp32
+(fp32 weights and bf16 matrices with --bf16), torch's own choice of threads unless --threads says another.
+Settings that matter are those of a plain run of the task here, see SETUPS: prompts and samples a step, rate
+after 10 steps of warm-up, held-out prompts and when they are asked; one optimizer update per batch,
+temperature 1, AdamW. Gradient checkpointing, on by default in TRL, is off, because it only costs time on
+models this small. Warm-up begins at a tenth of the rate, as ours does; TRL's own schedules give the first
+update a rate of 0.
 
 --lines writes a JSON line for each step and each evaluation when it ends. Its seconds are since the process
 started, without evaluations.
