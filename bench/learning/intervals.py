@@ -39,5 +39,21 @@ def interval(values: Sequence[float]) -> Interval:
     n = len(values)
     if n < 2:
         return Interval(values[0] if values else math.nan, math.inf)
-    t = T_975[n - 2] if n - 2 < len(T_975) else 1.96
-    return Interval(fmean(values), t * stdev(values) / math.sqrt(n))
+    return Interval(fmean(values), _t(n - 1) * stdev(values) / math.sqrt(n))
+
+
+def difference(first: Sequence[float], second: Sequence[float]) -> Interval:
+    """Student's t interval of mean(first) - mean(second), independent samples of one variance.
+
+    One of the two may be a single value; infinite where both are.
+    """
+    means, free = (fmean(first), fmean(second)), len(first) + len(second) - 2
+    if free < 1:
+        return Interval(means[0] - means[1], math.inf)
+    squares = sum((x - mean) ** 2 for xs, mean in zip((first, second), means, strict=True) for x in xs)
+    error = math.sqrt(squares / free * (1 / len(first) + 1 / len(second)))
+    return Interval(means[0] - means[1], _t(free) * error)
+
+
+def _t(free: int) -> float:
+    return T_975[free - 1] if free <= len(T_975) else 1.96

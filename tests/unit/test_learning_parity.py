@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench.learning import parity
-from bench.learning.intervals import interval
+from bench.learning.intervals import difference, interval
 from bench.learning.parity import Curve, Figures, Pair, Step
 
 GRADIENTS = "cosine >= 0.9999 in each of 2 steps"
@@ -58,6 +58,13 @@ def test_the_interval_is_students() -> None:
     assert found.mean == 3.0
     assert found.high - found.mean == pytest.approx(1.9634, abs=1e-3)  # 2.776 * 1.5811 / sqrt(5)
     assert not found.holds_zero
+
+
+def test_the_interval_of_a_difference_has_one_variance() -> None:
+    found = difference([1.0, 2.0, 3.0], [4.0])
+    assert found.mean == -2.0
+    assert found.half == pytest.approx(4.9687, abs=1e-3)  # 4.303 * sqrt(2 / 2 * (1 / 3 + 1))
+    assert difference([1.0], [4.0]).half == math.inf
 
 
 @pytest.mark.parametrize("worst", [0.9998, math.nan])
