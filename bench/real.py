@@ -5,7 +5,7 @@ run unless said. Install it first: docs/running.md, "Models".
 
     mismatch   of every published version, |log-probability of its own weights - of the worker that served it|
     bytes      patches of these runs beside PULSE's code on the same states, and the share of weights changed
-    learning   S = 0, 3 and 6, adapters, and what must not learn: rate 0, and rewards that tell nothing
+    learning   S = 0, 3 and 6, three seeds; adapters; what must not learn: rate 0, rewards that tell nothing
     visible    what share of the masters' movement the served weights show, by rate and step, without engines
     noise      a bf16 engine beside an fp32 learner, and steps of which about half make no update
     trl        TRL 1.16 on the same prompts, model, rate and batch (an environment of its own)
@@ -66,7 +66,11 @@ EXACT = (
 SHORT = ("run.steps=30", "eval.num_prompts=8", "eval.every=0")
 LORA = ("learner.lora_rank=16",)
 NO_SIGNAL = "bench.real:RandomRewards"
-CONTROLS = {"rate-0": ["learner.lr=0", "run.steps=15"], "no-signal": [f"task.adapter={NO_SIGNAL}"]}
+# Shorter: at rate 0 the weights never move, and after 30 steps those that learn are half way or further.
+CONTROLS = {
+    "rate-0": ["learner.lr=0", "run.steps=5"],
+    "no-signal": [f"task.adapter={NO_SIGNAL}", "run.steps=30"],
+}
 RATES = (1e-6, 3e-6, 1e-5, 2e-5)
 LIMIT_S = 4 * 3600.0
 REACHED, MISMATCH, FACTOR, IDLE = 0.85, 1e-4, 0.9, 0.4
@@ -289,14 +293,13 @@ def run_bytes(args: argparse.Namespace) -> Figures:
 
 
 def run_learning(args: argparse.Namespace) -> Figures:
-    cells: dict[str, Sequence[str]] = {f"S{s}": [f"staleness.max_staleness={s}"] for s in args.stale}
-    cells |= {"adapters": LORA} if args.adapters else {}
-    cells |= CONTROLS if args.controls else {}
+    stale = {f"S{s}": [f"staleness.max_staleness={s}"] for s in args.stale}
+    cells: dict[str, Sequence[str]] = {**stale, "adapters": LORA, **CONTROLS}
     runs = [
         run(args.runs, name, seed, [*words, *args.words])
         for seed in SEEDS[: args.seeds]
         for name, words in cells.items()
-        if name != "rate-0" or seed == SEEDS[0]  # its weights never move
+        if name in stale or seed == SEEDS[0]  # adapters and controls once
     ]
     for name in cells:
         cell = [one for one in runs if one.name == name]
@@ -480,8 +483,6 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, default=Path("runs/real"), help="folder of the runs")
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="of the fixed list, the first")
     parser.add_argument("--stale", nargs="*", type=int, default=[0, 3, 6], help="S of the learning runs")
-    parser.add_argument("--no-adapters", dest="adapters", action="store_false")
-    parser.add_argument("--no-controls", dest="controls", action="store_false")
     parser.add_argument("--steps", type=int, default=16, help="of `visible`")
     parser.add_argument("--picture", type=Path, help="SVG of `visible`")
     parser.add_argument("--words", nargs="*", default=[], help="more settings of the learning runs")
