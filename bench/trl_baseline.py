@@ -8,17 +8,17 @@
 This is what a person would pick on one CPU machine: one process, synchronous, transformers generation, fp32
 (fp32 weights and bf16 matrices with --bf16), torch's own choice of threads unless --threads says another.
 Settings that matter are those of a plain run of the task here, see SETUPS: prompts and samples a step, rate
-after 10 steps of warm-up, held-out prompts and when they are asked; one optimizer update per batch,
-temperature 1, AdamW. Gradient checkpointing, on by default in TRL, is off, because it only costs time on
-models this small. Warm-up begins at a tenth of the rate, as ours does; TRL's own schedules give the first
-update a rate of 0.
+after 10 steps of warm-up and its decay over the last 0.3 of the run, held-out prompts and when they are
+asked; one optimizer update per batch, temperature 1, AdamW. Gradient checkpointing, on by default in TRL, is
+off, because it only costs time on models this small. Warm-up begins at a tenth of the rate, as ours does;
+TRL's own schedules give the first update a rate of 0.
 
 --lines writes a JSON line for each step and each evaluation when it ends. Its seconds are since the process
 started, without evaluations.
 
-With --record nothing is measured. Written are `start.npz` (names and sizes of the parameters, and the weights
-before the first step, end to end) and for each step `step-000.npz`, ... with its batch in the order of its
-prompts (B rows, P and C columns) and what it did to the W weights:
+With --record nothing is measured, and the rate does not decay. Written are `start.npz` (names and sizes of
+the parameters, and the weights before the first step, end to end) and for each step `step-000.npz`, ... with
+its batch in the order of its prompts (B rows, P and C columns) and what it did to the W weights:
 
     prompt_ids, prompt_mask (B, P), completion_ids, completion_mask (B, C), rewards, advantages (B,)
     logprobs (B, C)      of the policy that is trained, which is the one that sampled
@@ -62,7 +62,7 @@ from echo_planes.types import Episode, Prompt  # noqa: E402
 
 MODEL = CHECKOUT / "echo_planes" / "assets" / "tiny-math"
 SAMPLES_PER_PROMPT = 8
-WARM_UP = 10
+WARM_UP, DECAY = 10, 0.3  # steps, share of the run: those of a plain run of ours
 TARGET_REWARD, TARGET_WINDOW = 0.9, 5
 TARGET_ACCURACIES = (0.5, 0.7, 0.8, 0.85, 0.9)  # of held-out answers
 PROGRESS_EVERY = 20
@@ -289,6 +289,12 @@ def asked(setup: Setup, tokenizer: Any, prompt: Prompt) -> str | list[dict[str, 
     return form
 
 
+def rate_share(steps: int, decay: float, done: int) -> float:
+    """Return the share of the peak rate after `done` of `steps` steps, as ours: warm-up, 1, linear decay."""
+    left = (1 - done / steps) / decay if decay else 1.0
+    return min(1.0, (done + 1) / WARM_UP, left)
+
+
 def train(
     model: Any, recorder: Recorder, steps: int, seed: int, record: Path | None = None, bf16: bool = False
 ) -> None:
@@ -322,7 +328,9 @@ def train(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=setup.rate, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.0, fused=True
     )
-    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / WARM_UP))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, partial(rate_share, steps, DECAY if record is None else 0.0)
+    )
     kind = GRPOTrainer if record is None else partial(RecordingTrainer, record)
     trainer = kind(
         model=model,
@@ -331,7 +339,7 @@ def train(
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         callbacks=[recorder],
-        optimizers=(optimizer, warm_up),
+        optimizers=(optimizer, schedule),
     )
     trainer.remove_callback(PrinterCallback)
     if record is not None:
