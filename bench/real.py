@@ -292,8 +292,13 @@ def run_bytes(args: argparse.Namespace) -> Figures:
     return figures, {"patches take less than 0.4 of the bytes of PULSE's code": all(smaller)}
 
 
+def stale_cells(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Return the settings of each S."""
+    return {f"S{stale}": [f"staleness.max_staleness={stale}"] for stale in args.stale}
+
+
 def run_learning(args: argparse.Namespace) -> Figures:
-    stale = {f"S{s}": [f"staleness.max_staleness={s}"] for s in args.stale}
+    stale = stale_cells(args)
     cells: dict[str, Sequence[str]] = {**stale, "adapters": LORA, **CONTROLS}
     runs = [
         run(args.runs, name, seed, [*words, *args.words])
@@ -425,9 +430,8 @@ def run_trl(args: argparse.Namespace) -> Figures:
             command = [str(args.trl), *script, "--seed", str(seed), *args.trl_words, "--json", str(path)]
             subprocess.run(command, check=True, timeout=LIMIT_S)
         runs.append(trl_run(json.loads(path.read_text()), seed))
-    words = {f"S{stale}": [f"staleness.max_staleness={stale}"] for stale in args.stale}
-    for name in words:
-        runs += [run(args.runs, name, one, [*words[name], *args.words]) for one in SEEDS[: args.seeds]]
+    for name, words in stale_cells(args).items():
+        runs += [run(args.runs, name, one, [*words, *args.words]) for one in SEEDS[: args.seeds]]
     for one in runs:
         print(f"{one.name} seed {one.seed}: {one.start:.3f} -> {one.end:.3f}, reached {one.to_reach}")
     return {"runs": [asdict(one) for one in runs]}, trl_verdicts(runs)
