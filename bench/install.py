@@ -36,7 +36,7 @@ from echo_planes.rollout.vllm.plugin import WorkerExtension
 from echo_planes.types import ByteArray, Codec, Manifest, Publication, TensorSpec
 from echo_planes.weights.codec.changes import exchange
 from echo_planes.weights.codec.entry import Applied, Change, encode
-from echo_planes.weights.digest import BitTensor, bit_tensor, state_digest
+from echo_planes.weights.digest import BitTensor, bit_tensor, run_of, state_digest
 from echo_planes.weights.node.stager import Stager
 from echo_planes.weights.receiver import Receiver
 
@@ -58,8 +58,8 @@ class Arrays:
     def specs(self) -> Mapping[str, TensorSpec]:
         return self._specs
 
-    def read(self, name: str) -> BitTensor:
-        return self.state[name]
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> BitTensor:
+        return run_of(self.state[name], start, stop)
 
     def exchange(self, change: Change) -> Applied:
         return exchange(change, self.state[change.name].bits)

@@ -30,6 +30,7 @@ from echo_planes.config.fleet import WorkerConfig
 from echo_planes.config.schema import Config, ModelConfig, SamplingConfig
 from echo_planes.loop.builders import build_scorer
 from echo_planes.rollout.vllm.engine import VllmEngine
+from echo_planes.rollout.work import places
 from echo_planes.rollout.worker import RolloutWorker
 from echo_planes.tasks.math.adapter import MathTask
 from echo_planes.tasks.math.options import MathOptions
@@ -168,7 +169,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, float]:
     start_s = time.perf_counter() - begun_s
     pulling = asyncio.create_task(worker.run())
     max_tokens = task.max_new_tokens or sampling.max_new_tokens
-    bare = BareEngine(engine, sampling, max_tokens, kind.max_groups)
+    bare = BareEngine(engine, sampling, max_tokens, places(kind, sampling)[0])
     rounds: dict[str, list[tuple[float, float, float]]] = {"worker": [], "bare": []}
     for number in range(arguments.rounds + 1):
         first = number * arguments.prompts

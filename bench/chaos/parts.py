@@ -41,6 +41,7 @@ class ChaosEngine:
 
     def __init__(self, *_: Any) -> None:
         self.version, self.digest, self.digest_mismatches, self.last_pause_s = -1, "", 0, 0.0
+        self.about = "answers by a hash"
 
     async def start(self) -> None:
         """Nothing to build."""

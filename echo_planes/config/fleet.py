@@ -22,6 +22,9 @@ EXTRA_OPTIONS = frozenset(
 )
 
 
+CPU_PAGE_TOKENS = 32  # vLLM's attention for CPUs takes pages of a multiple of so many tokens
+
+
 class EngineConfig(Section):
     """Options of one vLLM engine."""
 
@@ -29,11 +32,19 @@ class EngineConfig(Section):
     tensor_parallel_size: PositiveInt = Free(1, description="GPUs that share every layer of one engine")
     pipeline_parallel_size: PositiveInt = Free(1, description="stages of layers, each on GPUs of its own")
     gpu_memory_utilization: float = Free(0.85, gt=0, le=1, description="share of GPU memory (GPU only)")
-    kv_cache_gib: PositiveFloat = Free(0.25, description="KV cache size on CPU, GiB")
+    kv_cache_gib: PositiveFloat = Free(
+        0.25, description="KV cache size on CPU, GiB; twice that if auto takes float32"
+    )
     enforce_eager: bool = Free(False, description="no CUDA graphs (GPU only)")
-    enable_prefix_caching: bool = Free(False, description="reuse the KV of common prefixes")
+    enable_prefix_caching: bool | None = Free(
+        None,
+        description="requests under the same weights compute a common prefix once; default: where the model "
+        "allows it and rollouts are dense",
+    )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Free(
-        "bfloat16", description="what the engine holds and computes in; published weights are bfloat16"
+        "auto",
+        description="what the engine holds and computes in; published weights are bfloat16; auto: bfloat16, "
+        "on CPUs that multiply faster in float32 that",
     )
     extra: dict[str, Any] = Free(
         {},
@@ -67,7 +78,10 @@ class WorkerConfig(Section):
     usd_per_hour: NonNegativeFloat = Free(0.0, description="price of one worker")
     count: int = Free(1, ge=0, description="how many")
     engine: EngineConfig = EngineConfig()
-    max_groups: PositiveInt = Free(16, description="prompts in flight at once")
+    max_groups: PositiveInt | None = Free(
+        None,
+        description="prompts in flight at once; default: 16, on GPUs as many as fill engine.max_num_seqs",
+    )
     slowdown_s: NonNegativeFloat = Free(
         0.0, description="pause before each group, seconds: for trying out slow workers"
     )

@@ -317,7 +317,7 @@ class LearnerConfig(Section):
     offload_optimizer: bool = Fixed(False, description="masters and moments in host memory (ZeRO-1 to 3)")
     offload_weights: bool = Fixed(False, description="beside these, ranks' shares of the weights (ZeRO-3)")
     dtype: Literal["auto", "bf16", "fp32"] = Fixed(
-        "auto", description="compute type over fp32 masters; auto: bf16 on GPUs and CPUs with AMX, else fp32"
+        "auto", description="compute type over fp32 masters; auto: on GPUs bf16, on CPUs what is faster"
     )
     lr: NonNegativeFloat | None = Free(
         None,
@@ -364,7 +364,7 @@ class LearnerConfig(Section):
         description="keep only the inputs of layers for the backward pass, which runs them again; default: "
         "where a micro-batch would keep more than 4 GiB",
     )
-    threads: PositiveInt = Free(1, description="CPU threads per rank")
+    threads: int | None = Free(None, ge=1, description="CPU threads per rank; default: all, shared by ranks")
     usd_per_hour: NonNegativeFloat = Free(0.0, description="price of one rank")
     resources: dict[str, NonNegativeFloat] | None = Free(
         None,

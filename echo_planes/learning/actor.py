@@ -95,27 +95,30 @@ class LearnerProcess:
         self._store, port = open_store(host, self._config.learner.master_port, ranks)
         return host, port
 
-    def start(self, checkpoint: Path | None, host: str, port: int) -> None:
+    def start(self, checkpoint: Path | None, host: str, port: int) -> str:
         """Load the model, meet the other ranks, and load the state in the folder `checkpoint`, if any.
 
-        `host` and `port` are of `meeting_place`.
+        `host` and `port` are of `meeting_place`. Returns `Learner.about`.
         """
         if self._gpus:
             from echo_planes.learning.deepspeed_engine import check_gpu
 
             check_gpu(self._config.learner.rank_resources["GPU"])
+        from echo_planes.learning.deepspeed_engine import saved_dtype
+
         os.environ["MASTER_ADDR"] = host
         if self._store is None:
             from echo_planes.learning.meeting import join_store
 
             self._store = join_store(host, port, self._config.learner.num_ranks)
         self._learner_or_none = self._make_learner(store=self._store)
-        self._learner.start()
+        self._learner.start(saved_dtype(checkpoint) if checkpoint else None)
         if self._publisher is not None:
             warm_up()
         if checkpoint:
             self._learner.load(checkpoint)
         settle()
+        return self._learner.about
 
     @ray.method(concurrency_group=PROGRESS)  # type: ignore[untyped-decorator]
     def progress(self) -> str:

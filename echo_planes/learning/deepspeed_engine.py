@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -55,6 +55,15 @@ def check_gpu(amount: float) -> None:
             f"learner.resources has GPU: {amount:g}, but torch {torch.__version__} finds none: it needs a "
             "build of torch for CUDA and its driver; or train on CPUs with learner.resources='{CPU: 1}'"
         )
+
+
+def saved_dtype(folder: Path) -> Literal["bf16", "fp32"] | None:
+    """Return the compute type of the checkpoint in `folder`; None: it cannot be read."""
+    try:
+        dtype = json.loads((folder / ABOUT).read_text())["dtype"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # `load` says why
+    return "bf16" if dtype == "bf16" else "fp32"
 
 
 @contextmanager
@@ -144,7 +153,7 @@ class Frozen:
         )
         self._model.eval()
 
-    def logprobs(self, **inputs: Tensor | None) -> Tensor:
+    def logprobs(self, **inputs: Any) -> Tensor:
         """Return the log-probabilities of `PolicyModel.forward`. Collective, as all of the policy's calls."""
         logprobs: Tensor = self._model(**inputs)[0]
         return logprobs
@@ -219,7 +228,13 @@ class DeepSpeedEngine:
             # The sum over one rank copies all gradients, up to 2 GB at once, and changes none.
             self._engine.enable_backward_allreduce = False
 
-    def forward(self, **inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+    @property
+    def apart(self) -> str:
+        """`PolicyModel.apart`."""
+        why: str = self._engine.module.apart
+        return why
+
+    def forward(self, **inputs: Any) -> tuple[Tensor, Tensor]:
         """Run `PolicyModel.forward` on this rank's model."""
         result: tuple[Tensor, Tensor] = self._engine(**inputs)
         return result

@@ -8,9 +8,8 @@ fragmentation.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,25 +63,22 @@ class Footprint:
         return ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size >= 0.05 * GIB)
 
 
-def compute_dtype(config: Config, *, on_gpu: bool) -> Literal["bf16", "fp32"]:
-    """Return `learner.dtype`; for auto the faster one on this machine.
+def compute_dtype(
+    config: Config, *, on_gpu: bool, bf16_is_faster: Callable[[], bool] = lambda: True
+) -> Literal["bf16", "fp32"]:
+    """Return `learner.dtype`; for auto the faster one.
 
     That is bf16 on GPUs, and on CPUs with matrix units (AMX), where a step of a model of 135 million weights
     takes 0.4 of the time, but for the built-in models, which are too small, and for several ranks, whose CPUs
-    may be of different kinds. Other CPUs have half the speed in bf16, or emulate it.
+    may be of different kinds.
+
+    Args:
+        bf16_is_faster: measures a CPU; by default the type that takes less memory is assumed to be faster.
     """
     if config.learner.dtype != "auto":
         return config.learner.dtype
     may = config.model.path not in BUILTIN_MODELS and config.learner.num_ranks == 1
-    return "bf16" if on_gpu or (may and _has_matrix_units()) else "fp32"
-
-
-@cache
-def _has_matrix_units() -> bool:
-    try:
-        return "amx_bf16" in Path("/proc/cpuinfo").read_text()
-    except OSError:  # no Linux
-        return False
+    return "bf16" if on_gpu or (may and bf16_is_faster()) else "fp32"
 
 
 def shape_of(folder: Path) -> Shape:

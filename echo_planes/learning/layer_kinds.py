@@ -1,8 +1,8 @@
 """Kinds of a model's layers, read from its settings, and whether all of them support packed rows.
 
-transformers uses a mask of four dimensions unchanged in every layer. A packed row's mask (causal within its
-units) therefore replaces a layer's own: the layer loses its sliding window or chunk. A layer that carries a
-state along the row ignores masks.
+In a packed row a token attends to all that comes before it in its trajectory (`tree_attention`), whatever the
+layer: a layer would lose its sliding window or chunk. A layer that carries a state along the row would carry
+it from one trajectory into the next.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def layer_kinds(settings: object) -> list[str]:
 
 
 def may_pack(settings: object, longest: int) -> bool:
-    """Return whether one causal mask is right for every layer, for trajectories of at most `longest` tokens.
+    """Return whether every layer sees all before a token, in trajectories of at most `longest` tokens.
 
     A window of at least `longest` tokens limits nothing. Where the result is False, a row must hold one
     trajectory and use the model's own masks.

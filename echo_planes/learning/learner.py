@@ -8,21 +8,24 @@ One plain object per data-parallel rank; `actor.py` and tests drive it.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from echo_planes.cluster.processor import bf16_is_faster
 from echo_planes.config.extensions import extension
 from echo_planes.config.kv_schedule import Schedule
 from echo_planes.config.schema import Config
-from echo_planes.errors import DivergedError
+from echo_planes.errors import DivergedError, ModelError
 from echo_planes.learning import deepspeed_engine, packing
 from echo_planes.learning.adapters import Adapters
 from echo_planes.learning.advantages import compute_advantages, zero_groups
@@ -82,7 +85,8 @@ class Learner:
         self._reference: Frozen | None = None  # unless it is the policy without its adapters
         self._adapters: Adapters | None = None
         self._sequence: SequenceGroup | None = None
-        self._packs = False  # whether a row may hold several trajectories
+        self._dtype_name: Literal["bf16", "fp32"] = "fp32"
+        self._saved_dtype: Literal["bf16", "fp32"] | None = None
         self._num_updates = 0
         self._skipped_in_a_row = 0
         self._rate_left = 1.0  # share of the peak rate that the decay leaves
@@ -106,20 +110,36 @@ class Learner:
         """Optimizer updates made so far."""
         return self._num_updates
 
-    def start(self) -> None:
-        """Load the model, join the other ranks and check the layout of batches. Slow (seconds)."""
+    @property
+    def about(self) -> str:
+        """Line on how this rank computes."""
+        threads, apart = torch.get_num_threads(), self._engine.apart
+        rows = f"a row for each trajectory ({apart})" if apart else "each prompt once"
+        return f"computes in {self._dtype_name} on {self._engine.device.type}, threads: {threads}; {rows}"
+
+    def start(self, saved_dtype: Literal["bf16", "fp32"] | None = None) -> None:
+        """Load the model, join the other ranks and check the layout of batches. Slow (seconds).
+
+        Args:
+            saved_dtype: of the checkpoint that will be loaded; `learner.dtype=auto` then means it.
+        """
         config = self._config
-        torch.set_num_threads(config.learner.threads)
-        torch.manual_seed(config.run.seed)
+        self._saved_dtype = saved_dtype
         device = deepspeed_engine.pick_device(self._rank)
+        cores = len(os.sched_getaffinity(0)) if device.type == "cpu" else 1
+        torch.set_num_threads(config.learner.threads or max(cores // config.learner.num_ranks, 1))
+        torch.manual_seed(config.run.seed)
         self.doing = "meeting the other ranks"
         with joined(device, self._rank, self._world_size, self._store):
             self._load(device)
 
     def _load(self, device: torch.device) -> None:
         config = self._config
-        is_bf16 = compute_dtype(config, on_gpu=device.type == "cuda") == "bf16"
-        dtype = torch.bfloat16 if is_bf16 else torch.float32
+        on_gpu = device.type == "cuda"
+        found = compute_dtype(config, on_gpu=on_gpu, bf16_is_faster=bf16_is_faster)
+        is_auto = config.learner.dtype == "auto"
+        self._dtype_name = self._saved_dtype if is_auto and self._saved_dtype else found
+        dtype = torch.bfloat16 if self._dtype_name == "bf16" else torch.float32
         self._sequence = SequenceGroup.joined(self._rank, self._world_size, config.learner.sequence_ranks)
         load = partial(
             load_policy,
@@ -128,18 +148,21 @@ class Learner:
             config.sampling.temperature,
             config.sampling.top_p,
             place=keeping_shares(config.learner, dtype),
+            dropout=config.learner.dropout,
+            longest=config.model.max_model_len,
             sequence=self._sequence,
         )
         self.doing = "loading the model"
-        model = load(dropout=config.learner.dropout, recompute=partial(recomputes, config.learner))
+        model = load(recompute=partial(recomputes, config.learner))
         self.layers.watch(model.model)
-        self._packs = model.packs(config.model.max_model_len)
+        models = [model]
         if rank := config.learner.lora_rank:
             targets, alpha = config.learner.lora_targets, config.learner.lora_alpha
             self._adapters = Adapters(model.model, rank, alpha, targets, config.run.seed, config.model.path)
         elif config.objective.kl_beta > 0:
             self.doing = "loading the reference"
             reference = load()
+            models.append(reference)
             self.layers.watch(reference.model)
             self._reference = Frozen(reference, config.learner, device, dtype)
         self.doing = "starting DeepSpeed"
@@ -155,12 +178,21 @@ class Learner:
         if config.sparse.distill_rank and config.sparse.schedule:
             self._distiller = Distiller(model, config.sparse, config.run.seed, self._rank, self._world_size)
         self.doing = "probing the layout of batches"
-        probe_layout(
+        probe = partial(
+            probe_layout,
             model,
             lambda micro: self._engine.forward(**self._inputs(micro))[0],
-            packs=self._packs,
             longest=config.model.max_model_len,
         )
+        try:
+            probe()
+        except ModelError:
+            if model.apart or self._sequence is not None:
+                raise
+            # Its code does not hand the forest on to its attention.
+            for one in models:
+                one.keep_apart("the code of this model")
+            probe()
 
     def train_step(self, batch: TrainBatch) -> StepStats:
         """Train on one batch, or the last part of one, with at most `updates_per_step` optimizer updates.
@@ -317,21 +349,19 @@ class Learner:
         Ranks that share sequences have the same ones. Without any input there is one, which is empty.
         """
         budget, sharing = self._config.learner.micro_batch_tokens, self._config.learner.sequence_ranks
-        units = packing.make_units(batch, inputs, min(budget, packing.MAX_MASK_TOKENS) if self._packs else 0)
+        packs, num_shards = not self._engine.apart, self._world_size // sharing
+        units = packing.make_units(batch, inputs, budget if packs else 0, num_shards)
         lengths = np.array([unit.length for unit in units], np.int64)
-        num_shards = self._world_size // sharing
-        plans = packing.plan(lengths, budget, num_shards, several=self._packs, multiple=sharing)
+        plans = packing.plan(lengths, budget, num_shards, several=packs, multiple=sharing)
         layouts = plans[self._rank // sharing] or [Layout(sharing, ())]
         return [packing.build(layout, units, batch, inputs) for layout in layouts], int(lengths.sum())
 
-    def _inputs(self, micro: MicroBatch) -> dict[str, Tensor | None]:
+    def _inputs(self, micro: MicroBatch) -> dict[str, Any]:
         device = self._engine.device
-        mask = micro.attention_mask()
-        usual = mask is None and self._sequence is None  # positions 0, 1, 2, ...
         return {
             "token_ids": torch.from_numpy(micro.token_ids).to(device),
-            "position_ids": None if usual else torch.from_numpy(micro.position_ids).to(device),
-            "attention_mask": None if mask is None else torch.from_numpy(mask).to(device),
+            "position_ids": torch.from_numpy(micro.position_ids).to(device),
+            "segments": micro.segments,
             "predictors": torch.from_numpy(micro.predictors).to(device),
             "targets": torch.from_numpy(micro.targets).to(device),
         }
@@ -451,7 +481,7 @@ class Learner:
         return loss
 
     @torch.no_grad()
-    def _reference_logprobs(self, arguments: dict[str, Tensor | None]) -> Tensor | None:
+    def _reference_logprobs(self, arguments: dict[str, Any]) -> Tensor | None:
         """Return the logprobs of the model that the run began with, if the objective has a KL term."""
         if self._config.objective.kl_beta == 0:
             return None

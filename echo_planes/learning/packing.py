@@ -1,33 +1,39 @@
-"""Packing of trajectories into few, full rectangles of tokens. numpy only, deterministic.
+"""Packing of trajectories into rows of tokens, each common history once. numpy only, deterministic.
 
-    trajectories -> inputs -> units (a shared prompt once) -> layouts (first fit) -> micro-batches (arrays)
-
-A micro-batch is a rectangle `[rows, row_len]` of at most `budget_tokens` tokens; `row_len` is the length of
-its longest unit. A row holds one unit or several. No token attends to a token of another unit.
+    trajectories -> inputs -> units (a shared history once) -> layouts -> micro-batches (arrays)
 
 The part of a trajectory that goes through the model is its *input*: the tokens before its last trained one.
-Later tokens cannot change a trained token's logprob, so they are left out. The samples of one prompt may
-share a unit: the prompt comes once, then each sample as a branch that attends to the prompt and to itself,
-with the position numbers of a sample alone. For short answers this halves the work or better.
+Later tokens cannot change a trained token's logprob, so they are left out.
+
+A unit holds trajectories that begin alike, such as the samples of one prompt or the turns of one episode. It
+is a tree of segments: a history that several share comes once, then what each adds to it, with the position
+numbers of a trajectory alone. A token attends to what comes before it in its trajectory and to nothing else
+(`tree_attention`). A micro-batch is one row of units, without padding.
+
+A model whose layers cannot do that gets rows of one trajectory each, padded at their ends to the longest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from echo_planes.errors import ConfigError, TaskError
 from echo_planes.types import BoolArray, IntArray, TrainBatch
 
-# Longest row that holds several trajectories, and so needs a dense mask of its length squared.
-MAX_MASK_TOKENS = 1024
+# First tokens in common that are worth two more calls of a kernel in every layer: of answers, or of prompts
+# that differ later.
+MIN_SHARED = 8
+UNITS_PER_SHARD = (1, 2, 4)  # sizes of units that are tried where they are dealt to several shards
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Layout of the units in a rectangle. No rows: an empty micro-batch, which keeps ranks in step."""
+    """Layout of units in rows. No rows: an empty micro-batch, which keeps ranks in step."""
 
     row_len: int
     rows: tuple[tuple[int, ...], ...]  # unit numbers, left to right
@@ -46,39 +52,34 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Trajectories packed together: a common prompt of `prefix` tokens, then the rest of each input."""
+    """Trajectories packed together, in the order of their tokens."""
 
-    prefix: int  # 0 for a single trajectory
     trajectories: tuple[int, ...]
-    length: int  # tokens in all
+    shared: tuple[int, ...]  # first tokens that each has in common with the one before it; 0 for the first
+    length: int  # tokens in all, shared ones once
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Run of tokens [start, stop) of a row, right before all that continue it, [stop, end)."""
+
+    start: int
+    stop: int
+    end: int
+    depth: int  # segments above it
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rectangle ready for the model. M: trained tokens in it (0 for an empty one)."""
+    """Rows ready for the model. M: trained tokens in it (0 for an empty one)."""
 
     token_ids: IntArray  # (rows, row_len)
     position_ids: IntArray  # (rows, row_len), from 0 in every trajectory; 0 on padding
-    segment_ids: IntArray  # (rows, row_len): number of the unit within its row, -1 on padding
-    branch_ids: IntArray  # (rows, row_len): 0 in a shared prompt or a single trajectory, else 1, 2, ...
-    predictors: IntArray  # (M,) flat position in the rectangle whose hidden state predicts the token
+    segments: tuple[Segment, ...]  # in preorder; cover the row, where there is one
+    predictors: IntArray  # (M,) flat position in the rows whose hidden state predicts the token
     targets: IntArray  # (M,) token ids
     columns: IntArray  # (M,) the token's index in the batch's (T,) columns
     trajectories: IntArray  # (M,) the token's trajectory, an index in the batch's (N,) columns
-
-    def attention_mask(self) -> BoolArray | None:
-        """Return the causal mask within units and branches (rows, 1, row_len, row_len), True: may attend.
-
-        None where each row holds one trajectory: plain causal attention with positions 0, 1, 2, ... then
-        gives the same for every real token, because padding comes last.
-        """
-        if self.segment_ids.max(initial=0) <= 0 and self.branch_ids.max(initial=0) == 0:
-            return None
-        same_unit = self.segment_ids[:, :, None] == self.segment_ids[:, None, :]
-        query, key = self.branch_ids[:, :, None], self.branch_ids[:, None, :]
-        causal = np.tri(self.segment_ids.shape[1], dtype=np.bool_)
-        visible: BoolArray = (same_unit & ((key == 0) | (key == query)) & causal)[:, None]
-        return visible
 
 
 def find_inputs(batch: TrainBatch, keep: BoolArray) -> Inputs:
@@ -100,31 +101,66 @@ def find_inputs(batch: TrainBatch, keep: BoolArray) -> Inputs:
     return Inputs(starts, lengths, prompts, trained, bounds)
 
 
-def make_units(batch: TrainBatch, inputs: Inputs, limit_tokens: int) -> list[Unit]:
-    """Put every input into one unit; inputs with equal prompts share units of up to `limit_tokens` tokens."""
-    same_prompt: dict[bytes, list[int]] = {}
-    for i in np.flatnonzero(inputs.lengths).tolist():
-        start = inputs.starts[i]
-        prompt = batch.token_ids[start : start + inputs.prompts[i]].tobytes()
-        same_prompt.setdefault(prompt, []).append(i)
+def make_units(batch: TrainBatch, inputs: Inputs, limit_tokens: int, num_shards: int = 1) -> list[Unit]:
+    """Put every input into one unit of at most `limit_tokens` tokens, or alone.
+
+    A trajectory joins the unit of another if they have half of its prompt or more in common: a history rather
+    than the system prompt that all of a batch begin with.
+
+    Args:
+        limit_tokens: 0: every input is a unit.
+        num_shards: among which the units are dealt. Of several sizes of units the one is taken that leaves
+            the least to the busiest shard: smaller ones deal out evenly, but repeat their common history.
+    """
+    used = np.flatnonzero(inputs.lengths).tolist()
+    if limit_tokens == 0 or not used:
+        return [Unit((i,), (0,), int(inputs.lengths[i])) for i in used]
+    tokens = {i: batch.token_ids[inputs.starts[i] : inputs.starts[i] + inputs.lengths[i]] for i in used}
+    order = sorted(used, key=lambda i: tokens[i].astype(">u4").tobytes())
+    common = [0]
+    for before, i in itertools.pairwise(order):
+        size = min(len(tokens[before]), len(tokens[i]))
+        parts = np.flatnonzero(tokens[before][:size] != tokens[i][:size])
+        shared, prompt = int(parts[0]) if len(parts) else size, int(inputs.prompts[i])
+        if prompt <= shared < prompt + MIN_SHARED:
+            shared = prompt
+        common.append(shared if shared >= min(prompt, max(MIN_SHARED, prompt / 2)) else 0)
+    total = int(inputs.lengths.sum()) - sum(common)
+    limits = [limit_tokens]
+    if num_shards > 1:
+        limits += [min(limit_tokens, -(-total // (units * num_shards))) for units in UNITS_PER_SHARD]
+    return min((_cut(order, common, inputs, limit) for limit in limits), key=partial(_most, num_shards))
+
+
+def _cut(order: list[int], common: list[int], inputs: Inputs, limit_tokens: int) -> list[Unit]:
+    """Cut trajectories in order into units; `common`: first tokens that each has of the one before it."""
     units: list[Unit] = []
-    for members in same_prompt.values():
-        prefix = int(inputs.prompts[members[0]])
-        gathered: list[int] = []
-        length = prefix
-        for i in members:
-            extra = int(inputs.lengths[i]) - prefix
-            if gathered and length + extra > limit_tokens:
-                units.append(_unit(prefix, gathered, length))
-                gathered, length = [], prefix
-            gathered.append(i)
-            length += extra
-        units.append(_unit(prefix, gathered, length))
-    return units
+    members: list[int] = []
+    joined: list[int] = []
+    length = 0
+    for i, shared in zip(order, common, strict=True):
+        more = int(inputs.lengths[i]) - shared
+        if members and (shared == 0 or length + more > limit_tokens):
+            units.append(Unit(tuple(members), tuple(joined), length))
+            members, joined, length = [], [], 0
+        members.append(i)
+        joined.append(shared if length else 0)
+        length += more if length else int(inputs.lengths[i])
+    return [*units, Unit(tuple(members), tuple(joined), length)]
 
 
-def _unit(prefix: int, members: list[int], length: int) -> Unit:
-    return Unit(prefix if len(members) > 1 else 0, tuple(members), length)
+def _most(num_shards: int, units: list[Unit]) -> int:
+    """Return the tokens of the busiest shard."""
+    lengths = np.array([unit.length for unit in units])
+    return max(int(lengths[chosen].sum()) for chosen in _dealt(lengths, num_shards))
+
+
+def _dealt(lengths: IntArray, num_shards: int) -> list[IntArray]:
+    """Deal units to shards longest first, back and forth. Return each shard's numbers, longest first."""
+    order = np.argsort(-lengths, kind="stable")
+    turn = np.arange(len(order)) % (2 * num_shards)
+    shard = np.minimum(turn, 2 * num_shards - 1 - turn)
+    return [order[shard == number] for number in range(num_shards)]
 
 
 def split_groups(groups: IntArray, parts: int) -> list[IntArray]:
@@ -149,30 +185,23 @@ def plan(
 
     Args:
         lengths: tokens per unit (n,), positive.
-        budget_tokens: tokens of the largest rectangle, padding included.
+        budget_tokens: most tokens of a layout, padding included.
         num_shards: data-parallel ranks, or groups of ranks that share sequences.
-        several: whether a row of at most MAX_MASK_TOKENS may hold more than one unit.
+        several: True: one row of units a layout; False: rows of one unit each.
         multiple: of which each row's length is one; divides `budget_tokens`.
 
     Raises:
         ConfigError: a unit is longer than the budget.
     """
-
-    def pack(numbers: IntArray, several: bool) -> list[Layout]:
-        return _pack(numbers.tolist(), lengths.tolist(), budget_tokens, several, multiple)
-
     longest = int(lengths.max(initial=0))
     if longest > budget_tokens:
         raise ConfigError(
             f"learner.micro_batch_tokens={budget_tokens} is less than an input of {longest} tokens; raise it"
         )
-    order = np.argsort(-lengths, kind="stable")
-    turn = np.arange(len(order)) % (2 * num_shards)
-    shard = np.minimum(turn, 2 * num_shards - 1 - turn)
-    is_long = lengths[order] > MAX_MASK_TOKENS
+    fill = _rows_of_several if several else _rows_of_one
     plans = [
-        pack(order[(shard == s) & is_long], False) + pack(order[(shard == s) & ~is_long], several)
-        for s in range(num_shards)
+        fill(numbers.tolist(), lengths.tolist(), budget_tokens, multiple)
+        for numbers in _dealt(lengths, num_shards)
     ]
     most = max(len(p) for p in plans)
     return [p + [Layout(multiple, ())] * (most - len(p)) for p in plans]
@@ -183,80 +212,101 @@ def rounded_up(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def _pack(
-    numbers: list[int], lengths: list[int], budget_tokens: int, several: bool, multiple: int
+def _rows_of_several(
+    numbers: list[int], lengths: list[int], budget_tokens: int, multiple: int
 ) -> list[Layout]:
-    """Pack the units in `numbers` (longest first) into rectangles by first-fit decreasing."""
+    """Fill rows of `budget_tokens` with the units in `numbers` (longest first) by first-fit decreasing."""
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for number in numbers:
+        need = lengths[number]
+        row = next((r for r, free in enumerate(room) if free >= need), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(budget_tokens)
+        rows[row].append(number)
+        room[row] -= need
+    filled = (budget_tokens - free for free in room)
+    return [Layout(rounded_up(n, multiple), (tuple(row),)) for n, row in zip(filled, rows, strict=True)]
+
+
+def _rows_of_one(numbers: list[int], lengths: list[int], budget_tokens: int, multiple: int) -> list[Layout]:
+    """Give each of the units in `numbers` (longest first) a row, as long as the first of its layout."""
     layouts: list[Layout] = []
     while numbers:
-        row_len, shortest = rounded_up(lengths[numbers[0]], multiple), lengths[numbers[-1]]
-        max_rows = budget_tokens // row_len
-        rows: list[list[int]] = []
-        room: dict[int, int] = {}  # tokens left, of the rows that can still take a unit
-        left: list[int] = []
-        for number in numbers:
-            need = lengths[number]
-            row = next((r for r, free in room.items() if free >= need), len(rows))
-            if row == max_rows:
-                left.append(number)
-                continue
-            if row == len(rows):
-                rows.append([])
-                room[row] = row_len
-            rows[row].append(number)
-            room[row] -= need
-            if room[row] < shortest or not several:
-                del room[row]
-        layouts.append(Layout(row_len, tuple(tuple(row) for row in rows)))
-        numbers = left
+        row_len = rounded_up(lengths[numbers[0]], multiple)
+        taken, numbers = numbers[: budget_tokens // row_len], numbers[budget_tokens // row_len :]
+        layouts.append(Layout(row_len, tuple((number,) for number in taken)))
     return layouts
 
 
 def build(layout: Layout, units: list[Unit], batch: TrainBatch, inputs: Inputs) -> MicroBatch:
     """Fill a layout with the batch's tokens. An empty layout becomes a row of padding, not trained."""
-    # source, destination, length, segment, branch, position
-    runs: list[tuple[int, int, int, int, int, int]] = []
-    members: list[tuple[int, int, int, int]] = []  # trajectory, prefix, unit's and own first destination
-    for row, sequences in enumerate(layout.rows):
+    num_rows = max(len(layout.rows), 1)
+    token_ids, position_ids = np.zeros((2, num_rows * layout.row_len), np.int64)
+    places: dict[int, IntArray] = {}  # by trajectory: where each of its input's tokens is
+    segments: list[Segment] = []
+    for row, numbers in enumerate(layout.rows):
         at = row * layout.row_len
-        for segment, number in enumerate(sequences):
-            unit, first = units[number], at
-            prefix = unit.prefix
-            runs.append((int(inputs.starts[unit.trajectories[0]]), at, prefix, segment, 0, 0))
-            at += prefix
-            for branch, i in enumerate(unit.trajectories, start=1 if prefix else 0):
-                own = int(inputs.lengths[i]) - prefix
-                runs.append((int(inputs.starts[i]) + prefix, at, own, segment, branch, prefix))
-                members.append((i, prefix, first, at))
-                at += own
-    shape = (max(len(layout.rows), 1), layout.row_len)
-    sources, destinations, sizes, segments, branches, positions = np.array(runs, np.int64).reshape(-1, 6).T
-    cells = _ranges(destinations, sizes)
-
-    def rectangle(values: IntArray, padding: int) -> IntArray:
-        flat = np.full(shape[0] * shape[1], padding, np.int64)
-        flat[cells] = values
-        return flat.reshape(shape)
-
-    trajectory, prefixes, unit_at, own_at = np.array(members, np.int64).reshape(-1, 4).T
+        for number in numbers:
+            for segment, depth_tokens, members in _segments(units[number], inputs, at):
+                segments.append(segment)
+                here = np.arange(segment.start, segment.stop)
+                own = slice(depth_tokens, depth_tokens + len(here))
+                first = int(inputs.starts[members[0]])
+                token_ids[here] = batch.token_ids[first + own.start : first + own.stop]
+                position_ids[here] = np.arange(own.start, own.stop)
+                for i in members:
+                    places.setdefault(i, np.empty(int(inputs.lengths[i]), np.int64))[own] = here
+            at += units[number].length
+        if (padding := (row + 1) * layout.row_len) > at:
+            segments.append(Segment(at, padding, padding, 0))
+    if not layout.rows:
+        segments.append(Segment(0, layout.row_len, layout.row_len, 0))
+    trajectory = np.array(list(places), np.int64)
     low = inputs.bounds[trajectory]
     counts = inputs.bounds[trajectory + 1] - low
     columns = inputs.trained[_ranges(low, counts)]
-    # The predictor's position within its trajectory.
-    before = columns - np.repeat(inputs.starts[trajectory], counts) - 1
-    shared = np.repeat(prefixes, counts)
-    inside = before < shared
-    predictors = before + np.where(inside, np.repeat(unit_at, counts), np.repeat(own_at, counts) - shared)
+    predictors = [
+        places[i][inputs.trained[inputs.bounds[i] : inputs.bounds[i + 1]] - inputs.starts[i] - 1]
+        for i in places
+    ]
     return MicroBatch(
-        rectangle(batch.token_ids[_ranges(sources, sizes)], 0),
-        rectangle(_ranges(positions, sizes), 0),
-        rectangle(np.repeat(segments, sizes), -1),
-        rectangle(np.repeat(branches, sizes), 0),
-        predictors,
+        token_ids.reshape(num_rows, layout.row_len),
+        position_ids.reshape(num_rows, layout.row_len),
+        tuple(segments),
+        np.concatenate([np.zeros(0, np.int64), *predictors]),
         batch.token_ids[columns],
         columns,
         np.repeat(trajectory, counts),
     )
+
+
+def _segments(unit: Unit, inputs: Inputs, at: int) -> Iterator[tuple[Segment, int, tuple[int, ...]]]:
+    """Yield a unit's segments in preorder, the tokens that come before each, and the trajectories in it.
+
+    Args:
+        at: place of the unit's first token.
+    """
+    lengths = [int(inputs.lengths[i]) for i in unit.trajectories]
+    open_parts = [(0, len(lengths), 0, 0)]  # first and last member, tokens and segments above
+    while open_parts:
+        low, high, above, depth = open_parts.pop()
+        if high - low == 1:
+            stop = lengths[low]
+            children: list[int] = []
+        else:
+            stop = min(unit.shared[low + 1 : high])
+            children = [low, *(n for n in range(low + 1, high) if unit.shared[n] == stop), high]
+        size = sum(lengths[low:high]) - sum(unit.shared[low + 1 : high]) - above
+        open_parts += reversed([(*pair, stop, depth + 1) for pair in itertools.pairwise(children)])
+        if stop > above:
+            yield (
+                Segment(at, at + stop - above, at + size, depth),
+                above,
+                unit.trajectories[low:high],
+            )
+        at += stop - above
 
 
 def _ranges(starts: IntArray, lengths: IntArray) -> IntArray:

@@ -29,15 +29,12 @@ LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 @torch.no_grad()
-def probe_layout(
-    model: PolicyModel, forward: Callable[[MicroBatch], Tensor], *, packs: bool, longest: int
-) -> None:
+def probe_layout(model: PolicyModel, forward: Callable[[MicroBatch], Tensor], *, longest: int) -> None:
     """Compare logprobs of sequences together and alone. Collective: all ranks use the same sequences.
 
     Args:
         model: the model that `forward` runs.
         forward: returns the logprobs (M,) of a micro-batch.
-        packs: True: check several trajectories in a row; False: one in each.
         longest: most tokens that a trajectory may have.
 
     Raises:
@@ -46,19 +43,19 @@ def probe_layout(
     settings = model.model.config.get_text_config()
     batch = _sequences(min(longest, MAX_TOKENS), int(settings.vocab_size))
     inputs = packing.find_inputs(batch, np.ones(batch.num_trajectories, np.bool_))
-    units = packing.make_units(batch, inputs, len(batch.token_ids) if packs else 0)
+    units = packing.make_units(batch, inputs, len(batch.token_ids) if model.packs else 0)
     lengths = [unit.length for unit in units]
     numbers = range(len(units))
     row_len = partial(packing.rounded_up, multiple=model.sequence.size if model.sequence else 1)
     together = (
         Layout(row_len(sum(lengths)), (tuple(numbers),))
-        if packs
+        if model.packs
         else Layout(row_len(max(lengths)), tuple((n,) for n in numbers))
     )
     single = packing.make_units(batch, inputs, 0)
     alone = [Layout(row_len(unit.length), ((number,),)) for number, unit in enumerate(single)]
     found = _run(model, forward, [packing.build(together, units, batch, inputs)])
-    with model.unshared():
+    with model.rows_of_one():
         expected = _run(model, forward, [packing.build(layout, single, batch, inputs) for layout in alone])
     limit = LIMITS[next(model.parameters()).dtype]
     difference = float((found[-1] - expected[-1]).abs().mean())
@@ -70,7 +67,7 @@ def probe_layout(
         if float((one - other).norm() / other.norm()) > limit:
             where = f", parting at layer {layer} ('{kinds[layer % len(kinds)]}')"
             break
-    layout = "packed into one row" if packs else "in padded rows"
+    layout = "packed into one row" if model.packs else "in padded rows"
     layout += " shared by ranks" if model.sequence is not None else ""
     raise ModelError(
         f"the model is not supported: {settings.model_type} gives sequences {layout} other logprobs than "

@@ -13,12 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 
 from echo_planes.learning.meeting import MEETING_LIMIT
-
-ATTENTION = "echo_planes_sequence"  # implementation of attention, in transformers' words
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +45,7 @@ class SequenceGroup:
     def joined(cls, rank: int, world_size: int, size: int) -> SequenceGroup | None:
         """Make the groups of `size` successive ranks, and return this rank's; None if each is alone.
 
-        Collective over all ranks. The models of this process that are loaded with `ATTENTION` use the group.
+        Collective over all ranks.
         """
         if size == 1:
             return None
@@ -58,9 +54,7 @@ class SequenceGroup:
             torch.distributed.new_group(list(range(first, first + size)), timeout=MEETING_LIMIT)
             for first in firsts
         ]
-        made = cls(groups[rank // size], rank % size, size)
-        AttentionInterface.register(ATTENTION, made.attend)
-        return made
+        return cls(groups[rank // size], rank % size, size)
 
     def leave(self) -> None:
         """Drop the process group, whose threads live as long as it. No model can use the group afterwards."""
@@ -88,45 +82,19 @@ class SequenceGroup:
         torch.distributed.all_reduce(whole, group=self.group)
         return torch.where(mine, own, whole)
 
-    def attend(
-        self,
-        module: object,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        **_: Any,
-    ) -> tuple[Tensor, None]:
-        """Return attention over whole rows, as transformers' models call it.
+    def heads_shared(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Exchange positions for heads: whole rows of a share of the heads.
 
         Args:
-            module: not used.
             query, key, value: (rows, heads, row_len / size, head size); keys and values may have fewer heads.
-            attention_mask: (rows, 1, row_len, row_len) bool, True: may attend; None: causal.
-            scaling: of the products of queries and keys.
-            dropout: of the attention weights.
 
         Returns:
-            The outputs (rows, row_len / size, heads, head size), and no weights.
+            The three as (rows, heads / size, row_len, head size).
         """
-        heads, kv_heads = query.shape[1], key.shape[1]
-        if kv_heads % self.size or attention_mask is not None:  # with a mask, few kernels share kv heads
-            key, value = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (key, value))
-        query, key, value = (self._heads_shared(x) for x in (query, key, value))
-        output = scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=attention_mask,
-            dropout_p=dropout,
-            is_causal=attention_mask is None,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return self._positions_shared(output), None
+        if key.shape[1] % self.size:
+            times = query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
+        return self._heads_shared(query), self._heads_shared(key), self._heads_shared(value)
 
     def _heads_shared(self, x: Tensor) -> Tensor:
         """Turn (rows, heads, positions / size, head size) into (rows, heads / size, positions, head size)."""
@@ -137,7 +105,7 @@ class SequenceGroup:
         whole: Tensor = got.movedim(0, 2).reshape(rows, heads // self.size, self.size * part, width)
         return whole
 
-    def _positions_shared(self, x: Tensor) -> Tensor:
+    def positions_shared(self, x: Tensor) -> Tensor:
         """Turn (rows, heads / size, positions, head size) into (rows, positions / size, heads, head size)."""
         rows, heads, positions, width = x.shape
         sent = x.reshape(rows, heads, self.size, positions // self.size, width).movedim(2, 0)

@@ -233,15 +233,15 @@ class RemoteLearner:
     async def _all(self, method: str, *arguments: Any) -> list[Any]:
         return await asyncio.gather(*(rank.call(method, *arguments) for rank in self._ranks))
 
-    async def start(self, resume_dir: Path | None) -> int:
+    async def start(self, resume_dir: Path | None) -> tuple[int, str]:
         # Rank 0 begins with its node. If that cannot listen, the run ends now, by the node's own message.
         await self.sender()
         together = len(set(await self.places())) == 1
         if not together:
             await self._check_shared_disk()
         meeting_place = await self._ranks[0].call("meeting_place", together)
-        await self._all("start", resume_dir / "learner" if resume_dir else None, *meeting_place)
-        return self._start_step
+        abouts = await self._all("start", resume_dir / "learner" if resume_dir else None, *meeting_place)
+        return self._start_step, abouts[0]
 
     async def _check_shared_disk(self) -> None:
         """Check that all ranks see the run folder, into which each writes its part of a checkpoint.
@@ -349,15 +349,16 @@ class RemoteWorker:
         self._learner = learner
         self._has_started = False
 
-    async def start(self) -> None:
+    async def start(self) -> str:
         try:
-            await asyncio.gather(self._actor.call("start"), self._join())
+            about, _ = await asyncio.gather(self._actor.call("start"), self._join())
         except EngineStartError as why:
             self._output.parent.mkdir(exist_ok=True)
             write_atomic(self._output, why.output)
             told = f"{str(why).rstrip('.')}; all that its processes wrote: {self._output}"
             raise EngineStartError(told, is_final=why.is_final) from None
         self._has_started = True
+        return str(about)
 
     async def _join(self) -> None:
         await self._actor.call("join", await self._learner.sender())

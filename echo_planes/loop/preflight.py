@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from echo_planes.cluster.placement import Machine
 from echo_planes.config.extensions import extension
 from echo_planes.config.files import MIB, MODEL_JSON_BYTES, check_regular, read_json
-from echo_planes.config.fleet import EngineConfig, FleetConfig, SeedingConfig, WorkerConfig
+from echo_planes.config.fleet import CPU_PAGE_TOKENS, EngineConfig, FleetConfig, SeedingConfig, WorkerConfig
 from echo_planes.config.schema import Config, WeightsConfig
 from echo_planes.data.store.files import LOCK_NAME, REPLAY_FOLDER, Lock
 from echo_planes.data.store.recovery import STORE_NAME, read_store_id
@@ -35,7 +35,6 @@ from echo_planes.weights.wire.signing import Signer
 
 MIN_FREE_BYTES = 200 * 1024**2
 RAY_PACKAGES = "working_dir_files"  # holds the working directory of a `ray job submit --working-dir` job
-CPU_PAGE_TOKENS = 32  # vLLM's `CPUAttentionBackend.get_supported_kernel_block_sizes`
 RELEASE_S = 10.0  # longest wait for the processes of a killed run to end
 
 

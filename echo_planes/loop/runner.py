@@ -252,13 +252,13 @@ class Runner:
                 self._lost(one.worker_id, one.epoch, f"too many in a row: {text}")
 
     async def _start_learner(self) -> None:
-        limit_s = self._config.run.wait_limit_s
+        limit_s, data, learner = self._config.run.wait_limit_s, self._planes.data, self._planes.learner
         with self._observer.phase("replay buffer"):
-            await self._within("replay buffer start", limit_s, self._planes.data.ready())
+            await self._within("replay buffer start", limit_s, data.ready())
         with self._observer.phase("learner"):
-            step = await self._moving("learner start", self._planes.learner.start(self._resume_dir))
-        self._steps_begun = step
-        self._free_since_s = self._clock.now_s()
+            step, about = await self._moving("learner start", learner.start(self._resume_dir))
+        self._observer.on_event("learner", about)
+        self._steps_begun, self._free_since_s = step, self._clock.now_s()
         self._events.put_nowait(ev.LearnerReady(step))
 
     async def _start_worker(self, worker_id: str, epoch: int, delay_s: float) -> None:
@@ -274,7 +274,8 @@ class Runner:
                 worker = await self._planes.spawn_worker(worker_id, epoch)
                 self._workers[worker_id] = (epoch, worker)
                 if (worker_id, epoch) not in self._ended:
-                    await self._moving("engine start", worker.start(), worker=worker_id)
+                    about = await self._moving("engine start", worker.start(), worker=worker_id)
+                    self._observer.on_event("engine", about, worker=worker_id)
             if (worker_id, epoch) not in self._ended:
                 await self._planes.data.register(worker_id, epoch)
                 if worker_id in self._seeders:  # until a window opens

@@ -96,8 +96,8 @@ class WorkerProcess:
         self._node = self._weights.node = await WorkerNode.spawn(settings)
         self._joined.set()
 
-    async def start(self) -> None:
-        """Build the engine and start the scorer.
+    async def start(self) -> str:
+        """Build the engine and start the scorer. Return how the engine computes.
 
         Runs beside `join`: without weights in the model folder the engine waits for those of the chain.
         """
@@ -128,8 +128,9 @@ class WorkerProcess:
         )
         self._is_starting = True
         with await self._weights_in(config.model.folder):
-            await asyncio.gather(self._started.start(), self._scorer.start())
+            about, _ = await asyncio.gather(self._started.start(), self._scorer.start())
         self._is_starting = False
+        return about
 
     async def _weights_in(self, folder: Path) -> AbstractContextManager[None]:
         if has_weights(folder):

@@ -45,6 +45,11 @@ class Engine(Protocol):
         """Text of what the engine has computed, which changes also while it reads long prompts."""
         ...
 
+    @property
+    def about(self) -> str:
+        """Line on how the engine computes, once it has started; "": nothing to say."""
+        ...
+
     async def start(self) -> None:
         """Build the engine and answer one warm-up request. Slow (tens of seconds).
 

@@ -11,6 +11,8 @@ from echo_planes.config.schema import SamplingConfig
 from echo_planes.rollout.plateau import BatchProfile
 from echo_planes.types import Lease, LeaseTokens, PartialRollout, Sample, joined
 
+CPU_GROUPS = 16  # prompts in flight at once by default, of an engine on CPUs
+
 
 @dataclass(eq=False)
 class Work:
@@ -48,10 +50,13 @@ def places(kind: WorkerConfig, sampling: SamplingConfig) -> tuple[int, int]:
     The policy `jsq` keeps queues at the workers and must know which groups execute. Under it a group begins
     only when the engine has room for all its requests. Under other policies requests may wait in the engine.
     """
-    if sampling.router != "jsq":
-        return kind.max_groups, 0
     at_once = max(1, kind.engine.max_num_seqs // sampling.samples_per_prompt)
-    return min(kind.max_groups, at_once), sampling.theta
+    most = kind.max_groups
+    if most is None:
+        most = max(CPU_GROUPS, at_once) if kind.resources.get("GPU") else CPU_GROUPS
+    if sampling.router != "jsq":
+        return most, 0
+    return min(most, at_once), sampling.theta
 
 
 class Plateau:

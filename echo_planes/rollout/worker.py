@@ -108,18 +108,19 @@ class RolloutWorker:
         self._paused = False  # takes none until `resume`
         self._trajectories = 0
         self._tokens = 0
-        # The worker pulls several leases at a time: one call per lease costs more than it gains.
-        self._enough_room = max(1, kind.max_groups // 16)
         self._load = Load()
         self._slots, self._queue_groups = places(kind, sampling)
+        # The worker pulls several leases at a time: one call per lease costs more than it gains.
+        self._enough_room = max(1, self._slots // 16)
         self._queue: deque[Work] = deque()  # leases that wait for a slot
         self._plateau = Plateau(self._slots)
 
     # --- life ------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Build the engine."""
+    async def start(self) -> str:
+        """Build the engine, and return how it computes."""
         await self._engine.start()
+        return self._engine.about
 
     async def run(self) -> None:
         """Pull and work until `stop`. An error in any lease ends the worker and is raised here."""

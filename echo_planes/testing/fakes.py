@@ -117,6 +117,7 @@ class FakeEngine:
         self.digest_mismatches = 0
         self.last_pause_s = 0.0
         self.progress = ""  # its prompts take no time
+        self.about = "simulated"
 
     def _check_alive(self) -> None:
         if self._dies_at_s is not None and asyncio.get_running_loop().time() >= self._dies_at_s:
@@ -216,11 +217,11 @@ class FakeLearner:
             total_elements=0,
         )
 
-    async def start(self, resume_dir: Path | None) -> int:
+    async def start(self, resume_dir: Path | None) -> tuple[int, str]:
         await asyncio.sleep(0.5)
         if resume_dir:
             self.step = int((resume_dir / "learner" / "step").read_text())
-        return self.step
+        return self.step, "simulated"
 
     async def train_part(self, batch: TrainBatch) -> None:
         await self._train(batch)

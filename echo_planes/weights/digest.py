@@ -70,6 +70,14 @@ class BitTensor:
         return TensorSpec(name, self.dtype, self.shape)
 
 
+def run_of(tensor: BitTensor, start: int, stop: int | None) -> BitTensor:
+    """Return a view of the flat elements [start, stop); of all, in their shape, for 0 and None."""
+    if start == 0 and stop is None:
+        return tensor
+    bits = tensor.bits[start:stop]
+    return BitTensor(bits, tensor.dtype, bits.shape)
+
+
 def bit_tensor(tensor: torch.Tensor) -> BitTensor:
     """Return the bits of a torch tensor. They share its memory if it is contiguous and on the CPU.
 

@@ -14,6 +14,7 @@ weight, so the receiver digests all live tensors before it.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,12 +27,13 @@ import xxhash
 from echo_planes.errors import RunError, WeightsError
 from echo_planes.types import Manifest, Publication, TensorSpec
 from echo_planes.weights.codec.entry import Applied, Change, decode
-from echo_planes.weights.digest import BitArray, BitTensor, bytes_digest, state_digest
+from echo_planes.weights.digest import BitArray, BitTensor, StateHasher, bytes_digest, state_digest
 from echo_planes.weights.lineage import Followed
 
 _ALGORITHMS = {"xxh3": "xxh3", "b3": "blake3", "sha256": "sha256"}  # by the prefix of their digests
 _REPLACED = re.compile(r"xxh3:[0-9a-f]{32}", re.ASCII)  # form of `digest_of_replaced`
 _REPLACED_BYTES, _TRAILER_BYTES = 37, 104  # length of such a digest as text, and of the whole `trailer`
+_READ_ELEMENTS = 1 << 20  # digested at once: what is made of them stays in a CPU's cache
 INSTALLABLE = ("overwrite", "full")  # idempotent, and cheap to write
 # sound: the live tensors are those of the last install, as far as the receiver has checked. damaged: they are
 # not, and must not compute before a full publication is installed. broken: a failed install could not be
@@ -46,8 +48,11 @@ class Target(Protocol):
         """Return the specs of the tensors, by name."""
         ...
 
-    def read(self, name: str) -> BitTensor:
-        """Return the present bits of one tensor, possibly as a view of live memory."""
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> BitTensor:
+        """Return the present bits of one tensor, possibly as a view of live memory.
+
+        `start`, `stop`: a run of its flat elements, whose shape is then (elements,).
+        """
         ...
 
     def exchange(self, change: Change) -> Applied:
@@ -94,7 +99,16 @@ class Receiver:
         """Digest the target's tensors now; by default as the last install did (xxh3 if none)."""
         if algorithm is None:
             algorithm = algorithm_of(self.installed.digest) if self.installed else "xxh3"
-        return state_digest({name: self._target.read(name) for name in self._target.specs()}, algorithm)
+        hasher, specs = StateHasher(algorithm), self._target.specs()
+        for name in sorted(specs):
+            dtype, shape = specs[name].dtype, specs[name].shape
+            hasher.begin(name, dtype, shape)
+            for start in range(0, size := math.prod(shape), _READ_ELEMENTS):
+                run = self._target.read(name, start, min(start + _READ_ELEMENTS, size))
+                if run.dtype != dtype:  # no bits that were ever published
+                    return state_digest({one: self._target.read(one) for one in specs}, algorithm)
+                hasher.update(run.bits)
+        return hasher.digest()
 
     def install(self, publication: Publication) -> Installed:
         """Make the target's tensors exactly those of the publication, or leave them as they are.

@@ -214,7 +214,7 @@ class ShardedTensors:
         """Return the specs of the whole tensors, by name."""
         return self._specs
 
-    def read(self, name: str) -> BitTensor:
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> BitTensor:
         """Refuse to read: no rank holds whole tensors, and no installable codec needs a base.
 
         Raises:

@@ -11,15 +11,23 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from echo_planes.learning.packing import Segment
 from echo_planes.learning.policy_model import PolicyModel
-from echo_planes.learning.sequence import ATTENTION, SequenceGroup
+from echo_planes.learning.sequence import SequenceGroup
+from echo_planes.learning.tree_attention import Forest, attend
+from tests.unit.test_tree_attention import visible
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-RANKS, ROWS, TOKENS, WIDTH = 2, 3, 12, 8
+RANKS, TOKENS, WIDTH = 2, 12, 8
 HEADS = [(4, 4), (4, 2), (4, 1)]  # of queries, and of keys and values: 1 cannot be shared by two ranks
+FORESTS = (
+    [Segment(0, 12, 12, 0)],
+    [Segment(0, 7, 7, 0), Segment(7, 12, 12, 0)],
+    [Segment(0, 4, 11, 0), Segment(4, 7, 7, 1), Segment(7, 11, 11, 1), Segment(11, 12, 12, 0)],
+)
 LONG = 1024
 
 
@@ -40,24 +48,23 @@ def _rank(rank: int, job: Any, folder: str) -> None:
 
 def largest_errors(group: SequenceGroup) -> list[float]:
     """Largest difference of outputs and gradients from attention of one process, of every case."""
-    attend: Any = AttentionInterface()[ATTENTION]
-    causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
-    two_units = causal & (torch.arange(TOKENS)[:, None] // 7 == torch.arange(TOKENS)[None] // 7)
     part = slice(group.index * TOKENS // RANKS, (group.index + 1) * TOKENS // RANKS)
     found = []
     for heads, kv_heads in HEADS:
-        for mask in (None, two_units.expand(ROWS, 1, TOKENS, TOKENS)):
+        for segments in FORESTS:
             generator = torch.Generator().manual_seed(heads + kv_heads)
             whole = [
-                torch.randn(ROWS, count, TOKENS, WIDTH, generator=generator, requires_grad=True)
+                torch.randn(1, count, TOKENS, WIDTH, generator=generator, requires_grad=True)
                 for count in (heads, kv_heads, kv_heads)
             ]
-            pull = torch.randn(ROWS, TOKENS, heads, WIDTH, generator=generator)
+            pull = torch.randn(1, TOKENS, heads, WIDTH, generator=generator)
             own = [x.detach()[:, :, part].clone().requires_grad_(True) for x in whole]
-            output, _ = attend(None, *own, mask, scaling=0.3)
+            query, key, value = own
+            forest = Forest(segments, torch.device("cpu"), group)
+            output, _ = attend(torch.nn.Module(), query, key, value, None, forest=forest, scaling=0.3)
             torch.autograd.backward((output * pull[:, part]).sum())
             key, value = (x.repeat_interleave(heads // kv_heads, 1) for x in whole[1:])
-            seen = causal if mask is None else mask
+            seen = visible(segments, TOKENS)
             expected = scaled_dot_product_attention(whole[0], key, value, seen, scale=0.3).transpose(1, 2)
             torch.autograd.backward((expected * pull).sum())
             pairs: list[tuple[Any, Any]] = [(output, expected[:, part])]
@@ -68,7 +75,7 @@ def largest_errors(group: SequenceGroup) -> list[float]:
 
 def test_attention_is_that_of_whole_rows(tmp_path: Path) -> None:
     for errors in on_ranks(largest_errors, tmp_path):
-        assert len(errors) == 2 * len(HEADS)
+        assert len(errors) == len(FORESTS) * len(HEADS)
         assert max(errors) < 1e-5
 
 
@@ -84,8 +91,7 @@ def kept_bytes(group: SequenceGroup | None) -> float:
         head_dim=16,
     )
     torch.manual_seed(0)
-    config._attn_implementation = ATTENTION if group else "sdpa"
-    policy = PolicyModel(Qwen3ForCausalLM(config), 1.0, 1.0, sequence=group)
+    policy = PolicyModel(Qwen3ForCausalLM(config), 1.0, 1.0, longest=LONG, sequence=group)
     weights = {one.untyped_storage().data_ptr() for one in policy.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -95,7 +101,9 @@ def kept_bytes(group: SequenceGroup | None) -> float:
 
     ids = torch.arange(LONG)[None] % 64
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = policy(ids, torch.arange(LONG)[None], None, torch.arange(LONG - 1), ids[0, 1:])
+        output = policy(
+            ids, torch.arange(LONG)[None], (Segment(0, LONG, LONG, 0),), torch.arange(LONG - 1), ids[0, 1:]
+        )
     total = sum(one.untyped_storage().nbytes() for at, one in kept.items() if at not in weights)
     assert output[0].shape == (LONG - 1,)
     return float(total)

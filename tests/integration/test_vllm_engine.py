@@ -525,6 +525,33 @@ def test_requests_in_flight_survive_an_install(bench: Bench) -> None:
         assert second.digest == bench.engine.digest != first.digest
 
 
+def test_an_install_recomputes_nothing(bench: Bench) -> None:
+    """What is computed is each prompt, its whole pages once where they are cached, and each token."""
+    make_answers_long(bench)
+    prompt, counter = tuple(i % 200 for i in range(100)), bench.engine._counter
+    assert counter is not None
+    started, before = asyncio.Event(), counter.tokens
+    bench.step(0.05, seed=6)
+    update = bench.publish()
+
+    async def scenario() -> list[Sample]:
+        answering = asyncio.ensure_future(
+            bench.engine.generate(
+                prompt, num_samples=8, max_new_tokens=100, on_tokens=lambda *_: started.set()
+            )
+        )
+        await started.wait()
+        await bench.settle(update)
+        return await answering
+
+    samples = bench.run(scenario())
+    assert any(len(sample.spans) == 2 for sample in samples)
+    shared = 7 * 96 if bench.prefix_caching else 0
+    sampled = sum(len(sample.token_ids) for sample in samples)
+    # The last token of an answer is not computed; some are, before vLLM sees that the answer has ended.
+    assert 0 <= counter.tokens - before - (8 * len(prompt) - shared + sampled - 8) <= 8
+
+
 def test_a_prompt_without_room_is_the_tasks_fault(bench: Bench) -> None:
     with pytest.raises(TaskError, match="max_model_len"):
         bench.sample(prompt=(1,) * MAX_MODEL_LEN)

@@ -13,7 +13,7 @@ class StubEngine:
 
     def __init__(self, version: int = 0) -> None:
         self.version, self.digest, self.digest_mismatches = version, f"d{version}", 0
-        self.last_pause_s, self.progress = 0.0, ""
+        self.last_pause_s, self.progress, self.about = 0.0, "", ""
         self.requests: list[tuple[tuple[int, ...], int, int]] = []  # context, samples, longest answer
         self.open = 0
         self.most_open = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -10,7 +12,6 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from echo_planes.config.schema import BUILTIN_MODELS, Config  # noqa: E402
 from echo_planes.errors import ConfigError  # noqa: E402
-from echo_planes.learning import footprint as footprints  # noqa: E402
 from echo_planes.learning.adapters import Adapters  # noqa: E402
 from echo_planes.learning.footprint import Shape, compute_dtype, footprint, shape_of  # noqa: E402
 from echo_planes.loop.loading import load_config  # noqa: E402
@@ -102,16 +103,16 @@ def test_another_seed_gives_other_matrices_and_the_same_one_the_same() -> None:
     assert not torch.equal(first[0], first[2])
 
 
-def test_auto_is_bf16_where_it_is_fast_but_for_the_built_in_models(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_bf16_where_it_is_fast_but_for_the_built_in_models() -> None:
     own, builtin = load_config([f"model.path={FOLDER}"]), load_config([])
     asked = load_config([f"model.path={FOLDER}", "learner.dtype=fp32"])
     ranks = load_config([f"model.path={FOLDER}", "learner.num_ranks=2"])
-    for has_units in (False, True):
-        monkeypatch.setattr(footprints, "_has_matrix_units", lambda has_units=has_units: has_units)
-        assert compute_dtype(own, on_gpu=False) == ("bf16" if has_units else "fp32")
-        assert compute_dtype(builtin, on_gpu=False) == compute_dtype(asked, on_gpu=False) == "fp32"
-        assert compute_dtype(ranks, on_gpu=False) == "fp32"  # their CPUs may differ
-        assert compute_dtype(own, on_gpu=True) == compute_dtype(builtin, on_gpu=True) == "bf16"
+    for is_faster in (False, True):
+        of = partial(compute_dtype, bf16_is_faster=lambda is_faster=is_faster: is_faster)
+        assert of(own, on_gpu=False) == ("bf16" if is_faster else "fp32")
+        assert of(builtin, on_gpu=False) == of(asked, on_gpu=False) == "fp32"
+        assert of(ranks, on_gpu=False) == "fp32"  # their CPUs may differ
+        assert of(own, on_gpu=True) == of(builtin, on_gpu=True) == "bf16"
 
 
 def test_the_arithmetic_counts_adapters_as_they_are() -> None:

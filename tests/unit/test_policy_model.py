@@ -14,12 +14,21 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from echo_planes.errors import ModelError  # noqa: E402
+from echo_planes.learning import policy_model  # noqa: E402
 from echo_planes.learning.layer_kinds import layer_kinds, may_pack, turns_alike  # noqa: E402
 from echo_planes.learning.memory import kept_bytes_per_token, needs_recompute  # noqa: E402
-from echo_planes.learning.packing import MicroBatch, build, find_inputs, make_units, plan  # noqa: E402
+from echo_planes.learning.packing import (  # noqa: E402
+    MicroBatch,
+    Segment,
+    build,
+    find_inputs,
+    make_units,
+    plan,
+)
 from echo_planes.learning.policy_model import PolicyModel, load_policy  # noqa: E402
 from echo_planes.learning.probe import probe_layout  # noqa: E402
 from echo_planes.learning.sequence import SequenceGroup  # noqa: E402
+from echo_planes.learning.tree_attention import ATTENTION  # noqa: E402
 from echo_planes.types import TrainBatch  # noqa: E402
 from tests.unit.test_packing import make_batch  # noqa: E402
 
@@ -78,7 +87,7 @@ def saved(name: str, folder: Path, **changes: Any) -> Path:
 
 
 def loaded(name: str, folder: Path, dtype: Any = torch.float32, **changes: Any) -> PolicyModel:
-    return load_policy(saved(name, folder, **changes), dtype, 1.0, 1.0)
+    return load_policy(saved(name, folder, **changes), dtype, 1.0, 1.0, longest=40)
 
 
 def answers() -> TrainBatch:
@@ -93,19 +102,18 @@ def answers() -> TrainBatch:
 
 
 def tensors(micro: MicroBatch) -> dict[str, Any]:
-    mask = micro.attention_mask()
     arrays = {
         "token_ids": micro.token_ids,
-        "position_ids": None if mask is None else micro.position_ids,
-        "attention_mask": mask,
+        "position_ids": micro.position_ids,
         "predictors": micro.predictors,
         "targets": micro.targets,
     }
-    return {name: None if array is None else torch.from_numpy(array) for name, array in arrays.items()}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()} | {"segments": micro.segments}
 
 
-def together(policy: PolicyModel, batch: TrainBatch, packs: bool) -> Any:
+def together(policy: PolicyModel, batch: TrainBatch) -> Any:
     """Logprobs (T,) as the learner lays a batch out."""
+    packs = policy.packs
     inputs = find_inputs(batch, np.ones(batch.num_trajectories, np.bool_))
     units = make_units(batch, inputs, 1024 if packs else 0)
     lengths = np.array([unit.length for unit in units])
@@ -115,6 +123,12 @@ def together(policy: PolicyModel, batch: TrainBatch, packs: bool) -> Any:
         with torch.no_grad():
             found[torch.from_numpy(micro.columns)] = policy(**tensors(micro))[0]
     return found
+
+
+def force(policy: PolicyModel) -> None:
+    """Let rows hold several trajectories, whatever the model's settings say."""
+    policy.apart = ""
+    policy.model.config.get_text_config()._attn_implementation = ATTENTION
 
 
 def alone(policy: PolicyModel, batch: TrainBatch) -> Any:
@@ -132,22 +146,22 @@ def alone(policy: PolicyModel, batch: TrainBatch) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_equals_alone(name: str, tmp_path: Path) -> None:
     policy, batch = loaded(name, tmp_path), answers()
-    packs = policy.packs(40)
-    assert packs == (name in PLAIN)
+    assert policy.packs == (name in PLAIN)
     expected = alone(policy, batch)
-    assert float((together(policy, batch, packs) - expected).abs().max()) < 1e-5
-    if not packs:
+    assert float((together(policy, batch) - expected).abs().max()) < 1e-5
+    if not policy.packs:
         # It is for a reason: several in a row would be wrong.
+        force(policy)
         with pytest.raises(AssertionError):
-            np.testing.assert_allclose(together(policy, batch, True), expected, atol=1e-2)
+            np.testing.assert_allclose(together(policy, batch), expected, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", ["Gemma3Text", "Mistral"])
 def test_a_window_that_nothing_reaches_beyond_does_not_hinder_packing(name: str, tmp_path: Path) -> None:
     policy, batch = loaded(name, tmp_path, sliding_window=40), answers()
-    assert policy.packs(40)
-    assert not policy.packs(41)
-    assert float((together(policy, batch, True) - alone(policy, batch)).abs().max()) < 1e-5
+    assert policy.packs
+    assert not loaded(name, tmp_path, sliding_window=39).packs
+    assert float((together(policy, batch) - alone(policy, batch)).abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -161,14 +175,44 @@ def test_an_empty_micro_batch_goes_through(name: str, tmp_path: Path) -> None:
     (logprobs.sum() + entropy.sum()).backward()
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.6])
+def test_scores_and_their_gradient_are_those_of_a_log_softmax(
+    top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy_model, "CACHED_LOGITS", 3 * VOCABULARY)  # three rows at a time, of eight
+    generator = torch.Generator().manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    head = policy_model.Head(model, 0.7, top_p)
+    hidden = torch.randn(8, SIZES["hidden_size"], generator=generator, requires_grad=True)
+    targets = torch.arange(8)
+    pull = torch.randn(8, generator=generator)
+    logprobs, entropy = head(hidden, targets)
+    found = torch.autograd.grad((logprobs * pull).sum(), (hidden, model.lm_head.weight))
+    logits = torch.nn.functional.linear(hidden, model.lm_head.weight) / 0.7
+    if top_p < 1:
+        logits = logits.masked_fill(~policy_model.nucleus(logits.detach(), targets, top_p), -torch.inf)
+    expected = logits.log_softmax(-1)
+    chosen = expected.gather(-1, targets[:, None])[:, 0]
+    wanted = torch.autograd.grad((chosen * pull).sum(), (hidden, model.lm_head.weight))
+    probs = expected.detach().exp()
+    pairs = [
+        (logprobs, chosen),
+        (entropy, -(probs * expected.detach().nan_to_num(neginf=0.0)).sum(-1)),
+        *zip(found, wanted, strict=True),
+    ]
+    for one, other in pairs:
+        assert float((one - other).detach().abs().max()) < 1e-6
+    assert not entropy.requires_grad
+
+
 # --- memory --------------------------------------------------------------------------------------
 
 
 def gradients(policy: PolicyModel, batch: TrainBatch) -> tuple[dict[str, Any], int]:
     """The gradient of the mean logprob, and the bytes kept for the backward pass, weights left out."""
     inputs = find_inputs(batch, np.ones(batch.num_trajectories, np.bool_))
-    units = make_units(batch, inputs, 0)
-    layouts = plan(np.array([unit.length for unit in units]), 256, 1, several=False)[0]
+    units = make_units(batch, inputs, 256 if policy.packs else 0)
+    layouts = plan(np.array([unit.length for unit in units]), 256, 1, several=policy.packs)[0]
     weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
     kept: dict[int, Any] = {}
 
@@ -187,7 +231,7 @@ def gradients(policy: PolicyModel, batch: TrainBatch) -> tuple[dict[str, Any], i
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_that_run_again_give_the_same_gradient_and_keep_less(name: str, tmp_path: Path) -> None:
     whole = loaded(name, tmp_path)
-    again = load_policy(tmp_path, torch.float32, 1.0, 1.0, recompute=lambda model: True)
+    again = load_policy(tmp_path, torch.float32, 1.0, 1.0, recompute=lambda model: True, longest=40)
     expected, most = gradients(whole, answers())
     found, least = gradients(again, answers())
     assert all(torch.equal(found[key], expected[key]) for key in expected)
@@ -279,12 +323,14 @@ def test_ranks_share_rows_only_where_positions_turn_alike(rope: dict[str, Any] |
 def test_a_model_whose_rows_cannot_be_shared_is_refused(kind: str, shares: bool) -> None:
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, rope_parameters=rope))
-    policy = PolicyModel(model, 1.0, 1.0, sequence=SequenceGroup(None, 0, 2))
+    group = SequenceGroup(None, 0, 2)
     if shares:
-        assert policy.packs(10)
+        assert PolicyModel(model, 1.0, 1.0, longest=10, sequence=group).packs
         return
-    with pytest.raises(ModelError, match=r"learner\.sequence_ranks=2: the attention of a llama cannot be"):
-        policy.packs(10)
+    with pytest.raises(
+        ModelError, match=r"learner\.sequence_ranks=2: rows of a llama cannot be shared .*rotary"
+    ):
+        PolicyModel(model, 1.0, 1.0, longest=10, sequence=group)
 
 
 @pytest.mark.parametrize("setting", ["attn_logit_softcapping", "final_logit_softcapping"])
@@ -305,30 +351,32 @@ def test_a_kind_that_nothing_serves_is_refused_by_name() -> None:
 # --- the probe -----------------------------------------------------------------------------------
 
 
-def probe(policy: PolicyModel, packs: bool, longest: int = 40) -> None:
+def probe(policy: PolicyModel, longest: int = 40) -> None:
     def forward(micro: MicroBatch) -> Any:
         logprobs: Any = policy(**tensors(micro))[0]
         return logprobs
 
-    probe_layout(policy, forward, packs=packs, longest=longest)
+    probe_layout(policy, forward, longest=longest)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_probe_stops_what_would_be_wrong_and_nothing_else(name: str, dtype: Any, tmp_path: Path) -> None:
     policy = loaded(name, tmp_path, dtype)
-    packs = policy.packs(40)
     for longest in (2, 3, 4096):
-        probe(policy, packs, longest)
-    if not packs:
+        probe(policy, longest)
+    if not policy.packs:
+        force(policy)
         with pytest.raises(ModelError, match=r"packed into one row.*layer [0-9]"):
-            probe(policy, True)
+            probe(policy)
 
 
 def test_the_probe_names_the_layer_where_they_part(tmp_path: Path) -> None:
     kinds = ["full_attention", "full_attention", "sliding_attention", "full_attention"]
+    policy = loaded("Gemma3Text", tmp_path, layer_types=kinds)
+    force(policy)
     with pytest.raises(ModelError, match=r"gemma3_text .*at layer 2 \('sliding_attention'\)") as refused:
-        probe(loaded("Gemma3Text", tmp_path, layer_types=kinds), True)
+        probe(policy)
     assert "\n" not in str(refused.value)
 
 
@@ -339,9 +387,9 @@ DROPOUT = {"attn_pdrop": 0.3, "embd_pdrop": 0.3, "resid_pdrop": 0.3}
 
 def twice(policy: PolicyModel, *, grad: bool) -> float:
     """Largest difference between the logprobs of the same forward, made twice."""
-    ids = torch.arange(30)[None]
+    ids, segments = torch.arange(30)[None], (Segment(0, 30, 30, 0),)
     with torch.set_grad_enabled(grad):
-        one, other = (policy(ids, None, None, torch.arange(29), ids[0, 1:])[0].detach() for _ in range(2))
+        one, other = (policy(ids, ids, segments, torch.arange(29), ids[0, 1:])[0].detach() for _ in range(2))
     return float((one - other).abs().max())
 
 

@@ -17,7 +17,7 @@ from echo_planes.errors import RunError, WeightsError
 from echo_planes.types import Codec, Manifest, Publication, TensorSpec
 from echo_planes.weights.codec.changes import exchange
 from echo_planes.weights.codec.entry import Applied, Change, decode, encode, full_payload, overwrite_payload
-from echo_planes.weights.digest import BIT_DTYPES, BitTensor, bytes_digest, state_digest
+from echo_planes.weights.digest import BIT_DTYPES, BitTensor, bytes_digest, run_of, state_digest
 from echo_planes.weights.receiver import Receiver, check_payload, digest_of_replaced, open_staged, trailer
 
 State = dict[str, BitTensor]
@@ -38,9 +38,9 @@ class MemoryTarget:
     def specs(self) -> dict[str, TensorSpec]:
         return specs_of(self.state)
 
-    def read(self, name: str) -> BitTensor:
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> BitTensor:
         self.reads += 1
-        return self.state[name]
+        return run_of(self.state[name], start, stop)
 
     def exchange(self, change: Change) -> Applied:
         self.writes += 1

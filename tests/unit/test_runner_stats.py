@@ -31,8 +31,8 @@ class Worker:
     def __init__(self) -> None:
         self.num_asked = 0
 
-    async def start(self) -> None:
-        return None
+    async def start(self) -> str:
+        return ""
 
     async def run(self) -> None:
         await asyncio.Event().wait()

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from echo_planes.config.fleet import EngineConfig
+from echo_planes.cluster.processor import bf16_is_faster
+from echo_planes.config.fleet import CPU_PAGE_TOKENS, EngineConfig
 from echo_planes.config.kv_schedule import Schedule
 from echo_planes.config.schema import SamplingConfig
 from echo_planes.errors import (
@@ -95,6 +96,7 @@ class VllmEngine:
         self._staging: Path | None = None
         self._output = EngineOutput()
         self._counter: WorkCounter | None = None
+        self._about = ""
 
     @property
     def version(self) -> int:
@@ -115,6 +117,10 @@ class VllmEngine:
     @property
     def progress(self) -> str:
         return "" if self._counter is None else str(self._counter)
+
+    @property
+    def about(self) -> str:
+        return self._about
 
     @property
     def vllm(self) -> AsyncLLM:
@@ -211,13 +217,17 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from echo_planes.rollout.vllm.plugin import OneRank, SeveralRanks
+        from echo_planes.rollout.vllm.scheduler import AheadScheduler, SyncScheduler
 
         on_cpu = current_platform.is_cpu()
+        dtype = self._dtype(on_cpu)
+        widened = dtype == "float32" != self._config.dtype
+        options = self._cpu_options(widened=widened) if on_cpu else self._gpu_options()
         with engine_environment(on_cpu, self._config.num_ranks, counter):
             try:
                 settings = AsyncEngineArgs(
                     model=str(self._model_folder),
-                    dtype=self._config.dtype,
+                    dtype=dtype,
                     max_model_len=self._max_model_len,
                     max_num_seqs=self._config.max_num_seqs,
                     tensor_parallel_size=self._config.tensor_parallel_size,
@@ -231,12 +241,19 @@ class VllmEngine:
                     use_tqdm_on_load=False,
                     weight_transfer_config={"backend": BACKEND},
                     worker_extension_cls=self.worker_extension,
-                    **(self._cpu_options() if on_cpu else self._gpu_options()),
-                    **self._config.extra,
-                ).create_engine_config(UsageContext.ENGINE_CONTEXT)
+                    **(options | self._config.extra),
+                    # For a server vLLM sizes a step of the scheduler by the card.
+                ).create_engine_config(UsageContext.OPENAI_API_SERVER)
             except (TypeError, ValueError) as error:
                 extra = f"engine.extra={self._config.extra}" if self._config.extra else "the engine's options"
                 raise ConfigError(f"{extra}: vLLM refuses it: {one_line(str(error))}") from error
+            cache, scheduling = settings.cache_config, settings.scheduler_config
+            common = f"common prefixes once, pages of {cache.block_size} tokens"
+            self._about = (
+                f"computes in {str(settings.model_config.dtype).removeprefix('torch.')}; "
+                f"{common if cache.enable_prefix_caching else 'each prompt for each of its samples'}"
+            )
+            scheduling.scheduler_cls = AheadScheduler if scheduling.async_scheduling else SyncScheduler
             try:
                 with self._output.taken():
                     self._vllm = AsyncLLM(
@@ -248,12 +265,20 @@ class VllmEngine:
             except (RuntimeError, ValueError) as error:
                 raise RunError(f"the vLLM engine did not start: {one_line(str(error))}") from error
 
-    def _cpu_options(self) -> dict[str, Any]:
+    def _dtype(self, on_cpu: bool) -> str:
+        if self._config.dtype != "auto":
+            return self._config.dtype
+        # Several ranks hold weights as they are published.
+        may_widen = on_cpu and self._config.num_ranks == 1
+        return "float32" if may_widen and not bf16_is_faster() else "bfloat16"
+
+    def _cpu_options(self, *, widened: bool) -> dict[str, Any]:
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
         return {
             "enforce_eager": True,
-            "kv_cache_memory_bytes": int(self._config.kv_cache_gib * _GIB),
+            "kv_cache_memory_bytes": int(self._config.kv_cache_gib * _GIB) * (2 if widened else 1),
+            "block_size": CPU_PAGE_TOKENS,  # small: prompts share whole pages alone
             # Passed as a class, because vLLM replaces the name "uni" by an executor with one more process,
             # which only engines of several ranks or OpenMP threads need.
             "distributed_executor_backend": UniProcExecutor if self._config.num_ranks == 1 else "mp",
@@ -340,8 +365,8 @@ class VllmEngine:
     async def install(self, publication: Publication) -> None:
         """See `Engine.install`.
 
-        Requests in flight continue where they were. Without prefix caching their older tokens keep the keys
-        and values of the old weights. With it vLLM recomputes them, because the cache must be emptied.
+        Requests in flight continue where they were: their older tokens keep the keys and values of the old
+        weights. Later requests find none of these in the prefix cache (`scheduler`).
         """
         # Shielded: a caller that is cancelled must not leave new weights under the old version's label.
         await asyncio.shield(asyncio.ensure_future(self._install(publication)))
@@ -388,9 +413,7 @@ class VllmEngine:
                 self._still_since_s = time.perf_counter()
                 # Not `pause_generation`, which sleeps 20 ms so that it returns after the outputs of earlier
                 # samples. Nothing here relies on that order.
-                await vllm.engine_core.pause_scheduler_async(
-                    mode="keep", clear_cache=self._config.enable_prefix_caching
-                )
+                await vllm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
             refusal = await self._refusal(request)
             if refusal is None:
                 await vllm.finish_weight_update(self._label(manifest.version, manifest.digest))

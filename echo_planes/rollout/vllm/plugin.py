@@ -42,6 +42,7 @@ from echo_planes.rollout.vllm.work_counter import WorkCounter
 from echo_planes.types import Manifest, TensorSpec
 from echo_planes.weights.codec.changes import exchange
 from echo_planes.weights.codec.entry import Applied, Change
+from echo_planes.weights.codec.kernels import upper_halves
 from echo_planes.weights.codec.warm_up import warm_up_install
 from echo_planes.weights.digest import BIT_DTYPES, BitTensor, bit_tensor
 from echo_planes.weights.receiver import Receiver, Standing, open_staged
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 BACKEND = "echo_planes"
-_LOW_HALF = 0xFFFF
 _PROBE_TOKENS = 8
 
 
@@ -87,11 +87,15 @@ class LiveTensors:
     def specs(self) -> Mapping[str, TensorSpec]:
         return self._specs
 
-    def read(self, name: str) -> BitTensor:
-        live = bit_tensor(self._views[name])
-        if live.dtype == "float32" and not (live.bits & _LOW_HALF).any():
-            return BitTensor((live.bits >> 16).astype(BIT_DTYPES["bfloat16"]), "bfloat16", live.shape)
-        return live
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> BitTensor:
+        view = self._views[name]
+        whole = start == 0 and stop is None
+        live = bit_tensor(view if whole else view.view(-1)[start:stop])
+        if live.dtype != "float32":
+            return live
+        upper = np.empty(live.bits.size, BIT_DTYPES["bfloat16"])
+        exact = upper_halves(live.bits, upper) == 0
+        return BitTensor(upper, "bfloat16", live.shape) if exact else live
 
     def exchange(self, change: Change) -> Applied:
         view, values = self._views[change.name], change.values

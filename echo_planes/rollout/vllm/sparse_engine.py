@@ -65,7 +65,9 @@ class SparseEngine(VllmEngine):
             )
         if audit_share:
             self._check_audits()
-        self._config = config.model_copy(update={"extra": config.extra | {"block_size": page_tokens}})
+        self._config = config.model_copy(
+            update={"extra": config.extra | {"block_size": page_tokens}, "enable_prefix_caching": False}
+        )
 
     async def set_schedule(self, schedule: Schedule | None) -> None:
         """Decode by a schedule from now on, also answers in flight; None: dense.

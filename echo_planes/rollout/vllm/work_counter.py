@@ -40,6 +40,10 @@ class WorkCounter:
         """Count a layer that a forward pass begins with."""
         self._numbers[1] += 1
 
+    @property
+    def tokens(self) -> int:
+        """Tokens computed so far."""
+        return int(self._numbers[0])
+
     def __str__(self) -> str:
-        tokens, layers = self._numbers.tolist()
-        return f"{tokens} tokens and {layers} layers computed"
+        return f"{self.tokens} tokens and {int(self._numbers[1])} layers computed"

@@ -39,6 +39,17 @@ def kernel(function: _Function) -> _Function:
     return cast(_Function, njit(cache=True, nogil=True, error_model="numpy")(function))
 
 
+@kernel
+def upper_halves(words: BitArray, upper: BitArray) -> Any:
+    """Write the upper halves of 32-bit words to `upper`, and return the union of the lower halves' bits."""
+    lower = np.uint32(0)
+    for at in range(words.size):
+        word = words[at]
+        upper[at] = word >> np.uint32(16)
+        lower |= word & np.uint32(0xFFFF)
+    return lower
+
+
 # --- vector operations ---------------------------------------------------------------------------
 
 

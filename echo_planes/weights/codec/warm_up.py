@@ -13,6 +13,7 @@ from echo_planes.types import TensorSpec
 from echo_planes.weights.codec.changes import Change, exchange
 from echo_planes.weights.codec.choice import measure
 from echo_planes.weights.codec.entry import decode, overwrite_payload
+from echo_planes.weights.codec.kernels import upper_halves
 from echo_planes.weights.codec.table import CODECS
 from echo_planes.weights.digest import BIT_DTYPES, BitTensor
 
@@ -37,6 +38,7 @@ def warm_up_install() -> None:
         payload = overwrite_payload([Change("", 0, np.arange(2, dtype=np.int32), bits)], specs)
         for change in decode("overwrite", payload, 0, specs, {"": bits}.__getitem__):
             exchange(change, bits)
+    upper_halves(np.zeros(2, BIT_DTYPES["float32"]), np.zeros(2, BIT_DTYPES["bfloat16"]))
 
 
 if __name__ == "__main__":
