@@ -25,7 +25,7 @@ from echo_planes.cluster.processor import bf16_is_faster
 from echo_planes.config.extensions import extension
 from echo_planes.config.kv_schedule import Schedule
 from echo_planes.config.schema import Config
-from echo_planes.errors import DivergedError, ModelError
+from echo_planes.errors import DivergedError
 from echo_planes.learning import deepspeed_engine, packing
 from echo_planes.learning.adapters import Adapters
 from echo_planes.learning.advantages import compute_advantages, zero_groups
@@ -45,7 +45,7 @@ from echo_planes.learning.objectives import (
 )
 from echo_planes.learning.packing import Inputs, Layout, MicroBatch
 from echo_planes.learning.policy_model import load_policy
-from echo_planes.learning.probe import probe_layout
+from echo_planes.learning.probe import settle_layout
 from echo_planes.learning.rate import DriftControl, decay_left, warm_up
 from echo_planes.learning.sequence import SequenceGroup
 from echo_planes.learning.statistics import lag_stats, noise_of, weight_stats
@@ -178,21 +178,11 @@ class Learner:
         if config.sparse.distill_rank and config.sparse.schedule:
             self._distiller = Distiller(model, config.sparse, config.run.seed, self._rank, self._world_size)
         self.doing = "probing the layout of batches"
-        probe = partial(
-            probe_layout,
-            model,
+        settle_layout(
+            models,
             lambda micro: self._engine.forward(**self._inputs(micro))[0],
             longest=config.model.max_model_len,
         )
-        try:
-            probe()
-        except ModelError:
-            if model.apart or self._sequence is not None:
-                raise
-            # Its code does not hand the forest on to its attention.
-            for one in models:
-                one.keep_apart("the code of this model")
-            probe()
 
     def train_step(self, batch: TrainBatch) -> StepStats:
         """Train on one batch, or the last part of one, with at most `updates_per_step` optimizer updates.

@@ -7,7 +7,7 @@ and once one by one, and requires the same logprobs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,6 +26,29 @@ from echo_planes.types import IntArray, TrainBatch
 MAX_TOKENS = 32  # of a sequence: the forwards of the probe then hold under 200 tokens in all
 # Largest mean difference that rounding may cause, nats. A token that attends to a wrong one is off by tenths.
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+
+
+def settle_layout(
+    models: Sequence[PolicyModel], forward: Callable[[MicroBatch], Tensor], *, longest: int
+) -> None:
+    """Check the layout of the first of `models`; give all a row for each trajectory if that is what is right.
+
+    The code of some models does not hand a row's forest on to its attention. Collective, as `probe_layout`.
+
+    Args:
+        models: the policy, which `forward` runs, and others that get its batches.
+
+    Raises:
+        ModelError: rows of one trajectory are not right either, or ranks share them.
+    """
+    try:
+        probe_layout(models[0], forward, longest=longest)
+    except ModelError:
+        if models[0].apart or models[0].sequence is not None:
+            raise
+        for model in models:
+            model.keep_apart("the code of this model")
+        probe_layout(models[0], forward, longest=longest)
 
 
 @torch.no_grad()

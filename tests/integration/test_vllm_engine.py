@@ -526,7 +526,7 @@ def test_requests_in_flight_survive_an_install(bench: Bench) -> None:
 
 
 def test_an_install_recomputes_nothing(bench: Bench) -> None:
-    """What is computed is each prompt, its whole pages once where they are cached, and each token."""
+    """Each prompt is computed, its whole pages once where they are cached, and each token."""
     make_answers_long(bench)
     prompt, counter = tuple(i % 200 for i in range(100)), bench.engine._counter
     assert counter is not None

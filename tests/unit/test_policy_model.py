@@ -26,7 +26,7 @@ from echo_planes.learning.packing import (  # noqa: E402
     plan,
 )
 from echo_planes.learning.policy_model import PolicyModel, load_policy  # noqa: E402
-from echo_planes.learning.probe import probe_layout  # noqa: E402
+from echo_planes.learning.probe import probe_layout, settle_layout  # noqa: E402
 from echo_planes.learning.sequence import SequenceGroup  # noqa: E402
 from echo_planes.learning.tree_attention import ATTENTION  # noqa: E402
 from echo_planes.types import TrainBatch  # noqa: E402
@@ -378,6 +378,18 @@ def test_the_probe_names_the_layer_where_they_part(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"gemma3_text .*at layer 2 \('sliding_attention'\)") as refused:
         probe(policy)
     assert "\n" not in str(refused.value)
+
+
+def test_a_model_that_does_not_hand_the_forest_on_gets_rows_of_one(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    config = transformers.NemotronConfig(**SIZES)
+    transformers.NemotronForCausalLM(config).save_pretrained(tmp_path)
+    policy, other = (load_policy(tmp_path, torch.float32, 1.0, 1.0, longest=40) for _ in range(2))
+    assert policy.packs
+    settle_layout((policy, other), lambda micro: policy(**tensors(micro))[0], longest=40)
+    assert policy.apart == other.apart == "the code of this model"
+    batch = answers()
+    assert float((together(policy, batch) - alone(policy, batch)).abs().max()) < 1e-5
 
 
 # --- dropout -------------------------------------------------------------------------------------
