@@ -226,11 +226,14 @@ def arithmetic() -> dict[str, Any]:
 def main() -> int:
     """Run the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=list(PARTS))
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS) + "; default: all")
     parser.add_argument("--model", type=Path, default=BUILTIN_MODELS["builtin:tiny-math"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if wrong := sorted(set(options.parts) - set(PARTS)):
+        parser.error(f"{wrong[0]!r} is no part; there are {', '.join(PARTS)}")
+    options.parts = options.parts or list(PARTS)
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     if "learner" in options.parts:

@@ -31,7 +31,7 @@ from echo_planes.learning.adapters import Adapters
 from echo_planes.learning.advantages import compute_advantages, zero_groups
 from echo_planes.learning.deepspeed_engine import DeepSpeedEngine, Frozen, StateBits, joined, keeping_shares
 from echo_planes.learning.distillation import Distiller
-from echo_planes.learning.footprint import compute_dtype
+from echo_planes.learning.footprint import compute_dtype, free_threads
 from echo_planes.learning.layer_count import LayerCount
 from echo_planes.learning.memory import recomputes
 from echo_planes.learning.objectives import (
@@ -127,7 +127,7 @@ class Learner:
         self._saved_dtype = saved_dtype
         device = deepspeed_engine.pick_device(self._rank)
         cores = len(os.sched_getaffinity(0)) if device.type == "cpu" else 1
-        torch.set_num_threads(config.learner.threads or max(cores // config.learner.num_ranks, 1))
+        torch.set_num_threads(config.learner.threads or free_threads(config, cores))
         torch.manual_seed(config.run.seed)
         self.doing = "meeting the other ranks"
         with joined(device, self._rank, self._world_size, self._store):
