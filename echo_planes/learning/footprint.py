@@ -85,7 +85,7 @@ def free_threads(config: Config, cores: int) -> int:
     """Return the threads of a rank on a machine with so many cores.
 
     All of them where learner and engines take turns (S = 0), else those that engines on CPUs leave: a kernel
-    waits for its slowest thread, and with one of two beside an engine a step took 1.4 times as long as with
+    waits for its slowest thread, and with one of two beside an engine a step took 1.3 times as long as with
     one thread. The built-in models are too small for more than one.
     """
     if config.model.path in BUILTIN_MODELS:
