@@ -40,8 +40,8 @@ from echo_planes.types import TrainBatch
 GROUP, ANSWER = 8, 64
 PROMPTS = (55, 512, 2048)
 BUDGET = 8192  # tokens of a micro-batch
-TOKENS = {55: 4, 512: 2, 2048: 1}  # groups that a learner's batch holds
-GROUPS = {55: 8, 512: 4, 2048: 2}  # groups that an engine gets at once
+LEARNER_GROUPS = {55: 4, 512: 2, 2048: 1}  # of a batch
+ENGINE_GROUPS = {55: 8, 512: 4, 2048: 2}  # at once
 PARTS = ("learner", "engine", "arithmetic")
 
 
@@ -103,7 +103,7 @@ def learner(model: Path, rounds: int) -> dict[str, Any]:
     vocabulary = policy.model.config.vocab_size
     found: dict[str, Any] = {}
     for prompt_tokens in PROMPTS:
-        batch = batch_of(prompt_tokens, TOKENS[prompt_tokens], vocabulary)
+        batch = batch_of(prompt_tokens, LEARNER_GROUPS[prompt_tokens], vocabulary)
 
         def alone(batch: TrainBatch = batch) -> float:
             with policy.rows_of_one():
@@ -164,7 +164,8 @@ def engine(model: Path, rounds: int) -> dict[str, Any]:
                     took = []
                     for number in range(rounds + 1):
                         before = counter.tokens
-                        took.append(await answers(made, size, GROUPS[size], vocabulary, 100 * size + number))
+                        groups, seed = ENGINE_GROUPS[size], 100 * size + number
+                        took.append(await answers(made, size, groups, vocabulary, seed))
                         tokens[name][size] = counter.tokens - before
                     seconds[name][size] = statistics.median(took[1:])
             finally:
@@ -173,7 +174,7 @@ def engine(model: Path, rounds: int) -> dict[str, Any]:
         asyncio.run(measure())
     found: dict[str, Any] = {}
     for size in PROMPTS:
-        sampled = GROUPS[size] * GROUP * ANSWER
+        sampled = ENGINE_GROUPS[size] * GROUP * ANSWER
         rates = {name: sampled / seconds[name][size] for name in kinds}
         limit = tokens["no cache"][size] / tokens["ours"][size]
         found[str(size)] = {

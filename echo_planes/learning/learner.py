@@ -86,7 +86,6 @@ class Learner:
         self._adapters: Adapters | None = None
         self._sequence: SequenceGroup | None = None
         self._dtype_name: Literal["bf16", "fp32"] = "fp32"
-        self._saved_dtype: Literal["bf16", "fp32"] | None = None
         self._num_updates = 0
         self._skipped_in_a_row = 0
         self._rate_left = 1.0  # share of the peak rate that the decay leaves
@@ -124,21 +123,18 @@ class Learner:
             saved_dtype: of the checkpoint that will be loaded; `learner.dtype=auto` then means it.
         """
         config = self._config
-        self._saved_dtype = saved_dtype
         device = deepspeed_engine.pick_device(self._rank)
         cores = len(os.sched_getaffinity(0)) if device.type == "cpu" else 1
         torch.set_num_threads(config.learner.threads or free_threads(config, cores))
         torch.manual_seed(config.run.seed)
         self.doing = "meeting the other ranks"
         with joined(device, self._rank, self._world_size, self._store):
-            self._load(device)
+            self._load(device, saved_dtype)
 
-    def _load(self, device: torch.device) -> None:
+    def _load(self, device: torch.device, saved_dtype: Literal["bf16", "fp32"] | None) -> None:
         config = self._config
-        on_gpu = device.type == "cuda"
-        found = compute_dtype(config, on_gpu=on_gpu, bf16_is_faster=bf16_is_faster)
-        is_auto = config.learner.dtype == "auto"
-        self._dtype_name = self._saved_dtype if is_auto and self._saved_dtype else found
+        found = compute_dtype(config, on_gpu=device.type == "cuda", bf16_is_faster=bf16_is_faster)
+        self._dtype_name = saved_dtype if saved_dtype and config.learner.dtype == "auto" else found
         dtype = torch.bfloat16 if self._dtype_name == "bf16" else torch.float32
         self._sequence = SequenceGroup.joined(self._rank, self._world_size, config.learner.sequence_ranks)
         load = partial(

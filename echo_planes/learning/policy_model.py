@@ -270,7 +270,8 @@ class Head(nn.Module):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         lm_head = self._lm_head[0]
-        return nn.functional.linear(hidden, lm_head.weight, lm_head.bias).float() / self.temperature
+        logits = nn.functional.linear(hidden, lm_head.weight, lm_head.bias).float()
+        return logits if self.temperature == 1.0 else logits / self.temperature
 
     def _score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         lm_head = self._lm_head[0]

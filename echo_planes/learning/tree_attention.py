@@ -45,7 +45,7 @@ class Forest:
         self, segments: Sequence[Segment], device: torch.device, sequence: SequenceGroup | None = None
     ) -> None:
         self.sequence = sequence
-        self.calls = (_calls if device.type == "cpu" else _joined_calls)(segments, device)
+        self.calls = _calls(segments) if device.type == "cpu" else _joined_calls(segments, device)
 
 
 def attend(
@@ -112,7 +112,7 @@ class _Call:
     most_keys: int = 0
 
 
-def _calls(segments: Sequence[Segment], device: torch.device) -> tuple[list[_Call], list[_Call]]:
+def _calls(segments: Sequence[Segment]) -> tuple[list[_Call], list[_Call]]:
     """Return the calls of segments on themselves, which hold each token once, and on segments above."""
     own = [_Call(run := slice(one.start, one.stop), run, True) for one in segments]
     inner = (one for one in segments if one.end > one.stop)
