@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,12 @@ from transformers import (
 from echo_planes.config.kv_schedule import Schedule
 from echo_planes.config.schema import Config
 from echo_planes.errors import ConfigError, DataError, DivergedError, ModelError
+from echo_planes.learning import learner as learner_module
 from echo_planes.learning.adapters import first_a
 from echo_planes.learning.learner import Learner
 from echo_planes.learning.meeting import alone
 from echo_planes.learning.policy_model import load_policy, nucleus
-from echo_planes.types import TrainBatch
+from echo_planes.types import StepStats, TrainBatch
 from tests.integration.learner_ranks import LIMIT_S, VOCABULARY, make_batch, master_weights
 from tests.thorough import THOROUGH, takes_minutes
 
@@ -752,6 +753,62 @@ def test_what_a_step_measured(tmp_path: Path, model_folder: Path) -> None:
         assert one.tokens == mine.sum()
         assert one.drift == pytest.approx(np.abs(log_weight[mine]).mean(), abs=1e-5)
         assert one.masked == pytest.approx(outside[mine].mean(), abs=1e-6)
+
+
+def numbers(measured: StepStats) -> list[float]:
+    """All figures of a step; -1: there is none."""
+    found: list[Any] = [asdict(measured)]
+    while any(isinstance(one, dict | list | tuple) for one in found):
+        found = [
+            x
+            for one in found
+            for x in (
+                one.values() if isinstance(one, dict) else one if isinstance(one, list | tuple) else [one]
+            )
+        ]
+    return [-1.0 if one is None else float(one) for one in found]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"objective": {"token_mask": [0.5, 2.0], "anchor": "sampler"}, "learner": {"drift_target": 0.02}},
+        {"objective": {"kl_beta": 0.3}, "learner": {"updates_per_step": 2}},
+        {"objective": {"kl_beta": 0.3}, "learner": {"lora_rank": 2, "lora_alpha": 8.0}},
+    ],
+    ids=["sampler", "reference", "adapters"],
+)
+def test_shared_rows_measure_and_train_what_rows_alone_do(
+    tmp_path: Path, model_folder: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples of a group differ in version, and tokens of a sample too."""
+    rng, found = np.random.default_rng(1), []
+    batches = []
+    for step in (4, 5):
+        batch = make_batch(step)
+        versions = np.where(batch.loss_mask, step - rng.integers(0, 4, len(batch.token_ids)), -1)
+        batches.append(replace(batch, token_versions=versions))
+    settle = learner_module.settle_layout
+    for apart in (False, True):
+
+        def settled(models: list[Any], *more: Any, apart: bool = apart, **named: Any) -> None:
+            settle(models, *more, **named)
+            for model in models if apart else ():
+                model.keep_apart("for comparison")
+
+        monkeypatch.setattr(learner_module, "settle_layout", settled)
+        with learner_here(tmp_path, model_folder, **changes) as learner:
+            before = learner.logprobs(batches[0])
+            stats = [learner.train_step(batch) for batch in batches]
+            found.append((before, stats, learner.logprobs(batches[0])))
+    (before, shared, after), (before_alone, by_row, after_alone) = found
+    np.testing.assert_allclose(before, before_alone, atol=2e-6)
+    np.testing.assert_allclose(after, after_alone, atol=1e-5)  # updates lie between
+    for one, other in zip(shared, by_row, strict=True):
+        assert one.tokens_forward < other.tokens_forward
+        assert len(one.lags) == 4
+        measured, expected = (numbers(replace(x, t_train_s=0.0, tokens_forward=0)) for x in (one, other))
+        assert measured == pytest.approx(expected, abs=1e-5, rel=1e-4)
 
 
 def test_skipped_groups_are_scored_where_asked(tmp_path: Path, model_folder: Path) -> None:
