@@ -28,7 +28,7 @@ from echo_planes.types import Draw, Publication, Sample, is_whole, joined
 from echo_planes.weights.codec.entry import Applied, Change
 from echo_planes.weights.digest import BitTensor, bit_tensor
 from echo_planes.weights.node.stager import Stager
-from tests.thorough import takes_minutes
+from tests.thorough import THOROUGH, takes_minutes
 from tests.unit.test_receiver import publication as in_memory
 from tests.unit.test_stager import Learner
 
@@ -550,6 +550,54 @@ def test_an_install_recomputes_nothing(bench: Bench) -> None:
     sampled = sum(len(sample.token_ids) for sample in samples)
     # The last token of an answer is not computed; some are, before vLLM sees that the answer has ended.
     assert 0 <= counter.tokens - before - (8 * len(prompt) - shared + sampled - 8) <= 8
+
+
+def test_installs_one_after_another_recompute_nothing_and_serve_no_old_block(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """An answer runs during each; then a prompt comes again, twice. In every third round one is given up."""
+    norm = bench.state["model.norm.weight"]
+    quarter = np.full_like(norm.bits, 0x3E80)  # long answers, but not all tokens alike
+    bench.state["model.norm.weight"] = BitTensor(quarter, norm.dtype, norm.shape)
+    bench.install(full=True)
+    counter, rng = bench.engine._counter, np.random.default_rng(8)
+    assert counter is not None
+    again = tuple(rng.integers(1, 200, 70).tolist())
+    whole_pages = 64 if bench.prefix_caching else 0
+
+    async def ask(prompt: tuple[int, ...], tokens: int, started: asyncio.Event) -> Sample:
+        (sample,) = await bench.engine.generate(
+            prompt, num_samples=1, max_new_tokens=tokens, on_tokens=lambda *_: started.set()
+        )
+        return sample
+
+    async def one_round(number: int, update: Publication) -> list[Sample]:
+        started = asyncio.Event()
+        running = asyncio.ensure_future(ask(tuple(rng.integers(1, 200, 40).tolist()), 60, started))
+        await started.wait()
+        given_up = asyncio.ensure_future(ask(again, 60, asyncio.Event())) if number % 3 == 0 else None
+        await bench.settle(update)
+        if given_up is not None:
+            given_up.cancel()
+            await asyncio.wait([given_up])
+        return [await ask(again, 4, started), await ask(again, 4, started), await running]
+
+    rounds, over_an_install = 200 if THOROUGH else 20, 0
+    for number in range(rounds):
+        bench.step(0.05, seed=100 + number)
+        update, before = bench.publish(), counter.tokens
+        first, second, running = bench.run(one_round(number, update))
+        computed = counter.tokens - before
+        for sample in (first, second):
+            assert [span.version for span in sample.spans] == [update.manifest.version]
+        if number % 3:
+            sampled = sum(len(sample.token_ids) - 1 for sample in (first, second, running))
+            assert 0 <= computed - (40 + 2 * len(again) - whole_pages + sampled) <= 3
+        if number % 10 == 0:
+            exact = hf_logprobs(bench.state, second, tmp_path, again, bench.model)
+            assert second.logprobs == pytest.approx(exact, abs=bench.tolerance)
+        over_an_install += len(running.spans) == 2
+    assert over_an_install > rounds / 2
 
 
 def test_a_prompt_without_room_is_the_tasks_fault(bench: Bench) -> None:
