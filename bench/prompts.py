@@ -6,6 +6,8 @@ Groups of 8 with prompts of 55, 512 and 2,048 tokens and answers of 64, random t
     engine      vLLM with and without its prefix cache; pages of 32 and of 128 tokens
     arithmetic  what it saves with 8 billion weights; nothing is run
 
+With --gsm8k FOLDER (train.jsonl.gz) and a model that has a chat template, its problems as they are come too.
+
 Ours, the baseline and the limit, which is the ratio of tokens to be computed, come from one run, in turn;
 figures are medians of --rounds. With the built-in model they show mechanics, with SmolLM2-135M-Instruct
 (docs/running.md, "Models") what a user gets.
@@ -15,12 +17,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gzip
 import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 
 import numpy as np
 import torch
+from transformers import AutoTokenizer
 
 from echo_planes.cluster.processor import bf16_is_faster
 from echo_planes.config.fleet import EngineConfig
@@ -40,26 +45,67 @@ from echo_planes.types import TrainBatch
 GROUP, ANSWER = 8, 64
 PROMPTS = (55, 512, 2048)
 BUDGET = 8192  # tokens of a micro-batch
-LEARNER_GROUPS = {55: 4, 512: 2, 2048: 1}  # of a batch
-ENGINE_GROUPS = {55: 8, 512: 4, 2048: 2}  # at once
+GROUPS = {55: (4, 8), 512: (2, 4), 2048: (1, 2)}  # by length of the prompt: in a batch, asked at once
 PARTS = ("learner", "engine", "arithmetic")
 
 
-def batch_of(prompt_tokens: int, groups: int, vocabulary: int) -> TrainBatch:
-    """Groups of random tokens; an answer is trained whole."""
-    draw = np.random.default_rng(prompt_tokens)
-    rows = []
-    for _ in range(groups):
-        prompt = draw.integers(0, vocabulary, prompt_tokens)
-        rows += [np.concatenate([prompt, draw.integers(0, vocabulary, ANSWER)]) for _ in range(GROUP)]
-    count, length = len(rows), prompt_tokens + ANSWER
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Prompts of one kind, new ones on every call, and how many of them are learned from or asked at once."""
+
+    draw: Callable[[int, int], list[list[int]]]  # (count, seed)
+    learned: int
+    asked: int
+
+
+def kinds_of(model: Path, gsm8k: Path | None) -> dict[str, Prompts]:
+    """Random prompts by their length, and real ones."""
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+
+    def random(tokens: int) -> Callable[[int, int], list[list[int]]]:
+        def draw(count: int, seed: int) -> list[list[int]]:
+            drawn = np.random.default_rng((tokens, seed)).integers(5, vocabulary - 5, (count, tokens))
+            return [[int(token) for token in row] for row in drawn]
+
+        return draw
+
+    found = {str(tokens): Prompts(random(tokens), *GROUPS[tokens]) for tokens in PROMPTS}
+    if gsm8k is not None:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        with gzip.open(gsm8k / "train.jsonl.gz", "rt", encoding="utf-8") as lines:
+            said = [[{"role": "user", "content": json.loads(line)["question"]}] for line in lines]
+
+        def real(count: int, seed: int) -> list[list[int]]:
+            chosen = np.random.default_rng(seed).choice(len(said), count, replace=False)
+            return [
+                list(
+                    tokenizer.apply_chat_template(said[i], add_generation_prompt=True, return_dict=True)[
+                        "input_ids"
+                    ]
+                )
+                for i in chosen
+            ]
+
+        found["GSM8K"] = Prompts(real, *GROUPS[55])
+    return found
+
+
+def batch_of(prompts: list[list[int]]) -> TrainBatch:
+    """Groups of answers of random tokens; an answer is trained whole."""
+    draw = np.random.default_rng(0)
+    rows = [
+        np.concatenate([prompt, draw.integers(0, max(prompt), ANSWER)])
+        for prompt in prompts
+        for _ in range(GROUP)
+    ]
+    count, groups = len(rows), len(prompts)
     token_ids = np.concatenate(rows)
     return TrainBatch(
         step=0,
         trajectory_ids=tuple(map(str, range(count))),
         token_ids=token_ids,
-        offsets=np.arange(count + 1) * length,
-        loss_mask=np.tile(np.arange(length) >= prompt_tokens, count),
+        offsets=np.cumsum([0, *map(len, rows)]),
+        loss_mask=np.concatenate([np.arange(len(row)) >= len(row) - ANSWER for row in rows]),
         sampler_logprobs=np.zeros(len(token_ids), np.float32),
         rewards=np.zeros(count, np.float32),
         advantage_groups=np.repeat(np.arange(groups), GROUP),
@@ -96,14 +142,14 @@ def in_turn(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, floa
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def learner(model: Path, rounds: int) -> dict[str, Any]:
+def learner(model: Path, kinds: dict[str, Prompts], rounds: int) -> dict[str, Any]:
     """Seconds of training, shared and alone."""
     dtype = torch.bfloat16 if bf16_is_faster() else torch.float32
     policy = load_policy(model, dtype, 1.0, 1.0, longest=max(PROMPTS) + ANSWER)
-    vocabulary = policy.model.config.vocab_size
     found: dict[str, Any] = {}
-    for prompt_tokens in PROMPTS:
-        batch = batch_of(prompt_tokens, LEARNER_GROUPS[prompt_tokens], vocabulary)
+    for kind, some in kinds.items():
+        prompts = some.draw(some.learned, 0)
+        batch = batch_of(prompts)
 
         def alone(batch: TrainBatch = batch) -> float:
             with policy.rows_of_one():
@@ -113,44 +159,44 @@ def learner(model: Path, rounds: int) -> dict[str, Any]:
             return train(policy, batch)
 
         seconds = in_turn({"shared": shared, "alone": alone}, rounds)
-        limit = GROUP * (prompt_tokens + ANSWER - 1) / (prompt_tokens + GROUP * (ANSWER - 1))
+        size = statistics.fmean(map(len, prompts))
+        limit = GROUP * (size + ANSWER - 1) / (size + GROUP * (ANSWER - 1))
         times = seconds["alone"] / seconds["shared"]
-        found[str(prompt_tokens)] = seconds | {"times": times, "limit": limit}
+        found[kind] = seconds | {"times": times, "limit": limit, "prompt_tokens": size}
         print(
-            f"learner, {str(dtype)[6:]}, prompts of {prompt_tokens:>5}: shared {seconds['shared']:.2f} s, "
-            f"alone {seconds['alone']:.2f} s: {times:.2f} times as fast (tokens: {limit:.2f})",
+            f"learner, {str(dtype)[6:]}, prompts {kind} ({size:.0f} tokens): "
+            f"shared {seconds['shared']:.2f} s, alone {seconds['alone']:.2f} s: {times:.2f} times as fast "
+            f"(tokens: {limit:.2f})",
             flush=True,
         )
     return found
 
 
-async def answers(engine: VllmEngine, prompt_tokens: int, groups: int, vocabulary: int, seed: int) -> float:
-    """Seconds until an engine has answered `groups` new prompts, asked at once."""
-    draw = np.random.default_rng(seed)
-    prompts = [draw.integers(5, vocabulary - 5, prompt_tokens).tolist() for _ in range(groups)]
+async def answers(engine: VllmEngine, prompts: list[list[int]]) -> float:
+    """Sampled tokens per second of answers to prompts that are asked at once."""
     begun_s = time.perf_counter()
-    await asyncio.gather(
+    made = await asyncio.gather(
         *(
             engine.generate(prompt, num_samples=GROUP, max_new_tokens=ANSWER, on_tokens=lambda *_: None)
             for prompt in prompts
         )
     )
-    return time.perf_counter() - begun_s
+    sampled = sum(len(sample.token_ids) for samples in made for sample in samples)
+    return sampled / (time.perf_counter() - begun_s)
 
 
-def engine(model: Path, rounds: int) -> dict[str, Any]:
+def engine(model: Path, kinds: dict[str, Prompts], rounds: int) -> dict[str, Any]:
     """Tokens per second of engines with and without a prefix cache. One after another: memory."""
-    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-    kinds = {
+    engines = {
         "ours": EngineConfig(kv_cache_gib=2.0),
         "no cache": EngineConfig(kv_cache_gib=2.0, enable_prefix_caching=False),
         "no cache, pages of 128": EngineConfig(
             kv_cache_gib=2.0, enable_prefix_caching=False, extra={"block_size": 128}
         ),
     }
-    seconds: dict[str, dict[int, float]] = {}
-    tokens: dict[str, dict[int, int]] = {}
-    for name, config in kinds.items():
+    rates: dict[str, dict[str, float]] = {}
+    tokens: dict[str, dict[str, int]] = {}
+    for name, config in engines.items():
         made = VllmEngine(config, SamplingConfig(), model, max(PROMPTS) + 2 * ANSWER, seed=0)
 
         async def measure(made: VllmEngine = made, name: str = name) -> None:
@@ -158,34 +204,31 @@ def engine(model: Path, rounds: int) -> dict[str, Any]:
             counter = made._counter
             if counter is None:
                 raise RuntimeError("the engine counts nothing")
-            seconds[name], tokens[name] = {}, {}
+            rates[name], tokens[name] = {}, {}
             try:
-                for size in PROMPTS:
-                    took = []
+                for kind, some in kinds.items():
+                    found = []
                     for number in range(rounds + 1):
                         before = counter.tokens
-                        groups, seed = ENGINE_GROUPS[size], 100 * size + number
-                        took.append(await answers(made, size, groups, vocabulary, seed))
-                        tokens[name][size] = counter.tokens - before
-                    seconds[name][size] = statistics.median(took[1:])
+                        found.append(await answers(made, some.draw(some.asked, number)))
+                        tokens[name][kind] = counter.tokens - before
+                    rates[name][kind] = statistics.median(found[1:])
             finally:
                 await made.close()
 
         asyncio.run(measure())
     found: dict[str, Any] = {}
-    for size in PROMPTS:
-        sampled = ENGINE_GROUPS[size] * GROUP * ANSWER
-        rates = {name: sampled / seconds[name][size] for name in kinds}
-        limit = tokens["no cache"][size] / tokens["ours"][size]
-        found[str(size)] = {
-            "tokens_per_s": rates,
-            "computed_tokens": {name: tokens[name][size] for name in kinds},
-            "times": rates["ours"] / rates["no cache"],
+    for kind in kinds:
+        limit = tokens["no cache"][kind] / tokens["ours"][kind]
+        found[kind] = {
+            "tokens_per_s": {name: rates[name][kind] for name in engines},
+            "computed_tokens": {name: tokens[name][kind] for name in engines},
+            "times": rates["ours"][kind] / rates["no cache"][kind],
             "limit": limit,
         }
-        told = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
+        told = ", ".join(f"{name} {rates[name][kind]:.0f}" for name in engines)
         print(
-            f"engine, prompts of {size:>5}: sampled tokens/s: {told}: {found[str(size)]['times']:.2f} times "
+            f"engine, prompts {kind}: sampled tokens/s: {told}: {found[kind]['times']:.2f} times "
             f"(tokens computed: {limit:.2f})",
             flush=True,
         )
@@ -229,6 +272,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS) + "; default: all")
     parser.add_argument("--model", type=Path, default=BUILTIN_MODELS["builtin:tiny-math"])
+    parser.add_argument("--gsm8k", type=Path, help="folder with train.jsonl.gz")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -237,10 +281,11 @@ def main() -> int:
     options.parts = options.parts or list(PARTS)
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
+    kinds = kinds_of(options.model, options.gsm8k)
     if "learner" in options.parts:
-        found["learner"] = learner(options.model, options.rounds)
+        found["learner"] = learner(options.model, kinds, options.rounds)
     if "engine" in options.parts:
-        found["engine"] = engine(options.model, options.rounds)
+        found["engine"] = engine(options.model, kinds, options.rounds)
     if "arithmetic" in options.parts:
         found["arithmetic"] = arithmetic()
     found["verdicts"] = {

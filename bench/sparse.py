@@ -7,6 +7,7 @@
 - audit: dense answers of the embedded model, audited: the dense pass must accept what dense decoding sampled.
 - schedule: with the model of `bench.recall`, a schedule calibrated from fixed budgets, and a fixed budget of
   its mean, on held-out prompts of three seeds (an hour; `--answers` in each bin).
+- text: acceptance by length and budget on real text: a pretrained `--model`, problems of `--gsm8k FOLDER`.
 - guard: a budget cut to a quarter, until the guard raises it.
 - learner: the learner's acceptance beside the audit's, with the same weights and three updates ahead.
 - learning: runs with dense and sparse rollouts, of three seeds (an hour).
@@ -35,7 +36,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from bench import sparse_distil, sparse_learning, sparse_schedule
+from bench import sparse_distil, sparse_learning, sparse_schedule, sparse_text
 from bench.recall import MODEL
 from echo_planes.config.fleet import EngineConfig
 from echo_planes.config.kv_schedule import PAGE_TOKENS, Schedule
@@ -284,20 +285,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = ("parity", "pages", "audit", "schedule", "guard", "learner", "learning", "distil", "speed")
+    names = (
+        "parity",
+        "pages",
+        "audit",
+        "schedule",
+        "text",
+        "guard",
+        "learner",
+        "learning",
+        "distil",
+        "speed",
+    )
     parser.add_argument("parts", nargs="*", metavar="|".join(names), help="default: all")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--page", type=int, choices=PAGE_TOKENS, default=32, help="tokens of a page")
-    parser.add_argument("--model", type=Path, default=MODEL, help="of schedule: one that `bench.recall` made")
-    parser.add_argument("--answers", type=int, default=sparse_schedule.HELD_OUT, help="of schedule, in a bin")
+    parser.add_argument(
+        "--model", type=Path, default=MODEL, help="of schedule (made by `bench.recall`), text"
+    )
+    parser.add_argument("--gsm8k", type=Path, help="of text: folder with train.jsonl.gz")
+    parser.add_argument("--answers", type=int, default=sparse_schedule.HELD_OUT, help="of both, in a bin")
     parser.add_argument("--contexts", type=int, nargs="+", choices=CONTEXTS, default=CONTEXTS)
     args = parser.parse_args()
     if unknown := set(args.parts) - set(names):
         parser.error(f"{', '.join(unknown)}: there are {', '.join(names)}")
     told: dict[str, Any] = {"page": args.page}
-    for part in args.parts or names:
+    for part in args.parts or [name for name in names if name != "text" or args.gsm8k]:
         if part == "learning":
             told[part] = sparse_learning.learning(args.page)
+            continue
+        if part == "text":
+            if args.gsm8k is None:
+                parser.error("text: say where GSM8K is with --gsm8k FOLDER")
+            told[part] = asyncio.run(sparse_text.text(args.page, args.answers, args.model, args.gsm8k))
             continue
         if part == "schedule":
             told[part] = asyncio.run(sparse_schedule.schedule(args.page, args.answers, args.model))
