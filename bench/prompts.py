@@ -23,7 +23,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,9 +117,8 @@ def batch_of(prompts: list[list[int]]) -> TrainBatch:
     )
 
 
-def train(policy: PolicyModel, batch: TrainBatch) -> float:
-    """Seconds of the forward and backward passes of a batch, in the layout that the policy takes."""
-    begun_s = time.perf_counter()
+def losses(policy: PolicyModel, batch: TrainBatch) -> Iterator[Any]:
+    """A loss of each micro-batch, in the layout that the policy takes."""
     inputs = find_inputs(batch, np.ones(batch.num_trajectories, np.bool_))
     units = make_units(batch, inputs, BUDGET if policy.packs else 0)
     lengths = np.array([unit.length for unit in units])
@@ -127,8 +126,36 @@ def train(policy: PolicyModel, batch: TrainBatch) -> float:
         micro = build(layout, units, batch, inputs)
         ids, positions = torch.from_numpy(micro.token_ids), torch.from_numpy(micro.position_ids)
         predictors, targets = torch.from_numpy(micro.predictors), torch.from_numpy(micro.targets)
-        policy(ids, positions, micro.segments, predictors, targets)[0].sum().backward()
+        yield policy(ids, positions, micro.segments, predictors, targets)[0].sum()
+
+
+def train(policy: PolicyModel, batch: TrainBatch) -> float:
+    """Seconds of the forward and backward passes of a batch."""
+    begun_s = time.perf_counter()
+    for loss in losses(policy, batch):
+        loss.backward()
     return time.perf_counter() - begun_s
+
+
+def kept_bytes(policy: PolicyModel, batch: TrainBatch) -> int:
+    """Memory that forward passes of a batch keep for the backward pass, all micro-batches together.
+
+    That is what the layout needs in one micro-batch with room for all of it. Weights do not count.
+    """
+    weights = {one.untyped_storage().data_ptr() for one in policy.parameters()}
+    total, sizes = 0, dict[int, int]()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        for _ in losses(policy, batch):
+            total += sum(sizes.values())
+            sizes.clear()
+    return total
 
 
 def in_turn(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
@@ -159,14 +186,18 @@ def learner(model: Path, kinds: dict[str, Prompts], rounds: int) -> dict[str, An
             return train(policy, batch)
 
         seconds = in_turn({"shared": shared, "alone": alone}, rounds)
+        kept = {"shared": kept_bytes(policy, batch)}
+        with policy.rows_of_one():
+            kept["alone"] = kept_bytes(policy, batch)
         size = statistics.fmean(map(len, prompts))
         limit = GROUP * (size + ANSWER - 1) / (size + GROUP * (ANSWER - 1))
         times = seconds["alone"] / seconds["shared"]
-        found[kind] = seconds | {"times": times, "limit": limit, "prompt_tokens": size}
+        found[kind] = seconds | {"times": times, "limit": limit, "prompt_tokens": size, "kept_bytes": kept}
         print(
             f"learner, {str(dtype)[6:]}, prompts {kind} ({size:.0f} tokens): "
             f"shared {seconds['shared']:.2f} s, alone {seconds['alone']:.2f} s: {times:.2f} times as fast "
-            f"(tokens: {limit:.2f})",
+            f"(tokens: {limit:.2f}); kept for the backward pass: {kept['shared'] / 1e9:.2f} GB, "
+            f"alone {kept['alone'] / 1e9:.2f}",
             flush=True,
         )
     return found
