@@ -46,10 +46,6 @@ class EngineConfig(Section):
         description="what the engine holds and computes in; published weights are bfloat16; auto: bfloat16, "
         "on CPUs that multiply faster in float32 that",
     )
-    threads: PositiveInt | None = Free(
-        None,
-        description="of an engine on CPUs; default: those that other processes leave, one for small models",
-    )
     extra: dict[str, Any] = Free(
         {},
         description="more options of vLLM's AsyncEngineArgs, such as {max_num_batched_tokens: 8192}: those "

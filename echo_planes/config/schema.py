@@ -364,7 +364,7 @@ class LearnerConfig(Section):
         description="keep only the inputs of layers for the backward pass, which runs them again; default: "
         "where a micro-batch would keep more than 4 GiB",
     )
-    threads: int | None = Free(None, ge=1, description="per rank on CPUs; default: those others leave")
+    threads: int | None = Free(None, ge=1, description="CPU threads per rank; default: those engines leave")
     usd_per_hour: NonNegativeFloat = Free(0.0, description="price of one rank")
     resources: dict[str, NonNegativeFloat] | None = Free(
         None,

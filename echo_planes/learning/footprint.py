@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from echo_planes.cluster.processor import Threads
 from echo_planes.config.files import MODEL_JSON_BYTES, read_json
 from echo_planes.config.schema import BUILTIN_MODELS, Config
 from echo_planes.weights.tensor_files import load_tensors
@@ -82,13 +81,18 @@ def compute_dtype(
     return "bf16" if on_gpu or (may and bf16_is_faster()) else "fp32"
 
 
-def threads_of(config: Config, cores: int) -> Threads:
+def free_threads(config: Config, cores: int) -> int:
     """Return the threads of a rank on a machine with so many cores.
 
-    The built-in models are too small for more than one.
+    All of them where learner and engines take turns (S = 0), else those that engines on CPUs leave: a kernel
+    waits for its slowest thread, and with one of two beside an engine a step took 1.3 times as long as with
+    one thread. The built-in models are too small for more than one.
     """
-    fixed = config.learner.threads or (1 if config.model.path in BUILTIN_MODELS else 0)
-    return Threads(cores, fixed or max(cores // config.learner.num_ranks, 1), fixed or 1)
+    if config.model.path in BUILTIN_MODELS:
+        return 1
+    engines = sum(one.count for one in config.fleet.workers if not one.resources.get("GPU"))
+    free = cores - (engines if config.staleness.max_staleness > 0 else 0)
+    return max(free // config.learner.num_ranks, 1)
 
 
 def shape_of(folder: Path) -> Shape:

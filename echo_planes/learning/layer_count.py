@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,30 +14,22 @@ class LayerCount:
     """Passes through the layers of models so far, forward and backward. Other threads may read it.
 
     A layer that runs again in the backward pass counts as one pass.
-
-    Args:
-        on_pass: called after each pass.
     """
 
-    def __init__(self, on_pass: Callable[[], None]) -> None:
+    def __init__(self) -> None:
         self.passes = 0
-        self._on_pass = on_pass
 
     def watch(self, model: PreTrainedModel) -> None:
         """Count the passes through a model's layers from now on."""
         for layer in layers_of(model):
             layer.register_forward_hook(self._on_forward)
 
-    def _count(self) -> None:
-        self.passes += 1
-        self._on_pass()
-
     def _on_forward(self, layer: nn.Module, arguments: Any, output: Any) -> None:
-        self._count()
+        self.passes += 1
         hidden = output[0] if isinstance(output, tuple) else output
         if hidden.requires_grad:
             # Not a hook of the module for the backward pass: that puts a node of its own into the graph.
             hidden.register_hook(self._on_backward)
 
     def _on_backward(self, gradient: Tensor) -> None:
-        self._count()
+        self.passes += 1

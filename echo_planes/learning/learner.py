@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from echo_planes.cluster.processor import Threads, bf16_is_faster
+from echo_planes.cluster.processor import bf16_is_faster
 from echo_planes.config.extensions import extension
 from echo_planes.config.kv_schedule import Schedule
 from echo_planes.config.schema import Config
@@ -31,7 +31,7 @@ from echo_planes.learning.adapters import Adapters
 from echo_planes.learning.advantages import compute_advantages, zero_groups
 from echo_planes.learning.deepspeed_engine import DeepSpeedEngine, Frozen, StateBits, joined, keeping_shares
 from echo_planes.learning.distillation import Distiller
-from echo_planes.learning.footprint import compute_dtype, threads_of
+from echo_planes.learning.footprint import compute_dtype, free_threads
 from echo_planes.learning.layer_count import LayerCount
 from echo_planes.learning.memory import recomputes
 from echo_planes.learning.objectives import (
@@ -92,8 +92,7 @@ class Learner:
         self._adjustment = Adjustment()
         self._diverged = ""
         self.doing = "starting"  # changes as the rank moves on; other threads read it
-        self.layers = LayerCount(self._fit_threads)  # within a micro-batch, too
-        self._threads = Threads(1, 1)
+        self.layers = LayerCount()  # within a micro-batch, too
         self._parts: list[Part] = []  # of the present step, in the gradient already
         self._distiller: Distiller | None = None  # unless rollouts have a sparse adapter
         self._newest: TrainBatch | None = None  # trained on; only where there is a distiller
@@ -113,9 +112,9 @@ class Learner:
     @property
     def about(self) -> str:
         """Line on how this rank computes."""
-        apart, device = self._engine.apart, self._engine.device.type
+        threads, apart = torch.get_num_threads(), self._engine.apart
         rows = f"a row for each trajectory ({apart})" if apart else "each prompt once"
-        return f"computes in {self._dtype_name} on {device}, threads: {self._threads}; {rows}"
+        return f"computes in {self._dtype_name} on {self._engine.device.type}, threads: {threads}; {rows}"
 
     def start(self, saved_dtype: Literal["bf16", "fp32"] | None = None) -> None:
         """Load the model, join the other ranks and check the layout of batches. Slow (seconds).
@@ -126,8 +125,7 @@ class Learner:
         config = self._config
         device = deepspeed_engine.pick_device(self._rank)
         cores = len(os.sched_getaffinity(0)) if device.type == "cpu" else 1
-        self._threads = threads_of(config, cores)
-        self._fit_threads()
+        torch.set_num_threads(config.learner.threads or free_threads(config, cores))
         torch.manual_seed(config.run.seed)
         self.doing = "meeting the other ranks"
         with joined(device, self._rank, self._world_size, self._store):
@@ -181,9 +179,6 @@ class Learner:
             lambda micro: self._engine.forward(**self._inputs(micro))[0],
             longest=config.model.max_model_len,
         )
-
-    def _fit_threads(self) -> None:
-        torch.set_num_threads(self._threads.now())
 
     def train_step(self, batch: TrainBatch) -> StepStats:
         """Train on one batch, or the last part of one, with at most `updates_per_step` optimizer updates.

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from echo_planes.config.schema import BUILTIN_MODELS, Config  # noqa: E402
 from echo_planes.errors import ConfigError  # noqa: E402
 from echo_planes.learning.adapters import Adapters  # noqa: E402
-from echo_planes.learning.footprint import Shape, compute_dtype, footprint, shape_of, threads_of  # noqa: E402
+from echo_planes.learning.footprint import Shape, compute_dtype, footprint, free_threads, shape_of  # noqa: E402
 from echo_planes.loop.loading import load_config  # noqa: E402
 from echo_planes.testing.simulation import replace_section  # noqa: E402
 
@@ -115,14 +115,13 @@ def test_auto_is_bf16_where_it_is_fast_but_for_the_built_in_models() -> None:
         assert of(own, on_gpu=True) == of(builtin, on_gpu=True) == "bf16"
 
 
-def test_threads_follow_the_machine_unless_they_are_set_or_the_model_is_built_in() -> None:
+def test_threads_are_those_that_engines_on_cpus_leave() -> None:
     path = f"model.path={FOLDER}"
-    assert str(threads_of(load_config([]), 8)) == "1"
-    assert str(threads_of(load_config([path]), 8)) == "1 to 8"
-    assert str(threads_of(load_config([path, "learner.num_ranks=2"]), 8)) == "1 to 4"
-    assert str(threads_of(load_config([path]), 1)) == "1"
-    for words in ([], [path]):
-        assert str(threads_of(load_config([*words, "learner.threads=3"]), 8)) == "3"
+    assert free_threads(load_config([]), 8) == 1  # a built-in model
+    assert free_threads(load_config([path, "staleness.max_staleness=0"]), 8) == 8
+    assert free_threads(load_config([path, "staleness.max_staleness=3", "fleet=single"]), 8) == 7
+    assert free_threads(load_config([path, "staleness.max_staleness=3", "fleet=single"]), 1) == 1
+    assert free_threads(load_config([path, "learner.num_ranks=2", "staleness.max_staleness=0"]), 8) == 4
 
 
 def test_the_arithmetic_counts_adapters_as_they_are() -> None:

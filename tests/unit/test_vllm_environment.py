@@ -19,6 +19,6 @@ def test_an_engine_keeps_to_loopback_however_many_ranks_it_has(
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     before = dict(os.environ)
-    with engine_environment(on_cpu, num_ranks, 3, Path("/dev/shm/counter")):
+    with engine_environment(on_cpu, num_ranks, Path("/dev/shm/counter")):
         assert {name: os.environ[name] for name in LOOPBACK} == LOOPBACK
     assert dict(os.environ) == before

@@ -223,7 +223,7 @@ class VllmEngine:
         dtype = self._dtype(on_cpu)
         widened = dtype == "float32" != self._config.dtype
         options = self._cpu_options(widened=widened) if on_cpu else self._gpu_options()
-        with engine_environment(on_cpu, self._config.num_ranks, self._config.threads, counter):
+        with engine_environment(on_cpu, self._config.num_ranks, counter):
             try:
                 settings = AsyncEngineArgs(
                     model=str(self._model_folder),

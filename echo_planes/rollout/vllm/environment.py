@@ -10,13 +10,11 @@ from pathlib import Path
 from echo_planes.cluster.scratch import shared_folder
 from echo_planes.rollout.vllm.work_counter import COUNTER
 
-THREADS = "ECHO_PLANES_ENGINE_THREADS"  # their number, where it is set
-
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # models are local folders
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",  # the warnings at every start concern settings chosen here on purpose
-    "OMP_NUM_THREADS": "1",  # until the engine takes more (`plugin.OneRank`)
+    "OMP_NUM_THREADS": "1",  # an engine on CPUs computes on one
     "TOKENIZERS_PARALLELISM": "false",
 }
 
@@ -28,18 +26,16 @@ def staging_parent() -> str | None:
 
 
 @contextmanager
-def engine_environment(on_cpu: bool, num_ranks: int, threads: int | None, counter: Path) -> Iterator[None]:
+def engine_environment(on_cpu: bool, num_ranks: int, counter: Path) -> Iterator[None]:
     """Set the variables that the engine's processes inherit, and restore the environment afterwards.
 
     Args:
         on_cpu: whether the engine computes on the CPU.
         num_ranks: processes of the engine that hold weights.
-        threads: of an engine of one rank on CPUs; None: those that other processes leave.
         counter: file of its `WorkCounter`.
     """
     variables = {
         COUNTER: str(counter),
-        THREADS: str(threads or ""),
         "PYTHONWARNINGS": "ignore",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         # All ranks are on this machine. Without these settings even a single rank would listen on the

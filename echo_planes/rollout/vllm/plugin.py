@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import set_num_threads  # vLLM's worker puts a function that does nothing in its place
 from torch.utils.hooks import RemovableHandle
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -37,10 +35,8 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from echo_planes.cluster.process import die_with_parent
-from echo_planes.cluster.processor import Threads
 from echo_planes.cluster.scratch import name_shared_memory
 from echo_planes.errors import WeightsError
-from echo_planes.rollout.vllm.environment import THREADS
 from echo_planes.rollout.vllm.shards import GlooRanks, check_loaded, hugging_face_pieces, placed
 from echo_planes.rollout.vllm.work_counter import WorkCounter
 from echo_planes.types import Manifest, TensorSpec
@@ -57,7 +53,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 BACKEND = "echo_planes"
-WORTH_THREADS = 30_000_000  # weights, below which a second thread brings nothing
 _PROBE_TOKENS = 8
 
 
@@ -320,22 +315,13 @@ class OneRank(UniProcExecutor):  # type: ignore[misc]
         enter_process()
         self._counter = WorkCounter.of_this_process()
         super()._init_executor()
-        self._threads = Threads(1, 1)
-        if not current_platform.is_cpu():
-            return
-        model = self.driver_worker.worker.get_model()
-        if self._counter is not None:
+        if self._counter is not None and current_platform.is_cpu():
             # There a single step may take a minute. On GPUs layers are compiled: hooks would be in the way.
-            _count_layers(model, self._counter)
-        cores, fixed = len(os.sched_getaffinity(0)), int(os.environ.get(THREADS) or 0)
-        if fixed or sum(one.numel() for one in model.parameters()) >= WORTH_THREADS:
-            self._threads = Threads(cores, fixed or cores, fixed or 1)
+            _count_layers(self.driver_worker.worker.get_model(), self._counter)
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **named: Any) -> Any:
         if self._counter is not None:
             self._counter.add_tokens(scheduler_output.total_num_scheduled_tokens)
-        if current_platform.is_cpu():
-            set_num_threads(self._threads.now())
         return super().execute_model(scheduler_output, *args, **named)
 
 
