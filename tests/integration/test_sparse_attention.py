@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from bench.sparse_reference import Reference
 from echo_planes.config.fleet import EngineConfig
@@ -90,23 +90,22 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model of three layers, whose groups of two heads share keys."""
+    """A random model of three layers, whose groups of two heads share keys, and whose queries are strided."""
     torch.manual_seed(5)
-    config = Qwen3Config(
+    config = Qwen2Config(
         vocab_size=VOCABULARY,
-        hidden_size=64,
+        hidden_size=128,
         intermediate_size=96,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         initializer_range=0.2,
         eos_token_id=VOCABULARY - 1,
     )
     path = tmp_path_factory.mktemp("model")
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
     return path
 
 

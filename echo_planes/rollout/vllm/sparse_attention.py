@@ -143,7 +143,8 @@ class SparseLayer:
         if (rows := attn_metadata.others) is not None:
             made = own._attend(query[rows.tokens], kv_cache, rows)
             output[rows.tokens] = made.view(len(made), *output.shape[1:])
-        asked = query[sparse.tokens]
+        # Where no layer norms the queries, as in Llama, they are a strided part of a larger tensor.
+        asked = query[sparse.tokens].contiguous()
         single = asked.view(len(asked) * heads, own.num_queries_per_kv, -1)
         rows = own._rows_of_heads(asked, sparse, attn_metadata.schedule)
         made = own._attend(single, kv_cache.view(blocks * heads, 1, *page), rows)
