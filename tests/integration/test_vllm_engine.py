@@ -552,6 +552,7 @@ def test_an_install_recomputes_nothing(bench: Bench) -> None:
     assert 0 <= counter.tokens - before - (8 * len(prompt) - shared + sampled - 8) <= 8
 
 
+@pytest.mark.timeout(1800)
 def test_installs_one_after_another_recompute_nothing_and_serve_no_old_block(
     bench: Bench, tmp_path: Path
 ) -> None:
