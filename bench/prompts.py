@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gzip
 import json
 import os
 import statistics
@@ -34,6 +33,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
+from bench.sparse_text import problems
 from echo_planes.cluster.processor import bf16_is_faster
 from echo_planes.config.fleet import EngineConfig
 from echo_planes.config.schema import BUILTIN_MODELS, SamplingConfig
@@ -72,19 +72,13 @@ def kinds_of(model: Path, gsm8k: Path | None) -> dict[str, Prompts]:
     found = {str(tokens): Prompts(random(tokens), *GROUPS[tokens]) for tokens in PROMPTS}
     if gsm8k is not None:
         tokenizer = AutoTokenizer.from_pretrained(model)
-        with gzip.open(gsm8k / "train.jsonl.gz", "rt", encoding="utf-8") as lines:
-            said = [[{"role": "user", "content": json.loads(line)["question"]}] for line in lines]
+        said = [[{"role": "user", "content": one["question"]}] for one in problems(gsm8k)]
 
         def real(count: int, seed: int) -> list[list[int]]:
             chosen = np.random.default_rng(seed).choice(len(said), count, replace=False)
-            return [
-                list(
-                    tokenizer.apply_chat_template(said[i], add_generation_prompt=True, return_dict=True)[
-                        "input_ids"
-                    ]
-                )
-                for i in chosen
-            ]
+            asked = [said[i] for i in chosen]
+            ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)
+            return [list(one) for one in ids["input_ids"]]
 
         found["GSM8K"] = Prompts(real, *GROUPS[55])
     return found
