@@ -6,8 +6,8 @@ proof that they are what was published). Every pause is shown beside that digest
 - arrays: tensors in the shapes of a Qwen2.5-0.5B cut to about 200 MB, as plain numpy targets. 1 % of the
   elements change by one unit in the last place. `staged` is what the worker's node does meanwhile, in another
   process than the engine's: decode, apply to its shadow, digest, write the engine's file;
-- engine: a real vLLM engine with the embedded model, idle and with requests in flight. The parts of a pause
-  are measured inside the engine's process.
+- engine: a real vLLM engine for each of --dtypes, idle and with requests in flight. The parts of a pause are
+  measured inside the engine's process. Seconds a GB are of published weights, two bytes each.
 
 Figures are medians over the rounds; the ratio is the median of the ratios within each round.
 """
@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from safetensors.torch import load_file
@@ -41,11 +41,13 @@ from echo_planes.weights.node.stager import Stager
 from echo_planes.weights.receiver import Receiver
 
 State = dict[str, BitTensor]
+Dtype = Literal["bfloat16", "float32"]
 
 HIDDEN, INTERMEDIATE, KEYS, VOCABULARY, NUM_LAYERS = 896, 4864, 128, 50_000, 4
 CHANGED_SHARE = 0.01
 PROMPT = tuple(b"12+34=")
 MODEL = BUILTIN_MODELS["builtin:tiny-math"]
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 
 class Arrays:
@@ -196,13 +198,14 @@ class TimedEngine(VllmEngine):
     worker_extension = f"{__spec__.name}.TimedExtension"
 
 
-async def bench_engine(rounds: int) -> dict[str, Any]:
+async def bench_engine(rounds: int, model: Path, dtype: Dtype) -> dict[str, Any]:
     """Install patches into a real engine, idle and while it answers."""
-    state = {name: bit_tensor(tensor) for name, tensor in load_file(MODEL / "model.safetensors").items()}
+    state = {name: bit_tensor(tensor) for name, tensor in load_file(model / "model.safetensors").items()}
     norm = state["model.norm.weight"]  # all logits equal: answers are long, so requests stay in flight
     state["model.norm.weight"] = BitTensor(np.zeros_like(norm.bits), norm.dtype, norm.shape)
     learner = Learner(state)
-    engine = TimedEngine(EngineConfig(max_num_seqs=32), SamplingConfig(), MODEL, 2048, seed=0)
+    config = EngineConfig(max_num_seqs=32, dtype=dtype, kv_cache_gib=0.5)
+    engine = TimedEngine(config, SamplingConfig(), model, 2048, seed=0)
     await engine.start()
     digests_s: list[float] = []
     measured: dict[str, list[float]] = {"probe": [], "pause, idle": [], "pause, 32 requests in flight": []}
@@ -244,7 +247,11 @@ async def bench_engine(rounds: int) -> dict[str, Any]:
 def show(title: str, result: Mapping[str, Any]) -> None:
     print(f"{title}: {result['dense_bytes'] / 1e6:.1f} MB")
     for name, row in result["rows"].items():
-        print(f"  {name:30} {1000 * row['seconds']:9.2f} ms {row['of_digest']:8.2f} x digest")
+        per_gb_s = row["seconds"] / result["dense_bytes"] * 1e9
+        print(
+            f"  {name:30} {1000 * row['seconds']:9.2f} ms {row['of_digest']:8.2f} x digest "
+            f"{per_gb_s:6.2f} s a GB"
+        )
 
 
 def main() -> None:
@@ -252,12 +259,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures as one JSON object")
     parser.add_argument("--rounds", type=int, default=11, help="measured rounds of each kind")
     parser.add_argument("--no-engine", action="store_true", help="only the arrays")
+    parser.add_argument("--model", type=Path, default=MODEL, help="of the engines, a folder with one file")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="of the engines")
     arguments = parser.parse_args()
     result = {"arrays": bench_arrays(arguments.rounds)}
     show("arrays", result["arrays"])
-    if not arguments.no_engine:
-        result["engine"] = asyncio.run(bench_engine(arguments.rounds))
-        show("engine", result["engine"])
+    for dtype in [] if arguments.no_engine else arguments.dtypes:
+        result[dtype] = asyncio.run(bench_engine(arguments.rounds, arguments.model, dtype))
+        show(f"engine, {dtype}", result[dtype])
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 

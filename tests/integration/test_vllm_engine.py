@@ -554,9 +554,10 @@ def test_an_install_recomputes_nothing(bench: Bench) -> None:
 
 @pytest.mark.timeout(1800)
 def test_installs_one_after_another_recompute_nothing_and_serve_no_old_block(
-    bench: Bench, tmp_path: Path
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An answer runs during each; then a prompt comes again, twice. In every third round one is given up."""
+    monkeypatch.setattr(bench.learner, "segment_bytes", 1 << 20)  # the tests' tiny segments take long
     norm = bench.state["model.norm.weight"]
     quarter = np.full_like(norm.bits, 0x3E80)  # long answers, but not all tokens alike
     bench.state["model.norm.weight"] = BitTensor(quarter, norm.dtype, norm.shape)

@@ -44,7 +44,7 @@ from echo_planes.weights.codec.changes import exchange
 from echo_planes.weights.codec.entry import Applied, Change
 from echo_planes.weights.codec.kernels import upper_halves
 from echo_planes.weights.codec.warm_up import warm_up_install
-from echo_planes.weights.digest import BIT_DTYPES, BitTensor, bit_tensor
+from echo_planes.weights.digest import BIT_DTYPES, BitArray, BitTensor, bit_tensor
 from echo_planes.weights.receiver import Receiver, Standing, open_staged
 from echo_planes.weights.shards import ShardedTensors, ShardReceiver, together
 
@@ -99,12 +99,20 @@ class LiveTensors:
 
     def exchange(self, change: Change) -> Applied:
         view, values = self._views[change.name], change.values
-        widened = values.itemsize < view.element_size()
-        if view.device.type == "cpu" and not widened:
-            return exchange(change, bit_tensor(view).bits)
+        narrow = values.dtype
+        widened = narrow.itemsize < view.element_size()
+        if widened:
+            values = values.astype(np.uint32) << np.uint32(16)
+        if view.device.type == "cpu":
+            wide = Change(change.name, change.start, change.indices, values)
+            replaced = exchange(wide, bit_tensor(view).bits).old
+        else:
+            replaced = self._exchange_on_device(view, change, values)
+        return Applied(change, (replaced >> 16).astype(narrow) if widened else replaced)
+
+    def _exchange_on_device(self, view: torch.Tensor, change: Change, values: BitArray) -> BitArray:
         integer = torch.int32 if view.element_size() == 4 else torch.int16
-        bits = values.astype(np.uint32) << 16 if widened else values
-        new = torch.from_numpy(bits).view(integer).to(view.device)
+        new = torch.from_numpy(values).view(integer).to(view.device)
         flat = view.view(-1).view(integer)
         # Copy the old bits before writing any new one, because a copy may fail.
         if change.indices is None:
@@ -115,7 +123,7 @@ class LiveTensors:
             where = torch.from_numpy(change.indices).to(view.device, torch.int64)
             replaced = bit_tensor(flat.index_select(0, where).view(view.dtype)).bits
             flat.index_copy_(0, where, new)
-        return Applied(change, (replaced >> 16).astype(values.dtype) if widened else replaced)
+        return replaced
 
 
 def _published_spec(name: str, view: torch.Tensor) -> TensorSpec:
