@@ -20,8 +20,7 @@ from echo_planes.weights.tensor_files import load_tensors
 CHUNK_LOGITS = 2**27  # logits that are held at once: 0.5 GiB in fp32
 LOGIT_COPIES = 2  # a chunk and its exponentials, or their gradient
 PROGRAM_BYTES = 0.43e9  # measured: torch 2.13 for CPUs with DeepSpeed, anonymous memory
-PARTS = 2  # of a row, computed at once on CPUs
-MAX_PARTED_WEIGHTS = 2**29  # each part holds gradients of its own
+PARTS = 2  # of a row, computed at once on CPUs; each holds gradients of its own
 GIB = 2**30
 
 
@@ -83,19 +82,17 @@ def compute_dtype(
     return "bf16" if on_gpu or (may and bf16_is_faster()) else "fp32"
 
 
-def parts_at_once(config: Config, num_weights: int, threads: int, *, on_gpu: bool) -> int:
+def parts_at_once(config: Config, threads: int, *, on_gpu: bool) -> int:
     """Return into how many parts a rank cuts each row, to compute them at the same time (`side_by_side`).
 
-    Only a rank alone on a CPU does that, with a small model, which it keeps whole. Dropout draws its noise in
-    one order.
+    Only a rank alone on a CPU that keeps its weights whole does that. Dropout draws its noise in one order.
     """
     learner = config.learner
     is_alone = learner.num_ranks == 1 and learner.zero_stage < 3 and not learner.dropout
-    may = is_alone and not on_gpu and num_weights <= MAX_PARTED_WEIGHTS
-    return PARTS if may and threads >= PARTS else 1
+    return PARTS if is_alone and not on_gpu and threads >= PARTS else 1
 
 
-def free_threads(config: Config, num_weights: int, cores: int) -> int:
+def free_threads(config: Config, cores: int) -> int:
     """Return the threads of a rank on a machine with so many cores.
 
     All of them where learner and engines take turns (S = 0), else those that engines on CPUs leave: a kernel
@@ -106,7 +103,7 @@ def free_threads(config: Config, num_weights: int, cores: int) -> int:
         return 1
     engines = sum(one.count for one in config.fleet.workers if not one.resources.get("GPU"))
     free = cores - (engines if config.staleness.max_staleness > 0 else 0)
-    return max(free // config.learner.num_ranks, parts_at_once(config, num_weights, cores, on_gpu=False))
+    return max(free // config.learner.num_ranks, parts_at_once(config, cores, on_gpu=False))
 
 
 def shape_of(folder: Path) -> Shape:
@@ -152,8 +149,7 @@ def footprint(config: Config, shape: Shape, *, on_gpu: bool) -> Footprint:
         return count / (ranks if learner.zero_stage >= stage else 1)
 
     tokens = learner.micro_batch_tokens / learner.sequence_ranks
-    threads = learner.threads or (1 if config.model.path in BUILTIN_MODELS else PARTS)
-    parts = parts_at_once(config, shape.weights, threads, on_gpu=on_gpu)
+    parts = 0 if on_gpu or config.model.path in BUILTIN_MODELS else parts_at_once(config, PARTS, on_gpu=False)
     copies = (is_bf16 or learner.zero_stage > 0) + (not is_bf16 and not learner.lora_rank)
     masters = 4 * copies * shared(trained, 1)
     moments = 8 * shared(trained, 1)

@@ -50,10 +50,10 @@ class PolicyModel(nn.Module):
         longest: most tokens of a trajectory, which decides if rows may hold several; None: they do not.
         sequence: ranks that share every row with this one. All of them call `forward` with the same rows, and
             get the same logprobs; gradients flow through those of this rank's positions.
+        side_by_side: computes parts of a row at the same time; None: a row is computed whole.
 
     Attributes:
         apart: why rows hold one trajectory each; "": they hold several, as a forest of segments.
-        side_by_side: computes parts of a row at the same time; None: a row is computed whole.
 
     Raises:
         ModelError: a layer's kind is not known to be causal, or ranks cannot share the model's rows.
@@ -69,6 +69,7 @@ class PolicyModel(nn.Module):
         recompute: bool = False,
         longest: int | None = None,
         sequence: SequenceGroup | None = None,
+        side_by_side: SideBySide | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -86,7 +87,7 @@ class PolicyModel(nn.Module):
         self.head = Head(model, temperature, top_p)
         self.dropout = dropout
         self.sequence = sequence
-        self.side_by_side: SideBySide | None = None
+        self.side_by_side = side_by_side
 
     @property
     def packs(self) -> bool:
@@ -371,6 +372,7 @@ def load_policy(
     place: Place | None = None,
     longest: int | None = None,
     sequence: SequenceGroup | None = None,
+    side_by_side: SideBySide | None = None,
 ) -> PolicyModel:
     """Load the model in a Hugging Face folder, its weights rounded to published values.
 
@@ -383,6 +385,7 @@ def load_policy(
         place: takes each module as it is read (`model_files`); None: the whole model is loaded.
         longest: most tokens of a trajectory; None: rows hold one each.
         sequence: ranks that share every row with this one.
+        side_by_side: computes parts of a row at the same time.
 
     Raises:
         ModelError: the folder holds no model, or one that cannot be loaded or is not supported.
@@ -420,4 +423,5 @@ def load_policy(
         recompute=recompute(model),
         longest=longest,
         sequence=sequence,
+        side_by_side=side_by_side,
     )

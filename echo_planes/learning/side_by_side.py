@@ -9,7 +9,6 @@ divides them.
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -18,8 +17,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from echo_planes.config.schema import Config
-from echo_planes.learning.footprint import free_threads, parts_at_once
 from echo_planes.learning.packing import Segment
 
 Scores = tuple[Tensor, Tensor]  # logprobs and entropies, both (M,)
@@ -42,11 +39,11 @@ class SideBySide:
 
     Args:
         num_parts: 2 or more.
-        threads_each: of kernels, for each part. The thread that calls has set them for itself.
+        threads_each: of kernels, for each part. The caller's own thread has set it for itself.
     """
 
     def __init__(self, num_parts: int, threads_each: int) -> None:
-        self.num_parts = num_parts
+        self._num_parts = num_parts
         self._pool = ThreadPoolExecutor(num_parts - 1, "part", torch.set_num_threads, (threads_each,))
 
     def __call__(self, score: Callable[[Row], Scores], row: Row, parameters: Sequence[Tensor]) -> Scores:
@@ -58,7 +55,7 @@ class SideBySide:
             score: may be called by several threads at once; applies no dropout.
             parameters: that get gradients.
         """
-        parts = parts_of(row.segments, self.num_parts)
+        parts = parts_of(row.segments, self._num_parts)
         if len(parts) < 2:
             return score(row)
         rows, places = zip(*(_part(row, start, stop) for start, stop in parts), strict=True)
@@ -76,15 +73,6 @@ class SideBySide:
         finally:
             wait(others)  # computations as long as the first
         return [first, *(one.result() for one in others)]
-
-
-def settle_threads(config: Config, num_weights: int, device: torch.device) -> SideBySide | None:
-    """Set the threads of kernels; return what computes parts of rows at once, or None: rows stay whole."""
-    cores = len(os.sched_getaffinity(0)) if device.type == "cpu" else 1
-    threads = config.learner.threads or free_threads(config, num_weights, cores)
-    parts = parts_at_once(config, num_weights, threads, on_gpu=device.type == "cuda")
-    torch.set_num_threads(threads // parts)
-    return SideBySide(parts, threads // parts) if parts > 1 else None
 
 
 def parts_of(segments: Sequence[Segment], num_parts: int) -> list[tuple[int, int]]:

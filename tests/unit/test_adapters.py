@@ -13,14 +13,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from echo_planes.config.schema import BUILTIN_MODELS, Config  # noqa: E402
 from echo_planes.errors import ConfigError  # noqa: E402
 from echo_planes.learning.adapters import Adapters  # noqa: E402
-from echo_planes.learning.footprint import (  # noqa: E402
-    Shape,
-    compute_dtype,
-    footprint,
-    free_threads,
-    parts_at_once,
-    shape_of,
-)
+from echo_planes.learning.footprint import Shape, compute_dtype, footprint, free_threads, shape_of  # noqa: E402
 from echo_planes.loop.loading import load_config  # noqa: E402
 from echo_planes.testing.simulation import replace_section  # noqa: E402
 
@@ -123,34 +116,15 @@ def test_auto_is_bf16_where_it_is_fast_but_for_the_built_in_models() -> None:
 
 
 def test_threads_are_those_that_engines_on_cpus_leave_but_parts_of_a_row_share_cores() -> None:
-    path, small, large = f"model.path={FOLDER}", 2**28, 2**30
-    together = [path, "staleness.max_staleness=0"]
-    beside = [path, "staleness.max_staleness=3", "fleet=single"]
-    assert free_threads(load_config([]), small, 8) == 1  # a built-in model
-    assert free_threads(load_config(together), small, 8) == 8
-    assert free_threads(load_config([*together, "learner.num_ranks=2"]), small, 8) == 4
-    assert free_threads(load_config(beside), small, 8) == 7
-    assert free_threads(load_config(beside), small, 2) == 2
-    assert free_threads(load_config(beside), small, 1) == 1
-    assert free_threads(load_config(beside), large, 2) == 1
-    assert free_threads(load_config([*beside, "learner.zero_stage=3"]), small, 2) == 1
-
-
-def test_a_rank_alone_on_a_cpu_cuts_rows_of_a_small_model() -> None:
-    alone = load_config([f"model.path={FOLDER}"])
-    assert parts_at_once(alone, 2**28, 2, on_gpu=False) == 2
-    assert parts_at_once(alone, 2**28, 1, on_gpu=False) == 1
-    assert parts_at_once(alone, 2**30, 2, on_gpu=False) == 1
-    assert parts_at_once(alone, 2**28, 2, on_gpu=True) == 1
-    for word in ("learner.num_ranks=2", "learner.zero_stage=3", "learner.dropout=true"):
-        assert parts_at_once(load_config([f"model.path={FOLDER}", word]), 2**28, 2, on_gpu=False) == 1
-    sizes = [
-        footprint(
-            load_config([f"model.path={FOLDER}", f"learner.threads={n}"]), Shape(8, 1, 1, 1), on_gpu=False
-        )
-        for n in (1, 2)
-    ]
-    assert sizes[1].gradients == sizes[0].gradients * 3
+    path = f"model.path={FOLDER}"
+    assert free_threads(load_config([]), 8) == 1  # a built-in model
+    assert free_threads(load_config([path, "staleness.max_staleness=0"]), 8) == 8
+    assert free_threads(load_config([path, "staleness.max_staleness=3", "fleet=single"]), 8) == 7
+    assert free_threads(load_config([path, "staleness.max_staleness=3", "fleet=single"]), 1) == 1
+    assert free_threads(load_config([path, "staleness.max_staleness=3", "fleet=single"]), 2) == 2
+    divided = [path, "staleness.max_staleness=3", "fleet=single", "learner.zero_stage=3"]
+    assert free_threads(load_config(divided), 2) == 1
+    assert free_threads(load_config([path, "learner.num_ranks=2", "staleness.max_staleness=0"]), 8) == 4
 
 
 def test_the_arithmetic_counts_adapters_as_they_are() -> None:
