@@ -20,7 +20,6 @@ from echo_planes.weights.tensor_files import load_tensors
 CHUNK_LOGITS = 2**27  # logits that are held at once: 0.5 GiB in fp32
 LOGIT_COPIES = 2  # a chunk and its exponentials, or their gradient
 PROGRAM_BYTES = 0.43e9  # measured: torch 2.13 for CPUs with DeepSpeed, anonymous memory
-PARTS = 2  # of a row, computed at once on CPUs; each holds gradients of its own
 GIB = 2**30
 
 
@@ -82,28 +81,18 @@ def compute_dtype(
     return "bf16" if on_gpu or (may and bf16_is_faster()) else "fp32"
 
 
-def parts_at_once(config: Config, threads: int, *, on_gpu: bool) -> int:
-    """Return into how many parts a rank cuts each row, to compute them at the same time (`side_by_side`).
-
-    Only a rank alone on a CPU that keeps its weights whole does that. Dropout draws its noise in one order.
-    """
-    learner = config.learner
-    is_alone = learner.num_ranks == 1 and learner.zero_stage < 3 and not learner.dropout
-    return PARTS if is_alone and not on_gpu and threads >= PARTS else 1
-
-
 def free_threads(config: Config, cores: int) -> int:
     """Return the threads of a rank on a machine with so many cores.
 
     All of them where learner and engines take turns (S = 0), else those that engines on CPUs leave: a kernel
-    waits for its slowest thread. Parts of a row do not wait for each other, and may share cores with engines.
-    The built-in models are too small for more than one thread.
+    waits for its slowest thread, and with one of two beside an engine a step took 1.3 times as long as with
+    one thread. The built-in models are too small for more than one.
     """
     if config.model.path in BUILTIN_MODELS:
         return 1
     engines = sum(one.count for one in config.fleet.workers if not one.resources.get("GPU"))
     free = cores - (engines if config.staleness.max_staleness > 0 else 0)
-    return max(free // config.learner.num_ranks, parts_at_once(config, cores, on_gpu=False))
+    return max(free // config.learner.num_ranks, 1)
 
 
 def shape_of(folder: Path) -> Shape:
@@ -149,7 +138,6 @@ def footprint(config: Config, shape: Shape, *, on_gpu: bool) -> Footprint:
         return count / (ranks if learner.zero_stage >= stage else 1)
 
     tokens = learner.micro_batch_tokens / learner.sequence_ranks
-    parts = 0 if on_gpu or config.model.path in BUILTIN_MODELS else parts_at_once(config, PARTS, on_gpu=False)
     copies = (is_bf16 or learner.zero_stage > 0) + (not is_bf16 and not learner.lora_rank)
     masters = 4 * copies * shared(trained, 1)
     moments = 8 * shared(trained, 1)
@@ -159,8 +147,7 @@ def footprint(config: Config, shape: Shape, *, on_gpu: bool) -> Footprint:
     chunk = min(tokens * shape.vocabulary, CHUNK_LOGITS)
     return Footprint(
         weights=0.0 if are_weights_offloaded else weights,
-        gradients=(width if learner.zero_stage == 0 else 4) * shared(trained, 2)
-        + (width * parts * trained if parts > 1 else 0),
+        gradients=(width if learner.zero_stage == 0 else 4) * shared(trained, 2),
         masters=0.0 if is_offloaded else masters,
         moments=0.0 if is_offloaded else moments,
         reference=0.0 if are_weights_offloaded else reference,

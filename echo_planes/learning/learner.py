@@ -31,7 +31,7 @@ from echo_planes.learning.adapters import Adapters
 from echo_planes.learning.advantages import compute_advantages, zero_groups
 from echo_planes.learning.deepspeed_engine import DeepSpeedEngine, Frozen, StateBits, joined, keeping_shares
 from echo_planes.learning.distillation import Distiller
-from echo_planes.learning.footprint import compute_dtype, free_threads, parts_at_once
+from echo_planes.learning.footprint import compute_dtype, free_threads
 from echo_planes.learning.layer_count import LayerCount
 from echo_planes.learning.memory import recomputes
 from echo_planes.learning.objectives import (
@@ -48,7 +48,6 @@ from echo_planes.learning.policy_model import load_policy
 from echo_planes.learning.probe import settle_layout
 from echo_planes.learning.rate import DriftControl, decay_left, warm_up
 from echo_planes.learning.sequence import SequenceGroup
-from echo_planes.learning.side_by_side import SideBySide
 from echo_planes.learning.statistics import lag_stats, noise_of, weight_stats
 from echo_planes.learning.step_state import Part, Step, joined_parts
 from echo_planes.types import (
@@ -89,7 +88,6 @@ class Learner:
         self._dtype_name: Literal["bf16", "fp32"] = "fp32"
         self._num_updates = 0
         self._skipped_in_a_row = 0
-        self._parts_at_once = 1
         self._rate_left = 1.0  # share of the peak rate that the decay leaves
         self._adjustment = Adjustment()
         self._diverged = ""
@@ -114,9 +112,8 @@ class Learner:
     @property
     def about(self) -> str:
         """Line on how this rank computes."""
-        apart, parts = self._engine.apart, self._parts_at_once
+        threads, apart = torch.get_num_threads(), self._engine.apart
         rows = f"a row for each trajectory ({apart})" if apart else "each prompt once"
-        threads = f"{torch.get_num_threads()}" + (f" for each of {parts} parts of a row" if parts > 1 else "")
         return f"computes in {self._dtype_name} on {self._engine.device.type}, threads: {threads}; {rows}"
 
     def start(self, saved_dtype: Literal["bf16", "fp32"] | None = None) -> None:
@@ -128,9 +125,7 @@ class Learner:
         config = self._config
         device = deepspeed_engine.pick_device(self._rank)
         cores = len(os.sched_getaffinity(0)) if device.type == "cpu" else 1
-        threads = config.learner.threads or free_threads(config, cores)
-        self._parts_at_once = parts_at_once(config, threads, on_gpu=device.type == "cuda")
-        torch.set_num_threads(threads // self._parts_at_once)
+        torch.set_num_threads(config.learner.threads or free_threads(config, cores))
         torch.manual_seed(config.run.seed)
         self.doing = "meeting the other ranks"
         with joined(device, self._rank, self._world_size, self._store):
@@ -142,7 +137,6 @@ class Learner:
         self._dtype_name = saved_dtype if saved_dtype and config.learner.dtype == "auto" else found
         dtype = torch.bfloat16 if self._dtype_name == "bf16" else torch.float32
         self._sequence = SequenceGroup.joined(self._rank, self._world_size, config.learner.sequence_ranks)
-        parts = self._parts_at_once
         load = partial(
             load_policy,
             config.model.folder,
@@ -153,7 +147,6 @@ class Learner:
             dropout=config.learner.dropout,
             longest=config.model.max_model_len,
             sequence=self._sequence,
-            side_by_side=SideBySide(parts, torch.get_num_threads()) if parts > 1 else None,
         )
         self.doing = "loading the model"
         model = load(recompute=partial(recomputes, config.learner))

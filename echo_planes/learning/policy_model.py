@@ -22,7 +22,6 @@ from echo_planes.learning.model_files import Place, load_by_module
 from echo_planes.learning.packing import Segment
 from echo_planes.learning.rounding import as_published
 from echo_planes.learning.sequence import SequenceGroup
-from echo_planes.learning.side_by_side import Row, SideBySide
 from echo_planes.learning.tree_attention import ATTENTION, Forest
 
 # Settings by which a model changes its logits after lm_head, or its attention logits (which sdpa leaves out).
@@ -50,7 +49,6 @@ class PolicyModel(nn.Module):
         longest: most tokens of a trajectory, which decides if rows may hold several; None: they do not.
         sequence: ranks that share every row with this one. All of them call `forward` with the same rows, and
             get the same logprobs; gradients flow through those of this rank's positions.
-        side_by_side: computes parts of a row at the same time; None: a row is computed whole.
 
     Attributes:
         apart: why rows hold one trajectory each; "": they hold several, as a forest of segments.
@@ -69,7 +67,6 @@ class PolicyModel(nn.Module):
         recompute: bool = False,
         longest: int | None = None,
         sequence: SequenceGroup | None = None,
-        side_by_side: SideBySide | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -87,7 +84,6 @@ class PolicyModel(nn.Module):
         self.head = Head(model, temperature, top_p)
         self.dropout = dropout
         self.sequence = sequence
-        self.side_by_side = side_by_side
 
     @property
     def packs(self) -> bool:
@@ -134,35 +130,26 @@ class PolicyModel(nn.Module):
         training = self.dropout and torch.is_grad_enabled()
         if self.model.training != training:
             self.model.train(training)
-        if not self.packs:
-            return self._scores(token_ids, {}, predictors, targets)
-        covered = sum(one.stop - one.start for one in segments or ())
-        if segments is None or position_ids is None or covered != token_ids.numel():
-            raise RuntimeError("the segments of a row do not cover it")
-        row = Row(token_ids, position_ids, tuple(segments), predictors, targets)
-        if self.side_by_side is None:
-            return self._score_row(row)
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return self.side_by_side(self._score_row, row, trained)
-
-    def _score_row(self, row: Row) -> tuple[Tensor, Tensor]:
-        layout: dict[str, Any] = {"forest": Forest(row.segments, row.token_ids.device, self.sequence)}
-        if self.sequence is None:
-            layout["position_ids"] = row.position_ids
-            return self._scores(row.token_ids, layout, row.predictors, row.targets)
-        share = self.sequence.share(row.token_ids, row.position_ids, row.predictors, row.targets)
-        layout["position_ids"] = share.position_ids
-        logprobs, entropies = self._scores(share.token_ids, layout, share.predictors, share.targets)
-        return self.sequence.gathered(logprobs, share.mine), self.sequence.gathered(entropies, share.mine)
-
-    def _scores(
-        self, token_ids: Tensor, layout: dict[str, Any], predictors: Tensor, targets: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        layout: dict[str, Any] = {}
+        if self.packs:
+            covered = sum(one.stop - one.start for one in segments or ())
+            if segments is None or position_ids is None or covered != token_ids.numel():
+                raise RuntimeError("the segments of a row do not cover it")
+            layout["forest"] = Forest(segments, token_ids.device, self.sequence)
+        share = None
+        if self.sequence is not None and position_ids is not None:
+            share = self.sequence.share(token_ids, position_ids, predictors, targets)
+            token_ids, position_ids = share.token_ids, share.position_ids
+            predictors, targets = share.predictors, share.targets
+        if self.packs:
+            layout["position_ids"] = position_ids
         output = self.model.base_model(input_ids=token_ids, use_cache=False, **layout)
-        scores: tuple[Tensor, Tensor] = self.head(
+        logprobs, entropies = self.head(
             output.last_hidden_state.flatten(0, 1).index_select(0, predictors), targets
         )
-        return scores
+        if self.sequence is None or share is None:
+            return logprobs, entropies
+        return self.sequence.gathered(logprobs, share.mine), self.sequence.gathered(entropies, share.mine)
 
 
 def _hindrance(model: PreTrainedModel, longest: int, dropout: bool) -> str:
@@ -372,7 +359,6 @@ def load_policy(
     place: Place | None = None,
     longest: int | None = None,
     sequence: SequenceGroup | None = None,
-    side_by_side: SideBySide | None = None,
 ) -> PolicyModel:
     """Load the model in a Hugging Face folder, its weights rounded to published values.
 
@@ -385,7 +371,6 @@ def load_policy(
         place: takes each module as it is read (`model_files`); None: the whole model is loaded.
         longest: most tokens of a trajectory; None: rows hold one each.
         sequence: ranks that share every row with this one.
-        side_by_side: computes parts of a row at the same time.
 
     Raises:
         ModelError: the folder holds no model, or one that cannot be loaded or is not supported.
@@ -423,5 +408,4 @@ def load_policy(
         recompute=recompute(model),
         longest=longest,
         sequence=sequence,
-        side_by_side=side_by_side,
     )

@@ -147,7 +147,7 @@ def _run(
 
 @contextmanager
 def _outputs(model: PolicyModel) -> Iterator[list[Tensor]]:
-    """Collect the outputs of layers over whole rows; none where no module list has as many entries."""
+    """Collect the outputs of the layers as they run; none where no module list has as many entries."""
     outputs: list[Tensor] = []
 
     def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -155,10 +155,8 @@ def _outputs(model: PolicyModel) -> Iterator[list[Tensor]]:
 
     layers = layers_of(model.model) if model.sequence is None else ()
     hooks = [layer.register_forward_hook(keep) for layer in layers]
-    side_by_side, model.side_by_side = model.side_by_side, None
     try:
         yield outputs
     finally:
-        model.side_by_side = side_by_side
         for hook in hooks:
             hook.remove()

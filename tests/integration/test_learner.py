@@ -111,8 +111,7 @@ class Run:
     `twice`: of two updates each, with a reference model; `sampler`: its ratio is against the sampler;
     `sharing`: two ranks share each sequence;
     `saving`: of memory, with chunks of three tokens at lm_head and layers that are run again in the backward
-    pass; `lora`: of adapters; `offload`: its optimizer is in host memory, under ZeRO-3 its weights too;
-    `parts`: two threads, each with a part of every row.
+    pass; `lora`: of adapters; `offload`: its optimizer is in host memory, under ZeRO-3 its weights too.
     """
 
     world_size: int
@@ -124,13 +123,11 @@ class Run:
     lora: bool = False
     offload: bool = False
     sharing: bool = False
-    parts: bool = False
 
     @property
     def name(self) -> str:
         more = "-twice" * self.twice + "-sampler" * self.sampler + "-saving" * self.saving
         more += "-lora" * self.lora + "-offload" * self.offload + "-sharing" * self.sharing
-        more += "-parts" * self.parts
         return f"{self.world_size}-{self.zero_stage}-{self.dtype}{more}"
 
     def settings(self, model_folder: Path) -> dict[str, Any]:
@@ -147,8 +144,6 @@ class Run:
         if self.sharing:
             ranks = {"num_ranks": self.world_size, "sequence_ranks": 2}
             changes["learner"] = {**changes.get("learner", {}), **ranks}
-        if self.parts:
-            changes["learner"] = {**changes.get("learner", {}), "threads": 2}
         if self.sampler:
             changes = {"objective": {"anchor": "sampler", "clip_delta": 4.0}}
         return settings(model_folder, self.zero_stage, self.dtype, **changes)
@@ -156,8 +151,7 @@ class Run:
 
 SAVING_SHARED = Run(2, 3, "fp32", saving=True, sharing=True)
 OFFLOADED = Run(2, 3, "fp32", offload=True)
-PARTED = Run(1, 0, "fp32", parts=True)
-FP32 = [Run(2, 1, "fp32"), SAVING_SHARED, OFFLOADED, PARTED]
+FP32 = [Run(2, 1, "fp32"), SAVING_SHARED, OFFLOADED]
 LORA_DIVIDED = Run(2, 3, "fp32", lora=True)
 LORA = [LORA_DIVIDED]
 if THOROUGH:
@@ -176,7 +170,7 @@ WITH_REFERENCE = [TWICE, TWICE_SHARED, *([TWICE_DIVIDED, TWICE_OFFLOADED] if THO
 SAMPLER = Run(1, 0, "fp32", sampler=True)
 # Each leaves a checkpoint on the way, from which new processes go on.
 SAVED = [Run(1, 0, "fp32"), Run(2, 1, "fp32"), Run(1, 2, "fp32"), OFFLOADED, Run(2, 3, "bf16")]
-SAVED += [Run(1, 0, "fp32", lora=True), LORA_DIVIDED, PARTED]
+SAVED += [Run(1, 0, "fp32", lora=True), LORA_DIVIDED]
 if THOROUGH:
     SAVED += [Run(1, 1, "bf16")]
 SAVED_AT = 3
@@ -775,10 +769,9 @@ def numbers(measured: Any) -> list[float]:
     [
         {"objective": {"token_mask": [0.5, 2.0], "anchor": "sampler"}, "learner": {"drift_target": 0.02}},
         {"objective": {"kl_beta": 0.3}, "learner": {"updates_per_step": 2}},
-        {"objective": {"kl_beta": 0.3}, "learner": {"lora_rank": 2, "lora_alpha": 8.0, "threads": 2}},
-        {"objective": {"kl_beta": 0.3}, "learner": {"updates_per_step": 2, "threads": 2}},
+        {"objective": {"kl_beta": 0.3}, "learner": {"lora_rank": 2, "lora_alpha": 8.0}},
     ],
-    ids=["sampler", "reference", "adapters in parts", "reference in parts"],
+    ids=["sampler", "reference", "adapters"],
 )
 def test_shared_rows_measure_and_train_what_rows_alone_do(
     tmp_path: Path, model_folder: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -115,15 +115,12 @@ def test_auto_is_bf16_where_it_is_fast_but_for_the_built_in_models() -> None:
         assert of(own, on_gpu=True) == of(builtin, on_gpu=True) == "bf16"
 
 
-def test_threads_are_those_that_engines_on_cpus_leave_but_parts_of_a_row_share_cores() -> None:
+def test_threads_are_those_that_engines_on_cpus_leave() -> None:
     path = f"model.path={FOLDER}"
     assert free_threads(load_config([]), 8) == 1  # a built-in model
     assert free_threads(load_config([path, "staleness.max_staleness=0"]), 8) == 8
     assert free_threads(load_config([path, "staleness.max_staleness=3", "fleet=single"]), 8) == 7
     assert free_threads(load_config([path, "staleness.max_staleness=3", "fleet=single"]), 1) == 1
-    assert free_threads(load_config([path, "staleness.max_staleness=3", "fleet=single"]), 2) == 2
-    divided = [path, "staleness.max_staleness=3", "fleet=single", "learner.zero_stage=3"]
-    assert free_threads(load_config(divided), 2) == 1
     assert free_threads(load_config([path, "learner.num_ranks=2", "staleness.max_staleness=0"]), 8) == 4
 
 

@@ -23,7 +23,6 @@ from echo_planes.learning.packing import (  # noqa: E402
     plan,
 )
 from echo_planes.learning.policy_model import load_policy  # noqa: E402
-from echo_planes.learning.side_by_side import SideBySide, parts_of  # noqa: E402
 from echo_planes.learning.tree_attention import Forest, _joined_calls, attend  # noqa: E402
 from echo_planes.types import TrainBatch  # noqa: E402
 from tests.unit.test_packing import make_batch  # noqa: E402
@@ -85,19 +84,6 @@ def test_outputs_and_gradients_are_those_of_a_dense_mask(
     wanted = torch.autograd.grad((expected * pull).sum(), (query, key, value))
     for one, other in zip([output, *found], [expected, *wanted], strict=True):
         assert float((one - other).detach().abs().max()) < 1e-5
-
-
-@given(tree=trees(1), num_parts=st.integers(2, 4))
-def test_parts_are_runs_of_whole_trees(tree: Tree, num_parts: int) -> None:
-    segments, tokens = segments_of(tree)
-    parts = parts_of(segments, num_parts)
-    assert [start for start, _ in parts] == [0, *(stop for _, stop in parts[:-1])]
-    assert parts[-1][1] == tokens
-    assert len(parts) <= num_parts
-    roots = {one.start for one in segments if one.depth == 0}
-    assert roots >= {start for start, _ in parts}
-    largest = max(one.end - one.start for one in segments if one.depth == 0)
-    assert max(stop - start for start, stop in parts) <= tokens / num_parts + 2 * largest
 
 
 def flash_forward(q: Any, k: Any, v: Any, *rest: Any, scale: float) -> tuple[Any, ...]:
@@ -231,13 +217,9 @@ def test_shared_rows_have_the_gradient_of_rows_alone(
     pull = torch.randn(len(batch.token_ids), generator=torch.Generator().manual_seed(0))
     shared = gradients(policy, batch, pull, 400)
     split = gradients(policy, batch, pull, 80)
-    policy.side_by_side = SideBySide(2, 1)
-    parts = [gradients(policy, batch, pull, 400) for _ in range(2)]
     with policy.rows_of_one():
         alone = gradients(policy, batch, pull, 0)
-    for name, gradient in parts[0][2].items():
-        assert torch.equal(gradient, parts[1][2][name])
-    for found in (shared, split, parts[0]):
+    for found in (shared, split):
         assert float((found[0] - alone[0]).abs().max()) < 2e-6
         assert float((found[1] - alone[1]).abs().max()) < 2e-6
         wanted = torch.cat([gradient.flatten() for gradient in alone[2].values()])
