@@ -62,9 +62,12 @@ def ray_session(config: Config, logs: Path | None = None) -> Iterator[Config]:
         try:
             with _joined(config, folders.private / "ray") as settled:
                 yield settled
-        except Exception:
+        except Exception as error:
             if logs is not None and logs.parent.is_dir():
-                _keep_logs(folders.private / "ray", logs)
+                try:
+                    _keep_logs(folders.private / "ray", logs)
+                except OSError:  # a full disk, say, which must not hide why the session ended
+                    error.add_note(f"Ray's logs could not be copied to {logs}")
             raise
 
 

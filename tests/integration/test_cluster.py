@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from echo_planes.config.schema import Config
+from echo_planes.errors import RunError
+from echo_planes.loop.loading import load_config
 from tests.integration.harness import told_by
 from tests.thorough import takes_minutes
 
@@ -40,6 +48,31 @@ def test_a_machine_that_is_always_too_busy_is_one_line() -> None:
     assert "not up within 30 s, 3 times: this machine is too busy" in said["error"]
     assert "\n" not in said["error"]
     assert said["after"] == []
+
+
+def test_logs_that_find_no_room_do_not_hide_why_the_session_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from echo_planes.cluster import session as cluster
+
+    @contextmanager
+    def joined(config: Config, ray_folder: Path) -> Iterator[Config]:
+        logs = ray_folder / "session_1" / "logs"
+        logs.mkdir(parents=True)
+        (logs / "raylet.out").write_text("ended")
+        yield config
+
+    def no_room(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cluster, "_joined", joined)
+    monkeypatch.setattr(shutil, "copytree", no_room)
+    with (
+        pytest.raises(RunError, match="no checkpoint") as caught,
+        cluster.ray_session(load_config([]), tmp_path / "ray_logs"),
+    ):
+        raise RunError("no checkpoint")
+    assert caught.value.__notes__ == [f"Ray's logs could not be copied to {tmp_path / 'ray_logs'}"]
 
 
 def main(failures: int) -> None:
