@@ -5,7 +5,7 @@ run unless said. Install it first: docs/running.md, "Models".
 
     mismatch   of every published version, |log-probability of its own weights - of the worker that served it|
     bytes      patches of these runs beside PULSE's code on the same states, and the share of weights changed
-    learning   S = 0, 3 and 6, three seeds; adapters; what must not learn: rate 0, rewards that tell nothing
+    learning   S = 0, 3, 6 and adapters, three seeds; what must not learn: rate 0, rewards that tell nothing
     visible    what share of the masters' movement the served weights show, by rate and step, without engines
     noise      a bf16 engine beside an fp32 learner, and steps of which about half make no update
     trl        TRL 1.16 on the same prompts, model, rate and batch (an environment of its own)
@@ -304,7 +304,7 @@ def run_learning(args: argparse.Namespace) -> Figures:
         run(args.runs, name, seed, [*words, *args.words])
         for seed in SEEDS[: args.seeds]
         for name, words in cells.items()
-        if name in stale or seed == SEEDS[0]  # adapters and controls once
+        if name not in CONTROLS or seed == SEEDS[0]  # controls once
     ]
     for name in cells:
         cell = [one for one in runs if one.name == name]
