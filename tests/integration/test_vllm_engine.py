@@ -619,11 +619,16 @@ def test_whoever_waits_for_an_engine_that_ends_is_told(bench: Bench) -> None:
             )
         )
         await started.wait()
-        if bench.prefix_caching:
+        if not bench.prefix_caching:
             await bench.engine.close()
         else:
             (process,) = [p for p in psutil.Process().children() if "EngineCore" in p.name()]
+            process.suspend()  # so that an install is under way when the process ends
+            installing = asyncio.ensure_future(bench.engine.install(bench.publish(full=True)))
+            assert not (await asyncio.wait([installing], timeout=1))[0]
             process.kill()
+            with pytest.raises(RunError, match="died"):
+                await asyncio.wait_for(installing, 30)
         with pytest.raises(RunError):
             await asyncio.wait_for(answering, 30)
         with pytest.raises(RunError):

@@ -12,10 +12,10 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
+T = TypeVar("T")
 _PLUGIN = "echo_planes.rollout.vllm.plugin"
 BACKEND = "echo_planes"  # name under which the plugin registers itself
 _GIB = 1 << 30
@@ -53,6 +54,7 @@ _GIB = 1 << 30
 _STREAM_INTERVAL_TOKENS = 16
 # Longest wait for several ranks: the install of a model that fills eight GPUs takes a few minutes.
 _RANKS_LIMIT_S = 600.0
+_LOOK_S = 1.0  # between looks whether an engine that has not replied lives
 _ENDING_S = 5.0  # longest wait for the end of processes of an engine that did not start
 
 
@@ -153,7 +155,7 @@ class VllmEngine:
             if self._config.pipeline_parallel_size > 1:
                 await self._ask("echo_planes_make_room")
             self._digest = await self.live_digest()
-            await self.vllm.update_weight_version(self._label(self._version, self._digest))
+            await self._reply(self.vllm.update_weight_version(self._label(self._version, self._digest)))
             await self.generate([0], num_samples=1, max_new_tokens=1, on_tokens=lambda *_: None)
             await self._check_live()
         except EngineStartError:
@@ -408,15 +410,15 @@ class VllmEngine:
         vllm = self.vllm
         request = WeightTransferUpdateRequest({"payload_path": str(staged), "manifest": asdict(manifest)})
         try:
-            await vllm.start_weight_update()
+            await self._reply(vllm.start_weight_update())
             if self._still_since_s is None:
                 self._still_since_s = time.perf_counter()
                 # Not `pause_generation`, which sleeps 20 ms so that it returns after the outputs of earlier
                 # samples. Nothing here relies on that order.
-                await vllm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+                await self._reply(vllm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
             refusal = await self._refusal(request)
             if refusal is None:
-                await vllm.finish_weight_update(self._label(manifest.version, manifest.digest))
+                await self._reply(vllm.finish_weight_update(self._label(manifest.version, manifest.digest)))
                 await self._resume()
             else:
                 standing = await self._ask("echo_planes_standing")
@@ -450,23 +452,20 @@ class VllmEngine:
     async def _refusal(self, request: WeightTransferUpdateRequest) -> Exception | None:
         """Let the engine process install, and return its error, which does not say if it may continue."""
         try:
-            async with self._limit():
-                await self.vllm.update_weights(request)
-        except TimeoutError as error:
-            raise RunError(
-                f"the ranks of the vLLM engine installed nothing in {_RANKS_LIMIT_S:g} s"
-            ) from error
+            await self._reply(self.vllm.update_weights(request))
+        except RunError:
+            raise
         except Exception as error:  # noqa: BLE001  vLLM passes errors on as bare Exceptions
             return error
         if self._config.num_ranks == 1:
             return None
         refusal = await self._ask("echo_planes_refusal")
         if refusal:
-            await self.vllm.finish_weight_update()  # ends vLLM's session, which got no error
+            await self._reply(self.vllm.finish_weight_update())  # ends vLLM's session, which got no error
         return WeightsError(refusal) if refusal else None
 
     async def _resume(self) -> None:
-        await self.vllm.resume_generation()
+        await self._reply(self.vllm.resume_generation())
         if self._still_since_s is not None:
             # From the request to pause until generation runs again, including the step in progress.
             self._last_pause_s = time.perf_counter() - self._still_since_s
@@ -492,8 +491,7 @@ class VllmEngine:
     async def _ask(self, method: str, *arguments: Any) -> Any:
         """Call a method of the plugin on all ranks, and return the answer, which must be equal on all."""
         try:
-            async with self._limit():
-                answers = await self.vllm.collective_rpc(method, args=arguments)
+            answers = await self._reply(self.vllm.collective_rpc(method, args=arguments))
         except RunError:
             raise
         except Exception as error:  # vLLM hands over what the engine process raised as a bare Exception
@@ -502,6 +500,20 @@ class VllmEngine:
             raise RunError(f"the ranks of the vLLM engine answer {method} differently: {answers}")
         return answers[0]
 
-    def _limit(self) -> asyncio.Timeout:
-        # One of several ranks may wait for another, and the caller must not wait for ever.
-        return asyncio.timeout(None if self._config.num_ranks == 1 else _RANKS_LIMIT_S)
+    async def _reply(self, call: Awaitable[T]) -> T:
+        """Return the engine's reply to a call. vLLM never ends a call that is under way when its engine dies.
+
+        Raises:
+            RunError: the engine died or was closed, or its ranks, which may wait for one another, took too
+                long.
+        """
+        begun_s, reply = time.monotonic(), asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait([reply], timeout=_LOOK_S))[0]:
+                if self.vllm.errored:
+                    raise RunError(f"the vLLM engine died: {self._cause(self.vllm.dead_error)}")
+                if self._config.num_ranks > 1 and time.monotonic() - begun_s > _RANKS_LIMIT_S:
+                    raise RunError(f"the ranks of the vLLM engine did not reply in {_RANKS_LIMIT_S:g} s")
+            return reply.result()
+        finally:
+            reply.cancel()

@@ -87,12 +87,12 @@ class SparseEngine(VllmEngine):
             if schedule and self._schedule and schedule.number < self._schedule.number:
                 return
             # No token may be sampled between the change and that of its mark.
-            await self.vllm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+            await self._reply(self.vllm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
             await self._ask("echo_planes_set_schedule", None if schedule is None else asdict(schedule))
             self._schedule = schedule
-            await self.vllm.update_weight_version(self._label(self._version, self._digest))
+            await self._reply(self.vllm.update_weight_version(self._label(self._version, self._digest)))
             if self._still_since_s is None:  # no install has left damaged weights
-                await self.vllm.resume_generation()
+                await self._reply(self.vllm.resume_generation())
 
     async def set_adapter(self, adapter: SparseAdapter) -> None:
         """See `Engine.set_adapter`."""
