@@ -407,9 +407,9 @@ def picture(shares: dict[str, list[float]]) -> str:
 
 
 def run_noise(args: argparse.Namespace) -> Figures:
-    """The engine in bf16 beside an fp32 learner; four answers a step, so that about half have no signal."""
+    """The engine in bf16 beside an fp32 learner; three answers a step, so that about half have no signal."""
     words = ["learner.dtype=fp32", "fleet.workers.0.engine.dtype=bfloat16", "eval.num_prompts=8"]
-    words += ["sampling.prompts_per_step=1", "sampling.samples_per_prompt=4", "eval.every=0"]
+    words += ["sampling.prompts_per_step=1", "sampling.samples_per_prompt=3", "eval.every=0"]
     found = run(args.runs, "noise", 0, [*words, "run.steps=120"])
     idle = 1 - found.updates / len(found.rewards)
     print(f"noise: {idle:.0%} of the steps without an update, factor at least {found.smallest_factor:.2f}")
