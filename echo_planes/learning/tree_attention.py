@@ -11,8 +11,9 @@ token's results of several calls are merged by the logarithms of their sums, as 
 (Dao et al. 2022, section 3.1). The backward kernels get the merged results, and so compute exact gradients:
 from the merged sums they find a key's weight among all keys of a token, not only those of their own call.
 
-On CPUs there is a call for each segment; on GPUs one for all segments, and one more for each level of the
-forest (not run on a GPU).
+On CPUs there is a call for each segment on itself (one for all short segments of a length), and one for the
+descendants of each inner segment; on GPUs one for all segments, and one more for each level of the forest
+(not run on a GPU).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from echo_planes.learning.packing import Segment
 from echo_planes.learning.sequence import SequenceGroup
 
 ATTENTION = "echo_planes"  # its name among transformers' implementations of attention
+_SHORT_TOKENS = 8  # of a segment: copying longer ones together takes longer than calls of their own
 
 
 class Forest:
@@ -100,12 +102,14 @@ AttentionInterface.register(ATTENTION, attend)
 class _Call:
     """One call of a kernel: what queries attend to what keys, each a run or an index of tokens.
 
-    On GPUs a call holds several pairs of runs; `query_bounds` and `key_bounds` (pairs + 1,) int32 part them.
+    On CPUs a call holds `count` pairs of one size. On GPUs it holds several pairs of any size; `query_bounds`
+    and `key_bounds` (pairs + 1,) int32 part them.
     """
 
     queries: slice | Tensor
     keys: slice | Tensor
     causal: bool
+    count: int = 1
     query_bounds: Tensor | None = None
     key_bounds: Tensor | None = None
     most_queries: int = 0
@@ -114,7 +118,16 @@ class _Call:
 
 def _calls(segments: Sequence[Segment]) -> tuple[list[_Call], list[_Call]]:
     """Return the calls of segments on themselves, which hold each token once, and on segments above."""
-    own = [_Call(run := slice(one.start, one.stop), run, True) for one in segments]
+    own = []
+    short: dict[int, list[int]] = {}  # starts of the segments of a length
+    for one in segments:
+        if one.stop - one.start > _SHORT_TOKENS:
+            own.append(_Call(run := slice(one.start, one.stop), run, True))
+        else:
+            short.setdefault(one.stop - one.start, []).append(one.start)
+    for size, starts in short.items():
+        rows = (torch.tensor(starts)[:, None] + torch.arange(size)).flatten()
+        own.append(_Call(rows, rows, True, len(starts)))
     inner = (one for one in segments if one.end > one.stop)
     return own, [_Call(slice(one.stop, one.end), slice(one.start, one.stop), False) for one in inner]
 
@@ -140,7 +153,7 @@ def _joined(
         return places.to(device), bounds.to(device), int(sizes.max())
 
     (rows, row_bounds, most), (columns, column_bounds, longest) = index(queries), index(keys)
-    return _Call(rows, columns, causal, row_bounds, column_bounds, most, longest)
+    return _Call(rows, columns, causal, 1, row_bounds, column_bounds, most, longest)
 
 
 class _TreeAttention(torch.autograd.Function):
@@ -159,17 +172,15 @@ class _TreeAttention(torch.autograd.Function):
         outputs = torch.empty(query.shape, dtype=torch.float32, device=query.device)
         sums = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)  # their logarithms
         for call in own:
-            made, sums[call.queries] = _forward(call, query, key, value, scale)
-            outputs[call.queries] = made.float()
+            made, log_sum = _forward(call, query, key, value, scale)
+            _put(outputs, call.queries, made.float())
+            _put(sums, call.queries, log_sum)
         for call in above:
             more, log_sum = _forward(call, query, key, value, scale)
             before = sums[call.queries]
-            both = torch.logaddexp(before, log_sum)
-            outputs[call.queries] = (
-                outputs[call.queries] * (before - both).exp()[..., None]
-                + more * (log_sum - both).exp()[..., None]
-            )
-            sums[call.queries] = both
+            share = torch.sigmoid(log_sum - before)  # of the new results in those of both
+            outputs[call.queries] = torch.lerp(outputs[call.queries], more.float(), share[..., None])
+            sums[call.queries] = torch.logaddexp(before, log_sum)
         outputs = outputs.to(query.dtype)
         ctx.save_for_backward(query, key, value, outputs, sums)
         ctx.calls, ctx.scale = calls, scale
@@ -186,7 +197,7 @@ class _TreeAttention(torch.autograd.Function):
         for call in own:
             parts = _backward(call, gradient, q, k, v, out, sums, ctx.scale)
             for whole, part in zip(found, parts, strict=True):
-                whole[call.keys] = part
+                _put(whole, call.keys, part)
         for call in above:
             parts = _backward(call, gradient, q, k, v, out, sums, ctx.scale)
             for whole, rows, part in zip(found, (call.queries, call.keys, call.keys), parts, strict=True):
@@ -199,12 +210,16 @@ class _TreeAttention(torch.autograd.Function):
 
 def _forward(call: _Call, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return outputs (queries, heads, size) and log-sums (queries, heads) of one call."""
-    query, key, value = query[call.queries], key[call.keys], value[call.keys]
+    query, key, value = _rows(query, call.queries), _rows(key, call.keys), _rows(value, call.keys)
     if call.query_bounds is None:
         output, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *(_heads_first(x) for x in (query, key, value)), 0.0, call.causal, attn_mask=None, scale=scale
+            *(_heads_first(x, call) for x in (query, key, value)),
+            0.0,
+            call.causal,
+            attn_mask=None,
+            scale=scale,
         )
-        return output[0].transpose(0, 1), sums[0].transpose(0, 1)
+        return _tokens_first(output), _tokens_first(sums)
     bounds = (call.query_bounds, call.key_bounds, call.most_queries, call.most_keys)
     output, sums, *_ = torch.ops.aten._flash_attention_forward(
         query, key, value, *bounds, 0.0, call.causal, False, scale=scale
@@ -223,18 +238,18 @@ def _backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of one call's queries, keys and values, from all calls' outputs and log-sums."""
-    gradient, query, outputs, sums = (x[call.queries] for x in (gradient, query, outputs, sums))
-    key, value = key[call.keys], value[call.keys]
+    gradient, query, outputs, sums = (_rows(x, call.queries) for x in (gradient, query, outputs, sums))
+    key, value = _rows(key, call.keys), _rows(value, call.keys)
     if call.query_bounds is None:
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(_heads_first(x) for x in (gradient, query, key, value, outputs)),
-            sums.transpose(0, 1)[None].contiguous(),
+            *(_heads_first(x, call) for x in (gradient, query, key, value, outputs)),
+            _heads_first(sums, call).contiguous(),
             0.0,
             call.causal,
             attn_mask=None,
             scale=scale,
         )
-        return tuple(one[0].transpose(0, 1) for one in found)
+        return tuple(_tokens_first(one) for one in found)
     bounds = (call.query_bounds, call.key_bounds, call.most_queries, call.most_keys)
     # Without dropout the kernel does not read the state of the random numbers.
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
@@ -256,6 +271,22 @@ def _backward(
     return found  # type: ignore[no-any-return]
 
 
-def _heads_first(x: Tensor) -> Tensor:
-    """Turn (tokens, heads, size) into (1, heads, tokens, size), without a copy."""
-    return x.transpose(0, 1)[None]
+def _rows(x: Tensor, rows: slice | Tensor) -> Tensor:
+    # `x[rows]` with an index copies element by element.
+    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+
+
+def _put(x: Tensor, rows: slice | Tensor, values: Tensor) -> None:
+    if isinstance(rows, slice):
+        x[rows] = values
+    else:
+        x.index_copy_(0, rows, values)
+
+
+def _heads_first(x: Tensor, call: _Call) -> Tensor:
+    """Turn (tokens, heads, ...) into (pairs, heads, tokens of a pair, ...), without a copy."""
+    return x.unflatten(0, (call.count, -1)).transpose(1, 2)
+
+
+def _tokens_first(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(0, 1)
