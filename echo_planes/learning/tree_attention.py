@@ -241,7 +241,7 @@ def _backward(
     gradient, query, outputs, sums = (_rows(x, call.queries) for x in (gradient, query, outputs, sums))
     key, value = _rows(key, call.keys), _rows(value, call.keys)
     if call.query_bounds is None:
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        queries, keys, values = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *(_heads_first(x, call) for x in (gradient, query, key, value, outputs)),
             _heads_first(sums, call).contiguous(),
             0.0,
@@ -249,7 +249,7 @@ def _backward(
             attn_mask=None,
             scale=scale,
         )
-        return tuple(_tokens_first(one) for one in found)
+        return _tokens_first(queries), _tokens_first(keys), _tokens_first(values)
     bounds = (call.query_bounds, call.key_bounds, call.most_queries, call.most_keys)
     # Without dropout the kernel does not read the state of the random numbers.
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
@@ -285,7 +285,7 @@ def _put(x: Tensor, rows: slice | Tensor, values: Tensor) -> None:
 
 def _heads_first(x: Tensor, call: _Call) -> Tensor:
     """Turn (tokens, heads, ...) into (pairs, heads, tokens of a pair, ...), without a copy."""
-    return x.unflatten(0, (call.count, -1)).transpose(1, 2)
+    return x.reshape(call.count, -1, *x.shape[1:]).transpose(1, 2)
 
 
 def _tokens_first(x: Tensor) -> Tensor:
