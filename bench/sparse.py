@@ -163,18 +163,16 @@ def _answer(engine: VllmEngine, prompt: list[int], tokens: int) -> Awaitable[lis
 class Turns:
     """An engine with long answers that runs only in its turns."""
 
-    def __init__(self, engine: VllmEngine, context: int) -> None:
+    def __init__(self, engine: VllmEngine, context: int, prompts: Sequence[Sequence[int]]) -> None:
         self.engine = engine
-        self.counts = [0] * BATCH
-        rng = random.Random(context)
-        prompts = [[rng.randrange(VOCABULARY - 1) for _ in range(context)] for _ in range(BATCH)]
-        self.work = [asyncio.ensure_future(self._hold(place, one)) for place, one in enumerate(prompts)]
+        self.counts = [0] * len(prompts)
+        room = (PAIRS + 2) * 2 * TOKENS[context] + 200
+        self.work = [asyncio.ensure_future(self._hold(place, one, room)) for place, one in enumerate(prompts)]
 
-    async def _hold(self, place: int, prompt: list[int]) -> None:
+    async def _hold(self, place: int, prompt: Sequence[int], room: int) -> None:
         def count(index: int, piece: Sample) -> None:
             self.counts[place] += len(piece.token_ids)
 
-        room = (PAIRS + 2) * 2 * TOKENS[len(prompt)] + 200
         await self.engine.generate(
             prompt, num_samples=1, max_new_tokens=room, on_tokens=count, draw=Draw(0.0, 1.0)
         )
@@ -189,7 +187,7 @@ class Turns:
                 raise RuntimeError(f"an answer ended before its time, after {self.counts} tokens")
             await asyncio.sleep(0.001)
         await self.engine.vllm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-        return (time.perf_counter() - start_s) / (sum(self.counts) - first) * BATCH
+        return (time.perf_counter() - start_s) / (sum(self.counts) - first) * len(self.counts)
 
     async def end(self) -> None:
         await self.engine.vllm.resume_generation()
@@ -198,28 +196,41 @@ class Turns:
         await asyncio.gather(*self.work, return_exceptions=True)
 
 
-async def speed(page: int, contexts: Sequence[int]) -> dict[str, Any]:
+async def speed(
+    page: int, contexts: Sequence[int], model: Path | None = None, data: Path | None = None
+) -> dict[str, Any]:
+    """Decoding beside stock attention; of a pretrained model on GSM8K in `data`, or of a random one."""
     told: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_model(folder, 8, 256, 4, 4, 64)
-        settings = EngineConfig(kv_cache_gib=1.4, max_num_seqs=BATCH)
+        if model and data:
+            sparse_text.write_endless(model, folder)
+        else:
+            write_model(folder, 8, 256, 4, 4, 64)
+        settings = EngineConfig(kv_cache_gib=3.5 if model else 1.4, max_num_seqs=BATCH)
         longest = max(contexts) + 2048
         stock = VllmEngine(settings, SamplingConfig(), folder, longest, 0)
         sparse = SparseEngine(settings, SamplingConfig(), folder, longest, 0, page_tokens=page)
         engines = (stock, sparse)
         for engine in engines:
             await engine.start()
-        await sparse.set_schedule(Schedule(pages=(BUDGET_TOKENS // page,), page_tokens=page))
         for context in contexts:
+            budget = min(context // 2, 2 * BUDGET_TOKENS) if model else BUDGET_TOKENS
+            await sparse.set_schedule(Schedule(pages=(budget // page,), page_tokens=page))
+            if model and data:
+                prompts = sparse_text.prompts(model, data, context, BATCH)
+            else:
+                rng = random.Random(context)
+                prompts = [[rng.randrange(VOCABULARY - 1) for _ in range(context)] for _ in range(BATCH)]
             turns = []
             for engine in engines:
-                turns.append(Turns(engine, context))
+                turns.append(Turns(engine, context, prompts))
                 while min(turns[-1].counts) < 2:  # prefilled
                     await asyncio.sleep(0.05)
                 await turns[-1].run(2)  # ends in a pause
             pairs = [[await one.run(TOKENS[context]) for one in turns] for _ in range(PAIRS)]
             told[str(context)] = {
+                "tokens read, at most": budget,
                 "stock, ms a token of all": [1000 * first for first, _ in pairs],
                 "sparse, ms a token of all": [1000 * second for _, second in pairs],
                 "stock / sparse": statistics.median(first / second for first, second in pairs),
@@ -301,11 +312,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--page", type=int, choices=PAGE_TOKENS, default=32, help="tokens of a page")
     parser.add_argument(
-        "--model", type=Path, default=MODEL, help="of schedule (made by `bench.recall`), text"
+        "--model", type=Path, help="of schedule (by `bench.recall`, its default), text, and speed on --gsm8k"
     )
-    parser.add_argument("--gsm8k", type=Path, help="of text: folder with train.jsonl.gz")
+    parser.add_argument("--gsm8k", type=Path, help="of text and speed: folder with train.jsonl.gz")
     parser.add_argument("--answers", type=int, default=sparse_schedule.HELD_OUT, help="of both, in a bin")
-    parser.add_argument("--contexts", type=int, nargs="+", choices=CONTEXTS, default=CONTEXTS)
+    parser.add_argument("--contexts", type=int, nargs="+", choices=CONTEXTS, help="of text and speed")
     args = parser.parse_args()
     if unknown := set(args.parts) - set(names):
         parser.error(f"{', '.join(unknown)}: there are {', '.join(names)}")
@@ -315,15 +326,21 @@ def main() -> None:
             told[part] = sparse_learning.learning(args.page)
             continue
         if part == "text":
-            if args.gsm8k is None:
-                parser.error("text: say where GSM8K is with --gsm8k FOLDER")
-            told[part] = asyncio.run(sparse_text.text(args.page, args.answers, args.model, args.gsm8k))
+            if args.gsm8k is None or args.model is None:
+                parser.error("text: say where a model and GSM8K are with --model FOLDER and --gsm8k FOLDER")
+            contexts = args.contexts or sparse_text.CONTEXTS
+            told[part] = asyncio.run(
+                sparse_text.text(args.page, args.answers, args.model, args.gsm8k, contexts)
+            )
             continue
         if part == "schedule":
-            told[part] = asyncio.run(sparse_schedule.schedule(args.page, args.answers, args.model))
+            told[part] = asyncio.run(sparse_schedule.schedule(args.page, args.answers, args.model or MODEL))
             continue
         work = WORK.get(part)
-        told[part] = asyncio.run(work(args.page) if work else speed(args.page, args.contexts))
+        contexts = args.contexts or CONTEXTS
+        told[part] = asyncio.run(
+            work(args.page) if work else speed(args.page, contexts, args.model, args.gsm8k)
+        )
     told["verdicts"] = verdicts(told)
     print(json.dumps(told, indent=2))
     if args.json:

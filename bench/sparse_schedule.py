@@ -91,22 +91,20 @@ async def answers(engine: SparseEngine, schedule: Schedule, asked: Sequence[tupl
 
 
 def by_bin(found: Sequence[Answer]) -> list[dict[str, float]]:
-    """Mean, 5th percentile, and bounds (95 %) of the share below the target, of each bin."""
-    rows = []
-    for place in PLACES:
-        mine = [alphas for where, _, alphas in found if where == place]
-        below = [(len(one), sum(alpha < TARGET for alpha in one)) for one in mine]
-        whole = np.concatenate(mine)
-        low, high = share_bounds(below, DEVIATIONS)
-        rows.append(
-            {
-                "mean": float(whole.mean()),
-                "5th percentile": float(np.quantile(whole, TAIL)),
-                "share below target, least": low,
-                "share below target, most": high,
-            }
-        )
-    return rows
+    """Figures of each bin."""
+    return [figures([alphas for where, _, alphas in found if where == place]) for place in PLACES]
+
+
+def figures(alphas: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Mean, 5th percentile, and bounds (95 %) of the share below the target, of these answers' tokens."""
+    whole = np.concatenate(alphas)
+    low, high = share_bounds([(len(one), sum(alpha < TARGET for alpha in one)) for one in alphas], DEVIATIONS)
+    return {
+        "mean": float(whole.mean()),
+        "5th percentile": float(np.quantile(whole, TAIL)),
+        "share below target, least": max(low, 0.0),
+        "share below target, most": high,
+    }
 
 
 async def schedule(page: int, count: int, model: Path) -> dict[str, Any]:
