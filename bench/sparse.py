@@ -217,6 +217,7 @@ async def speed(
         for context in contexts:
             budget = min(context // 2, 2 * BUDGET_TOKENS) if model else BUDGET_TOKENS
             await sparse.set_schedule(Schedule(pages=(budget // page,), page_tokens=page))
+            prompts: Sequence[Sequence[int]]
             if model and data:
                 prompts = sparse_text.prompts(model, data, context, BATCH)
             else:
