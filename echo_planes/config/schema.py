@@ -119,7 +119,7 @@ class SamplingConfig(Section):
     refill: Annotated[Literal["off", "reward", "correct"] | None, OFF] = Free(
         None,
         description="groups that do not count towards a batch, others take their place: all rewards equal, "
-        "or all answers right or all wrong; default: off, objective.name=dapo: reward",
+        "or all answers right or all wrong; default: off, objective.name=dapo: correct",
     )
     refill_limit: PositiveFloat = Free(
         4.0, description="such groups at most, for one batch, in batches; then they count"
@@ -512,7 +512,7 @@ class Config(Section):
     @property
     def refill(self) -> Literal["off", "reward", "correct"]:
         """Rule by which groups do not count towards a batch; default "reward" for DAPO, else "off"."""
-        return self.sampling.refill or ("reward" if self.objective.name == "dapo" else "off")
+        return self.sampling.refill or ("correct" if self.objective.name == "dapo" else "off")
 
     @property
     def overlong(self) -> Literal["keep", "mask", "penalty"]:

@@ -22,7 +22,8 @@ from typing import Any, ClassVar, Literal, cast
 
 from pydantic import Field
 
-from echo_planes.data.tasks.adapter import TaskAdapter, TaskOptions, Tokenizer, last_tagged
+from echo_planes.data.tasks.adapter import TaskAdapter, TaskOptions, Tokenizer
+from echo_planes.data.tasks.answers import after_thought, last_tagged, opens_thought
 from echo_planes.data.tasks.chat import Chat
 from echo_planes.errors import ConfigError, DataError, TaskError
 from echo_planes.types import Episode, Prompt, Reward
@@ -79,7 +80,9 @@ class ReasoningGymTask(TaskAdapter):
         dataset = self._dataset(place["seed"])
         if self._entry is None or self._entry[0] != prompt.answer:  # once per group: some take a second
             self._entry = (prompt.answer, self._same(prompt, dataset[place["item"]]))
-        tagged = last_tagged(episode.text, "answer")  # as the library's `extract_answer`, in linear time
+        start = after_thought(episode.text, opened=opens_thought(self.tokenizer, prompt.token_ids))
+        # As the library's `extract_answer`, in linear time.
+        tagged = None if start is None else last_tagged(episode.text, "answer", start)
         answer = tagged and tagged[0].strip()
         score = dataset.score_answer(answer, self._entry[1])
         return Reward(score, bool(score >= 1), {"answered": float(answer is not None)})

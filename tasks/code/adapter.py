@@ -11,12 +11,13 @@ from functools import cached_property
 from typing import ClassVar, cast
 
 from echo_planes.data.tasks.adapter import Policy, TaskAdapter, TaskOptions, Tokenizer
+from echo_planes.data.tasks.answers import opens_thought
 from echo_planes.errors import ModelError
 from echo_planes.sandbox.model import Limits
 from echo_planes.types import Episode, Prompt, Reward
 
 from .functions import HEAD, formula
-from .judging import Answer, Verdict, parse_answer
+from .judging import Answer, Verdict, called, parse_answer
 from .options import CodeOptions
 from .problems import Problem, load_problems, split
 from .runner import ProgramRunner
@@ -150,4 +151,11 @@ class CodeTask(TaskAdapter):
         return self._splits[part][row]
 
     def _parse(self, prompt: Prompt, episode: Episode) -> Answer:
-        return parse_answer(episode.text, self._problem(prompt).head, fenced=not self._is_generated)
+        problem = self._problem(prompt)
+        return parse_answer(
+            episode.text,
+            problem.head,
+            fenced=not self._is_generated,
+            names=called(problem.tests, problem.head, problem.solution),
+            opened=opens_thought(self.tokenizer, prompt.token_ids),
+        )

@@ -9,15 +9,20 @@ import ast
 import json
 import re
 import symtable
+import textwrap
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from echo_planes.data.tasks.answers import after_thought, has_thought
 from echo_planes.sandbox.model import Outcome, Program
 
 from . import inside
 
-_OPENING = re.compile(r"[ \t]*```([^`]*)")
-_PYTHON = ("", "python", "python3", "py")
+_FENCE = re.compile(r"[ \t>]*(?P<marks>`{3,}|~{3,})(?P<info>.*)")
+_PYTHON = ("", "python", "python3", "py", "py3", "python2")
+_STARTS = re.compile(r"(?:def|class|import|from|async|@)\b|@")
+MOST_CLOSINGS = 16  # fences that may end one block
 _DETAIL = 200  # characters
 _INSIDE = Path(inside.__file__).read_text()
 
@@ -45,43 +50,102 @@ class Verdict:
         return self.passed / self.total if self.total else 0.0
 
 
-def parse_answer(text: str, head: str, *, fenced: bool) -> Answer:
-    """Find the program in a response: the last fenced block after the thinking, or all of that text.
+def parse_answer(
+    text: str, head: str, *, fenced: bool, names: Collection[str] = (), opened: bool = False
+) -> Answer:
+    """Find the program in a response: a fenced block after the thinking, or all of that text.
+
+    Of several blocks it is the last one that defines all `names`, else the last one.
 
     Args:
         head: Python that the answer continues, unless a fenced answer repeats it.
         fenced: whether the answer must be in a block.
+        names: what the tests call.
+        opened: whether the prompt opened a thought. An open thought holds no answer.
     """
     text = text.replace("\r\n", "\n")
-    before, closed, rest = text.rpartition("</think>")
-    has_thinking = bool(closed and before.replace("<think>", "").strip())
-    code: str | None = rest
+    thinks, begin = has_thought(text), after_thought(text, opened=opened)
+    if begin is None:
+        return Answer(None, False, thinks)
+    code: str | None = text[begin:]
     if fenced:
-        code = _last_block(rest)
+        blocks = code_blocks(text[begin:], head)
+        whole = [block for block in blocks if set(names) <= _defined(block)]
+        code = (whole or blocks)[-1] if blocks else None
     if code is None:
-        return Answer(None, False, has_thinking)
+        return Answer(None, False, thinks)
     start = _start(head)
     name = head[start:].removeprefix("def ").partition("(")[0].strip()
     # The text before the function, imports and helpers, belongs to the question. Answers may rely on it.
-    code = (head[:start] if fenced and f"def {name}(" in code else head) + code
-    return Answer(code, _is_python(code), has_thinking)
+    before = head[:start] if fenced and f"def {name}(" in code else head
+    code = _futures_first(before + code)
+    return Answer(code, _is_python(code), thinks)
 
 
-def _last_block(text: str) -> str | None:
-    """Return the contents of the last closed block of Python, or of no stated language."""
-    found: str | None = None
-    kind: str | None = None
-    block: list[str] = []
-    for line in text.split("\n"):
-        if kind is not None and line.strip(" \t") == "```":
-            if kind.strip().lower() in _PYTHON:
-                found = "".join(block)
-            kind = None
-        elif kind is not None:
-            block.append(line + "\n")
-        elif opening := _OPENING.fullmatch(line):
-            kind, block = opening[1], []
+def code_blocks(text: str, head: str) -> list[str]:
+    """Return the fenced blocks of Python, or of no stated language, without the indentation of their fences.
+
+    A fence is closed by one of its character that is as long, also with text behind it; the end of the text
+    closes it too. Where a block holds fences itself, as in a docstring, it ends at the first one that leaves
+    it a program, else at the first.
+    """
+    lines = text.split("\n")
+    found, at = [], 0
+    while at < len(lines):
+        opening = _FENCE.fullmatch(lines[at])
+        at += 1
+        if opening is None or "`" in opening["info"]:
+            continue
+        closings = []
+        for i in range(at, len(lines)):
+            closing = _FENCE.fullmatch(lines[i])
+            if closing and closing["marks"].startswith(opening["marks"]):
+                closings.append(i)
+                if len(closings) == MOST_CLOSINGS:
+                    break
+        indent = len(lines[at - 1]) - len(lines[at - 1].lstrip(" \t>"))
+        block = [_without(line, indent) for line in lines[at : (closings or [len(lines)])[-1]]]
+        blocks = {end: _program(block[: end - at], head) for end in closings or [len(lines)]}
+        end = next((end for end, code in blocks.items() if _continues(head, code)), next(iter(blocks)))
+        language = re.split(r"[\s:{},]+", opening["info"].strip(" \t{"))[0].lstrip(".").lower()
+        if language in _PYTHON and blocks[end].strip():
+            found.append(blocks[end])
+        # A fence with a language both ends a block that was left open, and opens the next.
+        at = end if end < len(lines) and _opens(lines[end]) else end + 1
     return found
+
+
+def _without(line: str, indent: int) -> str:
+    """Return a line without so much of its own indentation."""
+    return line[min(indent, len(line) - len(line.lstrip(" \t>"))) :]
+
+
+def _program(lines: list[str], head: str) -> str:
+    """Return a block's program. One that is indented as a whole, and does not continue the head, is not."""
+    code = "".join(line + "\n" for line in lines)
+    dedented = textwrap.dedent(code)
+    return code if _continues(head, code) or not _STARTS.match(dedented) else dedented
+
+
+def _continues(head: str, code: str) -> bool:
+    return _is_python(code) or _is_python(head + code)
+
+
+def _opens(line: str) -> bool:
+    fence = _FENCE.fullmatch(line)
+    return fence is not None and fence["info"].strip().lower() in _PYTHON[1:]
+
+
+def _defined(code: str) -> set[str]:
+    """Return the names that a block defines; none where it is no Python."""
+    return _bound(code) if _is_python(code) else set()
+
+
+def _futures_first(code: str) -> str:
+    """Return a program with its `from __future__` lines first, where Python wants them."""
+    lines = code.split("\n")
+    futures = [line for line in lines if line.startswith("from __future__ import ")]
+    return "\n".join([*futures, *(line for line in lines if line not in futures)]) if futures else code
 
 
 def programs(code: str, tests: str, head: str, solution: str) -> tuple[Program, Program]:
@@ -95,10 +159,15 @@ def programs(code: str, tests: str, head: str, solution: str) -> tuple[Program, 
             names that it defines.
     """
     authors = head[: _start(head)] + _imports(solution)
-    names = _bound(solution) - _bound(authors)
-    used = {node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)}
-    told = {"authors": authors, "names": sorted(names & used), "tests": counted(tests)}
+    told = {"authors": authors, "names": sorted(called(tests, head, solution)), "tests": counted(tests)}
     return _inside(inside.JUDGE, told), _inside(inside.ANSWER, code)
+
+
+def called(tests: str, head: str, solution: str) -> set[str]:
+    """Return the names that the tests use and an answer has to define; arguments as of `programs`."""
+    authors = head[: _start(head)] + _imports(solution)
+    used = {node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)}
+    return (_bound(solution) - _bound(authors)) & used
 
 
 def verdict(judge: Outcome, answer: Outcome, tests: str) -> Verdict:

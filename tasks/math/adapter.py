@@ -8,14 +8,14 @@ from functools import cached_property, lru_cache
 from typing import ClassVar, cast
 
 from echo_planes.data.tasks.adapter import WINDOW_GROUPS, Progress, TaskAdapter, TaskOptions, Tokenizer
+from echo_planes.data.tasks.answers import opens_thought
 from echo_planes.errors import DataError, ModelError
 from echo_planes.types import Episode, Prompt, Reward
 
 from .datasets import Problem, held_out_pairs, load_splits, training_pair
-from .grade import AnswerForm, compare_exactly, parse_response
+from .grade import AnswerForm, parse_response
+from .judging import MathJudge
 from .options import MathOptions
-from .stated import values
-from .verifier import Verdict, Verifier
 
 ADDITION_MAX_NEW_TOKENS = 6  # more than the longest right answer, so that a wrong one may be longer
 FORMS: dict[AnswerForm, str] = {"boxed": "\\boxed{}", "answer": "<answer></answer>"}
@@ -44,7 +44,7 @@ class MathTask(TaskAdapter):
             self.max_new_tokens = ADDITION_MAX_NEW_TOKENS
         if self._uses_chat and not getattr(tokenizer, "chat_template", None):
             raise ModelError("the model's tokenizer has no chat template: set task.template=plain")
-        self._verifier = Verifier(self._options.verifier_timeout_s, self._options.max_answer_chars)
+        self._judge = MathJudge(self._options.verifier_timeout_s, self._options.max_answer_chars)
 
     def prompt(self, index: int) -> Prompt:
         """Return prompt `index`. Addition: an independent draw. Files: each row once per shuffled epoch."""
@@ -80,8 +80,9 @@ class MathTask(TaskAdapter):
         if self._is_addition:
             correct = episode.finish_reason == "stop" and episode.text.strip() == prompt.answer
             return Reward(float(correct), correct)
-        parsed = parse_response(episode.text, self._options.answer_form)
-        verdict = self._verdict(prompt.answer, parsed.answer)
+        opened = opens_thought(self.tokenizer, prompt.token_ids)
+        parsed = parse_response(episode.text, self._options.answer_form, opened=opened)
+        verdict = self._judge.verdict(prompt.answer, parsed.answer)
         has_answer = parsed.answer is not None
         ended = has_answer and not parsed.has_trailing and episode.finish_reason == "stop"
         shares = {
@@ -122,25 +123,6 @@ class MathTask(TaskAdapter):
         message = [{"role": "user", "content": text}]
         shown = self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
         return tuple(self.tokenizer.encode(shown, add_special_tokens=False))
-
-    def _verdict(self, gold: str, answer: str | None) -> Verdict:
-        if not answer or len(answer) > self._options.max_answer_chars:
-            return "unparsable"
-        said = self._compare(gold, answer)
-        if said != "correct" or compare_exactly(gold, answer):
-            return said
-        stated = values(gold, answer)
-        if stated is None:
-            return "unparsable"
-        # All values that the answer states must be equal: `33=34` does not count as 34.
-        *others, _ = stated or [answer]
-        return next((other for value in others if (other := self._compare(stated[-1], value)) != said), said)
-
-    def _compare(self, gold: str, answer: str) -> Verdict:
-        settled = compare_exactly(gold, answer)
-        if settled is None:
-            return self._verifier.verify(gold, answer)
-        return "correct" if settled else "wrong"
 
 
 @lru_cache(maxsize=4)

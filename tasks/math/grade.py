@@ -7,11 +7,21 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from echo_planes.data.tasks.adapter import last_tagged
+from echo_planes.data.tasks.answers import after_thought, has_thought, last_tagged
 
 AnswerForm = Literal["boxed", "answer"]
 
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*(?:\{|(?P<token>[0-9a-zA-Z]+))")
+_JOINS = re.compile(
+    r"[\s$]*(?:\\[)\]]\s*)?(?:,?\s*(?:and|or)|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|,)[\s$]*(?:\\[(\[]\s*)?"
+)
+_BRACE = re.compile(r"(?<!\\)[{}]")
+_CLOSING = re.compile(r"(?:\s|[.$*`]|\\[)\]])*")  # of a sentence, a formula, bold text
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d+)?|\.\d+)")
+_SCIENTIFIC = re.compile(
+    r"([+-]?(?:\d+(?:\.\d+)?|\.\d+))(?:[eE]([+-]?\d+)|\\(?:times|cdot)10\^(?:\{([+-]?\d+)\}|(\d)))"
+)
+MOST_DIGITS = 400  # of a power of ten
 _RATIO = re.compile(r"([+-]?\d+)/(\d+)")
 _LATEX_RATIO = re.compile(r"([+-]?)\\[dt]?frac\{(-?\d+)\}\{(\d+)\}")
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}((,\d{3})+|( \d{3})+)(\.\d+)?")
@@ -28,31 +38,55 @@ class Parsed:
     has_trailing: bool  # anything but white space and closing punctuation after the answer
 
 
-def parse_response(text: str, form: AnswerForm) -> Parsed:
-    """Find the last answer after the thinking: `\\boxed{...}` or `<answer>...</answer>`."""
-    before, closed, _ = text.partition("</think>")
-    # Some chat templates add <think> to the prompt, so the response may only close it.
-    thought = before.partition("<think>")[2] if "<think>" in before else before
-    start = text.rfind("</think>") + len("</think>") if closed else 0
-    found = last_boxed(text, start) if form == "boxed" else last_tagged(text, "answer", start)
-    has_thinking = bool(closed and thought.strip())
+def parse_response(text: str, form: AnswerForm, *, opened: bool = False) -> Parsed:
+    """Find the last answer after the thinking: `\\boxed{...}` or `<answer>...</answer>`.
+
+    Args:
+        opened: whether the prompt opened a thought. An open thought holds no answer.
+    """
+    thinks, start = has_thought(text), after_thought(text, opened=opened)
+    if start is None:
+        return Parsed(None, thinks, has_trailing=False)
+    found = boxed(text, start) if form == "boxed" else last_tagged(text, "answer", start)
     if found is None:
-        return Parsed(None, has_thinking, has_trailing=False)
+        return Parsed(None, thinks, has_trailing=False)
     answer, end = found
-    return Parsed(answer.strip(), has_thinking, has_trailing=bool(text[end:].strip(" \t\r\n.$")))
+    return Parsed(answer.strip(), thinks, has_trailing=not _CLOSING.fullmatch(text, end))
 
 
-def last_boxed(text: str, start: int = 0) -> tuple[str, int] | None:
-    """Return the contents of the last `\\boxed{}` after `start`, and the position of its end."""
-    opening = text.rfind("\\boxed{", start)
-    if opening < 0:
-        return None
-    depth, begin = 1, opening + len("\\boxed{")
-    for position in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            return text[begin:position], position + 1
-    return None
+def boxed(text: str, start: int = 0) -> tuple[str, int] | None:
+    """Return what the last box after `start` holds, and the position of its end.
+
+    Boxes that a comma, `and` or `or` joins are one list. Empty boxes and one that is never closed are none.
+    """
+    closings = _closings(text)
+    found: list[tuple[int, int, str]] = []  # from, to, contents
+    for opening in _BOX.finditer(text, start):
+        if found and opening.start() < found[-1][1]:
+            continue  # inside another box
+        inner, end = opening["token"], opening.end()
+        if inner is None:
+            closing = closings.get(end - 1, end)
+            inner, end = text[end:closing], closing + 1
+        if not inner.strip():
+            continue
+        if found and _JOINS.fullmatch(text, found[-1][1], opening.start()):
+            first, _, before = found[-1]
+            found[-1] = first, end, f"{before}, {inner}"
+        else:
+            found.append((opening.start(), end, inner))
+    return (found[-1][2], found[-1][1]) if found else None
+
+
+def _closings(text: str) -> dict[int, int]:
+    """Return for each brace that opens the place of the one that closes it, if any does."""
+    found, opened = {}, []
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif opened:
+            found[opened.pop()] = brace.start()
+    return found
 
 
 def compare_exactly(gold: str, answer: str) -> bool | None:
@@ -73,9 +107,17 @@ def _normalise(text: str) -> str:
     return text.replace(",", "").replace(" ", "") if _THOUSANDS.fullmatch(text) else text
 
 
+def as_fraction(text: str) -> Fraction | None:
+    """Return the number that a text writes down, exactly; None: it is none, or its power is too large."""
+    return _as_fraction(_normalise(text))
+
+
 def _as_fraction(text: str) -> Fraction | None:
     if _NUMBER.fullmatch(text):
         return Fraction(text)
+    if found := _SCIENTIFIC.fullmatch(text):
+        power = int(found[2] or found[3] or found[4])
+        return Fraction(found[1]) * Fraction(10) ** power if abs(power) <= MOST_DIGITS else None
     match = _LATEX_RATIO.fullmatch(text)
     if match:
         text = f"{match[2]}/{match[3]}"

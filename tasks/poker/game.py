@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from echo_planes.data.tasks.adapter import Policy, Tokenizer
+from echo_planes.data.tasks.answers import text_of
 from echo_planes.data.tasks.environment import Turn
 from echo_planes.types import Reward
 
@@ -96,7 +97,7 @@ class Game:
             return
         text = state_text(view, self._style)
         sample = await self.others.generate(self._tokenizer.encode(text, add_special_tokens=False))
-        said = self._tokenizer.decode(list(sample.token_ids), skip_special_tokens=True)
+        said = text_of(self._tokenizer, sample.token_ids, ended=sample.finish_reason == "stop")
         self._apply(view, read_answer(said, view.legal, self._style))
 
     def _act_by_rules(self, view: View) -> None:

@@ -178,6 +178,7 @@ def test_tasks_import_only_the_public_interface() -> None:
         "echo_planes.data.tasks.environment",
         "echo_planes.sandbox",
         "echo_planes.data.tasks.adapter",
+        "echo_planes.data.tasks.answers",
         "echo_planes.types",
         "echo_planes.errors",
     }

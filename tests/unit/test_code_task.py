@@ -11,11 +11,13 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench import rewards
 from echo_planes.errors import ConfigError, DataError
 from echo_planes.loop.loading import load_config
 from echo_planes.sandbox.model import Outcome
@@ -86,6 +88,41 @@ def test_blocks_are_paired_and_told_apart(kind: str) -> None:
     text = f"```bash\npip install x\n```\nThen:\n```{kind}\n    return 1\n```\nand\n```text\n1\n```\n"
     for written in (text, text.replace("\n", "\r\n")):
         assert parse_answer(written, HEAD, fenced=True).code == HEAD + "    return 1\n"
+
+
+@pytest.mark.parametrize("way", rewards.WAYS)
+def test_each_way_to_write_a_program_down_is_read(way: str) -> None:
+    code = "import re\n\n\ndef add(a, b):\n    return a + b\n\n\ndef other():\n    return 1"
+    found = parse_answer(rewards.WAYS[way](code), "", fenced=True, names={"add"})
+    assert found.is_python
+    space: dict[str, Any] = {}
+    exec(found.code or "", space)
+    assert space["add"](2, 3) == 5
+
+
+def test_of_several_blocks_the_last_that_defines_what_the_tests_call_counts() -> None:
+    first, second = (f"```python\ndef add(a, b):\n    return {n}\n```" for n in (1, 2))
+    demo, other = "```python\nprint(add(1, 2))\n```", "```\n3\n```"
+    found = parse_answer("\n".join([first, second, demo, other]), "", fenced=True, names={"add"})
+    assert found.code == "def add(a, b):\n    return 2\n"
+    # Where none does, the last one does: `judging` says what it lacks.
+    assert parse_answer(f"{demo}\n{other}", "", fenced=True, names={"add"}).code == "3\n"
+
+
+def test_an_open_thought_holds_no_program() -> None:
+    block = "```python\ndef add(a, b):\n    return a + b\n```"
+    assert parse_answer(f"<think>perhaps\n{block}", HEAD, fenced=True).code is None
+    assert parse_answer(block, HEAD, fenced=True, opened=True).code is None
+    assert parse_answer(f"so</think>\n{block}", HEAD, fenced=True, opened=True).code is not None
+
+
+def test_imports_of_the_future_come_first() -> None:
+    head = "import math\n\n\ndef add(a, b):\n"
+    text = "```python\nfrom __future__ import annotations\n\ndef add(a: Nothing, b):\n    return a + b\n```"
+    found = parse_answer(text, head, fenced=True)
+    assert found.is_python
+    assert found.code is not None
+    assert found.code.startswith("from __future__ import annotations\nimport math\n")
 
 
 def test_what_stands_before_the_function_stays() -> None:

@@ -106,6 +106,8 @@ class Templated:
     eos_token_id: int | None = ord(">")
     chat_template = "there is one"
 
+    all_special_ids = (ord(">"), ord("@"))
+
     def __init__(self, form: str) -> None:
         self._begin, self._end, self._old, self._new = FORMS[form]
 

@@ -66,7 +66,7 @@ def judging(**options: Any) -> Iterator[MathTask]:
     pytest.importorskip("math_verify")
     task = make(dataset="math500", verifier_timeout_s=60, **options)
     yield task
-    task._verifier.close()
+    task._judge.close()
 
 
 @pytest.fixture(scope="module")

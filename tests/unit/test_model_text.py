@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo_planes.data.tasks.adapter import last_tagged
+from echo_planes.data.tasks.answers import last_tagged
 from echo_planes.tasks.code.judging import parse_answer
+from echo_planes.tasks.math.clean import as_interval, clean, without_unit
 from echo_planes.tasks.math.grade import compare_exactly, parse_response
-from echo_planes.tasks.math.stated import values
+from echo_planes.tasks.math.stated import listed, values
 
 LONGER = 8  # times as much text; what is quadratic takes 64 times as long
 READERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
@@ -37,6 +38,32 @@ READERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
         lambda text: compare_exactly("1", text),
         ("1,", "1 ", " ", "\\$", "\\!", ",", "1,000", "-"),
     ),
+    "a cleaned answer": (
+        clean,
+        (
+            "*",
+            "**a**",
+            "$",
+            "$1",
+            "{",
+            "}",
+            "\\(",
+            "\\[",
+            "\\color{",
+            "\\bm{",
+            " ",
+            "\\,",
+            "\u221a(",
+            "1,\\!",
+            ".",
+        ),
+    ),
+    "an answer with a unit": (
+        lambda text: without_unit(f"1 {text}"),
+        ("a", "a ", " ", "1,", "\\text{", "\\text{a}", "^{2}", "(", "\\,", "/", "%"),
+    ),
+    "a list": (listed, ("1,", "x=1,", "(", ")", "\\{", "and ", " or", "\\text{ or }", "1,000", ";")),
+    "an interval": (as_interval, ("<", "x<", "1\\le x", " or ", "\\text{ or }", "\\ge")),
     "a stated answer": (
         lambda text: values("1", f"1\\text{{ cm}}{text}"),
         (
@@ -75,31 +102,6 @@ def test_eight_times_the_text_takes_no_more_than_some_eight_times_as_long(name: 
 
     # A stall of the machine is no reason to fail: some of several tries must be in proportion.
     assert any(quickest_s(piece * count * LONGER) < 3 * LONGER * quickest_s(piece * count) for _ in range(3))
-
-
-FENCE = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
-LINES = (
-    "```",
-    "```python",
-    "``` py ",
-    "  ```\t",
-    "```bash",
-    "````",
-    "``` a`b",
-    "x = 1",
-    "",
-    "  y",
-    "```\f",
-    "\x0b",
-)
-
-
-@given(st.lists(st.sampled_from(LINES)), st.booleans())
-def test_the_last_block_is_the_one_a_regular_expression_finds(lines: list[str], ends: bool) -> None:
-    text = "\n".join(lines) + "\n" * ends
-    kinds = ("", "python", "python3", "py")
-    blocks = [block for kind, block in FENCE.findall(text) if kind.strip().lower() in kinds]
-    assert parse_answer(text, "", fenced=True).code == (blocks[-1] if blocks else None)
 
 
 @given(st.lists(st.sampled_from(["<answer>", "</answer>", "1", "\n", "<", "answer>", "</answer> <answer>"])))

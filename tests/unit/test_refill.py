@@ -34,6 +34,10 @@ def group(*samples: tuple[float, bool, Episode]) -> Group:
     return Group("g", trajectories)
 
 
+def answered(said: Episode, prompt: tuple[int, ...] = (1, 2)) -> Trajectory:
+    return Trajectory("g/0", "g", Prompt(0, prompt), said, Reward(0.0, False), "w0", "L0")
+
+
 def of_length(length: int, *, finish_reason: str = "stop") -> Episode:
     return episode(*(True,) * length, finish_reason=finish_reason)
 
@@ -46,17 +50,25 @@ def of_length(length: int, *, finish_reason: str = "stop") -> Episode:
     [(1, 0.0), (80, 0.0), (85, -0.25), (90, -0.5), (99, -0.95), (100, -1.0), (150, -1.0)],
 )
 def test_the_penalty_falls_linearly_to_minus_one_at_the_limit(length: int, expected: float) -> None:
-    assert Overlong("penalty", 100, 20).penalty(of_length(length)) == pytest.approx(expected)
-    assert Overlong("keep", 100, 20).penalty(of_length(length)) == 0.0
+    assert Overlong("penalty", 100, 20).penalty(answered(of_length(length))) == pytest.approx(expected)
+    assert Overlong("keep", 100, 20).penalty(answered(of_length(length))) == 0.0
+
+
+def test_what_cuts_an_answer_is_its_limit() -> None:
+    of_context = Overlong("penalty", 100, 20, context=60)
+    assert of_context.penalty(answered(of_length(40), tuple(range(10)))) == -0.5  # 50 tokens of room
+    assert of_context.penalty(answered(of_length(20), tuple(range(10)))) == 0.0
+    assert of_context.penalty(answered(of_length(7, finish_reason="length"))) == -1.0  # cut by its turns, say
+    assert overlong_of(tiny_config(), 10).context == tiny_config().model.max_model_len
 
 
 def test_of_several_turns_the_longest_call_is_punished_and_the_environment_s_tokens_are_not() -> None:
     overlong = Overlong("penalty", 10, 4)
-    assert overlong.penalty(episode(*[True] * 6, *[False] * 9, *[True] * 6)) == 0.0
-    assert overlong.penalty(episode(*[True] * 2, *[False] * 9, *[True] * 8)) == -0.5
+    assert overlong.penalty(answered(episode(*[True] * 6, *[False] * 9, *[True] * 6))) == 0.0
+    assert overlong.penalty(answered(episode(*[True] * 2, *[False] * 9, *[True] * 8))) == -0.5
     # Where all of the limit is the stretch, one token costs; the environment's own do not.
-    assert Overlong("penalty", 4, 4).penalty(episode(True, False)) == -0.25
-    assert Overlong("penalty", 4, 4).penalty(episode(False, False)) == 0.0
+    assert Overlong("penalty", 4, 4).penalty(answered(episode(True, False))) == -0.25
+    assert Overlong("penalty", 4, 4).penalty(answered(episode(False, False))) == 0.0
 
 
 def test_what_is_trained_has_the_penalty_and_what_is_shown_has_not() -> None:
@@ -86,12 +98,12 @@ def with_sampling(**sampling: Any) -> Config:
 
 def test_the_limit_is_the_task_s_own_and_the_stretch_a_fifth_of_it() -> None:
     config = with_sampling(overlong="penalty", max_new_tokens=100)
-    assert overlong_of(config, None) == Overlong("penalty", 100, 20)
-    assert overlong_of(config, 10) == Overlong("penalty", 10, 2)
-    assert overlong_of(config, 4) == Overlong("penalty", 4, 1)
+    assert overlong_of(config, None) == Overlong("penalty", 100, 20, 512)
+    assert overlong_of(config, 10) == Overlong("penalty", 10, 2, 512)
+    assert overlong_of(config, 4) == Overlong("penalty", 4, 1, 512)
     config = with_sampling(overlong="penalty", max_new_tokens=100, overlong_tokens=40)
-    assert overlong_of(config, None) == Overlong("penalty", 100, 40)
-    assert overlong_of(config, 40) == Overlong("penalty", 40, 40)
+    assert overlong_of(config, None) == Overlong("penalty", 100, 40, 512)
+    assert overlong_of(config, 40) == Overlong("penalty", 40, 40, 512)
     with pytest.raises(ConfigError, match=r"overlong_tokens=40 is more than the 10 tokens"):
         overlong_of(config, 10)
 
@@ -142,7 +154,7 @@ def test_by_reward_a_group_carries_a_signal_exactly_where_its_advantages_are_not
 def test_refill_is_off_unless_asked_for_and_a_part_of_dapo() -> None:
     assert refill_of(tiny_config(), Overlong()) is None
     dapo = replace_section(tiny_config(), objective={"name": "dapo"})
-    assert refill_of(dapo, PENALTY) == Refill("reward", 4 * dapo.sampling.prompts_per_step, PENALTY)
+    assert refill_of(dapo, PENALTY) == Refill("correct", 4 * dapo.sampling.prompts_per_step, PENALTY)
     config = with_sampling(refill="correct", refill_limit=1.5, prompts_per_step=3)
     assert refill_of(config, Overlong()) == Refill("correct", 4)
 
@@ -169,7 +181,7 @@ def test_refill_is_refused_where_a_group_is_not_compared_by_itself() -> None:
         check_companions(config, ByState)
     check_companions(with_sampling(refill="off"), ByBatch)
     dapo = replace_section(tiny_config(), objective={"name": "dapo"})
-    with pytest.raises(ConfigError, match=r"sampling.refill=reward"):
+    with pytest.raises(ConfigError, match=r"sampling.refill=correct"):
         check_companions(dapo, ByState)
 
 

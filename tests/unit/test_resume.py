@@ -170,7 +170,7 @@ def test_a_task_may_declare_an_option_free() -> None:
             ["staleness.max_staleness 3 -> 1", "staleness.publish_every 2 -> 1"],
         ),
         (("staleness.publish_every=2",), []),
-        (("objective.name=dapo",), ["objective.name grpo -> dapo", "sampling.refill off -> reward"]),
+        (("objective.name=dapo",), ["objective.name grpo -> dapo", "sampling.refill off -> correct"]),
         (("fleet.workers.1.count=5",), ["fleet.workers.1.count 1 -> 5"]),
         (("fleet=single",), ["fleet.workers 2 instance types -> 1 instance type"]),
         (("budget.usd=3",), ["budget.usd null -> 3.0"]),

@@ -26,28 +26,33 @@ class Overlong:
     treatment: Literal["keep", "mask", "penalty"] = "keep"
     limit: int = 1  # L_max, tokens of one call of the policy
     margin: int = 1  # L_cache: the penalty begins this many tokens before the limit
+    context: int | None = None  # tokens of prompt and answer together, where that is less
 
     def is_masked(self, episode: Episode) -> bool:
         """Return whether no token of an episode is trained. Its reward still counts in its group's mean."""
         return self.treatment == "mask" and is_cut_off(episode)
 
-    def penalty(self, episode: Episode) -> float:
+    def penalty(self, trajectory: Trajectory) -> float:
         """Return the soft overlong punishment, -1 to 0 (DAPO, 2503.14476, section 3.4, eq. 13)."""
+        episode = trajectory.episode
         if self.treatment != "penalty":
             return 0.0
+        if is_cut_off(episode):
+            return -1.0  # whatever cut it
         length = max((sum(1 for _ in run) for own, run in groupby(episode.response_mask) if own), default=0)
-        return max(-1.0, min(0.0, (self.limit - self.margin - length) / self.margin))
+        room = self.limit if self.context is None else self.context - len(trajectory.prompt.token_ids)
+        return max(-1.0, min(0.0, (min(self.limit, room) - self.margin - length) / self.margin))
 
     def trained_rewards(self, trajectories: Sequence[Trajectory]) -> FloatArray:
         """Return the rewards that are trained on: the task's reward plus the penalty, shape (n,)."""
-        return np.array([t.reward.value + self.penalty(t.episode) for t in trajectories], np.float32)
+        return np.array([one.reward.value + self.penalty(one) for one in trajectories], np.float32)
 
 
 KEPT = Overlong()
 
 
 def is_cut_off(episode: Episode) -> bool:
-    """Return whether an answer ended at its token limit."""
+    """Return whether an answer, or an episode of several turns, ended at a limit."""
     return episode.finish_reason == "length"
 
 
@@ -68,4 +73,4 @@ def overlong_of(config: Config, task_limit: int | None) -> Overlong:
             f"sampling.overlong_tokens={margin} is more than the {limit} tokens an answer may have, so that "
             "every answer would be punished; give fewer"
         )
-    return Overlong(config.overlong, limit, margin)
+    return Overlong(config.overlong, limit, margin, config.model.max_model_len)

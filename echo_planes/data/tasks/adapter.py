@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from echo_planes.data.tasks.answers import text_of
 from echo_planes.types import Episode, Omega, Prompt, Reward, Sample, Trajectory
 
 WINDOW_GROUPS = 64  # groups that `Progress.accuracy` covers
@@ -209,23 +210,6 @@ def by_initial_state(task: TaskAdapter, trajectories: Sequence[Trajectory]) -> l
     return normalised_by(lambda trajectory: task.initial_state(trajectory.prompt), trajectories)
 
 
-def last_tagged(text: str, tag: str, start: int = 0) -> tuple[str, int] | None:
-    """Return the text in the last `<tag></tag>` after `start`, and the index behind it, in linear time.
-
-    A tag ends at the first closing tag after it, even if another tag opens in between.
-    """
-    opening, closing = f"<{tag}>", f"</{tag}>"
-    found = None
-    while (at := text.find(opening, start)) >= 0:
-        begin = at + len(opening)
-        end = text.find(closing, begin)
-        if end < 0:
-            break
-        start = end + len(closing)
-        found = text[begin:end], start
-    return found
-
-
 class EpisodeBuilder:
     """Builder that joins policy samples and environment tokens into one `Episode`.
 
@@ -281,5 +265,5 @@ class EpisodeBuilder:
             response_mask=old.response_mask[:end],
             logprobs=old.logprobs[:end],
             top_logprobs=old.top_logprobs[:end],
-            text=tokenizer.decode(list(ids), skip_special_tokens=True),
+            text=text_of(tokenizer, ids, ended=old.finish_reason == "stop", mask=old.response_mask[:end]),
         )

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from pydantic import Field
 
 from echo_planes.data.tasks.adapter import EpisodeBuilder, Policy, TaskAdapter, TaskOptions, Tokenizer
+from echo_planes.data.tasks.answers import text_of
 from echo_planes.data.tasks.chat import Chat
 from echo_planes.errors import TaskError
 from echo_planes.types import Episode, Prompt, Reward
@@ -126,7 +127,8 @@ class EpisodeTask(TaskAdapter):
         while len(rewards) < self._settings.max_turns and self._has_room(prompt, builder):
             sample = await policy.generate(prompt.token_ids + builder.response_ids)
             builder.add_sample(sample)
-            action = self.tokenizer.decode(list(sample.token_ids), skip_special_tokens=True)
+            ended = sample.finish_reason == "stop"
+            action = text_of(self.tokenizer, sample.token_ids, ended=ended)
             turn = await self._step(environment, action, prompt)
             rewards.append(turn.reward)
             infos.append({"action": action, **turn.info})
@@ -134,7 +136,7 @@ class EpisodeTask(TaskAdapter):
                 cut_off = False
                 break
             # "stop" means any of the model's end tokens, of which the tokenizer knows only one.
-            builder.add_environment(self._reply(turn.observation, ended=sample.finish_reason == "stop"))
+            builder.add_environment(self._reply(turn.observation, ended=ended))
         result = environment.result()
         notes = {
             "value": result.value,
@@ -143,7 +145,8 @@ class EpisodeTask(TaskAdapter):
             "turns": infos,
         }
         episode = builder.build(self.tokenizer)
-        return replace(episode, turn_rewards=tuple(rewards), notes=json.dumps(notes))
+        reason = "length" if cut_off else episode.finish_reason
+        return replace(episode, finish_reason=reason, turn_rewards=tuple(rewards), notes=json.dumps(notes))
 
     async def _step(self, environment: Environment, action: str, prompt: Prompt) -> Turn:
         stepping = asyncio.ensure_future(environment.step(action))

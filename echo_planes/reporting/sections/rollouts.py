@@ -126,14 +126,26 @@ def rollout_card(row: Row, tokenizer: Any | None) -> Markup:
 def token_texts(ids: Sequence[int], text: str, tokenizer: Any | None) -> list[str] | None:
     """Return the text of each token; None if no tokenizer fits and tokens are not single characters."""
     if tokenizer is not None:
-        pieces = decoded(ids, tokenizer, skip_special_tokens=True)
-        if "".join(pieces) == text:
-            return pieces
+        pieces = decoded(ids, tokenizer, skip_special_tokens=False)
+        if (found := aligned(pieces, text)) is not None:
+            return found
     if len(text) == len(ids):
         return list(text)
     if len(text) + 1 == len(ids):
         return [*text, ""]  # characters, and an end-of-sequence token that is not part of the text
     return None
+
+
+def aligned(pieces: Sequence[str], text: str) -> list[str] | None:
+    """Return the pieces that make up a text, "" for those that it leaves out; None if they do not.
+
+    The text of an answer has no tokens that begin or end a turn, but other special ones.
+    """
+    found, position = [], 0
+    for piece in pieces:
+        found.append(piece if text.startswith(piece, position) else "")
+        position += len(found[-1])
+    return found if position == len(text) else None
 
 
 def decoded(ids: Sequence[int], tokenizer: Any, *, skip_special_tokens: bool) -> list[str]:

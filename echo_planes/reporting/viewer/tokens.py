@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from echo_planes.reporting.metrics import number
-from echo_planes.reporting.sections.rollouts import Row, decoded, token_texts
+from echo_planes.reporting.sections.rollouts import Row, aligned, decoded, token_texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def is_text_shown(row: Row, tokens: Sequence[Token], tokenizer: Any | None) -> b
     text = row["response_text"] or ""
     if tokenizer is None:
         return not text or any(token.text is not None for token in tokens)
-    return bool(tokenizer.decode([token.id for token in tokens], skip_special_tokens=True) == text)
+    return aligned([token.text or "" for token in tokens], text) is not None
 
 
 def turns_of(row: Row, tokens: Sequence[Token]) -> list[Turn]:
