@@ -303,7 +303,7 @@ def test_the_learning_rate_suits_the_model(tmp_path: Path) -> None:
 def test_dapo_is_all_of_dapo() -> None:
     assert (load_config([]).refill, load_config([]).overlong) == ("off", "keep")
     dapo = load_config(["objective.name=dapo"])
-    assert (dapo.refill, dapo.overlong) == ("reward", "penalty")
+    assert (dapo.refill, dapo.overlong) == ("correct", "penalty")
     assert load_config(["objective.name=dapo", "sampling.refill=off"]).refill == "off"
 
 
