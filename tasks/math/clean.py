@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from .grade import as_fraction
+from .grade import as_fraction, closing_braces
 
 _MINUS = dict.fromkeys(map(ord, "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"), "-")
 _FULL_WIDTH = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}  # of ASCII
@@ -57,89 +57,15 @@ _WORD = re.compile(r"[a-zA-Zµμ]+")
 _COMMAND = re.compile(r"\\(?:text(?:normal|bf|it|rm|sf)?|mbox|math(?:rm|it|bf|sf)|cdot)(?![a-zA-Z])")
 MOST_WORDS = 4  # of a unit: "miles per hour", "square meters"
 # Words behind a number that make it another one, or none.
-_NO_UNIT = frozenset(
-    [
-        "or",
-        "and",
-        "maybe",
-        "perhaps",
-        "possibly",
-        "probably",
-        "not",
-        "no",
-        "but",
-        "either",
-        "plus",
-        "minus",
-        "times",
-        "less",
-        "more",
-        "than",
-        "to",
-        "through",
-        "at",
-        "least",
-        "most",
-        "about",
-        "approximately",
-        "if",
-        "is",
-        "are",
-        "was",
-        "over",
-        "under",
-        "between",
-        "by",
-        "squared",
-        "cubed",
-        "factorial",
-        "half",
-        "halves",
-        "third",
-        "thirds",
-        "quarter",
-        "quarters",
-        "zero",
-        "one",
-        "two",
-        "three",
-        "four",
-        "five",
-        "six",
-        "seven",
-        "eight",
-        "nine",
-        "ten",
-        "eleven",
-        "twelve",
-        "twenty",
-        "thirty",
-        "forty",
-        "fifty",
-        "sixty",
-        "seventy",
-        "eighty",
-        "ninety",
-        "hundred",
-        "thousand",
-        "million",
-        "billion",
-        "trillion",
-        "dozen",
-        "dozens",
-        "pair",
-        "pairs",
-        "mod",
-        "base",
-        "x",
-        "y",
-        "z",
-        "n",
-        "e",
-        "i",
-        "pi",
-    ]
-)
+_NO_UNIT = {
+    "or", "and", "maybe", "perhaps", "possibly", "probably", "not", "no", "but", "either", "plus", "minus",
+    "times", "less", "more", "than", "to", "through", "at", "least", "most", "about", "approximately", "if",
+    "is", "are", "was", "over", "under", "between", "by", "squared", "cubed", "factorial", "half", "halves",
+    "third", "thirds", "quarter", "quarters", "zero", "one", "two", "three", "four", "five", "six", "seven",
+    "eight", "nine", "ten", "eleven", "twelve", "twenty", "thirty", "forty", "fifty", "sixty", "seventy",
+    "eighty", "ninety", "hundred", "thousand", "million", "billion", "trillion", "dozen", "dozens", "pair",
+    "pairs", "mod", "base", "x", "y", "z", "n", "e", "i", "pi",
+}  # fmt: skip
 _PERCENT = re.compile(r".*\d\s*\\?%", re.DOTALL)
 _TIMES = {
     "dozen": 12,
@@ -168,7 +94,7 @@ def clean(text: str) -> str:
             if found := wrapped.fullmatch(text):
                 text = found["in"].strip()
         text = text.strip().removesuffix(".").strip()
-        if text.startswith("{") and _closing(text) == len(text) - 1:
+        if text.startswith("{") and closing_braces(text).get(0) == len(text) - 1:
             text = text[1:-1].strip()
         if text == before:
             break
@@ -177,16 +103,6 @@ def clean(text: str) -> str:
     text = _THOUSANDS.sub(",", _AROUND.sub("", text))
     text = _ABOUT.sub("", text.strip())
     return _MONEY.sub(r"\1\2", text).strip()
-
-
-def _closing(text: str) -> int:
-    """Return the place of the brace that closes the one at the start; -1: none does."""
-    depth = 0
-    for brace in re.finditer(r"(?<!\\)[{}]", text):
-        depth += 1 if brace[0] == "{" else -1
-        if depth == 0:
-            return brace.start()
-    return -1
 
 
 def without_unit(text: str) -> str | None:

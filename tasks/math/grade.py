@@ -59,7 +59,7 @@ def boxed(text: str, start: int = 0) -> tuple[str, int] | None:
 
     Boxes that a comma, `and` or `or` joins are one list. Empty boxes and one that is never closed are none.
     """
-    closings = _closings(text)
+    closings = closing_braces(text)
     found: list[tuple[int, int, str]] = []  # from, to, contents
     for opening in _BOX.finditer(text, start):
         if found and opening.start() < found[-1][1]:
@@ -78,7 +78,7 @@ def boxed(text: str, start: int = 0) -> tuple[str, int] | None:
     return (found[-1][2], found[-1][1]) if found else None
 
 
-def _closings(text: str) -> dict[int, int]:
+def closing_braces(text: str) -> dict[int, int]:
     """Return for each brace that opens the place of the one that closes it, if any does."""
     found, opened = {}, []
     for brace in _BRACE.finditer(text):

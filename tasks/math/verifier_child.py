@@ -26,13 +26,60 @@ def reply(word: str) -> None:
     os.write(1, word.encode() + b"\n")
 
 
+def differs(gold: object, value: object) -> bool:
+    """Return whether numbers differ that math-verify takes for equal: it rounds to six decimals."""
+    import sympy  # type: ignore[import-untyped]
+
+    percent = sympy.UnevaluatedExpr  # math-verify lets 50 % be 50, and one half
+    if isinstance(gold, sympy.Tuple | sympy.FiniteSet) and type(gold) is type(value):
+        pairs = zip(gold.args, value.args, strict=False)  # type: ignore[attr-defined]
+        return any(differs(*pair) for pair in pairs)
+    if not (isinstance(gold, sympy.Expr) and isinstance(value, sympy.Expr)):
+        return False
+    if gold.free_symbols or value.free_symbols or gold.has(percent) or value.has(percent):
+        return False
+    gap = gold - value
+    if gap.is_Rational:
+        return bool(gap != 0) and not gap.has(sympy.Float)
+    size = abs(sympy.N(gap, DIGITS, maxn=MOST_DIGITS))
+    limit = ROUNDED if gap.has(sympy.Float) else 10.0 ** (10 - DIGITS)
+    return bool(size > limit * max(abs(sympy.N(gold, DIGITS)), abs(sympy.N(value, DIGITS))))
+
+
+def agrees(gold: object, value: object) -> bool:
+    """Return whether two terms are equal wherever both are real, as `sqrt(1/n)` and `1/sqrt(n)` are.
+
+    Both must be real at the same of some points, and at several of them.
+    """
+    import sympy
+
+    if not (isinstance(gold, sympy.Expr) and isinstance(value, sympy.Expr)):
+        return False
+    symbols = sorted(gold.free_symbols, key=str)
+    if not 0 < len(symbols) <= MOST_SYMBOLS or gold.free_symbols != value.free_symbols:
+        return False
+    if not any(power.exp.is_Rational and not power.exp.is_Integer for power in gold.atoms(sympy.Pow)):
+        return False
+    reals = 0
+    for point in POINTS:
+        places = {one: sympy.Rational(*point[i]) for i, one in enumerate(symbols)}
+        found = [sympy.N(one.subs(places), DIGITS) for one in (gold, value)]
+        is_real = [one.is_real for one in found]
+        if is_real[0] != is_real[1]:
+            return False
+        if is_real[0]:
+            reals += 1
+            if abs(found[0] - found[1]) > 10.0 ** (10 - DIGITS) * max(map(abs, found)):
+                return False
+    return reals >= LEAST_REALS
+
+
 def main() -> None:
     """Answer requests until the parent closes standard input."""
     sys.stdout = sys.stderr  # so that the output of a library is not taken for a verdict
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        import sympy  # type: ignore[import-untyped]
         from math_verify import LatexExtractionConfig, parse, verify
     except ImportError:
         reply("missing")
@@ -51,49 +98,6 @@ def main() -> None:
         if verify(*parsed, timeout_seconds=None):
             return "wrong" if differs(gold_value, value) else "correct"
         return "correct" if agrees(gold_value, value) else "wrong"
-
-    percent = sympy.UnevaluatedExpr  # math-verify lets 50 % be 50, and one half
-
-    def differs(gold: object, value: object) -> bool:
-        """Return whether numbers differ that math-verify takes for equal: it rounds to six decimals."""
-        if isinstance(gold, sympy.Tuple | sympy.FiniteSet) and type(gold) is type(value):
-            pairs = zip(gold.args, value.args, strict=False)  # type: ignore[attr-defined]
-            return any(differs(*pair) for pair in pairs)
-        if not (isinstance(gold, sympy.Expr) and isinstance(value, sympy.Expr)):
-            return False
-        if gold.free_symbols or value.free_symbols or gold.has(percent) or value.has(percent):
-            return False
-        gap = gold - value
-        if gap.is_Rational:
-            return bool(gap != 0) and not gap.has(sympy.Float)
-        size = abs(sympy.N(gap, DIGITS, maxn=MOST_DIGITS))
-        limit = ROUNDED if gap.has(sympy.Float) else 10.0 ** (10 - DIGITS)
-        return bool(size > limit * max(abs(sympy.N(gold, DIGITS)), abs(sympy.N(value, DIGITS))))
-
-    def agrees(gold: object, value: object) -> bool:
-        """Return whether two terms are equal wherever both are real, as `sqrt(1/n)` and `1/sqrt(n)` are.
-
-        Both must be real at the same of some points, and at several of them.
-        """
-        if not (isinstance(gold, sympy.Expr) and isinstance(value, sympy.Expr)):
-            return False
-        symbols = sorted(gold.free_symbols, key=str)
-        if not 0 < len(symbols) <= MOST_SYMBOLS or gold.free_symbols != value.free_symbols:
-            return False
-        if not any(power.exp.is_Rational and not power.exp.is_Integer for power in gold.atoms(sympy.Pow)):
-            return False
-        reals = 0
-        for point in POINTS:
-            places = {one: sympy.Rational(*point[i]) for i, one in enumerate(symbols)}
-            found = [sympy.N(one.subs(places), DIGITS) for one in (gold, value)]
-            is_real = [one.is_real for one in found]
-            if is_real[0] != is_real[1]:
-                return False
-            if is_real[0]:
-                reals += 1
-                if abs(found[0] - found[1]) > 10.0 ** (10 - DIGITS) * max(map(abs, found)):
-                    return False
-        return reals >= LEAST_REALS
 
     # With the default action the kernel ends this process even in a long C call, and even without a parent.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -27,20 +27,12 @@ def text_of(
             tokenizer knows only one.
         mask: whether the policy sampled each token; default all. Of an environment's, no special ones stay.
     """
-    shown = shown_tokens(tokenizer, token_ids, ended=ended, mask=mask)
-    kept = [token_id for token_id, is_shown in zip(token_ids, shown, strict=True) if is_shown]
-    return tokenizer.decode(kept, skip_special_tokens=False)
-
-
-def shown_tokens(
-    tokenizer: Decoder, token_ids: Sequence[int], *, ended: bool, mask: Sequence[bool] | None = None
-) -> list[bool]:
-    """Return which tokens `text_of` shows; the arguments are its own."""
     marks, special = turn_marks(tokenizer), frozenset(getattr(tokenizer, "all_special_ids", ()))
     hidden = [marks if mask is None or mask[i] else marks | special for i in range(len(token_ids))]
     if ended and hidden:
         hidden[-1] = marks | special
-    return [token_id not in some for token_id, some in zip(token_ids, hidden, strict=True)]
+    kept = [token_id for token_id, some in zip(token_ids, hidden, strict=True) if token_id not in some]
+    return tokenizer.decode(kept, skip_special_tokens=False)
 
 
 def turn_marks(tokenizer: Decoder) -> frozenset[int]:
@@ -74,7 +66,7 @@ def after_thought(text: str, *, opened: bool = False) -> int | None:
     return closed + len(CLOSING) if closed >= 0 else 0
 
 
-def has_thought(text: str, *, opened: bool = False) -> bool:
+def has_thought(text: str) -> bool:
     """Return whether an answer has a closed thought that says something."""
     before, closed, _ = text.rpartition(CLOSING)
     # Templates add the opening to a prompt, and some models leave it out.
