@@ -16,7 +16,7 @@ from tests.integration.leftovers import CONTROL_GROUP, control_groups
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 15.0
+LIMIT_S = 60.0
 JUDGE = """
 import asyncio
 from echo_planes.sandbox.model import Program

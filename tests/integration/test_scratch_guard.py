@@ -17,7 +17,7 @@ from tests.integration.harness import wait_until
 
 pytestmark = pytest.mark.integration
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 
 OWNS = """
 import subprocess, sys, tempfile, multiprocessing
