@@ -21,7 +21,7 @@ from pathlib import Path
 from echo_planes.cluster.process import die_with_parent
 from echo_planes.sandbox import landlock, seccomp
 from echo_planes.sandbox.cgroups import Group
-from echo_planes.sandbox.model import MAIN, Limits, Plan, SandboxError, Tier
+from echo_planes.sandbox.model import MAIN, Limits, Plan, Python, SandboxError, Tier
 
 WORK = "/tmp"  # the scratch folder, as a program in `namespaces` sees it
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin")
@@ -30,8 +30,9 @@ MAX_FILES_OPEN = 256
 OWN_TASKS: dict[Tier, int] = {"namespaces": 1, "landlock": 0}  # bubblewrap runs beside the program
 PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 22, 38
 SECCOMP_MODE_FILTER = 2
-# No site-packages, and no compiled files written. Without -I, which would ignore PYTHONHASHSEED.
-PYTHON = ("-s", "-S", "-B")
+# No packages of a user, and no compiled files written. Without -I, which would ignore PYTHONHASHSEED.
+OPTIONS = ("-s", "-B")
+WITHOUT_PACKAGES = "-S"
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,14 @@ class Descriptors:
 
 def environment(work: str) -> dict[str, str]:
     """Return all environment variables of a program. A fixed hash seed makes verdicts reproducible."""
-    return {"PATH": "/usr/bin", "LANG": "C.UTF-8", "HOME": work, "TMPDIR": work, "PYTHONHASHSEED": "0"}
+    fixed = {"PATH": "/usr/bin", "LANG": "C.UTF-8", "HOME": work, "TMPDIR": work, "PYTHONHASHSEED": "0"}
+    # Libraries such as numpy's would start a thread for each core.
+    return fixed | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def command_of(python: Python) -> list[str]:
+    """Return the interpreter with its options."""
+    return [python.path, *OPTIONS, *([] if python.has_packages else [WITHOUT_PACKAGES])]
 
 
 def bwrap_command(
@@ -77,16 +85,18 @@ def bwrap_command(
             command += ["--symlink", links[path], path]
         elif path in links:
             command += ["--ro-bind", path, path]
-    if not plan.prefix.startswith("/usr/"):
-        command += ["--ro-bind", plan.prefix, plan.prefix]
     for device in DEVICES:
         command += ["--dev-bind", device, device]
     command += ["--size", str(limits.scratch_bytes), "--tmpfs", WORK]
+    # After the scratch folder, which would hide an environment in /tmp.
+    for folder in plan.python.folders:
+        if not folder.startswith("/usr/"):
+            command += ["--ro-bind", folder, folder]
     for name, descriptor in given.files.items():
         command += ["--file", str(descriptor), f"{WORK}/{name}"]
     command += ["--chdir", WORK, "--remount-ro", "/"]
     command += ["--seccomp", str(given.filter), "--json-status-fd", str(given.status)]
-    return [*command, "--", plan.interpreter, *PYTHON, f"{WORK}/{MAIN}"]
+    return [*command, "--", *command_of(plan.python), f"{WORK}/{MAIN}"]
 
 
 def system_links() -> dict[str, str]:
@@ -107,18 +117,23 @@ def readable_by_others(path: Path) -> bool:
     return bool(path.stat().st_mode & stat.S_IROTH)
 
 
-def interpreter(uid: int | None) -> tuple[str, str]:
-    """Return the Python for programs and its installation folder: the running one, else the system's.
+def interpreter(uid: int | None, chosen: Python | None = None) -> Python:
+    """Return the Python for programs: the chosen one, else the running one, else the system's.
 
     Raises:
-        SandboxError: the programs' user can read neither.
+        SandboxError: the programs' user cannot read it.
     """
+    if chosen is not None:
+        for path in map(Path, (chosen.path, *chosen.folders)):
+            if uid is not None and not readable_by_others(path):
+                raise SandboxError(f"the sandbox's user cannot read {path}: make it readable for everybody")
+        return chosen
     own = Path(os.path.realpath(sys.executable))
     for python, prefix in ((own, Path(sys.base_prefix).resolve()), (Path("/usr/bin/python3"), Path("/usr"))):
         if prefix == prefix.parent or not python.exists():  # prefix "/" would expose the whole disk
             continue
         if uid is None or (readable_by_others(python) and readable_by_others(prefix)):
-            return str(python), f"{prefix}/"
+            return Python(str(python), (f"{prefix}/",))
     raise SandboxError(
         f"the sandbox's user cannot read {own}, which lies in a private folder: install /usr/bin/python3"
     )
@@ -180,7 +195,8 @@ def enter(
         raise SandboxError("the warden has died")
     os.chdir(scratch)
     _restrict(plan, scratch)
-    os.execve(plan.interpreter, [plan.interpreter, *PYTHON, MAIN], environment(scratch))
+    command = command_of(plan.python)
+    os.execve(command[0], [*command, MAIN], environment(scratch))
 
 
 def _restrict(plan: Plan, scratch: str) -> None:
@@ -188,7 +204,7 @@ def _restrict(plan: Plan, scratch: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
-    rights = {path: landlock.READ for path in (*SYSTEM, plan.prefix) if os.path.isdir(path)}
+    rights = {path: landlock.READ for path in (*SYSTEM, *plan.python.folders) if os.path.isdir(path)}
     rights |= dict.fromkeys(DEVICES, landlock.DEVICE)
     landlock.restrict(rights | {scratch: landlock.SCRATCH})
     code = seccomp.program(plan.tier, plan.tasks, os.getpid())

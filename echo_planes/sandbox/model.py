@@ -96,22 +96,35 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Python:
+    """Interpreter of programs.
+
+    Args:
+        path: the executable.
+        folders: folders of its installation, and of its environment if it has one; each ends with "/".
+        has_packages: whether programs may import its installed packages.
+    """
+
+    path: str
+    folders: tuple[str, ...]
+    has_packages: bool = False
+
+
+@dataclass(frozen=True)
 class Plan:
     """Protection that a slot sets up around its programs.
 
     Args:
         tier: kind of protection.
         tasks: tasks that a program may start.
-        interpreter: path of the Python that runs programs.
-        prefix: folder of that Python's installation.
+        python: Python that runs programs.
         uid: user that programs run as; None: the warden is not root, and programs run as its user.
         cgroup: version of the cgroup that limits processes and memory, "v1" or "v2"; "": there is none.
     """
 
     tier: Tier
     tasks: Tasks
-    interpreter: str
-    prefix: str
+    python: Python
     uid: int | None
     cgroup: str
 
@@ -154,4 +167,4 @@ def describe(plan: Plan, limits: Limits) -> str:
     if plan.tasks == "nothing":
         parts.append("no threads, since nothing here would count them")
     parts.append("a uid for each slot" if plan.uid is not None else "our own uid (not root)")
-    return f"{plan.tier}: " + "; ".join(parts) + f"; {plan.interpreter}"
+    return f"{plan.tier}: " + "; ".join(parts) + f"; {plan.python.path}"

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -16,11 +17,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from echo_planes.errors import ConfigError
 from echo_planes.sandbox import probe, wire
 from echo_planes.sandbox.model import (
     Limits,
     Outcome,
     Program,
+    Python,
     SandboxError,
     Tier,
     oversize,
@@ -47,9 +50,10 @@ CURE = (
 class Slot:
     """Warden and the pipe to it. Runs one program at a time."""
 
-    def __init__(self, tier: Tier, limits: Limits, name: str) -> None:
+    def __init__(self, tier: Tier, limits: Limits, python: Python | None, name: str) -> None:
         self._tier = tier
         self._limits = limits
+        self._python = python
         self._name = name
         self._process: asyncio.subprocess.Process | None = None
         self._handed: socket.socket | None = None  # pipe ends for joined programs go through it
@@ -71,8 +75,9 @@ class Slot:
         with handed:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", "-c", BOOT, str(ROOT)),
-                *(self._tier, json.dumps(asdict(self._limits)), bwrap, self._name, str(os.getpid())),
-                str(handed.fileno()),
+                *(self._tier, json.dumps(asdict(self._limits))),
+                json.dumps(self._python and asdict(self._python)),
+                *(bwrap, self._name, str(os.getpid()), str(handed.fileno())),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 pass_fds=(handed.fileno(),),
@@ -198,6 +203,27 @@ async def in_time(run: Callable[[Program], Awaitable[Outcome]], program: Program
     return await run(program)
 
 
+def installed(path: str) -> Python:
+    """Ask a Python for its folders.
+
+    Raises:
+        ConfigError: it is none, or does not answer.
+    """
+    folder, name = os.path.split(os.path.abspath(os.path.expanduser(path)))
+    full = os.path.join(os.path.realpath(folder), name)  # the link of an environment stays: it leads to it
+    ask = "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix]))"
+    try:
+        answer = subprocess.run(
+            [full, "-I", "-c", ask], capture_output=True, check=True, timeout=START_LIMIT_S
+        ).stdout
+        folders = tuple(dict.fromkeys(f"{os.path.realpath(folder)}/" for folder in json.loads(answer)))
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"interpreter {path} does not answer as a Python: {error}; correct it") from error
+    if "//" in folders:
+        raise ConfigError(f"interpreter {path} is installed in /: programs would see the whole disk")
+    return Python(full, folders, has_packages=True)
+
+
 class SandboxPool:
     """Pool that runs model-written Python programs under a protection that it has tested first.
 
@@ -206,15 +232,19 @@ class SandboxPool:
     Args:
         num_slots: programs that run at the same time; others wait for a slot.
         limits: resources that each program may use; None: the defaults.
+        interpreter: Python whose installed packages programs may import, such as a virtual environment's;
+            None: the running one, with the standard library only.
 
     Raises (at start):
         SandboxError: this machine offers no protection; the message gives the reason and the remedy.
+        ConfigError: the interpreter does not answer.
     """
 
-    def __init__(self, num_slots: int, limits: Limits | None = None) -> None:
+    def __init__(self, num_slots: int, limits: Limits | None = None, interpreter: str | None = None) -> None:
         if num_slots < 1:
             raise SandboxError(f"num_slots={num_slots}: a sandbox needs at least one slot")
         self.limits = limits or Limits()
+        self._interpreter = interpreter
         self._num_slots = num_slots
         self._slots: list[Slot] = []
         self._free: asyncio.Queue[Slot] = asyncio.Queue()
@@ -246,18 +276,21 @@ class SandboxPool:
             if self._slots:
                 return
             reasons = []
+            python = (
+                None if self._interpreter is None else await asyncio.to_thread(installed, self._interpreter)
+            )
             for tier in TIERS:
                 try:
-                    await self._open(tier)
+                    await self._open(tier, python)
                 except SandboxError as error:
                     reasons.append(f"{tier}: {error}")
                 else:
                     return
             raise SandboxError(f"no sandbox for model-written programs here: {'; '.join(reasons)}. {CURE}")
 
-    async def _open(self, tier: Tier) -> None:
+    async def _open(self, tier: Tier, python: Python | None) -> None:
         name = f"echo-planes-sandbox-{os.getpid()}-{id(self):x}"
-        slots = [Slot(tier, self.limits, f"{name}-{number}") for number in range(self._num_slots)]
+        slots = [Slot(tier, self.limits, python, f"{name}-{number}") for number in range(self._num_slots)]
         try:
             await slots[0].start()
             await self._probe(slots[0])

@@ -11,11 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from echo_planes.sandbox.jail import DEVICES
+from echo_planes.sandbox.jail import DEVICES, environment
 from echo_planes.sandbox.model import Limits, Outcome, Program
 
 PAYLOAD = Path(__file__).with_name("payload.py")
-ALLOWED_VARIABLES = {"PATH", "LANG", "LC_CTYPE", "HOME", "TMPDIR", "PYTHONHASHSEED", "PWD"}
+ALLOWED_VARIABLES = {*environment(""), "LC_CTYPE", "PWD"}  # bubblewrap and Python set the last two
 SECRETS = ("/etc/passwd", "/etc/shadow", "/proc/1/status", "/proc/self/environ", "/sys")
 # Files of the home folder, not the folder itself: if Python is installed in it, the sandbox has that folder.
 PRIVATE = (".ssh", ".netrc", ".bashrc", ".bash_history", ".gitconfig")

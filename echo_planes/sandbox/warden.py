@@ -29,6 +29,7 @@ from echo_planes.sandbox.model import (
     Limits,
     Outcome,
     Plan,
+    Python,
     SandboxError,
     Tier,
     describe,
@@ -72,7 +73,7 @@ class Warden:
         SandboxError: this machine cannot provide this tier.
     """
 
-    def __init__(self, tier: Tier, limits: Limits, bwrap: str, name: str) -> None:
+    def __init__(self, tier: Tier, limits: Limits, python: Python | None, bwrap: str, name: str) -> None:
         self.limits = limits
         self._bwrap = bwrap
         self._group: cgroups.Group | None = None
@@ -86,7 +87,7 @@ class Warden:
         uid = None
         if os.geteuid() == 0:
             uid, self._uid_claim = users.claim_uid()
-        python, prefix = jail.interpreter(uid)
+        python = jail.interpreter(uid, python)
         self._links = jail.system_links()
         if tier == "landlock":
             self._scratch = tempfile.mkdtemp(prefix="echo-planes-sandbox-")
@@ -101,7 +102,7 @@ class Warden:
         )
         version = self._group.version if self._group else ""
         tasks = tasks_allowed(tier, uid is not None, bool(version))
-        self.plan = Plan(tier, tasks, python, prefix, uid, version)
+        self.plan = Plan(tier, tasks, python, uid, version)
         # In its own namespace the program is process 1. The filter for Landlock is made in the child.
         self._filter = _file("filter", seccomp.program(tier, tasks, own_pid=1))
 
@@ -360,10 +361,10 @@ def main(arguments: list[str]) -> None:
     """Run a warden until its parent closes the pipe or dies.
 
     Args:
-        arguments: tier, limits as JSON, path of bwrap or "", name of the control group, id of the parent
-            process, and descriptor of the socket on which pipe ends arrive.
+        arguments: tier, limits as JSON, the chosen Python as JSON, path of bwrap or "", name of the control
+            group, id of the parent process, and descriptor of the socket on which pipe ends arrive.
     """
-    tier, limits, bwrap, name, parent, handed = arguments
+    tier, limits, python, bwrap, name, parent, handed = arguments
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, _hang_up)
     libc = ctypes.CDLL(None)
@@ -374,7 +375,9 @@ def main(arguments: list[str]) -> None:
         if os.getppid() != int(parent):
             raise Stop
         kind: Tier = "namespaces" if tier == "namespaces" else "landlock"
-        warden = Warden(kind, Limits(**json.loads(limits)), bwrap, name)
+        chosen = json.loads(python)
+        found = Python(chosen["path"], tuple(chosen["folders"]), chosen["has_packages"]) if chosen else None
+        warden = Warden(kind, Limits(**json.loads(limits)), found, bwrap, name)
         with socket.socket(fileno=int(handed)) as descriptors:
             descriptors.set_inheritable(False)
             serve(warden, descriptors)

@@ -63,6 +63,9 @@ class GymTask(EpisodeTask):
             env.init(self._rows.messages(json.loads(prompt.answer)))
         return _Stepped(env)
 
+    def right_answer(self, prompt: Prompt) -> str:
+        return self._rows.right_answer(json.loads(prompt.answer))
+
     def _begin(self, index: int, row: dict[str, Any]) -> Prompt:
         return self.make_prompt(index, self._rows.text(row), json.dumps(row), self._rows.messages(row))
 

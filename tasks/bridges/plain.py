@@ -59,6 +59,9 @@ class FunctionTask(TaskAdapter):
         # Not checked here, so that the scorer reports a value that is no number as an invalid reward.
         return Reward(value, isinstance(value, numbers.Real) and float(value) >= 1)
 
+    def right_answer(self, prompt: Prompt) -> str:
+        return self._rows.right_answer(json.loads(prompt.answer))
+
     def _prompt(self, index: int, row: dict[str, Any]) -> Prompt:
         text = self._rows.text(row)
         if self._chat:

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Literal, cast
 from pydantic import Field
 
 from echo_planes.data.tasks.adapter import TaskAdapter, TaskOptions, Tokenizer
-from echo_planes.data.tasks.answers import after_thought, last_tagged, opens_thought
+from echo_planes.data.tasks.answers import after_thought, answering, last_tagged, opens_thought
 from echo_planes.data.tasks.chat import Chat
 from echo_planes.errors import ConfigError, DataError, TaskError
 from echo_planes.types import Episode, Prompt, Reward
@@ -86,6 +86,10 @@ class ReasoningGymTask(TaskAdapter):
         answer = tagged and tagged[0].strip()
         score = dataset.score_answer(answer, self._entry[1])
         return Reward(score, bool(score >= 1), {"answered": float(answer is not None)})
+
+    def right_answer(self, prompt: Prompt) -> str:
+        answer = f"<answer>{json.loads(prompt.answer)['answer']}</answer>"
+        return answering(self.tokenizer, prompt.token_ids, answer)
 
     def _same(self, prompt: Prompt, entry: dict[str, Any]) -> dict[str, Any]:
         """Return `entry`, generated again for scoring, after a check that its question is the prompt's."""

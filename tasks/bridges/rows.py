@@ -68,6 +68,10 @@ class Rows:
         """Return the prompt as text: the contents of its messages."""
         return "\n\n".join(str(message["content"]) for message in self.messages(row))
 
+    def right_answer(self, row: dict[str, Any]) -> str:
+        """Return the field `answer`, else the first, which is the first of `task.row_fields`."""
+        return str(row.get("answer", next(iter(row.values()))))
+
     @cached_property
     def _rows(self) -> tuple[dict[str, Any], ...]:
         path = Path(self._options.data).expanduser()

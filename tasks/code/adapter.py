@@ -11,18 +11,20 @@ from functools import cached_property
 from typing import ClassVar, cast
 
 from echo_planes.data.tasks.adapter import Policy, TaskAdapter, TaskOptions, Tokenizer
-from echo_planes.data.tasks.answers import opens_thought
-from echo_planes.errors import ModelError
+from echo_planes.data.tasks.answers import answering, opens_thought
+from echo_planes.errors import DataError, ModelError
 from echo_planes.sandbox.model import Limits
 from echo_planes.types import Episode, Prompt, Reward
 
-from .functions import HEAD, formula
+from .functions import HEAD, Formula, formula
 from .judging import Answer, Verdict, called, parse_answer
 from .options import CodeOptions
 from .problems import Problem, load_problems, split
 from .runner import ProgramRunner
 
 MOST_SAMPLES = 16  # programs of a group for which the deadline is made; all may run until their limit
+MOST_SOLUTIONS = 20  # of the authors, judged before a run
+MOST_FAILING = 0.2  # of them may fail their own tests
 SHOWN_CHARACTERS = 2000  # most characters of the tests, and of the program, in an answer's notes
 FUNCTION_MAX_NEW_TOKENS = 10  # five signs and the end token, with room for wrong answers
 INSTRUCTION = (
@@ -54,9 +56,15 @@ class CodeTask(TaskAdapter):
         self._judged_prompt: Prompt | None = None
 
     def preflight(self) -> str:
-        """Describe the sandbox around the programs. Raises SandboxError if they cannot run safely."""
+        """Describe the sandbox around the programs, and judge solutions of the problems' authors.
+
+        Raises:
+            SandboxError: programs cannot run safely here.
+            DataError: too many solutions fail their own tests.
+        """
         try:
-            return f"sandbox: {self._runner.protection}"
+            told = f"sandbox: {self._runner.protection}"
+            return told if self._is_generated else told + self._judge_authors()
         finally:
             self._runner.close()
 
@@ -115,6 +123,13 @@ class CodeTask(TaskAdapter):
             noted["program"] = answer.code[:SHOWN_CHARACTERS]
         return Reward(value, correct, {**parts, f"is_{found.status}": 1.0}, json.dumps(noted))
 
+    def right_answer(self, prompt: Prompt) -> str:
+        """Return the authors' solution: for files as a block of Python."""
+        if self._is_generated:
+            return Formula(prompt.text.partition("\n")[0].removeprefix("# ")).code
+        solution = self._problem(prompt).solution
+        return answering(self.tokenizer, prompt.token_ids, f"```python\n{solution}\n```")
+
     @cached_property
     def _splits(self) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
         return split(load_problems(self._options.dataset, self._options.data))
@@ -126,7 +141,29 @@ class CodeTask(TaskAdapter):
             cpu_s=self._options.program_s,
             memory_bytes=self._options.memory_mib << 20,
         )
-        return ProgramRunner(self._options.slots, limits)
+        return ProgramRunner(self._options.slots, limits, self._options.interpreter)
+
+    def _judge_authors(self) -> str:
+        """Return a sentence about authors' solutions that fail their own tests, as without a package."""
+        problems = [problem for part in self._splits for problem in part]
+        some = problems[:: math.ceil(len(problems) / MOST_SOLUTIONS)]
+        failing = []
+        for problem in some:
+            found = self._runner.judge([problem.solution], problem.tests, problem.head, problem.solution)
+            judged = found[problem.solution]
+            if judged.passed < judged.total:
+                reason = judged.detail.strip().rpartition("\n")[2] or judged.status
+                failing.append(f"{reason} ({problem.question.strip()[:60]!r})")
+        if not failing:
+            return ""
+        about = f"the authors' solutions of {len(failing)} of {len(some)} problems fail their own tests here"
+        about += f", one with {failing[0]}; no answer to such a problem earns anything"
+        if len(failing) > MOST_FAILING * len(some):
+            raise DataError(
+                f"task.dataset={self._options.dataset}: {about}; if the tests need packages, set "
+                "task.interpreter to a Python that has them"
+            )
+        return f"; {about}"
 
     def _generated(self, index: int, seed: str, *, held_out: bool) -> Prompt:
         found = formula(seed, held_out=held_out)

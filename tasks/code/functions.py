@@ -19,10 +19,14 @@ _HOLDOUT = 20  # 1 in 20 is held out
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """Formula in words and in Python."""
+    """Formula in words."""
 
     words: str  # "x plus 3 times y"
-    code: str  # "x+3*y"
+
+    @property
+    def code(self) -> str:
+        """Formula in Python: `x+3*y`."""
+        return "".join(SIGNS.get(word, word) for word in self.words.split())
 
     @property
     def prompt(self) -> str:
@@ -49,6 +53,6 @@ def formula(seed: str, *, held_out: bool) -> Formula:
         words = [rng.choice(TERMS)]
         for _ in range(2):
             words += [rng.choice(tuple(SIGNS)), rng.choice(TERMS)]
-        found = Formula(" ".join(words), "".join(SIGNS.get(word, word) for word in words))
+        found = Formula(" ".join(words))
         if is_held_out(found) == held_out and {"x", "y"} & set(words):
             return found

@@ -33,6 +33,9 @@ class CodeOptions(TaskOptions):
     )
     weights: CodeWeights = CodeWeights()
     program_s: float = Field(default=5.0, gt=0, le=600, description="wall and CPU time of one program")
+    interpreter: str | None = Field(
+        default=None, description="Python of answers and tests, with its packages; default this one, without"
+    )
     memory_mib: int = Field(default=256, ge=32, description="memory of one program")
     slots: int = Field(default=2, ge=1, le=64, description="programs at once, for each rewarding process")
 

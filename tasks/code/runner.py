@@ -21,11 +21,13 @@ class ProgramRunner:
     Args:
         num_slots: answers judged at once; each takes two programs, the judge's and the answer's.
         limits: limits of each program.
+        interpreter: as of `SandboxPool`.
     """
 
-    def __init__(self, num_slots: int, limits: Limits) -> None:
+    def __init__(self, num_slots: int, limits: Limits, interpreter: str | None = None) -> None:
         self._num_slots = num_slots
         self._limits = limits
+        self._interpreter = interpreter
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pool: SandboxPool | None = None
 
@@ -50,7 +52,7 @@ class ProgramRunner:
 
     async def _started(self) -> SandboxPool:
         if self._pool is None:
-            pool = SandboxPool(2 * self._num_slots, self._limits)
+            pool = SandboxPool(2 * self._num_slots, self._limits, self._interpreter)
             await pool.start()
             self._pool = pool
         return self._pool

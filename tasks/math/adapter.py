@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from typing import ClassVar, cast
 
 from echo_planes.data.tasks.adapter import WINDOW_GROUPS, Progress, TaskAdapter, TaskOptions, Tokenizer
-from echo_planes.data.tasks.answers import opens_thought
+from echo_planes.data.tasks.answers import answering, opens_thought
 from echo_planes.errors import DataError, ModelError
 from echo_planes.types import Episode, Prompt, Reward
 
@@ -18,7 +18,7 @@ from .judging import MathJudge
 from .options import MathOptions
 
 ADDITION_MAX_NEW_TOKENS = 6  # more than the longest right answer, so that a wrong one may be longer
-FORMS: dict[AnswerForm, str] = {"boxed": "\\boxed{}", "answer": "<answer></answer>"}
+FORMS: dict[AnswerForm, tuple[str, str]] = {"boxed": ("\\boxed{", "}"), "answer": ("<answer>", "</answer>")}
 INSTRUCTION = (
     "{question}\n\nThink step by step inside <think></think>, then give only the final answer inside {form}."
 )
@@ -97,6 +97,13 @@ class MathTask(TaskAdapter):
         failures = {name: float(verdict == name) for name in ("timeout", "unparsable")}
         return Reward(value, verdict == "correct", {**shares, **failures})
 
+    def right_answer(self, prompt: Prompt) -> str:
+        """Return the reference answer: for files in the form that the prompt asks for."""
+        if self._is_addition:
+            return prompt.answer
+        begin, end = FORMS[self._options.answer_form]
+        return answering(self.tokenizer, prompt.token_ids, f"{begin}{prompt.answer}{end}")
+
     @cached_property
     def _splits(self) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
         return load_splits(self._options.dataset, self._options.data, self._options.eval_data)
@@ -111,7 +118,7 @@ class MathTask(TaskAdapter):
         limit = self._options.max_prompt_tokens
         for step in range(len(order)):  # the next prompt that fits replaces one that is too long
             problem = problems[order[(position + step) % len(order)]]
-            form = FORMS[self._options.answer_form]
+            form = "".join(FORMS[self._options.answer_form])
             token_ids = self._encode(INSTRUCTION.format(question=problem.question, form=form))
             if limit is None or len(token_ids) <= limit:
                 return Prompt(index, token_ids, problem.answer, problem.question)

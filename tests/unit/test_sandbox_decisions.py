@@ -17,6 +17,7 @@ from echo_planes.sandbox.model import (
     Outcome,
     Plan,
     Program,
+    Python,
     SandboxError,
     describe,
     oversize,
@@ -26,7 +27,7 @@ from echo_planes.sandbox.users import is_mapped
 from echo_planes.sandbox.verdict import Cause, Observed, decide
 
 LIMITS = Limits(cpu_s=1.5, memory_bytes=1 << 20, scratch_bytes=100)
-PLAN = Plan("namespaces", "processes", "/usr/bin/python3", "/usr/", 1000, "v2")
+PLAN = Plan("namespaces", "processes", Python("/usr/bin/python3", ("/usr/",)), 1000, "v2")
 BARE = replace(PLAN, tasks="nothing", uid=None, cgroup="")
 ENDED = Observed(None, 0, 0, 0.1, "")
 
@@ -85,11 +86,11 @@ def test_without_a_cgroup_rlimits_bound_memory_and_a_uid_bounds_tasks() -> None:
 
 def test_bwrap_shares_nothing_and_mounts_only_what_is_named() -> None:
     given = jail.Descriptors(0, 1, 2, {"main.py": 7, "a.txt": 8}, 9, 10)
-    plan = replace(PLAN, interpreter="/opt/py/bin/python", prefix="/opt/py/")
+    plan = replace(PLAN, python=Python("/opt/py/bin/python", ("/opt/py/",)))
     command = jail.bwrap_command("/bin/bwrap", plan, LIMITS, {"/usr": "", "/lib": "usr/lib"}, given)
     binds = ("--bind", "--ro-bind", "--dev-bind")
     bound = [command[n + 1] for n, word in enumerate(command) if word in binds]
-    assert bound == ["/usr", "/opt/py/", *jail.DEVICES]
+    assert bound == ["/usr", *jail.DEVICES, "/opt/py/"]
     assert "--bind" not in command
     assert {"--unshare-all", "--disable-userns", "--as-pid-1", "--die-with-parent"} <= {*command}
     assert command.index("--remount-ro") > command.index("/tmp/a.txt")

@@ -18,7 +18,12 @@ import pytest
 from echo_planes.config.schema import TaskConfig
 from echo_planes.data.tasks.adapter import EpisodeBuilder, TaskAdapter, TaskOptions, Tokenizer
 from echo_planes.data.tasks.check import Finding, Setting, TaskCheck
-from echo_planes.data.tasks.registry import adapter_class, installed_adapter, installed_tasks
+from echo_planes.data.tasks.registry import (
+    adapter_class,
+    build_adapter,
+    installed_adapter,
+    installed_tasks,
+)
 from echo_planes.data.tasks.skeleton import write_skeleton
 from echo_planes.errors import ConfigError, DataError
 from echo_planes.loop.loading import load_config
@@ -281,21 +286,47 @@ def test_rewards_that_are_all_equal_are_a_warning() -> None:
     assert "all earn 0.5" in text
 
 
+def test_the_right_answer_is_what_the_task_says_it_is() -> None:
+    def reward(self: TaskAdapter, prompt: Prompt, episode: Episode) -> Reward:
+        right = episode.text == f"<{prompt.answer}>"
+        return Reward(float(right), right)
+
+    assert "all earn 0" in problem(but(reward=reward), "something to learn", "warning")
+    in_form = but(reward=reward, right_answer=lambda self, prompt: f"<{prompt.answer}>")
+    assert {finding.level for finding in look(in_form)} == {"ok"}
+    none = but(right_answer=lambda self, prompt: None)
+    assert "right_answer of prompt 0 is None" in problem(none, "something to learn")
+
+
 @pytest.mark.parametrize(
-    ("row", "right"),
-    [({"result": 9, "q": "4+5="}, "9"), ({"q": "4+5=", "answer": "9"}, "9"), ({}, "{}"), ([9], "[9]")],
+    ("name", "row", "words", "right"),
+    [
+        ("math", {"answer": "so #### 42"}, ["task.dataset=gsm8k"], r"\boxed{42}"),
+        (
+            "code",
+            {"code": "def add(a, b):\n    return a + b", "test_setup_code": ""}
+            | {"test_list": ["assert add(1, 2) == 3"]},
+            ["task.dataset=mbpp"],
+            "```python\ndef add(a, b):\n    return a + b\n```",
+        ),
+        ("function", {"prompt": "4+5=", "answer": "9", "q": 1}, ["task.reward=builtins:max"], "9"),
+        (
+            "function",
+            {"prompt": "4+5=", "sum": 9},
+            ["task.reward=builtins:max", "task.row_fields=[sum]"],
+            "9",
+        ),
+    ],
 )
-def test_the_right_answer_of_a_row_is_its_answer_or_its_first_field(row: Any, right: str) -> None:
-    class OfRows(GoodTask):
-        def reward(self, prompt: Prompt, episode: Episode) -> Reward:
-            return Reward(float(episode.text == right), episode.text == right)
-
-        def _ask(self, index: int, n: int) -> Prompt:
-            return replace(super()._ask(index, n), answer=json.dumps(row))
-
-    findings = look(OfRows, "something to learn")
-    assert [finding.level for finding in findings] == ["ok", "ok"], findings
-    assert "from 0 to 1" in findings[-1].text
+def test_the_right_answer_stands_in_the_form_that_the_prompt_asks_for(
+    tmp_path: Path, name: str, row: dict[str, Any], words: list[str], right: str
+) -> None:
+    rows = [{**row, "text": f"Add. {number}", "question": f"{number}?"} for number in range(40)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    config = load_config([f"task={name}", f"task.data={data}", "task.template=plain", *words])
+    task = build_adapter(config.task, cast(Tokenizer, FakeTokenizer()), 0)
+    assert task.right_answer(task.prompt(0)) == right
 
 
 # --- episodes ------------------------------------------------------------------------------------

@@ -148,6 +148,13 @@ class TaskAdapter(ABC):
         trajectory is a counted failure: the group is not trained, and the run continues.
         """
 
+    def right_answer(self, prompt: Prompt) -> str:
+        """Return the text of an answer that earns the whole reward, in the form that the prompt asks for.
+
+        `task check` scores it beside wrong answers. By default `Prompt.answer`.
+        """
+        return prompt.answer
+
     async def rollout(self, prompt: Prompt, policy: Policy) -> Episode:
         """Drive the policy through one episode. Single-turn by default; override for several turns."""
         builder = EpisodeBuilder()

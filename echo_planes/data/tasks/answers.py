@@ -66,6 +66,11 @@ def after_thought(text: str, *, opened: bool = False) -> int | None:
     return closed + len(CLOSING) if closed >= 0 else 0
 
 
+def answering(tokenizer: Decoder, prompt_ids: Sequence[int], text: str) -> str:
+    """Return `text` as the answer to a prompt: behind the end of a thought that the prompt opened."""
+    return f"{CLOSING}{text}" if opens_thought(tokenizer, prompt_ids) else text
+
+
 def has_thought(text: str) -> bool:
     """Return whether an answer has a closed thought that says something."""
     before, closed, _ = text.rpartition(CLOSING)

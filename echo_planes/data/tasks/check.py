@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
-import json
 import math
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, product
@@ -41,7 +39,7 @@ FAR_INDEX = 1_000_003  # an index that long runs reach
 MAX_TURNS = 256
 PROBE_LIMIT_S = 60.0  # for everything but rewards, which have a limit of their own
 SLOW_BUILD_S = 5.0
-RIGHT = "\0right"  # placeholder of the right answer: see `_text`
+RIGHT = "\0right"  # placeholder of what `right_answer` returns
 
 # Kinds of answers that a policy gives sooner or later.
 ANSWERS: dict[str, tuple[str, ...]] = {
@@ -260,7 +258,7 @@ class TaskCheck:
         for prompt, answer in product(self._some, _PLAIN):
             episode, policy = self._played(prompt, answer)
             if wrong := _wrong_episode(episode, policy.samples):
-                raise _Wrong(f"prompt {prompt.index}, answer {_quoted(_text(prompt, answer))}: {wrong}")
+                raise _Wrong(f"prompt {prompt.index}, answer {_quoted(self._text(prompt, answer))}: {wrong}")
             turns.append(episode.num_turns)
         yield "ok", f"{len(turns)} episodes on a scripted policy, at most {max(turns)} turns"
 
@@ -271,11 +269,19 @@ class TaskCheck:
 
     def _played(self, prompt: Prompt, answer: str, is_cut_off: bool = False) -> tuple[Any, ScriptedPolicy]:
         limit = (self.task.max_new_tokens or self.setting.max_new_tokens) if self._plays else sys.maxsize
-        policy = ScriptedPolicy(self.setting.tokenizer, [_text(prompt, answer)], limit, is_cut_off)
+        policy = ScriptedPolicy(self.setting.tokenizer, [self._text(prompt, answer)], limit, is_cut_off)
         rolling: Any = self.task.rollout(prompt, policy)
         if not inspect.iscoroutine(rolling):
             raise _Wrong(f"rollout returned {_shown(rolling)} at once; write `async def rollout`")
         return asyncio.run(rolling), policy
+
+    def _text(self, prompt: Prompt, answer: str) -> str:
+        if answer != RIGHT:
+            return answer
+        text: Any = self.task.right_answer(prompt)
+        if type(text) is not str:
+            raise _Wrong(f"right_answer of prompt {prompt.index} is {_shown(text)}; it must be text")
+        return text
 
     def _materialize(self) -> Said:
         prompt, group = self.task.prompt(0), []
@@ -301,7 +307,7 @@ class TaskCheck:
     def _answered(self, prompt: Prompt, answer: str, is_cut_off: bool = False) -> Episode:
         """Return an episode; a single-turn one with the exact text, of which the tokenizer may lose parts."""
         episode: Episode = self._played(prompt, answer, is_cut_off)[0]
-        return episode if self._plays else replace(episode, text=_text(prompt, answer))
+        return episode if self._plays else replace(episode, text=self._text(prompt, answer))
 
     def _scored(self, task: TaskAdapter, prompt: Prompt, episode: Episode) -> Reward:
         about, limit = f"prompt {prompt.index}, answer {_quoted(episode.text)}", task.max_new_tokens
@@ -329,7 +335,7 @@ class TaskCheck:
             yield (
                 "warning",
                 f"right, wrong and empty answers all earn {values.pop():g}, and equal rewards train nothing; "
-                "look at `reward`, unless a right answer is not what Prompt.answer says",
+                "look at `reward`, and at `right_answer` (by default Prompt.answer)",
             )
         else:
             yield "ok", f"rewards from {min(values):g} to {max(values):g}"
@@ -378,19 +384,6 @@ def _wrong_omegas(omegas: Any, group: Sequence[Trajectory]) -> str:
         if known is not None and not (isinstance(known, float) and math.isfinite(known)):
             return f"entry {i}: advantage is {_shown(known)}; it must be a finite float, or None"
     return ""
-
-
-def _text(prompt: Prompt, answer: str) -> str:
-    if answer != RIGHT:
-        return answer
-    # For tasks over a user's file, Prompt.answer holds the whole row as JSON, the fields of task.row_fields
-    # first: without one called "answer", the first of them is the likeliest to hold it.
-    row: Any = None
-    with suppress(ValueError, RecursionError):
-        row = json.loads(prompt.answer)
-    if not isinstance(row, dict) or not row:
-        return prompt.answer
-    return str(row.get("answer", next(iter(row.values()))))
 
 
 def _shown(value: object) -> str:
