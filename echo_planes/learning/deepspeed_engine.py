@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from echo_planes.cluster.gpu_driver import driver_problem_here
 from echo_planes.config.schema import LearnerConfig
 from echo_planes.errors import ClusterError, ConfigError, DataError, RunError
 from echo_planes.learning.adapters import A, Adapters, B
@@ -48,12 +49,13 @@ def check_gpu(amount: float) -> None:
         amount: GPUs of one rank.
 
     Raises:
-        ClusterError: torch was built for CPUs, or the driver does not answer.
+        ClusterError: torch was built for CPUs, or the driver is too old or does not answer.
     """
     if not torch.cuda.is_available():
+        why = driver_problem_here() or "it needs a build of torch for CUDA, and a driver (docs/gpus.md)"
         raise ClusterError(
-            f"learner.resources has GPU: {amount:g}, but torch {torch.__version__} finds none: it needs a "
-            "build of torch for CUDA and its driver; or train on CPUs with learner.resources='{CPU: 1}'"
+            f"learner.resources has GPU: {amount:g}, but torch {torch.__version__} finds none: {why}; or "
+            "train on CPUs with learner.resources='{CPU: 1}'"
         )
 
 

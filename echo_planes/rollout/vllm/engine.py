@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
+from echo_planes.cluster.gpu_driver import driver_problem_here
 from echo_planes.cluster.processor import bf16_is_faster
 from echo_planes.config.fleet import CPU_PAGE_TOKENS, EngineConfig
 from echo_planes.config.kv_schedule import Schedule
@@ -213,6 +214,8 @@ class VllmEngine:
         os.environ.update({name: value for name, value in self.environment.items() if name not in os.environ})
         # The variable would override the configured KV cache, and vLLM reads it as a whole number only.
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+        if problem := driver_problem_here():
+            raise EngineStartError(f"the vLLM engine cannot start: {problem}", is_final=True)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.usage.usage_lib import UsageContext
