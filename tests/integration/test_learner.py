@@ -35,7 +35,7 @@ from echo_planes.learning.adapters import first_a
 from echo_planes.learning.learner import Learner
 from echo_planes.learning.meeting import alone
 from echo_planes.learning.policy_model import load_policy, nucleus
-from echo_planes.types import TrainBatch
+from echo_planes.types import Adjustment, TrainBatch
 from tests.integration.learner_ranks import LIMIT_S, VOCABULARY, make_batch, master_weights
 from tests.thorough import THOROUGH, takes_minutes
 
@@ -696,6 +696,8 @@ def test_updates_that_are_not_finite_are_left_out_then_end_the_run(
     with learner_here(tmp_path, model_folder, learner={"lr": 1e30, "max_skipped_updates": 2}) as learner:
         learner.train_step(make_batch(0))  # finite, and spoils the weights
         told = [learner.train_step(make_batch(step)) for step in (1, 2)]
+        # Of three steps the first alone moved the policy.
+        assert [learner.drift.is_still(lag) for lag in (1, 2, 3)] == [True, True, False]
         with pytest.raises(DivergedError, match=r"step 4 .*loss.*diverged-step-4"):
             learner.train_step(make_batch(3))
     assert [(stats.updates_skipped, stats.num_updates, stats.loss) for stats in told] == [(1, 1, None)] * 2
@@ -845,6 +847,34 @@ def test_drift_slows_the_rate_and_a_checkpoint_keeps_it(tmp_path: Path, model_fo
     assert (again.learning_rate, again.rate_factor) == (last.learning_rate, last.rate_factor)
 
 
+def test_the_guards_rungs_hold_from_the_next_step_on_until_they_are_taken_back(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    """*mask* trains what `objective.token_mask` does, and *slow* moves the weights half as far."""
+    batch = make_batch(0)
+    far = 2.0 * (np.arange(len(batch.token_ids)) % 3 == 0)  # ratios of 7, beyond the guard's limit of 2
+    batch = replace(batch, sampler_logprobs=(batch.sampler_logprobs - far).astype(np.float32))
+    changes: dict[str, Any] = {"learner": {"warmup_steps": 0}}
+    with learner_here(tmp_path, model_folder, objective={"token_mask": [0.5, 2.0]}, **changes) as learner:
+        expected = learner.train_step(batch)
+    with learner_here(tmp_path, model_folder, **changes) as learner:
+        learner.adjust(Adjustment(rate_scale=0.5, mask_outliers=True))
+        adjusted = learner.train_step(batch)
+        masters = master_weights(learner)
+        learner.adjust(Adjustment())
+        after = learner.train_step(replace(batch, step=1))
+        assert learner.drift.history == [0.5, 1.0]
+    assert expected.masked_fraction is not None
+    assert expected.masked_fraction > 0.2
+    for figure in ("masked_fraction", "loss", "grad_norm"):
+        assert getattr(adjusted, figure) == getattr(expected, figure)
+    assert [one.learning_rate for one in (expected, adjusted, after)] == pytest.approx([LR, LR / 2, LR])
+    begun = load_file(model_folder / "model.safetensors")
+    moved = max(np.abs(masters[name] - one.float().numpy().reshape(-1)).max() for name, one in begun.items())
+    assert moved == pytest.approx(LR / 2, rel=0.02)  # Adam's first step has the length of the rate
+    assert after.masked_fraction == 0.0
+
+
 def test_without_stale_tokens_a_step_is_held_by_how_far_it_moved_the_policy(
     tmp_path: Path, model_folder: Path
 ) -> None:
@@ -930,6 +960,7 @@ def test_a_batch_without_advantages_is_a_step_without_update(tmp_path: Path, mod
         before = all_bits(learner)
         stats = learner.train_step(replace(batch, step=1, rewards=np.ones_like(batch.rewards)))
         assert all_bits(learner) == before
+        assert [learner.drift.is_still(lag) for lag in (1, 2)] == [True, False]
     assert (stats.num_updates, stats.tokens_forward, stats.tokens_scored) == (1, 0, 0)
     # Nothing was measured, which is not the same as 0.
     assert {stats.loss, stats.grad_norm, stats.learning_rate, stats.entropy, stats.tis_mean} == {None}
