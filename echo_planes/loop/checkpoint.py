@@ -200,11 +200,10 @@ def _remove(checkpoint: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Flush every file to disk, before the rename completes the checkpoint."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+    """Flush all files and the names in all folders to disk, before the rename completes the checkpoint."""
+    for path in (folder, *folder.rglob("*")):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

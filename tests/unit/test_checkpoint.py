@@ -137,6 +137,30 @@ def test_the_same_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
     assert (path / "data" / "part").read_text() == "new"
 
 
+def test_files_and_folders_are_on_disk_before_the_checkpoint_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a machine that loses its power may leave a checkpoint that lacks files, or their bytes."""
+    changes: list[str] = []
+    sync, rename = os.fsync, os.rename
+
+    def synced(descriptor: int) -> None:
+        changes.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path.resolve()))
+        sync(descriptor)
+
+    def renamed(source: Path, target: Path) -> None:
+        changes.append(f"{source.name} -> {target.name}")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    path = save(tmp_path, 50)
+    inside = [found.relative_to(path).as_posix() for found in (path, *path.rglob("*"))]
+    assert "data/part" in inside
+    assert changes.pop() == ".partial -> step-000050"
+    assert sorted(changes) == sorted(os.path.normpath(f"checkpoints/.partial/{one}") for one in inside)
+
+
 class Killed(BaseException):
     """End of the process, in the middle of its work on the disk."""
 
