@@ -191,7 +191,7 @@ class Seeding:
         """Begin the next step, with the window that follows from this one."""
         report = self.report(now_s)
         # A step without its planned seeding, or with remote workers that were stuck, says nothing of T_seed.
-        as_planned = any(one.what == "seed" for one in report.intervals) or not self._was_open
+        as_planned = any(one.what == "seed" for one in report.intervals) or not self.window.seconds
         if as_planned and not self._is_first and not self._is_late:
             seen = SeededStep(report.train_wait_s, report.remote_wait_s, report.mean_remote, self._num_remote)
             self.window.observe(seen)

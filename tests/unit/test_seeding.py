@@ -305,6 +305,29 @@ def test_a_window_of_no_seconds_does_not_open() -> None:
     assert seeding.form_batch(0, 1.0, alone, in_parts=True) == [OPEN, FORM_WHOLE]
 
 
+@pytest.mark.parametrize(
+    ("first_s", "seeders", "serves", "later_s"),
+    [
+        (WINDOW_S, ("s0",), True, WINDOW_S + (6.0 - 2.0) / 2.0),
+        (WINDOW_S, ("s0",), False, WINDOW_S),
+        (WINDOW_S, (), False, WINDOW_S),
+        (0.0, ("s0",), True, (16.0 - 2.0) / 2.0),  # no seeding is what was planned
+    ],
+    ids=["seeded", "nobody served", "nobody there", "no window"],
+)
+def test_only_a_step_with_its_planned_seeding_moves_the_window(
+    first_s: float, seeders: tuple[str, ...], serves: bool, later_s: float
+) -> None:
+    seeding, present = alone_with(first_s), Present(1, 1, seeders, serves)
+    seeding.form_batch(0, 0.0, Present(1, 1, (), seeder_serves=False), in_parts=False)
+    seeding.step_done(100.0)  # the first step says nothing
+    for at_s in (100.0, 100.0 + WINDOW_S + SERVES_S, 110.0):  # its window opens, closes, and is over
+        seeding.form_batch(1, at_s, present, in_parts=False)
+    seeding.batch_ready(whole := batch(1), ev.Train(whole, whole), present, 116.0)
+    seeding.step_done(118.0)
+    assert seeding.window.seconds == pytest.approx(later_s)
+
+
 def test_the_mean_number_of_remote_workers_is_over_the_step() -> None:
     seeding = alone_with(0.0)
     seeding.form_batch(0, 100.0, Present(0, 0, (), seeder_serves=False), in_parts=False)
