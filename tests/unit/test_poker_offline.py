@@ -6,7 +6,8 @@ import asyncio
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,11 @@ def tiny_policy() -> PolicyModel:
     size = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16, "vocab_size": 512}
     heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     return PolicyModel(Qwen3ForCausalLM(Qwen3Config(**size, **heads)), 1.0, 1.0)
+
+
+def flat(model: PolicyModel) -> torch.Tensor:
+    """All weights, as they are now."""
+    return torch.cat([one.detach().flatten().float() for one in model.parameters()])
 
 
 def examples_of(records: Sequence[OfflineRecord]) -> list[Example]:
@@ -196,9 +202,24 @@ def test_the_same_seed_gives_the_same_model() -> None:
     models = [tiny_policy() for _ in range(3)]
     for model, seed in zip(models, (1, 1, 2), strict=True):
         train(model, examples, steps=3, rows=4, seed=seed)
-    first, again, other = (torch.cat([p.flatten() for p in model.parameters()]) for model in models)
+    first, again, other = map(flat, models)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+def test_the_rate_falls_from_the_one_that_was_asked_for_to_0() -> None:
+    """AdamW moves every weight by the rate while its gradient stays the same."""
+    policy = tiny_policy()
+    places = [flat(policy)]
+    train(
+        policy,
+        examples_of([record("c", 6), record("r10", -6)]),
+        steps=4,
+        rate=1e-5,
+        on_step=lambda step, loss: places.append(flat(policy)),
+    )
+    moved = [(after - before).abs().max().item() for before, after in pairwise(places)]
+    assert moved == pytest.approx([1e-5, 0.75e-5, 0.5e-5, 0.25e-5], rel=0.05)
 
 
 def test_a_model_that_diverges_is_not_trained_on() -> None:
@@ -217,6 +238,7 @@ def train(
     rows: int = 64,
     rate: float = 1e-3,
     seed: int = 0,
+    on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> list[float]:
     return warm_start(
         policy,
@@ -226,7 +248,7 @@ def train(
         rows_per_step=rows,
         learning_rate=rate,
         rng=np.random.default_rng(seed),
-        on_step=lambda step, loss: None,
+        on_step=on_step,
     )
 
 
@@ -235,13 +257,14 @@ def test_the_command_writes_a_model_folder_that_a_run_takes(
 ) -> None:
     write_records(tmp_path / "t.arrow", [record("c", 6), record("r10", -6)] * 4, "compact")
     words = ["--reader", READER, "--table", str(tmp_path / "t.arrow"), "--model", "builtin:tiny-poker"]
-    assert main([*words, "--steps", "2", "--out", str(tmp_path / "warm")]) == 0
+    assert main([*words, "--steps", "1", "--lr", "0.03", "--out", str(tmp_path / "warm")]) == 0
     assert {path.name for path in TINY.iterdir()} <= {path.name for path in (tmp_path / "warm").iterdir()}
     was, now = (load_policy(folder, torch.bfloat16, 1.0, 1.0) for folder in (TINY, tmp_path / "warm"))
     assert now.model.config.to_dict() == was.model.config.to_dict() | {
         "_name_or_path": str(tmp_path / "warm")
     }
-    assert not all(torch.equal(a, b) for a, b in zip(was.parameters(), now.parameters(), strict=True))
+    moved = (flat(now) - flat(was)).abs().max().item()
+    assert moved == pytest.approx(0.03, rel=0.3)  # one step at the rate asked for, rounded to bf16
     read = load_tokenizer(tmp_path / "warm")
     assert read.encode(STATE, add_special_tokens=False) == TOKENIZER.encode(STATE, add_special_tokens=False)
     assert not list(tmp_path.glob("*.partial"))
