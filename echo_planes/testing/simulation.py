@@ -28,6 +28,7 @@ from echo_planes.loop.observers import Observers, QuietObserver
 from echo_planes.loop.planes import Accepted, Observer
 from echo_planes.loop.reconcile import ReconcileLoop
 from echo_planes.loop.runner import Outcome, Runner
+from echo_planes.loop.sparsity import Keeper
 from echo_planes.reporting.broadcasts import BroadcastLog
 from echo_planes.rollout.worker import RolloutWorker
 from echo_planes.testing.fakes import (
@@ -194,7 +195,7 @@ class Simulation:
     """A run on fakes.
 
     Args:
-        config: settings; `sampling`, `staleness`, `run`, `eval` and `checkpoint` are honoured.
+        config: settings; `sampling`, `staleness`, `run`, `eval`, `checkpoint` and `sparse` are honored.
         folder: folder for trajectories and checkpoints.
         seconds_per_token: virtual seconds per token, one engine per entry; where the fleet's size changes,
             workers use the entries in turn.
@@ -269,6 +270,7 @@ class Simulation:
                 clock=loop,
                 resume_dir=resume_dir,
                 beside=reconcile.run if reconcile else None,
+                keeper=Keeper(self.config, self.folder, trace) if self.config.sparse.schedule else None,
                 rules=rules,
             )
             if self.stop_at_s is not None:
