@@ -46,7 +46,7 @@ from echo_planes.learning.objectives import (
 from echo_planes.learning.packing import Inputs, Layout, MicroBatch
 from echo_planes.learning.policy_model import load_policy
 from echo_planes.learning.probe import settle_layout
-from echo_planes.learning.rate import DriftControl, decay_left, warm_up
+from echo_planes.learning.rate import DriftControl, RateSchedule, warm_up
 from echo_planes.learning.sequence import SequenceGroup
 from echo_planes.learning.statistics import lag_stats, noise_of, weight_stats
 from echo_planes.learning.step_state import Part, Step, joined_parts
@@ -88,7 +88,8 @@ class Learner:
         self._dtype_name: Literal["bf16", "fp32"] = "fp32"
         self._num_updates = 0
         self._skipped_in_a_row = 0
-        self._rate_left = 1.0  # share of the peak rate that the decay leaves
+        self._schedule = RateSchedule()
+        self._resumed = ""  # part of `about`
         self._adjustment = Adjustment()
         self._diverged = ""
         self.doing = "starting"  # changes as the rank moves on; other threads read it
@@ -114,7 +115,8 @@ class Learner:
         """Line on how this rank computes."""
         threads, apart = torch.get_num_threads(), self._engine.apart
         rows = f"a row for each trajectory ({apart})" if apart else "each prompt once"
-        return f"computes in {self._dtype_name} on {self._engine.device.type}, threads: {threads}; {rows}"
+        device = self._engine.device.type
+        return f"computes in {self._dtype_name} on {device}, threads: {threads}; {rows}{self._resumed}"
 
     def start(self, saved_dtype: Literal["bf16", "fp32"] | None = None) -> None:
         """Load the model, join the other ranks and check the layout of batches. Slow (seconds).
@@ -218,6 +220,7 @@ class Learner:
         if step.losses and self.drift.target and (self._config.sparse.schedule or not step.lags.any()):
             self._watch_own_step(whole.batch, whole.scored, step)
         self._newest = whole.batch if self._distiller is not None else None
+        self._schedule.steps_done = batch.step + 1
         return self._stats(whole, began)
 
     def distil(self, schedule: Schedule, version: int) -> Distilled | None:
@@ -290,7 +293,7 @@ class Learner:
         self.doing = f"saving the state of update {self._num_updates}"
         counters = {
             "num_updates": self._num_updates,
-            "rate_left": self._rate_left,
+            "schedule": asdict(self._schedule),
             "drift_at_full_rate": self.drift.at_full_rate,
             "drift_noise": asdict(self.drift.noise) if self.drift.noise else None,
             "drift_history": self.drift.history,
@@ -304,7 +307,10 @@ class Learner:
         self.doing = "loading the checkpoint"
         counters = self._engine.load(folder)
         self._num_updates = int(counters["num_updates"])
-        self._rate_left = counters.get("rate_left", 1.0)
+        self._schedule = RateSchedule(**counters.get("schedule", {}))
+        if 0 < (done := self._schedule.steps_done) < self._config.run.steps:
+            rate = self._scheduled_rate(done)
+            self._resumed = f"; goes on at a learning rate of {rate:.3g} (peak {self._config.lr:.3g})"
         self.drift.at_full_rate = counters.get("drift_at_full_rate", 0.0)
         self.drift.history = counters.get("drift_history", [])
         noise = counters.get("drift_noise")
@@ -523,8 +529,8 @@ class Learner:
     def _scheduled_rate(self, done: float) -> float:
         """Return the learning rate after `done` steps, by warm-up, plateau and decay."""
         config = self._config.learner
-        self._rate_left = min(self._rate_left, decay_left(config.decay, done / self._config.run.steps))
-        return self._config.lr * min(warm_up(config.warmup_steps, self._num_updates), self._rate_left)
+        left = self._schedule.left(config.decay, done, self._config.run.steps)
+        return self._config.lr * min(warm_up(config.warmup_steps, self._num_updates), left)
 
     def _stats(self, whole: Part, began: float) -> StepStats:
         """Return the figures of the step, which began at `began` and was worked on since."""

@@ -36,6 +36,35 @@ def decay_left(decay: float, done: float) -> float:
 
 
 @dataclass
+class RateSchedule:
+    """Plateau and decay over the steps of a run.
+
+    A run whose `run.steps` was raised after its decay had begun, or at its end, gets both anew over the steps
+    that are left. It would otherwise train on at the small rate that the decay had left.
+    """
+
+    first: float = 0.0  # steps before the plateau
+    last: int = 0  # `run.steps`; 0: not known yet
+    steps_done: int = 0  # of the run
+
+    def left(self, decay: float, done: float, steps: int) -> float:
+        """Return the share of the peak rate after `done` steps of the run.
+
+        Args:
+            decay: as for `decay_left`.
+            done: steps of the run before the update.
+            steps: `run.steps`.
+        """
+        if self.last and steps > self.last and self._left(decay, done) < 1.0:
+            self.first = done
+        self.last = steps
+        return self._left(decay, done)
+
+    def _left(self, decay: float, done: float) -> float:
+        return decay_left(decay, (done - self.first) / (self.last - self.first))
+
+
+@dataclass
 class DriftControl:
     """Factor f on the learning rate that holds the movement of the policy under stale tokens near a target.
 

@@ -926,17 +926,27 @@ def test_the_answers_of_a_step_train_the_sparse_adapter_once(tmp_path: Path, mod
         assert again.adapter == first.adapter
 
 
-def test_a_run_that_is_extended_does_not_jump_back_up(tmp_path: Path, model_folder: Path) -> None:
+def test_a_run_that_is_extended_learns_on_at_the_full_rate_and_says_so(
+    tmp_path: Path, model_folder: Path
+) -> None:
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     with learner_here(tmp_path, model_folder, run={"steps": 4}, learner={"decay": 0.5}) as learner:
         rates = [learner.train_step(make_batch(step)).learning_rate for step in range(4)]
         learner.save(folder)
-    with learner_here(tmp_path, model_folder, run={"steps": 40}, learner={"decay": 0.5}) as learner:
+    again = tmp_path / "again"
+    again.mkdir()
+    with learner_here(tmp_path, model_folder, run={"steps": 8}, learner={"decay": 0.5}) as learner:
         learner.load(folder)
-        later = learner.train_step(make_batch(4)).learning_rate
-    assert rates == pytest.approx([LR / 3, 2 * LR / 3, LR, LR / 2])
-    assert later == pytest.approx(LR / 2)
+        assert learner.about.endswith(f"; goes on at a learning rate of {LR:.3g} (peak {LR:.3g})")
+        rates += [learner.train_step(make_batch(step)).learning_rate for step in range(4, 7)]
+        learner.save(again)
+    with learner_here(tmp_path, model_folder, run={"steps": 8}, learner={"decay": 0.5}) as learner:
+        learner.load(again)
+        assert f"; goes on at a learning rate of {LR / 2:.3g} (peak" in learner.about
+        rates.append(learner.train_step(make_batch(7)).learning_rate)
+    first, extended = [LR / 3, 2 * LR / 3, LR, LR / 2], [LR, LR, LR, LR / 2]
+    assert rates == pytest.approx([*first, *extended])
 
 
 def test_skipping_zero_groups_changes_nothing_but_the_work(tmp_path: Path, model_folder: Path) -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from echo_planes.learning.rate import RELEASE, DriftControl, decay_left, warm_up
+from echo_planes.learning.rate import RELEASE, DriftControl, RateSchedule, decay_left, warm_up
 from echo_planes.types import LagStats, Noise
 
 
@@ -22,6 +22,25 @@ def test_decay_ends_with_the_run_however_many_updates_a_step_makes() -> None:
 
 def test_the_rate_is_never_zero_within_the_run() -> None:
     assert all(0 < decay_left(1.0, step / 100) <= 1.0 for step in range(100))
+
+
+def test_a_run_that_is_extended_has_its_plateau_and_decay_anew_over_the_added_steps() -> None:
+    ended = RateSchedule()
+    assert ended.left(0.3, 119, 120) == pytest.approx(1 / 36)
+    assert [ended.left(0.3, done, 220) for done in (120, 189)] == [1.0, 1.0]
+    assert ended.left(0.3, 205, 220) == pytest.approx(0.5)
+    assert ended.left(0.3, 219, 220) == pytest.approx(1 / 30)
+    assert ended.left(0.3, 220, 230) == 1.0  # and again
+
+
+def test_a_plateau_begins_anew_only_where_steps_are_added_and_the_decay_had_begun() -> None:
+    early, late, shorter = (RateSchedule(last=100) for _ in range(3))
+    assert early.left(0.5, 40, 200) == 1.0
+    assert early.left(0.5, 150, 200) == pytest.approx(0.5)  # as of a run of 200 steps from the start
+    assert [late.left(0.5, done, 200) for done in (80, 139, 170)] == pytest.approx([1.0, 1.0, 0.5])
+    assert shorter.left(0.5, 80, 90) == pytest.approx(2 * (1 - 80 / 90))
+    again = RateSchedule(late.first, late.last)  # a resume without further steps
+    assert again.left(0.5, 170, 200) == pytest.approx(0.5)
 
 
 def lag_of(lag: int, drift: float, tokens: int = 100) -> LagStats:
