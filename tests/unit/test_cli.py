@@ -12,7 +12,7 @@ import yaml
 from echo_planes import run
 from echo_planes.config.schema import Config
 from echo_planes.errors import ConfigError
-from echo_planes.loop.loading import _USUAL, dump_config, load_config, recorded_config
+from echo_planes.loop.loading import _USUAL, config_dir, dump_config, load_config, recorded_config
 
 
 def refusal(*words: str) -> str:
@@ -298,6 +298,13 @@ def test_the_learning_rate_suits_the_model(tmp_path: Path) -> None:
     assert load_config([]).lr == 2.5e-4
     assert load_config([f"model={tmp_path}"]).lr == 1e-6
     assert load_config([f"model={tmp_path}", "learner.lr=3e-6"]).lr == 3e-6
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (config_dir() / "model").glob("*.yaml")))
+def test_adapters_of_a_model_by_name_have_ten_times_its_rate(name: str) -> None:
+    whole = load_config([f"model={name}"])
+    assert whole.learner.lr is None  # a rate there would also be that of adapters
+    assert load_config([f"model={name}", "learner.lora_rank=8"]).lr == pytest.approx(10 * whole.lr)
 
 
 def test_dapo_is_all_of_dapo() -> None:
