@@ -21,7 +21,7 @@ from echo_planes.cluster.process import settle
 from echo_planes.config.schema import Config, ReplayConfig
 from echo_planes.data.claims import Rules, rules_of
 from echo_planes.data.open import LEVELS_NAME, open_store
-from echo_planes.data.replay.batch import make_batch
+from echo_planes.data.replay.batch import make_batch, omegas_of
 from echo_planes.data.replay.buffer import ReplayBuffer
 from echo_planes.data.replay.buffer_state import Accepted, NotReady
 from echo_planes.data.replay.checkpoint_state import write_checkpoint_state
@@ -125,7 +125,7 @@ class DataService:
             seed=config.run.seed,
             index=self._store.index,
             state=state,
-            refill=refill_of(config, self._overlong),
+            refill=refill_of(config, self._overlong, self._omegas),
             rules=rules,
             dispatch=dispatch,
             tick_s=stream_s,
@@ -358,6 +358,11 @@ class DataService:
         except Exception as error:  # a task failed, or a text cannot be encoded: raised as a DataError
             self._broken = DataError(f"{trouble}: {type(error).__name__}: {error}")
             raise self._broken from error
+
+    def _omegas(self, trajectories: Sequence[Trajectory]) -> list[Omega]:
+        """Return the task's training metadata of a group that arrives; the run ends where that fails."""
+        with self._whole(f"what group {trajectories[0].group_id} trains cannot be told"):
+            return omegas_of(trajectories, self._adapter.materialize)
 
     def _keep(self, accepted: Sequence[Group]) -> None:
         """Make the groups durable that the buffer has accepted."""

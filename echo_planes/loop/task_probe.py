@@ -28,7 +28,6 @@ def probe_task(config: Config) -> tuple[str, list[Prompt]]:
     """
     tokenizer = load_tokenizer(config.model.folder)
     task = build_adapter(config.task, tokenizer, config.run.seed)
-    check_companions(config, type(task))
     overlong_of(config, task.max_new_tokens)
     limit = config.model.max_model_len - (task.max_new_tokens or config.sampling.max_new_tokens)
     with told(type(task), f"task {config.task.name}: its first prompts cannot be made"):
@@ -36,6 +35,8 @@ def probe_task(config: Config) -> tuple[str, list[Prompt]]:
         prompts = [*map(task.prompt, range(PROBE_PROMPTS)), *held_out]
         most = max((token for prompt in prompts for token in prompt.token_ids), default=0)
     check_vocabulary(config.model.folder, max(most, tokenizer.eos_token_id or 0))
+    with told(type(task), f"task {config.task.name}: materialize of made-up answers to prompt 0"):
+        check_companions(config, task, prompts[0])
     for prompt in (prompts[0], held_out[0]):
         if not 0 < len(prompt.token_ids) <= limit:
             raise ConfigError(

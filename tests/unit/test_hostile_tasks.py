@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from pathlib import Path
 
@@ -61,6 +62,35 @@ def test_a_task_that_ends_its_process_is_told_in_one_line(
         probe_task(load_config([f"task={name}:Task"]))
     assert f"{name}.py:" in str(told.value)
     assert str(told.value).isprintable()
+
+
+OWN = """
+from echo_planes.data.tasks.adapter import by_batch
+from examples.own_task import OwnTask
+
+class Task(OwnTask):
+    def materialize(self, trajectories):
+        {does}
+"""
+
+
+@pytest.mark.parametrize(
+    ("does", "error", "told"),
+    [
+        ("return by_batch(self, trajectories)", ConfigError, "(materialize = Task.materialize)"),
+        ("return [] + by_batch(self, trajectories)[:1]", TaskError, "returned 1 records for 2"),
+        ("raise KeyError('half')", TaskError, "materialize of made-up answers to prompt 0: KeyError"),
+    ],
+)
+def test_a_task_of_its_own_companions_is_tried_before_the_run_where_they_matter(
+    does: str, error: type[Exception], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"own_companions_{zlib.crc32(does.encode())}"
+    (tmp_path / f"{name}.py").write_text(OWN.format(does=does))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    probe_task(load_config([f"task={name}:Task"]))  # without refill they may be anything
+    with pytest.raises(error, match=re.escape(told)):
+        probe_task(load_config([f"task={name}:Task", "sampling.refill=reward"]))
 
 
 def test_an_interruption_while_a_task_is_imported_stays_one(

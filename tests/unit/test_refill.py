@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -12,12 +13,18 @@ from echo_planes.config.schema import Config
 from echo_planes.data.replay.batch import make_batch
 from echo_planes.data.replay.overlong import Overlong, overlong_of
 from echo_planes.data.replay.refill import Refill, check_companions, refill_of
-from echo_planes.data.tasks.adapter import by_batch, by_group, by_initial_state, train_everything
+from echo_planes.data.tasks.adapter import (
+    TaskOptions,
+    by_batch,
+    by_group,
+    by_initial_state,
+    train_everything,
+)
 from echo_planes.errors import ConfigError
 from echo_planes.learning.advantages import compute_advantages, zero_groups
-from echo_planes.testing.fakes import FakeTask
+from echo_planes.testing.fakes import FakeTask, FakeTokenizer
 from echo_planes.testing.simulation import replace_section, tiny_config
-from echo_planes.types import Episode, Group, Prompt, Reward, Span, Trajectory
+from echo_planes.types import Episode, Group, Omega, Prompt, Reward, Span, Trajectory
 
 
 def episode(*mask: bool, finish_reason: str = "stop") -> Episode:
@@ -152,11 +159,13 @@ def test_by_reward_a_group_carries_a_signal_exactly_where_its_advantages_are_not
 
 
 def test_refill_is_off_unless_asked_for_and_a_part_of_dapo() -> None:
-    assert refill_of(tiny_config(), Overlong()) is None
+    assert refill_of(tiny_config(), Overlong(), train_everything) is None
     dapo = replace_section(tiny_config(), objective={"name": "dapo"})
-    assert refill_of(dapo, PENALTY) == Refill("correct", 4 * dapo.sampling.prompts_per_step, PENALTY)
+    assert refill_of(dapo, PENALTY, train_everything) == Refill(
+        "correct", 4 * dapo.sampling.prompts_per_step, PENALTY
+    )
     config = with_sampling(refill="correct", refill_limit=1.5, prompts_per_step=3)
-    assert refill_of(config, Overlong()) == Refill("correct", 4)
+    assert refill_of(config, Overlong(), train_everything) == Refill("correct", 4)
 
 
 class ByGroup(FakeTask):
@@ -171,23 +180,83 @@ class ByState(FakeTask):
     materialize = by_initial_state
 
 
+class CallsByBatch(FakeTask):
+    """A method of the task's own that leaves the companions to another."""
+
+    def materialize(self, trajectories: Sequence[Trajectory]) -> list[Omega]:
+        return by_batch(self, trajectories)
+
+
+class OwnTags(FakeTask):
+    """Compares the first half of a group and the second, each by itself."""
+
+    def materialize(self, trajectories: Sequence[Trajectory]) -> list[Omega]:
+        half = len(trajectories) // 2
+        return [
+            Omega(one.episode.response_mask, f"{one.group_id}/{i >= half}")
+            for i, one in enumerate(trajectories)
+        ]
+
+
+class OwnAdvantages(FakeTask):
+    """Gives every answer its advantage: the reward above a half."""
+
+    def materialize(self, trajectories: Sequence[Trajectory]) -> list[Omega]:
+        return [Omega(one.episode.response_mask, "all", one.reward.value - 0.5) for one in trajectories]
+
+
+def checked(config: Config, task: type[FakeTask]) -> None:
+    made = task(TaskOptions(), FakeTokenizer(), 0)
+    check_companions(config, made, made.prompt(0))
+
+
+@pytest.mark.parametrize("by", ["reward", "correct"])
+def test_the_task_s_own_advantages_decide_what_carries_a_signal(by: Literal["reward", "correct"]) -> None:
+    def carries(task: type[FakeTask], *rewards: float) -> bool:
+        made = task(TaskOptions(), FakeTokenizer(), 0)
+        samples = [(reward, reward > 0.5, SHORT) for reward in rewards]
+        return Refill(by, 1, materialize=made.materialize).carries_signal(group(*samples))
+
+    assert carries(OwnAdvantages, 1.0, 1.0)  # equal rewards, and a gradient all the same
+    assert not carries(OwnAdvantages, 0.5, 0.5)
+    assert not carries(OwnTags, 1.0, 1.0, 0.0, 0.0)  # unequal rewards, but not among companions
+    assert carries(OwnTags, 1.0, 0.0, 0.0, 0.0)
+
+
+def test_an_answer_that_the_task_does_not_train_carries_no_signal() -> None:
+    class Untrained(FakeTask):
+        def materialize(self, trajectories: Sequence[Trajectory]) -> list[Omega]:
+            return [Omega((False,) * len(t.episode.response_ids), t.group_id) for t in trajectories]
+
+    made = Untrained(TaskOptions(), FakeTokenizer(), 0)
+    rule = Refill("reward", 1, materialize=made.materialize)
+    assert not rule.carries_signal(group((1.0, True, SHORT), (0.0, False, SHORT)))
+
+
 def test_refill_is_refused_where_a_group_is_not_compared_by_itself() -> None:
     config = with_sampling(refill="reward")
-    check_companions(config, FakeTask)
-    check_companions(config, ByGroup)
+    for alone in (FakeTask, ByGroup, OwnTags, OwnAdvantages):
+        checked(config, alone)
     with pytest.raises(ConfigError, match=r"materialize = by_batch.*set sampling.refill=off"):
-        check_companions(config, ByBatch)
+        checked(config, ByBatch)
     with pytest.raises(ConfigError, match="materialize = by_initial_state"):
-        check_companions(config, ByState)
-    check_companions(with_sampling(refill="off"), ByBatch)
+        checked(config, ByState)
+    with pytest.raises(ConfigError, match=r"materialize = CallsByBatch.materialize.*set sampling.refill=off"):
+        checked(config, CallsByBatch)
+    checked(with_sampling(refill="off"), ByBatch)
     dapo = replace_section(tiny_config(), objective={"name": "dapo"})
     with pytest.raises(ConfigError, match=r"sampling.refill=correct"):
-        check_companions(dapo, ByState)
+        checked(dapo, ByState)
 
 
 def test_parts_of_a_step_are_refused_where_answers_are_compared_over_the_whole_of_it() -> None:
     config = replace_section(tiny_config(max_staleness=0), learner={"micro_batch_groups": 2})
-    check_companions(config, FakeTask)
-    for task, name in ((ByBatch, "by_batch"), (ByState, "by_initial_state")):
+    checked(config, FakeTask)
+    checked(config, OwnTags)
+    for task, name in (
+        (ByBatch, "by_batch"),
+        (ByState, "by_initial_state"),
+        (CallsByBatch, "CallsByBatch.materialize"),
+    ):
         with pytest.raises(ConfigError, match=rf"micro_batch_groups=2: .*materialize = {name}.*leave it out"):
-            check_companions(config, task)
+            checked(config, task)

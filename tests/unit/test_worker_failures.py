@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,25 @@ import pytest
 
 from echo_planes.config.fleet import WorkerConfig
 from echo_planes.config.schema import SamplingConfig
+from echo_planes.data.replay.buffer_state import NotReady
 from echo_planes.data.service import DataService
 from echo_planes.data.tasks.adapter import EpisodeBuilder, Policy, TaskOptions
-from echo_planes.errors import LeaseError, RunError, TaskError, WorkerGoneError
+from echo_planes.errors import DataError, LeaseError, RunError, TaskError, WorkerGoneError
 from echo_planes.rollout.worker import RolloutWorker
 from echo_planes.testing.fakes import FakeTask, FakeTokenizer, FakeWeights, InlineScorer
-from echo_planes.testing.simulation import tiny_config
-from echo_planes.types import Episode, Lease, Prompt, Reward, Sample, Span, TrainBatch
+from echo_planes.testing.simulation import replace_section, tiny_config
+from echo_planes.types import (
+    BufferCounts,
+    Episode,
+    Lease,
+    Omega,
+    Prompt,
+    Reward,
+    Sample,
+    Span,
+    TrainBatch,
+    Trajectory,
+)
 from tests.unit.test_worker import (
     LEASE_S,
     Engine,
@@ -339,3 +352,54 @@ def test_a_task_of_which_every_group_fails_ends_the_run_with_its_reason(tmp_path
 
     with pytest.raises(TaskError, match="no samples to divide by"):
         virtual(main())
+
+
+class GivesAdvantages(FakeTask):
+    def materialize(self, trajectories: Sequence[Trajectory]) -> list[Omega]:
+        return [Omega(one.episode.response_mask, one.group_id, 1.0) for one in trajectories]
+
+
+class CannotMaterialize(FakeTask):
+    def materialize(self, trajectories: Sequence[Trajectory]) -> list[Omega]:
+        raise KeyError("half")
+
+
+async def refilled(folder: Path, task: FakeTask) -> tuple[TrainBatch | NotReady, BufferCounts]:
+    """A first batch of a run that sets aside groups of equal rewards, of a worker whose answers are wrong."""
+    config = tiny_config(max_staleness=0)
+    config = replace_section(config, sampling={**config.sampling.model_dump(), "refill": "reward"})
+    data = DataService(config, "L0", folder, adapter=task, clock=LoopClock())
+    await data.publish(0, "d0")
+    await data.register("w0", 5)
+    await data.installed("w0", 0)
+    worker = RolloutWorker(
+        "w0",
+        5,
+        "L0",
+        engine=Engine(),
+        task=task,
+        scorer=InlineScorer(task),
+        source=data,
+        weights=FakeWeights(),
+        kind=WorkerConfig(max_groups=4),
+        sampling=config.sampling,
+        clock=LoopClock(),
+    )
+    running = asyncio.ensure_future(worker.run())
+    try:
+        return await data.next_batch(0, 100.0), await data.counts()
+    finally:
+        await end(running)
+
+
+def test_groups_are_set_aside_by_the_advantages_that_the_task_gives(tmp_path: Path) -> None:
+    batch, counts = virtual(refilled(tmp_path / "own", fake_task(GivesAdvantages)))
+    assert isinstance(batch, TrainBatch)
+    assert counts.uninformative == 0
+    _, counts = virtual(refilled(tmp_path / "default", fake_task()))
+    assert counts.uninformative > 0
+
+
+def test_a_task_that_cannot_tell_what_a_group_trains_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"what group .* trains cannot be told: KeyError: 'half'"):
+        virtual(refilled(tmp_path, fake_task(CannotMaterialize)))

@@ -45,15 +45,9 @@ def make_batch(
     token_versions: list[int] = []
     cut_off: list[bool] = []
     for group in groups:
-        omegas = materialize(group.trajectories)
-        if len(omegas) != len(group.trajectories):
-            raise TaskError(f"materialize returned {len(omegas)} records for {len(group.trajectories)}")
+        omegas = omegas_of(group.trajectories, materialize)
         for trajectory, omega in zip(group.trajectories, omegas, strict=True):
             episode = trajectory.episode
-            if len(omega.loss_mask) != len(episode.response_ids):
-                raise TaskError(f"{trajectory.trajectory_id}: the loss mask does not fit the response")
-            if any(m and not r for m, r in zip(omega.loss_mask, episode.response_mask, strict=True)):
-                raise TaskError(f"{trajectory.trajectory_id}: the loss mask covers tokens nobody sampled")
             num_prompt = len(trajectory.prompt.token_ids)
             ids.append(trajectory.trajectory_id)
             tokens += trajectory.prompt.token_ids + episode.response_ids
@@ -89,6 +83,24 @@ def make_batch(
         longest_answer=longest_answer,
         reward_parts=part_means([t.reward for group in groups for t in group.trajectories]),
     )
+
+
+def omegas_of(trajectories: Sequence[Trajectory], materialize: Materialize) -> list[Omega]:
+    """Return the training metadata of one group's trajectories, in order.
+
+    Raises:
+        TaskError: as `make_batch`.
+    """
+    omegas = materialize(trajectories)
+    if len(omegas) != len(trajectories):
+        raise TaskError(f"materialize returned {len(omegas)} records for {len(trajectories)}")
+    for trajectory, omega in zip(trajectories, omegas, strict=True):
+        episode = trajectory.episode
+        if len(omega.loss_mask) != len(episode.response_ids):
+            raise TaskError(f"{trajectory.trajectory_id}: the loss mask does not fit the response")
+        if any(m and not r for m, r in zip(omega.loss_mask, episode.response_mask, strict=True)):
+            raise TaskError(f"{trajectory.trajectory_id}: the loss mask covers tokens nobody sampled")
+    return omegas
 
 
 def part_means(rewards: Sequence[Reward]) -> tuple[tuple[str, float, int], ...]:
