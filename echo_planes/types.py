@@ -450,6 +450,16 @@ class Publication:
 
 
 @dataclass(frozen=True, slots=True)
+class Uploads:
+    """State of the uploads to the store, from the sender's node."""
+
+    unstored: tuple[int, ...] = ()  # published versions that have never been in the store, ascending
+    is_over: bool = True  # nothing is left to store or to try again
+    seen: str = ""  # how far they are, as a text that changes as they advance
+    error: str = ""  # the newest failure
+
+
+@dataclass(frozen=True, slots=True)
 class BroadcastStats:
     """Statistics of a publication's broadcast, from the tracker in the sender's node."""
 

@@ -18,7 +18,15 @@ from echo_planes.cluster.session import take_gpus
 from echo_planes.config.kv_schedule import Schedule
 from echo_planes.config.schema import Config
 from echo_planes.errors import RunError
-from echo_planes.types import Adjustment, BroadcastStats, FloatArray, Manifest, StepStats, TrainBatch
+from echo_planes.types import (
+    Adjustment,
+    BroadcastStats,
+    FloatArray,
+    Manifest,
+    StepStats,
+    TrainBatch,
+    Uploads,
+)
 from echo_planes.weights.codec.choice import CodecChoice
 from echo_planes.weights.codec.table import take_codec
 from echo_planes.weights.codec.warm_up import warm_up
@@ -169,6 +177,12 @@ class LearnerProcess:
         if self._choice is not None and rates:
             self._choice.rate_bytes_per_s = min(rates)
         return stats
+
+    def uploads(self) -> Uploads:
+        """Return the state of the uploads to the store. Rank 0 only."""
+        if self._node is None:
+            raise RunError("only rank 0 publishes")
+        return self._node.uploads()
 
     def sees(self, path: Path) -> bool:
         """Return whether this machine has a file."""

@@ -21,7 +21,7 @@ from echo_planes.loop.spending import Spending
 from echo_planes.reporting.broadcasts import BroadcastLog, summary_of
 from echo_planes.reporting.figures import batch_figures, learner_figures
 from echo_planes.reporting.ledger import LEDGER_DETAILS
-from echo_planes.reporting.metrics import FLEET_STATE, WORKER_STATE, MetricsWriter, Record
+from echo_planes.reporting.metrics import FLEET_STATE, PUBLICATION, WORKER_STATE, MetricsWriter, Record
 from echo_planes.reporting.parts import RunParts, whole_run
 from echo_planes.reporting.terminal import View
 from echo_planes.types import (
@@ -104,7 +104,7 @@ class Journal:
 
     def on_event(self, kind: str, text: str, *, worker: str = "", version: int | None = None) -> None:
         self._writer.event(self._elapsed_s(), kind, text, worker=worker or None, version=version)
-        if kind not in ("publication", "eval", "price"):
+        if kind not in ("eval", "price"):
             self._view.event(f"{kind}{' ' + worker if worker else ''}: {text}")
 
     def on_worker(self, info: WorkerInfo, *, alive: bool) -> None:
@@ -129,10 +129,12 @@ class Journal:
         self._newest_version = max(self._newest_version, manifest.version)
         self.broadcasts.on_published(manifest, seconds, self._clock.now_s())
         share = manifest.changed_elements / max(1, manifest.total_elements)
-        self.on_event(
-            "publication",
+        self._writer.event(
+            self._elapsed_s(),
+            PUBLICATION,
             f"{manifest.codec}, {manifest.payload_bytes:,} bytes, {share:.1%} changed, {seconds:.2f} s",
             version=manifest.version,
+            lineage=manifest.lineage,
         )
         self._write_part([])
 
@@ -276,6 +278,7 @@ class Journal:
         counts: BufferCounts,
         digest_mismatches: int,
         restarts: Mapping[str, int],
+        unstored: Sequence[int],
     ) -> dict[str, Any]:
         """Write summary.json and return its contents: the whole run, except keys that name its last part."""
         now_s, totals = self._clock.now_s(), self._writer.aggregates
@@ -291,6 +294,7 @@ class Journal:
             # The largest S that was in force: a rollback halves it, and a resume may set another.
             "max_staleness": max(self._config.staleness.max_staleness, totals.max_staleness_allowed),
             "publish_every": self._config.staleness.kappa,
+            "versions_unstored": list(unstored),
             "lost_trajectories": counts.lost,
             "accepted": counts.accepted,
             "trained": counts.trained,

@@ -95,6 +95,20 @@ def report_of(step: int, settings: EvalConfig, answers: Sequence[Trajectory]) ->
     )
 
 
+def comparable(
+    config: Config, report: EvalReport, answers: Sequence[Trajectory], version: int
+) -> list[Trajectory]:
+    """Return the answers whose logprobs the learner, which holds `version` or makes it, can compare.
+
+    It can where it holds the sampler's version (before the first update, unless that has begun meanwhile, or
+    after the last one), and where answers are drawn as in training.
+    """
+    same = report.version == report.step == version and report.newest_version is None
+    if not same or report.step not in (0, config.run.steps) or eval_draw(config) is not None:
+        return []
+    return [answer for answer in answers if answer.episode.response_ids]
+
+
 def _right(answers: Sequence[Trajectory]) -> list[tuple[int, int]]:
     """Return for every prompt how many answers it has and how many of them are right."""
     number = Counter(answer.prompt.index for answer in answers)

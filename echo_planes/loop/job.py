@@ -261,6 +261,7 @@ def _close_books(
         counts=outcome.counts,
         digest_mismatches=runner.controller.digest_mismatches,
         restarts=runner.controller.restarts,
+        unstored=runner.unstored,
     )
     if outcome.status == "rollback":
         return

@@ -61,6 +61,7 @@ from echo_planes.types import (
     StepStats,
     TrainBatch,
     Trajectory,
+    Uploads,
     WorkerStats,
 )
 from echo_planes.weights.link import WeightLink, listening_host
@@ -298,6 +299,10 @@ class RemoteLearner:
         stats: list[BroadcastStats] = await self._ranks[0].call("broadcasts")
         return stats
 
+    async def uploads(self) -> Uploads:
+        uploads: Uploads = await self._ranks[0].call("uploads")
+        return uploads
+
     async def progress(self) -> dict[str, str]:
         """Return where all ranks are, as one text: of a rank that does not answer, where it was last."""
         answers = await asyncio.gather(*(self._progress_of(rank) for rank in self._ranks))
@@ -325,7 +330,7 @@ class RemoteLearner:
     async def close(self) -> None:
         self._sender.cancel()
         with suppress(RunError, TimeoutError):  # the process may be gone already, which is no error here
-            async with asyncio.timeout(CLOSE_S):  # the node finishes its uploads to the store
+            async with asyncio.timeout(CLOSE_S):
                 await self._ranks[0].call("close")
         for rank in self._ranks:
             ray.kill(rank.handle)

@@ -87,19 +87,20 @@ def check_changes(changes: Sequence[Change], folder: str) -> None:
             )
 
 
-def check_unfinished(config: Config, step: int, status: str) -> None:
+def check_unfinished(config: Config, step: int, status: str, *, is_stored: bool = True) -> None:
     """Check that a resumed run has work left.
 
     Args:
         config: the settings to continue with.
         step: of the newest checkpoint.
         status: of the run's summary.json; "" if it has none.
+        is_stored: whether the store has the weights of that step; else a resume publishes them again.
 
     Raises:
         ConfigError: `step` is beyond run.steps, or equals it and the run ended as done or collapsed.
     """
     steps = config.run.steps
-    if step > steps or (step == steps and status in ("done", "collapsed")):
+    if step > steps or (step == steps and is_stored and status in ("done", "collapsed")):
         raise ConfigError(
             f"run.resume={config.run.resume}: nothing is left to do: the run ({status or 'unfinished'}) has "
             f"made {step} steps, and run.steps={steps}; give a larger run.steps to go on"

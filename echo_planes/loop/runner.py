@@ -30,10 +30,12 @@ from echo_planes.errors import (
 )
 from echo_planes.loop import events as ev
 from echo_planes.loop.controller import Controller
-from echo_planes.loop.evaluation import eval_draw, report_of
+from echo_planes.loop.ending import end_planes
+from echo_planes.loop.evaluation import comparable, eval_draw, report_of
 from echo_planes.loop.planes import DataPlane, LearnerPlane, Observer, Planes, Worker
 from echo_planes.loop.sparsity import Keeper
 from echo_planes.loop.watch import Progress, Watch
+from echo_planes.reporting.formats import count, ranges
 from echo_planes.types import BufferCounts, Manifest, TrainBatch, Trajectory, WorkerInfo
 from echo_planes.weights.sparse_adapter import SparseAdapter
 
@@ -118,6 +120,7 @@ class Runner:
         self._keeper = keeper
         self._adapter: SparseAdapter | None = None  # the newest
         self._ending = False
+        self.unstored: tuple[int, ...] = ()  # published versions that the store lacks at the end
         self.stop_requested: ev.StopRequested | None = None  # the first request
         self._watch = Watch(
             clock,
@@ -172,18 +175,15 @@ class Runner:
             if finish.status == "failed" and self._mistake and not self._built:
                 raise self._mistake
             if finish.status == "done" and (missing := self.controller.missing_evaluations):
-                self._observer.on_event(
-                    "evaluation",
-                    f"that of step {', '.join(map(str, missing))} is left out: no worker began it within "
-                    f"{self._config.run.wait_limit_s:.0f} s",
-                )
+                told = f"that of step {ranges(missing)} is left out: no worker began it within"
+                self._observer.on_event("evaluation", f"{told} {self._config.run.wait_limit_s:.0f} s")
             counts = await self._within("closing the replay buffer", 60.0, self._planes.data.close())
             await self._collect_stats()
             if self._keeper is not None:
                 await self._look_at_audits(self._keeper)
                 self._keeper.close()
         finally:
-            await self._end()
+            await self._end(self._config.run.wait_limit_s if finish else 0.0)
         return Outcome(finish.status, finish.error, counts)
 
     async def _next_event(self) -> ev.Event:
@@ -245,7 +245,7 @@ class Runner:
     async def _hear_complaints(self) -> None:
         """Report malformed messages that the data plane refused, and end workers that it fenced for them."""
         for one in await self._planes.data.complaints():
-            messages = f"{one.count} malformed message{'' if one.count == 1 else 's'}"
+            messages = count(one.count, "malformed message")
             text = f"{messages} refused, the last one: {one.reason} ({one.detail})"
             self._observer.on_event("malformed", text, worker=one.worker_id)
             if one.is_fenced:
@@ -424,11 +424,8 @@ class Runner:
                 return
             answers += result
         report = report_of(step, settings, answers)
-        # Compare only where sampler and learner hold the same version (before the first update, unless that
-        # has begun meanwhile, or after the last one), and take logprobs of the same distribution.
-        same = report.version == step == self._steps_begun and report.newest_version is None
-        comparable = same and step in (0, self._config.run.steps) and eval_draw(self._config) is None
-        mismatch = await self._planes.learner.mismatch(answers) if comparable else None
+        compared = comparable(self._config, report, answers, self._steps_begun)
+        mismatch = await self._planes.learner.mismatch(compared) if compared else None
         self._observer.on_eval(report, mismatch)
         self._events.put_nowait(ev.Evaluated(report, mismatch))
 
@@ -590,11 +587,14 @@ class Runner:
         self._failure.__cause__ = self._failure.__cause__ or error
         self._events.put_nowait(ev.StopRequested("failure"))  # wakes `run`, which raises the failure
 
-    async def _end(self) -> None:
-        """Cancel all tasks, then stop the workers and the learner; wait at most 20 s for them."""
+    async def _end(self, upload_limit_s: float) -> None:
+        """Cancel all tasks, then stop the workers and, after its last uploads, the learner (`ending`)."""
         self._ending = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        closing = [worker.stop() for _, worker in self._workers.values()] + [self._planes.learner.close()]
-        await asyncio.wait([asyncio.ensure_future(work) for work in closing], timeout=20.0)
+        for worker_id, (epoch, _) in self._workers.items():
+            self._gone(worker_id, epoch)  # none costs anything while the uploads go on
+        workers, learner = [worker for _, worker in self._workers.values()], self._planes.learner
+        limit_s = upload_limit_s if self._manifest else None
+        self.unstored = await end_planes(workers, learner, self._clock, limit_s, self._observer)

@@ -26,6 +26,7 @@ _SUMMARY_SHAPE: Record = {
     "evals": [{"step": NUMBER, "pass_at": {}}],
     "workers": [{}],
     "publications": [{}],
+    "versions_unstored": [NUMBER],
     "seconds_startup": {},
 }
 _STEP_SHAPE: Record = {
@@ -41,6 +42,7 @@ SUMMARY_FILE = "summary.json"
 SPARSITY_FILE = "sparsity.json"  # share of weights changed, one object per layer
 
 # Kinds of events with numbers, from which the report makes its fleet section.
+PUBLICATION = "publication"  # of `version` of `lineage`
 WORKER_STATE = "worker state"  # a worker is `booting`, `serving` or `gone` from now on
 FLEET_STATE = "fleet state"  # `fleet.record`
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from echo_planes.cluster.clock import Clock, MonotonicClock
-from echo_planes.reporting.formats import show_usd
+from echo_planes.reporting.formats import ranges, show_usd
 from echo_planes.reporting.ledger import ledger_equation, reward_failures
 from echo_planes.reporting.metrics import number, step_fields, step_line
 
@@ -208,7 +208,7 @@ def closing_lines(
         f"  tokens     {show('tokens_trained')} trained",
         f"  cost       {cost}",
         f"  weights    {show('versions_published')} versions published, "
-        f"{show('digest_mismatches')} digest mismatches",
+        f"{show('digest_mismatches')} digest mismatches{_unstored(summary)}",
         f"  ledger     {ledger_equation(summary)}; {show('lost_trajectories')} lost, "
         f"{show('duplicate_trajectories')} duplicates",
     ]
@@ -219,6 +219,12 @@ def closing_lines(
     if go_on:
         lines.append(f"  go on      {go_on}")
     return lines
+
+
+def _unstored(summary: Mapping[str, Any]) -> str:
+    """Return as text which versions the store lacks; "" if none."""
+    missing = ranges(map(int, summary.get("versions_unstored", [])))
+    return f"; not in the store: {missing}" if missing else ""
 
 
 def _pass_at(summary: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from echo_planes.types import (
     StepStats,
     TrainBatch,
     Trajectory,
+    Uploads,
     joined,
 )
 
@@ -98,6 +100,8 @@ class Faults:
     learner_stands_still_at_step: int | None = None
     k3: Callable[[int, Adjustment], float] | None = None  # k3 of a step under the guard's adjustment, nats
     forgets_at: int | None = None  # first version whose answers are all wrong
+    store_s: float = 0.0  # that the store takes for a version; 0: it is quick
+    store_hangs_at_s: float = math.inf
     mismatch: float = 0.0  # between learner and sampler on the same version, nats
 
 
@@ -196,6 +200,7 @@ class FakeLearner:
         self._t_train_s = t_train_s
         self._faults = faults
         self._last = -1
+        self._all: set[int] = set()  # versions published
         self._adjustment = Adjustment()
         self._stands_still = False
         self.step = 0
@@ -272,6 +277,7 @@ class FakeLearner:
     async def publish(self, version: int) -> Manifest:
         base = -1 if version == self._last else self._last
         self._last = version
+        self._all.add(version)
         return self._published(version, base)
 
     async def distil(self, schedule: object, version: int) -> None:
@@ -282,6 +288,15 @@ class FakeLearner:
 
     async def broadcasts(self) -> list[BroadcastStats]:
         return []
+
+    async def uploads(self) -> Uploads:
+        """Return the state of a store that takes a version every `store_s` seconds, until it hangs."""
+        store_s, hangs_at_s = self._faults.store_s, self._faults.store_hangs_at_s
+        done = (
+            int(min(asyncio.get_running_loop().time(), hangs_at_s) / store_s) if store_s else len(self._all)
+        )
+        unstored = tuple(sorted(self._all)[done:])
+        return Uploads(unstored, not unstored, f"{len(unstored)} to come", "")
 
     async def mismatch(self, trajectories: Sequence[Trajectory]) -> float:
         return self._faults.mismatch

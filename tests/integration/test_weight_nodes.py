@@ -14,8 +14,10 @@ import aiohttp
 import numpy as np
 import pytest
 
+from echo_planes.cluster.clock import MonotonicClock
 from echo_planes.errors import ClusterError, ConfigError, RunError, WaitTimeoutError, WeightsError
-from echo_planes.types import Codec, Manifest
+from echo_planes.loop.ending import drain
+from echo_planes.types import Codec, Manifest, Uploads
 from echo_planes.weights.codec.table import CODECS, take_codec
 from echo_planes.weights.digest import BitTensor, state_digest
 from echo_planes.weights.node.client import SenderNode, WorkerNode
@@ -24,9 +26,12 @@ from echo_planes.weights.node.roles import WorkerRole
 from echo_planes.weights.node.shelf import Holding
 from echo_planes.weights.node.transport import happens
 from echo_planes.weights.publisher import Publisher
+from echo_planes.weights.store.objects import open_objects
+from echo_planes.weights.store.reading import Store
 from echo_planes.weights.wire import manifest as manifest_module
+from echo_planes.weights.wire.limits import relay_limits
 from echo_planes.weights.wire.manifest import key_text
-from echo_planes.weights.wire.signing import Signer
+from echo_planes.weights.wire.signing import Signer, Verifier
 from tests.integration.weight_nodes import (
     LIMIT_S,
     TOKEN,
@@ -41,6 +46,7 @@ from tests.integration.weight_nodes import (
     until,
     until_true,
 )
+from tests.unit.s3_stub import ACCESS_KEY, S3Stub, s3_stub
 
 CHUNK_BYTES = 32 * 1024
 
@@ -399,6 +405,43 @@ class Learner:
 
     def tensors(self) -> dict[str, BitTensor]:
         return {"w": BitTensor(self._bits, "bfloat16", (400, 500))}
+
+
+@pytest.mark.parametrize("mode", ["", "full", "silent"])
+def test_at_the_end_a_slow_bucket_has_every_version_and_of_a_broken_one_it_is_said(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    signer, told = Signer.generate(), list[str]()
+
+    async def run(bucket: S3Stub, sender: SenderNode) -> tuple[int, ...]:
+        async def uploads() -> Uploads:
+            return await asyncio.to_thread(sender.uploads)
+
+        learner = Learner(signer, sender)
+        await asyncio.to_thread(learner.publish, 0)
+        await until(lambda: sender.uploads().is_over, LIMIT_S, "the first version in the store")
+        bucket.put_s, bucket.mode = 0.1, mode  # a version takes several requests
+        for version in range(1, 6):
+            await asyncio.to_thread(learner.publish, version)
+        assert sender.uploads().unstored
+        return await drain(uploads, MonotonicClock(), 2.0 if mode else LIMIT_S, told.append)
+
+    with s3_stub() as bucket:
+        secret = signer.private_bytes().hex()
+        sender = SenderNode.spawn(settings(signer, "sender", store=bucket.url(), signing_key=secret))
+        try:
+            missing = asyncio.run(run(bucket, sender))
+        finally:
+            sender.close()
+        bucket.mode = ""
+        store = Store(open_objects(bucket.url()), Verifier(signer.public_bytes()), relay_limits(10**8))
+        there = {entry.manifest.version for entry in store.index()}
+    assert missing == (() if not mode else (1, 2, 3, 4, 5))
+    assert there == set(range(6)) - set(missing)
+    assert ("1-5" in told[-1]) == bool(mode)
 
 
 def test_a_late_worker_catches_up_from_the_store_and_then_follows(tmp_path: Path) -> None:

@@ -173,9 +173,9 @@ def test_an_older_snapshot_is_not_the_one_that_was_asked_for(tmp_path: Path) -> 
     verifier = Verifier(signer.public_bytes())
     shelf = Shelf(verifier, relay_limits(10**6), tmp_path)
     keeper = StoreUploader(sender_settings(signer, store=str(tmp_path)), shelf, verifier, shadow, print)
-    assert "shadow holds version 3 of run" in keeper._put_snapshot(shadow, SnapshotWork("run", 4))
-    assert "shadow holds version 3 of run" in keeper._put_snapshot(shadow, SnapshotWork("other", 2))
-    assert keeper._put_snapshot(shadow, SnapshotWork("run", 2)) == ""
+    assert "shadow holds version 3 of run" in keeper._put_snapshot(shadow, SnapshotWork("run", 4)).reason
+    assert "shadow holds version 3 of run" in keeper._put_snapshot(shadow, SnapshotWork("other", 2)).reason
+    assert keeper._put_snapshot(shadow, SnapshotWork("run", 2)).stored
 
 
 def test_a_slow_shadow_holds_no_more_than_two_copies_of_the_model(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from echo_planes.data.store.snapshot import StoreSnapshot
 from echo_planes.data.tasks.adapter import TaskOptions
 from echo_planes.errors import RunError
 from echo_planes.loop.runner import Outcome
+from echo_planes.reporting.formats import ranges
 from echo_planes.testing.fakes import FakeTask, FakeTokenizer
 from echo_planes.testing.simulation import Faults, Simulation, Trace, replace_section, tiny_config
 from echo_planes.types import Episode, EvalReport, Prompt, Reward
@@ -311,6 +312,22 @@ def test_a_stop_between_two_parts_comes_after_the_step(tmp_path: Path) -> None:
         saved = sorted(p.name for p in (tmp_path / str(seed) / "checkpoints").iterdir())
         assert saved == [f"step-{len(trace.batches):06d}"]
         assert outcome.counts.trained == 8 * len(trace.batches)
+
+
+def test_a_run_waits_for_its_last_uploads_or_says_which_versions_the_store_lacks(tmp_path: Path) -> None:
+    outcome, trace = run(tmp_path / "slow", tiny_config(), faults=Faults(store_s=60.0))
+    assert outcome.status == "done"
+    told, *more = [line for line in trace.lines if line.startswith("store ")]
+    assert "the run ends once the last versions are there" in told
+    assert not any("lacks" in line for line in more)
+    gone = [i for i, line in enumerate(trace.lines) if line.endswith("alive=False")]
+    assert len(gone) == 2  # no worker is paid meanwhile
+    assert max(gone) < trace.lines.index(told)
+    outcome, trace = run(tmp_path / "hung", tiny_config(), faults=Faults(store_s=2.0, store_hangs_at_s=5.0))
+    assert outcome.status == "done"
+    *_, told = [line for line in trace.lines if line.startswith("store ")]
+    missing = ranges(sorted(set(trace.versions))[2:])
+    assert f"lacks of the published versions {missing}: nothing moved for 300 s" in told
 
 
 def test_a_last_evaluation_that_no_worker_can_begin_is_left_out_and_told(tmp_path: Path) -> None:

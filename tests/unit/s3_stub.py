@@ -2,12 +2,14 @@
 
 Objects, ranges, listings (ListObjectsV2) and multipart uploads; no signatures are checked, but the name of
 the access key is. `mode` makes it misbehave: "full" and "readonly" refuse to write, "silent" never answers.
+It answers each PUT after `put_s` seconds.
 """
 
 from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,6 +30,7 @@ class S3Stub(ThreadingHTTPServer):
         self.objects: dict[str, bytes] = {}
         self.uploads: dict[str, dict[int, bytes]] = {}
         self.mode = ""
+        self.put_s = 0.0
         self.released = threading.Event()  # ends the silence
         self.requests: list[str] = []
 
@@ -104,6 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, data, head_only=True)
 
     def _put(self, key: str, query: dict[str, str], body: bytes) -> None:
+        time.sleep(self.server.put_s)
         if "uploadId" in query:
             self.server.uploads[query["uploadId"]][int(query["partNumber"])] = body
         else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 from echo_planes.config.schema import BUILTIN_MODELS  # noqa: E402
 from echo_planes.errors import DataError  # noqa: E402
+from echo_planes.reporting.metrics import PUBLICATION, MetricsWriter  # noqa: E402
 from echo_planes.reporting.weights.cli import main  # noqa: E402
 from echo_planes.reporting.weights.export import export_state  # noqa: E402
 from echo_planes.weights.digest import BitTensor, state_digest  # noqa: E402
@@ -87,6 +90,37 @@ def test_transformers_loads_what_was_published(
     mine, theirs = (transformers.AutoTokenizer.from_pretrained(one) for one in (folder, MODEL))
     assert mine(text)["input_ids"] == theirs(text)["input_ids"]
     assert [path.name for path in folder.parent.iterdir()] == ["model"]  # nothing is left beside it
+
+
+def test_an_export_says_if_the_run_ended_with_newer_weights(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*arguments: str) -> str:
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        assert main(["export", *arguments, str(tmp_path / "out")]) == 0
+        return capsys.readouterr().err
+
+    events = MetricsWriter(run)
+    for version in (0, 1, 2):
+        events.event(1.0, PUBLICATION, "", version=version, lineage="L0")
+    assert said(str(run)) == ""
+    events.event(2.0, PUBLICATION, "", version=3, lineage="L0")
+    events.event(3.0, "checkpoint", "step 3 saved")
+    note = f"note: the run's last version, 3 of lineage L0, is not in the store: .* run.resume={run} "
+    assert re.match(note, said(str(run)))
+    assert re.match(note, said(f"{run}/weights", "--model", str(MODEL)))
+    assert said(f"{run}@1") == ""  # it was asked for
+    events.event(4.0, PUBLICATION, "", version=2, lineage="L1")  # of a resume
+    assert "2 of lineage L1" in said(str(run))
+
+
+def test_the_store_of_a_run_may_be_elsewhere(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = str((run / "weights").rename(tmp_path / "elsewhere"))
+    (run / "config.yaml").write_text(json.dumps({"model": {"path": NAME}, "weights": {"store": place}}))
+    assert main(["export", f"{run}@1", str(tmp_path / "out")]) == 0
+    assert "version 1 of lineage L0" in capsys.readouterr().out
 
 
 def test_a_large_model_is_written_as_several_files(models: list[Any], tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from echo_planes.reporting.metrics import (
     read_metrics,
     read_summary,
 )
-from echo_planes.reporting.terminal import View
+from echo_planes.reporting.terminal import View, closing_lines
 from echo_planes.testing.simulation import replace_section, tiny_config
 from echo_planes.types import (
     BroadcastStats,
@@ -68,7 +68,7 @@ class Books:
         self.journal.on_step(batch(step, *names, versions=versions), stats(step), 1.0, BufferCounts())
 
     def summary(self, counts: BufferCounts | None = None, **more: Any) -> dict[str, Any]:
-        settings: dict[str, Any] = {"status": "done", "error": "", "digest_mismatches": 0, "restarts": {}}
+        settings = {"status": "done", "error": "", "digest_mismatches": 0, "restarts": {}, "unstored": ()}
         return self.journal.summary(counts=counts or BufferCounts(), **{**settings, **more})
 
 
@@ -435,12 +435,20 @@ def test_publications_and_losses_are_events(tmp_path: Path) -> None:
     books.clock.advance(3.0)
     books.journal.on_event("worker lost", "killed", worker="w0")
     published, *_, lost = read_events(tmp_path)
-    assert (published["kind"], published["version"]) == ("publication", 0)
+    assert (published["kind"], published["lineage"], published["version"]) == ("publication", "L0", 0)
     assert "1,234 bytes" in published["text"]
     assert "25.0% changed" in published["text"]
     assert (lost["kind"], lost["worker"], lost["time_s"]) == ("worker lost", "w0", 3.0)
     assert "killed" in books.screen.getvalue()
     assert books.summary()["versions_published"] == 2
+
+
+def test_versions_that_the_store_lacks_are_in_the_summary_and_on_the_terminal(tmp_path: Path) -> None:
+    books = Books(tmp_path)
+    assert "store" not in "".join(closing_lines(books.summary(), None, 1))
+    summary = books.summary(unstored=(3, 4, 6))
+    assert read_summary(tmp_path)["versions_unstored"] == [3, 4, 6]
+    assert "; not in the store: 3-4, 6" in "".join(closing_lines(summary, None, 1))
 
 
 def test_a_peer_that_is_moved_out_of_a_broadcast_s_way_is_an_event(tmp_path: Path) -> None:

@@ -211,6 +211,12 @@ def test_a_run_that_is_finished_says_so(status: str, steps: int, step: int, goes
         check_unfinished(config, step, status)
 
 
+def test_a_finished_run_whose_last_weights_are_not_in_the_store_may_publish_them_again() -> None:
+    check_unfinished(load_config(["run.steps=120"]), 120, "done", is_stored=False)
+    with pytest.raises(ConfigError, match="nothing is left to do"):
+        check_unfinished(load_config(["run.steps=100"]), 120, "done", is_stored=False)
+
+
 @pytest.mark.parametrize(
     ("words", "part"),
     [

@@ -156,7 +156,7 @@ def test_an_snapshot_every_so_many_publications_beside_the_patches() -> None:
         work = archivist.next_snapshot(now_s=0.0)
         if work is not None:
             snapshots.append(work.version)
-            archivist.snapshot_done("", now_s=0.0)
+            archivist.snapshot_done(work.version, "", now_s=0.0)
     assert snapshots == [3, 6, 9]
     assert archivist.holds == frozenset()
 
@@ -172,7 +172,7 @@ def test_a_patch_that_cannot_be_stored_makes_an_snapshot_of_the_newest_version()
     assert archivist.next_snapshot(0.0) == SnapshotWork("L0", 2)
     assert archivist.next_snapshot(0.0) is None  # one at a time
     assert archivist.broken
-    archivist.snapshot_done("", 0.0)
+    archivist.snapshot_done(2, "", 0.0)
     assert not archivist.broken
     assert (archivist.num_failed, archivist.last_error) == (1, "No space left")
 
@@ -186,13 +186,13 @@ def test_an_snapshot_that_fails_is_tried_again_later_and_later() -> None:
         while archivist.next_snapshot(now_s) is None:
             now_s += 1.0
         waits.append(now_s)
-        archivist.snapshot_done("gone", now_s)
+        archivist.snapshot_done(0, "gone", now_s)
     gaps = [b - a for a, b in itertools.pairwise(waits)]
     assert gaps[:3] == [FIRST_RETRY_S, 2 * FIRST_RETRY_S, 4 * FIRST_RETRY_S]
     assert gaps[-1] == gaps[-2] == 300.0
     while archivist.next_snapshot(now_s) is None:
         now_s += 1.0
-    archivist.snapshot_done("", now_s)
+    archivist.snapshot_done(0, "", now_s)
     assert archivist.next_snapshot(now_s) is None
 
 
@@ -204,7 +204,7 @@ def test_a_patch_that_fails_while_an_snapshot_is_on_its_way_asks_for_another() -
     assert archivist.next_snapshot(0.0) == SnapshotWork("L0", 2)
     archivist.published(key(3), PAYLOAD_BYTES, DENSE_BYTES)
     stored(archivist, "refused")
-    archivist.snapshot_done("", 0.0)
+    archivist.snapshot_done(2, "", 0.0)
     assert archivist.next_snapshot(0.0) == SnapshotWork("L0", 3)
 
 
@@ -220,6 +220,27 @@ def test_a_store_slower_than_the_learner_holds_few_and_ends_with_an_snapshot() -
     archivist.publication_done(key(0), "")
     assert stored(archivist) == [46, 47, 48, 49]
     assert archivist.next_snapshot(0.0) == SnapshotWork("L0", 49)
+    assert archivist.unstored == tuple(range(1, 46))
+
+
+def test_a_version_is_not_stored_until_it_was_there_as_a_patch_or_in_full() -> None:
+    archivist = Archivist()
+    for version in range(4):
+        archivist.published(key(version), PAYLOAD_BYTES, DENSE_BYTES)
+    stored(archivist, "", "refused", "refused", "")
+    assert archivist.unstored == (1, 2)
+    archivist.published(key(3, base=-1), PAYLOAD_BYTES, DENSE_BYTES)  # again, for a worker that lacks it
+    stored(archivist, "refused")
+    assert archivist.unstored == (1, 2)
+    archivist.published(key(4), PAYLOAD_BYTES, DENSE_BYTES)
+    stored(archivist, "refused")
+    assert archivist.next_snapshot(0.0) == SnapshotWork("L0", 4)
+    archivist.snapshot_done(4, "gone", 0.0)
+    assert archivist.unstored == (1, 2, 4)
+    archivist.snapshot_done(4, "", FIRST_RETRY_S)
+    assert archivist.unstored == (1, 2)
+    archivist.published(key(5, base=-1, lineage="L1"), PAYLOAD_BYTES, DENSE_BYTES)
+    assert archivist.unstored == (5,)
 
 
 def test_a_full_publication_is_the_snapshot_that_was_due() -> None:

@@ -14,6 +14,7 @@ from echo_planes.config.hub import create_repository, pinned, push
 from echo_planes.config.schema import ModelConfig
 from echo_planes.errors import DataError, EchoPlanesError, UserError, WeightsError
 from echo_planes.reporting.formats import count
+from echo_planes.reporting.metrics import EVENTS_FILE, PUBLICATION, read_events
 from echo_planes.reporting.report import parse_config
 from echo_planes.reporting.weights import tables
 from echo_planes.reporting.weights.differences import tensor_differences
@@ -176,19 +177,35 @@ def _export(text: str, folder: str, model: str | None, target: str | None) -> in
         f"version {manifest.version} of lineage {manifest.lineage}: {done.num_tensors} tensors, "
         f"{in_units(done.num_bytes)} in {count(done.num_files, 'file')}, digest {manifest.digest}: {folder}"
     )
+    run = user_path(place)
+    run = run if (run / EVENTS_FILE).exists() else run.parent  # also of RUN/weights
+    last = None if version else _last_published(run)
+    if last is not None and last != (manifest.lineage, manifest.version):
+        print(
+            f"note: the run's last version, {last[1]} of lineage {last[0]}, is not in the store: what was "
+            f"exported is older; run.resume={run} publishes the weights of the newest checkpoint again",
+            file=sys.stderr,
+        )
     if target is not None:
         message = f"Version {manifest.version} of lineage {manifest.lineage}, digest {manifest.digest}"
         print(f"pushed: {push(user_path(folder), target, message)}")
     return 0
 
 
+def _last_published(run: Path) -> tuple[str, int] | None:
+    """Return lineage and version of a run's last publication; None if the folder tells of none."""
+    for event in reversed(read_events(run)):
+        lineage, version = event.get("lineage"), event.get("version")
+        if event.get("kind") == PUBLICATION and isinstance(lineage, str) and isinstance(version, int):
+            return lineage, version
+    return None
+
+
 def _trained_model(place: str) -> Path:
     """Return the model folder that a run's config.yaml names."""
-    path = user_path(place) / "config.yaml"
-    if "://" in place or not path.exists():
+    name = _setting(user_path(place), "model", "path")
+    if name is None:
         raise DataError(f"{place} has no config.yaml that names the model; give its folder with --model")
-    section = parse_config(read_text(path, SETTINGS_BYTES)).get("model")
-    name = section.get("path") if isinstance(section, dict) else None
     folder = ModelConfig(path=str(name)).folder
     if not (folder / "config.json").exists():
         raise DataError(f"the model of the run, {name}, is not here; give its folder with --model")
@@ -221,7 +238,16 @@ def _find_store(path: str) -> tuple[str, str | None] | None:
     for place in (folder, folder / "weights"):
         if (place / PUBLICATIONS).is_dir():
             return str(place), None
-    return None
+    elsewhere = _setting(folder, "weights", "store")
+    return None if elsewhere is None else _find_store(elsewhere)
+
+
+def _setting(run: Path, group: str, key: str) -> str | None:
+    """Return a text in the config.yaml of a run's folder; None if that is not there."""
+    path = run / "config.yaml"
+    section = parse_config(read_text(path, SETTINGS_BYTES)).get(group) if path.exists() else None
+    value = section.get(key) if isinstance(section, dict) else None
+    return value if isinstance(value, str) else None
 
 
 def _existing(path: str) -> Path:

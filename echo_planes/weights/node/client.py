@@ -28,7 +28,7 @@ from echo_planes.errors import (
     WaitTimeoutError,
     WeightsError,
 )
-from echo_planes.types import BroadcastStats, ByteArray, Manifest
+from echo_planes.types import BroadcastStats, ByteArray, Manifest, Uploads
 from echo_planes.weights.node.control import (
     CONTROL_SOCKET,
     BroadcastFigures,
@@ -112,8 +112,17 @@ class SenderNode:
         """Return the figures of `GET /v1/status`: the publications held, the peers, the counters."""
         return self._post("/control/status", [], dict[str, Any])
 
+    def uploads(self) -> Uploads:
+        """Return the state of the uploads to the store; a node without a store has none."""
+        store = self.status()["store"]
+        if store is None:
+            return Uploads()
+        waiting = store["waiting"] + store["snapshot_due"]
+        seen = f"{waiting} to come, {store['taken_bytes']:,} bytes taken"
+        return Uploads(tuple(store["unstored"]), not waiting, seen, store["last_error"])
+
     def close(self) -> None:
-        """End the node and remove its scratch folder. May be called twice."""
+        """End the node, uploads too, and remove its scratch folder. May be called twice."""
         self._connection.close()
         self._process.close()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -20,14 +20,38 @@ from echo_planes.weights.node.shadow import Shadow
 from echo_planes.weights.node.shelf import Holding, Shelf
 from echo_planes.weights.node.transport import happens
 from echo_planes.weights.store.archivist import Archivist, SnapshotWork
-from echo_planes.weights.store.objects import check_store, open_objects
+from echo_planes.weights.store.objects import Piece, check_store, open_objects
 from echo_planes.weights.store.serving import answer_list, answer_object
-from echo_planes.weights.store.writing import StoreWriter
-from echo_planes.weights.wire.manifest import PublicationKey, SignedManifest
+from echo_planes.weights.store.writing import PutOutcome, StoreWriter
+from echo_planes.weights.wire.manifest import PublicationKey, SignedManifest, SignedSegment
 from echo_planes.weights.wire.transfer import Verifies
 
 REMEMBERED_KEYS = 64  # a learner that lost an answer hands the same publication over again
 POLL_S = 1.0  # between two checks for a retry that is due
+PIECE_BYTES = 32 * 1024**2  # of a payload that the store takes at a time
+
+
+class _Taken:
+    """Bytes of payloads that the store has taken. They don't grow while it takes again what failed before."""
+
+    def __init__(self) -> None:
+        self.most_bytes = 0
+        self._stored_bytes = 0  # of payloads that it holds
+
+    def counted(self, payload: Iterable[Piece]) -> Iterator[Piece]:
+        """Yield a payload in pieces of at most `PIECE_BYTES`, and count each that was taken."""
+        bytes_now = self._stored_bytes
+        for part in payload:
+            view = memoryview(part).cast("B")
+            for start in range(0, view.nbytes, PIECE_BYTES):
+                piece = view[start : start + PIECE_BYTES]
+                yield piece
+                bytes_now += piece.nbytes
+                self.most_bytes = max(self.most_bytes, bytes_now)
+
+    def stored(self) -> None:
+        """Note that the store holds the payload: the next one is new to it."""
+        self._stored_bytes = self.most_bytes
 
 
 class StoreUploader:
@@ -64,6 +88,7 @@ class StoreUploader:
         self._notify = notify
         self._told: deque[PublicationKey] = deque(maxlen=REMEMBERED_KEYS)
         self._pinned: dict[PublicationKey, Holding] = {}  # until they are stored or skipped
+        self._patches, self._snapshots = _Taken(), _Taken()
         self._woken = asyncio.Event()
         self._working = True
 
@@ -104,6 +129,8 @@ class StoreUploader:
         archivist = self._archivist
         return {
             "waiting": len(archivist.holds),
+            "taken_bytes": self._patches.most_bytes + self._snapshots.most_bytes,
+            "unstored": archivist.unstored,
             "failed": archivist.num_failed,
             "skipped": archivist.num_skipped,
             "last_error": archivist.last_error,
@@ -137,7 +164,7 @@ class StoreUploader:
     def _put(self, signed: SignedManifest, holding: Holding) -> str:
         """Store a publication; return why that failed, "" if it did not. Blocking: for threads."""
         payload = (part.data for _, part in holding.segments())
-        outcome = self._writer.put(signed, holding.transfer.segments, payload)
+        outcome = self._put_counted(self._patches, signed, holding.transfer.segments, payload)
         return "" if outcome.stored else outcome.reason
 
     async def _store_snapshot(self) -> bool:
@@ -146,25 +173,40 @@ class StoreUploader:
         work = self._archivist.next_snapshot(time.monotonic())
         if work is None:
             return False
-        error = await asyncio.to_thread(self._put_snapshot, self._shadow, work)
-        self._archivist.snapshot_done(error, time.monotonic())
+        outcome = await asyncio.to_thread(self._put_snapshot, self._shadow, work)
+        error = "" if outcome.stored else outcome.reason
+        version = outcome.entry.manifest.version if outcome.entry else work.version
+        self._archivist.snapshot_done(version, error, time.monotonic())
         self._say(error)
         return True
 
-    def _put_snapshot(self, shadow: Shadow, work: SnapshotWork) -> str:
-        """Store a snapshot; return why that failed, "" if it did not. Blocking: for threads."""
+    def _put_snapshot(self, shadow: Shadow, work: SnapshotWork) -> PutOutcome:
+        """Store a snapshot of the wanted version or a newer one. Blocking: for threads."""
         try:
             snapshot = shadow.make()
         except WeightsError as error:
-            return str(error)
+            return PutOutcome(False, str(error))
         manifest = snapshot.signed.manifest
         if manifest.lineage != work.lineage or manifest.version < work.version:
-            return (
+            return PutOutcome(
+                False,
                 f"version {work.version} of {work.lineage} is to be stored in full, but the sender's shadow "
-                f"holds version {manifest.version} of {manifest.lineage}"
+                f"holds version {manifest.version} of {manifest.lineage}",
             )
-        outcome = self._writer.put(snapshot.signed, snapshot.segments, [snapshot.payload.data])
-        return "" if outcome.stored else outcome.reason
+        payload = [snapshot.payload.data]
+        return self._put_counted(self._snapshots, snapshot.signed, snapshot.segments, payload)
+
+    def _put_counted(
+        self,
+        taken: _Taken,
+        signed: SignedManifest,
+        segments: Sequence[SignedSegment],
+        payload: Iterable[Piece],
+    ) -> PutOutcome:
+        outcome = self._writer.put(signed, segments, taken.counted(payload))
+        if outcome.stored:
+            taken.stored()
+        return outcome
 
     def _release_skipped(self) -> None:
         held = self._archivist.holds

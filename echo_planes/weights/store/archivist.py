@@ -50,6 +50,7 @@ class Archivist:
         self._waiting: deque[tuple[PublicationKey, int]] = deque()  # with the size of the payload, bytes
         self._writing: PublicationKey | None = None
         self._newest: PublicationKey | None = None
+        self._unstored: set[int] = set()  # versions of the newest lineage
         self._since_snapshot = 0  # patches of the newest lineage since its last snapshot was scheduled
         self._snapshot_due = False
         self._snapshot_busy = False
@@ -70,6 +71,11 @@ class Archivist:
         """Return whether a snapshot is due or being stored: the store may not lead to the newest version."""
         return self._snapshot_due or self._snapshot_busy
 
+    @property
+    def unstored(self) -> tuple[int, ...]:
+        """Published versions of the newest lineage that have not been in the store."""
+        return tuple(sorted(self._unstored))
+
     def published(self, key: PublicationKey, payload_bytes: int, dense_bytes: int) -> None:
         """Record that a publication is complete at the sender.
 
@@ -80,6 +86,10 @@ class Archivist:
         if self._newest is None or key.lineage != self._newest.lineage:
             self._since_snapshot = 0
             self._snapshot_due = key.codec != "full"  # a lineage that begins with a patch lacks its base
+            self._unstored.clear()
+        newest = self._newest
+        if newest is None or (key.lineage, key.version) != (newest.lineage, newest.version):
+            self._unstored.add(key.version)  # one that is published again may be there
         self._newest = key
         self._waiting.append((key, payload_bytes))
         if key.codec == "full":
@@ -110,7 +120,9 @@ class Archivist:
             return  # the lineage was replaced: no worker needs it
         if error:
             self._demand_snapshot()
-        elif key == self._newest and key.codec == "full":
+            return
+        self._unstored.discard(key.version)
+        if key == self._newest and key.codec == "full":
             self._snapshot_due = False
 
     def next_snapshot(self, now_s: float) -> SnapshotWork | None:
@@ -120,10 +132,11 @@ class Archivist:
         self._snapshot_due, self._snapshot_busy = False, True
         return SnapshotWork(self._newest.lineage, self._newest.version)
 
-    def snapshot_done(self, error: str, now_s: float) -> None:
-        """Record that storing the snapshot has ended; unless `error` is "", schedule a retry."""
+    def snapshot_done(self, version: int, error: str, now_s: float) -> None:
+        """Record that storing the snapshot of `version` has ended; unless `error` is "", schedule a retry."""
         self._snapshot_busy = False
         if not error:
+            self._unstored.discard(version)
             self._retry_s, self._retry_at_s = FIRST_RETRY_S, 0.0
             return
         self._failed(error)

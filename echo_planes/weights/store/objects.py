@@ -156,6 +156,7 @@ class Objects:
             with stream as file:
                 for piece in pieces:
                     file.write(piece)
+                    file.flush()  # a bucket's parts go in the background: without end in memory, and unseen
             if self._renames:
                 self._fs.move(target, path)
         except BaseException:  # closing the stream may have created an incomplete object
