@@ -533,7 +533,8 @@ class EvalReport:
     samples_per_prompt: int  # n
     accuracy: float  # avg@n: fraction of the scored samples that are exactly right
     reward_mean: float  # of the scored samples
-    num_unscored: int = 0  # samples whose reward failed
+    num_unscored: int = 0  # samples whose rollout or reward failed
+    unscored_error: str = ""  # of the first of them
     prompt_rewards: tuple[tuple[int, float], ...] = ()  # held-out prompt, mean reward of its scored samples
     trajectories: tuple[Trajectory, ...] = ()
     newest_version: int | None = None  # newest such version; None: all tokens are of `version`

@@ -231,6 +231,7 @@ class Journal:
                 "temperature": draw.temperature,
                 "top_p": draw.top_p,
                 "accuracy": report.accuracy,
+                "num_unscored": report.num_unscored,
                 "pass_at": doublings(report.pass_at),
                 "reward_mean": report.reward_mean,
                 "prompt_rewards": [list(pair) for pair in report.prompt_rewards],
@@ -358,6 +359,7 @@ class Journal:
             "eval_version": newest["version"],
             "eval_newest_version": newest["newest_version"],
             "eval_accuracy": newest["accuracy"],
+            "eval_unscored": newest["num_unscored"],
             "eval_pass_at": newest["pass_at"],
             "eval_pass_at_n": next(reversed(newest["pass_at"].values()), None),
         }

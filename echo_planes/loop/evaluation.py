@@ -8,6 +8,7 @@ from math import prod
 
 from echo_planes.config.schema import Config, EvalConfig
 from echo_planes.errors import RunError
+from echo_planes.reporting.formats import count
 from echo_planes.types import Draw, EvalReport, Trajectory
 
 
@@ -62,7 +63,12 @@ def in_words(report: EvalReport) -> str:
         f"held-out accuracy {report.accuracy:.3f} at step {report.step} "
         f"(avg@{report.samples_per_prompt}{curve}; "
         f"v{report.version}{'' if report.newest_version is None else of_two})"
-        + (f"; {report.num_unscored} answers have no reward and are left out" if report.num_unscored else "")
+        + (
+            f"; {count(report.num_unscored, 'answer')} of {report.num_prompts * report.samples_per_prompt} "
+            f"without a reward left out, the first for: {report.unscored_error or 'unknown'}"
+            if report.num_unscored
+            else ""
+        )
     )
 
 
@@ -70,11 +76,8 @@ def report_of(step: int, settings: EvalConfig, answers: Sequence[Trajectory]) ->
     """Return the report of an evaluation. Its versions are the oldest and newest of any token of any answer.
 
     Raises:
-        RunError: a rollout failed without a token, or no answer has a reward.
+        RunError: no answer has a reward.
     """
-    failed = [t.error for t in answers if t.status == "failed" and not t.episode.response_ids]
-    if failed:
-        raise RunError(f"{len(failed)} of {len(answers)} evaluation samples failed: {failed[0]}")
     unscored = [t.error for t in answers if t.status != "ok"]
     scored = [t for t in answers if t.status == "ok"]
     if not scored:
@@ -88,6 +91,7 @@ def report_of(step: int, settings: EvalConfig, answers: Sequence[Trajectory]) ->
         accuracy=sum(t.reward.correct for t in scored) / len(scored),
         reward_mean=sum(t.reward.value for t in scored) / len(scored),
         num_unscored=len(unscored),
+        unscored_error=unscored[0] if unscored else "",
         prompt_rewards=_by_prompt(scored),
         trajectories=tuple(answers[: 8 * settings.samples_per_prompt]),
         newest_version=max(versions) if len(versions) > 1 else None,

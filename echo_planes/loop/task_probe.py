@@ -12,11 +12,11 @@ from echo_planes.data.tasks.registry import build_adapter, load_tokenizer, told
 from echo_planes.errors import ConfigError, ModelError
 from echo_planes.types import Prompt
 
-PROBE_PROMPTS = 16  # of each kind: to train on, and held out
+PROBE_PROMPTS = 16  # of each kind, to train on and held out, that tell a run's prompts from others
 
 
 def probe_task(config: Config) -> tuple[str, list[Prompt]]:
-    """Build the task and its first prompts in this process, so that mistakes show before engines start.
+    """Build the task, its first prompts and all held-out ones, so that mistakes show before engines start.
 
     Returns:
         The task's message for the user, usually ""; and its first prompts, to train on and held out.
@@ -31,21 +31,21 @@ def probe_task(config: Config) -> tuple[str, list[Prompt]]:
     overlong_of(config, task.max_new_tokens)
     limit = config.model.max_model_len - (task.max_new_tokens or config.sampling.max_new_tokens)
     with told(type(task), f"task {config.task.name}: its first prompts cannot be made"):
-        held_out = [task.eval_prompt(index) for index in range(min(PROBE_PROMPTS, config.eval.num_prompts))]
-        prompts = [*map(task.prompt, range(PROBE_PROMPTS)), *held_out]
-        most = max((token for prompt in prompts for token in prompt.token_ids), default=0)
+        held_out = list(map(task.eval_prompt, range(config.eval.num_prompts)))
+        prompts = list(map(task.prompt, range(PROBE_PROMPTS)))
+        most = max((token for prompt in (*prompts, *held_out) for token in prompt.token_ids), default=0)
     check_vocabulary(config.model.folder, max(most, tokenizer.eos_token_id or 0))
     with told(type(task), f"task {config.task.name}: materialize of made-up answers to prompt 0"):
         check_companions(config, task, prompts[0])
-    for prompt in (prompts[0], held_out[0]):
+    for kind, prompt in (("", prompts[0]), *(("held-out ", prompt) for prompt in held_out)):
         if not 0 < len(prompt.token_ids) <= limit:
             raise ConfigError(
-                f"task {config.task.name}: prompt {prompt.index} has {len(prompt.token_ids)} tokens, but "
-                f"model.max_model_len less the answer leaves {limit}; raise model.max_model_len or shorten "
-                "the prompts"
+                f"task {config.task.name}: {kind}prompt {prompt.index} has {len(prompt.token_ids)} tokens, "
+                f"but model.max_model_len less the answer leaves {limit}; raise model.max_model_len or "
+                "shorten the prompts"
             )
     with told(type(task), f"task {config.task.name}: preflight"):
-        return task.preflight(), prompts
+        return task.preflight(), [*prompts, *held_out[:PROBE_PROMPTS]]
 
 
 def check_vocabulary(folder: Path, token: int) -> None:

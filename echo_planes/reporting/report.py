@@ -131,13 +131,15 @@ def _complete(summary: Record, steps: Sequence[Record], config: Record, parts: S
 
 
 def _evaluations(evals: Sequence[Record]) -> str:
-    """Return as text the number of evaluations, pass@n of the last, and how many had several versions."""
+    """Return as text the number of evaluations, pass@n of the last, and what is peculiar about them."""
     words = [f"{len(evals)} evaluations"]
     if evals and (curve := evals[-1].get("pass_at")):
         n, value = next(reversed(curve.items()))
         words.append(f"last pass@{n} {number(value) or 0.0:.3f}")
     if mixed := sum(e.get("newest_version") is not None for e in evals):
         words.append(f"{mixed} of more than one version")
+    if unscored := sum(number(e.get("num_unscored")) or 0.0 for e in evals):
+        words.append(f"{unscored:,.0f} answers without a reward left out")
     return " · ".join(words)
 
 

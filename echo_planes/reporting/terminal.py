@@ -196,7 +196,8 @@ def closing_lines(
         label = {"spent": "budget", "stopped": "by"}.get(status, "error")
         lines.append(f"  {label:9s}  {summary['error']}")
     lines += [
-        f"  eval       {first_eval}{show('eval_last', '.3f')} held-out accuracy{_pass_at(summary)}",
+        f"  eval       {first_eval}{show('eval_last', '.3f')} held-out accuracy{_pass_at(summary)}"
+        f"{_left_out(summary)}",
         f"  reward     {show('reward_first', '.3f')} -> {show('reward_last', '.3f')}",
         f"  staleness  mean {show('staleness_mean', '.2f')}, max {show('max_staleness_observed')} "
         f"(bound {show('max_staleness')})",
@@ -219,6 +220,15 @@ def closing_lines(
     if go_on:
         lines.append(f"  go on      {go_on}")
     return lines
+
+
+def _left_out(summary: Mapping[str, Any]) -> str:
+    """Return as text how many answers of the evaluations have no reward; "" if none."""
+    evals = summary.get("evals", [])
+    unscored = sum(number(e.get("num_unscored")) or 0.0 for e in evals)
+    return (
+        f"; {unscored:,.0f} answers of {len(evals)} evaluations without a reward left out" if unscored else ""
+    )
 
 
 def _unstored(summary: Mapping[str, Any]) -> str:

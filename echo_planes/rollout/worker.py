@@ -45,6 +45,7 @@ from echo_planes.types import (
 from echo_planes.weights.sparse_adapter import SparseAdapter
 
 PULL_WAIT_S = 5.0
+EVAL_RETRIES_S = (1.0, 10.0)  # before each further try of a held-out prompt whose rollout failed
 
 
 class RolloutWorker:
@@ -258,6 +259,7 @@ class RolloutWorker:
     ) -> list[Trajectory]:
         """Answer held-out prompts with the weights that serve now, and dense attention.
 
+        A prompt whose rollout fails is tried again, as its environment may recover; the last try counts.
         `draw`: None means as for training.
         """
         draw = replace(draw or Draw(self._sampling.temperature, self._sampling.top_p), dense=True)
@@ -267,20 +269,22 @@ class RolloutWorker:
         def on_piece(number: int, context: tuple[int, ...], piece: Sample) -> None:
             self._evaluated_tokens += len(piece.token_ids)
 
-        try:
-            groups = await asyncio.gather(
-                *(
-                    self._player.group(
-                        f"eval-{i}",
-                        self._task.eval_prompt(i),
-                        samples_per_prompt,
-                        on_piece,
-                        lambda: None,
-                        draw=draw,
-                    )
-                    for i in indices
+        async def answered(i: int) -> Group:
+            prompt = self._task.eval_prompt(i)
+            for delay_s in (*EVAL_RETRIES_S, None):
+                group = await self._player.group(
+                    f"eval-{i}", prompt, samples_per_prompt, on_piece, lambda: None, draw=draw
                 )
-            )
+                has_failed = any(
+                    t.status == "failed" and not t.episode.response_ids for t in group.trajectories
+                )
+                if delay_s is None or not has_failed:
+                    break
+                await asyncio.sleep(delay_s)
+            return group
+
+        try:
+            groups = await asyncio.gather(*map(answered, indices))
         finally:
             self._evaluating = False
             self._account()

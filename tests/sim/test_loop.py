@@ -10,7 +10,7 @@ import pytest
 from echo_planes.config.schema import Config
 from echo_planes.data.store.files import REPLAY_FOLDER
 from echo_planes.data.store.snapshot import StoreSnapshot
-from echo_planes.data.tasks.adapter import TaskOptions
+from echo_planes.data.tasks.adapter import Policy, TaskOptions
 from echo_planes.errors import RunError
 from echo_planes.loop.runner import Outcome
 from echo_planes.reporting.formats import ranges
@@ -111,6 +111,28 @@ def test_reward_rises_and_evaluations_come_at_the_start_and_the_end(tmp_path: Pa
     assert outcome.status == "done"
     assert [report.step for report in trace.evals] == [0, 30]
     assert trace.evals[-1].accuracy > trace.evals[0].accuracy + 0.3
+
+
+class HeldOutFails(FakeTask):
+    """Two held-out prompts fail in every evaluation but the first."""
+
+    async def rollout(self, prompt: Prompt, policy: Policy) -> Episode:
+        episode = await super().rollout(prompt, policy)
+        if prompt.index in (1_000_002, 1_000_003) and episode.spans[0].version > 0:
+            raise ConnectionError("the environment is down")
+        return episode
+
+
+def test_a_held_out_prompt_that_fails_for_good_is_left_out_and_the_run_goes_on(tmp_path: Path) -> None:
+    config = tiny_config()
+    config = replace_section(config, eval={**config.eval.model_dump(), "every": 10})
+    outcome, trace = run(tmp_path, config, task=HeldOutFails(TaskOptions(), FakeTokenizer(), 0))
+    assert outcome.status == "done"
+    assert [(report.step, report.num_unscored) for report in trace.evals] == [(0, 0), (10, 4), (20, 4)]
+    assert "the environment is down" in trace.evals[-1].unscored_error
+    assert [index for index, _ in trace.evals[-1].prompt_rewards] == [
+        1_000_000 + i for i in (0, 1, 4, 5, 6, 7)
+    ]
 
 
 def sampled_under(report: EvalReport) -> set[int]:

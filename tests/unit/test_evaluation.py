@@ -9,7 +9,7 @@ import pytest
 
 from echo_planes.config.schema import Config, EvalConfig
 from echo_planes.errors import RunError
-from echo_planes.loop.evaluation import eval_draw, pass_at, report_of
+from echo_planes.loop.evaluation import comparable, eval_draw, in_words, pass_at, report_of
 from echo_planes.testing.simulation import replace_section
 from echo_planes.types import Draw, Episode, Prompt, Reward, Span, Status, Trajectory
 
@@ -66,10 +66,24 @@ def test_a_report_of_several_versions_says_the_oldest_and_the_newest_token_s() -
     assert (report.version, report.newest_version) == (4, 6)
 
 
-def test_a_failed_rollout_ends_the_run() -> None:
+def test_a_failed_rollout_is_left_out_and_told_and_only_a_lack_of_all_ends_the_run() -> None:
     failed = replace(answer(0, False, status="failed"), error="no room")
-    with pytest.raises(RunError, match="1 of 2 evaluation samples failed: no room"):
-        report_of(0, EvalConfig(), [answer(1, True, 0), failed])
+    settings = EvalConfig(num_prompts=2, samples_per_prompt=1)
+    report = report_of(0, settings, [answer(1, True, 0), failed])
+    assert (report.accuracy, report.num_unscored, report.prompt_rewards) == (1.0, 1, ((1, 1.0),))
+    assert "1 answer of 2 without a reward left out, the first for: no room" in in_words(report)
+    assert "left out" not in in_words(report_of(0, settings, [answer(0, True, 0), answer(1, True, 0)]))
+    with pytest.raises(RunError, match="not one of 2 evaluation samples has a reward: no room"):
+        report_of(0, settings, [failed, failed])
+
+
+def test_the_learner_compares_answers_that_have_tokens_of_its_own_version() -> None:
+    config = replace_section(Config(), run={"steps": 4})
+    failed, good = replace(answer(0, False, status="failed"), error="no room"), answer(1, True, 4)
+    report = report_of(4, EvalConfig(num_prompts=2, samples_per_prompt=1), [failed, good])
+    assert comparable(config, report, [failed, good], 4) == [good]
+    assert comparable(config, report, [failed, good], 5) == []  # an update has begun
+    assert comparable(replace_section(config, run={"steps": 8}), report, [good], 4) == []
 
 
 @pytest.mark.parametrize(

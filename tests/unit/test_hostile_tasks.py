@@ -10,7 +10,7 @@ import pytest
 
 from echo_planes.errors import ConfigError, TaskError
 from echo_planes.loop.loading import load_config
-from echo_planes.loop.task_probe import probe_task
+from echo_planes.loop.task_probe import PROBE_PROMPTS, probe_task
 
 HOSTILE = """
 import sys
@@ -91,6 +91,28 @@ def test_a_task_of_its_own_companions_is_tried_before_the_run_where_they_matter(
     probe_task(load_config([f"task={name}:Task"]))  # without refill they may be anything
     with pytest.raises(error, match=re.escape(told)):
         probe_task(load_config([f"task={name}:Task", "sampling.refill=reward"]))
+
+
+LONG = """
+from dataclasses import replace
+from examples.own_task import OwnTask
+
+class Task(OwnTask):
+    def eval_prompt(self, index):
+        prompt = super().eval_prompt(index)
+        return replace(prompt, token_ids=prompt.token_ids * 1000) if index == 40 else prompt
+"""
+
+
+def test_a_held_out_prompt_that_is_too_long_is_told_before_engines_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "long_task.py").write_text(LONG)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    _, prompts = probe_task(load_config(["task=long_task:Task", "eval.num_prompts=40"]))
+    assert len(prompts) == 2 * PROBE_PROMPTS
+    with pytest.raises(ConfigError, match=r"held-out prompt \d+ has \d+ tokens, but model.max_model_len"):
+        probe_task(load_config(["task=long_task:Task", "eval.num_prompts=41"]))
 
 
 def test_an_interruption_while_a_task_is_imported_stays_one(

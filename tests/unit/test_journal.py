@@ -246,7 +246,10 @@ def test_an_evaluation_goes_into_the_steps_that_follow_it(tmp_path: Path) -> Non
     assert row["pass_at"] == {"1": 0.5, "2": 0.6, "4": 0.75, "5": 0.8}
     shown = books.screen.getvalue()
     assert "accuracy 0.500 at step 0 (avg@5, pass@2 0.600, pass@4 0.750, pass@5 0.800; v0)" in shown
-    assert "v2 to v4: newer weights came meanwhile); 3 answers have no reward" in shown
+    assert "v2 to v4: newer weights came meanwhile); 3 answers of 40 without a reward left out" in shown
+    assert (first["eval_unscored"], second["eval_unscored"], row["num_unscored"]) == (0, 3, 3)
+    closing = "".join(closing_lines(books.summary(), None, 4))
+    assert "; 3 answers of 2 evaluations without a reward left out" in closing
 
 
 def test_the_reward_that_is_told_is_the_task_s_beside_the_one_that_is_trained(tmp_path: Path) -> None:

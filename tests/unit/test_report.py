@@ -159,7 +159,7 @@ def a_run(folder: Path, steps: int = 20) -> Path:
             "eval_first": 0.25,
             "eval_last": 0.875,
             "evals": [
-                an_eval(10, 9, None, {"1": 0.5, "2": 0.625, "4": 0.75}),
+                {**an_eval(10, 9, None, {"1": 0.5, "2": 0.625, "4": 0.75}), "num_unscored": 5},
                 an_eval(20, 19, 20, {"1": 0.875, "2": 0.9, "4": 0.925}),
             ],
             "max_staleness": 3,
@@ -255,7 +255,8 @@ def test_evaluations_say_how_they_were_drawn_and_under_which_versions(tmp_path: 
         "pass@2": ["0.625", "0.900"],
         "pass@4": ["0.750", "0.925"],
     }
-    assert "2 evaluations · last pass@4 0.925 · 1 of more than one version" in page
+    assert "2 evaluations · last pass@4 0.925 · 1 of more than one version · 5 answers without" in page
+    assert "accuracy 0.500; 5 answers without a reward left out" in page
 
 
 def test_one_answer_a_prompt_has_no_curve(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from echo_planes.data.replay.buffer_state import NotReady
 from echo_planes.data.service import DataService
 from echo_planes.data.tasks.adapter import EpisodeBuilder, Policy, TaskOptions
 from echo_planes.errors import DataError, LeaseError, RunError, TaskError, WorkerGoneError
-from echo_planes.rollout.worker import RolloutWorker
+from echo_planes.rollout.worker import EVAL_RETRIES_S, RolloutWorker
 from echo_planes.testing.fakes import FakeTask, FakeTokenizer, FakeWeights, InlineScorer
 from echo_planes.testing.simulation import replace_section, tiny_config
 from echo_planes.types import (
@@ -116,6 +116,31 @@ def test_a_failing_task_is_a_status_on_the_whole_group_and_the_worker_goes_on(
             assert part in trajectory.error
         assert trajectory.episode.response_ids == ()
         assert trajectory.prompt == prompt(0)
+
+
+class Recovers(FakeTask):
+    """Its environment fails the first `failures` times at prompt 1,000,007."""
+
+    def __init__(self, failures: int) -> None:
+        super().__init__(TaskOptions(), FakeTokenizer(), 0)
+        self.failures = failures
+
+    async def rollout(self, prompt: Prompt, policy: Policy) -> Episode:
+        if prompt.index == 1_000_007 and self.failures:
+            self.failures -= 1
+            raise ConnectionError("the environment is down")
+        return await super().rollout(prompt, policy)
+
+
+@pytest.mark.parametrize(("failures", "status"), [(1, "ok"), (len(EVAL_RETRIES_S), "ok"), (99, "failed")])
+def test_a_held_out_prompt_whose_rollout_fails_is_tried_again_and_then_counted(
+    failures: int, status: str
+) -> None:
+    task = Recovers(failures)
+    answers = virtual(make(Engine(), Source(0), task).evaluate([3, 7], 1, None))
+    assert [(t.trajectory_id, t.status) for t in answers] == [("eval-3/0", "ok"), ("eval-7/0", status)]
+    assert answers[1].error == ("" if status == "ok" else answers[1].error)
+    assert task.failures == (0 if status == "ok" else 99 - 1 - len(EVAL_RETRIES_S))
 
 
 class OneOfThreeFails(FakeTask):

@@ -29,7 +29,8 @@ def reward_chart(steps: StepCharts, evals: Sequence[Record]) -> Markup:
             float(e["step"]),
             float(e["reward_mean"]),
             f"step {e['step']}, {_versions(e)}: "
-            f"held-out reward {e['reward_mean']:.3f}, accuracy {number(e.get('accuracy')) or 0.0:.3f}",
+            f"held-out reward {e['reward_mean']:.3f}, accuracy {number(e.get('accuracy')) or 0.0:.3f}"
+            f"{_left_out(e)}",
         )
         for e in evals
         if number(e.get("step")) is not None and number(e.get("reward_mean")) is not None
@@ -52,6 +53,11 @@ def reward_parts_chart(steps: StepCharts) -> Markup:
         chart,
         [Series(name, [number(row.get(name)) for row in rows], color) for color, name in enumerate(names, 1)],
     )
+
+
+def _left_out(evaluation: Record) -> str:
+    unscored = number(evaluation.get("num_unscored"))
+    return f"; {unscored:,.0f} answers without a reward left out" if unscored else ""
 
 
 def _versions(evaluation: Record) -> str:
