@@ -9,7 +9,7 @@ import pytest
 
 from echo_planes.weights.node.settings import NodeSettings
 from echo_planes.weights.node.shelf import Shelf
-from echo_planes.weights.node.store import StoreUploader
+from echo_planes.weights.node.store import PIECE_BYTES, StoreUploader, _Taken
 from echo_planes.weights.store.objects import Objects
 from echo_planes.weights.wire.frames import ChunkFrame
 from echo_planes.weights.wire.manifest import PublicationKey
@@ -59,3 +59,14 @@ def test_a_store_that_removes_nothing_still_has_what_was_stored(
         shelf.close()
 
     asyncio.run(story())
+
+
+def test_bytes_that_a_failing_store_takes_again_and_again_are_no_progress() -> None:
+    """Else the end of a run would wait for such a store for ever."""
+    taken, payload = _Taken(), [bytes(100)]
+    for _ in range(3):  # the store fails after the bytes, at a header
+        assert b"".join(taken.counted(payload)) == payload[0]
+        assert taken.most_bytes == 100
+    taken.stored()
+    assert sum(map(len, taken.counted([bytes(PIECE_BYTES + 1), b""]))) == PIECE_BYTES + 1
+    assert taken.most_bytes == 100 + PIECE_BYTES + 1
