@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -233,6 +234,7 @@ def test_a_model_that_diverges_is_not_trained_on() -> None:
 def train(
     policy: PolicyModel,
     examples: Sequence[Example],
+    objective: OfflineObjective = AWR,
     *,
     steps: int,
     rows: int = 64,
@@ -243,7 +245,7 @@ def train(
     return warm_start(
         policy,
         examples,
-        AWR,
+        objective,
         steps=steps,
         rows_per_step=rows,
         learning_rate=rate,
@@ -255,16 +257,20 @@ def train(
 def test_the_command_writes_a_model_folder_that_a_run_takes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_records(tmp_path / "t.arrow", [record("c", 6), record("r10", -6)] * 4, "compact")
+    records = [record("c", 6), record("r10", -6)] * 4
+    write_records(tmp_path / "t.arrow", records, "compact")
     words = ["--reader", READER, "--table", str(tmp_path / "t.arrow"), "--model", "builtin:tiny-poker"]
-    assert main([*words, "--steps", "1", "--lr", "0.03", "--out", str(tmp_path / "warm")]) == 0
+    asked = ["--steps", "2", "--batch", "3", "--lr", "0.02", "--beta", "0.5", "--cap", "2", "--seed", "5"]
+    assert main([*words, *asked, "--out", str(tmp_path / "warm")]) == 0
     assert {path.name for path in TINY.iterdir()} <= {path.name for path in (tmp_path / "warm").iterdir()}
     was, now = (load_policy(folder, torch.bfloat16, 1.0, 1.0) for folder in (TINY, tmp_path / "warm"))
     assert now.model.config.to_dict() == was.model.config.to_dict() | {
         "_name_or_path": str(tmp_path / "warm")
     }
-    moved = (flat(now) - flat(was)).abs().max().item()
-    assert moved == pytest.approx(0.03, rel=0.3)  # one step at the rate asked for, rounded to bf16
+    policy = load_policy(TINY, torch.float32, 1.0, 1.0)
+    train(policy, examples_of(records), replace(AWR, cap=2.0), steps=2, rows=3, rate=0.02, seed=5)
+    assert torch.equal(flat(now), flat(policy).bfloat16().float())
+    assert not torch.equal(flat(now), flat(was))
     read = load_tokenizer(tmp_path / "warm")
     assert read.encode(STATE, add_special_tokens=False) == TOKENIZER.encode(STATE, add_special_tokens=False)
     assert not list(tmp_path.glob("*.partial"))
