@@ -284,6 +284,11 @@ class TrainBatch:
     step_trajectories: int = 0  # trajectories of the whole step, if this is one of its parts; 0: it is whole
     last: bool = True  # no part of this step follows
     waited_s: float = 0.0  # since the youngest of its groups was accepted, seconds
+    # Of all A answers accepted for the step, those that a refill set aside too; empty: the batch's own, of
+    # one level.
+    accepted_scores: FloatArray = field(default_factory=lambda: np.zeros(0, np.float32))
+    accepted_cut_off: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))
+    accepted_levels: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @property
     def num_trajectories(self) -> int:
@@ -344,7 +349,7 @@ class StepStats:
     mismatch_mean: float | None  # |log w| at the start of the step, w = pi_learner / pi_sampler; nats
     mismatch_p99: float | None
     clip_fraction: float | None
-    tis_mean: float | None  # mean truncated importance weight
+    tis_mean: float | None  # mean truncated importance weight of the updates made; 1: the loss has none
     entropy: float | None
     kl_reference: float | None  # None without a reference
     groups_skipped: int  # groups whose advantages are all zero (no gradient)

@@ -90,6 +90,7 @@ def act(job: tuple[int, int, int], steps: int = 120) -> Guarded:
     spreads: list[float] = []
     alarms: list[int] = []
     actions: dict[str, int] = {}
+    records: dict[int, dict[str, Any]] = {}  # of the guard, by step of a checkpoint
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         loop = Loop(Setup(lag, ONE * times, seed, METHODS["proximal"], steps=steps), folder)
@@ -99,6 +100,7 @@ def act(job: tuple[int, int, int], steps: int = 120) -> Guarded:
                 if step % SAVE_EVERY == 0 and not (folder / str(step)).exists():
                     (folder / str(step)).mkdir()
                     loop.learner.save(folder / str(step))
+                    records[step] = guard.record()
                     guard.saved(step)
                 batch, step_rewards, _ = loop.sample(step)
                 rewards.append(fmean(step_rewards))
@@ -120,7 +122,8 @@ def act(job: tuple[int, int, int], steps: int = 120) -> Guarded:
                     loop.forget()
                     halved *= 0.5
                     lag //= 2
-                    guard = Guard(GuardConfig(), lag, guard.record_after_rollback())
+                    guard = Guard(GuardConfig(), lag, guard.record_after_rollback(records[step]))
+                    records[step] = guard.record()
                 loop.lag = guard.max_staleness
                 wanted = guard.adjustment
                 loop.learner.adjust(Adjustment(wanted.rate_scale * halved, wanted.mask_outliers))

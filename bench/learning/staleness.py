@@ -68,7 +68,7 @@ class Result:
     drift: float  # mean over the steps that measured one, nats
     smallest_factor: float
     rewards: list[float]  # mean of each step
-    watched: list[dict[str, float | None]]  # of each step, the fields of `GuardFigures`
+    watched: list[dict[str, Any]]  # of each step, the fields of `GuardFigures`
     seconds: float
 
     @property

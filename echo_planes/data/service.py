@@ -21,7 +21,7 @@ from echo_planes.cluster.process import settle
 from echo_planes.config.schema import Config, ReplayConfig
 from echo_planes.data.claims import Rules, rules_of
 from echo_planes.data.open import LEVELS_NAME, open_store
-from echo_planes.data.replay.batch import make_batch, omegas_of
+from echo_planes.data.replay.batch import make_batch, omegas_of, with_accepted
 from echo_planes.data.replay.buffer import ReplayBuffer
 from echo_planes.data.replay.buffer_state import Accepted, NotReady
 from echo_planes.data.replay.checkpoint_state import write_checkpoint_state
@@ -133,6 +133,8 @@ class DataService:
         )
         self._step_trajectories = self._batch_size if config.learner.micro_batch_groups else 0
         self._tags: set[str] = set()  # advantage groups in the parts of the present step
+        # Set aside since the last batch. A resumed run's first step lacks those before its checkpoint.
+        self._set_aside: list[Group] = []
         self._accepted: dict[tuple[str, int], tuple[int, int]] = {}
         self._pulls: list[_Pull] = []  # in order of arrival
         self._changed = asyncio.Event()
@@ -376,6 +378,8 @@ class DataService:
         self._settle_dropped()
         if uninformative := self._buffer.take_uninformative():
             self._store.settle(self._sequences(uninformative), Fate.UNINFORMATIVE, step=self._buffer.step)
+            aside = {group.group_id for group in uninformative}
+            self._set_aside += [group for group in accepted if group.group_id in aside]
         for group in accepted:
             self._curriculum.observe(group)
 
@@ -397,6 +401,8 @@ class DataService:
 
         longest = self._adapter.longest_answer(self._max_new_tokens)
         batch = make_batch(step, groups, materialize, self._overlong, longest)
+        batch = with_accepted(batch, [*groups, *self._set_aside], self._curriculum.level)
+        self._set_aside = []
         if both := self._tags & tags:
             raise TaskError(
                 f"advantage group '{min(both)}' of the task is in two parts of step {step + 1}, and would be "

@@ -17,6 +17,9 @@ adds one to it, a step beyond twice the limit two; a step within the limit subtr
 After the rungs `limit` and `slow`, S steps are not scored, because
 their data is older than the rung. After `calm` steps without any signal the last rung is taken back.
 
+Rewards, answers cut off, entropy and gradient are compared with those of the same level of the task's
+curriculum. A harder level lowers the reward, and is no fall.
+
 A checkpoint is good if all scores were 0 when it was written and, since alarms come late, no alarm came in
 the `good_after` steps after it. The checkpoint of step 0 is good.
 
@@ -33,7 +36,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from echo_planes.config.schema import GuardConfig
-from echo_planes.learning.fall import fall_of, root_mean_square
+from echo_planes.learning.fall import fall_of, level_figures, root_mean_square
 from echo_planes.types import Adjustment, GuardReport, Noise, StepStats, TrainBatch
 
 WINDOW = 10  # steps of a slope and of a mean reward; fewest steps of a median
@@ -58,8 +61,9 @@ class GuardFigures:
     entropy: float | None = None  # nats
     grad_norm: float | None = None
     cut_off: float | None = None  # share of the answers
-    reward: float | None = None  # mean
+    reward: float | None = None  # mean of all accepted answers, those that a refill set aside too
     spread: float | None = None  # standard deviation of the rewards
+    level: int = 0  # of the task's curriculum
     rate_factor: float | None = None  # of drift control
     drift: float | None = None  # mean |log w|, nats, noise included
     noise: float | None = None  # of it, on equal weights
@@ -103,8 +107,21 @@ class Verdict:
 
 
 @dataclass(slots=True)
+class _Level:
+    """Histories of the steps of one level; lists are ordered, newest last."""
+
+    entropies: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    cut_offs: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    spreads: list[float] = field(default_factory=list)
+    reward_start: float | None = None  # mean of the first WINDOW steps
+    reward_best: float = 0.0  # best mean of WINDOW steps
+
+
+@dataclass(slots=True)
 class _State:
-    """State of the guard that a resume needs; lists are ordered, newest last."""
+    """State of the guard that a resume needs."""
 
     rung: int = 0  # rung in force, 0 to SLOWED
     scores: dict[str, int] = field(default_factory=dict)  # of each signal
@@ -116,14 +133,8 @@ class _State:
     good_step: int = -1  # newest good checkpoint
     candidate: int = -1  # checkpoint that may become the good one
     candidate_age: int = 0  # steps without an alarm since the candidate
-    entropies: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
-    cut_offs: list[float] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    spreads: list[float] = field(default_factory=list)
     slow: int = 0  # steps in a row with a rate far below its schedule
-    reward_start: float | None = None  # mean of the first WINDOW steps
-    reward_best: float = 0.0  # best mean of WINDOW steps
+    levels: dict[str, _Level] = field(default_factory=dict)  # by number, in digits as JSON has its keys
 
 
 class Guard:
@@ -140,7 +151,7 @@ class Guard:
     ) -> None:
         self._settings = settings
         self._max_staleness = max_staleness
-        self._state = _State(**(record or {}))
+        self._state = _state_of(record or {})
 
     # --- state -----------------------------------------------------------------------------------
 
@@ -182,22 +193,28 @@ class Guard:
         """Return everything that a resume needs, in types that JSON supports."""
         return asdict(self._state)
 
-    def record_after_rollback(self) -> dict[str, Any]:
+    def record_after_rollback(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return the record with which the run continues from the good checkpoint.
 
-        No rung is in force any more. The counts stay, and so does the best reward: if the checkpoint is
-        not good after all, its rewards raise the next alarm.
+        No rung is in force any more. The counts stay. The best reward is that of the checkpoint: the policy
+        that was given up may have gained more since, which the run has yet to learn again. If the checkpoint
+        is not good after all, its rewards raise the next alarm.
+
+        Args:
+            saved: the record in the checkpoint.
         """
         state = self._state
+        levels = {
+            number: _Level(spreads=one.spreads, reward_start=one.reward_start, reward_best=one.reward_best)
+            for number, one in _state_of(saved).levels.items()
+        }
         return asdict(
             _State(
                 alarms=state.alarms,
                 actions=state.actions,
                 rollbacks=state.rollbacks,
                 good_step=state.good_step,
-                spreads=state.spreads,
-                reward_start=state.reward_start,
-                reward_best=state.reward_best,
+                levels=levels,
             )
         )
 
@@ -232,7 +249,8 @@ class Guard:
         settings, state = self._settings, self._state
         if settings.mode == "off":
             return None
-        values = self._measure(figures)
+        level = state.levels.setdefault(str(figures.level), _Level())
+        values = _measure(figures, level)
         state.slow = state.slow + 1 if (figures.rate_factor or 1.0) < SLOW else 0
         slow = Verdict(_why_slow(figures)) if state.slow == SLOW_STEPS else None
         if state.deaf:
@@ -250,7 +268,7 @@ class Guard:
             state.scores[signal.setting] = score
         # An alarm empties the reward history. Until it is full again a fall of the reward would go unseen, so
         # those steps are not calm.
-        is_blind = state.reward_start is not None and len(state.rewards) < WINDOW
+        is_blind = level.reward_start is not None and len(level.rewards) < WINDOW
         state.calm = 0 if beyond or is_blind else state.calm + 1
         alarms = [s for s in beyond if state.scores[s.setting] >= settings.patience]
         if alarms:
@@ -274,51 +292,12 @@ class Guard:
         limit = self._limit(signal)
         return limit / max(value, 1e-9) if signal.below else value / limit
 
-    def _measure(self, figures: GuardFigures) -> dict[str, float | None]:
-        """Enter the figures into the histories and return every signal's value, by setting."""
-        state = self._state
-        values: dict[str, float | None] = {
-            "k3": figures.k3,
-            "effective_samples": figures.effective_samples,
-            "truncated": figures.truncated,
-            "log_weight": figures.log_weight,
-            "grad_norm": None,
-            "cut_off": None,
-        }
-        if figures.grad_norm is not None:
-            if len(state.grad_norms) >= WINDOW and (usual := statistics.median(state.grad_norms)) > 0:
-                values["grad_norm"] = figures.grad_norm / usual
-            _enter(state.grad_norms, figures.grad_norm, HISTORY)
-        if figures.cut_off is not None:
-            if len(state.cut_offs) >= WINDOW:
-                values["cut_off"] = figures.cut_off - statistics.median(state.cut_offs)
-            _enter(state.cut_offs, figures.cut_off, HISTORY)
-        if figures.entropy is not None:
-            _enter(state.entropies, figures.entropy, WINDOW)
-        fits = figures.entropy is not None and len(state.entropies) == WINDOW
-        values["entropy_slope"] = abs(_slope(state.entropies)) if fits else None
-        values["reward_drop"] = self._reward_drop(figures)
-        return values
-
-    def _reward_drop(self, figures: GuardFigures) -> float | None:
-        state = self._state
-        if figures.reward is None or figures.spread is None:
-            return None
-        _enter(state.rewards, figures.reward, WINDOW)
-        _enter(state.spreads, figures.spread, HISTORY)
-        if len(state.rewards) < WINDOW:
-            return None
-        recent = statistics.fmean(state.rewards)
-        if state.reward_start is None:
-            state.reward_start = state.reward_best = recent
-        state.reward_best = max(state.reward_best, recent)
-        return fall_of(state.reward_start, state.reward_best, recent, root_mean_square(state.spreads))
-
     def _alarm(self, signal: Signal, value: float) -> Verdict:
         settings, state = self._settings, self._state
         state.alarms[signal.setting] = state.alarms.get(signal.setting, 0) + 1
         state.scores, state.calm, state.candidate = {}, 0, -1
-        state.entropies, state.rewards = [], []  # the steps behind an alarm must not raise another
+        for level in state.levels.values():
+            level.entropies, level.rewards = [], []  # the steps behind an alarm must not raise another
         side = "below" if signal.below else "above"
         alarm = (
             f"{signal.name} {value:.3g}{signal.unit}, {side} guard.{signal.setting}={self._limit(signal):g} "
@@ -347,6 +326,8 @@ class Guard:
                 )
             case "stop":
                 done = f"the run stops, {self._why_not_back()}; {signal.advice}"
+                if state.good_step >= 0:
+                    done += f"; a resume begins at the good checkpoint, of step {state.good_step}"
         return Verdict(f"{alarm}: {done}", rung)
 
     def _next_rung(self) -> Rung:
@@ -389,7 +370,9 @@ class Guard:
             state.good_step, state.candidate = state.candidate, -1
 
 
-def figures_of(batch: TrainBatch, stats: StepStats, *, is_sparse: bool = False) -> GuardFigures:
+def figures_of(
+    batch: TrainBatch, stats: StepStats, *, is_sparse: bool = False, cuts_weight: bool = False
+) -> GuardFigures:
     """Return the guard's figures of a step.
 
     In a run that decodes sparsely the tail of |log weight| is sparse attention's, however young the tokens: a
@@ -398,21 +381,24 @@ def figures_of(batch: TrainBatch, stats: StepStats, *, is_sparse: bool = False) 
 
     Args:
         is_sparse: whether rollouts decode by a schedule of KV budgets.
+        cuts_weight: whether the cut of the weights is the objective's clip (CISPO), and so no sign of drift.
     """
     lags, noise = stats.lags, stats.noise or Noise(0.0, 0.0, 1.0, 0.0, 0.0)
     tokens = sum(one.tokens for one in lags)
     k3 = max((lag.k3 for lag in lags if lag.tokens >= FEW_TOKENS), default=stats.k3)
     effective, truncated, tail = stats.effective_samples, stats.truncated_fraction, stats.log_weight
+    judged = level_figures(batch)
     return GuardFigures(
         k3=None if k3 is None else max(k3 - noise.k3, 0.0),
         effective_samples=None if effective is None else min(effective / noise.effective_samples, 1.0),
-        truncated=None if truncated is None else max(truncated - noise.truncated, 0.0),
+        truncated=None if truncated is None or cuts_weight else max(truncated - noise.truncated, 0.0),
         log_weight=_without(tail[2], noise.log_weight) if tail and not is_sparse else None,
         entropy=stats.entropy,
         grad_norm=stats.grad_norm,
-        cut_off=float(batch.cut_off.mean()) if len(batch.cut_off) else None,
-        reward=float(batch.task_rewards.mean()) if len(batch.rewards) else None,
-        spread=float(batch.task_rewards.std()) if len(batch.rewards) else None,
+        cut_off=judged.cut_off if judged else None,
+        reward=judged.reward if judged else None,
+        spread=judged.spread if judged else None,
+        level=judged.level if judged else 0,
         rate_factor=stats.rate_factor,
         drift=stats.mismatch_mean,
         noise=stats.noise.drift if stats.noise else None,
@@ -437,6 +423,52 @@ def _why_slow(figures: GuardFigures) -> str:
             "hides the movement: raise learner.drift_target, or give both the same dtype"
         )
     return f"{text} (learner.drift_target): {DRIFT_ADVICE}"
+
+
+def _state_of(record: Mapping[str, Any]) -> _State:
+    """Return the state of a guard from its record; {}: of a new run."""
+    levels = {number: _Level(**one) for number, one in record.get("levels", {}).items()}
+    return _State(**{**record, "levels": levels})
+
+
+def _measure(figures: GuardFigures, level: _Level) -> dict[str, float | None]:
+    """Enter the figures into the histories of their level and return every signal's value, by setting."""
+    values: dict[str, float | None] = {
+        "k3": figures.k3,
+        "effective_samples": figures.effective_samples,
+        "truncated": figures.truncated,
+        "log_weight": figures.log_weight,
+        "grad_norm": None,
+        "cut_off": None,
+    }
+    if figures.grad_norm is not None:
+        if len(level.grad_norms) >= WINDOW and (usual := statistics.median(level.grad_norms)) > 0:
+            values["grad_norm"] = figures.grad_norm / usual
+        _enter(level.grad_norms, figures.grad_norm, HISTORY)
+    if figures.cut_off is not None:
+        if len(level.cut_offs) >= WINDOW:
+            values["cut_off"] = figures.cut_off - statistics.median(level.cut_offs)
+        _enter(level.cut_offs, figures.cut_off, HISTORY)
+    if figures.entropy is not None:
+        _enter(level.entropies, figures.entropy, WINDOW)
+    fits = figures.entropy is not None and len(level.entropies) == WINDOW
+    values["entropy_slope"] = abs(_slope(level.entropies)) if fits else None
+    values["reward_drop"] = _reward_drop(figures, level)
+    return values
+
+
+def _reward_drop(figures: GuardFigures, level: _Level) -> float | None:
+    if figures.reward is None or figures.spread is None:
+        return None
+    _enter(level.rewards, figures.reward, WINDOW)
+    _enter(level.spreads, figures.spread, HISTORY)
+    if len(level.rewards) < WINDOW:
+        return None
+    recent = statistics.fmean(level.rewards)
+    if level.reward_start is None:
+        level.reward_start = level.reward_best = recent
+    level.reward_best = max(level.reward_best, recent)
+    return fall_of(level.reward_start, level.reward_best, recent, root_mean_square(level.spreads))
 
 
 def _enter(history: list[float], value: float, length: int) -> None:

@@ -370,7 +370,7 @@ class Learner:
             mine=torch.zeros(2, num_tokens, device=device),
             old=None,
             per_lag=torch.zeros(int(lags.max(initial=0)) + 1, 4, device=device),
-            sums=torch.zeros(3, device=device),
+            sums=torch.zeros(4, device=device),
         )
 
     @torch.no_grad()
@@ -414,7 +414,9 @@ class Learner:
             self.doing = f"step {batch.step + 1}: training micro-batch {number} of {len(micro_batches)}"
             loss = self._micro_loss(micro, weight, step)
             self._engine.backward(loss.loss, last=batch.last and number == len(micro_batches))
-            step.sums += torch.stack([loss.loss.detach(), loss.tis.sum(), loss.kl.sum()])
+            step.sums += torch.stack(
+                [loss.loss.detach(), loss.tis.sum(), loss.kl.sum(), torch.ones_like(loss.tis).sum()]
+            )
         step.tokens_forward += forwarded
         step.tokens_trained += forwarded
         return True
@@ -423,7 +425,7 @@ class Learner:
         """Make the update whose gradient is complete. `done`: steps of the run before it."""
         step = whole.step
         self.doing = f"step {whole.batch.step + 1}: update {self._num_updates + 1}"
-        value, tis, kl = self._engine.sum_over_ranks(step.sums).tolist()
+        value, tis, kl, tokens = self._engine.sum_over_ranks(step.sums).tolist()
         step.sums.zero_()
         if step.factor is None:
             step.factor = self._factor(whole)
@@ -442,6 +444,7 @@ class Learner:
         step.learning_rate = rate
         step.tis += tis
         step.kl += kl
+        step.tokens_updated += tokens
 
     def _micro_loss(self, micro: MicroBatch, weight: Tensor, step: Step) -> Loss:
         """Return the loss of a micro-batch; count its tokens, and enter their logprobs, in `step`."""
@@ -561,9 +564,11 @@ class Learner:
             clip_fraction=clipped / trained if trained else None,
             masked_fraction=masked / trained if trained else None,
             truncated_fraction=truncated / trained if trained else None,
-            tis_mean=step.tis / trained if updates else None,
+            tis_mean=step.tis / step.tokens_updated if updates else None,
             entropy=float(entropy.mean()) if len(entropy) else None,
-            kl_reference=step.kl / trained if updates and self._config.objective.kl_beta > 0 else None,
+            kl_reference=step.kl / step.tokens_updated
+            if updates and self._config.objective.kl_beta > 0
+            else None,
             groups_skipped=len(np.unique(batch.advantage_groups[whole.empty])),
             num_updates=self._num_updates,
             updates_skipped=step.skipped,

@@ -348,6 +348,9 @@ def joined_batch(parts: Sequence[TrainBatch]) -> TrainBatch:
             "token_versions",
             "cut_off",
             "scores",
+            "accepted_scores",
+            "accepted_cut_off",
+            "accepted_levels",
         )
     }
     return replace(

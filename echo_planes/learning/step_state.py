@@ -24,7 +24,8 @@ class Step:
     mine: Tensor  # (2, T) like `seen`, of this rank's training forwards alone, before ranks are summed
     old: Tensor | None  # (T,) logprobs of a first pass; None: the step makes a single update
     per_lag: Tensor  # (lags, 4): tokens trained, truncated, masked, clipped
-    sums: Tensor  # (3,) loss, importance weights and KL of the micro-batches of the present update
+    # (4,) loss, importance weights, KL and number of tokens of the micro-batches of the present update
+    sums: Tensor
     factor: float | None = None  # on the scheduled rate, of drift control and guard; None: not known yet
     drift_factor: float = 1.0  # of drift control alone
     tokens_forward: int = 0
@@ -34,6 +35,7 @@ class Step:
     learning_rate: float | None = None
     tis: float = 0.0
     kl: float = 0.0
+    tokens_updated: float = 0.0  # tokens of the updates made, which `tis` and `kl` are sums over
     skipped: int = 0  # updates without a finite gradient
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from echo_planes.cluster.clock import Clock
 from echo_planes.config.schema import Config
 from echo_planes.fleet.capacity import UninformativeShare, needed_capacity
-from echo_planes.learning.fall import collapse_of
+from echo_planes.learning.fall import collapse_of, level_figures
 from echo_planes.loop.evaluation import doublings, drawn, in_words
 from echo_planes.loop.planes import Accepted
 from echo_planes.loop.spending import Spending
@@ -168,12 +168,16 @@ class Journal:
         is_first = [uses[group] == 1 for group in groups]
         self._duplicates += sum(uses[group] > self._config.staleness.reuse for group in groups)
         staleness = batch.step - batch.versions
+        judged = level_figures(batch)
         metrics: dict[str, Any] = {
             "step": stats.step + 1,
             "policy_version": stats.step + 1,
             "reward_mean": float(batch.task_rewards.mean()),
             "reward_trained_mean": float(batch.rewards.mean()),
             "reward_std": float(batch.task_rewards.std()),
+            "level": judged.level if judged else None,
+            "reward_level_mean": judged.reward if judged else None,
+            "reward_level_std": judged.spread if judged else None,
             "correct_mean": float(batch.correct.mean()),
             **(
                 {"reward_parts": {name: mean for name, mean, _ in parts}}
@@ -263,7 +267,8 @@ class Journal:
     def collapse(self) -> str:
         """Description of a reward that ended far below its best; "" if it did not."""
         totals = self._writer.aggregates
-        return collapse_of(totals.rewards, totals.spreads)
+        levels, rewards, spreads = zip(*totals.judged, strict=True) if totals.judged else ((), (), ())
+        return collapse_of(rewards, spreads, levels)
 
     def on_fleet(self, text: str, numbers: Mapping[str, Any]) -> None:
         """Log the state of a fleet that follows price and need, and its actions (`fleet.record`)."""

@@ -18,7 +18,7 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -133,13 +133,16 @@ def read_meta(checkpoint: Path) -> CheckpointMeta:
     return meta
 
 
-def go_back(checkpoint: Path, next_epoch: int, guard: Mapping[str, Any]) -> CheckpointMeta:
+def go_back(
+    checkpoint: Path, next_epoch: int, record: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+) -> CheckpointMeta:
     """Make a checkpoint the newest one, by removing later ones; return its new metadata.
 
     Args:
         checkpoint: its folder.
         next_epoch: worker epoch that no incarnation has used.
-        guard: the guard's record to continue with, written into the checkpoint for a later resume.
+        record: returns the guard's record to continue with, given that of the checkpoint, where it is written
+            for a later resume.
 
     Raises:
         DataError: the checkpoint's metadata is not readable.
@@ -147,7 +150,7 @@ def go_back(checkpoint: Path, next_epoch: int, guard: Mapping[str, Any]) -> Chec
     meta = read_meta(checkpoint)
     for later in (other for other in checkpoint.parent.glob("step-*") if _age(other) > _age(checkpoint)):
         _remove(later)
-    meta = replace(meta, next_epoch=max(meta.next_epoch, next_epoch), guard=guard)
+    meta = replace(meta, next_epoch=max(meta.next_epoch, next_epoch), guard=record(meta.guard))
     write_atomic(checkpoint / "meta.json", json.dumps(asdict(meta)))
     return meta
 

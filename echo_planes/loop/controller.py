@@ -277,7 +277,8 @@ class Controller:
         is_sparse = bool(self._config.sparse.schedule)
         figures = GuardFigures()
         if self._parts:
-            figures = figures_of(self._parts[-1], stats, is_sparse=is_sparse)
+            cuts_weight = self._config.objective.name == "cispo"
+            figures = figures_of(self._parts[-1], stats, is_sparse=is_sparse, cuts_weight=cuts_weight)
         self._parts.clear()
         if self.seeding is not None:
             self.seeding.step_done(now_s)

@@ -108,8 +108,7 @@ async def run_job(
             stop = runner.stop_requested
             guard = runner.controller.guard
             config, checkpoint = _halved(config), checkpoint_of(folder, guard.report.good_step)
-            meta = go_back(checkpoint, _next_epoch(meta, runner), guard.record_after_rollback())
-            meta = open_folder(config, folder, checkpoint, meta)
+            meta = open_folder(config, folder, checkpoint, read_meta(checkpoint))
             start_s, changes = clock.now_s(), ()
     finally:
         if tracking is not None:
@@ -218,7 +217,7 @@ async def _part(
     outcome = Outcome("failed", "", BufferCounts())
     with _stop_on_signals(runner, view):
         try:
-            outcome = _judged(await runner.run(), folder, runner, journal)
+            outcome = _judged(await runner.run(), folder, runner, journal, meta)
         except EchoPlanesError as error:
             outcome = Outcome("failed", str(error), journal.counts)
             raise
@@ -233,13 +232,21 @@ async def _part(
     return outcome, runner
 
 
-def _judged(outcome: Outcome, folder: Path, runner: Runner, journal: Journal) -> Outcome:
-    """Return the outcome to report: a collapsed run is not `done`, and a rollback needs its checkpoint."""
+def _judged(
+    outcome: Outcome, folder: Path, runner: Runner, journal: Journal, meta: CheckpointMeta
+) -> Outcome:
+    """Return the outcome to report: a collapsed run is not `done`, and a rollback needs its checkpoint.
+
+    Where the guard gave the policy up, the good checkpoint becomes the newest: the next part begins there,
+    and so does a resume of a run that the guard stopped.
+    """
     if outcome.status == "done" and (collapse := journal.collapse):
         return replace(outcome, status="collapsed", error=collapse)
-    if outcome.status == "rollback":
+    guard = runner.controller.guard
+    good_step = guard.report.good_step
+    if outcome.status == "rollback" or (outcome.status == "collapsed" and good_step >= 0):
         try:
-            read_meta(checkpoint_of(folder, runner.controller.guard.report.good_step))
+            go_back(checkpoint_of(folder, good_step), _next_epoch(meta, runner), guard.record_after_rollback)
         except DataError as why:
             return replace(outcome, status="collapsed", error=f"{outcome.error}, but {why}")
     return outcome

@@ -65,6 +65,12 @@ GAUGES: tuple[Gauge, ...] = (
     Gauge("reward_mean", "mean reward of the step's trajectories, as the task gave it"),
     Gauge("reward_trained_mean", "the same, with the penalty of overlong answers"),
     Gauge("reward_std", "standard deviation of the rewards of the step's trajectories"),
+    Gauge(
+        "level",
+        "level of the curriculum that most accepted answers of the step are of; what follows is of it",
+    ),
+    Gauge("reward_level_mean", "mean reward of all its accepted answers, those that a refill set aside too"),
+    Gauge("reward_level_std", "standard deviation of their rewards"),
     Gauge("correct_mean", "fraction of the step's trajectories that are exactly right"),
     Gauge("loss", "objective, mean over trained tokens"),
     Gauge("grad_norm", "global gradient norm before clipping"),
@@ -88,7 +94,7 @@ GAUGES: tuple[Gauge, ...] = (
     Gauge("usd_wasted", "of the cost so far: machines that booted or waited, tokens of no use; US dollars"),
     Gauge("wasted_share", "share of the cost so far that was wasted"),
     Gauge("usd_projected", "cost of the whole run at the price of its recent steps, US dollars"),
-    Gauge("rate_factor", "what drift control multiplies the next step's learning rate by"),
+    Gauge("rate_factor", "what drift control multiplied the step's learning rate by"),
     Gauge("tokens_scored", "trained tokens that went through the model; what follows is of these"),
     Gauge("mismatch_mean", "drift: mean |learner logprob - sampler logprob|, nats"),
     Gauge("mismatch_sparse", "sparse attention's part of it: mean |log dense - log sparse| of audits, nats"),
@@ -101,8 +107,11 @@ GAUGES: tuple[Gauge, ...] = (
     Gauge("effective_samples", "share of the tokens that carries the weight: (sum w)^2 / (M sum w^2)"),
     Gauge("clip_fraction", "fraction of tokens whose ratio was clipped"),
     Gauge("masked_fraction", "fraction of tokens that a mask left out"),
-    Gauge("truncated_fraction", "fraction of tokens whose importance weight was cut at its cap"),
-    Gauge("tis_mean", "mean truncated importance weight"),
+    Gauge(
+        "truncated_fraction",
+        "fraction of tokens whose importance weight was cut: at tis_cap, of cispo at its clip",
+    ),
+    Gauge("tis_mean", "mean importance weight of the updates made, cut; 1 where the objective has none"),
     Gauge("entropy", "mean entropy of the policy, nats per token"),
     Gauge("kl_reference", "mean KL to the reference policy, nats per token"),
     Gauge("groups_skipped", "groups of the batch without reward variance"),
@@ -232,8 +241,9 @@ class Aggregates:
     """Running totals over the steps of a run, for summary.json. None: no step has the value."""
 
     def __init__(self, steps: Sequence[Mapping[str, Any]] = ()) -> None:
-        self.rewards: list[float] = []  # mean of every step
-        self.spreads: list[float] = []  # standard deviation within it
+        self.rewards: list[float] = []  # mean of every step's batch
+        # Of every step: level, and mean and standard deviation of its accepted answers' rewards.
+        self.judged: list[tuple[int, float, float]] = []
         self._mean_staleness: list[float] = []
         self._totals = dict.fromkeys(("t_train_s", "t_idle_s", "tokens", "usd", "updates_skipped"), 0.0)
         self._drift: list[float] = []
@@ -253,13 +263,15 @@ class Aggregates:
             self._totals[key] += number(metrics.get(key)) or 0.0
         for key, values in (
             ("reward_mean", self.rewards),
-            ("reward_std", self.spreads),
             ("staleness_mean", self._mean_staleness),
             ("mismatch_mean", self._drift),
         ):
             value = number(metrics.get(key))
             if value is not None:
                 values.append(value)
+        mean, spread = number(metrics.get("reward_level_mean")), number(metrics.get("reward_level_std"))
+        if mean is not None and spread is not None:
+            self.judged.append((int(number(metrics.get("level")) or 0), mean, spread))
         tokens = number(metrics.get("tokens_scored")) or 0.0
         for key in SHARES:
             share = number(metrics.get(key))

@@ -99,9 +99,10 @@ class Faults:
     learner_dies_after: int = 0  # parts of that step
     learner_stands_still_at_step: int | None = None
     k3: Callable[[int, Adjustment], float] | None = None  # k3 of a step under the guard's adjustment, nats
-    forgets_at: int | None = None  # first version whose answers are all wrong
     store_s: float = 0.0  # that the store takes for a version; 0: it is quick
     store_hangs_at_s: float = math.inf
+    # Chance of a right answer, by version and prompt.
+    skill: Callable[[int, str], float] = lambda version, _: min(0.95, 0.3 + 0.02 * version)
     mismatch: float = 0.0  # between learner and sampler on the same version, nats
 
 
@@ -146,9 +147,7 @@ class FakeEngine:
         for position in range(done, 2):  # one digit and the end token
             await asyncio.sleep(self._seconds_per_token * self._rng.uniform(0.5, 1.5))
             self._check_alive()
-            skill = min(0.95, 0.3 + 0.02 * self.version)
-            if self._faults.forgets_at is not None and self.version >= self._faults.forgets_at:
-                skill = 0.0
+            skill = self._faults.skill(self.version, "".join(map(chr, asked[: asked.index(ord("?"))])))
             for i in range(num_samples):
                 right = asked[asked.index(ord("?")) - 1]
                 token = 0 if position else right if self._rng.random() < skill else ord("x")

@@ -34,6 +34,7 @@ from echo_planes.learning import learner as learner_module
 from echo_planes.learning.adapters import first_a
 from echo_planes.learning.learner import Learner
 from echo_planes.learning.meeting import alone
+from echo_planes.learning.objectives import Loss, Tokens
 from echo_planes.learning.policy_model import load_policy, nucleus
 from echo_planes.types import Adjustment, TrainBatch
 from tests.integration.learner_ranks import LIMIT_S, VOCABULARY, make_batch, master_weights
@@ -728,12 +729,28 @@ def test_an_update_that_is_left_out_leaves_no_trace(
     assert found[0] == found[1]
 
 
+def test_means_are_over_the_updates_made(tmp_path: Path, model_folder: Path) -> None:
+    changes = {"learner": {"updates_per_step": 2}, "objective": {"anchor": "proximal", "tis_level": "none"}}
+    with learner_here(tmp_path, model_folder, **changes) as learner:
+        own, calls = learner.loss, []
+
+        def once_spoilt(tokens: Tokens) -> Loss:
+            calls.append(tokens)
+            one = own(tokens)
+            return replace(one, loss=one.loss * (np.nan if len(calls) == 1 else 1.0))
+
+        learner.loss = once_spoilt
+        stats = learner.train_step(make_batch(0))
+    assert (stats.updates_skipped, stats.num_updates) == (1, 1)
+    assert stats.tis_mean == pytest.approx(1.0)
+
+
 def test_what_a_step_measured(tmp_path: Path, model_folder: Path) -> None:
     batch = replace(make_batch(5), versions=np.full(18, 3))
     rng = np.random.default_rng(0)
     lags = rng.integers(0, 3, len(batch.token_ids))
     batch = replace(batch, token_versions=np.where(batch.loss_mask, 5 - lags, -1))
-    objective = {"skip_zero_advantage": False, "anchor": "sampler", "token_mask": [0.5, 2.0]}
+    objective = {"skip_zero_advantage": False, "anchor": "proximal", "token_mask": [0.5, 2.0]}
     with learner_here(tmp_path, model_folder, objective=objective) as learner:
         now = learner.logprobs(batch)
         stats = learner.train_step(batch)

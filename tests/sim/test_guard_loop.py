@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from echo_planes.config.fleet import WorkerConfig
 from echo_planes.config.schema import Config, GuardConfig
 from echo_planes.data.service import DataService
 from echo_planes.data.store.files import REPLAY_FOLDER
+from echo_planes.data.tasks.adapter import Progress, TaskOptions
 from echo_planes.errors import CollapsedError, RunError
 from echo_planes.loop.checkpoint import CheckpointMeta, newest_checkpoint
 from echo_planes.loop.job import open_folder, run_job
@@ -24,14 +26,23 @@ from echo_planes.loop.runner import Outcome
 from echo_planes.reporting.metrics import read_events, read_metrics, read_summary
 from echo_planes.reporting.terminal import View
 from echo_planes.run import exit_status
-from echo_planes.testing.simulation import Faults, LocalPlanes, Simulation, replace_section, tiny_config
+from echo_planes.testing.simulation import (
+    FakeTask,
+    FakeTokenizer,
+    Faults,
+    LocalPlanes,
+    Simulation,
+    replace_section,
+    tiny_config,
+)
 from echo_planes.testing.virtual_time import VirtualTimeLoop, run_virtual
-from echo_planes.types import Adjustment
+from echo_planes.types import Adjustment, Prompt
 from tests.thorough import examples, takes_minutes
 
 K3 = Callable[
     [int, int, Adjustment], float
 ]  # of a part of the run, its step, as the guard has set the learner
+Skill = Callable[[int, int, str], float]  # chance of a right answer: of a part of the run, version, prompt
 CALM, ALARMING = 0.01, 0.4
 
 
@@ -49,14 +60,24 @@ class Job:
     """A run from its first part to its report, on planes in one process."""
 
     def __init__(
-        self, given: Config, folder: Path, k3: K3, *, resume: bool = False, forgets_at: int | None = None
+        self,
+        given: Config,
+        folder: Path,
+        k3: K3,
+        *,
+        resume: bool = False,
+        skill: Skill | None = None,
+        task: type[FakeTask] = FakeTask,
+        seed: int = 0,
     ) -> None:
         self.folder = folder
         self.screen = io.StringIO()
         self.lineages: list[str] = []
         self.configs: list[Config] = []
         self._k3 = k3
-        self._forgets_at = forgets_at
+        self._skill = skill
+        self._task = task
+        self._seed = seed
         try:
             self.outcome = run_virtual(lambda loop: self._main(given, loop, resume))
         except RunError:
@@ -92,8 +113,11 @@ class Job:
         part = len(self.lineages)
         self.lineages.append(lineage)
         self.configs.append(given)
-        faults = Faults(k3=partial(self._k3, part), forgets_at=self._forgets_at)
-        simulation = Simulation(given, run_dir, faults=faults, seed=part)
+        faults = Faults(k3=partial(self._k3, part))
+        if self._skill is not None:
+            faults.skill = partial(self._skill, part)
+        task = self._task(TaskOptions(), FakeTokenizer(), 0)
+        simulation = Simulation(given, run_dir, faults=faults, seed=100 * self._seed + part, task=task)
         data = DataService(
             given,
             lineage,
@@ -360,6 +384,10 @@ def test_a_good_checkpoint_that_is_gone_is_told(tmp_path: Path) -> None:
 # --- rewards alone -------------------------------------------------------------------------------
 
 
+def forgetful(_: int, version: int, __: str) -> float:
+    return 0.0 if version >= 40 else min(0.95, 0.3 + 0.02 * version)
+
+
 @pytest.mark.parametrize(
     "mode", ["act", *(pytest.param(mode, marks=takes_minutes) for mode in ("warn", "off"))]
 )
@@ -368,8 +396,119 @@ def test_a_run_whose_reward_ends_far_below_its_best_is_not_done(tmp_path: Path, 
     given = config(steps=60, every=0, guard={"mode": mode, "reward_drop": 50.0})
     given = replace_section(given, sampling={**given.sampling.model_dump(), "prompts_per_step": 16})
     assert Job(given, tmp_path / "learns", calm).outcome.status == "done"
-    job = Job(given, tmp_path, calm, forgets_at=40)
+    job = Job(given, tmp_path, calm, skill=forgetful)
     with pytest.raises(CollapsedError, match=r"the reward fell to 0 in the last 6 steps"):
         exit_status(job.outcome)
     assert read_summary(tmp_path)["status"] == "collapsed"
     assert "done:" not in job.screen.getvalue()
+
+
+# --- health that looks like a fall ---------------------------------------------------------------
+#
+# Simulated: the engines answer by the `Skill` given, and no model learns.
+
+GRADE_AT = 40  # groups of a level until the next one may begin
+
+
+class Laddered(FakeTask):
+    """Three levels; the next one begins once the present one is known."""
+
+    num_levels = 3
+
+    def level(self, progress: Progress) -> int:
+        is_known = progress.num_groups >= GRADE_AT and progress.accuracy > 0.8
+        return min(progress.level + is_known, self.num_levels - 1)
+
+    def prompt_at(self, index: int, level: int) -> Prompt:
+        return Prompt(index, tuple(self.tokenizer.encode(f"{level}.{index}?")), answer=str(index % 10))
+
+
+def with_many_answers(mode: str, **sampling: Any) -> Config:
+    """Settings with so many answers a step that noise hides nothing, and with the guard's own limits."""
+    given = config(steps=60, every=10, guard={**GuardConfig().model_dump(), "mode": mode})
+    sizes = {"prompts_per_step": 8, "samples_per_prompt": 8}
+    return replace_section(  # type: ignore[no-any-return]
+        given, sampling={**given.sampling.model_dump(), **sizes, **sampling}
+    )
+
+
+def easy_first(_: int, version: int, prompt: str) -> float:
+    """Half of the prompts are soon mastered, the others slowly: a refill leaves ever harder ones."""
+    return 0.01 + 0.0015 * version if int(prompt) % 2 else min(1.0, 0.7 + 0.02 * version)
+
+
+def level_by_level(_: int, version: int, prompt: str) -> float:
+    level = int(prompt.partition(".")[0]) if "." in prompt else 0
+    return min(max(0.4 + 0.03 * version - 0.9 * level, 0.02), 0.95)
+
+
+HEALTHY: dict[str, tuple[dict[str, Any], type[FakeTask], Skill]] = {
+    "refill": ({"refill": "correct", "refill_limit": 4.0}, FakeTask, easy_first),
+    "curriculum": ({}, Laddered, level_by_level),
+}
+
+
+@pytest.mark.parametrize("mode", ["act", "off"])
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_a_batch_that_becomes_harder_is_no_fall(tmp_path: Path, kind: str, mode: str) -> None:
+    """Neither for the guard nor for the verdict at the end."""
+    sampling, task, skill = HEALTHY[kind]
+    for seed in range(examples(20)):
+        folder = tmp_path / str(seed)
+        job = Job(with_many_answers(mode, **sampling), folder, calm, skill=skill, task=task, seed=seed)
+        assert (job.outcome.status, job.told) == ("done", [])
+        rows = read_metrics(folder)
+        trained = [row["reward_mean"] for row in rows]
+        assert fmean(trained[-5:]) < max(trained) - 0.4
+        before, after = (one["accuracy"] for one in read_summary(folder)["evals"])
+        assert after > before
+
+
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_a_fall_is_told_also_where_batches_become_harder(tmp_path: Path, kind: str) -> None:
+    sampling, task, skill = HEALTHY[kind]
+
+    def forgets(part: int, version: int, prompt: str) -> float:
+        return skill(part, version, prompt) if version < 40 else 0.0
+
+    for seed in range(examples(20)):
+        given = with_many_answers("warn", **sampling)
+        job = Job(given, tmp_path / str(seed), calm, skill=forgets, task=task, seed=seed)
+        assert job.outcome.status == "collapsed"
+        assert "fall of the reward from its best" in job.told[0]
+
+
+def test_what_was_gained_after_the_good_checkpoint_may_be_learnt_again_slowly(tmp_path: Path) -> None:
+    def skill(part: int, version: int, _: str) -> float:
+        if part == 0:
+            return 0.1 if version < 15 else 0.9
+        return 0.1 + 0.004 * (version - 15)
+
+    for seed in range(examples(20)):
+        folder = tmp_path / str(seed)
+        given = config(steps=60, every=15)
+        sizes = {"prompts_per_step": 8, "samples_per_prompt": 8}
+        given = replace_section(given, sampling={**given.sampling.model_dump(), **sizes})
+        job = Job(given, folder, from_step(26), skill=skill, seed=seed)
+        assert job.outcome.status == "done"
+        assert "back to the checkpoint of step 15" in job.told[-1]
+        actions = read_summary(folder)["guard"]["actions"]
+        assert actions == dict.fromkeys(("mask", "limit", "slow", "rollback"), 1)
+
+
+def test_a_run_that_the_guard_stopped_is_resumed_at_its_good_checkpoint(tmp_path: Path) -> None:
+    def k3(_: int, step: int, __: Adjustment) -> float:
+        return ALARMING if step >= 18 else CALM
+
+    stopped = Job(config(steps=80, guard={"max_rollbacks": 0}), tmp_path, k3)
+    assert stopped.outcome.status == "collapsed"
+    assert newest_checkpoint(tmp_path)[1].step == 10
+    assert "a resume begins at the good checkpoint, of step 10" in stopped.outcome.error
+    resumed = Job(load_config([f"run.resume={tmp_path}"]), tmp_path, calm, resume=True)
+    assert resumed.outcome.status == "done"
+    told = read_summary(tmp_path)
+    assert told["lost_trajectories"] == told["duplicate_trajectories"] == 0
+    assert told["guard"]["actions"]["stop"] == 1
+    assert [row["step"] for row in read_metrics(tmp_path)] == list(range(1, 81))
+    events = [event["text"] for event in read_events(tmp_path) if event["kind"] == "resume"]
+    assert events == ["at step 10, as lineage L1"]

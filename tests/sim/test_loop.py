@@ -82,6 +82,9 @@ def test_batches_are_of_groups_that_carry_a_signal(tmp_path: Path, max_staleness
     assert len(trace.batches) == 20
     for batch in trace.batches:
         assert batch.rewards.reshape(-1, 2).sum(1).tolist() == [1.0] * 4  # of two answers one is right
+    accepted = [batch.accepted_scores for batch in trace.batches]
+    assert counts.trained < sum(map(len, accepted)) <= counts.trained + counts.uninformative
+    assert {round(float(scores.sum() - len(scores) / 2)) for scores in accepted} != {0}
     rows = StoreSnapshot(tmp_path / REPLAY_FOLDER).table().to_pylist()
     fates = Counter(row["fate"] for row in rows)
     assert fates["uninformative"] == counts.uninformative > 100

@@ -235,7 +235,7 @@ def test_a_checkpoint_that_is_half_removed_is_never_found(tmp_path: Path) -> Non
             save(folder, step, keep=3)
 
     def back(folder: Path) -> None:
-        go_back(folder / "checkpoints" / "step-000010", 9, {})
+        go_back(folder / "checkpoints" / "step-000010", 9, dict)
 
     for folder in killed_everywhere(tmp_path, three, back):
         newest_whole(folder)

@@ -83,6 +83,17 @@ def test_a_short_run_says_nothing() -> None:
     assert collapse_of([*rewards, 0.0], [0.4] * ENOUGH_STEPS)
 
 
+def test_steps_are_compared_within_the_newest_level_that_has_enough() -> None:
+    ups = [0.2 + 0.03 * i for i in range(25)]
+    rewards, spreads = [*ups, *(one / 3 for one in ups), *[0.05] * 10], [0.4] * 60
+    levels = [0] * 25 + [1] * 25 + [2] * 10
+    assert collapse_of(rewards, spreads)
+    assert collapse_of(rewards, spreads, levels) == ""
+    fallen = [*ups, *ups, *[0.0] * 10]
+    assert "of level 1 from" in collapse_of(fallen, spreads, [0] * 25 + [1] * 35)
+    assert "of level 0 from" in collapse_of(fallen, spreads, [0] * 25 + [1] * 15 + [0] * 20)
+
+
 def test_it_says_from_where_to_where_and_what_to_change() -> None:
     rewards, spreads = [0.2] * 20 + [0.9] * 60 + [0.0] * 20, [0.4] * 100
     text = collapse_of(rewards, spreads)

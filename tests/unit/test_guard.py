@@ -165,7 +165,7 @@ def test_after_a_rollback_the_ladder_begins_anew_and_the_count_goes_on() -> None
                 done.append(verdict.rung)
             if verdict is not None and verdict.rung in ("rollback", "stop"):
                 break
-        watch = Guard(GuardConfig(), 1, watch.record_after_rollback())
+        watch = Guard(GuardConfig(), 1, watch.record_after_rollback({}))
         assert watch.report.rung == 0
         assert watch.report.good_step == 20
     assert done == [*LADDER, *LADDER, "mask", "limit", "slow", "stop"]
@@ -174,9 +174,52 @@ def test_after_a_rollback_the_ladder_begins_anew_and_the_count_goes_on() -> None
 
 def test_after_a_rollback_to_a_policy_that_was_not_good_the_rewards_tell_it() -> None:
     watch = with_good_checkpoint()
+    saved = json.loads(json.dumps(watch.record()))
     rungs(watch, BEYOND["k3"], 20)
-    back = Guard(GuardConfig(), 1, watch.record_after_rollback())
+    back = Guard(GuardConfig(), 1, watch.record_after_rollback(saved))
     assert rungs(back, lambda _: replace(CALM, reward=0.1, spread=0.3), 2 * WINDOW)[:1] == ["mask"]
+
+
+def test_after_a_rollback_the_best_is_that_of_the_checkpoint() -> None:
+    watch = guard()
+    for step in range(20):
+        watch.observe(replace(CALM, reward=0.1 + 0.01 * step, spread=0.3))
+    saved = watch.record()
+    for _ in range(20):
+        watch.observe(replace(CALM, reward=0.9, spread=0.3))
+    back = Guard(GuardConfig(), 1, watch.record_after_rollback(saved))
+    assert rungs(back, lambda i: replace(CALM, reward=0.2 + 0.004 * i, spread=0.3), 60) == []
+
+
+# --- levels --------------------------------------------------------------------------------------
+
+
+def at(level: int, **changes: Any) -> GuardFigures:
+    return replace(CALM, level=level, **changes)
+
+
+def test_a_harder_level_is_no_alarm_and_a_fall_within_one_is() -> None:
+    """Also one that comes back to a level, and also after a resume."""
+    watch = guard(mode="warn")
+    harder = {"reward": 0.1, "spread": 0.3, "cut_off": 0.5, "entropy": 2.5, "grad_norm": 15.0}
+    for _ in range(3):
+        for level, figures in ((0, at(0)), (1, at(1, **harder))):
+            assert [watch.observe(figures) for _ in range(2 * WINDOW)] == [None] * 2 * WINDOW, level
+    watch = Guard(watch._settings, 3, json.loads(json.dumps(watch.record())))
+    told = [verdict.text for _ in range(2 * WINDOW) if (verdict := watch.observe(at(0, reward=0.1)))]
+    assert told[0].startswith("fall of the reward from its best")
+
+
+def test_figures_are_of_the_level_and_of_all_accepted_answers() -> None:
+    accepted = replace(
+        batch([0.0, 1.0], [True, False]),
+        accepted_scores=np.array([0.0, 1.0, 1.0, 1.0, 5.0], np.float32),
+        accepted_cut_off=np.array([True, False, False, False, True]),
+        accepted_levels=np.array([2, 2, 2, 2, 0]),
+    )
+    figures = figures_of(accepted, stats())
+    assert (figures.level, figures.reward, figures.cut_off) == (2, 0.75, 0.25)
+    assert figures.spread == pytest.approx(0.1875**0.5)
 
 
 # --- hysteresis ----------------------------------------------------------------------------------

@@ -197,6 +197,16 @@ def test_cispo_cuts_the_weight_and_keeps_the_gradient() -> None:
         [-w * a / 4 for w, a in zip(weights, ADVANTAGE, strict=True)]
     )
     assert not result.clipped.any()
+    assert result.tis.tolist() == pytest.approx(weights)
+    assert result.truncated.tolist() == [False, True, False, True]
+
+
+def test_a_weight_that_nothing_cuts_is_not_counted() -> None:
+    uncut = loss_of(ObjectiveConfig(anchor="sampler"))  # the last token's ratio is e^2
+    assert (uncut.tis.tolist(), uncut.truncated.any().item()) == ([1.0] * 4, False)
+    with_kl = ObjectiveConfig(anchor="sampler", kl_beta=0.1)  # the KL's weight is cut
+    cut = loss_of(with_kl, reference_logprobs=torch.tensor(OLD))
+    assert cut.truncated.tolist() == [False, False, False, True]
 
 
 def test_masks_leave_tokens_and_answers_out() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -101,6 +102,22 @@ def omegas_of(trajectories: Sequence[Trajectory], materialize: Materialize) -> l
         if any(m and not r for m, r in zip(omega.loss_mask, episode.response_mask, strict=True)):
             raise TaskError(f"{trajectory.trajectory_id}: the loss mask covers tokens nobody sampled")
     return omegas
+
+
+def with_accepted(batch: TrainBatch, groups: Sequence[Group], level: Callable[[int], int]) -> TrainBatch:
+    """Return a batch with the columns of all answers accepted for it.
+
+    Args:
+        groups: the batch's own and those set aside.
+        level: returns the level of a prompt, given its index.
+    """
+    answers = [answer for group in groups for answer in group.trajectories]
+    return replace(
+        batch,
+        accepted_scores=np.asarray([answer.reward.value for answer in answers], np.float32),
+        accepted_cut_off=np.asarray([is_cut_off(answer.episode) for answer in answers], np.bool_),
+        accepted_levels=np.asarray([level(answer.prompt.index) for answer in answers], np.int64),
+    )
 
 
 def part_means(rewards: Sequence[Reward]) -> tuple[tuple[str, float, int], ...]:

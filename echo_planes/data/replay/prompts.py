@@ -111,6 +111,10 @@ class Curriculum:
             self._decide(num_missing)
         return self._task.prompt_at(index, self._levels[index // BLOCK_PROMPTS])
 
+    def level(self, index: int) -> int:
+        """Return the level of an issued prompt; 0 for a task with one level."""
+        return self._levels[index // BLOCK_PROMPTS] if self._levels else 0
+
     def observe(self, group: Group) -> None:
         """Count an accepted group towards the progress, if it is of the present level."""
         samples = group.trajectories

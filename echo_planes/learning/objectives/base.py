@@ -59,6 +59,7 @@ class Objective:
     clip: Clip
     stale_clip: Clip  # with anchor=sampler, where the ratio includes all drift since the token was sampled
     surrogate: Surrogate
+    cuts_weight: bool = False  # its ratio is a weight without a gradient, cut at the clip's upper end
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +83,8 @@ class Loss:
     loss: Tensor  # scalar, carries the gradient
     clipped: Tensor  # (M,) bool: the surrogate has no gradient here
     masked: Tensor  # (M,) bool: left out by a mask
-    truncated: Tensor  # (M,) bool: its importance weight was cut at C
-    tis: Tensor  # (M,) truncated importance weight
+    truncated: Tensor  # (M,) bool: its importance weight was cut
+    tis: Tensor  # (M,) importance weight as it was used, cut; 1 where the loss has none
     kl: Tensor  # (M,) estimate of the KL to the reference, 0 without one
 
 
@@ -109,15 +110,13 @@ def policy_loss(tokens: Tokens, config: ObjectiveConfig, objective: Objective) -
     stale = config.ratio_anchor == "sampler"
     log_ratio = tokens.logprobs - (sampled if stale else tokens.old_logprobs)
     ratio = _at_level(log_ratio, objective.level, tokens).exp()
-    surrogate, clipped = objective.surrogate(
-        ratio, tokens.advantages, tokens.logprobs, clip_of(config, objective)
-    )
+    clip = clip_of(config, objective)
+    surrogate, clipped = objective.surrogate(ratio, tokens.advantages, tokens.logprobs, clip)
 
     level = objective.level if config.tis_level is None else config.tis_level
     drift = log_ratio.detach() if stale else tokens.old_logprobs - sampled
-    weight = _at_level(drift, level, tokens).exp()
-    truncated = weight > config.tis_cap
-    tis = weight.clamp(max=config.tis_cap)
+    weight, cap = _at_level(drift, level, tokens).exp(), config.tis_cap
+    tis = weight.clamp(max=cap)
     if not stale:
         surrogate = tis * surrogate
 
@@ -127,8 +126,12 @@ def policy_loss(tokens: Tokens, config: ObjectiveConfig, objective: Objective) -
     if config.kl_beta > 0 and tokens.reference_logprobs is not None:
         kl = kl_estimate(tokens.logprobs - tokens.reference_logprobs, config)
         per_token = per_token + config.kl_beta * tis * kl
+    if objective.cuts_weight:
+        weight, cap = ratio.detach(), 1.0 + clip.high
+    elif stale and config.kl_beta == 0:
+        weight = torch.ones_like(weight)  # the ratio corrects by itself, and nothing cuts it at C
     loss = (tokens.weights * per_token.masked_fill(masked, 0.0)).sum()
-    return Loss(loss, clipped & ~masked, masked, truncated, tis, kl.detach())
+    return Loss(loss, clipped & ~masked, masked, weight > cap, weight.clamp(max=cap), kl.detach())
 
 
 def clip_of(config: ObjectiveConfig, objective: Objective) -> Clip:

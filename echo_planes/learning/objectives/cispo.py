@@ -31,4 +31,5 @@ CISPO = Objective(
     clip=Clip(1.0, 0.2),
     stale_clip=Clip(1.0, 0.2),
     surrogate=weighted_logprob,
+    cuts_weight=True,
 )
