@@ -730,7 +730,8 @@ def test_an_update_that_is_left_out_leaves_no_trace(
 
 
 def test_means_are_over_the_updates_made(tmp_path: Path, model_folder: Path) -> None:
-    changes = {"learner": {"updates_per_step": 2}, "objective": {"anchor": "proximal", "tis_level": "none"}}
+    plain = {"anchor": "proximal", "tis_level": "none", "uncorrected": True}  # every weight is 1
+    changes = {"learner": {"updates_per_step": 2}, "objective": plain}
     with learner_here(tmp_path, model_folder, **changes) as learner:
         own, calls = learner.loss, []
 
