@@ -113,10 +113,12 @@ class Learner:
     @property
     def about(self) -> str:
         """Line on how this rank computes."""
-        threads, apart = torch.get_num_threads(), self._engine.apart
+        where, apart = (
+            f"on {self._engine.device.type}, threads: {torch.get_num_threads()}",
+            self._engine.apart,
+        )
         rows = f"a row for each trajectory ({apart})" if apart else "each prompt once"
-        device = self._engine.device.type
-        return f"computes in {self._dtype_name} on {device}, threads: {threads}; {rows}{self._resumed}"
+        return f"computes in {self._dtype_name} {where}; {rows}{self._resumed}"
 
     def start(self, saved_dtype: Literal["bf16", "fp32"] | None = None) -> None:
         """Load the model, join the other ranks and check the layout of batches. Slow (seconds).
@@ -414,9 +416,8 @@ class Learner:
             self.doing = f"step {batch.step + 1}: training micro-batch {number} of {len(micro_batches)}"
             loss = self._micro_loss(micro, weight, step)
             self._engine.backward(loss.loss, last=batch.last and number == len(micro_batches))
-            step.sums += torch.stack(
-                [loss.loss.detach(), loss.tis.sum(), loss.kl.sum(), torch.ones_like(loss.tis).sum()]
-            )
+            num_tokens = loss.loss.new_tensor(len(loss.tis))
+            step.sums += torch.stack([loss.loss.detach(), loss.tis.sum(), loss.kl.sum(), num_tokens])
         step.tokens_forward += forwarded
         step.tokens_trained += forwarded
         return True
@@ -567,7 +568,7 @@ class Learner:
             tis_mean=step.tis / step.tokens_updated if updates else None,
             entropy=float(entropy.mean()) if len(entropy) else None,
             kl_reference=step.kl / step.tokens_updated
-            if updates and self._config.objective.kl_beta > 0
+            if updates and self._config.objective.kl_beta
             else None,
             groups_skipped=len(np.unique(batch.advantage_groups[whole.empty])),
             num_updates=self._num_updates,
