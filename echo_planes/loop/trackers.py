@@ -16,8 +16,10 @@ from typing import Any
 
 from echo_planes.config.schema import Config
 from echo_planes.errors import ConfigError
+from echo_planes.reporting.metrics import write_atomic
 
 PROJECT = "echo_planes"
+WANDB_ID = "wandb_id.txt"  # in the run folder
 PACKAGES = ("tensorboard", "wandb", "trackio")  # and extras of the same names
 
 
@@ -61,13 +63,19 @@ class _Steps:
 
 def tensorboard(config: Config, folder: Path) -> _Steps:
     """Return a tracker that writes event files to the run's folder `tensorboard`."""
-    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     writer = EventFileWriter(str(folder / "tensorboard"))
+    last = math.inf  # so that the first step of a resumed run begins a session
 
     def log(numbers: dict[str, float], step: int) -> None:
+        nonlocal last
+        if step <= last:  # steps repeat: the start of a session takes the place of all from its step on
+            started = SessionLog(status=SessionLog.START)
+            writer.add_event(Event(wall_time=time.time(), step=step, session_log=started))
+        last = step
         values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
         writer.flush()
@@ -76,16 +84,24 @@ def tensorboard(config: Config, folder: Path) -> _Steps:
 
 
 def wandb(config: Config, folder: Path) -> _Steps:
-    """Return a tracker of Weights & Biases, which obeys its own variables (WANDB_MODE, WANDB_PROJECT)."""
+    """Return a tracker of Weights & Biases, which obeys its own variables (WANDB_MODE, WANDB_PROJECT).
+
+    A resume goes on with the run whose id is in the run folder.
+    """
     import wandb as package
 
+    path = folder / WANDB_ID
+    known = path.read_text(encoding="utf-8").strip() if path.exists() else None
     run = package.init(
+        id=known,
+        resume="allow" if known else None,
         project=None if "WANDB_PROJECT" in os.environ else PROJECT,
         name=folder.name,
         dir=str(folder),
         config=config.model_dump(mode="json"),
     )
-    # After a rollback steps repeat, and wandb's own counter never goes back.
+    write_atomic(path, f"{run.id}\n")
+    # After a rollback or a resume steps repeat, and wandb's own counter never goes back.
     run.define_metric("*", step_metric="step")
     return _Steps(lambda numbers, step: run.log(numbers | {"step": step}), run.finish)
 
@@ -95,6 +111,10 @@ def trackio(config: Config, folder: Path) -> _Steps:
     import trackio as package
 
     run = package.init(
-        project=PROJECT, name=folder.name, config=config.model_dump(mode="json"), auto_log_gpu=False
+        project=PROJECT,
+        name=folder.name,
+        config=config.model_dump(mode="json"),
+        resume="allow" if config.run.resume else "never",
+        auto_log_gpu=False,
     )
     return _Steps(lambda numbers, step: run.log(numbers, step=step), package.finish)

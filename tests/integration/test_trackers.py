@@ -26,12 +26,20 @@ STEPS: list[dict[str, Any]] = [
 AGAIN = {"step": 2, "reward_mean": 0.9, "kl_reference": None, "loss": float("nan")}  # after a rollback
 
 
-def told(name: str, folder: Path) -> None:
-    """Tell a tracker the steps, as a run would."""
+RESUMED = [{"step": step, "reward_mean": 0.95} for step in (2, 3, 4)]  # from a checkpoint at step 1
+KNOWN = [(1, 0.6), (2, 0.7), (3, 0.8), (2, 0.9)]
+GONE_ON = [(2, 0.95), (3, 0.95), (4, 0.95)]
+
+
+def told(name: str, folder: Path, *, resumed: bool = False) -> None:
+    """Tell a tracker the steps, as a run would, or one that goes on in its folder."""
     pytest.importorskip(name, reason=f"{name} is missing: pip install 'echo_planes[{name}]'")
-    tracking = open_tracking(load_config([f"run.tracker={name}"]), folder)
+    config = load_config([f"run.tracker={name}"])
+    if resumed:
+        config = config.model_copy(update={"run": config.run.model_copy(update={"resume": str(folder)})})
+    tracking = open_tracking(config, folder)
     assert tracking is not None
-    for record in (*STEPS, AGAIN):
+    for record in RESUMED if resumed else (*STEPS, AGAIN):
         tracking.offer(METRICS_FILE, record)
     tracking.offer(EVENTS_FILE, {"time_s": 1.0, "kind": "guard", "text": "rollback"})
     assert tracking.close(limit_s=60.0) == []
@@ -44,7 +52,21 @@ def test_tensorboard_reads_its_event_file(tmp_path: Path) -> None:
     reader.Reload()
     assert set(reader.Tags()["scalars"]) == {"reward_mean", "eval_pass_at/1"}
     rewards = [(one.step, round(one.value, 6)) for one in reader.Scalars("reward_mean")]
-    assert rewards == [(1, 0.6), (2, 0.7), (3, 0.8), (2, 0.9)]
+    assert rewards == KNOWN
+
+
+def test_tensorboard_shows_no_step_twice_after_a_rollback_and_a_resume(tmp_path: Path) -> None:
+    told("tensorboard", tmp_path)
+    module = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+
+    def rewards() -> list[tuple[int, float]]:
+        reader = module.EventAccumulator(str(tmp_path / "tensorboard"))
+        reader.Reload()
+        return [(one.step, round(one.value, 6)) for one in reader.Scalars("reward_mean")]
+
+    assert rewards() == [(1, 0.6), (2, 0.9)]
+    told("tensorboard", tmp_path, resumed=True)
+    assert rewards() == [(1, 0.6), *GONE_ON]
 
 
 def wandb_records(data: bytes) -> Iterator[bytes]:
@@ -70,6 +92,15 @@ def test_wandb_keeps_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("WANDB_SILENT", "true")
     told("wandb", tmp_path)
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert wandb_rewards(file) == KNOWN
+    told("wandb", tmp_path, resumed=True)
+    files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime)
+    assert [one.name for one in files] == [file.name] * 2  # of one run's id
+    assert wandb_rewards(files[1]) == GONE_ON
+
+
+def wandb_rewards(file: Path) -> list[tuple[int, float]]:
+    """Steps and rewards in a .wandb file."""
     records = importlib.import_module("wandb.proto.wandb_internal_pb2")
     rewards = []
     for data in wandb_records(file.read_bytes()):
@@ -78,7 +109,7 @@ def test_wandb_keeps_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         row = {one.key or "/".join(one.nested_key): one.value_json for one in record.history.item}
         if "reward_mean" in row:
             rewards.append((json.loads(row["step"]), json.loads(row["reward_mean"])))
-    assert rewards == [(1, 0.6), (2, 0.7), (3, 0.8), (2, 0.9)]
+    return rewards
 
 
 def test_trackio_has_the_run_in_its_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,9 +117,11 @@ def test_trackio_has_the_run_in_its_database(tmp_path: Path, monkeypatch: pytest
     folder = tmp_path / "run"
     folder.mkdir()
     told("trackio", folder)
+    told("trackio", folder, resumed=True)
     storage = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
+    assert len(storage.get_run_records(trackers.PROJECT)) == 1
     rows = storage.get_logs(trackers.PROJECT, "run")
-    assert [(one["step"], one["reward_mean"]) for one in rows] == [(1, 0.6), (2, 0.7), (3, 0.8), (2, 0.9)]
+    assert [(one["step"], one["reward_mean"]) for one in rows] == [*KNOWN, *GONE_ON]
 
 
 def test_numbers_alone_go_on() -> None:
